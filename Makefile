@@ -1,0 +1,36 @@
+# Each target makes .venv and installs what it needs by itself; a second run starts at once.
+
+SHELL  := /bin/bash
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+# The first interpreter that runs, is 3.11 or newer and has venv (a pyenv shim may be there and not run).
+FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
+	if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	then echo $$p; break; fi; done
+
+.PHONY: demo test lint clean
+.DEFAULT_GOAL := test
+
+demo: $(STAMP)
+	$(PY) -m examples.demo
+
+# Ruff and mypy run inside pytest (tests/test_style.py).
+test: $(STAMP)
+	$(PY) -m pytest
+
+lint: $(STAMP)
+	$(PY) -m ruff check
+	$(PY) -m mypy
+
+# torch goes first and alone: so pip takes the CPU build where one lies at hand, and no CUDA packages.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(PY) || { python=$$($(FIND_PYTHON)); \
+		test -n "$$python" || { echo "needs Python 3.11 or newer with venv: make PYTHON=/path/to/python" >&2; exit 1; }; \
+		"$$python" -m venv $(VENV); }
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

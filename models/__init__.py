@@ -1,0 +1,1 @@
+"""Plain PyTorch models, one file each; they never import dcpc."""
