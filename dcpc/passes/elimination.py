@@ -1,0 +1,421 @@
+"""The exact minimum of a network of costs over small label sets, by variable elimination.
+
+Each variable takes one label. A unary table prices the labels of one variable, an edge table the
+labels of two variables together; `inf` forbids. The sum is minimised by removing one variable at a
+time:
+
+    unary[v]  +  table[a, v]  +  table[b, v]   --min over v-->   table[a, b]
+
+The variable with the fewest neighbours goes first. Chains and trees never grow a table beyond two
+variables, a graph of treewidth w about w + 1. Walking back through the removed variables reads off
+the labels.
+
+What makes it fast is what is *not* done: no best label is stored on the way forward (the way back
+recomputes one small vector a variable), the usual cases (one or two neighbours) stay plain 2-D
+arithmetic, and labels that can never win are dropped before any table of three variables is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
+from math import inf, prod
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from dcpc.errors import PlanError
+
+Costs: TypeAlias = npt.NDArray[np.float64]
+Scope: TypeAlias = tuple[int, ...]
+
+# 5e7 float64 are 400 MB; the join holds a table of this size once, and its minimum.
+LARGEST_TABLE_ENTRIES = 50_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Labels of least total cost.
+
+    Attributes:
+        labels: label index of each variable, in the order the variables were added.
+        cost: the sum of all tables at these labels.
+        width: the most neighbours a variable had when it was removed: the induced width of the
+            order, an upper bound on the treewidth of what is left once variables of one label and
+            labels that cannot win are gone. A joined table spans at most width + 1 variables.
+        largest_table: entries of the largest joined table built, 0 if there was none.
+    """
+
+    labels: tuple[int, ...]
+    cost: float
+    width: int
+    largest_table: int
+
+
+class CostNetwork:
+    """Variables with unary costs, and edges with pairwise costs.
+
+    Example:
+        problem = CostNetwork()
+        a = problem.add_variable("a", np.array([0.0, 1.0]))
+        b = problem.add_variable("b", np.array([5.0, 0.0]))
+        problem.add_edge(a, b, np.array([[0.0, 2.0], [2.0, 0.0]]))
+        problem.minimise().labels  # (1, 1)
+    """
+
+    def __init__(self, *, largest_table_entries: int = LARGEST_TABLE_ENTRIES) -> None:
+        """Start an empty network; no table of more entries than the given number is ever built."""
+        self._names: list[str] = []
+        self._unaries: list[Costs] = []
+        self._edges: dict[tuple[int, int], Costs] = {}
+        self._largest_table_entries = largest_table_entries
+
+    def add_variable(self, name: str, unary: npt.ArrayLike) -> int:
+        """Return the handle (0, 1, ...) of a new variable.
+
+        Args:
+            name: what error messages call it.
+            unary: cost of each label, shape (labels,), at least one label; `inf` forbids a label.
+        """
+        costs = np.asarray(unary, np.float64)
+        assert costs.ndim == 1, f"variable {name}: unary has shape {costs.shape}"
+        assert costs.size, f"variable {name} has no label"
+        self._names.append(name)
+        self._unaries.append(costs)
+        return len(self._names) - 1
+
+    def add_edge(self, u: int, v: int, table: npt.ArrayLike) -> None:
+        """Add a cost for each pair of labels of two variables; edges of the same pair are summed.
+
+        Args:
+            u: handle of one variable.
+            v: handle of another variable.
+            table: costs, shape (labels of u, labels of v); `inf` forbids a pair.
+        """
+        costs = np.asarray(table, np.float64)
+        expected = len(self._unaries[u]), len(self._unaries[v])
+        assert u != v, f"edge from {self._names[u]} to itself"
+        assert costs.shape == expected, (
+            f"edge {self._names[u]}, {self._names[v]}: table of shape {costs.shape}, not {expected}"
+        )
+        if u > v:
+            u, v, costs = v, u, costs.T
+        known = self._edges.get((u, v))
+        self._edges[u, v] = costs if known is None else known + costs
+
+    def cost(self, labels: Sequence[int]) -> float:
+        """Return the sum of all tables at the given labels, one for each variable."""
+        total = sum(unary.item(label) for unary, label in zip(self._unaries, labels, strict=True))
+        return total + sum(t.item(labels[u], labels[v]) for (u, v), t in self._edges.items())
+
+    def minimise(self) -> Solution:
+        """Return labels of least total cost; the network stays as it is.
+
+        The result depends only on the order in which variables and edges were added. Of equally
+        good labels of a variable, given those fixed before it, the lowest is taken.
+
+        Raises:
+            PlanError: no labels have a finite cost, or a table would grow beyond the limit.
+        """
+        self._check_values()
+        work = _Elimination(self._names, self._unaries, self._edges, self._largest_table_entries)
+        work.run()
+        if work.total == inf:
+            raise _infeasible(self._names, self._first_forbidden() or work.first_forbidden())
+        labels = work.labels()
+        return Solution(labels, self.cost(labels), work.width, work.largest_table)
+
+    def _check_values(self) -> None:
+        """Assert that no cost is nan or -inf: both would silently spoil every sum they enter."""
+        tables = [*self._unaries, *(t.ravel() for t in self._edges.values())]
+        if tables:
+            worst = np.minimum.reduce(np.concatenate(tables))
+            assert worst > -inf, f"a cost is {worst}; costs are finite or inf"
+
+    def _first_forbidden(self) -> Scope:
+        """Return the variables of the first given table that is all inf, () if there is none."""
+        given: list[tuple[Scope, Costs]] = [((v,), t) for v, t in enumerate(self._unaries)]
+        given.extend(self._edges.items())
+        return next((scope for scope, table in given if np.isinf(table).all()), ())
+
+
+def _infeasible(names: Sequence[str], scope: Scope) -> PlanError:
+    shown = ", ".join(names[v] for v in scope)
+    return PlanError(
+        f"no labels have a finite cost: every combination of the labels of ({shown}) is forbidden"
+        " (inf); give one of them a label that is allowed next to all labels of its neighbours"
+    )
+
+
+class _Restriction(NamedTuple):
+    """A step that kept only some labels of a variable."""
+
+    variable: int
+    kept: npt.NDArray[np.intp]
+
+
+class _Removal(NamedTuple):
+    """A step that removed a variable, with the tables it was in, its own axis last in each."""
+
+    variable: int
+    unary: Costs
+    pairs: list[tuple[int, Costs]]
+    joints: list[tuple[Scope, Costs]]
+
+
+class _Elimination:
+    """The shrinking network; `steps` says what was done and, read backwards, gives the labels.
+
+    `near[v][u]` is the table of an edge, shape (labels of u, labels of v), or None where u and v
+    meet only in a table of three or more variables. Those are in `joints`, by ascending variables;
+    `scopes[v]` are the keys that hold v. Dicts serve as ordered sets: no order depends on hashing.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        unaries: Iterable[Costs],
+        edges: dict[tuple[int, int], Costs],
+        largest_table_entries: int,
+    ) -> None:
+        self.names = names
+        self.limit = largest_table_entries
+        self.unary = list(unaries)
+        self.near: list[dict[int, Costs | None]] = [{} for _ in names]
+        for (u, v), table in edges.items():
+            self.near[v][u] = table
+            self.near[u][v] = table.T
+        self.joints: dict[Scope, Costs] = {}
+        self.scopes: list[dict[Scope, None]] = [{} for _ in names]
+        self.steps: list[_Restriction | _Removal] = []
+        self.alive = [True] * len(names)
+        self.total = 0.0
+        self.width = 0
+        self.largest_table = 0
+
+    def run(self) -> None:
+        """Remove every variable; `total` is then the least cost, inf if nothing is feasible."""
+        heap = [(self._urgency(v), v) for v in range(len(self.names))]
+        heapify(heap)
+        pruned = False
+        while heap:
+            urgency, v = heappop(heap)
+            if not self.alive[v] or urgency != self._urgency(v):
+                continue  # a newer entry of v is, or was, in the heap
+            if urgency > 2 and not pruned:
+                pruned = True
+                self._drop_dominated()
+                heap = [(self._urgency(u), u) for u, alive in enumerate(self.alive) if alive]
+                heapify(heap)
+                continue
+            neighbours = list(self.near[v])
+            self._remove(v)
+            for u in neighbours:
+                heappush(heap, (self._urgency(u), u))
+
+    def labels(self) -> tuple[int, ...]:
+        """Return the best label of each variable, after `run`."""
+        labels = [0] * len(self.names)
+        for step in reversed(self.steps):
+            if isinstance(step, _Restriction):
+                labels[step.variable] = int(step.kept[labels[step.variable]])
+                continue
+            costs = step.unary
+            for u, table in step.pairs:
+                costs = costs + table[labels[u]]
+            for scope, table in step.joints:
+                costs = costs + table[tuple([labels[u] for u in scope])]
+            labels[step.variable] = int(costs.argmin())
+        return tuple(labels)
+
+    def first_forbidden(self) -> Scope:
+        """Return the variables of the first joined table that was all inf."""
+        for step in self.steps:
+            if isinstance(step, _Removal):
+                scope = _neighbours(step)
+                if np.isinf(_least(step, scope)).all():
+                    return (step.variable, *scope)
+        raise AssertionError("the total is inf but no table is")
+
+    def _urgency(self, v: int) -> int:
+        """Return the number of neighbours; 0 with one label left, which is as cheap to remove."""
+        return len(self.near[v]) if self.unary[v].size > 1 else 0
+
+    def _remove(self, v: int) -> None:
+        """Minimise v out and record the step."""
+        near, unary = self.near[v], self.unary[v]
+        self.alive[v] = False
+        for u in near:
+            del self.near[u][v]
+        pairs = [(u, table) for u, table in near.items() if table is not None]
+        if unary.size == 1:
+            self._remove_fixed(v, pairs)
+            return
+        step = _Removal(v, unary, pairs, [])
+        self.steps.append(step)
+        degree = len(near)
+        if degree > self.width:
+            self.width = degree
+        if degree > 2 or self.scopes[v]:
+            self._remove_joint(step, tuple(sorted(near)))
+        elif degree == 2:
+            (a, at_a), (b, at_b) = pairs
+            joined = (at_a + unary)[:, None, :] + at_b
+            self.largest_table = max(self.largest_table, joined.size)
+            self._add_pair(a, b, np.minimum.reduce(joined, axis=2))
+        elif degree == 1:
+            u, table = pairs[0]
+            self.unary[u] = self.unary[u] + np.minimum.reduce(table + unary, axis=1)
+        else:
+            self.total += float(np.minimum.reduce(unary))
+
+    def _remove_fixed(self, v: int, pairs: list[tuple[int, Costs]]) -> None:
+        """Remove a variable with one label left: its tables are rows for its neighbours."""
+        assert not self.scopes[v], "labels are dropped before any table of three variables is built"
+        self.total += self.unary[v].item()
+        for u, table in pairs:
+            self.unary[u] = self.unary[u] + table[:, 0]
+
+    def _remove_joint(self, step: _Removal, scope: Scope) -> None:
+        """Remove a variable of many neighbours (`scope`), or in a table of three or more."""
+        v = step.variable
+        entries = prod([self.unary[u].size for u in scope]) * step.unary.size
+        self.largest_table = max(self.largest_table, entries)
+        if entries > self.limit:
+            raise self._too_wide(v, scope, entries)
+        for key in self.scopes[v]:
+            others = tuple([u for u in key if u != v])
+            at = key.index(v)
+            axes = [*range(at), *range(at + 1, len(key)), at]
+            step.joints.append((others, self.joints.pop(key).transpose(axes)))
+            for u in others:
+                del self.scopes[u][key]
+        step.pairs.sort()
+        self._add_joint(scope, _least(step, scope))
+
+    def _add_joint(self, scope: Scope, table: Costs) -> None:
+        """Add a table of any number of variables; they become neighbours of one another."""
+        if len(scope) == 2:
+            self._add_pair(*scope, table)
+        elif len(scope) == 1:
+            self.unary[scope[0]] = self.unary[scope[0]] + table
+        else:
+            known = self.joints.get(scope)
+            self.joints[scope] = table if known is None else known + table
+            for u in scope:
+                self.scopes[u][scope] = None
+                for w in scope:
+                    if w != u:
+                        self.near[u].setdefault(w)
+
+    def _add_pair(self, a: int, b: int, table: Costs) -> None:
+        """Add an edge, or its costs to the edge that is there."""
+        known = self.near[b].get(a)
+        if known is not None:
+            table = known + table
+        self.near[b][a] = table
+        self.near[a][b] = table.T
+
+    def _drop_dominated(self) -> None:
+        """Drop the labels that no best solution needs, until none is left to drop."""
+        waiting = {v: None for v, alive in enumerate(self.alive) if alive and self.near[v]}
+        with np.errstate(invalid="ignore"):  # inf - inf; _undominated ignores it
+            while waiting:
+                v = next(iter(waiting))
+                del waiting[v]
+                tables = [self._edge(u, v) for u in self.near[v]]
+                kept = _undominated(self.unary[v], tables)
+                if kept.size < self.unary[v].size:
+                    self._restrict(v, kept)
+                    waiting.update(dict.fromkeys(self.near[v]))
+
+    def _edge(self, u: int, v: int) -> Costs:
+        """Return near[u][v], shape (labels of v, labels of u)."""
+        table = self.near[u][v]
+        assert table is not None, "labels are dropped before any table of three variables is built"
+        return table
+
+    def _restrict(self, v: int, kept: npt.NDArray[np.intp]) -> None:
+        """Keep only some labels of v."""
+        self.steps.append(_Restriction(v, kept))
+        self.unary[v] = self.unary[v][kept]
+        for u in self.near[v]:
+            table = self._edge(u, v)[kept]
+            self.near[u][v], self.near[v][u] = table, table.T
+
+    def _too_wide(self, v: int, scope: Scope, entries: int) -> PlanError:
+        shown = ", ".join(self.names[u] for u in scope)
+        return PlanError(
+            f"removing variable {self.names[v]} joins it with its {len(scope)} neighbours ({shown})"
+            f" in a table of {entries:.3g} entries (width {len(scope)}), the limit is"
+            f" {self.limit:.3g}; give these variables fewer labels, or split a hub that many"
+            " variables share into one copy a group"
+        )
+
+
+def _neighbours(step: _Removal) -> Scope:
+    """Return the variables a removed one shared a table with, ascending."""
+    return tuple(sorted({u for u, _ in step.pairs}.union(*(scope for scope, _ in step.joints))))
+
+
+def _least(step: _Removal, scope: Scope) -> Costs:
+    """Return the least cost over the removed variable's labels, an axis for each of `scope`.
+
+    The variable's axis comes first in the sum: a minimum over the first axis reads memory in order.
+    """
+    own = step.unary.size
+    axis = {u: i for i, u in enumerate(scope, 1)}
+    ones = [1] * len(scope)
+    joined = step.unary.reshape(own, *ones)
+    for u, table in step.pairs:
+        shape = [own, *ones]
+        shape[axis[u]] = table.shape[0]
+        joined = joined + table.T.reshape(shape)
+    for variables, table in step.joints:
+        shape = [own, *ones]
+        for u, size in zip(variables, table.shape, strict=False):  # the last axis is v's own
+            shape[axis[u]] = size
+        joined = joined + table.transpose(-1, *range(len(variables))).reshape(shape)
+    least: Costs = np.minimum.reduce(joined, axis=0)
+    return least
+
+
+def _undominated(unary: Costs, tables: Sequence[Costs]) -> npt.NDArray[np.intp]:
+    """Return the labels of a variable that are worth keeping, ascending, at least one.
+
+    Replaces a by b wherever b costs no more than a for every label of every neighbour taken singly:
+    unary[a] - unary[b] + sum over edges of min over x of (table[a, x] - table[b, x]) >= 0
+    (Goldstein's dead-end elimination). Of equals the lowest stays.
+
+    Args:
+        unary: costs, shape (labels,).
+        tables: one for each neighbour, shape (labels, labels of the neighbour).
+
+    Source: R. F. Goldstein, Biophysical Journal 66 (1994) 1335, equation 2.
+    """
+    allowed = np.flatnonzero(unary < inf)
+    if allowed.size < 2:
+        return allowed if allowed.size else np.arange(unary.size)
+    rows, costs = np.concatenate(tables, axis=1), unary
+    if allowed.size < unary.size:
+        rows, costs = rows[allowed], unary[allowed]
+    starts = [0, *accumulate([table.shape[1] for table in tables[:-1]])]
+    # nan = inf - inf: the neighbour's label is forbidden next to either, so fmin passes over it.
+    gaps = np.add.reduce(np.fmin.reduceat(rows[:, None] - rows, starts, axis=2), axis=2)
+    worse = gaps + (costs[:, None] - costs) >= _least_gap(allowed.size)
+    candidates = np.flatnonzero(np.logical_or.reduce(worse, axis=1))
+    kept = list(range(allowed.size))
+    for a in candidates[::-1].tolist():
+        if worse[a, kept].any():  # by one that is still there: rounding could close a circle
+            kept.remove(a)
+    return allowed[kept]
+
+
+@cache
+def _least_gap(labels: int) -> Costs:
+    """Return by how much label a must cost more than b to give way: anything > 0, or 0 if a > b."""
+    return np.triu(np.full((labels, labels), 5e-324))

@@ -1,0 +1,166 @@
+"""The exact minimiser against brute force and against integer programming."""
+
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.milp_oracle import milp_minimum
+from dcpc.errors import PlanError
+from dcpc.passes.elimination import CostNetwork, Solution
+
+Edge = tuple[int, int, np.ndarray]
+COSTS = st.one_of(st.integers(-4, 4).map(float), st.just(inf), st.floats(0, 1))
+
+
+def network(unaries: list[np.ndarray], edges: list[Edge], **limits: int) -> CostNetwork:
+    problem = CostNetwork(**limits)
+    for i, unary in enumerate(unaries):
+        problem.add_variable(f"x{i}", unary)
+    for u, v, table in edges:
+        problem.add_edge(u, v, table)
+    return problem
+
+
+def cost_at(unaries: list[np.ndarray], edges: list[Edge], labels: tuple[int, ...]) -> float:
+    total = sum(float(unary[labels[v]]) for v, unary in enumerate(unaries))
+    return total + sum(float(table[labels[u], labels[v]]) for u, v, table in edges)
+
+
+def brute_force(unaries: list[np.ndarray], edges: list[Edge]) -> float:
+    choices = product(*(range(len(unary)) for unary in unaries))
+    return min(cost_at(unaries, edges, labels) for labels in choices)
+
+
+@st.composite
+def tiny_networks(draw: st.DrawFn) -> tuple[list[np.ndarray], list[Edge]]:
+    """Up to 6 variables of 1 to 3 labels; some isolated, some pairs with several edges."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+
+    def array(*shape: int) -> np.ndarray:
+        count = int(np.prod(shape))
+        return np.array(draw(st.lists(COSTS, min_size=count, max_size=count))).reshape(shape)
+
+    pairs = [(u, v) for u in range(len(sizes)) for v in range(len(sizes)) if u != v]
+    chosen = draw(st.lists(st.sampled_from(pairs), max_size=14)) if pairs else []
+    return [array(n) for n in sizes], [(u, v, array(sizes[u], sizes[v])) for u, v in chosen]
+
+
+def random_network(
+    seed: int, density: float, inf_share: float
+) -> tuple[list[np.ndarray], list[Edge]]:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 5, size=rng.integers(10, 15)).tolist()
+
+    def array(*shape: int) -> np.ndarray:
+        return np.where(rng.random(shape) < inf_share, inf, rng.integers(0, 50, shape) / 8)
+
+    pairs = [(u, v) for u in range(len(sizes)) for v in range(u) if rng.random() < density]
+    return [array(n) for n in sizes], [(u, v, array(sizes[u], sizes[v])) for u, v in pairs]
+
+
+@settings(max_examples=300, deadline=None)
+@given(tiny_networks())
+def test_minimise_equals_brute_force(case: tuple[list[np.ndarray], list[Edge]]) -> None:
+    expected = brute_force(*case)
+    if expected == inf:
+        with pytest.raises(PlanError, match="no labels have a finite cost"):
+            network(*case).minimise()
+        return
+    found = network(*case).minimise()
+    assert found.cost == pytest.approx(expected, abs=1e-12)
+    assert cost_at(*case, found.labels) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("density", [0.15, 0.35, 0.7])
+@pytest.mark.parametrize("inf_share", [0.0, 0.1])
+@pytest.mark.parametrize("seed", range(4))
+def test_minimise_equals_milp(seed: int, density: float, inf_share: float) -> None:
+    unaries, edges = random_network(seed, density, inf_share)
+    expected = milp_minimum(unaries, edges)
+    if expected == inf:
+        with pytest.raises(PlanError):
+            network(unaries, edges).minimise()
+    else:
+        assert network(unaries, edges).minimise().cost == pytest.approx(expected, abs=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tiny_networks())
+def test_minimise_twice_leaves_the_network_unchanged(
+    case: tuple[list[np.ndarray], list[Edge]],
+) -> None:
+    problem = network(*case)
+
+    def outcome() -> Solution | str:
+        try:
+            return problem.minimise()
+        except PlanError as error:
+            return str(error)
+
+    assert outcome() == outcome()
+
+
+def test_labels_are_lowest_when_all_tie() -> None:
+    sizes = [3, 4, 2, 3, 4]
+    complete = [(u, v, np.zeros((sizes[u], sizes[v]))) for u in range(5) for v in range(u)]
+    found = network([np.ones(n) for n in sizes], complete).minimise()
+    assert found.labels == (0, 0, 0, 0, 0)
+    assert found.cost == 5.0
+
+
+@pytest.mark.parametrize(
+    ("pairs", "width"),
+    [
+        ([], 0),
+        ([(i, i + 1) for i in range(7)], 1),
+        ([(0, i) for i in range(1, 8)], 1),
+        ([(i, (i + 1) % 8) for i in range(8)], 2),
+        ([(u, v) for u in range(8) for v in range(u)], 7),
+    ],
+    ids=["isolated", "chain", "star", "cycle", "complete"],
+)
+def test_width_equals_treewidth_when_the_graph_is_simple(
+    pairs: list[tuple[int, int]], width: int
+) -> None:
+    # Symmetric, so neither label dominates and the complete graph stays complete.
+    edges = [(u, v, np.eye(2)) for u, v in pairs]
+    assert network([np.zeros(2)] * 8, edges).minimise().width == width
+
+
+def test_minimise_returns_nothing_when_empty() -> None:
+    assert CostNetwork().minimise() == Solution((), 0.0, 0, 0)
+
+
+def test_cost_equals_the_sum_of_tables() -> None:
+    table = np.array([[0.0, 2.0], [3.0, 0.0]])
+    problem = network([np.array([0.0, 1.0]), np.array([5.0, 0.0])], [(0, 1, table), (1, 0, table)])
+    assert problem.cost((0, 1)) == 0 + 0 + 2 + 3
+    assert problem.minimise().labels == (1, 1)
+
+
+def test_error_names_the_edge_when_it_is_all_inf() -> None:
+    edges = [(0, 1, np.zeros((2, 2))), (1, 2, np.full((2, 2), inf))]
+    with pytest.raises(PlanError, match=r"labels of \(x1, x2\) is forbidden"):
+        network([np.zeros(2)] * 3, edges).minimise()
+
+
+def test_error_names_the_conflict_when_tables_join_to_inf() -> None:
+    same, other = np.where(np.eye(2), 0, inf), np.where(np.eye(2), inf, 0)
+    edges = [(0, 1, same), (1, 2, same), (0, 2, other)]  # x0 is removed first, without a conflict
+    with pytest.raises(PlanError, match=r"labels of \(x1, x2\) is forbidden"):
+        network([np.zeros(2)] * 3, edges).minimise()
+
+
+def test_error_says_the_width_when_a_table_is_too_large() -> None:
+    complete = [(u, v, np.eye(4)) for u in range(6) for v in range(u)]
+    with pytest.raises(PlanError, match=r"4.1e\+03 entries \(width 5\), the limit is 1e\+03"):
+        network([np.zeros(4)] * 6, complete, largest_table_entries=1000).minimise()
+
+
+def test_minimise_rejects_nan() -> None:
+    with pytest.raises(AssertionError, match="a cost is nan"):
+        network([np.array([0.0, np.nan])], []).minimise()
