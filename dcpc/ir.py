@@ -1,0 +1,262 @@
+"""The frozen types that cross a phase border: the only thing two phases share.
+
+Data goes one way: `Program` (trace) -> `Placement`, `Recompute`, `Plan` (passes) -> `Partition` and
+`Profile` (codegen, symbolic_profile) -> a variant that runs (codegen, runtime). Decisions refer to nodes of
+the program's forward graph **by name** and never edit it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from dcpc.buckets import Bucket
+
+# ---------------------------------------------------------------------------------------- trace
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a node's value before it runs.
+
+    Attributes:
+        shape: size of each dim, as an expression of the bucket's named dims.
+        dtype: element type.
+        requires_grad: whether a gradient flows through the value.
+    """
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def numel(self) -> sympy.Expr:
+        """Number of elements."""
+        return sympy.Mul(*self.shape)
+
+    @property
+    def size_bytes(self) -> sympy.Expr:
+        """Bytes of a dense tensor of this shape."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A model captured once: a functional forward graph from inputs to one scalar loss.
+
+    The graph module's placeholders are, in order: parameters, buffers and constants, inputs. It is read-only:
+    a later phase works on a copy.
+
+    Attributes:
+        gm: the forward graph; its single output is the loss.
+        parameters: placeholder name -> the parameter's name in the user's module.
+        buffers: placeholder name -> the buffer's name in the user's module.
+        constants: placeholder name -> a tensor the model's code creates.
+        inputs: placeholder name -> the name of the user's argument.
+        symbols: dim name -> the symbol that stands for it in every expression.
+        info: node name -> what is known of its value; nodes without a tensor value are absent.
+        loss: name of the node whose value is the loss.
+        hints: dim name -> the size it had in the trace.
+        graph_hash: identifies the graph; plans carry it.
+    """
+
+    gm: fx.GraphModule
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, str]
+    symbols: Mapping[str, sympy.Symbol]
+    info: Mapping[str, TensorInfo]
+    loss: str
+    hints: Mapping[str, int]
+    graph_hash: str
+
+
+def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.Node]:
+    """Returns the tensor arguments of a call in order, repeats and members of lists included."""
+    leaves = tree_leaves((node.args, dict(node.kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf.name in info]
+
+
+# ------------------------------------------------------------------------------------ placement
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """An atomic part of a dim: `[B, T*S, D]` has dims `(B) (T S) (D)`.
+
+    Attributes:
+        key: identity; factors that some op forces to be sharded alike have the same key.
+        size: its global size.
+        parent: the factor (by key) whose split this one follows, for a slice of a sharded dim; -1: none.
+        shift: elements of the parent before this factor's first one.
+    """
+
+    key: int
+    size: sympy.Expr
+    parent: int = -1
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Where a value's elements are across the ranks of an SP group.
+
+    `Label()` is replicated; `Label(partial=True)` is a sum that is still spread over the ranks;
+    `Label(dim, index)` is sharded along the `index`-th factor of dim `dim`.
+    """
+
+    dim: int = -1
+    index: int = 0
+    partial: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds only its piece."""
+        return self.dim >= 0
+
+    def __str__(self) -> str:
+        if self.partial:
+            return "partial"
+        if not self.sharded:
+            return "replicated"
+        return f"shard({self.dim}.{self.index})" if self.index else f"shard({self.dim})"
+
+
+REPLICATED = Label()
+PARTIAL = Label(partial=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlacement:
+    """The alternative chosen for one node: the label it wants of each tensor operand, and its own.
+
+    Attributes:
+        operands: one label for each tensor operand, in the order of `tensor_operands`.
+        output: label of the value as the node makes it.
+        name: the factor name of the op's sharding rule, "" when replicated.
+    """
+
+    operands: tuple[Label, ...]
+    output: Label
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a forward graph is split over the `sp` ranks of a group.
+
+    Attributes:
+        sp: ranks in the group.
+        nodes: node name -> its chosen alternative; nodes without a tensor value are absent.
+        factors: node name -> the factors of each dim of its value.
+        parents: factor key -> factor, for every factor that is the parent of another.
+        cost_s: predicted seconds of compute and collectives, forward and backward.
+        width: largest number of variables that one table of the elimination had.
+        graph_hash: the program it was made for.
+    """
+
+    sp: int
+    nodes: Mapping[str, NodePlacement]
+    factors: Mapping[str, tuple[tuple[Factor, ...], ...]]
+    parents: Mapping[int, Factor]
+    cost_s: float
+    width: int
+    graph_hash: str
+
+    def key(self) -> tuple[object, ...]:
+        """A hashable identity: equal keys lower to the same graph."""
+        return (self.sp, self.graph_hash, tuple((n, p) for n, p in sorted(self.nodes.items())))
+
+
+# ------------------------------------------------------------------------- profile and variants
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The forward and backward graphs one rank runs, as plain ATen calls in execution order.
+
+    Both graphs free a value after its last use. Every node's `meta["val"]` is a FakeTensor (or SymInt) whose
+    sizes are expressions of torch's own symbols; `names` translates them.
+
+    Attributes:
+        forward: placeholders: parameters, buffers and constants, inputs, integers; outputs: the loss,
+            then the values saved for backward.
+        backward: placeholders: the saved values, then the forward's placeholders it needs, then the
+            gradient of the loss; outputs: one gradient (or None) for each parameter.
+        resident: names of forward placeholders that hold parameters, buffers, constants or inputs.
+        saved: names of the forward's nodes that are saved for backward, in output order.
+        backward_primals: names of the forward placeholders that backward takes, in order.
+        names: torch symbol -> expression of the bucket's dims (a local length is a symbol of its own,
+            e.g. `seq_local`).
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    resident: tuple[str, ...]
+    saved: tuple[str, ...]
+    backward_primals: tuple[str, ...]
+    names: Mapping[sympy.Symbol, sympy.Expr]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What one forward and backward costs one rank, as expressions of the dims.
+
+    Attributes:
+        flops: floating-point operations, forward + backward (multiply and add count as two).
+        forward_flops: the forward's part of `flops`.
+        bytes_moved: bytes read and written by every node.
+        wire_bytes: bytes this rank sends in collectives.
+        saved_bytes: activations kept between forward and backward (parameters and inputs excluded).
+        peak_terms: live bytes at the program points that can be the peak, undominated ones only;
+            parameters, buffers and inputs excluded, gradients included.
+        peak_points: for each of `peak_terms` the name of the node at which it holds.
+        parameter_bytes: bytes of all parameters and buffers.
+        gradient_bytes: bytes of all gradients.
+        seconds_terms: (op class, seconds) on the device the profile was made for; the expression of
+            each class's roofline at the dims is evaluated by `symbolic_profile`.
+        symbols: the symbols the expressions are over.
+    """
+
+    flops: sympy.Expr
+    forward_flops: sympy.Expr
+    bytes_moved: sympy.Expr
+    wire_bytes: sympy.Expr
+    saved_bytes: sympy.Expr
+    peak_terms: tuple[sympy.Expr, ...]
+    peak_points: tuple[str, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    symbols: tuple[sympy.Symbol, ...]
+    seconds_terms: tuple[tuple[str, sympy.Expr], ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """The setting chosen for one bucket.
+
+    Attributes:
+        bucket: the shape bucket.
+        sp: ranks that share one micro-batch of this bucket.
+        micro_batch: samples in a full micro-batch.
+        recompute: number of segments (from the start of the model) whose activations are recomputed.
+        segments: number of segments there are.
+        seconds_s: predicted seconds of one full micro-batch, forward and backward.
+        peak_bytes: predicted peak of activations and gradients on the fullest rank; parameters and optimizer state excluded.
+        reason: why this row, in words.
+    """
+
+    bucket: Bucket
+    sp: int
+    micro_batch: int
+    recompute: int
+    segments: int
+    seconds_s: float
+    peak_bytes: int
+    reason: str

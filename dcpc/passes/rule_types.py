@@ -1,0 +1,54 @@
+"""A sharding rule applied to one node: which parts of its operands' dims are parts of its output's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import sympy
+
+Names = tuple[tuple[str, ...], ...]  # of one tensor: the names that make up each dim; () for size 1
+
+# How an op passes on an operand that is a partial sum:
+# "none": it needs the whole sum. "one": linear in each operand alone (mul). "all": linear in all
+# together (add, cat). "first": linear in its first operand (div, neg, sum, views).
+Linear = Literal["none", "one", "all", "first"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpSharding:
+    """One node's rule, in names that are the node's own.
+
+    A name in the output that need not be whole may be sharded: each rank makes its piece from its
+    pieces of the operands that have the name, and the whole of the others. A name that is only in
+    operands and summed over leaves a partial sum.
+
+    Attributes:
+        operands: names of each tensor operand, in the order of `ir.tensor_operands`.
+        output: names of the output.
+        sizes: global size of each name.
+        whole: names that no rank may have a piece of.
+        summed: contracted names whose pieces add up.
+        linear: how partial sums pass.
+        slices: output name -> (operand's name, first element): the output's pieces are the
+            operand's, cut.
+        multiplies: whether the work is the product of all names' sizes (a contraction), not the
+            elements moved.
+        work: part of that product that is really computed when a name is sharded, or "" for all
+            other ways (causal attention: 1/2, but all of it where the queries are sharded).
+        is_view: whether the output is the operand's memory.
+        reason: why everything is replicated, "" where a rule applies.
+    """
+
+    operands: tuple[Names, ...]
+    output: Names
+    sizes: Mapping[str, sympy.Expr]
+    whole: frozenset[str] = frozenset()
+    summed: frozenset[str] = frozenset()
+    linear: Linear = "none"
+    slices: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    multiplies: bool = False
+    work: Mapping[str, float] = field(default_factory=dict)
+    is_view: bool = False
+    reason: str = ""

@@ -1,0 +1,191 @@
+"""The rule table and its interpreter: node -> `OpSharding`."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any
+
+import sympy
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from torch import fx
+
+from dcpc.errors import RuleError
+from dcpc.ir import TensorInfo, tensor_operands
+from dcpc.passes.notation import Pattern, bind
+from dcpc.passes.op_kinds import KINDS, VIEW_KINDS, Call, arguments
+from dcpc.passes.rule_types import Linear, Names, OpSharding
+
+
+def _words(value: object) -> object:
+    return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+
+class Rule(BaseModel):
+    """One line of the table."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rule: str | None = None
+    kind: str | None = None
+    whole: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
+    sum: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
+    linear: Linear = "none"
+    bias: int | None = None
+    along: str = "dim"
+    multiplies: bool = False
+
+
+_registered: dict[str, Rule] = {}
+
+
+def register_sharding_rule(
+    op: str, rule: str, *, whole: str = "", sum: str = "", linear: Linear = "none"
+) -> None:
+    """Adds the sharding rule of an op, for every model compiled from here on.
+
+    Example:
+        dcpc.register_sharding_rule("mylib::scan", "b l d -> b l d", whole="l")
+
+    Args:
+        op: `namespace::name` or `namespace.name`; the rule is for all overloads.
+        rule: `operands -> output`, one name a dim, see `dcpc/passes/notation.py`.
+        whole: names, separated by spaces, that no rank may have a piece of.
+        sum: contracted names whose pieces add up to the result.
+        linear: how partial sums pass: "none", "one", "all" or "first".
+
+    Raises:
+        RuleError: the notation is wrong, or a name of `whole` or `sum` is not in the rule.
+    """
+    parsed = _line(op, {"rule": rule, "whole": whole, "sum": sum, "linear": linear})
+    _registered[op.replace("::", ".")] = parsed
+
+
+def _line(op: str, fields: Mapping[str, Any]) -> Rule:
+    try:
+        line = Rule.model_validate(fields)
+    except ValidationError as error:
+        raise RuleError(f"sharding rule of {op}: {error}; correct this line") from error
+    if (line.rule is None) == (line.kind is None):
+        raise RuleError(f"sharding rule of {op} needs either rule: or kind:; give one of them")
+    if line.kind is not None and line.kind not in KINDS:
+        raise RuleError(
+            f"sharding rule of {op}: got kind '{line.kind}'; expected one of {', '.join(KINDS)}; "
+            "correct the kind"
+        )
+    if line.rule is not None:
+        pattern = Pattern.parse(line.rule)
+        unknown = ({*line.whole, *line.sum}) - pattern.names()
+        if unknown:
+            raise RuleError(
+                f"sharding rule of {op}: got {', '.join(sorted(unknown))} in whole/sum; expected names "
+                f"of '{line.rule}'; correct them"
+            )
+        lost = _only_in_operands(pattern) - {*line.whole, *line.sum}
+        if lost:
+            raise RuleError(
+                f"sharding rule of {op}: {', '.join(sorted(lost))} is in an operand of '{line.rule}' but "
+                "not in the output; say sum= if its pieces add up, else whole="
+            )
+    return line
+
+
+def _only_in_operands(pattern: Pattern) -> set[str]:
+    output = {n.lstrip("*") for d in pattern.output for n in d.strip("()").split()}
+    return pattern.names() - output
+
+
+@cache
+def _shipped() -> dict[str, Rule]:
+    text = files("dcpc.passes").joinpath("sharding_rules.yaml").read_text(encoding="utf-8")
+    table = yaml.safe_load(text)
+    return {op: _line(op, fields) for op, fields in table.items()}
+
+
+def rule_table() -> dict[str, Rule]:
+    """Returns every rule there is, the user's own before the shipped ones: op -> rule."""
+    return {**_shipped(), **_registered}
+
+
+def op_name(node: fx.Node) -> str:
+    """Returns the name of a call's op without its overload, e.g. `aten.linear`."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(packet)
+
+
+def op_sharding(node: fx.Node, info: Mapping[str, TensorInfo]) -> OpSharding:
+    """Returns the rule of one call, in names of its own; all replicated where there is none."""
+    operands = tuple(info[n.name] for n in tensor_operands(node, info))
+    output = info.get(node.name)
+    line = rule_table().get(op_name(node))
+    if output is None:
+        return _replicated(operands, (), "it returns several tensors")
+    if line is None:
+        return _replicated(operands, output.shape, f"no sharding rule for {op_name(node)}")
+    try:
+        args = arguments(node)
+        if line.kind is not None:
+            call = Call(node, operands, output, args, line.linear, line.along)
+            sharding = replace(KINDS[line.kind](call), is_view=line.kind in VIEW_KINDS)
+        else:
+            sharding = _from_pattern(line, args, operands, output)
+    except (NotImplementedError, RuleError) as error:
+        return _replicated(operands, output.shape, f"{op_name(node)}: {error}")
+    return _only_valid(sharding)
+
+
+def _from_pattern(
+    line: Rule, args: Mapping[str, Any], operands: tuple[TensorInfo, ...], output: TensorInfo
+) -> OpSharding:
+    assert line.rule is not None
+    pattern = Pattern.parse(line.rule)
+    given = [a for a in args.values() if isinstance(a, fx.Node)]
+    present = pattern.operands[: len(operands)]
+    pattern = replace(pattern, operands=present)
+    names, out, sizes = bind(pattern, [o.shape for o in operands], output.shape)
+    biased = line.bias is not None and line.bias < len(given)
+    summed = frozenset() if biased else frozenset(line.sum) & sizes.keys()
+    whole = frozenset(line.whole) | (frozenset(line.sum) - summed)
+    linear: Linear = "none" if biased else line.linear
+    return OpSharding(
+        names, out, sizes, whole & sizes.keys(), summed, linear, multiplies=line.multiplies
+    )
+
+
+def _only_valid(sharding: OpSharding) -> OpSharding:
+    """Names that occur twice in one tensor (a diagonal) cannot be sharded."""
+    tensors = (*sharding.operands, sharding.output)
+    counts = [Counter(name for dim in tensor for name in dim) for tensor in tensors]
+    twice = {name for count in counts for name, times in count.items() if times > 1}
+    return replace(sharding, whole=sharding.whole | twice) if twice else sharding
+
+
+def _replicated(
+    operands: tuple[TensorInfo, ...], output: tuple[sympy.Expr, ...], reason: str
+) -> OpSharding:
+    def unnamed(shape: tuple[sympy.Expr, ...]) -> Names:
+        return tuple(() for _ in shape)
+
+    return OpSharding(
+        tuple(unnamed(o.shape) for o in operands), unnamed(output), {}, reason=reason
+    )
+
+
+def warn_replicated(reasons: Mapping[str, list[str]]) -> None:
+    """Says once for each op why it is replicated.
+
+    Args:
+        reasons: reason -> names of the nodes it holds for.
+    """
+    for reason, nodes in reasons.items():
+        warnings.warn(
+            f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} ({', '.join(nodes[:3])}"
+            f"{', ...' if len(nodes) > 3 else ''}) stay replicated on every rank: {reason}; add a "
+            "line with dcpc.register_sharding_rule(op, 'operands -> output')",
+            stacklevel=4,
+        )

@@ -1,0 +1,273 @@
+"""Brings an exported forward graph into the few forms that the sharding rules speak of.
+
+    _assert_*(...)                          ->  gone (shapes are checked at dispatch)
+    alias(x), clone(x), dropout(x, p, off)  ->  x
+    view, _unsafe_view                      ->  reshape
+    cat([empty, x])                         ->  cat([x]) -> x
+    split / chunk / unbind, getitem         ->  slice / select
+    mse_loss(mean) and its kin              ->  mse_loss(none), mean
+    mean over symbolic dims                 ->  sum / count
+    cross_entropy_loss(mean)                ->  cross_entropy_loss(sum) / count of kept targets
+
+The last three make every mean a sum over a **global** count, so that a sharded mean is a sum of pieces.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+MEAN, SUM = 1, 2  # values of ATen's `reduction` argument; 0 is none
+
+# Losses that are elementwise without a reduction, and the position of `reduction` in their schema.
+ELEMENTWISE_LOSSES = {
+    aten.mse_loss.default: 2,
+    aten.l1_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.huber_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+    aten.binary_cross_entropy_with_logits.default: 4,
+    aten.kl_div.default: 2,
+    aten.soft_margin_loss.default: 2,
+    aten.poisson_nll_loss.default: 5,
+}
+
+
+class _Editor:
+    """Inserts calls before a node and gives each its fake value."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.graph = node.graph
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.node):
+            new = self.graph.call_function(target, args, kwargs)
+        values = tree_map(_value, (args, kwargs))
+        mode = detect_fake_mode([v for v in _flat(values) if isinstance(v, Tensor)])
+        with enable_python_dispatcher():
+            if mode is None:
+                new.meta["val"] = target(*values[0], **values[1])
+            else:
+                with mode:
+                    new.meta["val"] = target(*values[0], **values[1])
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in self.node.meta:
+                new.meta[key] = self.node.meta[key]
+        return new
+
+
+def _value(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+def _flat(tree: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+def canonicalise(gm: fx.GraphModule) -> None:
+    """Rewrites the graph in place, node by node, until no rule of this file applies."""
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _DROPPED:
+            if not node.users:
+                gm.graph.erase_node(node)
+            continue
+        rule = _RULES.get(node.target)
+        new = rule(node, _Editor(node)) if rule is not None else None
+        if new is not None:
+            node.replace_all_uses_with(new)
+            gm.graph.erase_node(node)
+    gm.graph.eliminate_dead_code(is_impure_node=_keeps)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _keeps(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output")
+
+
+def _identity(node: fx.Node, edit: _Editor) -> fx.Node | None:
+    source = node.args[0]
+    return source if isinstance(source, fx.Node) else None
+
+
+def _dropout(node: fx.Node, edit: _Editor) -> fx.Node | None:
+    source, p, train = node.args
+    return source if isinstance(source, fx.Node) and (not train or p == 0) else None
+
+
+def _reshape(node: fx.Node, edit: _Editor) -> fx.Node:
+    """`view` promises no copy, which a sharded input may not keep; `reshape` gives the same values."""
+    return edit.call(aten.reshape.default, node.args[0], node.args[1])
+
+
+def _to_copy(node: fx.Node, edit: _Editor) -> fx.Node | None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    same = node.meta["val"].dtype == source.meta["val"].dtype
+    return source if same and node.meta["val"].device == source.meta["val"].device else None
+
+
+def _cat(node: fx.Node, edit: _Editor) -> fx.Node | None:
+    """Drops parts without elements, such as the empty cache a library concatenates its keys to."""
+    parts: Any = node.args[0]
+    kept = [p for p in parts if not _is_empty(p.meta["val"])]
+    if len(kept) == len(parts) or not kept:
+        return None
+    return kept[0] if len(kept) == 1 else edit.call(aten.cat.default, kept, *node.args[1:])
+
+
+def _is_empty(value: Tensor) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in value.shape)
+
+
+def _split(node: fx.Node, edit: _Editor) -> fx.Node | None:
+    """`getitem(split(x), i)` -> `slice(x)`; the split itself becomes dead."""
+    source: Any = node.args[0]
+    dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    pieces: Any = node.meta["val"]
+    dim %= source.meta["val"].ndim
+    starts: list[Any] = [0]
+    for piece in pieces:
+        starts.append(starts[-1] + piece.shape[dim])
+    if not all(isinstance(start, int) for start in starts):
+        return None
+    for user in list(node.users):
+        index: Any = user.args[1]
+        last = index in (-1, len(pieces) - 1)
+        stop = torch.iinfo(torch.int64).max if last else starts[index + 1]
+        piece = edit.call(aten.slice.Tensor, source, dim, starts[index], stop)
+        user.replace_all_uses_with(piece)
+        edit.graph.erase_node(user)
+    return source  # no user is left; the caller erases the node
+
+
+def _unbind(node: fx.Node, edit: _Editor) -> fx.Node:
+    source: Any = node.args[0]
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
+    for user in list(node.users):
+        piece = edit.call(aten.select.int, source, dim, user.args[1])
+        user.replace_all_uses_with(piece)
+        edit.graph.erase_node(user)
+    return source  # type: ignore[no-any-return]
+
+
+def _count(edit: _Editor, sizes: list[Any]) -> Any:
+    """Product of sizes, a Python number or a node."""
+    count: Any = 1
+    for size in sizes:
+        factor: Any = size
+        if isinstance(count, int) and count == 1:
+            count = factor
+        elif isinstance(count, int) and isinstance(factor, int):
+            count = count * factor
+        else:
+            count = edit.call(operator.mul, count, factor)
+    return count
+
+
+def _sizes(edit: _Editor, source: fx.Node, dims: list[int]) -> list[Any]:
+    shape = source.meta["val"].shape
+    return [
+        shape[d]
+        if isinstance(shape[d], int)
+        else edit.call(aten.sym_size.int, source, d)
+        for d in dims
+    ]
+
+
+def _mean(node: fx.Node, edit: _Editor) -> fx.Node | None:
+    """A mean over symbolic dims is a sum over their global count; over fixed dims it stays."""
+    source: Any = node.args[0]
+    value = source.meta["val"]
+    if not value.is_floating_point():
+        return None
+    dims: Any = node.args[1] if len(node.args) > 1 else None
+    dims = list(range(value.ndim)) if not dims else [d % value.ndim for d in dims]
+    if node.target is aten.mean.dim and all(isinstance(value.shape[d], int) for d in dims):
+        return None
+    keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    dtype = node.kwargs.get("dtype")
+    extra = {"dtype": dtype} if dtype is not None else {}
+    total = edit.call(aten.sum.dim_IntList, source, dims, keepdim, **extra)
+    return edit.call(aten.div.Tensor, total, _count(edit, _sizes(edit, source, dims)))
+
+
+def _elementwise_loss(node: fx.Node, edit: _Editor) -> fx.Node | None:
+    position = ELEMENTWISE_LOSSES[node.target]  # type: ignore[index]
+    args = list(node.args)
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    kwargs = dict(node.kwargs)
+    args += [kwargs.pop(n, None) for n in names[len(args) : position]]
+    reduction = args[position] if len(args) > position else kwargs.get("reduction", MEAN)
+    if reduction not in (MEAN, SUM):
+        return None
+    if len(args) > position:
+        args[position] = 0
+    else:
+        kwargs["reduction"] = 0
+    each = edit.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    dims = list(range(each.meta["val"].ndim))
+    total = edit.call(aten.sum.dim_IntList, each, dims)
+    if reduction == SUM:
+        return total
+    return edit.call(aten.div.Tensor, total, _count(edit, _sizes(edit, each, dims)))
+
+
+def _cross_entropy(node: fx.Node, edit: _Editor) -> fx.Node | None:
+    """mean -> sum / (number of targets that are not ignored), for class-index targets."""
+    args = [*node.args, None, MEAN, -100, 0.0][:2] if len(node.args) == 2 else list(node.args)
+    defaults = [None, None, None, MEAN, -100, 0.0]
+    names = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
+    full = [
+        args[i] if i < len(args) else node.kwargs.get(names[i], defaults[i]) for i in range(6)
+    ]
+    logits, target, weight, reduction, ignore_index, smoothing = full
+    assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
+    if reduction != MEAN or weight is not None or target.meta["val"].is_floating_point():
+        return None
+    total = edit.call(
+        aten.cross_entropy_loss.default, logits, target, None, SUM, ignore_index, smoothing
+    )
+    kept = edit.call(aten.ne.Scalar, target, ignore_index)
+    dims = list(range(target.meta["val"].ndim))
+    count = edit.call(aten.sum.dim_IntList, kept, dims)
+    count = edit.call(aten._to_copy.default, count, dtype=total.meta["val"].dtype)
+    return edit.call(aten.div.Tensor, total, count)
+
+
+_DROPPED = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range_for_size.default,
+}
+
+_RULES: dict[Any, Callable[[fx.Node, _Editor], fx.Node | None]] = {
+    aten.alias.default: _identity,
+    aten.lift_fresh_copy.default: _identity,
+    aten.clone.default: _identity,
+    aten.contiguous.default: _identity,
+    aten.dropout.default: _dropout,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten._to_copy.default: _to_copy,
+    aten.cat.default: _cat,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.chunk.default: _split,
+    aten.unbind.int: _unbind,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    **dict.fromkeys(ELEMENTWISE_LOSSES, _elementwise_loss),
+}

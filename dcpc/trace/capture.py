@@ -1,0 +1,277 @@
+"""`torch.export` of a module with symbolic dims, brought into dcpc's canonical forward graph.
+
+The only file that touches torch's tracing API. What comes out is functional (no op writes to its
+input, no nested graph, no assertion), keeps composite ops whole (`linear`, `layer_norm`,
+`scaled_dot_product_attention`), and has one output: the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import traceback
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from dcpc.buckets import Buckets
+from dcpc.errors import TraceError
+from dcpc.ir import Program, TensorInfo
+from dcpc.trace import dims as named
+from dcpc.trace.canonical import canonicalise
+
+
+class _LossOf(nn.Module):
+    """Positional arguments in, the one scalar loss of the user's output out."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return find_loss(self.model(**dict(zip(self.names, args, strict=True))))
+
+
+def find_loss(output: Any) -> Tensor:
+    """Returns the scalar loss in what a model's forward returned.
+
+    Args:
+        output: a floating scalar tensor; or a mapping or dataclass with a `loss`; or a sequence whose
+            first floating scalar is the loss.
+
+    Raises:
+        TraceError: there is none.
+    """
+    if isinstance(output, Tensor):
+        candidates = [output]
+    elif isinstance(output, Mapping):
+        candidates = [output["loss"]] if "loss" in output else []
+    elif dataclasses.is_dataclass(output) or hasattr(output, "loss"):
+        candidates = [getattr(output, "loss", None)]
+    elif isinstance(output, (tuple, list)):
+        candidates = [value for value in output if isinstance(value, Tensor) and value.ndim == 0]
+    else:
+        candidates = []
+    for value in candidates:
+        if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
+            return value
+    got = type(output).__name__
+    if isinstance(output, Tensor):
+        got = f"a tensor of shape {tuple(output.shape)} and dtype {output.dtype}"
+    raise TraceError(
+        f"the model's forward returned {got}; expected a floating scalar loss, or a mapping, "
+        "dataclass or tuple that has one; return the loss (for a transformers model pass labels)"
+    )
+
+
+def trace(model: nn.Module, buckets: Buckets) -> Program:
+    """Returns the model's forward graph, captured once for all buckets.
+
+    No memory is used for activations: the trace runs on fake tensors.
+
+    Args:
+        model: any module whose forward takes the buckets' inputs as keyword arguments and returns a
+            scalar loss, or a mapping, dataclass or tuple that has one.
+        buckets: the inputs' specs and the ranges of the named dims.
+
+    Raises:
+        TraceError: torch cannot capture the module, or the trace fixed a dim, or forward mutates a
+            buffer.
+    """
+    dims = named.named_dims(buckets)
+    hints = named.choose_hints(buckets, dims)
+    exported = _export(model, buckets, dims, hints)
+    _refuse_mutation(exported)
+    gm = copy.deepcopy(exported.graph_module)
+    symbols = {n: sympy.Symbol(n, integer=True, positive=True) for n in buckets.names}
+    mapping = _symbol_mapping(exported, buckets, symbols, dims)
+    canonicalise(gm)
+    return _program(gm, exported, buckets, symbols, mapping, hints)
+
+
+def _export(
+    model: nn.Module, buckets: Buckets, dims: Mapping[str, Any], hints: Mapping[str, int]
+) -> ExportedProgram:
+    wrapped = _LossOf(model, tuple(buckets.inputs))
+    wrapped.training = model.training
+    args = tuple(named.example_inputs(buckets, hints))
+    shapes = tuple(named.dynamic_shape(spec, dims) or None for spec in buckets.inputs.values())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(
+                wrapped,
+                args,
+                dynamic_shapes={"args": shapes},
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+            return exported.run_decompositions({})
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(_explain(error)) from error
+
+
+def _explain(error: Exception) -> str:
+    """Returns what torch said, the user's own source line, and what to do."""
+    text = str(error)
+    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if _is_user_code(f.filename)]
+    where = f" at {ours[-1].filename}:{ours[-1].lineno}: `{ours[-1].line}`" if ours else ""
+    kind = type(error).__name__
+    if "Constraints violated" in text or "ConstraintViolation" in kind:
+        fixes = [line.strip() for line in text.splitlines() if " = Dim(" in line or " = " in line]
+        reason += "; torch suggests " + "; ".join(fixes[:4]) if fixes else ""
+        hint = "keep every bucket within that limit, or change the model's limit on this dim"
+    elif any(s in text + kind for s in ("DataDependent", "data-dependent", "unbacked", "GuardOnData")):
+        hint = (
+            "control flow that depends on a tensor's values cannot be captured: rewrite it with "
+            "torch.where / masking, or move it out of forward"
+        )
+    elif isinstance(error, TypeError) and "argument" in text:
+        hint = "make the buckets' inputs match forward's keyword arguments"
+    else:
+        hint = "make forward exportable: `torch.export.export(model, ..., strict=False)` must succeed"
+    return f"the model cannot be captured: {kind}: {reason}{where}; {hint}"
+
+
+def _is_user_code(filename: str) -> bool:
+    parts = filename.replace("\\", "/")
+    return "/torch/" not in parts and "/dcpc/trace/" not in parts and not parts.startswith("<")
+
+
+def _refuse_mutation(exported: ExportedProgram) -> None:
+    mutated = sorted(set(exported.graph_signature.buffers_to_mutate.values()))
+    if mutated:
+        names = ", ".join(name.removeprefix("model.") for name in mutated[:4])
+        raise TraceError(
+            f"forward changes {len(mutated)} buffers ({names}); expected a forward that only reads "
+            "them: every rank would keep statistics of its own samples; put these modules into "
+            "eval(), or use a norm without running statistics"
+        )
+
+
+def _symbol_mapping(
+    exported: ExportedProgram,
+    buckets: Buckets,
+    symbols: Mapping[str, sympy.Symbol],
+    dims: Mapping[str, Any],
+) -> dict[sympy.Symbol, sympy.Expr]:
+    values = {node.name: node.meta["val"] for node in exported.graph.nodes if "val" in node.meta}
+    pairs = []
+    for placeholder, (name, spec) in zip(
+        exported.graph_signature.user_inputs, buckets.inputs.items(), strict=True
+    ):
+        value = values[str(placeholder)]
+        pairs += [(f"input '{name}'", d, s) for d, s in zip(spec.dims, value.shape, strict=True)]
+    return named.solve_symbols(pairs, symbols, dims)
+
+
+def _shape_env(gm: fx.GraphModule) -> ShapeEnv | None:
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            for size in value.shape:
+                if isinstance(size, torch.SymInt):
+                    env: ShapeEnv = size.node.shape_env
+                    return env
+    return None
+
+
+def _program(
+    gm: fx.GraphModule,
+    exported: ExportedProgram,
+    buckets: Buckets,
+    symbols: Mapping[str, sympy.Symbol],
+    mapping: dict[sympy.Symbol, sympy.Expr],
+    hints: Mapping[str, int],
+) -> Program:
+    signature = exported.graph_signature
+    strip = len("model.")
+    parameters = {n: t[strip:] for n, t in signature.inputs_to_parameters.items()}
+    buffers = {n: t[strip:] for n, t in signature.inputs_to_buffers.items()}
+    lifted = signature.inputs_to_lifted_tensor_constants
+    constants = {n: exported.constants[t] for n, t in lifted.items()}
+    inputs = dict(zip(map(str, signature.user_inputs), buckets.inputs, strict=True))
+    env = _shape_env(gm)
+    trainable = {n for n, p in parameters.items() if _requires_grad(exported, n)}
+    info: dict[str, TensorInfo] = {}
+    cache: dict[sympy.Expr, sympy.Expr] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            shape = tuple(_size(size, env, mapping, cache) for size in value.shape)
+            info[node.name] = TensorInfo(shape, value.dtype, _flows(node, value, info, trainable))
+    _assert_all_named(info, symbols)
+    loss = next(n for n in gm.graph.nodes if n.op == "output").args[0][0]
+    text = gm.code + repr([(n, info[n].shape, str(info[n].dtype)) for n in parameters])
+    return Program(
+        gm=gm,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        inputs=inputs,
+        symbols=dict(symbols),
+        info=info,
+        loss=loss.name,
+        hints=dict(hints),
+        graph_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
+    )
+
+
+def _requires_grad(exported: ExportedProgram, placeholder: str) -> bool:
+    target = exported.graph_signature.inputs_to_parameters[placeholder]
+    return bool(exported.state_dict[target].requires_grad)
+
+
+def _flows(
+    node: fx.Node, value: Tensor, info: Mapping[str, TensorInfo], trainable: set[str]
+) -> bool:
+    """Whether a gradient flows through the node's value."""
+    if node.op == "placeholder":
+        return node.name in trainable
+    if not (value.is_floating_point() or value.is_complex()):
+        return False
+    if node.target is torch.ops.aten.detach.default:
+        return False
+    return any(i.name in info and info[i.name].requires_grad for i in node.all_input_nodes)
+
+
+def _size(
+    size: int | torch.SymInt,
+    env: ShapeEnv | None,
+    mapping: Mapping[sympy.Symbol, sympy.Expr],
+    cache: dict[sympy.Expr, sympy.Expr],
+) -> sympy.Expr:
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(size)
+    expr = size.node.expr
+    if expr not in cache:
+        simplified = env.simplify(expr) if env is not None else expr
+        cache[expr] = named.plain(simplified, mapping)
+    return cache[expr]
+
+
+def _assert_all_named(
+    info: Mapping[str, TensorInfo], symbols: Mapping[str, sympy.Symbol]
+) -> None:
+    ours = set(symbols.values())
+    for name, tensor in info.items():
+        for size in tensor.shape:
+            extra = size.free_symbols - ours
+            if extra:
+                raise TraceError(
+                    f"node '{name}' has a size {size} that depends on the values in a tensor "
+                    f"({', '.join(map(str, extra))}); expected sizes made of the named dims; "
+                    "replace the data-dependent op (nonzero, masked_select, unique, boolean "
+                    "indexing) by one with a fixed size, such as torch.where"
+                )

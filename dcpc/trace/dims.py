@@ -1,0 +1,116 @@
+"""Named dims as torch.export sees them: ranges, hints, and the way back from torch's symbols."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.export import Dim
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+
+from dcpc.buckets import BATCH, Buckets
+from dcpc.errors import TraceError
+from dcpc.specs import DimExpr, InputSpec
+
+# torch specialises sizes 0 and 1, so a symbolic dim starts at 2; a graph traced for sizes >= 2 is
+# right at 1 and 0 as well (ATen's broadcasting and reductions do not look at a size that equals 1
+# on both sides), which tests/codegen checks.
+SMALLEST = 2
+LARGEST_BATCH_IN_TRACE = 1 << 16
+
+
+def named_dims(buckets: Buckets) -> dict[str, Any]:
+    """Returns a torch.export `Dim` for every named dim that can be larger than 1."""
+    dims: dict[str, Any] = {}
+    for name in buckets.names:
+        low, high = buckets.range_of(name)
+        if name == BATCH:
+            low, high = SMALLEST, LARGEST_BATCH_IN_TRACE
+        if high < SMALLEST:
+            continue  # one in every bucket: a constant
+        low = max(SMALLEST, min(low, high - 1, (high + 1) // 2 if low == high else low))
+        dims[name] = Dim(name, min=min(low, high), max=max(high, low + 1))
+    return dims
+
+
+def choose_hints(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the size of each named dim in the trace: small, in range, and all different.
+
+    Different, because torch merges two symbols of one size without a word.
+    """
+    hints: dict[str, int] = {}
+    taken: set[int] = set()
+    for name in buckets.names:
+        if name not in dims:
+            hints[name] = 1
+            continue
+        low, high = dims[name].min, dims[name].max
+        want = max(low, 3 if name == BATCH else 11)
+        choices = [size for size in range(want, min(high, want + 64) + 1) if size not in taken]
+        choices += [size for size in range(low, high + 1)[:64] if size not in taken]
+        hints[name] = choices[0] if choices else low
+        taken.add(hints[name])
+    return hints
+
+
+def dynamic_shape(spec: InputSpec, dims: Mapping[str, Any]) -> dict[int, Any]:
+    """Returns torch.export's description of one input's symbolic dims."""
+    shape: dict[int, Any] = {}
+    for position, dim in enumerate(spec.dims):
+        if dim.name is None or dim.name not in dims:
+            continue
+        if dim.divisor > 1:
+            shape[position] = Dim.AUTO
+            continue
+        expr = dims[dim.name]
+        expr = dim.multiplier * expr if dim.multiplier > 1 else expr
+        shape[position] = expr + dim.offset if dim.offset else expr
+    return shape
+
+
+def example_inputs(buckets: Buckets, hints: Mapping[str, int]) -> list[torch.Tensor]:
+    """Returns one distinct tensor an input (torch aliases an input that is passed twice)."""
+    return [torch.ones(s.shape(hints), dtype=s.dtype) for s in buckets.inputs.values()]
+
+
+def solve_symbols(
+    pairs: list[tuple[str, DimExpr, Any]],
+    symbols: Mapping[str, sympy.Symbol],
+    dims: Mapping[str, Any],
+) -> dict[sympy.Symbol, sympy.Expr]:
+    """Returns torch symbol -> expression of the named dims.
+
+    Args:
+        pairs: (place, declared dim, traced size) of every dim of every input.
+        symbols: dim name -> our symbol.
+        dims: the names that must have stayed symbolic.
+
+    Raises:
+        TraceError: the trace fixed a named dim to one number.
+    """
+    mapping: dict[sympy.Symbol, sympy.Expr] = {}
+    for place, dim, size in pairs:
+        if dim.name is None or dim.name not in dims:
+            continue
+        expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+        free = expr.free_symbols - mapping.keys()
+        if not expr.free_symbols:
+            raise TraceError(
+                f"dim '{dim}' of {place} was fixed to {size} by the trace; expected it to stay "
+                "symbolic; look for a Python int(), .item(), list length or comparison on this "
+                "size in forward, or declare the dim as a number"
+            )
+        if len(free) == 1:
+            (symbol,) = free
+            solution = sympy.solve(sympy.Eq(expr.subs(mapping), dim.sympy(symbols)), symbol)
+            if solution:
+                mapping[symbol] = solution[0]
+    return mapping
+
+
+def plain(expr: sympy.Expr, mapping: Mapping[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
+    """Returns torch's expression over our symbols, in sympy's own functions."""
+    expr = expr.replace(FloorDiv, lambda a, b: sympy.floor(a / b))
+    expr = expr.replace(CleanDiv, lambda a, b: a / b)
+    expr = expr.replace(Mod, sympy.Mod).replace(PythonMod, sympy.Mod)
+    return sympy.expand(expr.subs(mapping))
