@@ -1,6 +1,6 @@
 """Errors a user can meet: `DcpcError` and one subclass for each phase.
 
-Every message has three parts: what (node, op, bucket, rank), got / expected with units, and what to do.
+Every message has three parts: what (node, op, bucket, rank), got / expected with units, what to do.
 A broken invariant of dcpc's own is an `assert` with a message, never one of these.
 """
 

@@ -60,6 +60,7 @@ class Program:
         inputs: placeholder name -> the name of the user's argument.
         symbols: dim name -> the symbol that stands for it in every expression.
         info: node name -> what is known of its value; nodes without a tensor value are absent.
+        scalars: name of a node whose value is an integer size -> its expression.
         loss: name of the node whose value is the loss.
         hints: dim name -> the size it had in the trace.
         graph_hash: identifies the graph; plans carry it.
@@ -72,6 +73,7 @@ class Program:
     inputs: Mapping[str, str]
     symbols: Mapping[str, sympy.Symbol]
     info: Mapping[str, TensorInfo]
+    scalars: Mapping[str, sympy.Expr]
     loss: str
     hints: Mapping[str, int]
     graph_hash: str

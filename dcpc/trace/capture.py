@@ -212,6 +212,11 @@ def _program(
             shape = tuple(_size(size, env, mapping, cache) for size in value.shape)
             info[node.name] = TensorInfo(shape, value.dtype, _flows(node, value, info, trainable))
     _assert_all_named(info, symbols)
+    scalars = {
+        node.name: _size(node.meta["val"], env, mapping, cache)
+        for node in gm.graph.nodes
+        if isinstance(node.meta.get("val"), (torch.SymInt, int))
+    }
     loss = next(n for n in gm.graph.nodes if n.op == "output").args[0][0]
     text = gm.code + repr([(n, info[n].shape, str(info[n].dtype)) for n in parameters])
     return Program(
@@ -222,6 +227,7 @@ def _program(
         inputs=inputs,
         symbols=dict(symbols),
         info=info,
+        scalars=scalars,
         loss=loss.name,
         hints=dict(hints),
         graph_hash=hashlib.sha256(text.encode()).hexdigest()[:16],

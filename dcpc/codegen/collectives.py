@@ -1,0 +1,344 @@
+"""Collectives as PyTorch ops with autograd, for pieces whose sizes differ by one (or by a cut end).
+
+Each op's backward is its linear transpose: all-gather <-> reduce-scatter, all-to-all <-> all-to-all with
+the dims swapped, narrow <-> widen, all-reduce <-> all-reduce. A piece is described by three integers:
+the dim's whole `size`, the `parent` size that is split evenly (the first ranks get one more), and the
+`shift` of the dim's first element in the parent; usually parent == size and shift == 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpc.errors import CodegenError
+
+
+@dataclass(slots=True)
+class WireLog:
+    """Counts what this rank sends: bytes to other ranks, and calls, by collective."""
+
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, sent_bytes: int) -> None:
+        """Adds one collective."""
+        self.sent_bytes[name] = self.sent_bytes.get(name, 0) + sent_bytes
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def total_bytes(self) -> int:
+        """Returns the bytes sent since the last `clear`."""
+        return sum(self.sent_bytes.values())
+
+    def clear(self) -> None:
+        """Starts again at zero."""
+        self.sent_bytes.clear()
+        self.calls.clear()
+
+
+wire_log = WireLog()
+_groups: dict[str, dist.ProcessGroup] = {}
+
+
+def bind_group(name: str, group: dist.ProcessGroup) -> None:
+    """Lets compiled graphs find a process group by name."""
+    _groups[name] = group
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    group = _groups.get(name)
+    if group is None:
+        raise CodegenError(
+            f"a variant uses process group '{name}', which this process has not made; expected one of "
+            f"{', '.join(_groups) or 'none'}; call it through the compiled model on every rank"
+        )
+    return group
+
+
+def piece(size: int, parent: int, shift: int, p: int, rank: int) -> tuple[int, int]:
+    """Returns (start, length) of one rank's piece of a dim.
+
+    Args:
+        size: length of the whole dim.
+        parent: length that is split evenly over the ranks.
+        shift: position of the dim's first element in the parent.
+        p: number of ranks.
+        rank: which of them.
+    """
+    base, extra = divmod(parent, p)
+    first = rank * base + min(rank, extra)
+    last = first + base + (rank < extra)
+    start = min(max(first - shift, 0), size)
+    stop = min(max(last - shift, 0), size)
+    return start, stop - start
+
+
+def _lengths(size: int, parent: int, shift: int, p: int) -> list[int]:
+    return [piece(size, parent, shift, p, r)[1] for r in range(p)]
+
+
+def _exchange(
+    sends: Sequence[Tensor], receive_numels: list[int], like: Tensor, group: dist.ProcessGroup
+) -> list[Tensor]:
+    """Sends one flat tensor to each rank, returns what each rank sent here."""
+    packed = torch.cat([s.reshape(-1) for s in sends])
+    received = like.new_empty(sum(receive_numels))
+    dist.all_to_all_single(
+        _wire(received), _wire(packed), receive_numels, [s.numel() for s in sends], group=group
+    )
+    return list(received.split(receive_numels))
+
+
+def _wire(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _log(name: str, sends: Sequence[Tensor], rank: int) -> None:
+    count = sum(s.numel() * s.element_size() for r, s in enumerate(sends) if r != rank)
+    wire_log.add(name, count)
+
+
+def _with_dim(x: Tensor, dim: int, length: int | torch.SymInt) -> list[Any]:
+    shape = list(x.shape)
+    shape[dim] = length  # type: ignore[call-overload]
+    return shape
+
+
+# ------------------------------------------------------------------------------ narrow and widen
+
+
+@torch.library.custom_op("dcpc::narrow", mutates_args=())
+def narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """Returns a copy of x[..., start : start + length, ...]."""
+    return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+@narrow.register_fake
+def _(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, length))
+
+
+@torch.library.custom_op("dcpc::widen", mutates_args=())
+def widen(x: Tensor, dim: int, start: int, size: int) -> Tensor:
+    """Returns zeros of length `size` along dim, with x at `start`."""
+    out = x.new_zeros(_with_dim(x, dim, size))
+    out.narrow(dim, start, x.shape[dim]).copy_(x)
+    return out
+
+
+@widen.register_fake
+def _(x: Tensor, dim: int, start: int, size: int) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, size))
+
+
+def _narrow_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, ctx.start, _ = inputs
+    ctx.size = x.shape[ctx.dim]
+
+
+def _narrow_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    return torch.ops.dcpc.widen(g, ctx.dim, ctx.start, ctx.size), None, None, None
+
+
+narrow.register_autograd(_narrow_backward, setup_context=_narrow_context)
+
+
+# ------------------------------------------------------------------------------------ all-gather
+
+
+@torch.library.custom_op("dcpc::all_gather", mutates_args=())
+def all_gather(x: Tensor, dim: int, size: int, parent: int, shift: int, group: str) -> Tensor:
+    """Returns the whole dim from every rank's piece of it."""
+    pg = _group(group)
+    p, rank = pg.size(), pg.rank()
+    lengths = _lengths(size, parent, shift, p)
+    row = x.numel() // lengths[rank] if lengths[rank] else 0
+    if not lengths[rank]:
+        row = _numel(_with_dim(x, dim, 1))
+    flat = x.contiguous()
+    sends = [flat] * p
+    _log("all_gather", sends, rank)
+    received = _exchange(sends, [row * n for n in lengths], x, pg)
+    shapes = [_with_dim(x, dim, n) for n in lengths]
+    return torch.cat([r.view(s) for r, s in zip(received, shapes, strict=True)], dim)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+@all_gather.register_fake
+def _(x: Tensor, dim: int, size: int, parent: int, shift: int, group: str) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, size))
+
+
+@torch.library.custom_op("dcpc::reduce_scatter", mutates_args=())
+def reduce_scatter(
+    x: Tensor, dim: int, length: int, parent: int, shift: int, group: str
+) -> Tensor:
+    """Returns this rank's piece of the sum of all ranks' x; `length` is the piece's."""
+    pg = _group(group)
+    p, rank = pg.size(), pg.rank()
+    lengths = _lengths(x.shape[dim], parent, shift, p)
+    sends = [s.contiguous() for s in x.split(lengths, dim)]
+    _log("reduce_scatter", sends, rank)
+    received = _exchange(sends, [sends[rank].numel()] * p, x, pg)
+    out = received[0].clone()
+    for r in received[1:]:
+        out += r
+    return out.view(_with_dim(x, dim, lengths[rank]))
+
+
+@reduce_scatter.register_fake
+def _(x: Tensor, dim: int, length: int, parent: int, shift: int, group: str) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, length))
+
+
+def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, _, ctx.parent, ctx.shift, ctx.group = inputs
+    ctx.length = x.shape[ctx.dim]
+
+
+def _gather_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    out = torch.ops.dcpc.reduce_scatter(g, ctx.dim, ctx.length, ctx.parent, ctx.shift, ctx.group)
+    return out, None, None, None, None, None
+
+
+def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, _, ctx.parent, ctx.shift, ctx.group = inputs
+    ctx.size = x.shape[ctx.dim]
+
+
+def _scatter_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    out = torch.ops.dcpc.all_gather(g, ctx.dim, ctx.size, ctx.parent, ctx.shift, ctx.group)
+    return out, None, None, None, None, None
+
+
+all_gather.register_autograd(_gather_backward, setup_context=_gather_context)
+reduce_scatter.register_autograd(_scatter_backward, setup_context=_scatter_context)
+
+
+# ------------------------------------------------------------------------------------ all-to-all
+
+
+@torch.library.custom_op("dcpc::all_to_all", mutates_args=())
+def all_to_all(
+    x: Tensor,
+    gather_dim: int,
+    gather_size: int,
+    gather_parent: int,
+    gather_shift: int,
+    scatter_dim: int,
+    scatter_length: int,
+    scatter_parent: int,
+    scatter_shift: int,
+    group: str,
+) -> Tensor:
+    """Returns x whole along `gather_dim` and this rank's piece of it along `scatter_dim`.
+
+    Args:
+        x: this rank's piece along `gather_dim`, whole along `scatter_dim`.
+        gather_dim: dim that becomes whole.
+        gather_size: its whole length.
+        gather_parent: its parent's length.
+        gather_shift: its shift in the parent.
+        scatter_dim: dim that becomes a piece.
+        scatter_length: this rank's length of it.
+        scatter_parent: its parent's length.
+        scatter_shift: its shift in the parent.
+        group: name of the process group.
+    """
+    pg = _group(group)
+    p, rank = pg.size(), pg.rank()
+    gathers = _lengths(gather_size, gather_parent, gather_shift, p)
+    scatters = _lengths(x.shape[scatter_dim], scatter_parent, scatter_shift, p)
+    sends = x.split(scatters, scatter_dim)
+    _log("all_to_all", sends, rank)
+    shapes = []
+    for length in gathers:
+        shape = _with_dim(x, gather_dim, length)
+        shape[scatter_dim] = scatters[rank]
+        shapes.append(shape)
+    received = _exchange(sends, [_numel(s) for s in shapes], x, pg)
+    return torch.cat([r.view(s) for r, s in zip(received, shapes, strict=True)], gather_dim)
+
+
+@all_to_all.register_fake
+def _(
+    x: Tensor,
+    gather_dim: int,
+    gather_size: int,
+    gather_parent: int,
+    gather_shift: int,
+    scatter_dim: int,
+    scatter_length: int,
+    scatter_parent: int,
+    scatter_shift: int,
+    group: str,
+) -> Tensor:
+    shape = _with_dim(x, gather_dim, gather_size)
+    shape[scatter_dim] = scatter_length
+    return x.new_empty(shape)
+
+
+def _a2a_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.gather_dim, _, ctx.gather_parent, ctx.gather_shift = inputs[:5]
+    ctx.scatter_dim, _, ctx.scatter_parent, ctx.scatter_shift, ctx.group = inputs[5:]
+    ctx.gather_length, ctx.scatter_size = x.shape[ctx.gather_dim], x.shape[ctx.scatter_dim]
+
+
+def _a2a_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    out = torch.ops.dcpc.all_to_all(
+        g,
+        ctx.scatter_dim,
+        ctx.scatter_size,
+        ctx.scatter_parent,
+        ctx.scatter_shift,
+        ctx.gather_dim,
+        ctx.gather_length,
+        ctx.gather_parent,
+        ctx.gather_shift,
+        ctx.group,
+    )
+    return (out, *[None] * 9)
+
+
+all_to_all.register_autograd(_a2a_backward, setup_context=_a2a_context)
+
+
+# ------------------------------------------------------------------------------------ all-reduce
+
+
+@torch.library.custom_op("dcpc::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """Returns the sum of all ranks' x."""
+    pg = _group(group)
+    out = x.clone(memory_format=torch.contiguous_format)
+    p = pg.size()
+    wire_log.add("all_reduce", 2 * out.numel() * out.element_size() * (p - 1) // p)
+    dist.all_reduce(out, group=pg)
+    return out
+
+
+@all_reduce.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _reduce_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _reduce_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    return torch.ops.dcpc.all_reduce(g, ctx.group), None
+
+
+all_reduce.register_autograd(_reduce_backward, setup_context=_reduce_context)

@@ -1,0 +1,413 @@
+"""Applies a placement to a copy of the forward graph: local sizes, collectives, positions.
+
+The result is a graph of plain ATen calls and dcpc's collectives that one rank runs. Its placeholders
+are the program's, then integers: the length of every named dim, and for each factor that is split
+the length (and start) of this rank's piece. The same graph serves every rank and every length.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from dcpc.codegen.collectives import piece
+from dcpc.errors import CodegenError
+from dcpc.ir import REPLICATED, Factor, Label, Placement, Program, tensor_operands
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerInput:
+    """An integer the lowered graph takes: a dim, or the start or length of this rank's piece.
+
+    Attributes:
+        name: placeholder name.
+        symbol: what stands for it in size expressions.
+        role: "dim", "length" or "start".
+        size: global length (of the dim, or of the factor).
+        parent: length that is split evenly.
+        shift: position of the factor's first element in the parent.
+    """
+
+    name: str
+    symbol: sympy.Symbol
+    role: str
+    size: sympy.Expr
+    parent: sympy.Expr
+    shift: int = 0
+
+    def value(self, dims: Mapping[sympy.Symbol, int], p: int, rank: int) -> int:
+        """Returns the integer for one rank, given the length of every dim."""
+        size = int(self.size.subs(dims))
+        if self.role == "dim":
+            return size
+        start, length = piece(size, int(self.parent.subs(dims)), self.shift, p, rank)
+        return length if self.role == "length" else start
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A forward graph for one rank of an SP group.
+
+    Attributes:
+        gm: placeholders: the program's, then `integers`; output: the loss.
+        integers: what the last placeholders are.
+        group: name of the process group its collectives use.
+        sp: its size.
+    """
+
+    gm: fx.GraphModule
+    integers: tuple[IntegerInput, ...]
+    group: str
+    sp: int
+
+
+def lower(program: Program, placement: Placement, group: str) -> Lowered:
+    """Returns the program as one rank of an SP group runs it.
+
+    Args:
+        program: the traced model; not changed.
+        placement: made for this program.
+        group: name of the process group for collectives.
+    """
+    assert placement.graph_hash == program.graph_hash, "the placement is of another program"
+    return _Lowering(program, placement, group).run()
+
+
+class _Lowering:
+    def __init__(self, program: Program, placement: Placement, group: str) -> None:
+        self.program, self.placement, self.group = program, placement, group
+        self.graph = fx.Graph()
+        self.values: dict[tuple[str, Label], fx.Node] = {}
+        self.others: dict[str, fx.Node] = {}  # nodes whose value is not one tensor
+        self.integers: list[IntegerInput] = []
+        self.integer_nodes: dict[sympy.Symbol, fx.Node] = {}
+        self.pieces: dict[tuple[int, str], sympy.Symbol] = {}  # of (factor key, role)
+        self.emitted: dict[sympy.Expr, int | fx.Node] = {}
+
+    def run(self) -> Lowered:
+        for node in self.program.gm.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node.name, REPLICATED] = self.graph.placeholder(node.name)
+        for name, symbol in self.program.symbols.items():
+            self._integer(IntegerInput(name, symbol, "dim", symbol, symbol))
+        self._piece_integers()
+        for node in self.program.gm.graph.nodes:
+            if node.op == "call_function":
+                self._node(node)
+        loss = self.value(self.program.loss, REPLICATED)
+        self.graph.output(loss)
+        self.graph.eliminate_dead_code()
+        used = tuple(i for i in self.integers if self._keep(i))
+        self.graph.lint()
+        gm = fx.GraphModule(torch.nn.Module(), self.graph)
+        return Lowered(gm, used, self.group, self.placement.sp)
+
+    # -------------------------------------------------------------------------------- integers
+
+    def _integer(self, integer: IntegerInput) -> None:
+        self.integers.append(integer)
+        self.integer_nodes[integer.symbol] = self.graph.placeholder(integer.name)
+
+    def _keep(self, integer: IntegerInput) -> bool:
+        node = self.integer_nodes[integer.symbol]
+        if node.users or integer.role == "dim":
+            return True
+        self.graph.erase_node(node)
+        return False
+
+    def _piece_integers(self) -> None:
+        """One length and one start for every factor that some value is split along."""
+        seen: set[int] = set()
+        for node in self.program.gm.graph.nodes:
+            chosen = self.placement.nodes.get(node.name)
+            if chosen is None:
+                continue
+            sources = tensor_operands(node, self.program.info) if chosen.operands else []
+            wanted = zip((*sources, node), (*chosen.operands, chosen.output), strict=True)
+            for tensor, label in wanted:
+                if label.sharded:
+                    self._piece_integer(self.factor(tensor.name, label), seen)
+
+    def _piece_integer(self, factor: Factor, seen: set[int]) -> None:
+        if factor.key in seen:
+            return
+        seen.add(factor.key)
+        base = str(factor.size) if factor.size.is_Symbol else f"factor{factor.key}"
+        taken = {i.name for i in self.integers}
+        if f"{base}_start" in taken:
+            base = f"{base}{factor.key}"
+        parent = self._parent(factor)
+        for role in ("length", "start"):
+            if role == "length" and self._even(factor):
+                continue
+            symbol = sympy.Symbol(f"{base}_{role}", integer=True, positive=True)
+            self._integer(
+                IntegerInput(f"{base}_{role}", symbol, role, factor.size, parent, factor.shift)
+            )
+            self.pieces[factor.key, role] = symbol
+
+    def _even(self, factor: Factor) -> bool:
+        return bool(
+            factor.size.is_Integer
+            and factor.parent < 0
+            and int(factor.size) % self.placement.sp == 0
+        )
+
+    def _parent(self, factor: Factor) -> sympy.Expr:
+        return factor.size if factor.parent < 0 else self.placement.parents[factor.parent].size
+
+    def length(self, factor: Factor) -> sympy.Expr:
+        """Returns the length of this rank's piece of a factor."""
+        if self._even(factor):
+            return factor.size / self.placement.sp
+        return self.pieces[factor.key, "length"]
+
+    def start(self, factor: Factor) -> sympy.Expr:
+        """Returns the position of this rank's piece in a factor."""
+        return self.pieces[factor.key, "start"]
+
+    def emit(self, expr: sympy.Expr) -> int | fx.Node:
+        """Returns an integer expression as a number or as nodes of the graph."""
+        if expr not in self.emitted:
+            self.emitted[expr] = self._emit(sympy.sympify(expr))
+        return self.emitted[expr]
+
+    def _emit(self, expr: sympy.Expr) -> int | fx.Node:
+        if expr.is_Integer:
+            return int(expr)
+        if expr.is_Symbol:
+            return self.integer_nodes[expr]
+        if isinstance(expr, sympy.floor):
+            top, bottom = sympy.fraction(sympy.together(expr.args[0]))
+            return self.graph.call_function(operator.floordiv, (self.emit(top), self.emit(bottom)))
+        if isinstance(expr, sympy.Mod):
+            return self.graph.call_function(operator.mod, tuple(map(self.emit, expr.args)))
+        if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and expr.exp > 0:
+            return self.graph.call_function(operator.pow, (self.emit(expr.base), int(expr.exp)))
+        top, bottom = sympy.fraction(sympy.together(expr))
+        if bottom != 1:
+            return self.graph.call_function(operator.floordiv, (self.emit(top), self.emit(bottom)))
+        ops = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+        if expr.func not in ops:
+            raise CodegenError(
+                f"size {expr} is not made of +, *, // and %; report the model's op that makes it"
+            )
+        result = self.emit(expr.args[0])
+        for arg in expr.args[1:]:
+            result = self.graph.call_function(ops[expr.func], (result, self.emit(arg)))
+        return result
+
+    # ---------------------------------------------------------------------------------- values
+
+    def factor(self, name: str, label: Label) -> Factor:
+        """Returns the factor a sharded label is along."""
+        return self.placement.factors[name][label.dim][label.index]
+
+    def dim_size(self, name: str, dim: int, label: Label) -> sympy.Expr:
+        """Returns the local length of one dim under a label."""
+        if label.sharded and label.dim == dim:
+            sizes = [f.size for f in self.placement.factors[name][dim]]
+            sizes[label.index] = self.length(self.factor(name, label))
+            return sympy.Mul(*sizes)
+        return self.program.info[name].shape[dim]
+
+    def shape(self, name: str, label: Label) -> list[int | fx.Node]:
+        """Returns the local shape of a value under a label."""
+        return [
+            self.emit(self.dim_size(name, d, label))
+            for d in range(len(self.program.info[name].shape))
+        ]
+
+    def value(self, name: str, want: Label) -> fx.Node:
+        """Returns a value under the label a consumer wants; a change is made once."""
+        if (name, want) not in self.values:
+            have = self.placement.nodes[name].output
+            changed = self._change(name, have, want)
+            self.values[name, want] = changed
+        return self.values[name, want]
+
+    def _change(self, name: str, have: Label, want: Label) -> fx.Node:
+        x = self.values[name, have]
+        dims = [d for d in {have.dim, want.dim} if d >= 0]
+        composite = any(len(self.placement.factors[name][d]) > 1 for d in dims)
+        if composite:
+            x = self._reshape(x, self._split_shape(name, dims, have))
+        at = {label: self._position(name, dims, label) for label in (have, want) if label.sharded}
+        x = self._collective(x, name, have, want, at)
+        return self._reshape(x, self.shape(name, want)) if composite else x
+
+    def _reshape(self, x: fx.Node, shape: list[int | fx.Node]) -> fx.Node:
+        return self.graph.call_function(aten.reshape.default, (x, shape))
+
+    def _split_shape(self, name: str, dims: list[int], label: Label) -> list[int | fx.Node]:
+        """The local shape with the given dims taken apart into their factors."""
+        shape: list[int | fx.Node] = []
+        for d in range(len(self.program.info[name].shape)):
+            if d not in dims:
+                shape.append(self.emit(self.dim_size(name, d, label)))
+                continue
+            for i, factor in enumerate(self.placement.factors[name][d]):
+                split = label.sharded and (label.dim, label.index) == (d, i)
+                shape.append(self.emit(self.length(factor) if split else factor.size))
+        return shape
+
+    def _position(self, name: str, dims: list[int], label: Label) -> int:
+        """The dim of a label's factor once `dims` are taken apart."""
+        before = [
+            len(self.placement.factors[name][d]) if d in dims else 1 for d in range(label.dim)
+        ]
+        return sum(before) + label.index
+
+    def _collective(
+        self, x: fx.Node, name: str, have: Label, want: Label, at: Mapping[Label, int]
+    ) -> fx.Node:
+        ops, call = torch.ops.dcpc, self.graph.call_function
+        source = self.factor(name, have) if have.sharded else None
+        target = self.factor(name, want) if want.sharded else None
+        if have.partial and target is None:
+            return call(ops.all_reduce.default, (x, self.group))
+        if have.partial and target is not None:
+            args = (x, at[want], self.emit(self.length(target)), *self._origin(target))
+            return call(ops.reduce_scatter.default, (*args, self.group))
+        if source is None and target is not None:
+            piece_args = (self.emit(self.start(target)), self.emit(self.length(target)))
+            return call(ops.narrow.default, (x, at[want], *piece_args))
+        assert source is not None, f"no way from {have} to {want} for {name}"
+        gathered = (at[have], self.emit(source.size), *self._origin(source))
+        if target is None:
+            return call(ops.all_gather.default, (x, *gathered, self.group))
+        scattered = (at[want], self.emit(self.length(target)), *self._origin(target))
+        return call(ops.all_to_all.default, (x, *gathered, *scattered, self.group))
+
+    def _origin(self, factor: Factor) -> tuple[int | fx.Node, int]:
+        return self.emit(self._parent(factor)), factor.shift
+
+    # ----------------------------------------------------------------------------------- nodes
+
+    def _node(self, node: fx.Node) -> None:
+        if node.name in self.program.scalars:
+            return  # made from its expression where it is used
+        if node.name not in self.placement.nodes:
+            self.others[node.name] = self._copy(node, None)
+            return
+        chosen = self.placement.nodes[node.name]
+        sources = tensor_operands(node, self.program.info)
+        operands = [self.value(s.name, w) for s, w in zip(sources, chosen.operands, strict=True)]
+        special = _SPECIAL.get(node.target)
+        made = special(self, node, operands) if special is not None else None
+        if made is None:
+            made = self._copy(node, operands)
+        made.meta["dcpc"] = node.name
+        self.values[node.name, chosen.output] = made
+
+    def _copy(self, node: fx.Node, operands: list[fx.Node] | None) -> fx.Node:
+        queue = list(operands or [])
+
+        def argument(leaf: Any) -> Any:
+            if not isinstance(leaf, fx.Node):
+                return leaf
+            if leaf.name in self.program.scalars:
+                return self.emit(self.program.scalars[leaf.name])
+            if leaf.name in self.program.info:
+                return queue.pop(0) if operands is not None else self.value(leaf.name, REPLICATED)
+            return self.others[leaf.name]
+
+        args, kwargs = tree_map(argument, (node.args, dict(node.kwargs)))
+        assert callable(node.target)
+        return self.graph.call_function(node.target, args, kwargs)
+
+    def _label(self, node: fx.Node) -> Label:
+        return self.placement.nodes[node.name].output
+
+    def resize(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
+        """reshape, expand: the size argument becomes the local shape."""
+        assert callable(node.target)
+        shape = self.shape(node.name, self._label(node))
+        return self.graph.call_function(node.target, (operands[0], shape), dict(node.kwargs))
+
+    def fill(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
+        """full, zeros, new_ones, ...: the size argument becomes the local shape."""
+        copied = self._copy(node, operands)
+        position = 1 if operands else 0
+        args = list(copied.args)
+        args[position] = self.shape(node.name, self._label(node))
+        copied.args = tuple(args)
+        return copied
+
+    def arange(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
+        """Positions: this rank's slice of them."""
+        label = self._label(node)
+        if not label.sharded:
+            return None
+        whole = self._copy(node, operands)
+        factor = self.factor(node.name, label)
+        args = (whole, 0, self.emit(self.start(factor)), self.emit(self.length(factor)))
+        return self.graph.call_function(torch.ops.dcpc.narrow.default, args)
+
+    def cut(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
+        """A slice of a sharded dim: what this rank's piece has of it."""
+        chosen = self.placement.nodes[node.name]
+        if chosen.name != "cut":
+            return None
+        have = self.factor(node.args[0].name, chosen.operands[0])  # type: ignore[union-attr]
+        kept = self.factor(node.name, chosen.output)
+        # The piece starts `shift` into the parent, or at its own beginning on every later rank.
+        start = self.graph.call_function(
+            operator.sub, (self.emit(self.start(kept)), self.emit(self.start(have)))
+        )
+        start = self.graph.call_function(operator.add, (start, kept.shift))
+        args = (operands[0], chosen.output.dim, start, self.emit(self.length(kept)))
+        return self.graph.call_function(torch.ops.dcpc.narrow.default, args)
+
+    def attention(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
+        """Causal attention of a piece of the queries: the mask says which keys come before them."""
+        chosen = self.placement.nodes[node.name]
+        causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal")
+        if chosen.name != "q" or not causal:
+            return None
+        factor = self.factor(node.name, chosen.output)
+        keys = self.program.info[operands_name(node, 1)].shape[-2]
+        call, device = self.graph.call_function, node.meta["val"].device
+        stop = call(operator.add, (self.emit(self.start(factor)), self.emit(self.length(factor))))
+        rows = call(aten.arange.start, (self.emit(self.start(factor)), stop), {"device": device})
+        columns = call(aten.arange.default, (self.emit(keys),), {"device": device})
+        mask = call(aten.le.Tensor, (columns, call(aten.unsqueeze.default, (rows, 1))))
+        args = (*operands[:3], mask, 0.0, False)
+        return call(
+            aten.scaled_dot_product_attention.default,
+            args,
+            {k: v for k, v in node.kwargs.items() if k != "is_causal"},
+        )
+
+
+def operands_name(node: fx.Node, position: int) -> str:
+    """Returns the name of a call's positional tensor argument."""
+    operand = node.args[position]
+    assert isinstance(operand, fx.Node)
+    return operand.name
+
+
+_FILLS = (
+    aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format,
+    aten.new_full.default, aten.new_zeros.default, aten.new_ones.default,
+)  # fmt: skip
+_SPECIAL = {
+    aten.reshape.default: _Lowering.resize,
+    aten.view.default: _Lowering.resize,
+    aten.expand.default: _Lowering.resize,
+    **dict.fromkeys(_FILLS, _Lowering.fill),
+    aten.arange.default: _Lowering.arange,
+    aten.arange.start: _Lowering.arange,
+    aten.arange.start_step: _Lowering.arange,
+    aten.slice.Tensor: _Lowering.cut,
+    aten.scaled_dot_product_attention.default: _Lowering.attention,
+}

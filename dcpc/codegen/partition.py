@@ -1,0 +1,209 @@
+"""Splits a joint graph into a forward and a backward graph, given which segments recompute.
+
+What backward needs of forward is, in this order: an input or parameter (costs nothing), a view of
+something it has (made again), a mask or table made of positions alone (made again), a value of a
+recomputed segment (made again from the segment's inputs), or else a saved activation. A recomputed
+value is made right before its first use in backward, so that one segment at a time is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, fx
+
+from dcpc.codegen.joint import Joint
+from dcpc.ir import Partition, Program
+
+aten = torch.ops.aten
+
+VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.default, aten.squeeze.dims, aten.slice.Tensor, aten.select.int,
+    aten.detach.default, aten.alias.default, aten._reshape_alias.default, aten.as_strided.default,
+}  # fmt: skip
+
+
+def partition(
+    program: Program, joint: Joint, segments: Mapping[str, int], recompute: frozenset[int]
+) -> Partition:
+    """Returns forward and backward graphs.
+
+    Args:
+        program: the traced model.
+        joint: its joint graph, lowered for one rank; not changed.
+        segments: name of a program node -> the segment it belongs to.
+        recompute: segments whose activations are made again in backward.
+    """
+    return _Partitioner(program, joint, segments, recompute).run()
+
+
+class _Partitioner:
+    def __init__(
+        self,
+        program: Program,
+        joint: Joint,
+        segments: Mapping[str, int],
+        recompute: frozenset[int],
+    ) -> None:
+        self.joint = joint
+        self.nodes = {n.name: n for n in joint.gm.graph.nodes}
+        self.output = next(n for n in reversed(joint.gm.graph.nodes) if n.op == "output")
+        self.segment = {n: segments.get(o, -1) for n, o in joint.owner.items()}
+        self.recompute = recompute
+        self.cheap = _cheap(program, joint)
+        self.saved: dict[str, None] = {}
+        self.primals: dict[str, None] = {}
+        self.graph = fx.Graph()
+        self.made: dict[str, fx.Node] = {}
+
+    def run(self) -> Partition:
+        outputs = list(self.output.args[0])  # type: ignore[arg-type, call-overload]
+        loss, gradients = outputs[0], outputs[1:]
+        self._plan_backward(gradients)
+        backward = self._backward(gradients)
+        forward = self._forward(loss)
+        resident = tuple(
+            n for n in self.joint.primals if isinstance(self.nodes[n].meta["val"], Tensor)
+        )
+        return Partition(
+            forward=forward,
+            backward=backward,
+            resident=resident,
+            saved=tuple(self.saved),
+            backward_primals=tuple(self.primals),
+            names=self.joint.names,
+        )
+
+    # ---------------------------------------------------------- which values backward gets and how
+
+    def _plan_backward(self, gradients: list[fx.Node | None]) -> None:
+        """Walks what the gradients need, deciding saved or made again for each forward value."""
+        self.order: list[str] = []
+        done: set[str] = set()
+        backward = self._backward_nodes(gradients)
+        for node in self.joint.gm.graph.nodes:
+            if node.name in backward:
+                for source in node.all_input_nodes:
+                    self._need(source, done)
+                self.order.append(node.name)
+                done.add(node.name)
+        for gradient in gradients:
+            if gradient is not None:
+                self._need(gradient, done)
+
+    def _backward_nodes(self, gradients: list[fx.Node | None]) -> set[str]:
+        """Names of the nodes made by differentiation that some gradient needs."""
+        found: set[str] = set()
+        stack = [g for g in gradients if g is not None]
+        while stack:
+            node = stack.pop()
+            own = node.op == "call_function" and node.name not in self.joint.forward
+            if own and node.name not in found:
+                found.add(node.name)
+                stack.extend(node.all_input_nodes)
+        return found
+
+    def _need(self, node: fx.Node, done: set[str]) -> None:
+        """Makes a value available in backward before the point `self.order` has reached."""
+        if node.name in done:
+            return
+        done.add(node.name)
+        if node.op == "placeholder":
+            if node.name != self.joint.tangent:
+                self.primals[node.name] = None
+            return
+        if not self._made_again(node):
+            self.saved[node.name] = None
+            return
+        for source in node.all_input_nodes:
+            self._need(source, done)
+        self.order.append(node.name)
+
+    def _made_again(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return True  # an integer, or several tensors of which the items that are needed decide
+        if node.name in self.cheap or node.target in VIEWS:
+            return True
+        return self.segment.get(node.name, -1) in self.recompute and not self._crosses(node)
+
+    def _crosses(self, node: fx.Node) -> bool:
+        """Whether a recomputed value is the input of another segment: then it is saved."""
+        mine = self.segment[node.name]
+        stack = list(node.users)
+        while stack:
+            user = stack.pop()
+            if user.name not in self.joint.forward:
+                continue
+            if self.segment.get(user.name, -1) != mine:
+                return True
+            if user.target in VIEWS:
+                stack.extend(user.users)
+        return False
+
+    # -------------------------------------------------------------------------------------- graphs
+
+    def _backward(self, gradients: list[fx.Node | None]) -> fx.GraphModule:
+        for name in (*self.saved, *self.primals, self.joint.tangent):
+            self._placeholder(name)
+        for name in self.order:
+            self._copy(name)
+        self.graph.output(tuple(None if g is None else self.made[g.name] for g in gradients))
+        return self._module(self.graph)
+
+    def _forward(self, loss: fx.Node) -> fx.GraphModule:
+        self.graph, self.made = fx.Graph(), {}
+        for name in self.joint.primals:
+            self._placeholder(name)
+        for node in self.joint.gm.graph.nodes:
+            if node.name in self.joint.forward:
+                self._copy(node.name)
+        self.graph.output((self.made[loss.name], *(self.made[n] for n in self.saved)))
+        self.graph.eliminate_dead_code()
+        return self._module(self.graph)
+
+    def _placeholder(self, name: str) -> None:
+        new = self.graph.placeholder(name)
+        new.meta["val"] = self.nodes[name].meta["val"]
+        self.made[name] = new
+
+    def _copy(self, name: str) -> None:
+        new = self.graph.node_copy(self.nodes[name], lambda n: self.made[n.name])
+        new.meta = {
+            k: v for k, v in self.nodes[name].meta.items() if k in ("val", "stack_trace")
+        }
+        self.made[name] = new
+
+    def _module(self, graph: fx.Graph) -> fx.GraphModule:
+        graph.lint()
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _cheap(program: Program, joint: Joint) -> set[str]:
+    """Forward nodes that depend on integers, inputs and buffers alone and multiply no matrices."""
+    placeholders = [n.name for n in program.gm.graph.nodes if n.op == "placeholder"]
+    parameters = {
+        made
+        for made, name in zip(joint.primals, placeholders, strict=False)
+        if name in program.parameters
+    }
+    found: set[str] = set()
+    for node in joint.gm.graph.nodes:
+        if node.op == "placeholder":
+            if node.name not in parameters:
+                found.add(node.name)
+        elif node.name in joint.forward:
+            if node.target not in _HEAVY and all(s.name in found for s in node.all_input_nodes):
+                found.add(node.name)
+    return found
+
+
+_HEAVY = {
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default,
+    aten.convolution.default, torch.ops.dcpc.all_gather.default,
+    torch.ops.dcpc.all_to_all.default, torch.ops.dcpc.all_reduce.default,
+    torch.ops.dcpc.reduce_scatter.default,
+}  # fmt: skip

@@ -1,0 +1,116 @@
+"""A variant: what one rank runs for the buckets of one plan, as an ordinary differentiable call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from dcpc.codegen.lower import IntegerInput
+from dcpc.errors import CodegenError
+from dcpc.ir import Partition
+
+Boxed = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Compiled forward and backward for one placement, recompute set and backend.
+
+    Attributes:
+        partition: the graphs.
+        integers: integers the graphs take after the tensors.
+        placeholders: names of the forward's tensor placeholders, in order.
+        trainable: positions among them of the parameters that get a gradient.
+        sp: ranks of the SP group.
+        guards: relations between sizes that must hold for this variant to be right.
+        run_forward: boxed forward.
+        run_backward: boxed backward.
+        backend: what compiled them.
+    """
+
+    partition: Partition
+    integers: tuple[IntegerInput, ...]
+    placeholders: tuple[str, ...]
+    trainable: tuple[int, ...]
+    sp: int
+    guards: tuple[sympy.Basic, ...]
+    run_forward: Boxed
+    run_backward: Boxed
+    backend: str
+
+    def integer_values(
+        self, dims: Mapping[sympy.Symbol, int], rank: int
+    ) -> tuple[tuple[int, ...], tuple[sympy.Basic, ...]]:
+        """Returns the integers for one call, and the guards that do not hold for them.
+
+        Sizes 0 and 1 break torch's assumption that a symbol is at least 2 without making the graph
+        wrong, so guards are looked at with these raised to 2.
+        """
+        values = tuple(i.value(dims, self.sp, rank) for i in self.integers)
+        sizes = {i.symbol: max(v, 2) for i, v in zip(self.integers, values, strict=True)}
+        broken = tuple(g for g in self.guards if g.subs(sizes) == sympy.false)
+        return values, broken
+
+    def __call__(self, tensors: Sequence[Tensor], integers: tuple[int, ...]) -> Tensor:
+        """Returns the loss.
+
+        Args:
+            tensors: parameters, buffers and inputs, in the order of `placeholders`.
+            integers: from `integer_values`.
+        """
+        if not torch.is_grad_enabled():
+            return self.run_forward([*(t.detach() for t in tensors), *integers])[0]  # type: ignore[no-any-return]
+        return _Run.apply(self, integers, *tensors)  # type: ignore[no-any-return]
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, variant: Variant, integers: tuple[int, ...], *tensors: Tensor) -> Tensor:
+        partition = variant.partition
+        arguments = [*tensors, *integers]
+        by_name = dict(zip((*variant.placeholders, *_integer_names(partition)), arguments))
+        ctx.variant = variant
+        ctx.primals = [by_name[n] for n in partition.backward_primals]
+        ctx.count = len(tensors)
+        loss, *ctx.saved = variant.run_forward(arguments)
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if ctx.saved is None:
+            raise CodegenError(
+                "backward was called twice on one loss; its activations are gone after the first; call "
+                "compiled(...) again for a second backward"
+            )
+        variant: Variant = ctx.variant
+        arguments = [*ctx.saved, *ctx.primals, gradients[0]]
+        ctx.saved = ctx.primals = None
+        found = variant.run_backward(arguments)
+        result: list[Any] = [None] * (ctx.count + 2)
+        for position, gradient in zip(variant.trainable, found, strict=True):
+            result[position + 2] = gradient
+        return tuple(result)
+
+
+def _integer_names(partition: Partition) -> list[str]:
+    placeholders = [n for n in partition.forward.graph.nodes if n.op == "placeholder"]
+    return [n.name for n in placeholders if not isinstance(n.meta["val"], Tensor)]
+
+
+def boxed_python(gm: fx.GraphModule) -> Boxed:
+    """Returns a graph as a function of one list that it empties, so that nothing lives too long."""
+    copy = fx.GraphModule(gm, gm.graph.__class__())
+    copy.graph.set_codegen(_boxed_codegen())
+    remap: dict[fx.Node, fx.Node] = {}
+    copy.graph.output(copy.graph.graph_copy(gm.graph, remap))
+    copy.recompile()
+    return copy.forward  # type: ignore[return-value]
+
+
+def _boxed_codegen() -> Any:
+    return fx.graph._BoxedCodeGen()  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Runs compiled variants: process groups, batches dealt out to the ranks, the train step."""

@@ -1,0 +1,159 @@
+"""What a graph's nodes say of their values: shapes, strides and storages in the bucket's named dims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from dcpc.errors import ProfileError
+
+Shape: TypeAlias = tuple[sympy.Expr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One tensor that a node makes.
+
+    Attributes:
+        storage: identity of the memory it lies in; views of one tensor have the same.
+        storage_bytes: size of that memory.
+        shape: size of each dim.
+        strides: elements between neighbours of each dim.
+        dtype: element type.
+    """
+
+    storage: int
+    storage_bytes: sympy.Expr
+    shape: Shape
+    strides: Shape
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> sympy.Expr:
+        """Number of elements."""
+        return sympy.Mul(*self.shape)
+
+    @property
+    def size_bytes(self) -> sympy.Expr:
+        """Bytes of a dense tensor of this shape."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def read_bytes(self) -> sympy.Expr:
+        """Bytes that reading it once touches: a broadcast dim (stride 0) counts once."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        return sympy.Mul(self.dtype.itemsize, *(n for n, stride in pairs if stride != 0))
+
+    def contiguous(self, order: tuple[int, ...] | None = None) -> bool:
+        """Returns whether the dims, taken in this order, are dense with the last one fastest."""
+        expected = sympy.Integer(1)
+        for i in reversed(order or range(len(self.shape))):
+            if self.shape[i] == 1:
+                continue
+            if self.strides[i] != expected:
+                return False
+            expected = sympy.expand(expected * self.shape[i])
+        return True
+
+    @property
+    def matrix(self) -> bool:
+        """Whether BLAS takes its last two dims as they lie, rows or columns dense."""
+        return any(stride == 1 for stride in self.strides[-2:])
+
+
+class Facts:
+    """Reads nodes, translating torch's symbols to the bucket's, and remembers what it read."""
+
+    def __init__(self, names: Mapping[sympy.Symbol, sympy.Expr]) -> None:
+        self._names = dict(names)
+        self._known = {s for value in names.values() for s in value.free_symbols}
+        self._sizes: dict[sympy.Expr, sympy.Expr] = {}
+        self._nodes: dict[fx.Node, tuple[TensorFacts, ...]] = {}
+
+    @property
+    def symbols(self) -> tuple[sympy.Symbol, ...]:
+        """The bucket's symbols, by name."""
+        return tuple(sorted(self._known, key=lambda s: s.name))
+
+    def size(self, value: Any) -> sympy.Expr:
+        """Returns an integer, a SymInt or a node that stands for one, in the bucket's symbols.
+
+        Raises:
+            ProfileError: the value has a symbol that `names` does not translate.
+        """
+        if isinstance(value, fx.Node):
+            value = value.meta["val"]
+        if not isinstance(value, torch.SymInt):
+            return sympy.Integer(value)
+        traced = value.node.expr
+        named = self._sizes.get(traced)
+        if named is None:
+            named = sympy.expand(traced.xreplace(self._names))
+            unknown = named.free_symbols - self._known
+            if unknown:
+                raise ProfileError(
+                    f"size {traced}: got the symbols {unknown}; expected only those that the "
+                    f"partition names, {set(self._names)}; add them to its `names`"
+                )
+            self._sizes[traced] = named
+        return named
+
+    def of(self, node: fx.Node) -> tuple[TensorFacts, ...]:
+        """Returns the tensors of a node's value: none for an integer, several for a tuple."""
+        facts = self._nodes.get(node)
+        if facts is None:
+            facts = tuple(self._tensor(t) for t in tensors(node.meta.get("val")))
+            self._nodes[node] = facts
+        return facts
+
+    def inputs(self, node: fx.Node) -> tuple[TensorFacts, ...]:
+        """Returns the tensors of a node's distinct input nodes, in order."""
+        return tuple(t for i in node.all_input_nodes for t in self.of(i))
+
+    def fresh(self, node: fx.Node) -> tuple[TensorFacts, ...]:
+        """Returns the tensors of a node's value that no input shares its memory with, once each."""
+        shared = {t.storage for t in self.inputs(node)}
+        found = {t.storage: t for t in self.of(node) if t.storage not in shared}
+        return tuple(found.values())
+
+    def _tensor(self, tensor: torch.Tensor) -> TensorFacts:
+        storage = tensor.untyped_storage()
+        return TensorFacts(
+            storage=storage._cdata,
+            storage_bytes=self.size(storage.nbytes()),
+            shape=tuple(map(self.size, tensor.shape)),
+            strides=tuple(map(self.size, tensor.stride())),
+            dtype=tensor.dtype,
+        )
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of a node's value, which may be a tensor, a tuple, an integer or None."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from tensors(v)
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """Returns the argument of an ATen call by its name in the op's schema."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    assert isinstance(node.target, torch._ops.OpOverload), f"{node}: {node.target} has no schema"
+    for i, a in enumerate(node.target._schema.arguments):
+        if a.name == name:
+            return node.args[i] if i < len(node.args) else default
+    return default
+
+
+def op_name(node: fx.Node) -> str:
+    """Returns a call's op without its overload: `aten::mm`, `dcpc::all_to_all`, `mul`."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name
+    return getattr(node.target, "__name__", str(node.target))

@@ -1,0 +1,151 @@
+"""Sums of sizes as vectors over monomials: what makes 5,000 live-memory expressions cheap.
+
+A size such as `batch*(4*seq + 8)` is `4*batch*seq + 8*batch`: two entries of a vector whose columns are
+the monomials met so far. Adding, comparing and evaluating many of them is then numpy, not sympy. A
+function that is not a polynomial, such as `FloorDiv(height, 2)`, is a factor of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import sympy
+
+from dcpc.errors import ProfileError
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+class QueryBlock(sympy.Function):  # type: ignore[misc]
+    """Queries that torch's CPU flash attention takes at a time, of a given number of queries.
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `flash_attention_kernel_impl`.
+    """
+
+    is_integer = True
+    is_nonnegative = True
+
+    @classmethod
+    def eval(cls, queries: sympy.Expr) -> sympy.Expr | None:
+        """Returns the block of a known number of queries, None for an unknown one."""
+        return sympy.Integer(_query_block(int(queries))) if queries.is_Integer else None
+
+
+def _query_block(queries: Any) -> Any:
+    block = np.where(queries >= 768, 256, np.where(queries >= 192, 64, 32))
+    return np.minimum(block, queries)
+
+
+# Functions of sympy or torch.utils._sympy that sizes may hold: name -> integers or arrays of them.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "QueryBlock": _query_block,
+    "FloorDiv": lambda a, b: a // b,
+    "CleanDiv": lambda a, b: a // b,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "Mod": lambda a, b: a % b,
+    "PythonMod": lambda a, b: a % b,
+    "Min": lambda *a: functools.reduce(np.minimum, a),
+    "Max": lambda *a: functools.reduce(np.maximum, a),
+}
+
+
+@functools.lru_cache(maxsize=100_000)
+def monomials(size: sympy.Expr) -> tuple[tuple[sympy.Expr, int | float], ...]:
+    """Returns the (monomial, coefficient) pairs that a size is the sum of."""
+    terms = sympy.expand(size).as_coefficients_dict().items()
+    return tuple((m, int(c) if c.is_Integer else float(c)) for m, c in terms if c != 0)
+
+
+class Basis:
+    """The monomials met so far, each with its column.
+
+    Example:
+        basis = Basis([4 * seq * batch, seq * (batch + 1)])
+        basis.matrix([seq * batch + seq])        # [[1, 1]] over (batch*seq, seq)
+    """
+
+    def __init__(self, sizes: Iterable[sympy.Expr]) -> None:
+        found = (m for size in sizes for m, _ in monomials(size))
+        self.terms: tuple[sympy.Expr, ...] = tuple(dict.fromkeys(found))
+        self._columns = {m: i for i, m in enumerate(self.terms)}
+
+    def matrix(self, sizes: Sequence[sympy.Expr]) -> Floats:
+        """Returns one row of coefficients for each size."""
+        rows = np.zeros((len(sizes), len(self.terms)))
+        for row, size in zip(rows, sizes, strict=True):
+            for monomial, coefficient in monomials(size):
+                row[self._columns[monomial]] += coefficient
+        return rows
+
+    def expression(self, row: Iterable[float]) -> sympy.Expr:
+        """Returns the size that a row of coefficients stands for."""
+        pairs = zip(row, self.terms, strict=True)
+        return sympy.Add(*(_number(c) * m for c, m in pairs if c != 0))
+
+    def compile(self, symbols: Sequence[sympy.Symbol]) -> Callable[..., list[Any]]:
+        """Returns a function from the symbols' values (integers or arrays) to each monomial's."""
+        terms = [_callable_minmax(m) for m in self.terms]
+        function = sympy.lambdify(list(symbols), terms, modules=[FUNCTIONS, "math"])
+        return function  # type: ignore[no-any-return]
+
+
+def undominated(rows: Floats, basis: Basis) -> list[int]:
+    """Returns the indices of the rows that can be the largest, without repeats.
+
+    A row is dropped if another is at least as large wherever every symbol is at least 1: if their
+    difference, written in `symbol - 1`, has no negative coefficient. Where that is undecided both
+    stay.
+    """
+    if not len(rows):
+        return []
+    shifted = rows @ _shift(basis)
+    order = np.argsort(-shifted.sum(axis=1), kind="stable")
+    kept: list[int] = []
+    frontier = np.empty((0, shifted.shape[1]))
+    for i in order:
+        if not len(kept) or not (frontier >= shifted[i]).all(axis=1).any():
+            kept.append(int(i))
+            frontier = np.vstack([frontier, shifted[i]])
+    return sorted(kept)
+
+
+def _shift(basis: Basis) -> Floats:
+    """Returns the matrix that rewrites coefficients of s**k as those of (s - 1)**j."""
+    shifted = []
+    for m in basis.terms:
+        functions = {f: sympy.Dummy() for f in m.atoms(sympy.Function, sympy.Min, sympy.Max)}
+        outer = m.xreplace(functions)
+        grown = outer.xreplace({s: s + 1 for s in outer.free_symbols - set(functions.values())})
+        shifted.append(sympy.expand(grown).xreplace({d: f for f, d in functions.items()}))
+    return Basis(shifted).matrix(shifted)
+
+
+def _callable_minmax(size: sympy.Expr) -> sympy.Expr:
+    """Returns the size with Min and Max, which lambdify prints its own way, as plain functions."""
+    found = size.atoms(sympy.Min, sympy.Max)
+    return size.xreplace({f: sympy.Function(type(f).__name__)(*f.args) for f in found})
+
+
+def _number(value: float) -> sympy.Expr:
+    return sympy.Integer(int(value)) if value == int(value) else sympy.Rational(value)
+
+
+def values_of(symbols: Sequence[sympy.Symbol], dims: Mapping[str, Any]) -> list[Any]:
+    """Returns the value of each symbol, in order.
+
+    Raises:
+        ProfileError: a symbol has no value in `dims`.
+    """
+    try:
+        return [dims[s.name] for s in symbols]
+    except KeyError as e:
+        wanted = ", ".join(s.name for s in symbols)
+        raise ProfileError(
+            f"profile: got sizes for {', '.join(dims) or 'no dim'}; expected one for each of "
+            f"{wanted}; add {e.args[0]}"
+        ) from None

@@ -1,0 +1,186 @@
+"""What an op allocates and frees again while it runs, beyond its outputs: one line an op.
+
+Measured on the CPU with torch.profiler's allocator events, torch 2.13, float32; a line holds for the
+layouts named in it. An op without a line was measured to need none, or at most tens of bytes (Python
+scalars become tensors of 8 + 4 bytes): matmuls of dense operands, pointwise ops, sums, softmax,
+`cat`, `clone`, `constant_pad_nd`, `slice_backward`, `nll_loss`, `embedding`. Not modelled: the scratch
+of oneDNN for bfloat16 matmuls on the CPU (0.1 to 0.6 of an operand, chosen by the processor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from dcpc.symbolic_profile.facts import Facts, TensorFacts, argument, op_name
+from dcpc.symbolic_profile.polynomials import QueryBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One node with what is known of it.
+
+    Attributes:
+        node: an ATen or collective call.
+        facts: reads its values.
+        threads: threads an op runs on; some ops have a buffer for each.
+    """
+
+    node: fx.Node
+    facts: Facts
+    threads: int
+
+    def tensor(self, name: str) -> TensorFacts:
+        """Returns the tensor argument of this name."""
+        return self.facts.of(argument(self.node, name))[0]
+
+    @property
+    def inputs_bytes(self) -> sympy.Expr:
+        """Bytes of all tensor inputs, dense."""
+        return sympy.Add(*(t.size_bytes for t in self.facts.inputs(self.node)))
+
+    @property
+    def output_bytes(self) -> sympy.Expr:
+        """Bytes of all fresh outputs."""
+        return sympy.Add(*(t.storage_bytes for t in self.facts.fresh(self.node)))
+
+
+def _copies(*names: str) -> Callable[[Call], sympy.Expr]:
+    """A dense copy of each of these arguments that is not contiguous."""
+
+    def formula(call: Call) -> sympy.Expr:
+        operands = (call.tensor(name) for name in names)
+        return sympy.Add(*(t.size_bytes for t in operands if not t.contiguous()))
+
+    return formula
+
+
+def _matmul(*names: str) -> Callable[[Call], sympy.Expr]:
+    """A dense copy of each matrix with neither rows nor columns dense."""
+
+    def formula(call: Call) -> sympy.Expr:
+        operands = (call.tensor(name) for name in names)
+        return sympy.Add(*(t.size_bytes for t in operands if not t.matrix))
+
+    return formula
+
+
+def _attention_blocks(call: Call) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+    """Queries and keys of a block, and bytes of an element beside its float32 (0 in float32).
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+    """
+    query, key = call.tensor("query"), call.tensor("key")
+    keys = sympy.Min(512, key.shape[2])
+    reduced = query.dtype.itemsize if query.dtype.itemsize < 4 else 0
+    return QueryBlock(query.shape[2]), keys, sympy.Integer(reduced)
+
+
+def _attention(call: Call) -> sympy.Expr:
+    """A thread: scores of a block, its row maxima and sums, its output."""
+    queries, keys, reduced = _attention_blocks(call)
+    width = call.tensor("query").shape[3]
+    accumulator = max(call.tensor("query").dtype.itemsize, 4)
+    buffer = queries * (keys + 2 + width) * accumulator + queries * keys * reduced
+    return call.threads * buffer
+
+
+def _attention_backward(call: Call) -> sympy.Expr:
+    """A thread: scores and their gradients; one row sum; grad_out unless it lies (b, s, h, d)."""
+    queries, keys, reduced = _attention_blocks(call)
+    accumulator = max(call.tensor("query").dtype.itemsize, 4)
+    buffer = 2 * queries * keys * (accumulator + reduced)
+    grad = call.tensor("grad_out")
+    copy = 0 if grad.contiguous((0, 2, 1, 3)) else grad.size_bytes
+    return call.threads * buffer + queries * accumulator + copy
+
+
+def _layer_norm_backward(call: Call) -> sympy.Expr:
+    """A thread: one row of the weight's and of the bias' gradient; copies of strided operands."""
+    x = call.tensor("input")
+    normalized = argument(call.node, "normalized_shape")
+    width = sympy.Mul(*map(call.facts.size, normalized))
+    rows = 2 * call.threads * width * x.dtype.itemsize if argument(call.node, "weight") else 0
+    return rows + _copies("grad_out", "input")(call)
+
+
+def _group_norm_backward(call: Call) -> sympy.Expr:
+    """Two float32 sums for each sample and channel; copies of strided operands."""
+    n, c = (call.facts.size(argument(call.node, name)) for name in ("N", "C"))
+    return 2 * n * c * 4 + _copies("grad_out", "input")(call)
+
+
+def _convolution(call: Call) -> sympy.Expr:
+    """oneDNN's own output before it is copied, a reordered weight in 1-d, strided input."""
+    weight = call.tensor("weight")
+    reordered = weight.size_bytes if len(weight.shape) == 3 else 0
+    return call.output_bytes + reordered + _copies("input")(call)
+
+
+def _convolution_backward(call: Call) -> sympy.Expr:
+    """An upper bound (measured 1.5 to 2.3 times the gradient): oneDNN's scratch is its choice."""
+    grad, weight = call.tensor("grad_output"), call.tensor("weight")
+    bound = 2 * grad.size_bytes + 4 * weight.size_bytes
+    return bound + call.tensor("input").size_bytes if len(weight.shape) == 3 else bound
+
+
+def _gelu_backward(call: Call) -> sympy.Expr:
+    """Where an operand is strided: its copy, and oneDNN's own output."""
+    copies = _copies("grad_output", "self")(call)
+    return copies + call.output_bytes if copies != 0 else copies
+
+
+def _half_mean(call: Call) -> sympy.Expr:
+    """In half precision: the input and the sum in float32."""
+    x = call.tensor("self")
+    if x.dtype.itemsize >= 4 or not x.dtype.is_floating_point:
+        return sympy.Integer(0)
+    return 4 * x.numel + 4 * call.facts.of(call.node)[0].numel
+
+
+def _fused_rms_norm(call: Call) -> sympy.Expr:
+    """The square of the input; in half precision five times the input (copies in float32)."""
+    x = call.tensor("input")
+    return x.size_bytes * (1 if x.dtype.itemsize >= 4 else 5)
+
+
+# op -> bytes allocated while it runs and freed before it returns.
+TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::native_layer_norm": _copies("input"),
+    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::native_group_norm_backward": _group_norm_backward,
+    "aten::_fused_rms_norm": _fused_rms_norm,
+    "aten::_softmax": _copies("self"),
+    "aten::_log_softmax": _copies("self"),
+    "aten::_softmax_backward_data": _copies("grad_output", "output"),
+    "aten::_log_softmax_backward_data": _copies("grad_output", "output"),
+    "aten::embedding_dense_backward": _copies("grad_output"),
+    "aten::gelu_backward": _gelu_backward,
+    "aten::tril": _copies("self"),
+    "aten::triu": _copies("self"),
+    "aten::mm": _matmul("self", "mat2"),
+    "aten::addmm": _matmul("mat1", "mat2"),
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::mean": _half_mean,
+    "aten::mse_loss": lambda call: call.tensor("self").size_bytes,
+    "aten::native_dropout": lambda call: call.tensor("input").size_bytes,
+    "aten::gather": lambda call: call.tensor("index").size_bytes,
+    "aten::scatter_add": lambda call: call.tensor("index").size_bytes,
+    # Collectives pack into send and receive buffers; to be corrected by who lowers them.
+    "dcpc::all_to_all": lambda call: call.inputs_bytes + call.output_bytes,
+    "dcpc::all_gather": lambda call: call.inputs_bytes + call.output_bytes,
+    "dcpc::reduce_scatter": lambda call: 2 * call.inputs_bytes,
+    "dcpc::all_reduce": lambda call: sympy.Integer(0),
+}
+
+
+def transient_bytes(node: fx.Node, facts: Facts, threads: int) -> sympy.Expr:
+    """Returns the bytes a call holds beyond its inputs and outputs while it runs."""
+    formula = TRANSIENTS.get(op_name(node))
+    return sympy.Integer(0) if formula is None else formula(Call(node, facts, threads))
