@@ -1,0 +1,137 @@
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcpc.errors import DataError, GroupError
+from dcpc.runtime.groups import Groups
+from dcpc.runtime.loader import DataLoader, Step
+from dcpc.runtime.step import reduce_gradients, train_step
+from tests.multirank.launch import run_ranks
+from tests.runtime.fakes import LONG, Ragged, RaggedWithDims, Tiny, compiled_for
+
+pytestmark = pytest.mark.multirank
+
+PAD = {"input_ids": 0, "labels": -100}
+LENGTHS = [4, 2, 16, 7, 5, 3, 16, 12, 4, 4, 3, 7, 9, 6, 6, 7, 1, 2, 15, 8, 4]
+# 7 is odd and is split over 2; 16 goes to all of 4 ranks.
+SETTINGS = {
+    1: {4: (1, 3), 7: (1, 2), 16: (1, 2)},
+    2: {4: (1, 3), 7: (2, 2), 16: (1, 1)},
+    4: {4: (1, 3), 7: (2, 2), 16: (4, 2)},
+}
+
+
+def expected(data: Ragged, step: Step) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    """Loss and gradients of the step's whole global batch on one device, padding left out."""
+    model = Tiny()
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for mb in step.plan.micro_batches:
+        for i in mb.sample_ids:
+            x = {k: v[None] for k, v in data[i].items()}
+            total = total + model.total(**x, long=mb.bucket["seq"] > LONG)
+            count += int((x["labels"] != -100).sum())
+    (total / count).backward()
+    return total.detach() / count, {k: p.grad for k, p in model.named_parameters()}
+
+
+def epoch(world: int) -> float:
+    """Largest error over the steps of an epoch of loss and gradients, relative to the largest."""
+    groups = Groups.default(timeout_s=60, device="cpu")
+    data = Ragged(LENGTHS)
+    loader = DataLoader(
+        data, compiled_for(groups, SETTINGS[world]), tokens_per_step=70, pad=PAD, weight="labels"
+    )
+    model = Tiny()
+    worst = 0.0
+    for step in loader:
+        model.zero_grad()
+        result = train_step(functools.partial(model.call, groups), step, model.parameters(), groups)
+        loss, grads = expected(data, step)
+        worst = max(worst, abs(result.loss.item() / loss.item() - 1))
+        for name, p in model.named_parameters():
+            g = grads[name]
+            assert (p.grad is None) == (g is None), name
+            if g is not None:
+                worst = max(worst, float((p.grad - g).abs().max() / g.abs().max()))
+        assert len(result.busy_s) == world
+        assert 0 <= result.imbalance < 1
+    assert model.unused.grad is None
+    return worst
+
+
+def over_ranks(rank: int, world: int) -> float:
+    return epoch(world)
+
+
+def special_cases(rank: int):
+    groups = Groups.default(timeout_s=20)
+    model = Tiny()
+    call = functools.partial(model.call, groups)
+    compiled = compiled_for(groups, {4: (1, 1), 16: (1, 1)})
+
+    def steps(lengths: list[int], **options) -> list[Step]:
+        data = RaggedWithDims(lengths)
+        return list(DataLoader(data, compiled, shuffle=False, pad=PAD, **options))
+
+    # One sample: the other rank has nothing to do, and still takes part.
+    (step,) = steps([16], tokens_per_step=99, weight="labels")
+    train_step(call, step, model.parameters(), groups)
+    first = {k: None if p.grad is None else p.grad.clone() for k, p in model.named_parameters()}
+    _, alone = expected(RaggedWithDims([16]), step)
+    for k, g in alone.items():
+        assert (g is None) == (first[k] is None), k
+        assert g is None or torch.allclose(first[k], g, rtol=1e-12, atol=1e-15), k
+    # Gradients that are there are kept, not summed over the ranks again.
+    train_step(call, step, model.parameters(), groups)
+    assert torch.allclose(model.mix.weight.grad, 2 * first["mix.weight"], rtol=1e-12)
+    # All labels of the only sample ignored.
+    (step,) = steps([4], tokens_per_step=99, weight=lambda inputs: 0.0)
+    with pytest.raises(DataError, match=r"step 0 of epoch 0: got a total weight of 0\.0"):
+        train_step(call, step, model.parameters(), groups)
+    # Ranks in different steps, or with different models.
+    two = steps([4, 4], tokens_per_step=4)
+    with pytest.raises(GroupError, match=r"rank 0: step 0 of epoch 0.*rank 1: step 1 of epoch 0"):
+        train_step(call, two[rank], model.parameters(), groups)
+    with pytest.raises(GroupError, match=r"rank 0: reduce_gradients of 1 parameters, 6 el.*rank 1"):
+        reduce_gradients([model.long, model.unused][rank : rank + 1], groups)
+    return True
+
+
+def many_dtypes(rank: int):
+    """Several dtypes, a parameter larger than a comm bucket, tied ones, scalars."""
+    groups = Groups.default(timeout_s=60)
+    shapes = [(3_300_000,), (5,), (), (1200, 3000), (7, 2)]
+    dtypes = [torch.float64, torch.float32, torch.float64, torch.float32, torch.bfloat16]
+    params = [
+        torch.nn.Parameter(torch.zeros(s, dtype=t)) for s, t in zip(shapes, dtypes, strict=True)
+    ]
+    frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    for i, p in enumerate(params):
+        if (i + rank) % 3:
+            p.grad = torch.full_like(p, 10**rank * (i + 1))
+    # A gradient that is not contiguous.
+    if params[3].grad is not None:
+        params[3].grad = params[3].grad.t().contiguous().t()
+    reduce_gradients([*params, params[0], frozen], groups)
+    return [float(p.grad.double().mean()) for p in params], frozen.grad is None
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradient_of_ragged_steps_with_mixed_degrees_equals_one_device(world):
+    assert max(run_ranks(over_ranks, world, world)) < 1e-12
+
+
+def test_gradient_alone_equals_one_device():
+    assert not dist.is_initialized()
+    assert epoch(1) < 1e-12
+
+
+def test_idle_ranks_earlier_gradients_and_disagreement():
+    assert run_ranks(special_cases, 2) == [True, True]
+
+
+def test_gradients_of_any_dtype_and_size_are_summed_once():
+    expected_sums = [float(sum(10**r * (i + 1) for r in range(2) if (i + r) % 3)) for i in range(5)]
+    assert run_ranks(many_dtypes, 2) == [(expected_sums, True)] * 2
