@@ -8,7 +8,7 @@ the program's forward graph **by name** and never edit it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import sympy
 import torch
@@ -207,11 +207,40 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """What one forward and backward costs one rank, as expressions of the dims.
+class Work:
+    """Calls of one partition that cost the same: what a roofline is evaluated on.
 
     Attributes:
-        flops: floating-point operations, forward + backward (multiply and add count as two).
+        op_class: "matmul", "attention", "convolution", "pointwise", "reduction", "copy",
+            "collective" or "unpriced".
+        forward: whether they are in the forward graph.
+        dtype: element type they compute in.
+        ranks: ranks of the group, for collectives; else 1.
+        count: number of such calls.
+        flops: floating-point operations of one call, those of pointwise ops included.
+        bytes_moved: bytes one call reads and writes.
+        wire_bytes: bytes this rank sends in one call.
+    """
+
+    op_class: str
+    forward: bool
+    dtype: torch.dtype
+    ranks: int
+    count: int
+    flops: sympy.Expr
+    bytes_moved: sympy.Expr
+    wire_bytes: sympy.Expr
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """What one forward and backward costs one rank, as expressions of the dims, on any device.
+
+    Two profiles are equal only if they are the same object, so that evaluating one can be cached.
+
+    Attributes:
+        flops: floating-point operations of matmuls, convolutions and attention, forward + backward
+            (multiply and add count as two; causal attention counts the pairs it keeps).
         forward_flops: the forward's part of `flops`.
         bytes_moved: bytes read and written by every node.
         wire_bytes: bytes this rank sends in collectives.
@@ -219,11 +248,12 @@ class Profile:
         peak_terms: live bytes at the program points that can be the peak, undominated ones only;
             parameters, buffers and inputs excluded, gradients included.
         peak_points: for each of `peak_terms` the name of the node at which it holds.
-        parameter_bytes: bytes of all parameters and buffers.
+        parameter_bytes: bytes of all residents whose size is fixed: parameters, buffers, constants.
+        input_bytes: bytes of the other residents.
         gradient_bytes: bytes of all gradients.
-        seconds_terms: (op class, seconds) on the device the profile was made for; the expression of
-            each class's roofline at the dims is evaluated by `symbolic_profile`.
-        symbols: the symbols the expressions are over.
+        work: every call, grouped by cost.
+        unpriced: names of the ops that no table has: they count one operation an output element.
+        symbols: the symbols the expressions are over, by name.
     """
 
     flops: sympy.Expr
@@ -234,9 +264,11 @@ class Profile:
     peak_terms: tuple[sympy.Expr, ...]
     peak_points: tuple[str, ...]
     parameter_bytes: int
+    input_bytes: sympy.Expr
     gradient_bytes: int
+    work: tuple[Work, ...]
+    unpriced: tuple[str, ...]
     symbols: tuple[sympy.Symbol, ...]
-    seconds_terms: tuple[tuple[str, sympy.Expr], ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,11 @@ def compile_graph(
     env = mode.shape_env
     assert env is not None
     known = len(env.guards)
-    copy = fx.GraphModule(gm, fx.Graph())
-    remap: dict[fx.Node, fx.Node] = {}
-    copy.graph.output(copy.graph.graph_copy(gm.graph, remap))
+    # Inductor edits what it compiles. Its cache key is the module's code, so the copy must be complete
+    # before the GraphModule is made: one without code gets another graph's kernels from the cache.
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = fx.GraphModule(gm, graph)
     with mode, tracing(TracingContext(mode)):
         compiled = compile_fx_inner(copy, examples)
     guards = tuple(g.expr for g in env.guards[known:])

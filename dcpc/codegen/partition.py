@@ -152,6 +152,11 @@ class _Partitioner:
         for name in self.order:
             self._copy(name)
         self.graph.output(tuple(None if g is None else self.made[g.name] for g in gradients))
+        self.graph.eliminate_dead_code()
+        for held in (self.saved, self.primals):
+            for name in [n for n in held if not self.made[n].users]:
+                self.graph.erase_node(self.made[name])
+                del held[name]
         return self._module(self.graph)
 
     def _forward(self, loss: fx.Node) -> fx.GraphModule:

@@ -104,12 +104,10 @@ def _integer_names(partition: Partition) -> list[str]:
 
 def boxed_python(gm: fx.GraphModule) -> Boxed:
     """Returns a graph as a function of one list that it empties, so that nothing lives too long."""
-    copy = fx.GraphModule(gm, gm.graph.__class__())
-    copy.graph.set_codegen(_boxed_codegen())
-    remap: dict[fx.Node, fx.Node] = {}
-    copy.graph.output(copy.graph.graph_copy(gm.graph, remap))
-    copy.recompile()
-    return copy.forward  # type: ignore[return-value]
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.set_codegen(_boxed_codegen())
+    return fx.GraphModule(gm, graph).forward  # type: ignore[return-value]
 
 
 def _boxed_codegen() -> Any:

@@ -247,6 +247,13 @@ def _unrelated(
     return tuple(operands), sizes, frozenset(whole)
 
 
+def whole(call: Call) -> OpSharding:
+    """Deliberately not split: the op is small, or its result depends on the order of all elements."""
+    operands, sizes, kept = _unrelated(call, (), {})
+    output, more = _own(call.output.shape)
+    return OpSharding(operands, output, sizes | more, whole=kept | more.keys())
+
+
 def triangle(call: Call) -> OpSharding:
     """tril, triu: elementwise in the leading dims, the last two are compared by position."""
     names, sizes = _own(call.output.shape)
@@ -388,16 +395,14 @@ def attention(call: Call) -> OpSharding:
 
 
 def cross_entropy(call: Call) -> OpSharding:
-    """Summed cross-entropy of class indices: pieces of the rows add up, classes are whole."""
+    """Cross-entropy of class indices, one loss a row: rows are free, classes are whole."""
     logits, target = call.operands[0].shape, call.operands[1].shape
-    if call.args["reduction"] != 2 or len(call.operands) > 2 or len(target) >= len(logits):
-        raise NotImplementedError("only a plain sum over class-index targets is a sum of pieces")
+    if call.args["reduction"] != 0 or len(call.operands) > 2 or len(target) >= len(logits):
+        raise NotImplementedError("reduced, weighted or soft-target cross-entropy is not split")
     rows, sizes = _own(target)
-    classes: tuple[str, ...] = ("c",)
     sizes["c"] = logits[1] if len(logits) > 1 else logits[0]
-    left = (rows[0], classes, *rows[1:]) if len(logits) > 1 else (classes,)
-    summed = frozenset(n for names in rows for n in names)
-    return OpSharding((left, rows), (), sizes, whole=frozenset({"c"}), summed=summed)
+    left = (rows[0], ("c",), *rows[1:]) if len(logits) > 1 else (("c",),)
+    return OpSharding((left, rows), rows, sizes, whole=frozenset({"c"}))
 
 
 KINDS: dict[str, Callable[[Call], OpSharding]] = {
@@ -413,6 +418,7 @@ KINDS: dict[str, Callable[[Call], OpSharding]] = {
     "stack": stack,
     "generator": generator,
     "triangle": triangle,
+    "whole": whole,
     "norm": norm,
     "pad": pad,
     "gather": gather,

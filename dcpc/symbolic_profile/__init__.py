@@ -1,0 +1,21 @@
+"""A partition's costs as expressions of its dims: bytes, FLOPs, seconds, and the report of them."""
+
+from dcpc.symbolic_profile.evaluate import Evaluator, evaluator
+from dcpc.symbolic_profile.hardware import DEVICES, Device, Link, calibrate_cpu, detect, find
+from dcpc.symbolic_profile.profile import profile_partition
+from dcpc.symbolic_profile.report import ReportRow, formula, render_report
+
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Evaluator",
+    "Link",
+    "ReportRow",
+    "calibrate_cpu",
+    "detect",
+    "evaluator",
+    "find",
+    "formula",
+    "profile_partition",
+    "render_report",
+]

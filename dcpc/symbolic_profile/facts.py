@@ -1,4 +1,4 @@
-"""What a graph's nodes say of their values: shapes, strides and storages in the bucket's named dims."""
+"""What a graph's nodes say of their values: shapes, strides, storages, in the named dims."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@
                 -> a program point: live + transient
     last use    of all values in a storage -> the storage is freed
 
-Forward's placeholders (parameters, buffers, inputs) are resident and not counted. After forward the
-loss and the saved values live; backward frees a saved value after its last use; gradients live to the
-end. Sizes are those of storages, not of shapes: a saved slice keeps the whole of what it is cut from.
+Forward's placeholders (parameters, buffers, inputs) are resident and not counted. After forward
+the loss and the saved values live; backward frees a saved value after its last use; gradients
+live to the end. Sizes are those of storages, not of shapes: a saved slice keeps the whole of what
+it is cut from.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import sympy
@@ -97,14 +99,14 @@ def profile_memory(partition: Partition, facts: Facts, threads: int) -> MemoryPr
     primals = [n for n in forward.nodes if n.op == "placeholder"]
     timeline = _Timeline(resident={s for n in primals for s, _ in storages.enter(n)})
     _run(forward, timeline, storages, threads)
-    loss, *saved = forward.output_node().args[0]
+    loss, *saved = _outputs(forward)
     given = storages.of_names([*partition.saved, *partition.backward_primals], forward)
     _start_backward(backward, timeline, storages, given)
     for n in saved:
         timeline.drop(n, storages.of(n))
     timeline.mark("backward", sympy.Integer(0))
     _run(backward, timeline, storages, threads)
-    gradients = [g for g in backward.output_node().args[0] if g is not None]
+    gradients = [g for g in _outputs(backward) if g is not None]
     rows, basis = _live_rows(timeline)
     kept = undominated(rows, basis)
     return MemoryProfile(
@@ -119,8 +121,8 @@ class _Storages:
     """Which memory each node's value lies in, told from its inputs alone.
 
     A FakeTensor's storage says whether a node's value is a view of an *input*. It is no identity
-    beyond that: a recomputed node carries the FakeTensor of the one it repeats, and graphs that were
-    traced apart do not share any.
+    beyond that: a recomputed node carries the FakeTensor of the one it repeats, and graphs that
+    were traced apart do not share any.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -189,6 +191,13 @@ def _start_backward(
     for n, source in zip(taken, given, strict=True):
         timeline.hold(n, storages.give(n, [s for s, _ in source]))
     timeline.hold(tangent, storages.enter(tangent))
+
+
+def _outputs(graph: fx.Graph) -> list[Any]:
+    """Returns the nodes a graph returns; None for a parameter without a gradient."""
+    outputs = graph.output_node().args[0]
+    assert isinstance(outputs, list | tuple), f"the graph returns {outputs}; expected a list"
+    return list(outputs)
 
 
 def _ids(node: fx.Node, storages: _Storages) -> set[int]:

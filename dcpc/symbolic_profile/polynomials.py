@@ -1,8 +1,9 @@
 """Sums of sizes as vectors over monomials: what makes 5,000 live-memory expressions cheap.
 
-A size such as `batch*(4*seq + 8)` is `4*batch*seq + 8*batch`: two entries of a vector whose columns are
-the monomials met so far. Adding, comparing and evaluating many of them is then numpy, not sympy. A
-function that is not a polynomial, such as `FloorDiv(height, 2)`, is a factor of its own.
+A size such as `batch*(4*seq + 8)` is `4*batch*seq + 8*batch`: two entries of a vector whose
+columns are the monomials met so far. Adding, comparing and evaluating many of them is then numpy,
+not sympy. A function that is not a polynomial, such as `FloorDiv(height, 2)`, is a factor of its
+own.
 """
 
 from __future__ import annotations

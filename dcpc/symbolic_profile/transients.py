@@ -1,10 +1,11 @@
 """What an op allocates and frees again while it runs, beyond its outputs: one line an op.
 
-Measured on the CPU with torch.profiler's allocator events, torch 2.13, float32; a line holds for the
-layouts named in it. An op without a line was measured to need none, or at most tens of bytes (Python
-scalars become tensors of 8 + 4 bytes): matmuls of dense operands, pointwise ops, sums, softmax,
-`cat`, `clone`, `constant_pad_nd`, `slice_backward`, `nll_loss`, `embedding`. Not modelled: the scratch
-of oneDNN for bfloat16 matmuls on the CPU (0.1 to 0.6 of an operand, chosen by the processor).
+Measured on the CPU with torch.profiler's allocator events, torch 2.13, float32; a line holds for
+the layouts named in it. An op without a line was measured to need none, or at most tens of bytes
+(Python scalars become tensors of 8 + 4 bytes): matmuls of dense operands, pointwise ops, sums,
+softmax, `cat`, `clone`, `constant_pad_nd`, `slice_backward`, `nll_loss`, `embedding`. Not
+modelled: the scratch of oneDNN for bfloat16 matmuls on the CPU (0.1 to 0.6 of an operand, chosen
+by the processor).
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _group_norm_backward(call: Call) -> sympy.Expr:
 
 
 def _convolution(call: Call) -> sympy.Expr:
-    """oneDNN's own output before it is copied, a reordered weight in 1-d, strided input."""
+    """The own output of oneDNN before it is copied, a reordered weight in 1-d, strided input."""
     weight = call.tensor("weight")
     reordered = weight.size_bytes if len(weight.shape) == 3 else 0
     return call.output_bytes + reordered + _copies("input")(call)

@@ -7,9 +7,9 @@
     split / chunk / unbind, getitem         ->  slice / select
     mse_loss(mean) and its kin              ->  mse_loss(none), mean
     mean over symbolic dims                 ->  sum / count
-    cross_entropy_loss(mean)                ->  cross_entropy_loss(sum) / count of kept targets
+    cross_entropy_loss(mean)                ->  cross_entropy_loss(none), nll_loss of the rows
 
-The last three make every mean a sum over a **global** count, so that a sharded mean is a sum of pieces.
+The means become sums over a **global** count, so that a sharded mean is a sum of pieces.
 """
 
 import operator
@@ -224,25 +224,31 @@ def _elementwise_loss(node: fx.Node, edit: _Editor) -> fx.Node | None:
 
 
 def _cross_entropy(node: fx.Node, edit: _Editor) -> fx.Node | None:
-    """mean -> sum / (number of targets that are not ignored), for class-index targets."""
-    args = [*node.args, None, MEAN, -100, 0.0][:2] if len(node.args) == 2 else list(node.args)
-    defaults = [None, None, None, MEAN, -100, 0.0]
+    """mean or sum -> one loss a row, then the reduction of exactly these rows in the op's own order.
+
+    The rows are what may be sharded; the reduction of one number a row is not, so that the loss is
+    the plain model's to the last bit even where a library computes it in float32.
+    """
+    defaults: list[Any] = [None, None, None, MEAN, -100, 0.0]
     names = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
-    full = [
-        args[i] if i < len(args) else node.kwargs.get(names[i], defaults[i]) for i in range(6)
+    logits, target, weight, reduction, ignore_index, smoothing = [
+        node.args[i] if i < len(node.args) else node.kwargs.get(names[i], defaults[i])
+        for i in range(6)
     ]
-    logits, target, weight, reduction, ignore_index, smoothing = full
     assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
-    if reduction != MEAN or weight is not None or target.meta["val"].is_floating_point():
+    labels = target.meta["val"]
+    if reduction == 0 or weight is not None or labels.is_floating_point() or smoothing:
         return None
-    total = edit.call(
-        aten.cross_entropy_loss.default, logits, target, None, SUM, ignore_index, smoothing
+    rows = edit.call(
+        aten.cross_entropy_loss.default, logits, target, None, 0, ignore_index, smoothing
     )
-    kept = edit.call(aten.ne.Scalar, target, ignore_index)
-    dims = list(range(target.meta["val"].ndim))
-    count = edit.call(aten.sum.dim_IntList, kept, dims)
-    count = edit.call(aten._to_copy.default, count, dtype=total.meta["val"].dtype)
-    return edit.call(aten.div.Tensor, total, count)
+    flat_rows = edit.call(aten.reshape.default, edit.call(aten.neg.default, rows), [-1, 1])
+    flat_target = edit.call(aten.reshape.default, target, [-1])
+    kept = edit.call(aten.ne.Scalar, flat_target, ignore_index)
+    row_target = edit.call(aten.where.ScalarOther, kept, edit.call(aten.zeros_like.default, flat_target), ignore_index)
+    return edit.call(
+        aten.nll_loss_nd.default, flat_rows, row_target, None, reduction, ignore_index
+    )
 
 
 _DROPPED = {

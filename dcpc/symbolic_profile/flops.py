@@ -1,0 +1,285 @@
+"""FLOPs, bytes moved and bytes sent of each call of a graph.
+
+A multiply and an add count as two FLOPs. Attention counts the pairs of query and key it keeps: a
+causal one over `s` tokens `s*(s + 1)/2` of the `s**2`, since the kernels skip the rest (torch's own
+formulas count all of them). Its backward recomputes the scores: five matmuls to forward's two.
+Matmuls, convolutions and attention are the FLOPs of `Profile.flops`; other ops' elements matter to
+time only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from dcpc.symbolic_profile.facts import Facts, TensorFacts, argument, op_name
+
+# Ranks of a collective's group: the same for all, or by the group's name.
+GroupSize: TypeAlias = int | Callable[[str], int]
+
+ZERO = sympy.Integer(0)
+
+# Ops that only move data.
+COPIES = frozenset(
+    {
+        "_to_copy",
+        "_unsafe_index",
+        "alias_copy",
+        "arange",
+        "bucketize",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "copy",
+        "diagonal_scatter",
+        "embedding",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "expand_copy",
+        "fill",
+        "flip",
+        "full",
+        "full_like",
+        "gather",
+        "index",
+        "index_put",
+        "index_select",
+        "lift_fresh_copy",
+        "masked_select",
+        "narrow",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "permute_copy",
+        "rand",
+        "randn",
+        "randperm",
+        "repeat",
+        "replication_pad2d",
+        "roll",
+        "scalar_tensor",
+        "select_backward",
+        "select_scatter",
+        "slice_backward",
+        "slice_scatter",
+        "split_with_sizes_copy",
+        "stack",
+        "tril",
+        "triu",
+        "unfold_copy",
+        "view_copy",
+        "widen",
+        "zeros",
+        "zeros_like",
+    }
+)
+# Ops that read a table by index: they touch as much of it as they return.
+LOOKUPS = frozenset(
+    {
+        "embedding",
+        "gather",
+        "index",
+        "index_select",
+        "slice_backward",
+    }
+)
+# Other ops, by FLOPs an element of their largest operand.
+ELEMENTS: Mapping[str, int] = {
+    "_softmax": 4,
+    "_softmax_backward_data": 4,
+    "_log_softmax": 4,
+    "_log_softmax_backward_data": 4,
+    "native_layer_norm": 7,
+    "native_layer_norm_backward": 14,
+    "native_group_norm": 7,
+    "native_group_norm_backward": 14,
+    "_fused_rms_norm": 5,
+    "_fused_rms_norm_backward": 10,
+    "native_batch_norm": 7,
+    "native_batch_norm_backward": 14,
+    "native_dropout": 2,
+    "bernoulli": 1,
+    "nll_loss_forward": 1,
+    "nll_loss_backward": 1,
+    "nll_loss2d_forward": 1,
+    "nll_loss2d_backward": 1,
+    "mse_loss": 3,
+    "mse_loss_backward": 3,
+    "embedding_dense_backward": 1,
+    "scatter_add": 1,
+    "scatter": 1,
+    "index_add": 1,
+    "cumsum": 1,
+    "sum": 1,
+    "mean": 1,
+    "var": 3,
+    "var_mean": 3,
+    "amax": 1,
+    "amin": 1,
+    "argmax": 1,
+    "max": 1,
+    "min": 1,
+    "sort": 1,
+    "topk": 1,
+    "any": 1,
+    "all": 1,
+    "linalg_vector_norm": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call costs; the attributes are those of `ir.Work`."""
+
+    op_class: str
+    flops: sympy.Expr = ZERO
+    bytes_moved: sympy.Expr = ZERO
+    wire_bytes: sympy.Expr = ZERO
+    ranks: int = 1
+
+
+def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
+    """Returns the cost of a node; None for a view, an integer, a placeholder: they cost nothing.
+
+    Args:
+        node: a node of a forward or backward graph.
+        facts: reads its values.
+        sp: ranks of a collective's group, which the call names in its last argument.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    fresh = facts.fresh(node)
+    if not fresh:
+        return None
+    name = op_name(node)
+    bytes_moved = _bytes_moved(node, facts, fresh)
+    sent = WIRE.get(name)
+    if sent is not None:
+        ranks = sp if isinstance(sp, int) else sp(str(node.args[-1]))
+        return Cost("collective", ZERO, bytes_moved, sent(node, facts, ranks), ranks)
+    op_class, flops = _flops(node, facts, name.split("::")[1], fresh)
+    return Cost(op_class, flops, bytes_moved)
+
+
+def _flops(
+    node: fx.Node, facts: Facts, name: str, fresh: tuple[TensorFacts, ...]
+) -> tuple[str, sympy.Expr]:
+    if name.startswith("_scaled_dot_product_"):
+        return "attention", _attention(node, facts, name.endswith("_backward"))
+    if name in MATMULS:
+        a = facts.of(argument(node, MATMULS[name]))[0]
+        return "matmul", sympy.expand(2 * fresh[0].numel * a.shape[-1])
+    registered = _registered(node, facts)
+    if registered is not None:
+        return "convolution" if "conv" in name else "matmul", registered
+    if name in COPIES:
+        return "copy", ZERO
+    numel = _largest(*fresh, *facts.inputs(node))
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if name in ELEMENTS:
+        return "reduction", sympy.expand(ELEMENTS[name] * numel)
+    if torch.Tag.pointwise in node.target.tags:
+        return "pointwise", sympy.expand(sympy.Add(*(t.numel for t in fresh)))
+    if torch.Tag.reduction in node.target.tags:
+        return "reduction", sympy.expand(numel)
+    return "unpriced", sympy.expand(numel)
+
+
+# op -> its left matrix.
+MATMULS = {"mm": "self", "bmm": "self", "addmm": "mat1", "baddbmm": "batch1", "_int_mm": "self"}
+
+
+def _attention(node: fx.Node, facts: Facts, backward: bool) -> sympy.Expr:
+    """(b, h, q, d) x (b, h, k, d): two matmuls forward (q k, p v), five backward."""
+    query, key, value = (facts.of(argument(node, n))[0] for n in ("query", "key", "value"))
+    b, h, queries, width = query.shape
+    keys, value_width = key.shape[2], value.shape[3]
+    pairs = queries * keys
+    if argument(node, "is_causal", False):
+        short = queries if queries == keys else sympy.Min(queries, keys)
+        pairs = short * (short + 1) / 2 + (queries - short) * keys
+    widths = 3 * width + 2 * value_width if backward else width + value_width
+    return sympy.expand(2 * b * h * pairs * widths)
+
+
+def _registered(node: fx.Node, facts: Facts) -> sympy.Expr | None:
+    """Returns torch's own FLOP formula over symbolic shapes, None where none works."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    formula = flop_registry.get(node.target.overloadpacket)
+    if formula is None:
+        return None
+
+    def shape(n: fx.Node) -> Any:
+        found = facts.of(n)
+        return found[0].shape if found else facts.size(n)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), shape)
+    out = [t.shape for t in facts.of(node)]
+    if len(out) < len(node.target._schema.returns):  # an output that is not asked for is None
+        left = iter(out)
+        out = [next(left) if wanted else () for wanted in argument(node, "output_mask")]
+    try:
+        return sympy.expand(formula(*args, **kwargs, out_val=out if len(out) > 1 else out[0]))
+    except (AttributeError, AssertionError, TypeError, ValueError):
+        return None
+
+
+def _largest(*operands: TensorFacts) -> sympy.Expr:
+    """Returns the largest number of elements; of undecidable ones that with the most dims."""
+
+    def key(t: TensorFacts) -> tuple[int, float]:
+        at_hint = t.numel.xreplace({s: sympy.Integer(64) for s in t.numel.free_symbols})
+        return len(t.numel.free_symbols), float(at_hint) if at_hint.is_number else 0.0
+
+    return max(operands, key=key).numel
+
+
+def _bytes_moved(node: fx.Node, facts: Facts, fresh: tuple[TensorFacts, ...]) -> sympy.Expr:
+    """Returns the bytes of the inputs as read and of the fresh outputs as written."""
+    written = sympy.Add(*(t.size_bytes for t in fresh))
+    inputs = facts.inputs(node)
+    if op_name(node).split("::")[1] in LOOKUPS and inputs:
+        _, *indices = inputs
+        return sympy.expand(2 * written + sympy.Add(*(t.size_bytes for t in indices)))
+    return sympy.expand(written + sympy.Add(*(t.read_bytes for t in inputs)))
+
+
+# ------------------------------------------------------------------------------- collectives
+
+
+def _pieces(node: fx.Node, facts: Facts, ranks: int) -> sympy.Expr:
+    """Every rank's piece but its own: (p - 1)/p of the input."""
+    return sympy.Rational(ranks - 1, ranks) * facts.inputs(node)[0].size_bytes
+
+
+def _whole(node: fx.Node, facts: Facts, ranks: int) -> sympy.Expr:
+    """The whole input, passed on p - 1 times around a ring."""
+    return (ranks - 1) * facts.inputs(node)[0].size_bytes
+
+
+def _twice(node: fx.Node, facts: Facts, ranks: int) -> sympy.Expr:
+    """A reduce-scatter and an all-gather of the pieces."""
+    return 2 * _pieces(node, facts, ranks)
+
+
+# op -> bytes one rank sends, by ring or pairwise exchange.
+WIRE: dict[str, Callable[[fx.Node, Facts, int], sympy.Expr]] = {
+    "dcpc::all_to_all": _pieces,
+    "dcpc::all_gather": _whole,
+    "dcpc::reduce_scatter": _pieces,
+    "dcpc::all_reduce": _twice,
+    "_c10d_functional::all_to_all_single": _pieces,
+    "_c10d_functional::all_gather_into_tensor": _whole,
+    "_c10d_functional::reduce_scatter_tensor": _pieces,
+    "_c10d_functional::all_reduce": _twice,
+}
