@@ -3,9 +3,9 @@
 Measured on the CPU with torch.profiler's allocator events, torch 2.13, float32; a line holds for
 the layouts named in it. An op without a line was measured to need none, or at most tens of bytes
 (Python scalars become tensors of 8 + 4 bytes): matmuls of dense operands, pointwise ops, sums,
-softmax, `cat`, `clone`, `constant_pad_nd`, `slice_backward`, `nll_loss`, `embedding`. Not
-modelled: the scratch of oneDNN for bfloat16 matmuls on the CPU (0.1 to 0.6 of an operand, chosen
-by the processor).
+softmax, `cat`, `clone`, `gather`, `scatter_add`, `constant_pad_nd`, `slice_backward`, `nll_loss`,
+`embedding`. Not modelled: the scratch of oneDNN for bfloat16 matmuls on the CPU (0.1 to 0.6 of an
+operand, chosen by the processor).
 """
 
 from __future__ import annotations
@@ -115,17 +115,28 @@ def _group_norm_backward(call: Call) -> sympy.Expr:
 
 
 def _convolution(call: Call) -> sympy.Expr:
-    """The own output of oneDNN before it is copied, a reordered weight in 1-d, strided input."""
-    weight = call.tensor("weight")
-    reordered = weight.size_bytes if len(weight.shape) == 3 else 0
-    return call.output_bytes + reordered + _copies("input")(call)
+    """An upper bound: oneDNN's own output, its reordered input and weight, a dense input.
+
+    It pads odd channel numbers to its blocks, which exceeds the bound by up to a block.
+    """
+    x, weight = call.tensor("input"), call.tensor("weight")
+    bound = call.output_bytes + x.size_bytes + 4 * weight.size_bytes
+    return bound + _copies("input")(call)
 
 
 def _convolution_backward(call: Call) -> sympy.Expr:
-    """An upper bound (measured 1.5 to 2.3 times the gradient): oneDNN's scratch is its choice."""
-    grad, weight = call.tensor("grad_output"), call.tensor("weight")
-    bound = 2 * grad.size_bytes + 4 * weight.size_bytes
-    return bound + call.tensor("input").size_bytes if len(weight.shape) == 3 else bound
+    """An upper bound (measured 1.5 to 3.3 times the gradient): oneDNN's scratch is its choice."""
+    grad, x, weight = (call.tensor(name) for name in ("grad_output", "input", "weight"))
+    bound = 2 * grad.size_bytes + x.size_bytes + 4 * weight.size_bytes
+    return bound + _copies("grad_output", "input")(call)
+
+
+def _triangle(call: Call) -> sympy.Expr:
+    """A dense copy of an input whose matrices are not dense, by rows or by columns."""
+    x = call.tensor("self")
+    *batch, rows, columns = range(len(x.shape))
+    dense = x.contiguous() or x.contiguous((*batch, columns, rows))
+    return sympy.Integer(0) if dense else x.size_bytes
 
 
 def _gelu_backward(call: Call) -> sympy.Expr:
@@ -162,8 +173,8 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
     "aten::_log_softmax_backward_data": _copies("grad_output", "output"),
     "aten::embedding_dense_backward": _copies("grad_output"),
     "aten::gelu_backward": _gelu_backward,
-    "aten::tril": _copies("self"),
-    "aten::triu": _copies("self"),
+    "aten::tril": _triangle,
+    "aten::triu": _triangle,
     "aten::mm": _matmul("self", "mat2"),
     "aten::addmm": _matmul("mat1", "mat2"),
     "aten::convolution": _convolution,
@@ -171,8 +182,6 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
     "aten::mean": _half_mean,
     "aten::mse_loss": lambda call: call.tensor("self").size_bytes,
     "aten::native_dropout": lambda call: call.tensor("input").size_bytes,
-    "aten::gather": lambda call: call.tensor("index").size_bytes,
-    "aten::scatter_add": lambda call: call.tensor("index").size_bytes,
     # Collectives pack into send and receive buffers; to be corrected by who lowers them.
     "dcpc::all_to_all": lambda call: call.inputs_bytes + call.output_bytes,
     "dcpc::all_gather": lambda call: call.inputs_bytes + call.output_bytes,

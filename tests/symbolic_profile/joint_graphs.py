@@ -1,7 +1,7 @@
-"""Partitions of small real models, and what they cost when they really run: the oracle of these tests.
+"""Partitions of small real models, and what they cost when they run: the tests' oracle.
 
-The trace, codegen and runtime phases make partitions for users; here one is made in the plainest way, so
-that a mistake of theirs cannot hide one of the profile's.
+The trace, codegen and runtime phases make partitions for users; here one is made in the plainest
+way, so that a mistake of theirs cannot hide one of the profile's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx, is_tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
@@ -23,6 +23,7 @@ from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 from dcpc.ir import Partition
 
@@ -68,7 +69,7 @@ class GPT(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Ops a transformer seldom has: convolution, odd slices, cat, pad, masks, fp16, math attention."""
+    """Ops a transformer seldom has: convolution, odd slices, cat, pad, masks, math attention."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -220,8 +221,8 @@ def _partition(joint: fx.GraphModule, n_state: int, names: dict) -> Partition:
     saved = [n for n in forward if n in used]
     primals_used = [p for p in primals if p in used]
     return Partition(
-        forward=_copy(joint, primals, forward, [loss, *saved]),
-        backward=_copy(joint, [*saved, *primals_used, tangent], backward, grads),
+        forward=copy_nodes(joint, primals, forward, [loss, *saved]),
+        backward=copy_nodes(joint, [*saved, *primals_used, tangent], backward, grads),
         resident=tuple(p.name for p in primals[: n_state + 2]),
         saved=tuple(n.name for n in saved),
         backward_primals=tuple(p.name for p in primals_used),
@@ -229,9 +230,10 @@ def _partition(joint: fx.GraphModule, n_state: int, names: dict) -> Partition:
     )
 
 
-def _copy(
+def copy_nodes(
     joint: fx.GraphModule, inputs: Sequence[fx.Node], body: Sequence[fx.Node], outputs: Sequence
 ) -> fx.GraphModule:
+    """Returns a graph module of some of the nodes of another, with their fake values."""
     graph, env = fx.Graph(), {}
     for n in inputs:
         env[n] = graph.placeholder(n.name)
@@ -267,7 +269,7 @@ def _step(partition: Partition, args: list) -> tuple[torch.Tensor, list]:
 
 
 def measured_peak_bytes(case: Case, batch: int, seq: int) -> int:
-    """Returns the peak of bytes allocated above the arguments, by the profiler's allocator events."""
+    """Returns the peak of bytes above the arguments, by the profiler's allocator events."""
     args = case.inputs(batch, seq)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         result = _step(case.partition, args)
@@ -297,3 +299,66 @@ def measured_saved_bytes(case: Case, batch: int, seq: int) -> int:
         if isinstance(v, torch.Tensor)
     }
     return sum(size for key, size in storages.items() if key not in resident)
+
+
+# ---------------------------------------------------------------------------------- node by node
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one call really did.
+
+    Attributes:
+        node: the call.
+        allocated_bytes: bytes that stay allocated because of it.
+        transient_bytes: bytes it held beyond these while it ran.
+        shares: for each of its output tensors whether it lies in an input's memory.
+    """
+
+    node: fx.Node
+    allocated_bytes: int
+    transient_bytes: int
+    shares: tuple[bool, ...]
+
+
+class _MeasuringInterpreter(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=True)
+        self.measured: list[Measured] = []
+
+    def run_node(self, n: fx.Node):
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            result = n.target(*args, **kwargs)
+        events = prof.profiler.kineto_results.events()
+        live = sum(e.nbytes() for e in events if e.name() == "[memory]")
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_tensor(t)}
+        shares = tuple(
+            t.untyped_storage()._cdata in before for t in tree_leaves(result) if is_tensor(t)
+        )
+        self.measured.append(Measured(n, live, peak_of(prof) - live, shares))
+        return result
+
+
+def measure_nodes(case: Case, batch: int, seq: int) -> list[Measured]:
+    """Runs forward and backward, each call under a profiler of its own."""
+    partition, args = case.partition, case.inputs(batch, seq)
+    names = [n.name for n in partition.forward.graph.nodes if n.op == "placeholder"]
+    primals = [dict(zip(names, args, strict=True))[p] for p in partition.backward_primals]
+    forward = _MeasuringInterpreter(partition.forward)
+    backward = _MeasuringInterpreter(partition.backward)
+    with torch.no_grad():
+        _, *saved = forward.boxed_run(args)
+        backward.boxed_run([*saved, *primals, torch.ones(())])
+    return forward.measured + backward.measured
+
+
+def measure_call(function, *tensors: torch.Tensor) -> list[Measured]:
+    """Traces a function of tensors and measures each of its calls."""
+    gm = make_fx(function, tracing_mode="fake")(*tensors)
+    interpreter = _MeasuringInterpreter(gm)
+    with torch.no_grad():
+        interpreter.boxed_run(list(tensors))
+    return interpreter.measured

@@ -1,0 +1,61 @@
+import sympy
+
+from dcpc.buckets import Bucket
+from dcpc.ir import BucketPlan
+from dcpc.symbolic_profile import ReportRow, evaluator, find, formula, profile_partition
+from dcpc.symbolic_profile.report import bytes_text, dominating_term, render_report, seconds_text
+from tests.symbolic_profile.joint_graphs import BATCH, SEQ, case
+
+
+def row(model: str, seq: int) -> ReportRow:
+    profile = profile_partition(case(model).partition)
+    dims = {"batch": 4, "seq": seq}
+    at = evaluator(profile)
+    plan = BucketPlan(
+        bucket=Bucket.of({"seq": seq}),
+        sp=1,
+        micro_batch=4,
+        recompute=1,
+        segments=2,
+        seconds_s=at.seconds(dims, find("h200")),
+        peak_bytes=at.peak_bytes(dims),
+        reason="largest that fits",
+    )
+    return ReportRow(plan, profile, dims)
+
+
+def test_report_has_table_and_formulas():
+    first, second = row("llama", 128), row("gpt", 4096)
+    text = render_report([first, second])
+    assert "{seq: 128}" in text
+    assert "largest that" in text  # wrapped in its column
+    assert "saved bytes = 8·batch·seq² + 4796·batch·seq + 64·seq + 4" in text
+    assert text.count("variant ") == 2
+    assert "1 of 2 segments recomputed" in text
+    assert max(map(len, text.splitlines()[:12])) <= 120
+
+
+def test_report_prints_a_profile_once():
+    first = row("gpt", 128)
+    second = ReportRow(first.plan, first.profile, {"batch": 4, "seq": 512})
+    assert render_report([first, second]).count("variant ") == 1
+
+
+def test_formula_reads_like_one():
+    half = sympy.Function("FloorDiv")(SEQ, 2)
+    assert formula(16 * BATCH * SEQ**2 + 5384 * BATCH * SEQ) == "16·batch·seq² + 5384·batch·seq"
+    assert formula(4 * BATCH * half - BATCH) == "4·(seq // 2)·batch - batch"
+    assert formula(sympy.Integer(0)) == "0"
+
+
+def test_dominating_term_depends_on_the_size():
+    size = SEQ**2 + 100 * SEQ
+    assert dominating_term(size, {"seq": 10}) == ("100·seq", 1000 / 1100)
+    assert dominating_term(size, {"seq": 1000}) == ("seq²", 1e6 / 1.1e6)
+
+
+def test_quantities_carry_their_unit():
+    assert [bytes_text(b) for b in (12, 1234, 45.6e6, 1.2345e9)] == [
+        "12 B", "1.23 kB", "45.6 MB", "1.23 GB",
+    ]  # fmt: skip
+    assert [seconds_text(s) for s in (67e-6, 4.5e-3, 1.234)] == ["67 us", "4.5 ms", "1.23 s"]
