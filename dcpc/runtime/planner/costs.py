@@ -281,8 +281,9 @@ class TableCost:
         best = self._best.setdefault(cell, [(0.0, -1)])
         rows = self._by_cell.get(cell, ())
         for m in range(len(best), n + 1):
-            options = ((best[max(0, m - r.micro_batch)][0] + r.seconds_s, i) for i, r in
-                       enumerate(rows))
+            options = (
+                (best[max(0, m - r.micro_batch)][0] + r.seconds_s, i) for i, r in enumerate(rows)
+            )
             best.append(min(options, default=(inf, -1)))
         return best
 

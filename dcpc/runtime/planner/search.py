@@ -1,0 +1,165 @@
+"""The planner: fluid search over loads, packing of the best, then repeated tightening."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from .bound import lower_bound
+from .costs import GroupCost
+from .finish import finish
+from .fluid import Fluid, Stack, fluid
+from .levels import Candidate, grid, search_levels
+from .pack import Draft, Packer
+from .plan import BatchPlan
+from .workload import Workload, tabulate
+
+MAX_STACKED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to look; counts, not seconds, so that a plan is reproducible.
+
+    Attributes:
+        packings: how many sequences may be packed in all, times over.
+        patterns: candidates to pack.
+        more_steps: micro-steps beyond the fewest that memory allows.
+    """
+
+    packings: int = 24_000
+    patterns: int = 10
+    more_steps: int = 3
+
+
+def plan_batch(keys: Sequence[int], cost: GroupCost, effort: Effort | None = None) -> BatchPlan:
+    """Returns micro-steps of groups for a global batch, near the least predicted seconds.
+
+    Args:
+        keys: one a sequence: its length in tokens, or its bucket.
+        cost: what it costs.
+        effort: how long to look.
+
+    Raises:
+        PlanError: a sequence fits at no degree, or there is none.
+    """
+    effort = effort or Effort()
+    work = tabulate(keys, cost)
+    found = propose(work, effort)
+    draft = refine(work, found, effort)
+    return finish(work, draft, lower_bound(work))
+
+
+def propose(work: Workload, effort: Effort) -> list[tuple[Candidate, Fluid]]:
+    """Returns the fluid model's best candidates over stacks and numbers of micro-steps."""
+    found: list[tuple[Candidate, Fluid]] = []
+    limit_s = float("inf")
+    floor_s = float(work.area @ work.counts) / work.ranks
+    for stacks in _stackings(work):
+        model = fluid(work, stacks)
+        g = grid(model)
+        for steps in range(work.min_steps, work.min_steps + effort.more_steps + 1):
+            if floor_s + steps * work.cost.fixed_s >= limit_s:
+                break
+            new = search_levels(g, steps, min(limit_s * 1.01, 1e30))
+            if new and steps > 2:
+                near = tuple(load_s for c in new[:3] for load_s in c.loads_s)
+                new = search_levels(grid(model, near), steps, new[0].seconds_s * 1.01) + new
+            found += [(candidate, model) for candidate in new]
+            limit_s = min([limit_s, *(c.seconds_s for c in new)])
+    found.sort(key=lambda pair: pair[0].seconds_s)
+    return found
+
+
+def refine(work: Workload, found: list[tuple[Candidate, Fluid]], effort: Effort) -> Draft:
+    """Packs the best candidates and tightens the best of them."""
+    budget = max(6, effort.packings // int(work.counts.sum()))
+    packed: list[tuple[float, int, list[float], Draft, Packer]] = []
+    packers: dict[int, Packer] = {}
+    order = count()
+    for candidate, model in _distinct(found, effort.patterns, budget):
+        packer = packers.setdefault(id(model), Packer(model))
+        loads_s = list(candidate.loads_s)
+        draft = packer.pack(loads_s)
+        packed.append((draft.seconds_s(work), next(order), loads_s, draft, packer))
+        budget -= 1
+    if not packed:
+        packer = Packer(fluid(work))
+        loads_s = [float(work.area @ work.counts) / work.ranks / work.min_steps] * work.min_steps
+        draft = packer.pack(loads_s)
+        packed.append((draft.seconds_s(work), next(order), loads_s, draft, packer))
+    packed.sort(key=lambda entry: entry[:2])
+    best_s, _, _, best, packer = packed[0]
+    share = [budget * 2 // 3, budget - budget * 2 // 3]
+    for (_, _, _, draft, packer), tries in zip(packed, share, strict=False):
+        tight = tighten(packer, draft, tries)
+        if tight.seconds_s(work) < best_s - 1e-12:
+            best_s, best = tight.seconds_s(work), tight
+    return best
+
+
+def tighten(packer: Packer, draft: Draft, tries: int) -> Draft:
+    """Packs again with one micro-step's target a little lower, as long as that helps."""
+    work = packer.work
+    best_s = draft.seconds_s(work)
+    shrink = (0.97, 0.99, 0.995, 1.0)
+    moved = True
+    while moved and tries > 0:
+        moved = False
+        longest = draft.longest_s()
+        for m in sorted(longest, key=lambda m: -longest[m]):
+            for factor in shrink:
+                if tries <= 0:
+                    break
+                tries -= 1
+                loads_s = [x * (factor if i == m else 1.0 + 1e-9) for i, x in longest.items()]
+                new = packer.pack(loads_s)
+                if new.seconds_s(work) < best_s - 1e-9:
+                    best_s, draft, moved = new.seconds_s(work), new, True
+                    break
+            if moved:
+                break
+    return draft
+
+
+def _distinct(
+    found: list[tuple[Candidate, Fluid]], patterns: int, budget: int
+) -> Iterator[tuple[Candidate, Fluid]]:
+    seen = set()
+    for candidate, model in found:
+        key = (id(model), len(candidate.loads_s), candidate.choice)
+        if key in seen:
+            continue
+        seen.add(key)
+        yield candidate, model
+        if len(seen) >= min(patterns, max(1, budget // 2)):
+            return
+
+
+def _stackings(work: Workload) -> list[tuple[Stack, ...]]:
+    """Ways to run the few longest sequences in turn in one group; none first.
+
+    Only sequences that need more than an eighth of the ranks: the others find ranks of their own.
+    """
+    fits = (work.seconds < float("inf")).any(axis=0)
+    least = work.degrees[fits.argmax(axis=0)]
+    long = [k for k in range(len(work.keys)) for _ in range(int(work.counts[k]))
+            if least[k] > max(1, work.ranks // 8)][:MAX_STACKED]  # fmt: skip
+    out: list[tuple[Stack, ...]] = []
+    for parts in _partitions(long):
+        stacks = tuple(part for part in parts if len(part) > 1)
+        total = [sum(float(work.weights[k]) for k in part) for part in stacks]
+        if all(x <= work.capacities.max() for x in total) and stacks not in out:
+            out.append(stacks)
+    return sorted(out, key=len)
+
+
+def _partitions(items: list[int]) -> Iterator[tuple[Stack, ...]]:
+    """Every way to split the items into parts."""
+    if not items:
+        yield ()
+        return
+    head, rest = items[0], items[1:]
+    for parts in _partitions(rest):
+        yield ((head,), *parts)
+        for i, part in enumerate(parts):
+            yield (*parts[:i], (head, *part), *parts[i + 1 :])
