@@ -98,9 +98,9 @@ class Basis:
 def undominated(rows: Floats, basis: Basis) -> list[int]:
     """Returns the indices of the rows that can be the largest, without repeats.
 
-    A row is dropped if another is at least as large wherever every symbol is at least 1: if their
-    difference, written in `symbol - 1`, has no negative coefficient. Where that is undecided both
-    stay.
+    A row is dropped if another is at least as large wherever every positive symbol is at least 1 and
+    every other (a local length may be 0) at least 0: if their difference, written in `symbol - 1` for
+    positive symbols, has no negative coefficient. Where that is undecided both stay.
     """
     if not len(rows):
         return []
@@ -121,7 +121,8 @@ def _shift(basis: Basis) -> Floats:
     for m in basis.terms:
         functions = {f: sympy.Dummy() for f in m.atoms(sympy.Function, sympy.Min, sympy.Max)}
         outer = m.xreplace(functions)
-        grown = outer.xreplace({s: s + 1 for s in outer.free_symbols - set(functions.values())})
+        free = outer.free_symbols - set(functions.values())
+        grown = outer.xreplace({s: s + 1 for s in free if s.is_positive})
         shifted.append(sympy.expand(grown).xreplace({d: f for f, d in functions.items()}))
     return Basis(shifted).matrix(shifted)
 

@@ -53,6 +53,13 @@ def test_dominated_term_is_dropped_for_all_sizes_from_one():
     assert undominated(basis.matrix(sizes), basis) == [0, 2]
 
 
+def test_term_that_is_larger_at_length_zero_is_kept():
+    length = sympy.Symbol("seq_length", integer=True, nonnegative=True)
+    sizes = [8 * length, sympy.Integer(4)]
+    basis = Basis(sizes)
+    assert undominated(basis.matrix(sizes), basis) == [0, 1]
+
+
 def test_functions_of_sizes_are_compiled():
     half = sympy.Function("FloorDiv")(SEQ, 2)
     basis = Basis([half * BATCH + sympy.Min(512, SEQ) + QueryBlock(SEQ)])
