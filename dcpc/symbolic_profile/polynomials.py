@@ -98,9 +98,9 @@ class Basis:
 def undominated(rows: Floats, basis: Basis) -> list[int]:
     """Returns the indices of the rows that can be the largest, without repeats.
 
-    A row is dropped if another is at least as large wherever every positive symbol is at least 1 and
-    every other (a local length may be 0) at least 0: if their difference, written in `symbol - 1` for
-    positive symbols, has no negative coefficient. Where that is undecided both stay.
+    A row is dropped if another is at least as large wherever every positive symbol is at least 1
+    and every other (a local length may be 0) at least 0: if their difference, written in
+    `symbol - 1` for positive symbols, has no negative coefficient. Where undecided, both stay.
     """
     if not len(rows):
         return []
