@@ -63,6 +63,7 @@ class Program:
         scalars: name of a node whose value is an integer size -> its expression.
         loss: name of the node whose value is the loss.
         hints: dim name -> the size it had in the trace.
+        depends_on_mode: whether train() and eval() give different graphs.
         graph_hash: identifies the graph; plans carry it.
     """
 
@@ -77,6 +78,7 @@ class Program:
     loss: str
     hints: Mapping[str, int]
     graph_hash: str
+    depends_on_mode: bool = False
 
 
 def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.Node]:

@@ -19,9 +19,13 @@ ALLOWED: dict[str, set[str]] = {
     "ir": GROUND - {"ir"},
     **{phase: GROUND for phase in PHASES},
     "passes": GROUND | {"symbolic_profile"},
-    "api": GROUND | PHASES,
-    "__init__": GROUND | PHASES | {"api"},
-    "cli": GROUND | PHASES | {"api"},
+    "source": GROUND,
+    "variants": GROUND | PHASES,
+    "planning": GROUND | PHASES | {"variants"},
+    "compiled": GROUND | PHASES | {"variants", "source"},
+    "api": GROUND | PHASES | {"variants", "planning", "compiled"},
+    "__init__": GROUND | PHASES | {"api", "compiled"},
+    "cli": GROUND | PHASES | {"api", "compiled", "planning", "variants"},
     "__main__": {"cli"},
 }
 

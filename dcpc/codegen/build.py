@@ -33,6 +33,7 @@ class Lowering:
         tensors: Mapping[str, Tensor],
         group: str,
         backend: str,
+        hints: tuple[int, ...] = (),
     ) -> None:
         """Lowers and differentiates.
 
@@ -42,10 +43,11 @@ class Lowering:
             tensors: placeholder name -> parameter, buffer or constant.
             group: name of the process group of the collectives.
             backend: "eager" or "inductor"; decides how small the ops are.
+            hints: size of each integer in the trace; () for the usual ones.
         """
         self.program, self.placement, self.backend = program, placement, backend
         self.lowered: Lowered = lower(program, placement, group)
-        self.joint: Joint = make_joint(program, self.lowered, tensors, decompositions(backend))
+        self.joint: Joint = make_joint(program, self.lowered, tensors, decompositions(backend), hints)
 
     def partition(self, segments: Mapping[str, int], recompute: frozenset[int]) -> Partition:
         """Returns the forward and backward graphs in which these segments recompute."""

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from dcpc.codegen.lower import Lowered
+from dcpc.errors import CodegenError
 from dcpc.ir import Program
 
 # Sizes in the trace, all different, none of them 0 or 1, which torch would fix in the graph.
@@ -76,6 +77,7 @@ def make_joint(
     lowered: Lowered,
     tensors: Mapping[str, Tensor],
     decompositions: Mapping[Any, Any] | None = None,
+    hints: tuple[int, ...] = (),
 ) -> Joint:
     """Returns the joint graph of a lowered program.
 
@@ -84,10 +86,11 @@ def make_joint(
         lowered: its graph for one rank.
         tensors: placeholder name -> parameter, buffer or constant (its values are not read).
         decompositions: op -> decomposition, for a backend that wants smaller ops.
+        hints: size of each integer in the trace, where the usual ones break a guard.
     """
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    integers, names = _symbolic_integers(env, lowered)
+    integers, names = _symbolic_integers(env, lowered, hints)
     trainable = tuple(n for n in program.parameters if program.info[n].requires_grad)
     placeholders = [n.name for n in lowered.gm.graph.nodes if n.op == "placeholder"]
     arguments = [_fake(n, program, tensors, mode, integers) for n in placeholders]
@@ -113,19 +116,20 @@ def make_joint(
             tracing_mode="real",
             _allow_non_fake_inputs=True,
         )(*arguments, tangent)
-    made = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+    _functionalise(gm.graph)
     gm.graph.eliminate_dead_code()
-    gm.recompile()
-    rename = dict(zip(placeholders, made, strict=False))
+    graph, renamed = _named_placeholders(gm.graph, [*placeholders, "loss_gradient"])
+    owner = {renamed[n]: o for n, o in tagging.owner.items() if n in renamed}
     guards = tuple(g.expr.subs(names) for g in env.guards)
     fixed = tuple(sympy.Eq(names[s], e.subs(names)) for s, e in env.replacements.items() if s in names)
+    primals = tuple(n.name for n in graph.nodes if n.op == "placeholder")
     return Joint(
-        gm=gm,
-        primals=tuple(made[:-1]),
-        tangent=made[-1],
-        forward=frozenset(tagging.owner),
-        owner=tagging.owner,
-        trainable=tuple(rename[n] for n in trainable),
+        gm=fx.GraphModule(gm, graph),
+        primals=primals[:-1],
+        tangent=primals[-1],
+        forward=frozenset(owner),
+        owner=owner,
+        trainable=tuple(primals[i] for i in where),
         names=names,
         guards=(*guards, *fixed),
         fake_mode=mode,
@@ -133,12 +137,13 @@ def make_joint(
 
 
 def _symbolic_integers(
-    env: ShapeEnv, lowered: Lowered
+    env: ShapeEnv, lowered: Lowered, hints: tuple[int, ...]
 ) -> tuple[dict[str, torch.SymInt], dict[sympy.Symbol, sympy.Expr]]:
     integers: dict[str, torch.SymInt] = {}
     names: dict[sympy.Symbol, sympy.Expr] = {}
     for position, integer in enumerate(lowered.integers):
         hint = HINTS[position % len(HINTS)] + 128 * (position // len(HINTS))
+        hint = hints[position] if hints else hint
         source = ConstantSource(f"__dcpc_{integer.name}")
         symbol = env.create_symbol(
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
@@ -179,3 +184,51 @@ def _evaluate(expr: sympy.Expr, symbols: Mapping[str, torch.SymInt]) -> Any:
 
 def _floor(value: Any) -> Any:
     return value.__floor__()
+
+
+def _named_placeholders(
+    graph: fx.Graph, names: list[str]
+) -> tuple[fx.Graph, dict[str, str]]:
+    """Returns a copy whose placeholders are called as the program calls them, and old -> new names."""
+    copy = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    wanted = iter(names)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            made[node] = copy.placeholder(next(wanted))
+            made[node].meta = dict(node.meta)
+        else:
+            made[node] = copy.node_copy(node, lambda n: made[n])
+    return copy, {old.name: new.name for old, new in made.items()}
+
+
+def _functionalise(graph: fx.Graph) -> None:
+    """Replaces `x.add_(y)` by `z = x.add(y)`, and x by z in all that comes after.
+
+    torch's own composite ops (rms_norm) leave such calls; a graph that is cut in two and partly run
+    again must have none.
+    """
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        packet = getattr(torch.ops.aten, schema.name.split("::")[1].rstrip("_"), None)
+        functional = getattr(packet, node.target._overloadname, None)
+        target = node.args[0]
+        if functional is None or target.op == "placeholder" or _is_view(target):
+            raise CodegenError(
+                f"node {node.name} writes to its input by {node.target}; expected an op that returns a "
+                "new tensor; replace it in the model's code"
+            )
+        node.target = functional
+        target.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user > node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node's memory is that of one of its operands."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return False
+    storage = value.untyped_storage()._cdata
+    sources = [s.meta.get("val") for s in node.all_input_nodes]
+    return any(isinstance(s, Tensor) and s.untyped_storage()._cdata == storage for s in sources)

@@ -88,7 +88,9 @@ class _Run(torch.autograd.Function):
                 "compiled(...) again for a second backward"
             )
         variant: Variant = ctx.variant
-        arguments = [*ctx.saved, *ctx.primals, gradients[0]]
+        # Every rank of the group has the same loss: each differentiates its share of it, and the sum of
+        # all ranks' gradients is the loss's.
+        arguments = [*ctx.saved, *ctx.primals, gradients[0] / variant.sp]
         ctx.saved = ctx.primals = None
         found = variant.run_backward(arguments)
         result: list[Any] = [None] * (ctx.count + 2)

@@ -15,6 +15,7 @@ from .fluid import Fluid, losses
 from .ranks import FreeRanks
 from .workload import Workload
 
+FEW = 6  # sequences left over that are not worth packing again
 TRIES = 8  # groups that a sequence is offered to before it counts as left over
 
 
@@ -82,6 +83,7 @@ class Packer:
         self.model = model
         self.work = model.work
         self.weights: list[float] = model.work.weights.tolist()
+        self.area: list[float] = model.work.area.tolist()
         self.degrees: list[int] = model.work.degrees.tolist()
         self.bulk = [k for k in model.bulk_kinds.tolist()
                      for _ in range(int(model.work.counts[k]))]  # fmt: skip
@@ -94,18 +96,35 @@ class Packer:
             self._cost[key] = self.work.seconds[setting, degree].tolist()
         return self._cost[key]
 
-    def pack(self, loads_s: list[float]) -> Draft:
-        """Returns a draft with every sequence in a group, near these loads if they suffice."""
-        draft = Draft()
-        free = [FreeRanks.all(self.work.ranks, self.work.cost.node_ranks) for _ in loads_s]
-        waiting = self._place_heads(draft, free, loads_s)
-        self._open_base(draft, free, loads_s)
-        left = self._fill(draft, [*waiting, *self.bulk], loads_s)
+    def pack(self, loads_s: list[float], hold: int = -1, tries: int = 4) -> tuple[Draft, int]:
+        """Returns a draft with every sequence in a group, near these loads if they suffice.
+
+        Args:
+            loads_s: target of each micro-step.
+            hold: the micro-step whose target is kept when the others' have to be raised.
+            tries: how often to raise them before the rest goes wherever it does least harm.
+
+        Returns:
+            The draft, and how many times the batch was packed.
+        """
+        spent = 0
+        while True:
+            spent += 1
+            draft = Draft()
+            free = [FreeRanks.all(self.work.ranks, self.work.cost.node_ranks) for _ in loads_s]
+            waiting = self._place_heads(draft, free, loads_s)
+            self._open_base(draft, free, loads_s)
+            left = self._fill(draft, [*waiting, *self.bulk], loads_s)
+            if len(left) <= FEW or spent >= tries:
+                break
+            raised = len(loads_s) - (hold >= 0)
+            area_s = sum(self.area[k] for k in left) / self.work.ranks / max(1, raised)
+            loads_s = [x if i == hold else x + 1.02 * area_s for i, x in enumerate(loads_s)]
         left = self._squeeze(draft, left)
         self._append_steps(draft, left, len(loads_s))
         if not self.work.cost.additive:
             self._price(draft)
-        return draft
+        return draft, spent
 
     def _place_heads(self, draft: Draft, free: list[FreeRanks], loads_s: list[float]) -> list[int]:
         """Opens a group for each head that needs one; returns the kinds of the others."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from .bound import lower_bound
 from .costs import GroupCost
@@ -14,6 +13,7 @@ from .plan import BatchPlan
 from .workload import Workload, tabulate
 
 MAX_STACKED = 4
+SHRINK = (0.97, 0.99, 0.995, 0.94, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Effort:
         more_steps: micro-steps beyond the fewest that memory allows.
     """
 
-    packings: int = 24_000
-    patterns: int = 10
+    packings: int = 40_000
+    patterns: int = 16
     more_steps: int = 3
 
 
@@ -73,24 +73,24 @@ def propose(work: Workload, effort: Effort) -> list[tuple[Candidate, Fluid]]:
 def refine(work: Workload, found: list[tuple[Candidate, Fluid]], effort: Effort) -> Draft:
     """Packs the best candidates and tightens the best of them."""
     budget = max(6, effort.packings // int(work.counts.sum()))
-    packed: list[tuple[float, int, list[float], Draft, Packer]] = []
+    packed: list[tuple[float, int, Draft, Packer]] = []
     packers: dict[int, Packer] = {}
-    order = count()
-    for candidate, model in _distinct(found, effort.patterns, budget):
+    half = budget // 2
+    for candidate, model in _distinct(found, effort.patterns):
         packer = packers.setdefault(id(model), Packer(model))
-        loads_s = list(candidate.loads_s)
-        draft = packer.pack(loads_s)
-        packed.append((draft.seconds_s(work), next(order), loads_s, draft, packer))
-        budget -= 1
+        draft, spent = packer.pack(list(candidate.loads_s))
+        packed.append((draft.seconds_s(work), len(packed), draft, packer))
+        half -= spent
+        if half <= 0:
+            break
     if not packed:
         packer = Packer(fluid(work))
         loads_s = [float(work.area @ work.counts) / work.ranks / work.min_steps] * work.min_steps
-        draft = packer.pack(loads_s)
-        packed.append((draft.seconds_s(work), next(order), loads_s, draft, packer))
+        draft, _ = packer.pack(loads_s)
+        packed.append((draft.seconds_s(work), 0, draft, packer))
     packed.sort(key=lambda entry: entry[:2])
-    best_s, _, _, best, packer = packed[0]
-    share = [budget * 2 // 3, budget - budget * 2 // 3]
-    for (_, _, _, draft, packer), tries in zip(packed, share, strict=False):
+    best_s, best = packed[0][0], packed[0][2]
+    for (_, _, draft, packer), tries in zip(packed, (budget // 3, budget // 6), strict=False):
         tight = tighten(packer, draft, tries)
         if tight.seconds_s(work) < best_s - 1e-12:
             best_s, best = tight.seconds_s(work), tight
@@ -98,31 +98,30 @@ def refine(work: Workload, found: list[tuple[Candidate, Fluid]], effort: Effort)
 
 
 def tighten(packer: Packer, draft: Draft, tries: int) -> Draft:
-    """Packs again with one micro-step's target a little lower, as long as that helps."""
+    """Packs again with one micro-step's target lower, as long as the sum gets less."""
     work = packer.work
     best_s = draft.seconds_s(work)
-    shrink = (0.97, 0.99, 0.995, 1.0)
     moved = True
     while moved and tries > 0:
         moved = False
-        longest = draft.longest_s()
-        for m in sorted(longest, key=lambda m: -longest[m]):
-            for factor in shrink:
-                if tries <= 0:
-                    break
-                tries -= 1
-                loads_s = [x * (factor if i == m else 1.0 + 1e-9) for i, x in longest.items()]
-                new = packer.pack(loads_s)
-                if new.seconds_s(work) < best_s - 1e-9:
-                    best_s, draft, moved = new.seconds_s(work), new, True
-                    break
-            if moved:
+        longest = list(draft.longest_s().values())
+        trials = (
+            (m, f) for f in SHRINK for m in sorted(range(len(longest)), key=lambda m: -longest[m])
+        )
+        for m, factor in trials:
+            if tries <= 0:
+                break
+            loads_s = [x * (factor if i == m else 1.0 + 1e-9) for i, x in enumerate(longest)]
+            new, spent = packer.pack(loads_s, hold=m, tries=2)
+            tries -= spent
+            if new.seconds_s(work) < best_s - 1e-9:
+                best_s, draft, moved = new.seconds_s(work), new, True
                 break
     return draft
 
 
 def _distinct(
-    found: list[tuple[Candidate, Fluid]], patterns: int, budget: int
+    found: list[tuple[Candidate, Fluid]], patterns: int
 ) -> Iterator[tuple[Candidate, Fluid]]:
     seen = set()
     for candidate, model in found:
@@ -131,7 +130,7 @@ def _distinct(
             continue
         seen.add(key)
         yield candidate, model
-        if len(seen) >= min(patterns, max(1, budget // 2)):
+        if len(seen) >= patterns:
             return
 
 

@@ -1,0 +1,45 @@
+"""dcpc: a declarative compiler for training on sequences of very different lengths.
+
+    compiled = dcpc.compile(model, buckets)
+"""
+
+from dcpc.api import compile
+from dcpc.buckets import Bucket, Buckets
+from dcpc.compiled import CompiledModel
+from dcpc.errors import (
+    BucketError,
+    CodegenError,
+    DataError,
+    DcpcError,
+    DispatchError,
+    GroupError,
+    PlanError,
+    ProfileError,
+    RuleError,
+    TraceError,
+)
+from dcpc.passes.rules import register_sharding_rule
+from dcpc.runtime.loader import DataLoader
+from dcpc.runtime.weights import CountLabels
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bucket",
+    "BucketError",
+    "Buckets",
+    "CodegenError",
+    "CompiledModel",
+    "CountLabels",
+    "DataError",
+    "DataLoader",
+    "DcpcError",
+    "DispatchError",
+    "GroupError",
+    "PlanError",
+    "ProfileError",
+    "RuleError",
+    "TraceError",
+    "compile",
+    "register_sharding_rule",
+]

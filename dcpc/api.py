@@ -1,0 +1,117 @@
+"""`compile`: the phases in order."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dcpc.buckets import Buckets
+from dcpc.codegen.backends import decompositions
+from dcpc.compiled import CompiledModel, tensors_of
+from dcpc.errors import PlanError
+from dcpc.passes.rules import warn_replicated
+from dcpc.passes.sharding import analyse
+from dcpc.planning import Request, check_forced, plan_buckets, plans_text
+from dcpc.runtime.agreement import agree
+from dcpc.runtime.groups import Groups
+from dcpc.symbolic_profile import Device, detect, find
+from dcpc.trace import trace
+from dcpc.variants import Variants
+
+# Adam's two moments, in the parameters' dtype; SGD needs less, and says so with optimizer_bytes=.
+ADAM_STATES = 2
+
+
+def compile(  # noqa: A001 - the name users expect, as torch.compile
+    model: nn.Module,
+    buckets: Buckets,
+    *,
+    group: dist.ProcessGroup | None = None,
+    memory: int | float | None = None,
+    device: str | Device = "auto",
+    sp: int | str = "auto",
+    recompute: str = "auto",
+    backend: str = "inductor",
+    optimizer_bytes: int | None = None,
+) -> CompiledModel:
+    """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
+
+    Example:
+        buckets = dcpc.Buckets(
+            inputs={"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"},
+            sizes=[{"seq": 512}, {"seq": 2048}, {"seq": 8192}],
+        )
+        compiled = dcpc.compile(model, buckets)
+        loss = compiled(input_ids=ids, labels=labels)
+        loss.backward()
+        compiled.reduce_gradients()
+
+    Args:
+        model: any module whose forward takes the buckets' inputs and returns a scalar loss, or a
+            mapping, dataclass or tuple that has one. Its parameters are shared, not copied.
+        buckets: input specs and the shapes to compile for.
+        group: ranks to use; default: the initialised process group, or one rank alone.
+        memory: bytes a rank may use; default: what the device has.
+        device: what costs are predicted for: "auto", a name of `dcpc.symbolic_profile.DEVICES`, or a
+            `Device`.
+        sp: "auto", or a degree of sequence parallelism for every bucket.
+        recompute: "auto" (as little as fits), "none" or "all".
+        backend: "inductor" or "eager".
+        optimizer_bytes: what the optimizer keeps on a rank; default: two tensors for each trainable
+            parameter, as Adam does.
+
+    Raises:
+        TraceError: the model cannot be captured.
+        PlanError: a bucket fits with no setting, or a forced value is impossible.
+        GroupError: ranks of the group made different plans.
+    """
+    decompositions(backend)  # refuses an unknown backend before minutes of work
+    groups = Groups.default(group=group, device=_device_of(model))
+    degrees = check_forced(sp, recompute, groups.world)
+    target = _target(device)
+    program = trace(model, buckets)
+    sharding = analyse(program)
+    if groups.world > 1:
+        warn_replicated(sharding.replicated)
+    variants = Variants(
+        program, sharding, target, backend, lambda: tensors_of(program, model)
+    )
+    resident = _resident_bytes(model, optimizer_bytes)
+    memory_bytes = _memory_bytes(memory, target, groups)
+    request = Request(degrees, recompute, memory_bytes, resident, groups.world)
+    plans, tables = plan_buckets(variants, buckets, request)
+    agree(groups, groups.world, "plan", f"{program.graph_hash} {plans_text(plans)}")
+    return CompiledModel(model, buckets, program, variants, plans, tables, groups, memory_bytes)
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    parameter = next(iter(model.parameters()), None)
+    return None if parameter is None else parameter.device
+
+
+def _target(device: str | Device) -> Device:
+    if isinstance(device, Device):
+        return device
+    return detect() if device == "auto" else find(device)
+
+
+def _resident_bytes(model: nn.Module, optimizer_bytes: int | None) -> int:
+    """Parameters, buffers, one gradient and the optimizer's state of each trainable parameter."""
+    parameters = list(model.parameters())
+    trainable = sum(p.nbytes for p in parameters if p.requires_grad)
+    fixed = sum(p.nbytes for p in parameters) + sum(b.nbytes for b in model.buffers())
+    states = ADAM_STATES * trainable if optimizer_bytes is None else optimizer_bytes
+    return fixed + trainable + states
+
+
+def _memory_bytes(memory: int | float | None, device: Device, groups: Groups) -> int:
+    if memory is None:
+        share = groups.world if groups.device.type == "cpu" else 1
+        return device.memory_bytes // share
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
+        raise PlanError(
+            f"got memory={memory!r}; expected a positive number of bytes a rank may use; pass e.g. "
+            "80e9, or leave it out for all that the device has"
+        )
+    return int(memory)

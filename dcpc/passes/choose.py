@@ -1,0 +1,107 @@
+"""Chooses one setting a bucket among those that fit: sp, micro-batch, recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcpc.buckets import Bucket
+from dcpc.errors import PlanError
+from dcpc.ir import BucketPlan
+
+# A larger micro-batch must be worth it: of rows within this share of the best one's rank-seconds a
+# sample, the smallest micro-batch on the fewest ranks is taken, which leaves the batch planner room.
+WORTH = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting of a bucket and what it is predicted to cost.
+
+    Attributes:
+        sp: ranks of the group.
+        micro_batch: samples.
+        recompute: segments recomputed.
+        segments: segments there are.
+        seconds_s: of one micro-batch, forward and backward.
+        peak_bytes: activations and new gradients on the fullest rank.
+        needed_bytes: `peak_bytes` and all that stays: parameters, gradients, optimizer state, inputs.
+        fits: whether `needed_bytes` is within the rank's memory.
+    """
+
+    sp: int
+    micro_batch: int
+    recompute: int
+    segments: int
+    seconds_s: float
+    peak_bytes: int
+    needed_bytes: int
+    fits: bool
+
+    @property
+    def rank_seconds(self) -> float:
+        """Seconds of one rank's time that a sample takes."""
+        return self.seconds_s * self.sp / self.micro_batch
+
+
+def choose(bucket: Bucket, rows: Sequence[Row], memory_bytes: int, world: int) -> BucketPlan:
+    """Returns the row of least rank-seconds a sample among those that fit.
+
+    Args:
+        bucket: what the rows are for.
+        rows: at least one.
+        memory_bytes: of one rank.
+        world: ranks there are.
+
+    Raises:
+        PlanError: none fits; says by how much the best one misses.
+    """
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        closest = min(rows, key=lambda row: row.needed_bytes)
+        over = closest.needed_bytes - memory_bytes
+        wider = f"run on more than {world} ranks, " if closest.sp == world else "allow a larger sp, "
+        raise PlanError(
+            f"bucket {bucket} needs {_size(closest.needed_bytes)} on a rank at sp={closest.sp}, "
+            f"micro-batch {closest.micro_batch}, {closest.recompute} of {closest.segments} segments "
+            f"recomputed; a rank has {_size(memory_bytes)}, {_size(over)} too little; {wider}lower the "
+            "bucket, or raise memory="
+        )
+    best = min(row.rank_seconds for row in fitting)
+    worthy = [row for row in fitting if row.rank_seconds <= best * (1 + WORTH)]
+    chosen = min(worthy, key=lambda row: (row.sp, row.micro_batch, row.recompute))
+    return BucketPlan(
+        bucket=bucket,
+        sp=chosen.sp,
+        micro_batch=chosen.micro_batch,
+        recompute=chosen.recompute,
+        segments=chosen.segments,
+        seconds_s=chosen.seconds_s,
+        peak_bytes=chosen.peak_bytes,
+        reason=_reason(chosen, rows, memory_bytes),
+    )
+
+
+def _reason(chosen: Row, rows: Sequence[Row], memory_bytes: int) -> str:
+    """Says what binds the choice."""
+    reasons = []
+    narrower = [r for r in rows if r.sp < chosen.sp]
+    if narrower and not any(r.fits for r in narrower):
+        reasons.append(f"sp {max(r.sp for r in narrower)} does not fit {_size(memory_bytes)}")
+    elif narrower:
+        reasons.append("fewer rank-seconds than a smaller sp")
+    if chosen.recompute:
+        reasons.append(f"recompute just enough for {_size(memory_bytes)}")
+    larger = [r for r in rows if r.sp == chosen.sp and r.micro_batch > chosen.micro_batch]
+    if any(not r.fits for r in larger):
+        reasons.append(f"micro-batch {min(r.micro_batch for r in larger)} does not fit or pay")
+    elif larger:
+        reasons.append("a larger micro-batch gains under 3%")
+    return "; ".join(reasons) or "the only setting asked for"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.3g} {unit}"
+    return f"{size_bytes} B"

@@ -1,0 +1,153 @@
+"""A plan for every bucket: settings are priced by the symbolic profile, and one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.errors import PlanError
+from dcpc.ir import BucketPlan
+from dcpc.passes.choose import Row, choose
+from dcpc.variants import Variants
+
+# Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
+MOST_SAMPLES = 1 << 12
+GAIN = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for.
+
+    Attributes:
+        sps: degrees to try.
+        recompute: "auto", "none" or "all".
+        memory_bytes: of one rank.
+        resident_bytes: what stays on a rank whatever runs: parameters, buffers, their gradients and
+            the optimizer's state.
+        world: number of ranks.
+    """
+
+    sps: tuple[int, ...]
+    recompute: str
+    memory_bytes: int
+    resident_bytes: int
+    world: int
+
+
+def plan_buckets(
+    variants: Variants, buckets: Buckets, request: Request
+) -> tuple[dict[Bucket, BucketPlan], dict[Bucket, tuple[Row, ...]]]:
+    """Returns the setting of every bucket, and the rows each was chosen from.
+
+    Raises:
+        PlanError: a bucket fits with no setting.
+    """
+    plans: dict[Bucket, BucketPlan] = {}
+    tables: dict[Bucket, tuple[Row, ...]] = {}
+    for bucket in buckets:
+        rows = tuple(_rows(variants, bucket, request))
+        tables[bucket] = rows
+        plans[bucket] = choose(bucket, rows, request.memory_bytes, request.world)
+    return plans, tables
+
+
+def _rows(variants: Variants, bucket: Bucket, request: Request) -> Iterator[Row]:
+    for sp in request.sps:
+        best = float("inf")
+        for batch in _batches(bucket, sp, request):
+            row = _row(variants, bucket, sp, batch, request)
+            yield row
+            if not row.fits or row.rank_seconds > best * (1 - GAIN):
+                break
+            best = row.rank_seconds
+
+
+def _batches(bucket: Bucket, sp: int, request: Request) -> Sequence[int]:
+    """Micro-batches to try: the given one, or powers of two.
+
+    From sp samples on the batch itself is split and the group is sp independent ranks: that row is
+    the one of a smaller sp, so a free choice of sp stops before it.
+    """
+    if bucket.batch is not None:
+        return (bucket.batch,)
+    powers = []
+    size = 1
+    while size <= MOST_SAMPLES and (size < sp or sp == 1 or len(request.sps) == 1):
+        powers.append(size)
+        size *= 2
+    return powers
+
+
+def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Request) -> Row:
+    """Returns the cheapest row of one degree and micro-batch: the least recompute that fits."""
+    sizes = {**bucket.sizes, BATCH: batch}
+    placement = variants.placement(sizes, sp)
+    count = variants.segment_count
+
+    def row(recompute: int) -> Row:
+        cost = variants.predict(placement, recompute, sizes)
+        needed = request.resident_bytes + cost.peak_bytes + cost.input_bytes
+        fits = needed <= request.memory_bytes
+        return Row(
+            sp, batch, recompute, count, cost.seconds_s, cost.peak_bytes, needed, fits
+        )
+
+    if request.recompute != "auto":
+        return row(count if request.recompute == "all" else 0)
+    return _least_recompute(row, count)
+
+
+def _least_recompute(row: object, count: int) -> Row:
+    """Returns the row with the fewest recomputed segments that fits, or the smallest that does not.
+
+    The peak is not monotone in the number of recomputed segments (the last one gains nothing), so a
+    bisection finds a candidate and the final answer is a row that was really evaluated.
+    """
+    assert callable(row)
+    first: Row = row(0)
+    if first.fits:
+        return first
+    tried = {0: first, count: row(count)}
+    if count > 1:
+        tried[count - 1] = row(count - 1)
+    fitting = [k for k, r in tried.items() if r.fits]
+    if not fitting:
+        return min(tried.values(), key=lambda r: r.needed_bytes)
+    low, high = 0, min(fitting)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried[middle] = row(middle)
+        low, high = (low, middle) if tried[middle].fits else (middle, high)
+    return tried[high]
+
+
+def check_forced(sp: int | str, recompute: str, world: int) -> tuple[int, ...]:
+    """Returns the degrees to try.
+
+    Raises:
+        PlanError: a forced value is not possible.
+    """
+    degrees = tuple(d for d in range(1, world + 1) if world % d == 0)
+    if recompute not in ("auto", "none", "all"):
+        raise PlanError(
+            f"got recompute={recompute!r}; expected 'auto', 'none' or 'all'; choose one"
+        )
+    if sp == "auto":
+        return degrees
+    if isinstance(sp, bool) or not isinstance(sp, int) or sp not in degrees:
+        raise PlanError(
+            f"got sp={sp!r} with {world} ranks; expected 'auto' or a divisor of the world size "
+            f"({', '.join(map(str, degrees))}); choose one, or run on a multiple of it"
+        )
+    return (sp,)
+
+
+
+
+def plans_text(plans: Mapping[Bucket, BucketPlan]) -> str:
+    """Returns the decisions as text, equal on ranks that decided alike."""
+    return "; ".join(
+        f"{b}: sp {p.sp}, micro-batch {p.micro_batch}, recompute {p.recompute}" for b, p in plans.items()
+    )

@@ -1,0 +1,186 @@
+"""Everything made from one program, made once and kept: placements, graphs, profiles, variants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dcpc.buckets import BATCH
+from dcpc.codegen import Lowering, Variant, segments
+from dcpc.ir import Partition, Placement, Profile, Program
+from dcpc.passes.placement import Rates, place
+from dcpc.passes.sharding import Sharding
+from dcpc.symbolic_profile import Device, evaluator, profile_partition
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one forward and backward of a variant costs the fullest rank, at given sizes.
+
+    Attributes:
+        peak_bytes: activations and new gradients at the worst moment.
+        saved_bytes: activations kept between forward and backward.
+        input_bytes: the inputs.
+        flops: of matmuls, convolutions and attention.
+        wire_bytes: sent in collectives, gradients' sum excluded.
+        seconds_s: by the device's roofline.
+    """
+
+    peak_bytes: int
+    saved_bytes: int
+    input_bytes: int
+    flops: int
+    wire_bytes: int
+    seconds_s: float
+
+
+class Variants:
+    """The variants of one program on one device.
+
+    Args:
+        program: the traced model.
+        sharding: its factors and alternatives.
+        device: what costs are predicted for.
+        backend: "eager" or "inductor".
+        tensors: gives placeholder name -> parameter, buffer or constant.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        sharding: Sharding,
+        device: Device,
+        backend: str,
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        self.program, self.sharding, self.device, self.backend = program, sharding, device, backend
+        self.segments = segments(program)
+        self.segment_count = max(self.segments.values(), default=0) + 1
+        self._tensors = tensors
+        self._placements: dict[tuple[object, ...], Placement] = {}
+        self._lowerings: dict[tuple[object, ...], Lowering] = {}
+        self._partitions: dict[tuple[object, ...], Partition] = {}
+        self._profiles: dict[tuple[object, ...], Profile] = {}
+        self._variants: dict[tuple[object, ...], list[Variant]] = {}
+
+    def placement(self, sizes: Sizes, sp: int) -> Placement:
+        """Returns the placement of least predicted time at these sizes, batch included."""
+        key = (sp, tuple(sorted(sizes.items())) if sp > 1 else ())
+        if key not in self._placements:
+            rates = self.rates(sp)
+            self._placements[key] = place(self.program, self.sharding, sizes, sp, rates)
+        return self._placements[key]
+
+    def rates(self, sp: int) -> Rates:
+        """Returns what the placement needs to know of the device, for groups of `sp` ranks."""
+        link = self.device.link(sp)
+        dtype = self.program.info[self.program.loss].dtype
+        weights = [self.program.info[n].dtype for n in self.program.parameters]
+        dtype = max(set(weights), key=weights.count) if weights else dtype
+        return Rates(
+            flops_per_s=self.device.matmul_flops_per_s(dtype),
+            bytes_per_s=self.device.memory_bytes_per_s,
+            link_bytes_per_s=link.bytes_per_s,
+            link_latency_s=link.alpha_s,
+            overhead_s=self.device.launch_s,
+        )
+
+    def lowering(self, placement: Placement, hints: tuple[int, ...] = ()) -> Lowering:
+        """Returns the lowered and differentiated graph of a placement."""
+        key = (placement.key(), hints)
+        if key not in self._lowerings:
+            self._lowerings[key] = Lowering(
+                self.program, placement, self._tensors(), group_name(placement.sp), self.backend, hints
+            )
+        return self._lowerings[key]
+
+    def partition(self, placement: Placement, recompute: int, hints: tuple[int, ...] = ()) -> Partition:
+        """Returns forward and backward with the first `recompute` segments recomputed."""
+        key = (placement.key(), recompute, hints)
+        if key not in self._partitions:
+            lowering = self.lowering(placement, hints)
+            chosen = frozenset(range(recompute))
+            self._partitions[key] = lowering.partition(self.segments, chosen)
+        return self._partitions[key]
+
+    def profile(self, placement: Placement, recompute: int) -> Profile:
+        """Returns the symbolic costs of a placement and recompute setting."""
+        key = (placement.key(), recompute)
+        if key not in self._profiles:
+            parts = self.partition(placement, recompute)
+            self._profiles[key] = profile_partition(parts, placement.sp)
+        return self._profiles[key]
+
+    def local_sizes(self, placement: Placement, sizes: Sizes, rank: int = 0) -> dict[str, int]:
+        """Returns the sizes a profile's expressions are over: dims, and lengths of one rank's pieces.
+
+        Rank 0 of a group is the fullest: the first ranks get one element more.
+        """
+        lowered = self.lowering(placement).lowered
+        dims = {self.program.symbols[n]: s for n, s in sizes.items()}
+        return {i.name: i.value(dims, placement.sp, rank) for i in lowered.integers}
+
+    def predict(self, placement: Placement, recompute: int, sizes: Sizes) -> Prediction:
+        """Returns the costs at given sizes, on the fullest rank."""
+        at = evaluator(self.profile(placement, recompute))
+        dims = self.local_sizes(placement, sizes)
+        return Prediction(
+            peak_bytes=at.peak_bytes(dims),
+            saved_bytes=at.saved_bytes(dims),
+            input_bytes=at.input_bytes(dims),
+            flops=at.flops(dims),
+            wire_bytes=at.wire_bytes(dims),
+            seconds_s=at.seconds(dims, self.device),
+        )
+
+    def variant(
+        self, placement: Placement, recompute: int, sizes: Sizes, rank: int
+    ) -> tuple[Variant, tuple[int, ...]]:
+        """Returns a runnable variant that is right at these sizes, and the integers to call it with.
+
+        A variant is right wherever the sizes that torch looked at while compiling compare the same
+        way; where they do not, another one is compiled for these sizes.
+        """
+        key = (placement.key(), recompute)
+        dims = {self.program.symbols[n]: s for n, s in sizes.items()}
+        known = self._variants.setdefault(key, [])
+        for variant in known:
+            values, broken = variant.integer_values(dims, rank)
+            if not broken:
+                return variant, values
+        hints: tuple[int, ...] = ()
+        if known:
+            hints = tuple(max(2, v) for v in known[0].integer_values(dims, rank)[0])
+        lowering = self.lowering(placement, hints)
+        variant = lowering.variant(self.partition(placement, recompute, hints))
+        values, broken = variant.integer_values(dims, rank)
+        if broken and not hints:
+            known.append(variant)
+            return self.variant(placement, recompute, sizes, rank)
+        known.append(variant)
+        return variant, values
+
+    def sharded_batch_is_idle(self, placement: Placement, sizes: Sizes) -> bool:
+        """Whether a placement made for more samples would leave ranks without any at this batch."""
+        if placement.sp == 1 or sizes.get(BATCH, 1) >= placement.sp:
+            return False
+        symbol = self.program.symbols.get(BATCH)
+        for name, chosen in placement.nodes.items():
+            label = chosen.output
+            if label.sharded and placement.factors[name][label.dim][label.index].size == symbol:
+                return True
+        return False
+
+    @property
+    def compiled_count(self) -> int:
+        """Variants compiled so far."""
+        return sum(map(len, self._variants.values()))
+
+
+def group_name(sp: int) -> str:
+    """Returns the name by which variants find the process group of a degree."""
+    return f"sp{sp}"
