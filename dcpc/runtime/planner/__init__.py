@@ -6,6 +6,7 @@ print(plan.seconds_s, plan.bound_s, plan.gap, plan.binds)
 
 from .bound import lower_bound, simple_bound
 from .costs import GroupCost, LinearCost, Recompute, Row, Run, TableCost
+from .microbatch import MicroBatches, PaddedCost, microbatch
 from .plan import BatchPlan, Group, MicroStep
 from .search import Effort, plan_batch
 from .workload import Workload, tabulate
@@ -16,13 +17,16 @@ __all__ = [
     "Group",
     "GroupCost",
     "LinearCost",
+    "MicroBatches",
     "MicroStep",
+    "PaddedCost",
     "Recompute",
     "Row",
     "Run",
     "TableCost",
     "Workload",
     "lower_bound",
+    "microbatch",
     "plan_batch",
     "simple_bound",
     "tabulate",

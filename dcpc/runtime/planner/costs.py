@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import PlanError
+from dcpc.errors import PlanError
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

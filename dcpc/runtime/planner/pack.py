@@ -193,7 +193,7 @@ class Packer:
         left = []
         for k in items:
             weight = weights[k]
-            tried = []
+            tried: list[tuple[float, int]] = []
             while heap and len(tried) < TRIES:
                 g = heap[0][1]
                 if load_s[g] + cost[g][k] <= target[g] and weight <= room[g]:

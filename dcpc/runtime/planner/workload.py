@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import PlanError
+from dcpc.errors import PlanError
+
 from .costs import FloatArray, GroupCost, IntArray
 
 
