@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import sympy
 import torch
 
 from dcpc.buckets import BATCH
@@ -89,20 +91,30 @@ class Variants:
             overhead_s=self.device.launch_s,
         )
 
-    def lowering(self, placement: Placement, hints: tuple[int, ...] = ()) -> Lowering:
+    def lowering(
+        self, placement: Placement, hints: tuple[int, ...] = (), backend: str = ""
+    ) -> Lowering:
         """Returns the lowered and differentiated graph of a placement."""
-        key = (placement.key(), hints)
+        backend = backend or self.backend
+        key = (placement.key(), hints, backend)
         if key not in self._lowerings:
+            group = group_name(placement.sp)
             self._lowerings[key] = Lowering(
-                self.program, placement, self._tensors(), group_name(placement.sp), self.backend, hints
+                self.program, placement, self._tensors(), group, backend, hints
             )
         return self._lowerings[key]
 
-    def partition(self, placement: Placement, recompute: int, hints: tuple[int, ...] = ()) -> Partition:
+    def partition(
+        self,
+        placement: Placement,
+        recompute: int,
+        hints: tuple[int, ...] = (),
+        backend: str = "",
+    ) -> Partition:
         """Returns forward and backward with the first `recompute` segments recomputed."""
-        key = (placement.key(), recompute, hints)
+        key = (placement.key(), recompute, hints, backend or self.backend)
         if key not in self._partitions:
-            lowering = self.lowering(placement, hints)
+            lowering = self.lowering(placement, hints, backend)
             chosen = frozenset(range(recompute))
             self._partitions[key] = lowering.partition(self.segments, chosen)
         return self._partitions[key]
@@ -140,13 +152,14 @@ class Variants:
     def variant(
         self, placement: Placement, recompute: int, sizes: Sizes, rank: int
     ) -> tuple[Variant, tuple[int, ...]]:
-        """Returns a runnable variant that is right at these sizes, and the integers to call it with.
+        """Returns a runnable variant that is right at these sizes, and the integers for the call.
 
         A variant is right wherever the sizes that torch looked at while compiling compare the same
         way; where they do not, another one is compiled for these sizes.
         """
-        key = (placement.key(), recompute)
         dims = {self.program.symbols[n]: s for n, s in sizes.items()}
+        backend = self._backend(placement, dims)
+        key = (placement.key(), recompute, backend)
         known = self._variants.setdefault(key, [])
         for variant in known:
             values, broken = variant.integer_values(dims, rank)
@@ -155,14 +168,32 @@ class Variants:
         hints: tuple[int, ...] = ()
         if known:
             hints = tuple(max(2, v) for v in known[0].integer_values(dims, rank)[0])
-        lowering = self.lowering(placement, hints)
-        variant = lowering.variant(self.partition(placement, recompute, hints))
+        lowering = self.lowering(placement, hints, backend)
+        variant = lowering.variant(self.partition(placement, recompute, hints, backend))
         values, broken = variant.integer_values(dims, rank)
         if broken and not hints:
             known.append(variant)
             return self.variant(placement, recompute, sizes, rank)
         known.append(variant)
         return variant, values
+
+    def _backend(self, placement: Placement, dims: Mapping[sympy.Symbol, int]) -> str:
+        """Returns "eager" where a rank of the group would have an empty piece.
+
+        Inductor calls kernels that cannot take one. Decided from global sizes, so alike on all ranks.
+        """
+        if self.backend == "eager" or placement.sp == 1:
+            return self.backend
+        integers = self.lowering(placement).lowered.integers
+        if all(i.shortest(dims, placement.sp) > 0 for i in integers):
+            return self.backend
+        sizes = ", ".join(f"{s} = {n}" for s, n in dims.items())
+        warnings.warn(
+            f"sp {placement.sp} leaves a rank without elements at {sizes}: run by the eager backend; "
+            "choose a smaller sp for this bucket",
+            stacklevel=2,
+        )
+        return "eager"
 
     def sharded_batch_is_idle(self, placement: Placement, sizes: Sizes) -> bool:
         """Whether a placement made for more samples would leave ranks without any at this batch."""

@@ -52,6 +52,13 @@ class IntegerInput:
         start, length = piece(size, int(self.parent.subs(dims)), self.shift, p, rank)
         return length if self.role == "length" else start
 
+    def shortest(self, dims: Mapping[sympy.Symbol, int], p: int) -> int:
+        """Returns the length of the shortest piece any rank has, or the length of the dim."""
+        if self.role == "dim":
+            return self.value(dims, p, 0)
+        size, parent = int(self.size.subs(dims)), int(self.parent.subs(dims))
+        return min(piece(size, parent, self.shift, p, r)[1] for r in (0, p - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
@@ -149,7 +156,7 @@ class _Lowering:
         for role in ("length", "start"):
             if role == "length" and self._even(factor):
                 continue
-            symbol = sympy.Symbol(f"{base}_{role}", integer=True, positive=True)
+            symbol = sympy.Symbol(f"{base}_{role}", integer=True, nonnegative=True)
             self._integer(
                 IntegerInput(f"{base}_{role}", symbol, role, factor.size, parent, factor.shift)
             )

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from dcpc.codegen.empty import SAFE
 from dcpc.codegen.lower import IntegerInput
 from dcpc.errors import CodegenError
 from dcpc.ir import Partition
@@ -108,6 +109,8 @@ def boxed_python(gm: fx.GraphModule) -> Boxed:
     """Returns a graph as a function of one list that it empties, so that nothing lives too long."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        node.target = SAFE.get(node.target, node.target)
     graph.set_codegen(_boxed_codegen())
     return fx.GraphModule(gm, graph).forward  # type: ignore[return-value]
 

@@ -1,0 +1,135 @@
+"""Kinds of ops that multiply and add up: matrix products, einsum, attention, embedding."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import sympy
+
+from dcpc.passes.factors import quotient
+from dcpc.passes.op_kinds.call import Call, Shape, Sizes, broadcast, own
+from dcpc.passes.rule_types import Names, OpSharding
+
+
+def matmul(call: Call) -> OpSharding:
+    """matmul, mm, bmm, mv, dot: batch dims broadcast, the inner dim is summed over."""
+    a, b = (o.shape for o in call.operands)
+    return _product(a, b, call.output.shape)
+
+
+def _product(a: Shape, b: Shape, out: Shape) -> OpSharding:
+    if not a or not b:
+        raise NotImplementedError("a product with a single number")
+    output, sizes = own(out)
+    m = output[-2] if len(a) > 1 and len(b) > 1 else (output[-1] if len(a) > 1 else ())
+    n = output[-1] if len(b) > 1 else ()
+    batch = output[: len(output) - (len(a) > 1) - (len(b) > 1)]
+    k: tuple[str, ...] = ("k",) if a[-1] != 1 else ()
+    if k:
+        sizes["k"] = a[-1]
+
+    left = (*broadcast(batch, a[:-2]), *((m,) if len(a) > 1 else ()), k)
+    right = (*broadcast(batch, b[:-2]), k, *((n,) if len(b) > 1 else ()))
+    return OpSharding(
+        (left, right), output, sizes, summed=frozenset(k), linear="one", multiplies=True
+    )
+
+
+def added_matmul(call: Call) -> OpSharding:
+    """addmm, baddbmm, addmv: a matrix product and a tensor that is broadcast and added once."""
+    product = _product(call.operands[1].shape, call.operands[2].shape, call.output.shape)
+    added = broadcast(product.output, call.operands[0].shape)
+    return OpSharding(
+        (added, *product.operands), product.output, product.sizes, whole=product.summed,
+        multiplies=True,
+    )  # fmt: skip
+
+
+def einsum(call: Call) -> OpSharding:
+    """One name a letter; letters that are not in the output are summed over."""
+    text = str(call.args["equation"]).replace(" ", "")
+    left, arrow, right = text.partition("->")
+    inputs = left.split(",")
+    if "." in text or len(inputs) != len(call.operands):
+        raise NotImplementedError(f"an equation with '...' ('{text}')")
+    letters = Counter("".join(inputs))
+    right = right if arrow else "".join(sorted(x for x, count in letters.items() if count == 1))
+    sizes: Sizes = {}
+    for names, operand in zip(inputs, call.operands, strict=True):
+        for name, size in zip(names, operand.shape, strict=True):
+            if size != 1:
+                sizes[name] = size
+    operands = tuple(
+        tuple((name,) if size != 1 else () for name, size in zip(names, o.shape, strict=True))
+        for names, o in zip(inputs, call.operands, strict=True)
+    )
+    output = tuple((name,) if name in sizes else () for name in right)
+    return OpSharding(
+        operands, output, sizes, summed=frozenset(sizes.keys() - set(right)),
+        linear="one", multiplies=len(inputs) > 1,
+    )  # fmt: skip
+
+
+def embedding(call: Call) -> OpSharding:
+    """Rows of a table: the table is whole along its rows, its columns and the positions are free."""
+    if call.args["scale_grad_by_freq"]:
+        raise NotImplementedError("the gradient is scaled by how often an index occurs")
+    index, sizes = own(call.operands[1].shape)
+    rows, columns = call.operands[0].shape
+    v, e = (("v",) if rows != 1 else ()), (("e",) if columns != 1 else ())
+    sizes |= dict.fromkeys(v, rows) | dict.fromkeys(e, columns)
+    return OpSharding(((v, e), index), (*index, e), sizes, whole=frozenset(v))
+
+
+def attention(call: Call) -> OpSharding:
+    """Scaled dot-product attention: heads and batch are free; keys are whole; queries are free.
+
+    With grouped queries a head dim is (key/value head, query in its group).
+    """
+    if call.args.get("dropout_p"):
+        raise NotImplementedError("dropout draws random numbers for all heads and queries at once")
+    output, sizes, heads, group = _attention_names(call)
+    q, k, v = (o.shape for o in call.operands[:3])
+    batch = output[:-3] if len(q) > 2 else ()
+
+    def one(*names: str) -> tuple[str, ...]:
+        return tuple(n for n in names if n in sizes)
+
+    def keys(shape: Shape, last: str) -> Names:
+        lead = (*broadcast(batch, shape[:-3]), one("h")) if len(shape) > 2 else ()
+        return (*lead, one("s"), one(last))
+
+    queries = (*broadcast(batch, q[:-3]), *((heads,) if len(q) > 2 else ()), one("q"), one("d"))
+    operands = [queries, keys(k, "d"), keys(v, "e")]
+    full = (*output[:-1], one("s"))
+    operands += [broadcast(full, mask.shape) for mask in call.operands[3:]]
+    if group is None and len(q) > 2 and (q[-3] == 1 or k[-3] == 1 or v[-3] == 1):
+        # a head dim of 1 is broadcast
+        operands[:3] = [broadcast(x, o) for x, o in zip(operands[:3], (q, k, v), strict=True)]
+    work = {"": 0.5, "q": 1.0} if call.args.get("is_causal") else {}
+    return OpSharding(
+        tuple(operands), output, sizes, whole=frozenset({"s", "d", "e"} & sizes.keys()),
+        multiplies=True, work=work,
+    )  # fmt: skip
+
+
+def _attention_names(
+    call: Call,
+) -> tuple[Names, Sizes, tuple[str, ...], sympy.Expr | None]:
+    """Names of the output, all sizes, names of the query heads, and how many share a key head."""
+    q, k, v = (o.shape for o in call.operands[:3])
+    out = call.output.shape
+    batch, sizes = own(out[:-3], "b")
+    sizes |= {"q": q[-2], "s": k[-2], "d": q[-1], "e": v[-1]}
+    group = None
+    if len(q) > 2:
+        sizes["h"] = out[-3]
+        if call.args.get("enable_gqa") and k[-3] != q[-3]:
+            group = quotient(q[-3], k[-3])
+            if group is None or v[-3] != k[-3]:
+                raise NotImplementedError("key and value heads do not divide the query heads")
+            sizes |= {"h": k[-3], "g": group}
+    sizes = {n: s for n, s in sizes.items() if s != 1}
+    heads = tuple(n for n in ("h", "g") if n in sizes)
+    rows, last = (tuple(n for n in (x,) if n in sizes) for x in ("q", "e"))
+    return (*batch, *((heads,) if len(q) > 2 else ()), rows, last), sizes, heads, group

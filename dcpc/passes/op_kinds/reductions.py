@@ -1,0 +1,28 @@
+"""Kinds of ops that reduce dims."""
+
+from __future__ import annotations
+
+from dcpc.passes.op_kinds.call import Call, members, own
+from dcpc.passes.op_kinds.elementwise import pointwise
+from dcpc.passes.rule_types import OpSharding
+
+_ADDS_UP = ("sum", "nansum", "count_nonzero")
+
+
+def reduction(call: Call) -> OpSharding:
+    """sum adds up pieces of the reduced dims; other reductions need them whole."""
+    operand, sizes = own(call.input_shape)
+    reduced = call.dims("dim", len(operand))
+    gone = frozenset(members(operand[d] for d in reduced))
+    keep = bool(call.args.get("keepdim", False))
+    output = tuple(
+        () if d in reduced else names for d, names in enumerate(operand) if keep or d not in reduced
+    )
+    if call.op in _ADDS_UP:
+        return OpSharding((operand,), output, sizes, summed=gone, linear=call.linear)
+    return OpSharding((operand,), output, sizes, whole=gone, linear=call.linear)
+
+
+def extremum(call: Call) -> OpSharding:
+    """max, min: of all elements, or of two tensors elementwise."""
+    return pointwise(call) if call.args.get("other") is not None else reduction(call)
