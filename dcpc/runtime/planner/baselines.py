@@ -20,6 +20,7 @@ from .finish import finish
 from .pack import Draft
 from .plan import BatchPlan
 from .ranks import FreeRanks
+from .resize import price
 from .workload import Workload, tabulate
 
 
@@ -59,6 +60,18 @@ def best_homogeneous(keys: Sequence[int], cost: GroupCost) -> BatchPlan:
         PlanError: some sequence fits at no such degree.
     """
     work = tabulate(keys, cost)
+    best = homogeneous_draft(work)
+    if best is None:
+        raise PlanError(
+            "homogeneous SP: no power-of-two degree holds every sequence of this batch; "
+            "allow a larger degree or more recompute"
+        )
+    return finish(work, best, lower_bound(work))
+
+
+def homogeneous_draft(work: Workload) -> Draft | None:
+    """Returns the best draft of one power-of-two degree and setting; None if there is none."""
+    cost = work.cost
     drafts = [
         draft
         for i, degree in enumerate(cost.degrees)
@@ -67,24 +80,24 @@ def best_homogeneous(keys: Sequence[int], cost: GroupCost) -> BatchPlan:
         for pack in (_fixed, _balanced)
         if (draft := pack(work, i, setting)) is not None
     ]
-    if not drafts:
-        raise PlanError(
-            "homogeneous SP: no power-of-two degree holds every sequence of this batch; "
-            "allow a larger degree or more recompute"
-        )
-    best = min(drafts, key=lambda draft: draft.seconds_s(work))
-    return finish(work, best, lower_bound(work))
+    return min(drafts, key=lambda draft: draft.seconds_s(work), default=None)
 
 
 def first_fit(keys: Sequence[int], cost: GroupCost) -> BatchPlan:
     """Returns each sequence, longest first, in the first group with memory at its least degree."""
     work = tabulate(keys, cost)
+    return finish(work, first_fit_draft(work), lower_bound(work))
+
+
+def first_fit_draft(work: Workload) -> Draft:
+    """Returns the draft of `first_fit`."""
     draft, free = Draft(), [_all_free(work)]
     for kind in range(len(work.keys)):
         degree, setting = _least_degree(work, kind)
         for _ in range(int(work.counts[kind])):
             _first_fit(work, draft, free, kind, degree, setting)
-    return finish(work, _priced(work, draft), lower_bound(work))
+    price(work, draft)
+    return draft
 
 
 def random_fill(keys: Sequence[int], cost: GroupCost, seed: int = 0) -> BatchPlan:
@@ -119,7 +132,8 @@ def random_fill(keys: Sequence[int], cost: GroupCost, seed: int = 0) -> BatchPla
             opened.append((group, kinds))
         _accumulate(work, draft, opened)
         step += 1
-    return finish(work, _priced(work, draft), lower_bound(work))
+    price(work, draft)
+    return finish(work, draft, lower_bound(work))
 
 
 BASELINES: dict[str, Callable[[Sequence[int], GroupCost], BatchPlan]] = {
@@ -169,7 +183,8 @@ def _fixed(work: Workload, degree: int, setting: int) -> Draft | None:
         group = _open(work, draft, len(free) - 1, first, degree, setting)
         for kind in kinds:
             draft.add(group, kind, weights[kind])
-    return _priced(work, draft)
+    price(work, draft)
+    return draft
 
 
 def _balanced(work: Workload, degree: int, setting: int) -> Draft | None:
@@ -198,7 +213,8 @@ def _balanced(work: Workload, degree: int, setting: int) -> Draft | None:
         heapq.heapreplace(heap, (draft.load_s[group], group))
         for entry in tried:
             heapq.heappush(heap, entry)
-    return _priced(work, draft)
+    price(work, draft)
+    return draft
 
 
 def _first_fit(
@@ -248,14 +264,3 @@ def _all_free(work: Workload) -> FreeRanks:
 
 def _open(work: Workload, draft: Draft, step: int, first: int, degree: int, setting: int) -> int:
     return draft.open(work, step, first, degree, setting, work.seconds[setting, degree].tolist())
-
-
-def _priced(work: Workload, draft: Draft) -> Draft:
-    """The draft with exact loads."""
-    if not work.cost.additive:
-        keys, degrees = work.keys.tolist(), work.degrees.tolist()
-        for g, kinds in enumerate(draft.kinds):
-            draft.load_s[g] = work.cost.group_s(
-                [keys[k] for k in kinds], degrees[draft.degree[g]], draft.setting[g]
-            )
-    return draft

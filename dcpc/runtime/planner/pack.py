@@ -122,8 +122,7 @@ class Packer:
             loads_s = [x if i == hold else x + 1.02 * area_s for i, x in enumerate(loads_s)]
         left = self._squeeze(draft, left)
         self._append_steps(draft, left, len(loads_s))
-        if not self.work.cost.additive:
-            self._price(draft)
+        self._price(draft)
         return draft, spent
 
     def _place_heads(self, draft: Draft, free: list[FreeRanks], loads_s: list[float]) -> list[int]:
@@ -253,7 +252,9 @@ class Packer:
             draft.add(at, k, weight)
 
     def _price(self, draft: Draft) -> None:
-        """Replaces the additive loads by exact ones."""
+        """Replaces the additive loads by exact ones, where they differ."""
+        if self.work.cost.additive:
+            return
         keys = self.work.keys.tolist()
         for g, kinds in enumerate(draft.kinds):
             draft.load_s[g] = self.work.cost.group_s(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .baselines import first_fit_draft, homogeneous_draft
 from .bound import lower_bound
 from .costs import GroupCost
 from .finish import finish
@@ -10,9 +11,11 @@ from .fluid import Fluid, Stack, fluid
 from .levels import Candidate, grid, search_levels
 from .pack import Draft, Packer
 from .plan import BatchPlan
+from .resize import exact, partitions, resize
 from .workload import Workload, tabulate
 
 MAX_STACKED = 4
+SMALL = 128  # sequences
 SHRINK = (0.97, 0.99, 0.995, 0.94, 1.0)
 
 
@@ -44,8 +47,11 @@ def plan_batch(keys: Sequence[int], cost: GroupCost, effort: Effort | None = Non
     """
     effort = effort or Effort()
     work = tabulate(keys, cost)
-    found = propose(work, effort)
-    draft = refine(work, found, effort)
+    draft = exact(work)
+    if draft is None:
+        draft = resize(work, refine(work, propose(work, effort), effort))
+        for other in _simple_drafts(work):
+            draft = min(draft, resize(work, other), key=lambda d: d.seconds_s(work))
     return finish(work, draft, lower_bound(work))
 
 
@@ -120,6 +126,14 @@ def tighten(packer: Packer, draft: Draft, tries: int) -> Draft:
     return draft
 
 
+def _simple_drafts(work: Workload) -> Iterator[Draft]:
+    """Plans of other kinds, for batches too small to have a bulk."""
+    if work.counts.sum() <= SMALL:
+        yield first_fit_draft(work)
+        if (same := homogeneous_draft(work)) is not None:
+            yield same
+
+
 def _distinct(
     found: list[tuple[Candidate, Fluid]], patterns: int
 ) -> Iterator[tuple[Candidate, Fluid]]:
@@ -144,21 +158,9 @@ def _stackings(work: Workload) -> list[tuple[Stack, ...]]:
     long = [k for k in range(len(work.keys)) for _ in range(int(work.counts[k]))
             if least[k] > max(1, work.ranks // 8)][:MAX_STACKED]  # fmt: skip
     out: list[tuple[Stack, ...]] = []
-    for parts in _partitions(long):
-        stacks = tuple(part for part in parts if len(part) > 1)
+    for parts in partitions(long):
+        stacks = tuple(tuple(part) for part in parts if len(part) > 1)
         total = [sum(float(work.weights[k]) for k in part) for part in stacks]
         if all(x <= work.capacities.max() for x in total) and stacks not in out:
             out.append(stacks)
     return sorted(out, key=len)
-
-
-def _partitions(items: list[int]) -> Iterator[tuple[Stack, ...]]:
-    """Every way to split the items into parts."""
-    if not items:
-        yield ()
-        return
-    head, rest = items[0], items[1:]
-    for parts in _partitions(rest):
-        yield ((head,), *parts)
-        for i, part in enumerate(parts):
-            yield (*parts[:i], (head, *part), *parts[i + 1 :])
