@@ -38,8 +38,9 @@ def compile_graph(
     env = mode.shape_env
     assert env is not None
     known = len(env.guards)
-    # Inductor edits what it compiles. Its cache key is the module's code, so the copy must be complete
-    # before the GraphModule is made: one without code gets another graph's kernels from the cache.
+    # Inductor edits what it compiles. Its cache key is the module's code, so the copy must be
+    # complete before the GraphModule is made: one without code gets another graph's kernels from
+    # the cache.
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     copy = fx.GraphModule(gm, graph)

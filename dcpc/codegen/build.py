@@ -47,7 +47,9 @@ class Lowering:
         """
         self.program, self.placement, self.backend = program, placement, backend
         self.lowered: Lowered = lower(program, placement, group)
-        self.joint: Joint = make_joint(program, self.lowered, tensors, decompositions(backend), hints)
+        self.joint: Joint = make_joint(
+            program, self.lowered, tensors, decompositions(backend), hints
+        )
 
     def partition(self, segments: Mapping[str, int], recompute: frozenset[int]) -> Partition:
         """Returns the forward and backward graphs in which these segments recompute."""

@@ -1,9 +1,10 @@
 """Collectives as PyTorch ops with autograd, for pieces whose sizes differ by one (or by a cut end).
 
-Each op's backward is its linear transpose: all-gather <-> reduce-scatter, all-to-all <-> all-to-all with
-the dims swapped, narrow <-> widen, all-reduce <-> all-reduce. A piece is described by three integers:
-the dim's whole `size`, the `parent` size that is split evenly (the first ranks get one more), and the
-`shift` of the dim's first element in the parent; usually parent == size and shift == 0.
+Each op's backward is its linear transpose: all-gather <-> reduce-scatter, all-to-all <-> all-to-all
+with the dims swapped, narrow <-> widen, all-reduce <-> all-reduce. A piece is described by three
+integers: the dim's whole `size`, the `parent` size that is split evenly (the first ranks get one
+more), and
+the `shift` of the dim's first element in the parent; usually parent == size and shift == 0.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def _group(name: str) -> dist.ProcessGroup:
     group = _groups.get(name)
     if group is None:
         raise CodegenError(
-            f"a variant uses process group '{name}', which this process has not made; expected one of "
-            f"{', '.join(_groups) or 'none'}; call it through the compiled model on every rank"
+            f"a variant uses process group '{name}', which this process has not made; expected "
+            f"one of {', '.join(_groups) or 'none'}; call it through the compiled model "
+            "on every rank"
         )
     return group
 
@@ -82,16 +84,23 @@ def _lengths(size: int, parent: int, shift: int, p: int) -> list[int]:
     return [piece(size, parent, shift, p, r)[1] for r in range(p)]
 
 
+def _pack(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Returns all pieces, flattened, one after the other: one copy, whatever their strides."""
+    packed = like.new_empty(sum(piece.numel() for piece in pieces))
+    for part, piece in zip(packed.split([p.numel() for p in pieces]), pieces, strict=True):
+        part.view(piece.shape).copy_(piece)
+    return packed
+
+
 def _exchange(
     sends: Sequence[Tensor], receive_numels: list[int], like: Tensor, group: dist.ProcessGroup
-) -> list[Tensor]:
-    """Sends one flat tensor to each rank, returns what each rank sent here."""
-    packed = torch.cat([s.reshape(-1) for s in sends])
+) -> tuple[Tensor, ...]:
+    """Sends one piece to each rank, returns what each rank sent here, flat."""
+    packed = _pack(sends, like)
     received = like.new_empty(sum(receive_numels))
-    dist.all_to_all_single(
-        _wire(received), _wire(packed), receive_numels, [s.numel() for s in sends], group=group
-    )
-    return list(received.split(receive_numels))
+    send_numels = [s.numel() for s in sends]
+    dist.all_to_all_single(_wire(received), _wire(packed), receive_numels, send_numels, group=group)
+    return received.split(receive_numels)
 
 
 def _wire(x: Tensor) -> Tensor:
@@ -103,9 +112,9 @@ def _log(name: str, sends: Sequence[Tensor], rank: int) -> None:
     wire_log.add(name, count)
 
 
-def _with_dim(x: Tensor, dim: int, length: int | torch.SymInt) -> list[Any]:
+def _with_dim(x: Tensor, dim: int, length: int) -> list[int]:
     shape = list(x.shape)
-    shape[dim] = length  # type: ignore[call-overload]
+    shape[dim] = length
     return shape
 
 
@@ -157,15 +166,18 @@ def all_gather(x: Tensor, dim: int, size: int, parent: int, shift: int, group: s
     pg = _group(group)
     p, rank = pg.size(), pg.rank()
     lengths = _lengths(size, parent, shift, p)
-    row = x.numel() // lengths[rank] if lengths[rank] else 0
-    if not lengths[rank]:
-        row = _numel(_with_dim(x, dim, 1))
-    flat = x.contiguous()
-    sends = [flat] * p
-    _log("all_gather", sends, rank)
-    received = _exchange(sends, [row * n for n in lengths], x, pg)
-    shapes = [_with_dim(x, dim, n) for n in lengths]
-    return torch.cat([r.view(s) for r, s in zip(received, shapes, strict=True)], dim)
+    wire_log.add("all_gather", (p - 1) * x.numel() * x.element_size())
+    # Every rank sends as much as the longest piece: gathering equal parts is what all backends do
+    # well, and pieces differ by one element of the dim.
+    longest = max(lengths)
+    mine = x.contiguous()
+    if lengths[rank] < longest:
+        mine = x.new_zeros(_with_dim(x, dim, longest))
+        mine.narrow(dim, 0, lengths[rank]).copy_(x)
+    gathered = x.new_empty((p, *mine.shape))
+    dist.all_gather_into_tensor(_wire(gathered.view(-1)), _wire(mine.view(-1)), group=pg)
+    parts = [gathered[r].narrow(dim, 0, n) for r, n in enumerate(lengths)]
+    return torch.cat(parts, dim)
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -181,19 +193,17 @@ def _(x: Tensor, dim: int, size: int, parent: int, shift: int, group: str) -> Te
 
 
 @torch.library.custom_op("dcpc::reduce_scatter", mutates_args=())
-def reduce_scatter(
-    x: Tensor, dim: int, length: int, parent: int, shift: int, group: str
-) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, length: int, parent: int, shift: int, group: str) -> Tensor:
     """Returns this rank's piece of the sum of all ranks' x; `length` is the piece's."""
     pg = _group(group)
     p, rank = pg.size(), pg.rank()
     lengths = _lengths(x.shape[dim], parent, shift, p)
-    sends = [s.contiguous() for s in x.split(lengths, dim)]
+    sends = x.split(lengths, dim)
     _log("reduce_scatter", sends, rank)
     received = _exchange(sends, [sends[rank].numel()] * p, x, pg)
     out = received[0].clone()
-    for r in received[1:]:
-        out += r
+    for piece_of_rank in received[1:]:
+        out += piece_of_rank
     return out.view(_with_dim(x, dim, lengths[rank]))
 
 

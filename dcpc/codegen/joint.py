@@ -1,7 +1,7 @@
 """A lowered forward graph becomes one joint forward-and-backward graph with symbolic sizes.
 
-torch differentiates it; no code here knows a derivative. Torch's private tracing API is wrapped in this
-file alone.
+torch differentiates it; no code here knows a derivative. Torch's private tracing API is wrapped in
+this file alone.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def make_joint(
     graph, renamed = _named_placeholders(gm.graph, [*placeholders, "loss_gradient"])
     owner = {renamed[n]: o for n, o in tagging.owner.items() if n in renamed}
     guards = tuple(g.expr.subs(names) for g in env.guards)
-    fixed = tuple(sympy.Eq(names[s], e.subs(names)) for s, e in env.replacements.items() if s in names)
+    fixed = tuple(
+        sympy.Eq(names[s], e.subs(names)) for s, e in env.replacements.items() if s in names
+    )
     primals = tuple(n.name for n in graph.nodes if n.op == "placeholder")
     return Joint(
         gm=fx.GraphModule(gm, graph),
@@ -186,10 +188,8 @@ def _floor(value: Any) -> Any:
     return value.__floor__()
 
 
-def _named_placeholders(
-    graph: fx.Graph, names: list[str]
-) -> tuple[fx.Graph, dict[str, str]]:
-    """Returns a copy whose placeholders are called as the program calls them, and old -> new names."""
+def _named_placeholders(graph: fx.Graph, names: list[str]) -> tuple[fx.Graph, dict[str, str]]:
+    """Returns a copy with the program's names for placeholders, and old -> new names."""
     copy = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     wanted = iter(names)
@@ -217,8 +217,8 @@ def _functionalise(graph: fx.Graph) -> None:
         target = node.args[0]
         if functional is None or target.op == "placeholder" or _is_view(target):
             raise CodegenError(
-                f"node {node.name} writes to its input by {node.target}; expected an op that returns a "
-                "new tensor; replace it in the model's code"
+                f"node {node.name} writes to its input by {node.target}; expected an op that "
+                "returns a new tensor; replace it in the model's code"
             )
         node.target = functional
         target.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user > node)

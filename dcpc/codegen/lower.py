@@ -1,7 +1,8 @@
 """Applies a placement to a copy of the forward graph: local sizes, collectives, positions.
 
-The result is a graph of plain ATen calls and dcpc's collectives that one rank runs. Its placeholders
-are the program's, then integers: the length of every named dim, and for each factor that is split
+The result is a graph of plain ATen calls and dcpc's collectives that one rank runs. Its
+placeholders are the program's, then integers: the length of every named dim, and for each factor
+that is split
 the length (and start) of this rank's piece. The same graph serves every rank and every length.
 """
 
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+import dcpc.random_ops  # noqa: F401 - registers the ops
 from dcpc.codegen.collectives import piece
 from dcpc.errors import CodegenError
 from dcpc.ir import REPLICATED, Factor, Label, Placement, Program, tensor_operands
@@ -31,7 +33,7 @@ class IntegerInput:
     Attributes:
         name: placeholder name.
         symbol: what stands for it in size expressions.
-        role: "dim", "length" or "start".
+        role: "dim", "length", "start", or "seed" (of the call's random numbers).
         size: global length (of the dim, or of the factor).
         parent: length that is split evenly.
         shift: position of the factor's first element in the parent.
@@ -46,6 +48,8 @@ class IntegerInput:
 
     def value(self, dims: Mapping[sympy.Symbol, int], p: int, rank: int) -> int:
         """Returns the integer for one rank, given the length of every dim."""
+        if self.role == "seed":
+            return 0
         size = int(self.size.subs(dims))
         if self.role == "dim":
             return size
@@ -54,6 +58,8 @@ class IntegerInput:
 
     def shortest(self, dims: Mapping[sympy.Symbol, int], p: int) -> int:
         """Returns the length of the shortest piece any rank has, or the length of the dim."""
+        if self.role == "seed":
+            return 1
         if self.role == "dim":
             return self.value(dims, p, 0)
         size, parent = int(self.size.subs(dims)), int(self.parent.subs(dims))
@@ -107,6 +113,8 @@ class _Lowering:
         for name, symbol in self.program.symbols.items():
             self._integer(IntegerInput(name, symbol, "dim", symbol, symbol))
         self._piece_integers()
+        seed = sympy.Symbol("seed", integer=True, nonnegative=True)
+        self._integer(IntegerInput("seed", seed, "seed", seed, seed))
         for node in self.program.gm.graph.nodes:
             if node.op == "call_function":
                 self._node(node)
@@ -309,7 +317,7 @@ class _Lowering:
         chosen = self.placement.nodes[node.name]
         sources = tensor_operands(node, self.program.info)
         operands = [self.value(s.name, w) for s, w in zip(sources, chosen.operands, strict=True)]
-        special = _SPECIAL.get(node.target)
+        special = _SPECIAL.get(node.target)  # type: ignore[call-overload]
         made = special(self, node, operands) if special is not None else None
         if made is None:
             made = self._copy(node, operands)
@@ -360,12 +368,20 @@ class _Lowering:
         args = (whole, 0, self.emit(self.start(factor)), self.emit(self.length(factor)))
         return self.graph.call_function(torch.ops.dcpc.narrow.default, args)
 
+    def random(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
+        """Random numbers: of the call's seed, each rank's piece its own."""
+        label = self._label(node)
+        salt = self.emit(self.start(self.factor(node.name, label))) if label.sharded else 0
+        size, seed = self.shape(node.name, label), self.integer_nodes[self.integers[-1].symbol]
+        assert callable(node.target)
+        return self.graph.call_function(node.target, (size, seed, salt, *node.args[3:]))
+
     def cut(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
         """A slice of a sharded dim: what this rank's piece has of it."""
         chosen = self.placement.nodes[node.name]
         if chosen.name != "cut":
             return None
-        have = self.factor(node.args[0].name, chosen.operands[0])  # type: ignore[union-attr]
+        have = self.factor(operands_name(node, 0), chosen.operands[0])
         kept = self.factor(node.name, chosen.output)
         # The piece starts `shift` into the parent, or at its own beginning on every later rank.
         start = self.graph.call_function(
@@ -388,7 +404,7 @@ class _Lowering:
         rows = call(aten.arange.start, (self.emit(self.start(factor)), stop), {"device": device})
         columns = call(aten.arange.default, (self.emit(keys),), {"device": device})
         mask = call(aten.le.Tensor, (columns, call(aten.unsqueeze.default, (rows, 1))))
-        args = (*operands[:3], mask, 0.0, False)
+        args: tuple[Any, ...] = (*operands[:3], mask, 0.0, False)
         return call(
             aten.scaled_dot_product_attention.default,
             args,
@@ -416,5 +432,7 @@ _SPECIAL = {
     aten.arange.start: _Lowering.arange,
     aten.arange.start_step: _Lowering.arange,
     aten.slice.Tensor: _Lowering.cut,
+    torch.ops.dcpc.uniform.default: _Lowering.random,
+    torch.ops.dcpc.normal.default: _Lowering.random,
     aten.scaled_dot_product_attention.default: _Lowering.attention,
 }

@@ -60,7 +60,7 @@ class _Partitioner:
         self.made: dict[str, fx.Node] = {}
 
     def run(self) -> Partition:
-        outputs = list(self.output.args[0])  # type: ignore[arg-type, call-overload]
+        outputs = list(self.output.args[0])
         loss, gradients = outputs[0], outputs[1:]
         self._plan_backward(gradients)
         backward = self._backward(gradients)
@@ -177,9 +177,7 @@ class _Partitioner:
 
     def _copy(self, name: str) -> None:
         new = self.graph.node_copy(self.nodes[name], lambda n: self.made[n.name])
-        new.meta = {
-            k: v for k, v in self.nodes[name].meta.items() if k in ("val", "stack_trace")
-        }
+        new.meta = {k: v for k, v in self.nodes[name].meta.items() if k in ("val", "stack_trace")}
         self.made[name] = new
 
     def _module(self, graph: fx.Graph) -> fx.GraphModule:
@@ -198,11 +196,12 @@ def _cheap(program: Program, joint: Joint) -> set[str]:
     found: set[str] = set()
     for node in joint.gm.graph.nodes:
         if node.op == "placeholder":
-            if node.name not in parameters:
-                found.add(node.name)
-        elif node.name in joint.forward:
-            if node.target not in _HEAVY and all(s.name in found for s in node.all_input_nodes):
-                found.add(node.name)
+            light = node.name not in parameters
+        else:
+            light = node.name in joint.forward and node.target not in _HEAVY
+            light = light and all(s.name in found for s in node.all_input_nodes)
+        if light:
+            found.add(node.name)
     return found
 
 
@@ -210,5 +209,6 @@ _HEAVY = {
     aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default,
     aten.convolution.default, torch.ops.dcpc.all_gather.default,
     torch.ops.dcpc.all_to_all.default, torch.ops.dcpc.all_reduce.default,
-    torch.ops.dcpc.reduce_scatter.default,
+    torch.ops.dcpc.reduce_scatter.default, torch.ops.dcpc.uniform.default,
+    torch.ops.dcpc.normal.default,
 }  # fmt: skip

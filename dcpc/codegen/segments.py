@@ -15,7 +15,9 @@ def segments(program: Program) -> dict[str, int]:
     A run of single nodes between two cuts (a final norm, a head, a reshape) is one segment with its
     neighbour: recomputing it alone would save nothing.
     """
-    nodes = [n for n in program.gm.graph.nodes if n.op == "call_function" and n.name in program.info]
+    nodes = [
+        n for n in program.gm.graph.nodes if n.op == "call_function" and n.name in program.info
+    ]
     position = {n.name: i for i, n in enumerate(nodes)}
     last_use = [i for i in range(len(nodes))]
     for i, node in enumerate(nodes):

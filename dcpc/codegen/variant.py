@@ -57,16 +57,26 @@ class Variant:
         broken = tuple(g for g in self.guards if g.subs(sizes) == sympy.false)
         return values, broken
 
-    def __call__(self, tensors: Sequence[Tensor], integers: tuple[int, ...]) -> Tensor:
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws random numbers: then each call needs a seed of its own."""
+        return any(i.role == "seed" for i in self.integers)
+
+    def __call__(
+        self, tensors: Sequence[Tensor], integers: tuple[int, ...], seed: int = 0
+    ) -> Tensor:
         """Returns the loss.
 
         Args:
             tensors: parameters, buffers and inputs, in the order of `placeholders`.
             integers: from `integer_values`.
+            seed: of the call's random numbers, the same on every rank of the group.
         """
+        if self.draws:
+            integers = (*integers[:-1], seed)
         if not torch.is_grad_enabled():
             return self.run_forward([*(t.detach() for t in tensors), *integers])[0]  # type: ignore[no-any-return]
-        return _Run.apply(self, integers, *tensors)  # type: ignore[no-any-return]
+        return _Run.apply(self, integers, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Run(torch.autograd.Function):
@@ -74,7 +84,8 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, variant: Variant, integers: tuple[int, ...], *tensors: Tensor) -> Tensor:
         partition = variant.partition
         arguments = [*tensors, *integers]
-        by_name = dict(zip((*variant.placeholders, *_integer_names(partition)), arguments))
+        names = (*variant.placeholders, *(i.name for i in variant.integers))
+        by_name = dict(zip(names, arguments, strict=True))
         ctx.variant = variant
         ctx.primals = [by_name[n] for n in partition.backward_primals]
         ctx.count = len(tensors)
@@ -85,12 +96,12 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if ctx.saved is None:
             raise CodegenError(
-                "backward was called twice on one loss; its activations are gone after the first; call "
-                "compiled(...) again for a second backward"
+                "backward was called twice on one loss; its activations are gone after the first; "
+                "call compiled(...) again for a second backward"
             )
         variant: Variant = ctx.variant
-        # Every rank of the group has the same loss: each differentiates its share of it, and the sum of
-        # all ranks' gradients is the loss's.
+        # Every rank of the group has the same loss: each differentiates its share of it, and the
+        # sum of all ranks' gradients is the loss's.
         arguments = [*ctx.saved, *ctx.primals, gradients[0] / variant.sp]
         ctx.saved = ctx.primals = None
         found = variant.run_backward(arguments)
@@ -100,11 +111,6 @@ class _Run(torch.autograd.Function):
         return tuple(result)
 
 
-def _integer_names(partition: Partition) -> list[str]:
-    placeholders = [n for n in partition.forward.graph.nodes if n.op == "placeholder"]
-    return [n.name for n in placeholders if not isinstance(n.meta["val"], Tensor)]
-
-
 def boxed_python(gm: fx.GraphModule) -> Boxed:
     """Returns a graph as a function of one list that it empties, so that nothing lives too long."""
     graph = fx.Graph()
@@ -112,8 +118,8 @@ def boxed_python(gm: fx.GraphModule) -> Boxed:
     for node in graph.nodes:
         node.target = SAFE.get(node.target, node.target)
     graph.set_codegen(_boxed_codegen())
-    return fx.GraphModule(gm, graph).forward  # type: ignore[return-value]
+    return fx.GraphModule(gm, graph).forward
 
 
 def _boxed_codegen() -> Any:
-    return fx.graph._BoxedCodeGen()  # type: ignore[attr-defined]
+    return fx.graph._BoxedCodeGen()

@@ -109,6 +109,8 @@ ELEMENTS: Mapping[str, int] = {
     "native_batch_norm_backward": 14,
     "native_dropout": 2,
     "bernoulli": 1,
+    "uniform": 4,
+    "normal": 8,
     "nll_loss_forward": 1,
     "nll_loss_backward": 1,
     "nll_loss2d_forward": 1,

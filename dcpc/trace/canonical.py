@@ -4,6 +4,9 @@
     alias(x), clone(x), dropout(x, p, off)  ->  x
     view, _unsafe_view                      ->  reshape
     cat([empty, x])                         ->  cat([x]) -> x
+    copy(x, y)                              ->  y, in x's dtype and shape
+    squeeze(x)                              ->  squeeze(x, the dims whose size is the number 1)
+    batch_norm (eval)                       ->  sub, mul, add
     split / chunk / unbind, getitem         ->  slice / select
     mse_loss(mean) and its kin              ->  mse_loss(none), mean
     mean over symbolic dims                 ->  sum / count
@@ -18,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
-from torch.utils._pytree import tree_map
+
+from dcpc.trace.editor import Editor
+from dcpc.trace.random import replace_random
 
 aten = torch.ops.aten
 
@@ -40,40 +43,9 @@ ELEMENTWISE_LOSSES = {
 }
 
 
-class _Editor:
-    """Inserts calls before a node and gives each its fake value."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self.node = node
-        self.graph = node.graph
-
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_before(self.node):
-            new = self.graph.call_function(target, args, kwargs)
-        values = tree_map(_value, (args, kwargs))
-        mode = detect_fake_mode([v for v in _flat(values) if isinstance(v, Tensor)])
-        with enable_python_dispatcher():
-            if mode is None:
-                new.meta["val"] = target(*values[0], **values[1])
-            else:
-                with mode:
-                    new.meta["val"] = target(*values[0], **values[1])
-        for key in ("stack_trace", "nn_module_stack"):
-            if key in self.node.meta:
-                new.meta[key] = self.node.meta[key]
-        return new
-
-
-def _value(arg: Any) -> Any:
-    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
-
-
-def _flat(tree: Any) -> list[Any]:
-    return torch.utils._pytree.tree_leaves(tree)
-
-
 def canonicalise(gm: fx.GraphModule) -> None:
     """Rewrites the graph in place, node by node, until no rule of this file applies."""
+    replace_random(gm.graph)
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue
@@ -82,7 +54,7 @@ def canonicalise(gm: fx.GraphModule) -> None:
                 gm.graph.erase_node(node)
             continue
         rule = _RULES.get(node.target)
-        new = rule(node, _Editor(node)) if rule is not None else None
+        new = rule(node, Editor(node)) if rule is not None else None
         if new is not None:
             node.replace_all_uses_with(new)
             gm.graph.erase_node(node)
@@ -95,29 +67,81 @@ def _keeps(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output")
 
 
-def _identity(node: fx.Node, edit: _Editor) -> fx.Node | None:
+def _identity(node: fx.Node, edit: Editor) -> fx.Node | None:
     source = node.args[0]
     return source if isinstance(source, fx.Node) else None
 
 
-def _dropout(node: fx.Node, edit: _Editor) -> fx.Node | None:
+def _dropout(node: fx.Node, edit: Editor) -> fx.Node | None:
     source, p, train = node.args
     return source if isinstance(source, fx.Node) and (not train or p == 0) else None
 
 
-def _reshape(node: fx.Node, edit: _Editor) -> fx.Node:
-    """`view` promises no copy, which a sharded input may not keep; `reshape` gives the same values."""
+def _reshape(node: fx.Node, edit: Editor) -> fx.Node:
+    """`view` promises no copy, which a sharded input may not keep; `reshape` copies if it must."""
     return edit.call(aten.reshape.default, node.args[0], node.args[1])
 
 
-def _to_copy(node: fx.Node, edit: _Editor) -> fx.Node | None:
+def _to_copy(node: fx.Node, edit: Editor) -> fx.Node | None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     same = node.meta["val"].dtype == source.meta["val"].dtype
     return source if same and node.meta["val"].device == source.meta["val"].device else None
 
 
-def _cat(node: fx.Node, edit: _Editor) -> fx.Node | None:
+def _squeeze(node: fx.Node, edit: Editor) -> fx.Node:
+    """Drops dims whose size is the number 1; a symbolic one stays, also where it is 1 in a call."""
+    source: Any = node.args[0]
+    shape = source.meta["val"].shape
+    given: Any = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
+    dims: list[int] = [given] if isinstance(given, int) else given
+    fixed = [d % len(shape) for d in dims if isinstance(shape[d], int) and shape[d] == 1]
+    squeezed: fx.Node = edit.call(aten.squeeze.dims, source, fixed) if fixed else source
+    return squeezed
+
+
+def _batch_norm(node: fx.Node, edit: Editor) -> fx.Node:
+    """Eval batch norm -> (x - mean) / sqrt(var + eps) * weight + bias, channels in dim 1.
+
+    Elementwise it may be split along any dim; and the CPU kernel's strides are not those its fake
+    value has, which its neighbours' kernels rely on.
+    """
+    source: Any
+    source, weight, bias, mean, var, _, eps = node.args
+    shape = [-1] + [1] * (source.meta["val"].ndim - 2)
+    column = {
+        key: edit.call(aten.reshape.default, value, shape)
+        for key, value in (("mean", mean), ("var", var), ("weight", weight), ("bias", bias))
+        if value is not None
+    }
+    inverse = edit.call(aten.rsqrt.default, edit.call(aten.add.Scalar, column["var"], eps))
+    out = edit.call(aten.mul.Tensor, edit.call(aten.sub.Tensor, source, column["mean"]), inverse)
+    if weight is not None:
+        out = edit.call(aten.mul.Tensor, out, column["weight"])
+    if bias is not None:
+        out = edit.call(aten.add.Tensor, out, column["bias"])
+    for user in list(node.users):
+        assert user.args[1] == 0, "the saved statistics of batch norm are not for users"
+        user.replace_all_uses_with(out)
+        edit.graph.erase_node(user)
+    return out
+
+
+def _copy(node: fx.Node, edit: Editor) -> fx.Node:
+    """What a write into a slice leaves: the source in the target's dtype and shape."""
+    target, source = node.args[:2]
+    assert isinstance(target, fx.Node)
+    assert isinstance(source, fx.Node)
+    have, want = source.meta["val"], node.meta["val"]
+    if have.dtype != want.dtype:
+        source = edit.call(aten._to_copy.default, source, dtype=want.dtype)
+    if have.shape != want.shape:
+        sizes = edit.shape(target)
+        source = edit.call(aten.expand.default, source, sizes)
+    return source
+
+
+def _cat(node: fx.Node, edit: Editor) -> fx.Node | None:
     """Drops parts without elements, such as the empty cache a library concatenates its keys to."""
     parts: Any = node.args[0]
     kept = [p for p in parts if not _is_empty(p.meta["val"])]
@@ -130,7 +154,7 @@ def _is_empty(value: Tensor) -> bool:
     return any(isinstance(size, int) and size == 0 for size in value.shape)
 
 
-def _split(node: fx.Node, edit: _Editor) -> fx.Node | None:
+def _split(node: fx.Node, edit: Editor) -> fx.Node | None:
     """`getitem(split(x), i)` -> `slice(x)`; the split itself becomes dead."""
     source: Any = node.args[0]
     dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
@@ -151,17 +175,17 @@ def _split(node: fx.Node, edit: _Editor) -> fx.Node | None:
     return source  # no user is left; the caller erases the node
 
 
-def _unbind(node: fx.Node, edit: _Editor) -> fx.Node:
+def _unbind(node: fx.Node, edit: Editor) -> fx.Node:
     source: Any = node.args[0]
     dim: Any = node.args[1] if len(node.args) > 1 else 0
     for user in list(node.users):
         piece = edit.call(aten.select.int, source, dim, user.args[1])
         user.replace_all_uses_with(piece)
         edit.graph.erase_node(user)
-    return source  # type: ignore[no-any-return]
+    return source
 
 
-def _count(edit: _Editor, sizes: list[Any]) -> Any:
+def _count(edit: Editor, sizes: list[Any]) -> Any:
     """Product of sizes, a Python number or a node."""
     count: Any = 1
     for size in sizes:
@@ -175,17 +199,7 @@ def _count(edit: _Editor, sizes: list[Any]) -> Any:
     return count
 
 
-def _sizes(edit: _Editor, source: fx.Node, dims: list[int]) -> list[Any]:
-    shape = source.meta["val"].shape
-    return [
-        shape[d]
-        if isinstance(shape[d], int)
-        else edit.call(aten.sym_size.int, source, d)
-        for d in dims
-    ]
-
-
-def _mean(node: fx.Node, edit: _Editor) -> fx.Node | None:
+def _mean(node: fx.Node, edit: Editor) -> fx.Node | None:
     """A mean over symbolic dims is a sum over their global count; over fixed dims it stays."""
     source: Any = node.args[0]
     value = source.meta["val"]
@@ -199,10 +213,10 @@ def _mean(node: fx.Node, edit: _Editor) -> fx.Node | None:
     dtype = node.kwargs.get("dtype")
     extra = {"dtype": dtype} if dtype is not None else {}
     total = edit.call(aten.sum.dim_IntList, source, dims, keepdim, **extra)
-    return edit.call(aten.div.Tensor, total, _count(edit, _sizes(edit, source, dims)))
+    return edit.call(aten.div.Tensor, total, _count(edit, edit.sizes(source, dims)))
 
 
-def _elementwise_loss(node: fx.Node, edit: _Editor) -> fx.Node | None:
+def _elementwise_loss(node: fx.Node, edit: Editor) -> fx.Node | None:
     position = ELEMENTWISE_LOSSES[node.target]  # type: ignore[index]
     args = list(node.args)
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -220,11 +234,11 @@ def _elementwise_loss(node: fx.Node, edit: _Editor) -> fx.Node | None:
     total = edit.call(aten.sum.dim_IntList, each, dims)
     if reduction == SUM:
         return total
-    return edit.call(aten.div.Tensor, total, _count(edit, _sizes(edit, each, dims)))
+    return edit.call(aten.div.Tensor, total, _count(edit, edit.sizes(each, dims)))
 
 
-def _cross_entropy(node: fx.Node, edit: _Editor) -> fx.Node | None:
-    """mean or sum -> one loss a row, then the reduction of exactly these rows in the op's own order.
+def _cross_entropy(node: fx.Node, edit: Editor) -> fx.Node | None:
+    """Mean or sum -> one loss a row, then the reduction of these rows in the op's own order.
 
     The rows are what may be sharded; the reduction of one number a row is not, so that the loss is
     the plain model's to the last bit even where a library computes it in float32.
@@ -235,7 +249,8 @@ def _cross_entropy(node: fx.Node, edit: _Editor) -> fx.Node | None:
         node.args[i] if i < len(node.args) else node.kwargs.get(names[i], defaults[i])
         for i in range(6)
     ]
-    assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
+    assert isinstance(logits, fx.Node)
+    assert isinstance(target, fx.Node)
     labels = target.meta["val"]
     if reduction == 0 or weight is not None or labels.is_floating_point() or smoothing:
         return None
@@ -245,10 +260,10 @@ def _cross_entropy(node: fx.Node, edit: _Editor) -> fx.Node | None:
     flat_rows = edit.call(aten.reshape.default, edit.call(aten.neg.default, rows), [-1, 1])
     flat_target = edit.call(aten.reshape.default, target, [-1])
     kept = edit.call(aten.ne.Scalar, flat_target, ignore_index)
-    row_target = edit.call(aten.where.ScalarOther, kept, edit.call(aten.zeros_like.default, flat_target), ignore_index)
-    return edit.call(
-        aten.nll_loss_nd.default, flat_rows, row_target, None, reduction, ignore_index
+    row_target = edit.call(
+        aten.where.ScalarOther, kept, edit.call(aten.zeros_like.default, flat_target), ignore_index
     )
+    return edit.call(aten.nll_loss_nd.default, flat_rows, row_target, None, reduction, ignore_index)
 
 
 _DROPPED = {
@@ -258,7 +273,7 @@ _DROPPED = {
     aten.sym_constrain_range_for_size.default,
 }
 
-_RULES: dict[Any, Callable[[fx.Node, _Editor], fx.Node | None]] = {
+_RULES: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.alias.default: _identity,
     aten.lift_fresh_copy.default: _identity,
     aten.clone.default: _identity,
@@ -267,11 +282,16 @@ _RULES: dict[Any, Callable[[fx.Node, _Editor], fx.Node | None]] = {
     aten.view.default: _reshape,
     aten._unsafe_view.default: _reshape,
     aten._to_copy.default: _to_copy,
+    aten.copy.default: _copy,
     aten.cat.default: _cat,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.chunk.default: _split,
     aten.unbind.int: _unbind,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.cross_entropy_loss.default: _cross_entropy,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import operator
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -44,14 +45,14 @@ def find_loss(output: Any) -> Tensor:
     """Returns the scalar loss in what a model's forward returned.
 
     Args:
-        output: a floating scalar tensor; or a mapping or dataclass with a `loss`; or a sequence whose
-            first floating scalar is the loss.
+        output: a floating scalar tensor; or a mapping or dataclass with a `loss`; or a sequence
+            whose first floating scalar is the loss.
 
     Raises:
         TraceError: there is none.
     """
     if isinstance(output, Tensor):
-        candidates = [output]
+        candidates: list[Any] = [output]
     elif isinstance(output, Mapping):
         candidates = [output["loss"]] if "loss" in output else []
     elif dataclasses.is_dataclass(output) or hasattr(output, "loss"):
@@ -114,17 +115,40 @@ def _export(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-            return exported.run_decompositions({})
+            _detach_without_grad(exported.graph_module)
+            functional: ExportedProgram = exported.run_decompositions({})
+            return functional
     except TraceError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
 
 
+def _detach_without_grad(gm: fx.GraphModule) -> None:
+    """Detaches what a `torch.no_grad()` block of forward makes.
+
+    The block is a nested graph; functionalising inlines it and forgets that no gradient flows out.
+    """
+    for node in list(gm.graph.nodes):
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
+            continue
+        for item in [u for u in node.users if u.target is operator.getitem]:
+            value = item.meta.get("val")
+            if isinstance(value, Tensor) and value.is_floating_point():
+                with gm.graph.inserting_after(item):
+                    held = gm.graph.call_function(torch.ops.aten.detach.default, (item,))
+                held.meta = dict(item.meta)
+                for user in [u for u in item.users if u is not held]:
+                    user.replace_input_with(item, held)
+    gm.recompile()
+
+
 def _explain(error: Exception) -> str:
     """Returns what torch said, the user's own source line, and what to do."""
     text = str(error)
-    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    reason = next(
+        (line.strip() for line in text.splitlines() if line.strip()), type(error).__name__
+    )
     ours = [f for f in traceback.extract_tb(error.__traceback__) if _is_user_code(f.filename)]
     where = f" at {ours[-1].filename}:{ours[-1].lineno}: `{ours[-1].line}`" if ours else ""
     kind = type(error).__name__
@@ -132,7 +156,9 @@ def _explain(error: Exception) -> str:
         fixes = [line.strip() for line in text.splitlines() if " = Dim(" in line or " = " in line]
         reason += "; torch suggests " + "; ".join(fixes[:4]) if fixes else ""
         hint = "keep every bucket within that limit, or change the model's limit on this dim"
-    elif any(s in text + kind for s in ("DataDependent", "data-dependent", "unbacked", "GuardOnData")):
+    elif any(
+        s in text + kind for s in ("DataDependent", "data-dependent", "unbacked", "GuardOnData")
+    ):
         hint = (
             "control flow that depends on a tensor's values cannot be captured: rewrite it with "
             "torch.where / masking, or move it out of forward"
@@ -140,7 +166,9 @@ def _explain(error: Exception) -> str:
     elif isinstance(error, TypeError) and "argument" in text:
         hint = "make the buckets' inputs match forward's keyword arguments"
     else:
-        hint = "make forward exportable: `torch.export.export(model, ..., strict=False)` must succeed"
+        hint = (
+            "make forward exportable: `torch.export.export(model, ..., strict=False)` must succeed"
+        )
     return f"the model cannot be captured: {kind}: {reason}{where}; {hint}"
 
 
@@ -257,7 +285,10 @@ def _flows(
         return False
     if node.target is torch.ops.aten.detach.default:
         return False
-    return any(i.name in info and info[i.name].requires_grad for i in node.all_input_nodes)
+    sources = node.all_input_nodes
+    if node.target is operator.getitem:  # of an op that returns several tensors
+        sources = sources[0].all_input_nodes
+    return any(i.name in info and info[i.name].requires_grad for i in sources)
 
 
 def _size(
@@ -275,9 +306,7 @@ def _size(
     return cache[expr]
 
 
-def _assert_all_named(
-    info: Mapping[str, TensorInfo], symbols: Mapping[str, sympy.Symbol]
-) -> None:
+def _assert_all_named(info: Mapping[str, TensorInfo], symbols: Mapping[str, sympy.Symbol]) -> None:
     ours = set(symbols.values())
     for name, tensor in info.items():
         for size in tensor.shape:

@@ -1,0 +1,57 @@
+"""Inserts calls into a captured graph, each with its fake value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+
+class Editor:
+    """Inserts calls before a node and gives each its fake value."""
+
+    def __init__(self, node: fx.Node) -> None:
+        """Insert before this node."""
+        self.node = node
+        self.graph = node.graph
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Returns a new call, with the value it has for the arguments' fake values."""
+        with self.graph.inserting_before(self.node):
+            new = self.graph.call_function(target, args, kwargs)
+        values = tree_map(_value, (args, kwargs))
+        graph_values = [n.meta.get("val") for n in self.graph.find_nodes(op="placeholder")]
+        mode = detect_fake_mode([v for v in graph_values if isinstance(v, Tensor)])
+        with enable_python_dispatcher():
+            if mode is None:
+                new.meta["val"] = target(*values[0], **values[1])
+            else:
+                with mode:
+                    new.meta["val"] = target(*values[0], **values[1])
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in self.node.meta:
+                new.meta[key] = self.node.meta[key]
+        return new
+
+    def sizes(self, source: fx.Node, dims: list[int]) -> list[Any]:
+        """Returns the sizes of some dims: numbers, or calls that read them."""
+        shape = source.meta["val"].shape
+        return [
+            shape[d] if isinstance(shape[d], int) else self.call(aten.sym_size.int, source, d)
+            for d in dims
+        ]
+
+    def shape(self, source: fx.Node) -> list[Any]:
+        """Returns the sizes of all dims."""
+        return self.sizes(source, list(range(source.meta["val"].ndim)))
+
+
+def _value(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
