@@ -189,13 +189,13 @@ def _fixed(work: Workload, degree: int, setting: int) -> Draft | None:
 
 def _balanced(work: Workload, degree: int, setting: int) -> Draft | None:
     """Longest first into the least loaded of the fewest groups; None if memory does not allow."""
+    if not np.isfinite(work.seconds[setting, degree]).all():
+        return None
     ranks = int(work.degrees[degree])
     side_by_side = work.ranks // ranks
     capacity = float(work.capacities[setting, degree])
     steps = max(1, math.ceil(float(work.weights @ work.counts) / (capacity * side_by_side)))
     weights = work.weights.tolist()
-    if not np.isfinite(work.seconds[setting, degree]).all():
-        return None
     draft = Draft()
     heap = []
     for step in range(steps):

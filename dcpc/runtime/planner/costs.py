@@ -174,8 +174,11 @@ class LinearCost:
 
     def group_s(self, keys: Sequence[int], degree: int, setting: int) -> float:
         """Seconds of a group for these lengths, `fixed_s` left out."""
-        table_s = self.seconds(np.array(keys, dtype=np.int64))
-        return float(table_s[setting, self.degrees.index(degree)].sum())
+        factor = self.recompute[setting].compute_factor
+        square = sum(key * key for key in keys)
+        compute_s = self.quadratic_s * square + self.linear_s * sum(keys)
+        comm_s = self.comm_bytes / self.bandwidth(degree) * sum(keys)
+        return (factor * compute_s + comm_s) / degree
 
     def runs(self, keys: Sequence[int], degree: int, setting: int) -> tuple[Run, ...]:
         """One run: the sequences are packed."""

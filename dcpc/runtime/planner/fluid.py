@@ -116,6 +116,8 @@ def losses(model: Fluid, loads_s: FloatArray) -> Losses:
     rows = np.arange(len(model.stacks))[:, None]
     for i in range(work.seconds.shape[0]):
         seconds = model.seconds[:, i]
+        if not np.isfinite(seconds).any():
+            continue
         least = np.minimum.accumulate(seconds, axis=1)[:, ::-1]
         index = np.stack([last + 1 - np.searchsorted(x, loads_s, side="right") for x in least])
         fits = index <= last
@@ -123,8 +125,10 @@ def losses(model: Fluid, loads_s: FloatArray) -> Losses:
         spare_s = loads_s - seconds[rows, at]
         held = work.capacities[i, at] - model.weights[:, None]
         held = held / model.density if model.density > 0 else np.full(shape, np.inf)
-        left = np.minimum(spare_s / model.pace[i, at], held)
-        this = np.where(fits, work.degrees[at] * absorbed - np.where(fits, left, 0.0), np.inf)
+        pace = model.pace[i, at]
+        spare = np.where(fits, spare_s, 0.0) / np.where(np.isfinite(pace), pace, np.inf)
+        left = np.minimum(spare, held)
+        this = np.where(fits, work.degrees[at] * absorbed - left, np.inf)
         better = this < loss
         loss = np.where(better, this, loss)
         degree = np.where(better, at, degree)

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .costs import FloatArray
+from .costs import FloatArray, IntArray
 from .pack import Draft
 from .ranks import FreeRanks
 from .workload import Workload
 
-TINY = 6  # sequences: all 877 set partitions of all subsets are tried
+TINY = 7  # sequences: all 4,140 set partitions of all subsets are tried
 RETRIES = 6  # further loads at which to look for an arrangement inside nodes
 
 
@@ -146,9 +146,10 @@ def _group_seconds(work: Workload, groups: Sequence[Sequence[int]]) -> FloatArra
     return np.ascontiguousarray(np.moveaxis(seconds, 2, 0))
 
 
-def _first(least: FloatArray, load_s: float) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _first(least: FloatArray, load_s: float) -> IntArray:
     """The smallest degree (index) of each group that ends by `load_s`."""
-    return (least <= load_s).argmax(axis=1).astype(np.int64)
+    index: IntArray = (least <= load_s).argmax(axis=1)
+    return index
 
 
 def _arrange(work: Workload, degrees: list[int]) -> list[int] | None:

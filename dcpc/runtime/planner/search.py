@@ -11,11 +11,13 @@ from .fluid import Fluid, Stack, fluid
 from .levels import Candidate, grid, search_levels
 from .pack import Draft, Packer
 from .plan import BatchPlan
+from .polish import polish
 from .resize import exact, partitions, resize
-from .workload import Workload, tabulate
+from .workload import Workload, only, tabulate
 
 MAX_STACKED = 4
 SMALL = 128  # sequences
+FEW_SETTINGS = 3  # so many are also tried one by one
 SHRINK = (0.97, 0.99, 0.995, 0.94, 1.0)
 
 
@@ -27,11 +29,13 @@ class Effort:
         packings: how many sequences may be packed in all, times over.
         patterns: candidates to pack.
         more_steps: micro-steps beyond the fewest that memory allows.
+        exchanges: of sequences between two groups; fewer in batches of more than 512.
     """
 
     packings: int = 40_000
     patterns: int = 16
     more_steps: int = 3
+    exchanges: int = 400
 
 
 def plan_batch(keys: Sequence[int], cost: GroupCost, effort: Effort | None = None) -> BatchPlan:
@@ -47,12 +51,22 @@ def plan_batch(keys: Sequence[int], cost: GroupCost, effort: Effort | None = Non
     """
     effort = effort or Effort()
     work = tabulate(keys, cost)
-    draft = exact(work)
-    if draft is None:
-        draft = resize(work, refine(work, propose(work, effort), effort))
-        for other in _simple_drafts(work):
-            draft = min(draft, resize(work, other), key=lambda d: d.seconds_s(work))
+    draft = exact(work) or _search(work, effort)
+    if 1 < len(cost.settings) <= FEW_SETTINGS:  # a free choice is never worse than a fixed one
+        alone = (only(work, setting) for setting in range(len(cost.settings)))
+        drafts = [draft, *(_search(one, effort) for one in alone if one is not None)]
+        draft = min(drafts, key=lambda d: d.seconds_s(work))
     return finish(work, draft, lower_bound(work))
+
+
+def _search(work: Workload, effort: Effort) -> Draft:
+    """The draft that fluid search, packing and improvement reach."""
+    draft = refine(work, propose(work, effort), effort)
+    polish(work, draft, effort.exchanges * 512 // max(512, int(work.counts.sum())))
+    draft = resize(work, draft)
+    for other in _simple_drafts(work):
+        draft = min(draft, resize(work, other), key=lambda d: d.seconds_s(work))
+    return draft
 
 
 def propose(work: Workload, effort: Effort) -> list[tuple[Candidate, Fluid]]:
@@ -78,7 +92,7 @@ def propose(work: Workload, effort: Effort) -> list[tuple[Candidate, Fluid]]:
 
 def refine(work: Workload, found: list[tuple[Candidate, Fluid]], effort: Effort) -> Draft:
     """Packs the best candidates and tightens the best of them."""
-    budget = max(6, effort.packings // int(work.counts.sum()))
+    budget = max(10, effort.packings // int(work.counts.sum()))
     packed: list[tuple[float, int, Draft, Packer]] = []
     packers: dict[int, Packer] = {}
     half = budget // 2

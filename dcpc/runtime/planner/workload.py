@@ -1,7 +1,7 @@
 """A global batch as numbers: its sequences by kind, with what each kind costs at every degree."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,6 +51,18 @@ class Workload:
         """Micro-steps that memory alone forces."""
         total = float(self.weights @ self.counts)
         return max(1, int(np.ceil(total / (self.rank_capacity * self.ranks) - 1e-12)))
+
+
+def only(work: Workload, setting: int) -> Workload | None:
+    """Returns the batch with one setting alone; None if some sequence then fits nowhere."""
+    others = np.arange(work.seconds.shape[0]) != setting
+    seconds, capacities = work.seconds.copy(), work.capacities.copy()
+    seconds[others] = np.inf
+    capacities[others] = 0.0
+    area = (seconds[setting] * work.degrees[:, None]).min(axis=0)
+    if not np.isfinite(area).all():
+        return None
+    return replace(work, seconds=seconds, capacities=capacities, area=area)
 
 
 def tabulate(keys: Sequence[int], cost: GroupCost) -> Workload:
