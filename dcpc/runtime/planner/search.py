@@ -17,6 +17,7 @@ from .workload import Workload, only, tabulate
 
 MAX_STACKED = 4
 SMALL = 128  # sequences
+SHARES = (0.3, 0.15, 0.1)  # of all packings, to tighten the best, the second, the third
 FEW_SETTINGS = 3  # so many are also tried one by one
 SHRINK = (0.97, 0.99, 0.995, 0.94, 1.0)
 
@@ -61,9 +62,7 @@ def plan_batch(keys: Sequence[int], cost: GroupCost, effort: Effort | None = Non
 
 def _search(work: Workload, effort: Effort) -> Draft:
     """The draft that fluid search, packing and improvement reach."""
-    draft = refine(work, propose(work, effort), effort)
-    polish(work, draft, effort.exchanges * 512 // max(512, int(work.counts.sum())))
-    draft = resize(work, draft)
+    draft = resize(work, refine(work, propose(work, effort), effort))
     for other in _simple_drafts(work):
         draft = min(draft, resize(work, other), key=lambda d: d.seconds_s(work))
     return draft
@@ -109,12 +108,12 @@ def refine(work: Workload, found: list[tuple[Candidate, Fluid]], effort: Effort)
         draft, _ = packer.pack(loads_s)
         packed.append((draft.seconds_s(work), 0, draft, packer))
     packed.sort(key=lambda entry: entry[:2])
-    best_s, best = packed[0][0], packed[0][2]
-    for (_, _, draft, packer), tries in zip(packed, (budget // 3, budget // 6), strict=False):
-        tight = tighten(packer, draft, tries)
-        if tight.seconds_s(work) < best_s - 1e-12:
-            best_s, best = tight.seconds_s(work), tight
-    return best
+    exchanges = effort.exchanges * 512 // max(512, int(work.counts.sum()))
+    tight = [entry[2] for entry in packed[:1]]
+    for (_, _, draft, packer), share in zip(packed, SHARES, strict=False):
+        tight.append(tighten(packer, draft, int(budget * share)))
+        polish(work, tight[-1], exchanges)
+    return min(tight, key=lambda draft: draft.seconds_s(work))
 
 
 def tighten(packer: Packer, draft: Draft, tries: int) -> Draft:
