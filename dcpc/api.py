@@ -1,4 +1,4 @@
-"""`compile`: the phases in order."""
+"""`compile`: the phases in order; `plan`: as far as they go without running anything."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import nn
 
 from dcpc.buckets import Buckets
 from dcpc.codegen.backends import decompositions
-from dcpc.compiled import CompiledModel, tensors_of
+from dcpc.compiled import CompiledModel, Held
 from dcpc.errors import PlanError
 from dcpc.passes.rules import warn_replicated
 from dcpc.passes.sharding import analyse
-from dcpc.planning import Request, check_forced, plan_buckets, plans_text
+from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_text
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from dcpc.symbolic_profile import Device, detect, find
@@ -23,7 +23,7 @@ from dcpc.variants import Variants
 ADAM_STATES = 2
 
 
-def compile(  # noqa: A001 - the name users expect, as torch.compile
+def compile(
     model: nn.Module,
     buckets: Buckets,
     *,
@@ -53,8 +53,8 @@ def compile(  # noqa: A001 - the name users expect, as torch.compile
         buckets: input specs and the shapes to compile for.
         group: ranks to use; default: the initialised process group, or one rank alone.
         memory: bytes a rank may use; default: what the device has.
-        device: what costs are predicted for: "auto", a name of `dcpc.symbolic_profile.DEVICES`, or a
-            `Device`.
+        device: what costs are predicted for: "auto", a name of `dcpc.symbolic_profile.DEVICES`, or
+            a `Device`.
         sp: "auto", or a degree of sequence parallelism for every bucket.
         recompute: "auto" (as little as fits), "none" or "all".
         backend: "inductor" or "eager".
@@ -66,23 +66,76 @@ def compile(  # noqa: A001 - the name users expect, as torch.compile
         PlanError: a bucket fits with no setting, or a forced value is impossible.
         GroupError: ranks of the group made different plans.
     """
-    decompositions(backend)  # refuses an unknown backend before minutes of work
     groups = Groups.default(group=group, device=_device_of(model))
-    degrees = check_forced(sp, recompute, groups.world)
+    planned = plan(
+        model,
+        buckets,
+        world=groups.world,
+        memory=memory,
+        device=device,
+        sp=sp,
+        recompute=recompute,
+        backend=backend,
+        optimizer_bytes=optimizer_bytes,
+    )
+    decisions = f"{planned.program.graph_hash} {plans_text(planned.plans)}"
+    agree(groups, groups.world, "plan", decisions)
+    held = Held(planned.program, model)
+    return CompiledModel(model, buckets, planned, groups, held, base_seed=_shared_seed(groups))
+
+
+def plan(
+    model: nn.Module,
+    buckets: Buckets,
+    *,
+    world: int = 1,
+    memory: int | float | None = None,
+    device: str | Device = "auto",
+    sp: int | str = "auto",
+    recompute: str = "auto",
+    backend: str = "inductor",
+    optimizer_bytes: int | None = None,
+) -> Planned:
+    """Returns the plan of every bucket for `world` ranks, from one process and no process group.
+
+    Args:
+        model: as for `compile`; its parameters' values are not read.
+        buckets: as for `compile`.
+        world: number of ranks to plan for.
+        memory: bytes a rank may use; default: what the device has, shared by all ranks if it is the
+            CPU.
+        device: as for `compile`, and so are the others.
+        sp: "auto" or a degree.
+        recompute: "auto", "none" or "all".
+        backend: "inductor" or "eager".
+        optimizer_bytes: what the optimizer keeps on a rank.
+
+    Raises:
+        TraceError: the model cannot be captured.
+        PlanError: a bucket fits with no setting, or a forced value is impossible.
+    """
+    decompositions(backend)  # refuses an unknown backend before minutes of work
+    degrees = check_forced(sp, recompute, world)
     target = _target(device)
+    memory_bytes = _memory_bytes(memory, target, world)
     program = trace(model, buckets)
     sharding = analyse(program)
-    if groups.world > 1:
+    if world > 1:
         warn_replicated(sharding.replicated)
-    variants = Variants(
-        program, sharding, target, backend, lambda: tensors_of(program, model)
-    )
+    variants = Variants(program, sharding, target, backend, Held(program, model))
     resident = _resident_bytes(model, optimizer_bytes)
-    memory_bytes = _memory_bytes(memory, target, groups)
-    request = Request(degrees, recompute, memory_bytes, resident, groups.world)
+    request = Request(degrees, recompute, memory_bytes, resident, world)
     plans, tables = plan_buckets(variants, buckets, request)
-    agree(groups, groups.world, "plan", f"{program.graph_hash} {plans_text(plans)}")
-    return CompiledModel(model, buckets, program, variants, plans, tables, groups, memory_bytes)
+    return Planned(program, variants, plans, tables, memory_bytes)
+
+
+def _shared_seed(groups: Groups) -> int:
+    """Returns rank 0's `torch.initial_seed()`: what `torch.manual_seed` fixed before compiling."""
+    seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
+    pg = groups.control(groups.world)
+    if pg is not None:
+        dist.broadcast(seed, group=pg, group_src=0)
+    return int(seed)
 
 
 def _device_of(model: nn.Module) -> torch.device | None:
@@ -105,9 +158,9 @@ def _resident_bytes(model: nn.Module, optimizer_bytes: int | None) -> int:
     return fixed + trainable + states
 
 
-def _memory_bytes(memory: int | float | None, device: Device, groups: Groups) -> int:
+def _memory_bytes(memory: int | float | None, device: Device, world: int) -> int:
     if memory is None:
-        share = groups.world if groups.device.type == "cpu" else 1
+        share = world if device.name == "cpu" else 1
         return device.memory_bytes // share
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
         raise PlanError(

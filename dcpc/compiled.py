@@ -6,21 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
-from dcpc.codegen import bind_group, wire_log
-from dcpc.errors import BucketError, DispatchError
-from dcpc.ir import BucketPlan, Placement, Profile, Program
-from dcpc.passes.choose import Row
+from dcpc.codegen import Variant, bind_group, wire_log
+from dcpc.errors import DispatchError
+from dcpc.ir import Placement, Profile, Program
+from dcpc.planning import Planned
+from dcpc.random_ops import mix
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.loader import Step
 from dcpc.runtime.step import StepResult, reduce_gradients, train_step
-from dcpc.source import variant_source
-from dcpc.symbolic_profile import ReportRow, render_report
-from dcpc.variants import Prediction, Variants, group_name
+from dcpc.trace import trace
+from dcpc.variants import Prediction, group_name
 
 
 @dataclass(slots=True)
@@ -56,27 +55,30 @@ class CompiledModel(nn.Module):
         self,
         model: nn.Module,
         buckets: Buckets,
-        program: Program,
-        variants: Variants,
-        plans: Mapping[Bucket, BucketPlan],
-        tables: Mapping[Bucket, tuple[Row, ...]],
+        planned: Planned,
         groups: Groups,
-        memory_bytes: int,
+        held: Held,
+        base_seed: int,
     ) -> None:
         """Wraps what `dcpc.compile` made; users call that."""
         super().__init__()
         self.model = model
         self.buckets = buckets
-        self.program = program
-        self.variants = variants
-        self.plans = dict(plans)
-        self.tables = dict(tables)
+        self.planned = planned
+        self.program = planned.program
+        self.variants = planned.variants
+        self.plans = dict(planned.plans)
+        self.tables = dict(planned.tables)
         self.groups = groups
-        self.memory_bytes = memory_bytes
+        self.memory_bytes = planned.memory_bytes
         self.training = model.training
-        self._traced_training = model.training
+        self._modes = {model.training}
         self._stats = Stats()
         self._calls = 0
+        self._held = held
+        self._base_seed = base_seed
+        self._draws: dict[int, int] = {}
+        self._dispatch: dict[tuple[Bucket, int], tuple[Variant, tuple[int, ...]]] = {}
         for sp in groups.degrees:
             pg = groups.of(sp)
             if pg is not None:
@@ -101,15 +103,16 @@ class CompiledModel(nn.Module):
         sp = self.plans[bucket].sp
         if sp > 1:
             self._calls += 1
-            what = f"{bucket} with batch {sizes.get(BATCH, 1)}, call {self._calls}, {self.plans[bucket]}"
+            batch = sizes.get(BATCH, 1)
+            what = f"{bucket} with batch {batch}, call {self._calls}, {self.plans[bucket]}"
             agree(self.groups, sp, "bucket", what)
         return self._run(bucket, sizes, inputs)
 
     def train_step(self, step: Step) -> StepResult:
         """Runs all micro-batches of a planned step and sums the gradients over the ranks.
 
-        The gradient is that of the weighted mean loss of the whole global batch, as one device would
-        compute it. Collective over all ranks.
+        The gradient is that of the weighted mean loss of the whole global batch, as one device
+        would compute it. Collective over all ranks.
 
         Args:
             step: from `dcpc.DataLoader`.
@@ -131,33 +134,22 @@ class CompiledModel(nn.Module):
         return result
 
     def reduce_gradients(self) -> None:
-        """Sums every parameter's gradient over all ranks; alone: nothing. Once per optimizer step."""
+        """Sums every parameter's gradient over all ranks, once an optimizer step; alone: nothing."""
         reduce_gradients(self.model.parameters(), self.groups)
 
     # ---------------------------------------------------------------------------------- looking in
 
     def report(self) -> str:
         """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why."""
-        rows = []
-        for bucket, plan in self.plans.items():
-            sizes = {**bucket.sizes, BATCH: plan.micro_batch}
-            placement = self.variants.placement(sizes, plan.sp)
-            profile = self.variants.profile(placement, plan.recompute)
-            rows.append(ReportRow(plan, profile, self.variants.local_sizes(placement, sizes)))
-        return render_report(rows)
+        return self.planned.report()
 
     def source(self, bucket: Bucket | Mapping[str, int]) -> str:
         """Returns the forward and backward that run for a bucket as Python a person can read."""
-        bucket = self._bucket(bucket)
-        plan = self.plans[bucket]
-        placement = self._planned_placement(bucket)
-        parts = self.variants.partition(placement, plan.recompute)
-        return variant_source(parts, plan, placement)
+        return self.planned.source(self._bucket(bucket))
 
     def profile(self, bucket: Bucket | Mapping[str, int]) -> Profile:
         """Returns a bucket's costs as expressions of the dims."""
-        bucket = self._bucket(bucket)
-        return self.variants.profile(self._planned_placement(bucket), self.plans[bucket].recompute)
+        return self.planned.profile(self._bucket(bucket))
 
     def predict(self, bucket: Bucket | Mapping[str, int], batch: int | None = None) -> Prediction:
         """Returns a bucket's predicted costs on the fullest rank.
@@ -177,7 +169,8 @@ class CompiledModel(nn.Module):
         self._stats.wire_bytes = wire_log.total_bytes()
         return self._stats
 
-    # ------------------------------------------------------------------------- the model's own state
+    # ------------------------------------------------------------------------- the model's own
+    # state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's own state, as without dcpc."""
@@ -206,7 +199,9 @@ class CompiledModel(nn.Module):
             )
         twice = [n for n in names[: len(args)] if n in inputs]
         if twice:
-            raise DispatchError(f"got input {twice[0]} twice; expected it once; pass it by name only")
+            raise DispatchError(
+                f"got input {twice[0]} twice; expected it once; pass it by name only"
+            )
         return {**dict(zip(names, args, strict=False)), **inputs}
 
     def _match(self, inputs: Mapping[str, Tensor]) -> tuple[Bucket, dict[str, int]]:
@@ -219,27 +214,45 @@ class CompiledModel(nn.Module):
         shapes = {n: tuple(t.shape) for n, t in inputs.items()}
         return self.buckets.match(shapes, {n: t.dtype for n, t in inputs.items()})
 
-    def _run(self, bucket: Bucket, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]) -> Tensor:
+    def _run(
+        self, bucket: Bucket, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
+    ) -> Tensor:
         self._check_mode()
-        plan = self.plans[bucket]
-        placement = self._placement(bucket, sizes)
-        rank = self.groups.rank % plan.sp
-        variant, integers = self.variants.variant(placement, plan.recompute, sizes, rank)
-        held = tensors_of(self.program, self.model)
-        named = {**held, **{p: inputs[n] for p, n in self.program.inputs.items()}}
-        self._stats.calls[bucket] = self._stats.calls.get(bucket, 0) + 1
-        samples = self._stats.samples.get(bucket, 0)
-        self._stats.samples[bucket] = samples + sizes.get(BATCH, 1)
-        return variant([named[p] for p in variant.placeholders], integers)
+        batch = sizes.get(BATCH, 1)
+        key = (bucket, batch)
+        if key not in self._dispatch:
+            plan = self.plans[bucket]
+            placement = self._placement(bucket, sizes)
+            rank = self.groups.rank % plan.sp
+            self._dispatch[key] = self.variants.variant(placement, plan.recompute, sizes, rank)
+        variant, integers = self._dispatch[key]
+        named = {**self._held(), **{p: inputs[n] for p, n in self.program.inputs.items()}}
+        stats = self._stats
+        stats.calls[bucket] = stats.calls.get(bucket, 0) + 1
+        stats.samples[bucket] = stats.samples.get(bucket, 0) + batch
+        tensors = [named[p] for p in variant.placeholders]
+        return variant(tensors, integers, self._seed(variant.sp) if variant.draws else 0)
+
+    def _seed(self, sp: int) -> int:
+        """Returns the seed of the next call at a degree, the same on every rank of its group.
+
+        The ranks of a group make the same calls at its degree, so counting them needs no message.
+        """
+        self._draws[sp] = self._draws.get(sp, 0) + 1
+        return mix(self._base_seed, sp, self.groups.ranks(sp)[0], self._draws[sp]) >> 1
 
     def _check_mode(self) -> None:
-        if self.model.training != self._traced_training and self.program.depends_on_mode:
+        """Refuses a train() or eval() that the graph was not captured in and that changes it."""
+        if self.model.training in self._modes:
+            return
+        if trace(self.model, self.buckets).graph_hash != self.program.graph_hash:
             modes = ("eval()", "train()")
             raise DispatchError(
-                f"the model was compiled in {modes[self._traced_training]} and is now in "
-                f"{modes[self.model.training]}, which its dropout or norms depend on; compile it once "
-                "for each mode"
+                f"the model was compiled in {modes[not self.model.training]} and is now in "
+                f"{modes[self.model.training]}, which its dropout or norms depend on; compile it "
+                "once for each mode"
             )
+        self._modes.add(self.model.training)
 
     def train(self, mode: bool = True) -> CompiledModel:
         """Sets the model's mode, as without dcpc."""
@@ -247,48 +260,44 @@ class CompiledModel(nn.Module):
         self.training = mode
         return self
 
-    def _planned_placement(self, bucket: Bucket) -> Placement:
-        plan = self.plans[bucket]
-        return self.variants.placement({**bucket.sizes, BATCH: plan.micro_batch}, plan.sp)
-
     def _placement(self, bucket: Bucket, sizes: Mapping[str, int]) -> Placement:
         """The planned placement; another one where it would leave ranks without samples."""
-        planned = self._planned_placement(bucket)
+        planned = self.planned.placement(bucket)
         if self.variants.sharded_batch_is_idle(planned, sizes):
             return self.variants.placement(sizes, planned.sp)
         return planned
 
     def _bucket(self, bucket: Bucket | Mapping[str, int]) -> Bucket:
-        if isinstance(bucket, Bucket) and bucket in self.plans:
-            return bucket
-        wanted = bucket.sizes if isinstance(bucket, Bucket) else dict(bucket)
-        key = tuple(sorted((n, s) for n, s in wanted.items() if n != BATCH))
-        for known in self.plans:
-            if known.shape_key == key:
-                return known
-        raise BucketError(
-            f"got bucket {wanted}; expected one of {', '.join(map(str, list(self.plans)[:8]))}; pass one "
-            "of compiled.buckets"
-        )
+        return self.planned.find(bucket.sizes if isinstance(bucket, Bucket) else bucket)
 
 
-def tensors_of(program: Program, model: nn.Module) -> dict[str, Tensor]:
-    """Returns placeholder name -> the model's tensor, or the constant of the trace.
+class Held:
+    """Finds the model's tensors by placeholder, at every call afresh: a parameter may be replaced.
+
+    Args:
+        program: the traced model.
+        model: the user's module.
 
     Raises:
-        DispatchError: the model lost a parameter since it was compiled.
+        DispatchError: the model lost a parameter since it was traced.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    held: dict[str, Tensor] = dict(program.constants)
-    for names, source in ((program.parameters, parameters), (program.buffers, buffers)):
-        for placeholder, name in names.items():
-            if name not in source:
+
+    def __init__(self, program: Program, model: nn.Module) -> None:
+        self._constants = dict(program.constants)
+        self._places: list[tuple[str, nn.Module, str]] = []
+        for placeholder, name in {**program.parameters, **program.buffers}.items():
+            owner, _, leaf = name.rpartition(".")
+            self._places.append((placeholder, model.get_submodule(owner), leaf))
+
+    def __call__(self) -> dict[str, Tensor]:
+        """Returns placeholder name -> parameter, buffer or constant."""
+        held = dict(self._constants)
+        for placeholder, module, leaf in self._places:
+            value = getattr(module, leaf, None)
+            if not isinstance(value, Tensor):
                 raise DispatchError(
-                    f"the model has no parameter or buffer '{name}' any more; expected the module that "
-                    "was compiled; compile it again after changing its structure"
+                    f"the model has no parameter or buffer '{leaf}' in {type(module).__name__} any "
+                    "more; expected the module that was compiled; compile it again"
                 )
-            held[placeholder] = source[name]
-    return held
-
-
+            held[placeholder] = value
+        return held

@@ -1,8 +1,8 @@
 """The frozen types that cross a phase border: the only thing two phases share.
 
 Data goes one way: `Program` (trace) -> `Placement`, `Recompute`, `Plan` (passes) -> `Partition` and
-`Profile` (codegen, symbolic_profile) -> a variant that runs (codegen, runtime). Decisions refer to nodes of
-the program's forward graph **by name** and never edit it.
+`Profile` (codegen, symbolic_profile) -> a variant that runs (codegen, runtime). Decisions refer to
+nodes of the program's forward graph **by name** and never edit it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class TensorInfo:
 class Program:
     """A model captured once: a functional forward graph from inputs to one scalar loss.
 
-    The graph module's placeholders are, in order: parameters, buffers and constants, inputs. It is read-only:
-    a later phase works on a copy.
+    The graph module's placeholders are, in order: parameters, buffers and constants, inputs. It is
+    read-only: a later phase works on a copy.
 
     Attributes:
         gm: the forward graph; its single output is the loss.
@@ -63,7 +63,6 @@ class Program:
         scalars: name of a node whose value is an integer size -> its expression.
         loss: name of the node whose value is the loss.
         hints: dim name -> the size it had in the trace.
-        depends_on_mode: whether train() and eval() give different graphs.
         graph_hash: identifies the graph; plans carry it.
     """
 
@@ -78,7 +77,6 @@ class Program:
     loss: str
     hints: Mapping[str, int]
     graph_hash: str
-    depends_on_mode: bool = False
 
 
 def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.Node]:
@@ -97,7 +95,8 @@ class Factor:
     Attributes:
         key: identity; factors that some op forces to be sharded alike have the same key.
         size: its global size.
-        parent: the factor (by key) whose split this one follows, for a slice of a sharded dim; -1: none.
+        parent: the factor (by key) whose split this one follows, for a slice of a sharded dim; -1:
+            none.
         shift: elements of the parent before this factor's first one.
     """
 
@@ -185,19 +184,19 @@ class Placement:
 class Partition:
     """The forward and backward graphs one rank runs, as plain ATen calls in execution order.
 
-    Both graphs free a value after its last use. Every node's `meta["val"]` is a FakeTensor (or SymInt) whose
-    sizes are expressions of torch's own symbols; `names` translates them.
+    Both graphs free a value after its last use. Every node's `meta["val"]` is a FakeTensor (or
+    SymInt) whose sizes are expressions of torch's own symbols; `names` translates them.
 
     Attributes:
-        forward: placeholders: parameters, buffers and constants, inputs, integers; outputs: the loss,
-            then the values saved for backward.
+        forward: placeholders: parameters, buffers and constants, inputs, integers; outputs: the
+            loss, then the values saved for backward.
         backward: placeholders: the saved values, then the forward's placeholders it needs, then the
             gradient of the loss; outputs: one gradient (or None) for each parameter.
         resident: names of forward placeholders that hold parameters, buffers, constants or inputs.
         saved: names of the forward's nodes that are saved for backward, in output order.
         backward_primals: names of the forward placeholders that backward takes, in order.
-        names: torch symbol -> expression of the bucket's dims (a local length is a symbol of its own,
-            e.g. `seq_local`).
+        names: torch symbol -> expression of the bucket's dims (a local length is a symbol of its
+            own, e.g. `seq_local`).
     """
 
     forward: fx.GraphModule
@@ -281,10 +280,12 @@ class BucketPlan:
         bucket: the shape bucket.
         sp: ranks that share one micro-batch of this bucket.
         micro_batch: samples in a full micro-batch.
-        recompute: number of segments (from the start of the model) whose activations are recomputed.
+        recompute: number of segments (from the start of the model) whose activations are
+            recomputed.
         segments: number of segments there are.
         seconds_s: predicted seconds of one full micro-batch, forward and backward.
-        peak_bytes: predicted peak of activations and gradients on the fullest rank; parameters and optimizer state excluded.
+        peak_bytes: predicted peak of activations and gradients on the fullest rank; parameters and
+            optimizer state excluded.
         reason: why this row, in words.
     """
 

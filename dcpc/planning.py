@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcpc.buckets import BATCH, Bucket, Buckets
-from dcpc.errors import PlanError
-from dcpc.ir import BucketPlan
+from dcpc.errors import BucketError, PlanError
+from dcpc.ir import BucketPlan, Placement, Profile, Program
 from dcpc.passes.choose import Row, choose
+from dcpc.source import variant_source
+from dcpc.symbolic_profile import ReportRow, render_report
 from dcpc.variants import Variants
 
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
@@ -36,6 +38,63 @@ class Request:
     world: int
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A model traced and planned for some buckets on some ranks; nothing of it has run.
+
+    Attributes:
+        program: the traced model.
+        variants: what is made from it: placements, graphs, profiles.
+        plans: the setting of every bucket.
+        tables: the rows each was chosen from.
+        memory_bytes: of one rank.
+    """
+
+    program: Program
+    variants: Variants
+    plans: Mapping[Bucket, BucketPlan]
+    tables: Mapping[Bucket, tuple[Row, ...]]
+    memory_bytes: int
+
+    def report(self) -> str:
+        """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why."""
+        rows = []
+        for bucket, plan in self.plans.items():
+            sizes = {**bucket.sizes, BATCH: plan.micro_batch}
+            local = self.variants.local_sizes(self.placement(bucket), sizes)
+            rows.append(ReportRow(plan, self.profile(bucket), local))
+        return render_report(rows)
+
+    def source(self, bucket: Bucket) -> str:
+        """Returns the forward and backward that run for a bucket as Python a person can read."""
+        plan, placement = self.plans[bucket], self.placement(bucket)
+        return variant_source(self.variants.partition(placement, plan.recompute), plan, placement)
+
+    def profile(self, bucket: Bucket) -> Profile:
+        """Returns a bucket's costs as expressions of the dims."""
+        return self.variants.profile(self.placement(bucket), self.plans[bucket].recompute)
+
+    def placement(self, bucket: Bucket) -> Placement:
+        """Returns how a full micro-batch of a bucket is split."""
+        plan = self.plans[bucket]
+        return self.variants.placement({**bucket.sizes, BATCH: plan.micro_batch}, plan.sp)
+
+    def find(self, sizes: Mapping[str, int]) -> Bucket:
+        """Returns the bucket of these lengths; a batch among them does not matter.
+
+        Raises:
+            BucketError: there is none.
+        """
+        key = tuple(sorted((n, s) for n, s in sizes.items() if n != BATCH))
+        for bucket in self.plans:
+            if bucket.shape_key == key:
+                return bucket
+        raise BucketError(
+            f"got bucket {Bucket.of(sizes)}; expected one of "
+            f"{', '.join(map(str, list(self.plans)[:8]))}; pass one of the compiled buckets"
+        )
+
+
 def plan_buckets(
     variants: Variants, buckets: Buckets, request: Request
 ) -> tuple[dict[Bucket, BucketPlan], dict[Bucket, tuple[Row, ...]]]:
@@ -56,7 +115,7 @@ def plan_buckets(
 def _rows(variants: Variants, bucket: Bucket, request: Request) -> Iterator[Row]:
     for sp in request.sps:
         best = float("inf")
-        for batch in _batches(bucket, sp, request):
+        for batch in _batches(variants, bucket, sp, request):
             row = _row(variants, bucket, sp, batch, request)
             yield row
             if not row.fits or row.rank_seconds > best * (1 - GAIN):
@@ -64,12 +123,16 @@ def _rows(variants: Variants, bucket: Bucket, request: Request) -> Iterator[Row]
             best = row.rank_seconds
 
 
-def _batches(bucket: Bucket, sp: int, request: Request) -> Sequence[int]:
+def _batches(
+    variants: Variants, bucket: Bucket, sp: int, request: Request
+) -> Sequence[int]:
     """Micro-batches to try: the given one, or powers of two.
 
     From sp samples on the batch itself is split and the group is sp independent ranks: that row is
     the one of a smaller sp, so a free choice of sp stops before it.
     """
+    if BATCH not in variants.program.symbols:
+        return (1,)
     if bucket.batch is not None:
         return (bucket.batch,)
     powers = []
@@ -90,23 +153,20 @@ def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Reque
         cost = variants.predict(placement, recompute, sizes)
         needed = request.resident_bytes + cost.peak_bytes + cost.input_bytes
         fits = needed <= request.memory_bytes
-        return Row(
-            sp, batch, recompute, count, cost.seconds_s, cost.peak_bytes, needed, fits
-        )
+        return Row(sp, batch, recompute, count, cost.seconds_s, cost.peak_bytes, needed, fits)
 
     if request.recompute != "auto":
         return row(count if request.recompute == "all" else 0)
     return _least_recompute(row, count)
 
 
-def _least_recompute(row: object, count: int) -> Row:
+def _least_recompute(row: Callable[[int], Row], count: int) -> Row:
     """Returns the row with the fewest recomputed segments that fits, or the smallest that does not.
 
     The peak is not monotone in the number of recomputed segments (the last one gains nothing), so a
     bisection finds a candidate and the final answer is a row that was really evaluated.
     """
-    assert callable(row)
-    first: Row = row(0)
+    first = row(0)
     if first.fits:
         return first
     tried = {0: first, count: row(count)}
@@ -144,10 +204,9 @@ def check_forced(sp: int | str, recompute: str, world: int) -> tuple[int, ...]:
     return (sp,)
 
 
-
-
 def plans_text(plans: Mapping[Bucket, BucketPlan]) -> str:
     """Returns the decisions as text, equal on ranks that decided alike."""
     return "; ".join(
-        f"{b}: sp {p.sp}, micro-batch {p.micro_batch}, recompute {p.recompute}" for b, p in plans.items()
+        f"{b}: sp {p.sp}, micro-batch {p.micro_batch}, recompute {p.recompute}"
+        for b, p in plans.items()
     )

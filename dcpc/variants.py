@@ -128,13 +128,18 @@ class Variants:
         return self._profiles[key]
 
     def local_sizes(self, placement: Placement, sizes: Sizes, rank: int = 0) -> dict[str, int]:
-        """Returns the sizes a profile's expressions are over: dims, and lengths of one rank's pieces.
+        """Returns the sizes of a profile's symbols: dims, and lengths of one rank's pieces.
 
         Rank 0 of a group is the fullest: the first ranks get one element more.
         """
         lowered = self.lowering(placement).lowered
-        dims = {self.program.symbols[n]: s for n, s in sizes.items()}
+        dims = self._dims(sizes)
         return {i.name: i.value(dims, placement.sp, rank) for i in lowered.integers}
+
+    def _dims(self, sizes: Sizes) -> dict[sympy.Symbol, int]:
+        """Symbol -> length; a model without a batch has no symbol for it."""
+        symbols = self.program.symbols
+        return {symbols[n]: size for n, size in sizes.items() if n in symbols}
 
     def predict(self, placement: Placement, recompute: int, sizes: Sizes) -> Prediction:
         """Returns the costs at given sizes, on the fullest rank."""
@@ -157,7 +162,7 @@ class Variants:
         A variant is right wherever the sizes that torch looked at while compiling compare the same
         way; where they do not, another one is compiled for these sizes.
         """
-        dims = {self.program.symbols[n]: s for n, s in sizes.items()}
+        dims = self._dims(sizes)
         backend = self._backend(placement, dims)
         key = (placement.key(), recompute, backend)
         known = self._variants.setdefault(key, [])
@@ -180,7 +185,8 @@ class Variants:
     def _backend(self, placement: Placement, dims: Mapping[sympy.Symbol, int]) -> str:
         """Returns "eager" where a rank of the group would have an empty piece.
 
-        Inductor calls kernels that cannot take one. Decided from global sizes, so alike on all ranks.
+        Inductor calls kernels that cannot take one. Decided from global sizes, so alike on all
+        ranks.
         """
         if self.backend == "eager" or placement.sp == 1:
             return self.backend
@@ -189,8 +195,8 @@ class Variants:
             return self.backend
         sizes = ", ".join(f"{s} = {n}" for s, n in dims.items())
         warnings.warn(
-            f"sp {placement.sp} leaves a rank without elements at {sizes}: run by the eager backend; "
-            "choose a smaller sp for this bucket",
+            f"sp {placement.sp} leaves a rank without elements at {sizes}: run by the eager "
+            "backend; choose a smaller sp for this bucket",
             stacklevel=2,
         )
         return "eager"

@@ -10,7 +10,8 @@ from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan
 
 # A larger micro-batch must be worth it: of rows within this share of the best one's rank-seconds a
-# sample, the smallest micro-batch on the fewest ranks is taken, which leaves the batch planner room.
+# sample, the smallest micro-batch on the fewest ranks is taken, which leaves the batch planner
+# room.
 WORTH = 0.03
 
 
@@ -25,7 +26,8 @@ class Row:
         segments: segments there are.
         seconds_s: of one micro-batch, forward and backward.
         peak_bytes: activations and new gradients on the fullest rank.
-        needed_bytes: `peak_bytes` and all that stays: parameters, gradients, optimizer state, inputs.
+        needed_bytes: `peak_bytes` and all that stays: parameters, gradients, optimizer state,
+            inputs.
         fits: whether `needed_bytes` is within the rank's memory.
     """
 
@@ -60,12 +62,14 @@ def choose(bucket: Bucket, rows: Sequence[Row], memory_bytes: int, world: int) -
     if not fitting:
         closest = min(rows, key=lambda row: row.needed_bytes)
         over = closest.needed_bytes - memory_bytes
-        wider = f"run on more than {world} ranks, " if closest.sp == world else "allow a larger sp, "
+        wider = (
+            f"run on more than {world} ranks, " if closest.sp == world else "allow a larger sp, "
+        )
         raise PlanError(
             f"bucket {bucket} needs {_size(closest.needed_bytes)} on a rank at sp={closest.sp}, "
-            f"micro-batch {closest.micro_batch}, {closest.recompute} of {closest.segments} segments "
-            f"recomputed; a rank has {_size(memory_bytes)}, {_size(over)} too little; {wider}lower the "
-            "bucket, or raise memory="
+            f"micro-batch {closest.micro_batch}, {closest.recompute} of {closest.segments} "
+            f"segments recomputed; a rank has {_size(memory_bytes)}, {_size(over)} too little; "
+            f"{wider}lower the bucket, or raise memory="
         )
     best = min(row.rank_seconds for row in fitting)
     worthy = [row for row in fitting if row.rank_seconds <= best * (1 + WORTH)]

@@ -3,7 +3,13 @@
 from dcpc.symbolic_profile.evaluate import Evaluator, evaluator
 from dcpc.symbolic_profile.hardware import DEVICES, Device, Link, calibrate_cpu, detect, find
 from dcpc.symbolic_profile.profile import profile_partition
-from dcpc.symbolic_profile.report import ReportRow, formula, render_report
+from dcpc.symbolic_profile.report import (
+    ReportRow,
+    bytes_text,
+    formula,
+    render_report,
+    seconds_text,
+)
 
 __all__ = [
     "DEVICES",
@@ -11,6 +17,7 @@ __all__ = [
     "Evaluator",
     "Link",
     "ReportRow",
+    "bytes_text",
     "calibrate_cpu",
     "detect",
     "evaluator",
@@ -18,4 +25,5 @@ __all__ = [
     "formula",
     "profile_partition",
     "render_report",
+    "seconds_text",
 ]

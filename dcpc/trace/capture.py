@@ -95,7 +95,7 @@ def trace(model: nn.Module, buckets: Buckets) -> Program:
     symbols = {n: sympy.Symbol(n, integer=True, positive=True) for n in buckets.names}
     mapping = _symbol_mapping(exported, buckets, symbols, dims)
     canonicalise(gm)
-    return _program(model, gm, exported, buckets, symbols, mapping, hints)
+    return _program(gm, exported, buckets, symbols, mapping, hints)
 
 
 def _export(
@@ -216,7 +216,6 @@ def _shape_env(gm: fx.GraphModule) -> ShapeEnv | None:
 
 
 def _program(
-    model: nn.Module,
     gm: fx.GraphModule,
     exported: ExportedProgram,
     buckets: Buckets,
@@ -259,15 +258,8 @@ def _program(
         scalars=scalars,
         loss=loss.name,
         hints=dict(hints),
-        depends_on_mode=_depends_on_mode(model),
         graph_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
     )
-
-
-def _depends_on_mode(model: nn.Module) -> bool:
-    """Whether some module of torch behaves differently in train() and eval()."""
-    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
-    return any(isinstance(m, kinds) and getattr(m, "p", 1) != 0 for m in model.modules())
 
 
 def _requires_grad(exported: ExportedProgram, placeholder: str) -> bool:

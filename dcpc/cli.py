@@ -1,0 +1,281 @@
+"""`dcpc report | plan | source`: what a compile would decide, for any number of ranks.
+
+    dcpc plan examples.train_text:model --buckets examples/buckets.yaml --device h200 --world 8
+
+One process is enough and nothing is run: a plan is a pure function of the model, the buckets and
+the options.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from dcpc.api import plan as plan_for
+from dcpc.buckets import Bucket, Buckets
+from dcpc.errors import BucketError, DcpcError, PlanError
+from dcpc.ir import BucketPlan
+from dcpc.passes.choose import Row
+from dcpc.planning import Planned
+from dcpc.symbolic_profile import DEVICES, bytes_text, seconds_text
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="What dcpc.compile would decide for a model and its shape buckets; runs nothing.",
+)
+
+Factory = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FACTORY",
+        help="a callable without arguments that returns the nn.Module, e.g. my_project.models:gpt",
+    ),
+]
+BucketFile = Annotated[
+    Path, typer.Option("--buckets", metavar="FILE", help="YAML file with inputs and sizes")
+]
+DeviceName = Annotated[
+    str,
+    typer.Option(
+        "--device", help=f"auto (this machine's), or one of {', '.join(d.name for d in DEVICES)}"
+    ),
+]
+World = Annotated[int, typer.Option("--world", min=1, help="number of ranks to plan for")]
+Memory = Annotated[
+    float | None,
+    typer.Option("--memory", help="bytes a rank may use, e.g. 80e9; default: all the device has"),
+]
+Degree = Annotated[str, typer.Option("--sp", help="auto, or a degree for every bucket")]
+Recompute = Annotated[str, typer.Option("--recompute", help="auto, none or all")]
+Backend = Annotated[str, typer.Option("--backend", help="inductor or eager")]
+OptimizerBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--optimizer-bytes", min=0, help="kept by the optimizer on a rank; default: Adam's"
+    ),
+]
+
+
+@app.command()
+def report(
+    factory: Factory,
+    buckets: BucketFile,
+    device: DeviceName = "auto",
+    world: World = 1,
+    memory: Memory = None,
+    sp: Degree = "auto",
+    recompute: Recompute = "auto",
+    backend: Backend = "inductor",
+    optimizer_bytes: OptimizerBytes = None,
+) -> None:
+    """Print the plan of each bucket, its costs as formulas of the dims, and why."""
+    options = _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
+    with _reported():
+        typer.echo(_planned(factory, buckets, options).report(), nl=False)
+
+
+@app.command()
+def plan(
+    factory: Factory,
+    buckets: BucketFile,
+    device: DeviceName = "auto",
+    world: World = 1,
+    memory: Memory = None,
+    sp: Degree = "auto",
+    recompute: Recompute = "auto",
+    backend: Backend = "inductor",
+    optimizer_bytes: OptimizerBytes = None,
+) -> None:
+    """Print every setting that was tried for each bucket: what fits, and which was chosen."""
+    options = _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
+    with _reported():
+        _print_table(_planned(factory, buckets, options))
+
+
+@app.command()
+def source(
+    factory: Factory,
+    buckets: BucketFile,
+    bucket: Annotated[
+        str, typer.Option("--bucket", metavar="DIM=SIZE,...", help="which one, e.g. seq=512")
+    ],
+    device: DeviceName = "auto",
+    world: World = 1,
+    memory: Memory = None,
+    sp: Degree = "auto",
+    recompute: Recompute = "auto",
+    backend: Backend = "inductor",
+    optimizer_bytes: OptimizerBytes = None,
+) -> None:
+    """Print the forward and backward of one bucket as Python a person can read."""
+    options = _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
+    with _reported():
+        wanted = parse_bucket(bucket)
+        planned = _planned(factory, buckets, options)
+        typer.echo(planned.source(planned.find(wanted)), nl=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    device: str
+    world: int
+    memory: float | None
+    sp: str
+    recompute: str
+    backend: str
+    optimizer_bytes: int | None
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Turns an error of dcpc into a message on stderr and exit status 1."""
+    try:
+        yield
+    except DcpcError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _planned(factory: str, file: Path, options: _Options) -> Planned:
+    buckets = Buckets.from_yaml(file)
+    return plan_for(
+        load_model(factory),
+        buckets,
+        world=options.world,
+        memory=options.memory,
+        device=options.device,
+        sp=int(options.sp) if options.sp.isdecimal() else options.sp,
+        recompute=options.recompute,
+        backend=options.backend,
+        optimizer_bytes=options.optimizer_bytes,
+    )
+
+
+def load_model(text: str) -> nn.Module:
+    """Returns the module that a factory makes.
+
+    Args:
+        text: `module:factory`; the module is looked for in the working directory too.
+
+    Raises:
+        PlanError: there is no such module or factory, or it does not make a module.
+    """
+    name, colon, attribute = text.partition(":")
+    if not (name and colon and attribute.isidentifier()):
+        raise PlanError(
+            f"got model {text!r}; expected MODULE:FACTORY such as my_project.models:gpt; name a "
+            "function without arguments that returns the model"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script does not have it, `python -m` has
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise PlanError(
+            f"model {text}: module {name} cannot be imported ({error}); expected a module that "
+            f"this Python finds; run dcpc in its folder ({os.getcwd()} is looked in), or install it"
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        near = difflib.get_close_matches(attribute, _callables(module), n=3)
+        got = "nothing of this name" if factory is None else f"a {type(factory).__name__}"
+        hint = f"did you mean {' or '.join(near)}?" if near else "correct the name, or add it"
+        raise PlanError(
+            f"model {text}: got {got} in {name}; expected a callable that returns the model; {hint}"
+        )
+    return _made(text, factory)
+
+
+def _made(text: str, factory: Any) -> nn.Module:
+    try:
+        model = factory()
+    except TypeError as error:
+        raise PlanError(
+            f"model {text}: calling it raised TypeError: {error}; expected a callable that needs "
+            "no arguments; write a function that fills them in and name that"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"model {text}: got a {type(model).__name__}; expected a torch.nn.Module; return the "
+            "model from the factory"
+        )
+    return model
+
+
+def _callables(module: object) -> list[str]:
+    names = (n for n in vars(module) if not n.startswith("_"))
+    return [n for n in names if callable(getattr(module, n))]
+
+
+def parse_bucket(text: str) -> Mapping[str, int]:
+    """Returns the lengths that a text such as `seq=512` or `height=32,width=48` stands for.
+
+    Raises:
+        BucketError: the text is not of this form.
+    """
+    sizes = {}
+    for part in text.split(","):
+        name, _, size = (p.strip() for p in part.partition("="))
+        if not name.isidentifier() or not size.isdecimal():
+            raise BucketError(
+                f"got bucket {text!r}; expected DIM=SIZE, several separated by commas, such as "
+                "seq=512; correct it"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def _print_table(planned: Planned) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"settings tried per shape bucket; a rank has {bytes_text(planned.memory_bytes)}",
+        title_justify="left",
+    )
+    table.add_column("bucket", no_wrap=True)
+    for heading in ("sp", "micro-batch", "recompute", "activations", "needed", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("rank-time a sample", justify="right", no_wrap=True)
+    table.add_column("")
+    for bucket, rows in planned.tables.items():
+        _add_rows(table, bucket, rows, planned.plans[bucket])
+        table.add_section()
+    console.print(table)
+    for bucket, chosen in planned.plans.items():
+        console.print(f"{bucket}: {chosen.reason}", markup=False, soft_wrap=True)
+
+
+def _add_rows(table: Table, bucket: Bucket, rows: Sequence[Row], plan: BucketPlan) -> None:
+    for i, row in enumerate(rows):
+        chosen = (row.sp, row.micro_batch) == (plan.sp, plan.micro_batch)
+        table.add_row(
+            "" if i else str(bucket),
+            str(row.sp),
+            str(row.micro_batch),
+            f"{row.recompute}/{row.segments}",
+            bytes_text(row.peak_bytes),
+            bytes_text(row.needed_bytes),
+            seconds_text(row.seconds_s),
+            seconds_text(row.rank_seconds),
+            "chosen" if chosen else "" if row.fits else "does not fit",
+            style="bold" if chosen else None if row.fits else "dim",
+        )
+
+
+if __name__ == "__main__":
+    app()
