@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
@@ -134,7 +135,7 @@ class CompiledModel(nn.Module):
         return result
 
     def reduce_gradients(self) -> None:
-        """Sums every parameter's gradient over all ranks, once an optimizer step; alone: nothing."""
+        """Sums every parameter's gradient over all ranks, once an optimizer step."""
         reduce_gradients(self.model.parameters(), self.groups)
 
     # ---------------------------------------------------------------------------------- looking in
@@ -169,8 +170,7 @@ class CompiledModel(nn.Module):
         self._stats.wire_bytes = wire_log.total_bytes()
         return self._stats
 
-    # ------------------------------------------------------------------------- the model's own
-    # state
+    # ----------------------------------------------------------------------- the model's own state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's own state, as without dcpc."""
@@ -211,6 +211,12 @@ class CompiledModel(nn.Module):
                     f"input {name}: got {type(value).__name__}; expected a tensor; wrap it in "
                     "torch.tensor"
                 )
+            if value.requires_grad and torch.is_grad_enabled():
+                raise DispatchError(
+                    f"input {name}: got a tensor that requires grad; expected one that does not: "
+                    "gradients are made for the model's parameters alone; detach it, or compile "
+                    "the module that made it together with the model"
+                )
         shapes = {n: tuple(t.shape) for n, t in inputs.items()}
         return self.buckets.match(shapes, {n: t.dtype for n, t in inputs.items()})
 
@@ -218,6 +224,7 @@ class CompiledModel(nn.Module):
         self, bucket: Bucket, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
     ) -> Tensor:
         self._check_mode()
+        self._check_autocast()
         batch = sizes.get(BATCH, 1)
         key = (bucket, batch)
         if key not in self._dispatch:
@@ -226,7 +233,9 @@ class CompiledModel(nn.Module):
             rank = self.groups.rank % plan.sp
             self._dispatch[key] = self.variants.variant(placement, plan.recompute, sizes, rank)
         variant, integers = self._dispatch[key]
-        named = {**self._held(), **{p: inputs[n] for p, n in self.program.inputs.items()}}
+        named = self._held()
+        # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
+        named |= {p: inputs[n].contiguous() for p, n in self.program.inputs.items()}
         stats = self._stats
         stats.calls[bucket] = stats.calls.get(bucket, 0) + 1
         stats.samples[bucket] = stats.samples.get(bucket, 0) + batch
@@ -253,6 +262,16 @@ class CompiledModel(nn.Module):
                 "once for each mode"
             )
         self._modes.add(self.model.training)
+
+    def _check_autocast(self) -> None:
+        """Refuses autocast around the call, which the captured graph does not have."""
+        kind = self.groups.device.type
+        if torch.is_autocast_enabled(kind):
+            raise DispatchError(
+                f"got a call under torch.autocast('{kind}'); expected none: the model was captured "
+                "in its own dtypes; use autocast inside the model's forward, or make the model "
+                "bfloat16"
+            )
 
     def train(self, mode: bool = True) -> CompiledModel:
         """Sets the model's mode, as without dcpc."""
