@@ -1,0 +1,28 @@
+"""Bytes that really get allocated, by torch.profiler's allocator events."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from torch.profiler import ProfilerActivity, profile
+
+# Kineto writes two lines to stderr for every profile below its level 6.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+def measured_peak_bytes(run: Callable[[], object]) -> int:
+    """Returns how far live memory on the CPU rose above what lived before `run()`.
+
+    Each event of the allocator is +bytes or -bytes, in order; the peak is the highest running sum.
+    What was live before counts nothing, unless `run` frees it.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        result = run()
+    del result
+    live = peak = 0
+    for event in prof.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak

@@ -1,0 +1,63 @@
+"""Runs a variant other than the planned one: for baselines and measurements, not for training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+import dcpc
+from dcpc.ir import Placement
+from dcpc.variants import Prediction
+
+
+class ForcedVariant:
+    """A model under one placement and one recompute setting, at any batch and length.
+
+    Attributes:
+        placement: how it is split over the ranks.
+        recompute: number of segments recomputed.
+    """
+
+    def __init__(
+        self,
+        compiled: dcpc.CompiledModel,
+        placement: Placement,
+        recompute: int,
+        model: nn.Module | None = None,
+    ) -> None:
+        """Takes the graphs of a compiled model.
+
+        Args:
+            compiled: where the graphs come from.
+            placement: one of its placements.
+            recompute: number of segments to recompute.
+            model: whose parameters to use; default: those of the compiled model.
+        """
+        self.placement, self.recompute = placement, recompute
+        self._compiled = compiled
+        program, model = compiled.program, model or compiled.model
+        state = dict(model.named_parameters(remove_duplicate=False))
+        state |= dict(model.named_buffers(remove_duplicate=False))
+        names = {**program.parameters, **program.buffers}
+        self._held = {**program.constants, **{p: state[name] for p, name in names.items()}}
+
+    def __call__(self, **inputs: Tensor) -> Tensor:
+        """Returns the loss; the ranks of the placement's SP group pass the same inputs."""
+        compiled = self._compiled
+        shapes = {n: tuple(x.shape) for n, x in inputs.items()}
+        _, sizes = compiled.buckets.match(shapes, {n: x.dtype for n, x in inputs.items()})
+        rank = compiled.groups.rank % self.placement.sp
+        variants = compiled.variants
+        variant, integers = variants.variant(self.placement, self.recompute, sizes, rank)
+        named = {**self._held, **{p: inputs[n] for p, n in compiled.program.inputs.items()}}
+        return variant([named[p] for p in variant.placeholders], integers)
+
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        for x in self._held.values():
+            x.grad = None
+
+    def predict(self, sizes: Mapping[str, int]) -> Prediction:
+        """Returns the predicted costs at some sizes, batch included."""
+        return self._compiled.variants.predict(self.placement, self.recompute, sizes)
