@@ -1,0 +1,83 @@
+"""Loss and every gradient of compiled language models equal the plain models', over 2 and 4 ranks."""
+
+import warnings
+
+import pytest
+
+import dcpc
+from tests.multirank import language_models as zoo
+from tests.multirank.exactness import SPLITTING, Split, compiled_error, wrong
+from tests.multirank.launch import run_ranks
+
+pytestmark = pytest.mark.multirank
+
+# (batch, length): p divides it, it does not, it is shorter than 4 ranks; batch 1 and 3.
+POINTS = [{"batch": b, "seq": s} for b, s in ((3, 16), (1, 37), (1, 3), (3, 17))]
+LENGTHS = [{"seq": s} for s in (3, 16, 17, 37)]
+
+
+def split_errors(
+    rank: int, names: tuple[str, ...], backend: str, dtype: str = "double"
+) -> dict[str, float]:
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in names:
+        model = getattr(zoo.model(name), dtype)()
+        buckets = dcpc.Buckets(inputs=zoo.inputs(name), sizes=LENGTHS)
+        split = Split(model, buckets, {"batch": 1, "seq": 37}, backend)
+        assert split.split_values > 20, name
+        found |= split.errors(name, [(p, zoo.data(name, p)) for p in POINTS])
+    return found
+
+
+def compile_errors(rank: int, names: tuple[str, ...], sp: int) -> dict[str, float]:
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in names:
+        for recompute in ("none", "all"):
+            model = zoo.model(name)
+            compiled = dcpc.compile(
+                model,
+                dcpc.Buckets(inputs=zoo.inputs(name), sizes=[{**s, "batch": 3} for s in LENGTHS]),
+                sp=sp,
+                recompute=recompute,
+                backend="eager",
+                device=SPLITTING,
+            )
+            for point in POINTS:
+                key = f"{name} {recompute} {point}"
+                found[key] = compiled_error(compiled, model, zoo.data(name, point))
+    return found
+
+
+def test_language_models_split_over_two_ranks_equal_the_plain_ones():
+    names = ("gpt", "gpt2", "bert")
+    assert not wrong(run_ranks(split_errors, 2, names, "eager", timeout_s=280), 1e-10)
+
+
+def test_grouped_heads_split_over_more_ranks_than_groups_equal_the_plain_ones():
+    names = ("llama",)
+    assert not wrong(run_ranks(split_errors, 4, names, "eager", timeout_s=280), 1e-10)
+
+
+def test_float32_is_within_its_rounding():
+    names = ("gpt_grouped",)
+    assert not wrong(run_ranks(split_errors, 2, names, "eager", "float", timeout_s=280), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [2, 4])
+def test_language_models_through_compile_equal_the_plain_ones(world):
+    assert not wrong(run_ranks(compile_errors, world, zoo.NAMES, world, timeout_s=1100), 1e-10)
+
+
+# transformers computes parts of Llama and GPT-2 (norms, rotary tables, the loss) in float32 even in a
+# float64 model; Inductor orders these sums in its own way.
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("names", "limit"), [(("gpt", "gpt_grouped", "bert"), 1e-8), (("llama", "gpt2"), 1e-6)]
+)
+def test_language_models_by_inductor_equal_the_plain_ones(names, limit):
+    assert not wrong(run_ranks(split_errors, 2, names, "inductor", timeout_s=1100), limit)
