@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,7 +105,7 @@ def plan(
     """Print every setting that was tried for each bucket: what fits, and which was chosen."""
     options = _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
     with _reported():
-        _print_table(_planned(factory, buckets, options))
+        typer.echo(table(_planned(factory, buckets, options)), nl=False)
 
 
 @app.command()
@@ -240,29 +241,32 @@ def parse_bucket(text: str) -> Mapping[str, int]:
     return sizes
 
 
-def _print_table(planned: Planned) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    table = Table(
+def table(planned: Planned) -> str:
+    """Returns every setting that was tried for each bucket as a table, and why one was chosen."""
+    out = io.StringIO()
+    console = Console(file=out, width=120, color_system=None, highlight=False, emoji=False)
+    rows = Table(
         box=box.SIMPLE_HEAD,
-        title=f"settings tried per shape bucket; a rank has {bytes_text(planned.memory_bytes)}",
+        title=f"settings tried per shape bucket; a rank has {bytes_text(planned.memory_bytes)}; "
+        "rank·time is that of all ranks of the group, a sample",
         title_justify="left",
     )
-    table.add_column("bucket", no_wrap=True)
-    for heading in ("sp", "micro-batch", "recompute", "activations", "needed", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("rank-time a sample", justify="right", no_wrap=True)
-    table.add_column("")
-    for bucket, rows in planned.tables.items():
-        _add_rows(table, bucket, rows, planned.plans[bucket])
-        table.add_section()
-    console.print(table)
+    rows.add_column("bucket", no_wrap=True)
+    for heading in ("sp", "micro-batch", "recompute", "activations", "needed", "time", "rank·time"):
+        rows.add_column(heading, justify="right", no_wrap=True)
+    rows.add_column("", no_wrap=True)
+    for bucket, tried in planned.tables.items():
+        _add_rows(rows, bucket, tried, planned.plans[bucket])
+        rows.add_section()
+    console.print(rows)
     for bucket, chosen in planned.plans.items():
         console.print(f"{bucket}: {chosen.reason}", markup=False, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def _add_rows(table: Table, bucket: Bucket, rows: Sequence[Row], plan: BucketPlan) -> None:
+def _add_rows(table: Table, bucket: Bucket, rows: Sequence[Row], chosen: BucketPlan) -> None:
     for i, row in enumerate(rows):
-        chosen = (row.sp, row.micro_batch) == (plan.sp, plan.micro_batch)
+        is_chosen = (row.sp, row.micro_batch) == (chosen.sp, chosen.micro_batch)
         table.add_row(
             "" if i else str(bucket),
             str(row.sp),
@@ -272,8 +276,7 @@ def _add_rows(table: Table, bucket: Bucket, rows: Sequence[Row], plan: BucketPla
             bytes_text(row.needed_bytes),
             seconds_text(row.seconds_s),
             seconds_text(row.rank_seconds),
-            "chosen" if chosen else "" if row.fits else "does not fit",
-            style="bold" if chosen else None if row.fits else "dim",
+            "chosen" if is_chosen else "" if row.fits else "does not fit",
         )
 
 

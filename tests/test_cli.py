@@ -1,0 +1,117 @@
+"""The command line: plans for any number of ranks from one process, and says what is wrong."""
+
+import pytest
+from typer.testing import CliRunner
+
+from dcpc.cli import app, load_model, parse_bucket
+from dcpc.errors import BucketError, PlanError
+
+MODELS = """
+from models.gpt import GPT, GPTConfig
+
+number = 3
+
+def tiny():
+    return GPT(GPTConfig(vocab_size=16, dim=32, n_layers=2, n_heads=4))
+
+def sized(dim):
+    return GPT(GPTConfig(dim=dim))
+
+def nothing():
+    return None
+"""
+BUCKETS = """
+inputs:
+  input_ids: int64[batch, seq]
+  labels: int64[batch, seq]
+sizes:
+  - {seq: 32, batch: 2}
+  - {seq: 65536, batch: 1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "cli_models.py").write_text(MODELS)
+    (tmp_path / "buckets.yaml").write_text(BUCKETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def run(command, *options, model="cli_models:tiny"):
+    given = [command, model, "--buckets", "buckets.yaml", "--backend", "eager", *options]
+    return CliRunner().invoke(app, given)
+
+
+def test_plan_lists_every_degree_and_what_fits(folder):
+    result = run("plan", "--device", "h200", "--world", "4", "--memory", "90e6")
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.stdout.splitlines() if line.endswith(("chosen", "not fit"))]
+    assert [row.split()[-1] for row in rows] == ["chosen", "fit", "fit", "chosen"]
+    assert "{batch: 1, seq: 65536}: sp 2 does not fit 90 MB" in result.stdout
+
+
+def test_report_with_forced_values(folder):
+    result = run("report", "--device", "h200", "--world", "2", "--sp", "2", "--recompute", "all")
+    assert result.exit_code == 0, result.output
+    assert "sp 2" in result.stdout
+    assert "recomputed" in result.stdout
+    assert "sent bytes = " in result.stdout
+
+
+def test_source_is_python(folder):
+    result = run("source", "--bucket", "seq=32", "--device", "h200")
+    assert result.exit_code == 0, result.output
+    compile(result.stdout, "variant", "exec")
+    assert "def forward(" in result.stdout
+    assert "def backward(" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--memory", "1e5"), ("PlanError", "{batch: 2, seq: 32}", "100 kB")),
+        (("--world", "2", "--sp", "3"), ("sp=3", "1, 2")),
+        (("--sp", "many"), ("sp='many'", "auto")),
+        (("--device", "abacus"), ("'abacus'", "h200")),
+        (("--recompute", "some"), ("'some'", "'all'")),
+        (("--buckets", "none.yaml"), ("BucketError", "none.yaml")),
+    ],
+)
+def test_wrong_option_is_named(folder, options, words):
+    result = run("plan", "--device", "h200", *options)
+    assert result.exit_code == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_unknown_bucket_lists_the_known_ones(folder):
+    result = run("source", "--bucket", "seq=33", "--device", "h200", "--sp", "1")
+    assert result.exit_code == 1
+    assert "{seq: 33}" in result.stderr
+    assert "65536" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cli_models", "expected MODULE:FACTORY"),
+        ("cli_models:", "expected MODULE:FACTORY"),
+        ("no_such_module:tiny", "no_such_module cannot be imported"),
+        ("cli_models:tinny", "did you mean tiny"),
+        ("cli_models:number", "got a int"),
+        ("cli_models:sized", "needs no arguments"),
+        ("cli_models:nothing", "got a NoneType; expected a torch.nn.Module"),
+    ],
+)
+def test_wrong_model_name_is_explained(folder, text, words):
+    with pytest.raises(PlanError, match=r"expected .*; \w+") as error:
+        load_model(text)
+    assert words in str(error.value)
+
+
+def test_parse_bucket():
+    assert parse_bucket("height=3, width=4") == {"height": 3, "width": 4}
+    with pytest.raises(BucketError, match="DIM=SIZE"):
+        parse_bucket("seq:3")
