@@ -42,8 +42,8 @@ class System(Protocol):
     name: str
     model: nn.Module
 
-    def load(self, count: int) -> None:
-        """Makes ready the first `count` steps: not part of what is timed."""
+    def load(self, count: int, skip: int = 0) -> None:
+        """Makes ready `count` steps after the first `skip`: not part of what is timed."""
 
     def run(self, index: int) -> float:
         """Adds the gradient of a step to every parameter's `grad`; returns the global loss."""
@@ -59,8 +59,8 @@ class Dcpc:
         self.steps: list[Step] = []
         self.imbalances: list[float] = []
 
-    def load(self, count: int) -> None:
-        self.steps = list(islice(self.loader, count))
+    def load(self, count: int, skip: int = 0) -> None:
+        self.steps = list(islice(self.loader, skip, skip + count))
 
     def run(self, index: int) -> float:
         result = self.compiled.train_step(self.steps[index])
@@ -109,8 +109,8 @@ class FixedSp:
             reason="fixed",
         )
 
-    def load(self, count: int) -> None:
-        self.steps = list(islice(self.loader, count))
+    def load(self, count: int, skip: int = 0) -> None:
+        self.steps = list(islice(self.loader, skip, skip + count))
 
     def run(self, index: int) -> float:
         parameters = self.model.parameters()
@@ -133,14 +133,20 @@ class PlainDdp:
             source: loaded before this one.
             batch: samples in a batch of one rank; a step accumulates over its batches.
         """
-        self.name = f"plain DDP, batches of {batch} padded to the longest"
+        padding = (
+            f"batches of {batch} padded to the longest" if batch > 1 else "one by one, no padding"
+        )
+        self.name = f"plain DDP, {padding}"
         self.model = model
         self.batch = batch
         self._ddp = DistributedDataParallel(model)
         self._dataset, self._source = dataset, source
         self._steps: list[tuple[list[Batch], int]] = []
 
-    def load(self, count: int) -> None:
+    def load(self, count: int, skip: int = 0) -> None:
+        assert not self._source.steps or self._source.steps[0].index == skip, (
+            "load the source first"
+        )
         self._steps = [(self._batches(s), s.tokens) for s in self._source.steps[:count]]
 
     def _batches(self, step: Step) -> list[Batch]:

@@ -7,6 +7,7 @@ the others; the launcher ends with its children, and they with it.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import uuid
 from collections.abc import Callable, Generator
@@ -42,6 +43,8 @@ def launch(function: Callable[..., Any], world: int, *args: Any) -> dict[int, An
         monitor_interval=0.1,
         start_method="spawn",
     )
+    # The C++ allocator warns when something older than a profile is freed in it.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Its log repeats the traceback that is printed here, on a prefixed line each.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
