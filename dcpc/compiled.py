@@ -68,7 +68,7 @@ class CompiledModel(nn.Module):
         self.planned = planned
         self.program = planned.program
         self.variants = planned.variants
-        self.plans = dict(planned.plans)
+        self.plans = planned.plans  # one object: what dispatch and reports read is the same
         self.tables = dict(planned.tables)
         self.groups = groups
         self.memory_bytes = planned.memory_bytes
@@ -230,6 +230,7 @@ class CompiledModel(nn.Module):
         if key not in self._dispatch:
             plan = self.plans[bucket]
             placement = self._placement(bucket, sizes)
+            assert placement.sp == plan.sp, f"{bucket}: planned sp {plan.sp}, placed {placement.sp}"
             rank = self.groups.rank % plan.sp
             self._dispatch[key] = self.variants.variant(placement, plan.recompute, sizes, rank)
         variant, integers = self._dispatch[key]

@@ -18,8 +18,8 @@ from dcpc.variants import Variants, group_name
 
 Gradients = dict[str, Tensor | None]
 
-# Links so fast, and everything else so slow, that every op which can be split is split: at the short
-# lengths of a test a real device would replicate nearly everything.
+# Links so fast, and everything else so slow, that every op which can be split is split: at the
+# short lengths of a test a real device would replicate nearly everything.
 SPLITTING = Device(
     name="splitting",
     flops_per_s=((torch.float32, 1e6),),

@@ -1,7 +1,7 @@
 """Hand-written modules such as a user might bring, each with the inputs it takes.
 
-Each entry of `CASES` is one idea that a wrong compiler gets wrong: a shifted loss, positions, a contraction
-over the sequence, a masked mean. All are float64 and deterministic.
+Each entry of `CASES` is one idea that a wrong compiler gets wrong: a shifted loss, positions, a
+contraction over the sequence, a masked mean. All are float64 and deterministic.
 """
 
 from collections.abc import Callable, Mapping
@@ -418,7 +418,7 @@ class PartialSums(nn.Module):
 
 @case(POOLED)
 class WholeNumbers(nn.Module):
-    """Counts over the sequence, divided, cast and compared: none of that passes a partial sum on."""
+    """Counts over the sequence, divided, cast and compared: none of that is linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -517,7 +517,7 @@ class NoBatch(Tokens):
         return F.cross_entropy(self.head(self.mix(x.cumsum(0))), labels)
 
 
-@case({"ids": "int32[batch, seq]", "keep": "bool[batch, seq]", "factor": "float64[]", "unused": "float32[batch]"})  # fmt: skip
+@case({"ids": "int32[batch, seq]", "keep": "bool[batch, seq]", "factor": "float64[]", "unused": "float32[batch]"})  # fmt: skip  # noqa: E501
 class Scalars(Tokens):
     """A scalar input, a bool one, an input that nothing reads."""
 
@@ -530,7 +530,7 @@ class Scalars(Tokens):
 
 @case(TOKENS)
 class Norms(Tokens):
-    """LayerNorm without bias, RMSNorm, GroupNorm over the features, eval BatchNorm over the rows."""
+    """LayerNorm without bias, RMSNorm, GroupNorm over features, eval BatchNorm over rows."""
 
     def setup(self) -> None:
         self.a = nn.LayerNorm(DIM, bias=False)
@@ -574,7 +574,7 @@ class Experts(Tokens):
 
 @case(TOKENS)
 class Frozen(Tokens):
-    """A frozen part before and after trained ones, one parameter that nothing reads, tied weights."""
+    """Frozen parts before and after trained ones, an unread parameter, tied weights."""
 
     def setup(self) -> None:
         self.embed.weight.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Loss and every gradient of compiled language models equal the plain models', over 2 and 4 ranks."""
+"""Loss and every gradient of split language models equal the plain ones', on 2 and 4 ranks."""
 
 import warnings
 
@@ -72,8 +72,8 @@ def test_language_models_through_compile_equal_the_plain_ones(world):
     assert not wrong(run_ranks(compile_errors, world, zoo.NAMES, world, timeout_s=1100), 1e-10)
 
 
-# transformers computes parts of Llama and GPT-2 (norms, rotary tables, the loss) in float32 even in a
-# float64 model; Inductor orders these sums in its own way.
+# transformers computes parts of Llama and GPT-2 (norms, rotary tables, the loss) in float32 even in
+# a float64 model; Inductor orders these sums in its own way.
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Modules a user might bring, split over ranks wherever they can be: the plain model's numbers."""
 
 import warnings
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,6 +18,14 @@ POINTS = ((2, 8), (3, 17), (1, 3))
 SECOND = {"words": (5, 4, 7), "picks": (3, 6, 2), "frames": (4, 3, 5)}
 
 
+# What the tests run by default: one case for each way to be wrong. The slow ones run all.
+TELLING = (
+    *("Alibi", "CrossAttention", "Detached", "Frozen", "Gathered", "InPlace", "LinearAttention"),
+    *("MaskedMean", "NoBatch", "Norms", "PartialSums", "PositionTable", "Preferences", "Scalars"),
+    *("Shifted", "SixHeads", "SpaceTime", "Squeezed"),
+)
+
+
 def sizes(name: str) -> list[dict[str, int]]:
     """The buckets of a case, batch given."""
     declared = " ".join(CASES[name].inputs.values())
@@ -28,7 +37,7 @@ def sizes(name: str) -> list[dict[str, int]]:
     return points
 
 
-def split_errors(rank: int, names: list[str]) -> dict[str, float]:
+def split_errors(rank: int, names: Sequence[str]) -> dict[str, float]:
     warnings.simplefilter("ignore")  # replicated ops say so
     found = {}
     for name in names:
@@ -61,7 +70,14 @@ def errors(rank: int, names: list[str], sp: int, recompute: str, backend: str) -
 
 
 def test_small_models_split_over_two_ranks_equal_the_plain_ones():
-    assert not wrong(run_ranks(split_errors, 2, sorted(CASES), timeout_s=280), 1e-10)
+    assert not wrong(run_ranks(split_errors, 2, TELLING, timeout_s=280), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_small_models_split_equal_the_plain_ones(world):
+    assert not wrong(run_ranks(split_errors, world, sorted(CASES), timeout_s=1100), 1e-10)
 
 
 @pytest.mark.slow

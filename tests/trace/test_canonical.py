@@ -1,0 +1,156 @@
+"""The canonical graph has the module's loss and gradients, at sizes never traced."""
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from dcpc.buckets import Buckets
+from dcpc.trace import trace
+
+V = 7
+INPUTS = {"x": "float64[batch, seq, 7]", "y": "int64[batch, seq]"}
+
+
+class Net(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(V, V).double()
+        self.loss = loss
+
+    def forward(self, x, y):
+        return self.loss(self.net(x), y)
+
+
+def data(batch, seq):
+    generator = torch.Generator().manual_seed(batch + seq)
+    y = torch.randint(0, V, (batch, seq), generator=generator)
+    y[:, ::3] = -100
+    y[:, -1] = 2
+    return torch.randn(batch, seq, V, dtype=torch.float64, generator=generator), y
+
+
+def captured(model):
+    return trace(model, Buckets(inputs=INPUTS, sizes=[{"seq": 4}, {"seq": 9}]))
+
+
+def run(program, model, x, y):
+    parameters = dict(model.named_parameters())
+    values = {**{p: parameters[n] for p, n in program.parameters.items()}, **program.constants}
+    values |= {p: {"x": x, "y": y}[n] for p, n in program.inputs.items()}
+    return fx.Interpreter(program.gm).run(*values.values())[0]
+
+
+def ops(program):
+    return [str(n.target) for n in program.gm.graph.nodes if n.op == "call_function"]
+
+
+def weights():
+    return torch.linspace(0.5, 1.5, V, dtype=torch.float64)
+
+
+def in_place(z, y):
+    z = z.clone()
+    z[:, 1:] = 0.5
+    z[:, 0] += 1
+    return z.square_().mean()
+
+
+def without_gradient(z, y):
+    with torch.no_grad():
+        scale = z.abs().amax()
+    return (z / scale).square().mean() + (z.detach() * z).mean()
+
+
+LOSSES = {
+    "mean": lambda z, y: z.square().mean(),
+    "mean of a dim": lambda z, y: z.mean(1).square().mean() + z.mean((0, 1), keepdim=True).sum(),
+    "mse": lambda z, y: F.mse_loss(z, z.detach() * 2),
+    "mse sum": lambda z, y: F.mse_loss(z, z.detach() * 2, reduction="sum"),
+    "l1": lambda z, y: F.l1_loss(z, z.detach() * 2 + 1),
+    "smooth l1": lambda z, y: F.smooth_l1_loss(z, z.detach() * 2, beta=0.3),
+    "huber": lambda z, y: F.huber_loss(z, z.detach() * 2, delta=0.3),
+    "bce": lambda z, y: F.binary_cross_entropy_with_logits(z, (z > 0).double()),
+    "bce weighted": lambda z, y: F.binary_cross_entropy_with_logits(
+        z, (z > 0).double(), pos_weight=weights()
+    ),
+    "kl": lambda z, y: F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="batchmean"),
+    "poisson": lambda z, y: F.poisson_nll_loss(z, z.detach().abs()),
+    "cross entropy": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
+    "cross entropy sum": lambda z, y: F.cross_entropy(
+        z.flatten(0, 1), y.flatten(), reduction="sum"
+    ),
+    "ignore index": lambda z, y: F.cross_entropy(
+        z.flatten(0, 1), y.flatten().clamp(min=0), ignore_index=2
+    ),
+    "smoothing": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), label_smoothing=0.1),
+    "class weights": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), weights()),
+    "targets of two dims": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "soft targets": lambda z, y: F.cross_entropy(
+        z.flatten(0, 1), z.detach().flatten(0, 1).softmax(-1)
+    ),
+    "no reduction": lambda z, y: F.cross_entropy(
+        z.transpose(1, 2), y.clamp(min=0), reduction="none"
+    ).sum(),
+    "nll": lambda z, y: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()),
+    "chunks": lambda z, y: sum(
+        c.square().mean() * (i + 1) for i, c in enumerate((*z.chunk(3, -1), *z.split([2, 5], -1)))
+    ),
+    "unbind": lambda z, y: sum(c.square().mean() * (i + 1) for i, c in enumerate(z.unbind(-1))),
+    "squeeze": lambda z, y: z[..., :1].squeeze().square().mean() + z.squeeze(0).mean(),
+    "batch norm": lambda z, y: F.batch_norm(
+        z.transpose(1, 2), weights(), weights() + 1, weights() - 1, None
+    ).square().mean(),
+    "in place": in_place,
+    "without gradient": without_gradient,
+    "cat of empty": lambda z, y: torch.cat([z.new_empty(0), z.flatten()]).square().mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_canonical_graph_has_the_modules_loss_and_gradients(name):
+    model = Net(LOSSES[name])
+    program = captured(model)
+    for batch, seq in ((3, 9), (2, 5), (1, 4)):
+        x, y = data(batch, seq)
+        expected = model(x, y)
+        loss = run(program, model, x, y)
+        assert loss.shape == ()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-14)
+        wanted = torch.autograd.grad(expected, list(model.parameters()))
+        got = torch.autograd.grad(loss, list(model.parameters()))
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-13)
+
+
+def test_means_are_sums_over_a_global_count():
+    found = ops(captured(Net(LOSSES["mse"])))
+    assert not any("mean" in op for op in found)
+    assert {"aten.mse_loss.default", "aten.sum.dim_IntList", "aten.div.Tensor"} <= set(found)
+
+
+def test_mean_over_a_fixed_dim_stays():
+    assert "aten.mean.dim" in ops(captured(Net(lambda z, y: z.mean(-1).sum())))
+
+
+def test_cross_entropy_has_one_loss_a_row():
+    program = captured(Net(LOSSES["cross entropy"]))
+    rows = next(n for n in program.gm.graph.nodes if "cross_entropy" in str(n.target))
+    batch, seq = program.symbols["batch"], program.symbols["seq"]
+    assert program.info[rows.name].shape == (batch * seq,)
+
+
+@pytest.mark.parametrize("name", ["in place", "chunks", "mse", "without gradient"])
+def test_no_op_of_the_graph_writes_to_its_input(name):
+    program = captured(Net(LOSSES[name]))
+    for node in program.gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        assert schema is None or not schema.is_mutable, node.format_node()
+        assert node.op != "get_attr", node.format_node()
+
+
+def test_no_gradient_flows_out_of_no_grad():
+    program = captured(Net(without_gradient))
+    held = [n for n in program.gm.graph.nodes if n.target is torch.ops.aten.detach.default]
+    assert len(held) == 2
+    assert not any(program.info[n.name].requires_grad for n in held)

@@ -1,0 +1,124 @@
+"""Dims of the buckets stay symbols through the trace, whatever their spec says."""
+
+import pytest
+import sympy
+import torch
+from torch import nn
+
+from dcpc.buckets import Buckets
+from dcpc.errors import TraceError
+from dcpc.trace import trace
+
+
+class Function(nn.Module):
+    """A module of one parameter, so that there is something to train."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.function = function
+
+    def forward(self, **inputs):
+        return self.function(self.weight, **inputs)
+
+
+def program(function, inputs, *sizes):
+    return trace(Function(function), Buckets(inputs=inputs, sizes=list(sizes)))
+
+
+def shapes(p):
+    return {p.inputs[n]: str(p.info[n].shape) for n in p.inputs}
+
+
+def test_named_dims_stay_symbolic_and_keep_their_names():
+    p = program(
+        lambda w, x: (w * x).flatten().square().mean(), {"x": "float32[batch, seq, 8]"},
+        {"seq": 16}, {"seq": 300},
+    )  # fmt: skip
+    assert shapes(p) == {"x": "(batch, seq, 8)"}
+    sizes = {s for t in p.info.values() for s in t.shape}
+    assert p.symbols["batch"] * p.symbols["seq"] * 8 in sizes
+
+
+def test_derived_dims_are_expressions_of_their_name():
+    inputs = {
+        "x": "float32[batch, seq*2]",
+        "y": "float32[batch, seq+1]",
+        "z": "float32[batch, seq]",
+    }
+    p = program(
+        lambda w, x, y, z: (w * (x[:, ::2] + y[:, 1:] + z)).mean(), inputs, {"seq": 5}, {"seq": 9}
+    )
+    assert shapes(p) == {"x": "(batch, 2*seq)", "y": "(batch, seq + 1)", "z": "(batch, seq)"}
+
+
+def test_halved_dim_is_the_floor():
+    inputs = {"x": "float32[batch, seq]", "y": "float32[batch, seq//2]"}
+    p = program(
+        lambda w, x, y: (w * x).mean() + y.mean() * w, inputs, {"seq": 8}, {"seq": 20}
+    )  # fmt: skip
+    size = p.info[next(n for n, name in p.inputs.items() if name == "y")].shape[1]
+    assert all(size.subs(p.symbols["seq"], n) == n // 2 for n in (8, 9, 20))
+
+
+def test_three_named_dims_are_told_apart_where_all_buckets_are_square():
+    inputs = {"x": "float32[batch, frames, height, width]"}
+    sizes = [{"frames": n, "height": n, "width": n} for n in (8, 16)]
+    p = program(lambda w, x: (w * x.transpose(1, 3)).square().mean(), inputs, *sizes)
+    assert shapes(p) == {"x": "(batch, frames, height, width)"}
+    assert any(str(t.shape) == "(batch, width, height, frames)" for t in p.info.values())
+
+
+def test_equal_bucket_sizes_of_one_dim_still_trace():
+    p = program(lambda w, x: (w * x).mean(), {"x": "float32[batch, seq]"}, {"seq": 7})
+    assert p.info[next(iter(p.inputs))].shape[1] == p.symbols["seq"]
+
+
+def test_dim_of_one_in_every_bucket_is_a_constant():
+    inputs = {"x": "float32[batch, frames, seq]"}
+    p = program(
+        lambda w, x: (w * x).mean(), inputs, {"frames": 1, "seq": 7}, {"frames": 1, "seq": 9}
+    )
+    assert p.info[next(iter(p.inputs))].shape[1] == 1
+
+
+def test_scalar_and_unused_inputs_and_all_kinds_of_dtype():
+    inputs = {"x": "int32[seq]", "keep": "bool[seq]", "factor": "float64[]", "lost": "float16[seq]"}
+    p = program(
+        lambda w, x, keep, factor, lost: (w * x * keep * factor).sum(),
+        inputs,
+        {"seq": 4},
+        {"seq": 8},
+    )
+    assert list(p.inputs.values()) == ["x", "keep", "factor", "lost"]
+    dtypes = [p.info[n].dtype for n in p.inputs]
+    assert dtypes == [torch.int32, torch.bool, torch.float64, torch.float16]
+    assert "batch" not in p.symbols
+
+
+def fixed(w, x):
+    assert x.shape[1] == 11
+    return (w * x).mean()
+
+
+def test_dim_fixed_by_the_model_is_an_error_with_its_name():
+    with pytest.raises(TraceError, match=r"(?s)seq.*11.*(dim|limit)"):
+        program(fixed, {"x": "float32[batch, seq]"}, {"seq": 11}, {"seq": 20})
+
+
+def test_position_table_smaller_than_a_bucket_is_an_error_with_its_limit():
+    table = torch.randn(16)
+    with pytest.raises(TraceError, match=r"(?s)seq.*16.*keep every bucket within that limit"):
+        program(
+            lambda w, x: (w * x + table[: x.shape[1]]).mean(), {"x": "float32[batch, seq]"},
+            {"seq": 8}, {"seq": 32},
+        )  # fmt: skip
+
+
+def test_position_table_larger_than_every_bucket_is_fine():
+    table = torch.randn(16)
+    p = program(
+        lambda w, x: (w * x + table[: x.shape[1]]).mean(), {"x": "float32[batch, seq]"},
+        {"seq": 8}, {"seq": 15},
+    )  # fmt: skip
+    assert isinstance(p.info[next(iter(p.inputs))].shape[1], sympy.Symbol)
