@@ -1,8 +1,8 @@
 """Common refinement of dims into atomic factors, by union-find.
 
-`[B, T*S, D]` has dims `(B) (T S) (D)`. Reading `(T S)` as one dim of size 12 and elsewhere as `(3 4)` splits
-it everywhere: a factor that is split somewhere is split everywhere, so that a label such as "sharded
-along S" means the same on both sides of a view.
+`[B, T*S, D]` has dims `(B) (T S) (D)`. Reading `(T S)` as one dim of size 12 and elsewhere as
+`(3 4)` splits it everywhere: a factor that is split somewhere is split everywhere, so that a label
+such as "sharded along S" means the same on both sides of a view.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
 
 
 class FactorTable:
-    """Factors by key; a key stands for itself, for another key (unified), or for its parts (split)."""
+    """Factors by key; a key stands for itself, for another key (unified), or for its parts."""
 
     def __init__(self) -> None:
         """An empty table."""

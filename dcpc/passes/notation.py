@@ -2,7 +2,7 @@
 
     *n i, o i, o -> *n o          operands in the order of the op's tensor arguments
     b (k g) q d, b k s d -> ...   a dim in parentheses is a product of names
-    *n                            any number of leading dims, aligned at the right; a size 1 broadcasts
+    *n                            any number of leading dims, aligned at the right; 1 broadcasts
 
 Inspired by the op sharding rules of OpenXLA Shardy (factors in einsum-like notation).
 """
@@ -53,8 +53,8 @@ def _dims(text: str, rule: str) -> tuple[str, ...]:
     rest = _TOKEN.sub("", text).strip()
     if rest or sum(t.startswith("*") for t in tokens) > 1:
         raise RuleError(
-            f"sharding rule '{rule}': cannot read '{text.strip()}'; expected names, one *name at most, "
-            "and products such as (h d); rewrite this operand"
+            f"sharding rule '{rule}': cannot read '{text.strip()}'; expected names, one *name at "
+            "most, and products such as (h d); rewrite this operand"
         )
     return tuple(tokens)
 
@@ -76,22 +76,22 @@ def bind(
     """
     if len(shapes) > len(pattern.operands):
         raise RuleError(
-            f"{len(shapes)} tensor operands, the rule has {len(pattern.operands)}; add the missing ones"
+            f"{len(shapes)} tensor operands, the rule has {len(pattern.operands)}; "
+            "add the missing ones"
         )
     sizes: dict[str, sympy.Expr] = {}
-    spread = max(
-        (len(s) - len(d) + 1 for d, s in zip((*pattern.operands, pattern.output), (*shapes, output))
-         if any(t.startswith("*") for t in d)),
-        default=0,
-    )
-    tensors = [*zip(pattern.operands, shapes), (pattern.output, output)]
+    given = pattern.operands[: len(shapes)]
+    tensors = [*zip(given, shapes, strict=True), (pattern.output, output)]
+    starred = [(d, s) for d, s in tensors if any(token.startswith("*") for token in d)]
+    spread = max((len(s) - len(d) + 1 for d, s in starred), default=0)
     expanded = [(_expand(dims, len(shape), spread), shape) for dims, shape in tensors]
     for want_composite in (False, True):
         for dims, shape in expanded:
             for dim, size in zip(dims, shape, strict=True):
                 _learn(_members(dim), size, sizes, want_composite)
     bound = [_assign(dims, shape, sizes) for dims, shape in expanded]
-    return tuple(bound[:-1]), bound[-1], sizes
+    # A name of one element is in no dim: there is nothing of it to split or to add up.
+    return tuple(bound[:-1]), bound[-1], {n: s for n, s in sizes.items() if s != 1}
 
 
 def _expand(dims: tuple[str, ...], ndim: int, spread: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""A sharding rule applied to one node: which parts of its operands' dims are parts of its output's."""
+"""A sharding rule applied to one node: which parts of its operands' dims its output shares."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class OpSharding:
         work: part of that product that is really computed when a name is sharded, or "" for all
             other ways (causal attention: 1/2, but all of it where the queries are sharded).
         is_view: whether the output is the operand's memory.
+        nonempty: names of which every rank needs an element: the op's kernels refuse empty tensors.
         reason: why everything is replicated, "" where a rule applies.
+        deliberate: whether the table itself gives that reason, so that there is nothing to warn of.
     """
 
     operands: tuple[Names, ...]
@@ -51,4 +53,6 @@ class OpSharding:
     multiplies: bool = False
     work: Mapping[str, float] = field(default_factory=dict)
     is_view: bool = False
+    nonempty: frozenset[str] = frozenset()
     reason: str = ""
+    deliberate: bool = False

@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Annotated, Any
 
 import sympy
+import torch
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from torch import fx
@@ -39,6 +40,7 @@ class Rule(BaseModel):
     bias: int | None = None
     along: str = "dim"
     multiplies: bool = False
+    reason: str = ""
 
 
 _registered: dict[str, Rule] = {}
@@ -71,8 +73,11 @@ def _line(op: str, fields: Mapping[str, Any]) -> Rule:
         line = Rule.model_validate(fields)
     except ValidationError as error:
         raise RuleError(f"sharding rule of {op}: {error}; correct this line") from error
-    if (line.rule is None) == (line.kind is None):
-        raise RuleError(f"sharding rule of {op} needs either rule: or kind:; give one of them")
+    if sum((line.rule is not None, line.kind is not None, bool(line.reason))) != 1:
+        raise RuleError(
+            f"sharding rule of {op} has {line.model_dump(exclude_unset=True)}; expected one of "
+            "rule:, kind: and reason:; give one of them"
+        )
     if line.kind is not None and line.kind not in KINDS:
         raise RuleError(
             f"sharding rule of {op}: got kind '{line.kind}'; expected one of {', '.join(KINDS)}; "
@@ -83,14 +88,14 @@ def _line(op: str, fields: Mapping[str, Any]) -> Rule:
         unknown = ({*line.whole, *line.sum}) - pattern.names()
         if unknown:
             raise RuleError(
-                f"sharding rule of {op}: got {', '.join(sorted(unknown))} in whole/sum; expected names "
-                f"of '{line.rule}'; correct them"
+                f"sharding rule of {op}: got {', '.join(sorted(unknown))} in whole/sum; expected "
+                f"names of '{line.rule}'; correct them"
             )
         lost = _only_in_operands(pattern) - {*line.whole, *line.sum}
         if lost:
             raise RuleError(
-                f"sharding rule of {op}: {', '.join(sorted(lost))} is in an operand of '{line.rule}' but "
-                "not in the output; say sum= if its pieces add up, else whole="
+                f"sharding rule of {op}: {', '.join(sorted(lost))} is in an operand of "
+                f"'{line.rule}' but not in the output; say sum= if its pieces add up, else whole="
             )
     return line
 
@@ -114,8 +119,11 @@ def rule_table() -> dict[str, Rule]:
 
 def op_name(node: fx.Node) -> str:
     """Returns the name of a call's op without its overload, e.g. `aten.linear`."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return str(packet)
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is not None:
+        return str(packet)
+    module = getattr(node.target, "__module__", "")
+    return f"{module}.{getattr(node.target, '__name__', node.target)}"
 
 
 def op_sharding(node: fx.Node, info: Mapping[str, TensorInfo]) -> OpSharding:
@@ -127,6 +135,9 @@ def op_sharding(node: fx.Node, info: Mapping[str, TensorInfo]) -> OpSharding:
         return _replicated(operands, (), "it returns several tensors")
     if line is None:
         return _replicated(operands, output.shape, f"no sharding rule for {op_name(node)}")
+    if line.reason:
+        reason = f"{op_name(node)}: {line.reason}"
+        return replace(_replicated(operands, output.shape, reason), deliberate=True)
     try:
         args = arguments(node)
         if line.kind is not None:
@@ -136,7 +147,7 @@ def op_sharding(node: fx.Node, info: Mapping[str, TensorInfo]) -> OpSharding:
             sharding = _from_pattern(line, args, operands, output)
     except (NotImplementedError, RuleError) as error:
         return _replicated(operands, output.shape, f"{op_name(node)}: {error}")
-    return _only_valid(sharding)
+    return _only_valid(_only_sums(sharding, operands, output))
 
 
 def _from_pattern(
@@ -155,6 +166,21 @@ def _from_pattern(
     return OpSharding(
         names, out, sizes, whole & sizes.keys(), summed, linear, multiplies=line.multiplies
     )
+
+
+def _only_sums(
+    sharding: OpSharding, operands: tuple[TensorInfo, ...], output: TensorInfo
+) -> OpSharding:
+    """Truth values do not add up, and numbers do not once they are rounded to integers."""
+    inexact = [o.dtype.is_floating_point or o.dtype.is_complex for o in operands]
+    rounds = any(inexact) and not (output.dtype.is_floating_point or output.dtype.is_complex)
+    booleans = any(o.dtype == torch.bool for o in operands) or output.dtype == torch.bool
+    if booleans or rounds:
+        sharding = replace(sharding, linear="none")
+    if output.dtype == torch.bool and sharding.summed:
+        whole = sharding.whole | sharding.summed
+        sharding = replace(sharding, whole=whole, summed=frozenset())
+    return sharding
 
 
 def _only_valid(sharding: OpSharding) -> OpSharding:

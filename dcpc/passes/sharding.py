@@ -25,12 +25,14 @@ class Alternative:
         output: label of the value.
         factor: key of the factor each rank has a piece of, -1 where each does all the work.
         name: that factor's name in the op's rule, "" where there is none.
+        nonempty: whether every rank needs an element of the factor.
     """
 
     operands: tuple[Label, ...]
     output: Label
     factor: int
     name: str = ""
+    nonempty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def analyse(program: Program) -> Sharding:
             continue
         rule = op_sharding(node, program.info)
         rules[node.name] = rule
-        if rule.reason:
+        if rule.reason and not rule.deliberate:
             replicated.setdefault(rule.reason, []).append(node.name)
         names[node.name] = {n: table.new(s) for n, s in rule.sizes.items()}
         tensors = [n.name for n in tensor_operands(node, program.info)] + [node.name]
@@ -99,8 +101,9 @@ def _slices(
 ) -> dict[int, tuple[int, int]]:
     """Returns factor -> (parent, shift) for factors whose split follows that of a longer one.
 
-    `x[:, :-1]` of a sharded x is free if the result's pieces are x's, cut. Where several slices make
-    the same factor (shifted logits and labels), the largest value that carries a gradient decides.
+    `x[:, :-1]` of a sharded x is free if the result's pieces are x's, cut. Where several slices
+    make the same factor (shifted logits and labels), the largest value that carries a gradient
+    decides.
     """
     found: dict[int, tuple[int, int]] = {}
     candidates = []
@@ -116,13 +119,14 @@ def _slices(
             parent = table.atoms([names[name][source]])
             if len(child) == 1 and len(parent) == 1 and table.size(child[0]) not in inputs:
                 info = program.info[name]
-                candidates.append((not info.requires_grad, -len(info.shape), name, child[0], parent[0], start))
-    for _, _, _, child, parent, start in sorted(candidates):
-        ancestors = [parent]
+                order = (not info.requires_grad, -len(info.shape), name)
+                candidates.append((order, child[0], parent[0], start))
+    for _, short, long, start in sorted(candidates):
+        ancestors = [long]
         while ancestors[-1] in found:
             ancestors.append(found[ancestors[-1]][0])
-        if child not in found and child not in ancestors:
-            found[child] = (parent, start)
+        if short not in found and short not in ancestors:
+            found[short] = (long, start)
     # One level is enough for what models do (shift by one); a slice of a slice keeps its own split.
     return {c: (p, s) for c, (p, s) in found.items() if p not in found}
 
@@ -146,10 +150,8 @@ def _alternatives(
         rule = rules[node.name]
         found = [Alternative((REPLICATED,) * len(operands), REPLICATED, -1)]
         tensors = [factors[n] for n in operands]
-        where = [
-            _positions(table, t, n, names[node.name])
-            for t, n in zip((*tensors, factors[node.name]), (*rule.operands, rule.output), strict=True)
-        ]
+        known = zip((*tensors, factors[node.name]), (*rule.operands, rule.output), strict=True)
+        where = [_positions(table, t, n, names[node.name]) for t, n in known]
         for name in rule.sizes:
             found += _shard(table, rule, name, names[node.name], where, slices)
         found += _partial(rule, len(operands))
@@ -162,8 +164,8 @@ def _positions(
     dims: tuple[tuple[Factor, ...], ...],
     tensor_names: tuple[tuple[str, ...], ...],
     keys: Mapping[str, int],
-) -> dict[str, tuple[int, int]] | None:
-    """Returns name -> (dim, index of its first factor); a dim that could not be refined has none."""
+) -> dict[str, tuple[int, int]]:
+    """Returns name -> (dim, index of its first factor); none for a dim that was not refined."""
     found: dict[str, tuple[int, int]] = {}
     for d, (dim, members) in enumerate(zip(dims, tensor_names, strict=True)):
         atoms = [table.atoms([keys[m]]) for m in members]
@@ -205,7 +207,8 @@ def _shard(
                 return []
             labels[0] = Label(*where[0][source])
         output = labels[-1] if in_output else PARTIAL
-        found.append(Alternative(tuple(labels[:-1]), output, key, name))
+        nonempty = name in rule.nonempty
+        found.append(Alternative(tuple(labels[:-1]), output, key, name, nonempty))
     return found
 
 

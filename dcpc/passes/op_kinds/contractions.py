@@ -71,7 +71,7 @@ def einsum(call: Call) -> OpSharding:
 
 
 def embedding(call: Call) -> OpSharding:
-    """Rows of a table: the table is whole along its rows, its columns and the positions are free."""
+    """Rows of a table: the table's rows are whole, its columns and the positions are free."""
     if call.args["scale_grad_by_freq"]:
         raise NotImplementedError("the gradient is scaled by how often an index occurs")
     index, sizes = own(call.operands[1].shape)

@@ -108,7 +108,11 @@ def channel_norm(call: Call) -> OpSharding:
         averaged = (output[0], *output[2:]) if call.args["training"] else ()
     if averaged and call.args["running_mean"] is not None:
         return all_whole(call)  # the call also changes the running statistics
-    return OpSharding(operands, output, sizes, whole=frozenset(members(averaged)))
+    # The kernels read the first channel; instance_norm makes every (sample, channel) one.
+    needed = members(output[:2] if call.op == "instance_norm" else output[1:2])
+    return OpSharding(
+        operands, output, sizes, whole=frozenset(members(averaged)), nonempty=frozenset(needed)
+    )
 
 
 def prelu(call: Call) -> OpSharding:

@@ -62,7 +62,7 @@ def scatter(call: Call) -> OpSharding:
 
 
 def index(call: Call) -> OpSharding:
-    """x[i, j, :]: indexed dims are whole, the broadcast indices' dims and the other dims are free."""
+    """x[i, j, :]: indexed dims are whole, the indices' own dims and the other dims are free."""
     source = call.input_shape
     at, ndim, position = _indexed(call, len(call.operands))
     output, sizes = own(call.output.shape)
@@ -175,7 +175,7 @@ def index_add(call: Call) -> OpSharding:
 
 
 def placed(call: Call) -> OpSharding:
-    """select_scatter, slice_scatter: another tensor is put into x; the dim it goes into is whole."""
+    """select_scatter, slice_scatter: a tensor is put into x; the dim it goes into is whole."""
     output, sizes = own(call.output.shape)
     dim = call.dims("dim", len(output))[0]
     whole = {*output[dim]}

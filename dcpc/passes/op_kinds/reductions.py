@@ -10,7 +10,7 @@ _ADDS_UP = ("sum", "nansum", "count_nonzero")
 
 
 def reduction(call: Call) -> OpSharding:
-    """sum adds up pieces of the reduced dims; other reductions need them whole."""
+    """Pieces of a sum's reduced dims add up; other reductions need these dims whole."""
     operand, sizes = own(call.input_shape)
     reduced = call.dims("dim", len(operand))
     gone = frozenset(members(operand[d] for d in reduced))

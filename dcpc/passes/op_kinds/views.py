@@ -49,7 +49,7 @@ def regroup(before: Shape, after: Shape) -> tuple[Names, Names, Sizes, set[str]]
 
 
 def squeeze(call: Call) -> OpSharding:
-    """Dims of size 1 vanish; a dim that may be squeezed and is longer must not become 1 on a rank."""
+    """Dims of size 1 vanish; a longer dim that is asked for must not become 1 on a rank."""
     operand, sizes = own(call.input_shape)
     ndim = len(operand)
     asked = call.dims("dim", ndim) if "dim" in call.args else list(range(ndim))
@@ -90,7 +90,7 @@ def permute(call: Call) -> OpSharding:
 
 
 def slice_(call: Call) -> OpSharding:
-    """A slice: other dims as they are; the cut dim stays sharded where only its ends are cut off."""
+    """Other dims stay as they are; the cut dim stays sharded where only its ends are cut off."""
     operand, sizes = own(call.input_shape)
     dim = call.dims("dim", len(operand))[0]
     output = list(operand)
@@ -187,8 +187,13 @@ def pad(call: Call) -> OpSharding:
     return OpSharding(
         (operand,), tuple(output), sizes, whole=frozenset(whole),
         linear="first" if zeros or copies else "none",
-        nonempty=frozenset(members(operand[1:])) if copies else frozenset(),
+        nonempty=_all_but_batch(operand, len(amounts) // 2) if copies else frozenset(),
     )  # fmt: skip
+
+
+def _all_but_batch(operand: Names, spatial: int) -> frozenset[str]:
+    """The kernels that copy elements into a border take an empty batch, but no other empty dim."""
+    return frozenset(members(operand[1:] if len(operand) == spatial + 2 else operand))
 
 
 def repeat(call: Call) -> OpSharding:
@@ -273,11 +278,12 @@ def pixel_shuffle(call: Call) -> OpSharding:
     packed = [*dims, ("c", "r", "q"), ("h",), ("w",)]
     spread = [*dims, ("c",), ("h", "r"), ("w", "q")]
     before, after = (spread, packed) if down else (packed, spread)
-    return _regrouped(before, after, sizes, {"r", "q"})
+    # torch 2.13 returns another shape for an empty input of pixel_unshuffle.
+    return _regrouped(before, after, sizes, {"r", "q"}, nonempty=down)
 
 
 def channel_shuffle(call: Call) -> OpSharding:
-    """n (g c) ... -> n (c g) ..."""
+    """Groups and channels change places: n (g c) ... -> n (c g) ..."""
     shape, groups = call.input_shape, sympy.Integer(call.args["groups"])
     sizes = {f"n{d}": s for d, s in enumerate(shape) if d != 1}
     sizes |= {"g": groups, "c": sympy.cancel(shape[1] / groups)}
@@ -287,7 +293,11 @@ def channel_shuffle(call: Call) -> OpSharding:
 
 
 def _regrouped(
-    before: list[tuple[str, ...]], after: list[tuple[str, ...]], sizes: Sizes, kept: set[str]
+    before: list[tuple[str, ...]],
+    after: list[tuple[str, ...]],
+    sizes: Sizes,
+    kept: set[str],
+    nonempty: bool = False,
 ) -> OpSharding:
     """Both sides by name, names of size 1 left out."""
     sizes = {n: s for n, s in sizes.items() if s != 1}
@@ -295,5 +305,6 @@ def _regrouped(
         tuple(tuple(n for n in dim if n in sizes) for dim in dims) for dims in (before, after)
     )
     return OpSharding(
-        (operand,), output, sizes, whole=frozenset(kept & sizes.keys()), linear="first"
-    )
+        (operand,), output, sizes, whole=frozenset(kept & sizes.keys()), linear="first",
+        nonempty=frozenset(sizes if nonempty else ()),
+    )  # fmt: skip

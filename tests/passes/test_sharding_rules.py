@@ -1,0 +1,47 @@
+"""Every line of the rule table on random shapes, dtypes and arguments: pieces against the whole."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from dcpc.passes.rules import rule_table
+from tests.passes.rule_cases import CASES, Source
+from tests.passes.rule_check import check_call
+
+LINES = {op: line for op, line in rule_table().items() if not line.reason}
+NEVER_SPLIT = {"aten.scalar_tensor"}  # a single number
+SIMPLE = {"pointwise", "elementwise_loss", "generator"}
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered graphs are interpreted here; making Python code of each would take half the time."""
+    monkeypatch.setattr(fx.GraphModule, "recompile", lambda self: None)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("op", sorted(LINES))
+def test_pieces_are_the_whole(op: str):
+    ran: Counter[str] = Counter()
+
+    @settings(
+        max_examples=8 if LINES[op].kind in SIMPLE else 12, deadline=None, derandomize=True,
+        database=None, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        case = CASES[op](Source(data.draw, op))
+        ran["split"] += check_call(case, data.draw(st.sampled_from((2, 3))))
+
+    assert op in CASES, f"no strategy draws calls of {op}; add one to tests/passes/rule_cases"
+    run()
+    enough = ran["split"] >= 3 or op in NEVER_SPLIT
+    assert enough, f"only {ran['split']} splits of {op}; draw calls that its rule can split"
+
+
+def test_every_line_is_tested():
+    assert not LINES.keys() - CASES.keys()
+    assert not CASES.keys() - LINES.keys()
