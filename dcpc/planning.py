@@ -108,7 +108,9 @@ def plan_buckets(
     for bucket in buckets:
         rows = tuple(_rows(variants, bucket, request))
         tables[bucket] = rows
-        plans[bucket] = choose(bucket, rows, request.memory_bytes, request.world)
+        plans[bucket] = choose(
+            bucket, rows, request.memory_bytes, request.world, request.recompute
+        )
     return plans, tables
 
 

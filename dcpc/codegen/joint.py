@@ -93,10 +93,10 @@ def make_joint(
     integers, names = _symbolic_integers(env, lowered, hints)
     trainable = tuple(n for n in program.parameters if program.info[n].requires_grad)
     placeholders = [n.name for n in lowered.gm.graph.nodes if n.op == "placeholder"]
-    arguments = [_fake(n, program, tensors, mode, integers) for n in placeholders]
+    device = next((t.device for t in tensors.values()), torch.device("cpu"))
+    arguments = [_fake(n, program, tensors, mode, integers, device) for n in placeholders]
     with mode:
         loss_info = program.info[program.loss]
-        device = next((a.device for a in arguments if isinstance(a, Tensor)), torch.device("cpu"))
         tangent = torch.empty((), dtype=loss_info.dtype, device=device)
     tagging = _Tagging(lowered.gm)
     where = [placeholders.index(n) for n in trainable]
@@ -163,6 +163,7 @@ def _fake(
     tensors: Mapping[str, Tensor],
     mode: FakeTensorMode,
     integers: Mapping[str, torch.SymInt],
+    device: torch.device,
 ) -> Any:
     if name in integers:
         return integers[name]
@@ -173,7 +174,7 @@ def _fake(
     symbols = {str(program.symbols[n]): integers[n] for n in program.symbols}
     shape = [_evaluate(size, symbols) for size in info.shape]
     with mode:
-        return torch.empty(shape, dtype=info.dtype)
+        return torch.empty(shape, dtype=info.dtype, device=device)
 
 
 def _evaluate(expr: sympy.Expr, symbols: Mapping[str, torch.SymInt]) -> Any:

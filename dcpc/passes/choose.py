@@ -46,7 +46,13 @@ class Row:
         return self.seconds_s * self.sp / self.micro_batch
 
 
-def choose(bucket: Bucket, rows: Sequence[Row], memory_bytes: int, world: int) -> BucketPlan:
+def choose(
+    bucket: Bucket,
+    rows: Sequence[Row],
+    memory_bytes: int,
+    world: int,
+    recompute: str = "auto",
+) -> BucketPlan:
     """Returns the row of least rank-seconds a sample among those that fit.
 
     Args:
@@ -54,6 +60,7 @@ def choose(bucket: Bucket, rows: Sequence[Row], memory_bytes: int, world: int) -
         rows: at least one.
         memory_bytes: of one rank.
         world: ranks there are.
+        recompute: what was asked for: "auto", or a forced "none" or "all".
 
     Raises:
         PlanError: none fits; says by how much the best one misses.
@@ -62,14 +69,13 @@ def choose(bucket: Bucket, rows: Sequence[Row], memory_bytes: int, world: int) -
     if not fitting:
         closest = min(rows, key=lambda row: row.needed_bytes)
         over = closest.needed_bytes - memory_bytes
-        wider = (
-            f"run on more than {world} ranks, " if closest.sp == world else "allow a larger sp, "
-        )
+        widest = max(row.sp for row in rows)
+        wider = f"run on more than {world} ranks" if widest == world else "allow a larger sp"
         raise PlanError(
             f"bucket {bucket} needs {_size(closest.needed_bytes)} on a rank at sp={closest.sp}, "
             f"micro-batch {closest.micro_batch}, {closest.recompute} of {closest.segments} "
             f"segments recomputed; a rank has {_size(memory_bytes)}, {_size(over)} too little; "
-            f"{wider}lower the bucket, or raise memory="
+            f"{wider}, lower the bucket, or raise memory="
         )
     best = min(row.rank_seconds for row in fitting)
     worthy = [row for row in fitting if row.rank_seconds <= best * (1 + WORTH)]
@@ -82,11 +88,11 @@ def choose(bucket: Bucket, rows: Sequence[Row], memory_bytes: int, world: int) -
         segments=chosen.segments,
         seconds_s=chosen.seconds_s,
         peak_bytes=chosen.peak_bytes,
-        reason=_reason(chosen, rows, memory_bytes),
+        reason=_reason(chosen, rows, memory_bytes, recompute),
     )
 
 
-def _reason(chosen: Row, rows: Sequence[Row], memory_bytes: int) -> str:
+def _reason(chosen: Row, rows: Sequence[Row], memory_bytes: int, recompute: str) -> str:
     """Says what binds the choice."""
     reasons = []
     narrower = [r for r in rows if r.sp < chosen.sp]
@@ -94,7 +100,9 @@ def _reason(chosen: Row, rows: Sequence[Row], memory_bytes: int) -> str:
         reasons.append(f"sp {max(r.sp for r in narrower)} does not fit {_size(memory_bytes)}")
     elif narrower:
         reasons.append("fewer rank-seconds than a smaller sp")
-    if chosen.recompute:
+    if recompute != "auto":
+        reasons.append(f"recompute {recompute} as asked")
+    elif chosen.recompute:
         reasons.append(f"recompute just enough for {_size(memory_bytes)}")
     larger = [r for r in rows if r.sp == chosen.sp and r.micro_batch > chosen.micro_batch]
     if any(not r.fits for r in larger):

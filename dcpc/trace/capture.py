@@ -103,7 +103,9 @@ def _export(
 ) -> ExportedProgram:
     wrapped = _LossOf(model, tuple(buckets.inputs))
     wrapped.training = model.training
-    args = tuple(named.example_inputs(buckets, hints))
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    args = tuple(named.example_inputs(buckets, hints, device))
     shapes = tuple(named.dynamic_shape(spec, dims) or None for spec in buckets.inputs.values())
     try:
         with warnings.catch_warnings():

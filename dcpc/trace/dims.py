@@ -68,9 +68,12 @@ def dynamic_shape(spec: InputSpec, dims: Mapping[str, Any]) -> dict[int, Any]:
     return shape
 
 
-def example_inputs(buckets: Buckets, hints: Mapping[str, int]) -> list[torch.Tensor]:
+def example_inputs(
+    buckets: Buckets, hints: Mapping[str, int], device: torch.device
+) -> list[torch.Tensor]:
     """Returns one distinct tensor an input (torch aliases an input that is passed twice)."""
-    return [torch.ones(s.shape(hints), dtype=s.dtype) for s in buckets.inputs.values()]
+    specs = buckets.inputs.values()
+    return [torch.ones(s.shape(hints), dtype=s.dtype, device=device) for s in specs]
 
 
 def solve_symbols(
