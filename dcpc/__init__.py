@@ -1,5 +1,6 @@
 """dcpc: a declarative compiler for training on sequences of very different lengths.
 
+Example:
     compiled = dcpc.compile(model, buckets)
 """
 

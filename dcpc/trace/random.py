@@ -36,8 +36,8 @@ def replace_random(graph: fx.Graph) -> None:
         rule = _RULES.get(node.target)
         if rule is None:
             raise TraceError(
-                f"forward draws random numbers by {node.target} (node {node.name}); expected dropout, "
-                "rand, randn or bernoulli; draw them outside and pass them as an input"
+                f"forward draws random numbers by {node.target} (node {node.name}); expected "
+                "dropout, rand, randn or bernoulli; draw them outside and pass them as an input"
             )
         rule(node, Editor(node), index)
 
@@ -120,7 +120,7 @@ def _bernoulli(node: fx.Node, edit: Editor, index: int) -> None:
 
 
 def _attention(node: fx.Node, edit: Editor, index: int) -> None:
-    """Attention with dropout on its weights, spelled out: the flash kernels cannot drop by a seed."""
+    """Attention with dropout on its weights, spelled out: flash kernels take no seed."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     q, k, v, mask = (given.get(n) for n in names[:4])
