@@ -11,6 +11,7 @@ the rest to the comparison. What each step computes does not depend on the clock
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ MB = 1e6
 DDP_BATCH = 4
 # Shares of the time limit at which training ends and no further step of the comparison begins; the
 # rest is for the memory measurements and the plots.
-TRAINED, COMPARED = 0.5, 0.8
+TRAINED, COMPARED = 0.5, 0.75
 MAX_COMPARED = 16
 
 
@@ -162,7 +163,8 @@ class Job:
             own = optimizer
             if system is not ours:
                 own = self.workload.make_optimizer(system.model)
-                own.load_state_dict(optimizer.state_dict())
+                # It keeps the tensors it is given.
+                own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             entrants.append(Entrant(system, own))
         begun = False
 
