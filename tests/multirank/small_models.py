@@ -191,8 +191,14 @@ class RelativeBias(Tokens):
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-@case({"x": "float64[batch, seq, 12]", "text": "float64[batch, words, 12]", "keep": "bool[batch, words]"},
-      fill={"keep": lambda shape, g: torch.arange(shape[1]).expand(shape) < shape[1] - 1})  # fmt: skip
+def all_but_last(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.arange(shape[1]).expand(shape) < shape[1] - 1
+
+
+TEXT = {"text": "float64[batch, words, 12]", "keep": "bool[batch, words]"}
+
+
+@case({"x": "float64[batch, seq, 12]", **TEXT}, fill={"keep": all_but_last})
 class CrossAttention(nn.Module):
     """Two named lengths; padding of the second is masked."""
 

@@ -1,0 +1,142 @@
+"""From a program to graphs that run: lowering, partition, segments, variants; alone."""
+
+import pytest
+import torch
+
+from dcpc.buckets import Buckets
+from dcpc.codegen import segments
+from dcpc.errors import CodegenError
+from dcpc.passes.sharding import analyse
+from dcpc.symbolic_profile import detect
+from dcpc.trace import trace
+from dcpc.variants import Variants
+from models.gpt import GPT, GPTConfig
+from tests.multirank.exactness import SPLITTING, gradient_error, loss_error, plain
+
+INPUTS = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
+LAYERS = 3
+
+
+class Alone:
+    """A GPT traced once; its variants run here."""
+
+    def __init__(self, backend="eager"):
+        torch.manual_seed(0)
+        config = GPTConfig(vocab_size=64, dim=32, n_layers=LAYERS, n_heads=4)
+        self.model = GPT(config).double()
+        self.program = trace(self.model, Buckets(inputs=INPUTS, sizes=[{"seq": 4}, {"seq": 64}]))
+        device = detect()
+        self.variants = Variants(self.program, analyse(self.program), device, backend, self.held)
+        self.placement = self.variants.placement({"batch": 2, "seq": 16}, 1)
+
+    def held(self):
+        own = dict(self.model.named_parameters())
+        tensors = {p: own[n] for p, n in self.program.parameters.items()}
+        return {**tensors, **self.program.constants}
+
+    def call(self, batch, seq, recompute=0):
+        """Variant, its result, and the inputs."""
+        sizes = {"batch": batch, "seq": seq}
+        variant, integers = self.variants.variant(self.placement, recompute, sizes, 0)
+        x = data(batch, seq)
+        named = {**self.held(), **{p: x[n] for p, n in self.program.inputs.items()}}
+        return variant, variant([named[p] for p in variant.placeholders], integers), x
+
+
+def data(batch, seq):
+    ids, labels = torch.randint(0, 64, (2, batch, seq), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Alone()
+
+
+@pytest.mark.parametrize("recompute", [0, 2, 5, 7])
+def test_numbers_are_eagers_whatever_is_recomputed(alone, recompute):
+    for batch, seq in ((2, 16), (1, 37), (3, 1), (1, 1)):
+        loss, gradients = plain(alone.model, data(batch, seq))
+        _, got, _ = alone.call(batch, seq, recompute)
+        got.backward()
+        assert loss_error(got, loss) < 1e-12
+        assert gradient_error(alone.model, gradients) < 1e-10
+        alone.model.zero_grad()
+
+
+def test_one_variant_serves_every_length(alone):
+    first = alone.call(2, 16)[0]
+    assert alone.call(5, 64)[0] is first
+    assert alone.call(2, 16, recompute=1)[0] is not first
+
+
+def test_program_is_unchanged_by_lowering(alone):
+    before = alone.program.gm.code
+    alone.variants.lowering(alone.variants.placement({"batch": 2, "seq": 48}, 2))
+    assert alone.program.gm.code == before
+    assert not any("dcpc" in n.meta for n in alone.program.gm.graph.nodes)
+
+
+def test_lowering_alone_has_no_collective_and_over_ranks_has(alone):
+    def collectives(placement):
+        graph = alone.variants.lowering(placement).lowered.gm.graph
+        return [n for n in graph.nodes if str(n.target).startswith("dcpc.all")]
+
+    split = Variants(alone.program, analyse(alone.program), SPLITTING, "eager", alone.held)
+    placement = split.placement({"batch": 1, "seq": 64}, 2)
+    assert not collectives(alone.placement)
+    assert collectives(placement)
+    integers = split.lowering(placement).lowered.integers
+    assert {"batch", "seq", "seq_length", "seq_start"} <= {i.name for i in integers}
+
+
+def test_segments_are_the_blocks_in_order(alone):
+    found = segments(alone.program)
+    order = [found[n.name] for n in alone.program.gm.graph.nodes if n.name in found]
+    assert order == sorted(order)
+    assert LAYERS <= max(order) + 1 <= 2 * LAYERS + 2
+
+
+def test_more_recompute_saves_less(alone):
+    counts = range(alone.variants.segment_count + 1)
+    saved = [len(alone.variants.partition(alone.placement, k).saved) for k in counts]
+    assert saved == sorted(saved, reverse=True)
+    assert len(set(saved)) >= 2 * LAYERS
+    assert saved[-1] < saved[0] / 5
+
+
+def test_forward_and_backward_take_what_the_other_gives(alone):
+    parts = alone.variants.partition(alone.placement, 1)
+    output = next(n for n in parts.forward.graph.nodes if n.op == "output")
+    assert len(output.args[0]) == 1 + len(parts.saved)
+    takes = [n.name for n in parts.backward.graph.nodes if n.op == "placeholder"]
+    assert takes[:-1] == [*parts.saved, *parts.backward_primals]
+
+
+def test_second_backward_is_an_error(alone):
+    _, loss, _ = alone.call(2, 16)
+    loss.backward(retain_graph=True)
+    with pytest.raises(CodegenError, match="backward was called twice"):
+        loss.backward()
+    alone.model.zero_grad()
+
+
+def test_without_gradient_nothing_is_kept(alone):
+    with torch.no_grad():
+        _, loss, x = alone.call(2, 16)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, alone.model(**x))
+
+
+@pytest.mark.slow
+def test_inductor_has_eagers_numbers_and_a_broken_guard_compiles_another():
+    alone = Alone("inductor")
+    for batch, seq in ((2, 16), (1, 37), (1, 1), (40, 3)):
+        loss, gradients = plain(alone.model, data(batch, seq))
+        variant, got, _ = alone.call(batch, seq, 1)
+        got.backward()
+        assert loss_error(got, loss) < 1e-8
+        assert gradient_error(alone.model, gradients) < 1e-8
+        symbols = alone.program.symbols
+        sizes = {symbols["batch"]: batch, symbols["seq"]: seq}
+        assert not variant.integer_values(sizes, 0)[1]

@@ -1,0 +1,198 @@
+"""What a user calls, and what it says when that was wrong."""
+
+import re
+
+import pytest
+import torch
+
+import dcpc
+from models.gpt import GPT, GPTConfig
+
+INPUTS = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
+
+
+def gpt(**options):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=64, dim=32, n_layers=3, n_heads=4, **options))
+
+
+def buckets(*lengths):
+    return dcpc.Buckets(inputs=INPUTS, sizes=[{"seq": n} for n in lengths])
+
+
+def data(batch, seq):
+    ids, labels = torch.randint(0, 64, (2, batch, seq), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return dcpc.compile(gpt(), buckets(7, 32), backend="eager")
+
+
+class Samples:
+    def __init__(self, *lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        return {k: v[0] for k, v in data(1, self.lengths[i]).items()}
+
+
+def refused(kind, pattern):
+    return pytest.raises(kind, match=re.compile(pattern, re.DOTALL))
+
+
+def test_parameters_and_state_are_the_models_own(compiled):
+    model = compiled.model
+    assert [id(p) for p in compiled.parameters()] == [id(p) for p in model.parameters()]
+    assert compiled.state_dict().keys() == model.state_dict().keys()
+    assert dict(compiled.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    other = gpt()
+    other.load_state_dict(compiled.state_dict())
+
+
+def test_an_optimizer_step_changes_what_runs_next(compiled):
+    first = compiled(**data(2, 7))
+    first.backward()
+    compiled.reduce_gradients()
+    torch.optim.SGD(compiled.parameters(), lr=0.5).step()
+    compiled.zero_grad()
+    inputs = data(2, 7)
+    torch.testing.assert_close(compiled(**inputs), compiled.model(**inputs))
+    assert compiled(**inputs) < first
+
+
+def test_inputs_by_position_and_without_gradient(compiled):
+    inputs = data(2, 7)
+    expected = compiled.model(**inputs)
+    torch.testing.assert_close(compiled(*inputs.values()), expected)
+    with torch.no_grad():
+        loss = compiled(**inputs)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected)
+
+
+def test_second_backward_is_an_error(compiled):
+    loss = compiled(**data(2, 7))
+    loss.backward(retain_graph=True)
+    with refused(dcpc.CodegenError, r"backward was called twice.*expected|backward.*call compiled"):
+        loss.backward()
+    compiled.zero_grad()
+
+
+def test_report_and_source_say_what_runs(compiled):
+    report = compiled.report()
+    for word in ("seq", "micro", "sp", "recompute", "peak"):
+        assert word in report.lower(), word
+    source = compiled.source({"seq": 32})
+    assert "def forward(" in source
+    assert "def backward(" in source
+    compile(source, "source.py", "exec")
+    with refused(dcpc.BucketError, r"\{seq: 9\}.*seq: 7.*seq: 32"):
+        compiled.source({"seq": 9})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "pattern"),
+    [
+        ({"seq": 9}, r"got .*seq: 9.*expected the lengths of a bucket.*seq: 7.*seq: 32"),
+        ({"labels": None}, r"missing: labels.*expected exactly input_ids, labels"),
+        ({"extra": torch.ones(1)}, r"unknown: extra"),
+        ({"labels": torch.ones(2, 7)}, r"'labels'.*torch.float32.*expected torch.int64"),
+        ({"labels": torch.ones(2, 6).long()}, r"'labels'.*\(2, 6\).*expected"),
+        ({"labels": torch.ones(3, 7).long()}, r"'labels'.*\(3, 7\).*expected"),
+        ({"labels": torch.ones(7).long()}, r"'labels'.*1 dims.*expected 2"),
+        ({"labels": [1, 2]}, r"labels.*got list.*expected a tensor"),
+    ],
+)
+def test_call_that_fits_no_bucket_is_refused(compiled, inputs, pattern):
+    call = data(2, inputs.pop("seq", 7))
+    call = {k: v for k, v in {**call, **inputs}.items() if v is not None}
+    with refused(dcpc.DispatchError, pattern):
+        compiled(**call)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "pattern"),
+    [
+        ({"backend": "tpu"}, dcpc.DcpcError, r"backend='tpu'.*expected one of eager, inductor"),
+        ({"recompute": "some"}, dcpc.PlanError, r"'some'.*expected 'auto', 'none' or 'all'"),
+        ({"sp": 3}, dcpc.PlanError, r"sp=3 with 1 ranks.*expected 'auto' or a divisor"),
+        ({"sp": True}, dcpc.PlanError, r"sp=True.*expected"),
+        ({"memory": -1}, dcpc.PlanError, r"memory=-1.*expected a positive number of bytes"),
+        ({"memory": float("nan")}, dcpc.PlanError, r"memory=nan.*expected a positive number"),
+        ({"memory": 1e5}, dcpc.PlanError, r"bucket \{seq: 7\} needs .*B on a rank.*too little"),
+        ({"device": "abacus"}, dcpc.DcpcError, r"abacus.*expected"),
+    ],
+)
+def test_option_that_is_not_possible_is_refused(options, kind, pattern):
+    with refused(kind, pattern):
+        dcpc.compile(gpt(), buckets(7, 32), **{"backend": "eager", **options})
+
+
+def test_spec_of_an_argument_that_forward_has_not_is_refused():
+    wrong = dcpc.Buckets(inputs={**INPUTS, "mask": "bool[batch, seq]"}, sizes=[{"seq": 7}])
+    with refused(dcpc.TraceError, r"unexpected keyword argument 'mask'.*match forward's"):
+        dcpc.compile(gpt(), wrong, backend="eager")
+
+
+def test_spec_that_lacks_an_argument_of_forward_is_refused():
+    wrong = dcpc.Buckets(inputs={"input_ids": INPUTS["input_ids"]}, sizes=[{"seq": 7}])
+    with refused(dcpc.TraceError, r"missing.*'labels'.*match forward's"):
+        dcpc.compile(gpt(), wrong, backend="eager")
+
+
+def test_bucket_without_a_length_is_refused():
+    with refused(dcpc.BucketError, r"expected a length for seq"):
+        dcpc.Buckets(inputs=INPUTS, sizes=[{}])
+    with refused(dcpc.BucketError, r"got nan; expected an integer"):
+        dcpc.Buckets(inputs=INPUTS, sizes=[{"seq": float("nan")}])
+
+
+def test_datasets_that_cannot_be_dealt_out_are_refused(compiled):
+    with refused(dcpc.DataError, r"got 0 samples; expected at least 1"):
+        dcpc.DataLoader(Samples(), compiled, tokens_per_step=64)
+    with refused(dcpc.DataError, r"sample 1.*40.*expected.*32"):
+        list(dcpc.DataLoader(Samples(7, 40), compiled, tokens_per_step=64, shuffle=False))
+
+
+def test_train_step_runs_every_sample_once(compiled):
+    loader = dcpc.DataLoader(Samples(7, 32, 7, 7), compiled, tokens_per_step=60, weight="labels")
+    before = compiled.stats().steps
+    steps = [(step, compiled.train_step(step)) for step in loader]
+    seen = [i for step, _ in steps for mb in step.micro_batches for i in mb.samples]
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert compiled.stats().steps == before + len(steps)
+    assert all(result.loss.isfinite() for _, result in steps)
+    compiled.zero_grad()
+
+
+def needs(compiled, bucket, recompute):
+    """Bytes of a bucket's plan with another number of recomputed segments."""
+    plan, sizes = (
+        compiled.plans[bucket],
+        {**bucket.sizes, "batch": compiled.plans[bucket].micro_batch},
+    )
+    placement = compiled.variants.placement(sizes, plan.sp)
+    cost = compiled.variants.predict(placement, recompute, sizes)
+    return cost.peak_bytes + cost.input_bytes
+
+
+def test_recompute_is_just_enough():
+    size = dcpc.Buckets(inputs=INPUTS, sizes=[{"seq": 256, "batch": 4}])
+    options = {"backend": "eager", "optimizer_bytes": 0}
+    roomy = dcpc.compile(gpt(), size, **options)
+    (bucket,) = size
+    resident = 2 * sum(p.nbytes for p in roomy.parameters())
+    resident += sum(b.nbytes for b in roomy.model.buffers())
+    most, least = needs(roomy, bucket, 0), needs(roomy, bucket, roomy.plans[bucket].segments - 1)
+    memory = resident + (most + least) // 2
+    tight = dcpc.compile(gpt(), size, memory=memory, **options)
+    k = tight.plans[bucket].recompute
+    assert roomy.plans[bucket].recompute == 0 < k
+    assert resident + needs(tight, bucket, k) <= memory < resident + needs(tight, bucket, k - 1)
+    inputs = data(4, 256)
+    torch.testing.assert_close(tight(**inputs), roomy(**inputs))
