@@ -156,7 +156,8 @@ def _is_empty(value: Tensor) -> bool:
 
 def _split(node: fx.Node, edit: Editor) -> fx.Node | None:
     """`getitem(split(x), i)` -> `slice(x)`; the split itself becomes dead."""
-    source: Any = node.args[0]
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
     dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     pieces: Any = node.meta["val"]
     dim %= source.meta["val"].ndim
@@ -176,7 +177,8 @@ def _split(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def _unbind(node: fx.Node, edit: Editor) -> fx.Node:
-    source: Any = node.args[0]
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
     dim: Any = node.args[1] if len(node.args) > 1 else 0
     for user in list(node.users):
         piece = edit.call(aten.select.int, source, dim, user.args[1])
