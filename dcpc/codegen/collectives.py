@@ -100,7 +100,8 @@ def _exchange(
     received = like.new_empty(sum(receive_numels))
     send_numels = [s.numel() for s in sends]
     dist.all_to_all_single(_wire(received), _wire(packed), receive_numels, send_numels, group=group)
-    return received.split(receive_numels)
+    parts: tuple[Tensor, ...] = received.split(receive_numels)
+    return parts
 
 
 def _wire(x: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Phase 2: decisions about a program, each a pure function: sharding, placement, the plan."""
