@@ -6,22 +6,22 @@ time:
 
     unary[v]  +  table[a, v]  +  table[b, v]   --min over v-->   table[a, b]
 
-The variable with the fewest neighbours goes first. Chains and trees never grow a table beyond two
-variables, a graph of treewidth w about w + 1. Walking back through the removed variables reads off
-the labels.
+Variables of at most two neighbours go first, then the one that needs the smallest table. Chains and
+trees never grow a table beyond two variables, a graph of treewidth w about w + 1. Walking back
+through the removed variables reads off the labels.
 
 What makes it fast is what is *not* done: no best label is stored on the way forward (the way back
 recomputes one small vector a variable), the usual cases (one or two neighbours) stay plain 2-D
-arithmetic, and labels that can never win are dropped before any table of three variables is built.
+arithmetic, labels that can never win are dropped before any table of three variables is built, and
+what was computed from the same array objects before is not computed again: repeated layers that
+share their tables are worked out once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
 from math import inf, prod
 from typing import NamedTuple, TypeAlias
 
@@ -29,12 +29,25 @@ import numpy as np
 import numpy.typing as npt
 
 from dcpc.errors import PlanError
+from dcpc.passes.cost_tables import (
+    Costs,
+    Labels,
+    Shared,
+    add_first,
+    add_least,
+    joined_least,
+    least_between,
+    move_last,
+    take,
+    undominated,
+)
 
-Costs: TypeAlias = npt.NDArray[np.float64]
 Scope: TypeAlias = tuple[int, ...]
 
 # 5e7 float64 are 400 MB; the join holds a table of this size once, and its minimum.
 LARGEST_TABLE_ENTRIES = 50_000_000
+
+HUB = 12  # neighbours from which on a variable is not looked at before all others are gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +86,7 @@ class CostNetwork:
         self._unaries: list[Costs] = []
         self._edges: dict[tuple[int, int], Costs] = {}
         self._largest_table_entries = largest_table_entries
+        self._shared = Shared()
 
     def add_variable(self, name: str, unary: npt.ArrayLike) -> int:
         """Return the handle (0, 1, ...) of a new variable.
@@ -91,6 +105,8 @@ class CostNetwork:
     def add_edge(self, u: int, v: int, table: npt.ArrayLike) -> None:
         """Add a cost for each pair of labels of two variables; edges of the same pair are summed.
 
+        Give equal tables as the same array: what follows from them is then worked out once.
+
         Args:
             u: handle of one variable.
             v: handle of another variable.
@@ -103,9 +119,9 @@ class CostNetwork:
             f"edge {self._names[u]}, {self._names[v]}: table of shape {costs.shape}, not {expected}"
         )
         if u > v:
-            u, v, costs = v, u, costs.T
+            u, v, costs = v, u, self._shared(np.transpose, costs)
         known = self._edges.get((u, v))
-        self._edges[u, v] = costs if known is None else known + costs
+        self._edges[u, v] = costs if known is None else self._shared(np.add, known, costs)
 
     def cost(self, labels: Sequence[int]) -> float:
         """Return the sum of all tables at the given labels, one for each variable."""
@@ -122,7 +138,9 @@ class CostNetwork:
             PlanError: no labels have a finite cost, or a table would grow beyond the limit.
         """
         self._check_values()
-        work = _Elimination(self._names, self._unaries, self._edges, self._largest_table_entries)
+        work = _Elimination(
+            self._names, self._unaries, self._edges, self._largest_table_entries, self._shared
+        )
         work.run()
         if work.total == inf:
             raise _infeasible(self._names, self._first_forbidden() or work.first_forbidden())
@@ -131,9 +149,9 @@ class CostNetwork:
 
     def _check_values(self) -> None:
         """Assert that no cost is nan or -inf: both would silently spoil every sum they enter."""
-        tables = [*self._unaries, *(t.ravel() for t in self._edges.values())]
+        tables = {id(t): t for t in (*self._unaries, *self._edges.values())}
         if tables:
-            worst = np.minimum.reduce(np.concatenate(tables))
+            worst = np.minimum.reduce(np.concatenate([t.ravel() for t in tables.values()]))
             assert worst > -inf, f"a cost is {worst}; costs are finite or inf"
 
     def _first_forbidden(self) -> Scope:
@@ -155,7 +173,7 @@ class _Restriction(NamedTuple):
     """A step that kept only some labels of a variable."""
 
     variable: int
-    kept: npt.NDArray[np.intp]
+    kept: Labels
 
 
 class _Removal(NamedTuple):
@@ -181,14 +199,16 @@ class _Elimination:
         unaries: Iterable[Costs],
         edges: dict[tuple[int, int], Costs],
         largest_table_entries: int,
+        shared: Shared,
     ) -> None:
+        self.shared = shared
         self.names = names
         self.limit = largest_table_entries
         self.unary = list(unaries)
         self.near: list[dict[int, Costs | None]] = [{} for _ in names]
         for (u, v), table in edges.items():
             self.near[v][u] = table
-            self.near[u][v] = table.T
+            self.near[u][v] = shared(np.transpose, table)
         self.joints: dict[Scope, Costs] = {}
         self.scopes: list[dict[Scope, None]] = [{} for _ in names]
         self.steps: list[_Restriction | _Removal] = []
@@ -237,13 +257,23 @@ class _Elimination:
         for step in self.steps:
             if isinstance(step, _Removal):
                 scope = _neighbours(step)
-                if np.isinf(_least(step, scope)).all():
+                if np.isinf(self._least(step, scope)).all():
                     return (step.variable, *scope)
         raise AssertionError("the total is inf but no table is")
 
     def _urgency(self, v: int) -> int:
-        """Return the number of neighbours; 0 with one label left, which is as cheap to remove."""
-        return len(self.near[v]) if self.unary[v].size > 1 else 0
+        """Return what decides who goes next; lower is sooner.
+
+        0 with one label left, the neighbours up to two, then the entries of the joined table.
+        """
+        labels, near = self.unary[v].size, self.near[v]
+        if labels == 1:
+            return 0
+        if len(near) <= 2:
+            return len(near)
+        if len(near) > HUB:
+            return self.limit + len(near)
+        return 2 + labels * prod([self.unary[u].size for u in near])
 
     def _remove(self, v: int) -> None:
         """Minimise v out and record the step."""
@@ -264,12 +294,11 @@ class _Elimination:
             self._remove_joint(step, tuple(sorted(near)))
         elif degree == 2:
             (a, at_a), (b, at_b) = pairs
-            joined = (at_a + unary)[:, None, :] + at_b
-            self.largest_table = max(self.largest_table, joined.size)
-            self._add_pair(a, b, np.minimum.reduce(joined, axis=2))
+            self.largest_table = max(self.largest_table, at_a.size * at_b.shape[0])
+            self._add_pair(a, b, self.shared(least_between, at_a, unary, at_b))
         elif degree == 1:
             u, table = pairs[0]
-            self.unary[u] = self.unary[u] + np.minimum.reduce(table + unary, axis=1)
+            self.unary[u] = self.shared(add_least, self.unary[u], table, unary)
         else:
             self.total += float(np.minimum.reduce(unary))
 
@@ -278,7 +307,7 @@ class _Elimination:
         assert not self.scopes[v], "labels are dropped before any table of three variables is built"
         self.total += self.unary[v].item()
         for u, table in pairs:
-            self.unary[u] = self.unary[u] + table[:, 0]
+            self.unary[u] = self.shared(add_first, self.unary[u], table)
 
     def _remove_joint(self, step: _Removal, scope: Scope) -> None:
         """Remove a variable of many neighbours (`scope`), or in a table of three or more."""
@@ -289,23 +318,32 @@ class _Elimination:
             raise self._too_wide(v, scope, entries)
         for key in self.scopes[v]:
             others = tuple([u for u in key if u != v])
-            at = key.index(v)
-            axes = [*range(at), *range(at + 1, len(key)), at]
-            step.joints.append((others, self.joints.pop(key).transpose(axes)))
+            joint = self.shared(move_last, self.joints.pop(key), how=key.index(v))
+            step.joints.append((others, joint))
             for u in others:
                 del self.scopes[u][key]
         step.pairs.sort()
-        self._add_joint(scope, _least(step, scope))
+        self._add_joint(scope, self._least(step, scope))
+
+    def _least(self, step: _Removal, scope: Scope) -> Costs:
+        """Return the least cost over the removed variable's labels, an axis for each of `scope`."""
+        axis = {u: i for i, u in enumerate(scope)}
+        parts: list[tuple[Scope, Costs]] = [((u,), table) for u, table in step.pairs]
+        parts += step.joints
+        axes = tuple([tuple([axis[u] for u in others]) for others, _ in parts])
+        tables = [table for _, table in parts]
+        least: Costs = self.shared(joined_least, step.unary, *tables, how=axes)
+        return least
 
     def _add_joint(self, scope: Scope, table: Costs) -> None:
         """Add a table of any number of variables; they become neighbours of one another."""
         if len(scope) == 2:
             self._add_pair(*scope, table)
         elif len(scope) == 1:
-            self.unary[scope[0]] = self.unary[scope[0]] + table
+            self.unary[scope[0]] = self.shared(np.add, self.unary[scope[0]], table)
         else:
             known = self.joints.get(scope)
-            self.joints[scope] = table if known is None else known + table
+            self.joints[scope] = table if known is None else self.shared(np.add, known, table)
             for u in scope:
                 self.scopes[u][scope] = None
                 for w in scope:
@@ -316,9 +354,9 @@ class _Elimination:
         """Add an edge, or its costs to the edge that is there."""
         known = self.near[b].get(a)
         if known is not None:
-            table = known + table
+            table = self.shared(np.add, known, table)
         self.near[b][a] = table
-        self.near[a][b] = table.T
+        self.near[a][b] = self.shared(np.transpose, table)
 
     def _drop_dominated(self) -> None:
         """Drop the labels that no best solution needs, until none is left to drop."""
@@ -328,7 +366,7 @@ class _Elimination:
                 v = next(iter(waiting))
                 del waiting[v]
                 tables = [self._edge(u, v) for u in self.near[v]]
-                kept = _undominated(self.unary[v], tables)
+                kept = self.shared(undominated, self.unary[v], *tables)
                 if kept.size < self.unary[v].size:
                     self._restrict(v, kept)
                     waiting.update(dict.fromkeys(self.near[v]))
@@ -339,13 +377,13 @@ class _Elimination:
         assert table is not None, "labels are dropped before any table of three variables is built"
         return table
 
-    def _restrict(self, v: int, kept: npt.NDArray[np.intp]) -> None:
+    def _restrict(self, v: int, kept: Labels) -> None:
         """Keep only some labels of v."""
         self.steps.append(_Restriction(v, kept))
-        self.unary[v] = self.unary[v][kept]
+        self.unary[v] = self.shared(take, self.unary[v], kept)
         for u in self.near[v]:
-            table = self._edge(u, v)[kept]
-            self.near[u][v], self.near[v][u] = table, table.T
+            table = self.shared(take, self._edge(u, v), kept)
+            self.near[u][v], self.near[v][u] = table, self.shared(np.transpose, table)
 
     def _too_wide(self, v: int, scope: Scope, entries: int) -> PlanError:
         shown = ", ".join(self.names[u] for u in scope)
@@ -360,62 +398,3 @@ class _Elimination:
 def _neighbours(step: _Removal) -> Scope:
     """Return the variables a removed one shared a table with, ascending."""
     return tuple(sorted({u for u, _ in step.pairs}.union(*(scope for scope, _ in step.joints))))
-
-
-def _least(step: _Removal, scope: Scope) -> Costs:
-    """Return the least cost over the removed variable's labels, an axis for each of `scope`.
-
-    The variable's axis comes first in the sum: a minimum over the first axis reads memory in order.
-    """
-    own = step.unary.size
-    axis = {u: i for i, u in enumerate(scope, 1)}
-    ones = [1] * len(scope)
-    joined = step.unary.reshape(own, *ones)
-    for u, table in step.pairs:
-        shape = [own, *ones]
-        shape[axis[u]] = table.shape[0]
-        joined = joined + table.T.reshape(shape)
-    for variables, table in step.joints:
-        shape = [own, *ones]
-        for u, size in zip(variables, table.shape, strict=False):  # the last axis is v's own
-            shape[axis[u]] = size
-        joined = joined + table.transpose(-1, *range(len(variables))).reshape(shape)
-    least: Costs = np.minimum.reduce(joined, axis=0)
-    return least
-
-
-def _undominated(unary: Costs, tables: Sequence[Costs]) -> npt.NDArray[np.intp]:
-    """Return the labels of a variable that are worth keeping, ascending, at least one.
-
-    Replaces a by b wherever b costs no more than a for every label of every neighbour taken singly:
-    unary[a] - unary[b] + sum over edges of min over x of (table[a, x] - table[b, x]) >= 0
-    (Goldstein's dead-end elimination). Of equals the lowest stays.
-
-    Args:
-        unary: costs, shape (labels,).
-        tables: one for each neighbour, shape (labels, labels of the neighbour).
-
-    Source: R. F. Goldstein, Biophysical Journal 66 (1994) 1335, equation 2.
-    """
-    allowed = np.flatnonzero(unary < inf)
-    if allowed.size < 2:
-        return allowed if allowed.size else np.arange(unary.size)
-    rows, costs = np.concatenate(tables, axis=1), unary
-    if allowed.size < unary.size:
-        rows, costs = rows[allowed], unary[allowed]
-    starts = [0, *accumulate([table.shape[1] for table in tables[:-1]])]
-    # nan = inf - inf: the neighbour's label is forbidden next to either, so fmin passes over it.
-    gaps = np.add.reduce(np.fmin.reduceat(rows[:, None] - rows, starts, axis=2), axis=2)
-    worse = gaps + (costs[:, None] - costs) >= _least_gap(allowed.size)
-    candidates = np.flatnonzero(np.logical_or.reduce(worse, axis=1))
-    kept = list(range(allowed.size))
-    for a in candidates[::-1].tolist():
-        if worse[a, kept].any():  # by one that is still there: rounding could close a circle
-            kept.remove(a)
-    return allowed[kept]
-
-
-@cache
-def _least_gap(labels: int) -> Costs:
-    """Return by how much label a must cost more than b to give way: anything > 0, or 0 if a > b."""
-    return np.triu(np.full((labels, labels), 5e-324))

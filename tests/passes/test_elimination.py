@@ -155,6 +155,25 @@ def test_error_names_the_conflict_when_tables_join_to_inf() -> None:
         network([np.zeros(2)] * 3, edges).minimise()
 
 
+def test_error_names_the_variable_when_rows_add_up_to_inf() -> None:
+    edges = [(0, 1, np.array([[inf, 0.0], [inf, inf]]))]
+    with pytest.raises(PlanError, match="is forbidden"):
+        network([np.array([inf, 0.0]), np.zeros(2)], edges).minimise()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_repeated_layers_give_the_same_when_their_tables_are_one_array(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    unary = rng.integers(0, 9, 3) * 1.0
+    tables = [rng.integers(0, 9, (3, 3)) * 1.0 for _ in range(4)]
+    pairs = [(0, 1), (0, 2), (1, 3), (2, 3), (1, 2), (0, 3)]
+    layers = [(3 * i + u, 3 * i + v, tables[(u + v) % 4]) for i in range(6) for u, v in pairs]
+    hub = [(0, v, tables[0]) for v in range(4, 19)]
+    shared = network([unary] * 19, layers + hub).minimise()
+    copies = [(u, v, table.copy()) for u, v, table in layers + hub]
+    assert network([unary.copy() for _ in range(19)], copies).minimise() == shared
+
+
 def test_error_says_the_width_when_a_table_is_too_large() -> None:
     complete = [(u, v, np.eye(4)) for u in range(6) for v in range(u)]
     with pytest.raises(PlanError, match=r"4.1e\+03 entries \(width 5\), the limit is 1e\+03"):

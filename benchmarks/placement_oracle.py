@@ -1,0 +1,228 @@
+"""The optimal placement by integer programming, and any placement's cost: slow, independent.
+
+Prices are worked out one at a time from the definitions. Here every (value, label) has a yes/no
+variable of its own, "the value is changed to this label".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from math import inf, prod
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from dcpc.ir import REPLICATED, Factor, Label, NodePlacement, Program, tensor_operands
+from dcpc.passes.label_costs import Rates
+from dcpc.passes.sharding import Alternative, Sharding
+
+
+class Oracle:
+    """Costs of one program at one bucket's sizes."""
+
+    def __init__(
+        self,
+        program: Program,
+        sharding: Sharding,
+        sizes: Mapping[str, int],
+        sp: int,
+        rates: Rates,
+    ) -> None:
+        self.program, self.sharding, self.sp, self.rates = program, sharding, sp, rates
+        self.dims = {program.symbols[n]: s for n, s in sizes.items() if n in program.symbols}
+        nodes = list(program.gm.graph.nodes)
+        self.operands = {n.name: [o.name for o in tensor_operands(n, program.info)] for n in nodes}
+        self.cheap: set[str] = set(program.scalars)
+        for node in nodes:
+            rule = sharding.rules.get(node.name)
+            heavy = node.name not in sharding.alternatives or (rule and rule.multiplies)
+            given = all(n.name in self.cheap for n in node.all_input_nodes)
+            if given and not heavy and node.name not in program.parameters:
+                self.cheap.add(node.name)
+        self.bytes, self.share = cache(self.bytes), cache(self.share)
+        self.change, self.compute = cache(self.change), cache(self.compute)
+        # what is wanted whatever is chosen: the loss, and operands of ops with several results
+        self.wanted_whole = [program.loss]
+        for node in nodes:
+            known = node.name in sharding.alternatives or node.name in program.scalars
+            if node.op == "call_function" and not known:
+                self.wanted_whole += self.operands[node.name]
+
+    def bytes(self, name: str) -> float:
+        info = self.program.info[name]
+        return prod(float(s.subs(self.dims)) for s in info.shape) * info.dtype.itemsize
+
+    def share(self, factor: Factor) -> float:
+        size = int(factor.size.subs(self.dims))
+        parent, shift = size, 0
+        if factor.parent >= 0:
+            parent = int(self.sharding.parents[factor.parent].size.subs(self.dims))
+            shift = factor.shift
+        owner = [r for r in range(self.sp) for _ in range(-(-(parent - r) // self.sp))]
+        counts = [owner[shift : shift + size].count(r) for r in range(self.sp)]
+        return max(counts) / size if size else 1.0
+
+    def label_share(self, name: str, label: Label) -> float:
+        return self.share(self._factor(name, label)) if label.sharded else 1.0
+
+    def _factor(self, name: str, label: Label) -> Factor:
+        return self.sharding.factors[name][label.dim][label.index]
+
+    def usable(self, name: str, alternative: Alternative) -> bool:
+        if alternative.factor < 0:
+            return True
+        tensors = (*self.operands[name], name)
+        labels = (*alternative.operands, alternative.output)
+        pairs = zip(tensors, labels, strict=True)
+        split = [self._factor(t, label) for t, label in pairs if label.sharded]
+        size = next(f for f in split if f.key == alternative.factor).size
+        if alternative.nonempty and not (size.is_Integer and size >= self.sp):
+            return False
+        return self.sp > 1 and int(size.subs(self.dims)) > 1
+
+    def change(self, name: str, have: Label, want: Label) -> float:
+        """Seconds of one change of label, and of its transpose if there is a gradient."""
+        if have == want:
+            return 0.0
+        if want.partial or (name in self.cheap and have.sharded):
+            return inf
+        rates, whole, p = self.rates, self.bytes(name), self.sp
+        grad = self.program.info[name].requires_grad
+        if not have.sharded and not have.partial:
+            piece = whole * self.label_share(name, want)
+            cut_s = rates.overhead_s + 2 * piece / rates.bytes_per_s
+            pad_s = rates.overhead_s + (whole + piece) / rates.bytes_per_s
+            return cut_s + grad * pad_s
+        sent = copied = whole
+        if have.sharded and want.sharded:
+            sent = whole * max(self.label_share(name, have), self.label_share(name, want))
+            copied = 2 * sent
+        elif have.partial and not want.sharded:
+            sent = 2 * whole
+        seconds = (
+            rates.link_latency_s
+            + sent * (p - 1) / p / rates.link_bytes_per_s
+            + 2 * copied / rates.bytes_per_s
+        )
+        return seconds * (2 if grad else 1)
+
+    def compute(self, name: str, alternative: Alternative) -> float:
+        """Seconds of one node on the fullest rank."""
+        rule, rates = self.sharding.rules.get(name), self.rates
+        if rule is None or rule.is_view:
+            return 0.0
+        tensors = (*self.operands[name], name)
+        labels = (*alternative.operands, alternative.output)
+        moved = sum(
+            self.bytes(t) * self.label_share(t, lab) for t, lab in zip(tensors, labels, strict=True)
+        )
+        flops = 0.0
+        if rule.multiplies:
+            flops = 2 * prod(float(s.subs(self.dims)) for s in rule.sizes.values())
+            flops *= rule.work.get(alternative.name, rule.work.get("", 1.0))
+            for t, lab in zip(tensors, labels, strict=True):
+                if lab.sharded and self._factor(t, lab).key == alternative.factor:
+                    flops *= self.label_share(t, lab)
+                    break
+        seconds = max(moved / rates.bytes_per_s, flops / rates.flops_per_s) + rates.overhead_s
+        return seconds * (3 if self.program.info[name].requires_grad else 1)
+
+    def cost(self, placement: Mapping[str, NodePlacement | Alternative]) -> float:
+        """Returns the seconds of a placement: every changed value paid once."""
+        changes = {(name, REPLICATED): None for name in self.wanted_whole}
+        total = 0.0
+        for name, chosen in placement.items():
+            match = [
+                a
+                for a in self.sharding.alternatives[name]
+                if (a.operands, a.output, a.name) == (chosen.operands, chosen.output, chosen.name)
+            ]
+            assert any(self.usable(name, a) for a in match), f"{name} cannot be {chosen}"
+            total += self.compute(name, match[0])
+            changes |= dict.fromkeys(zip(self.operands[name], chosen.operands, strict=False))
+        return total + sum(self.change(n, placement[n].output, want) for n, want in changes)
+
+    def minimum(self, time_limit_s: float = 300.0) -> float:
+        """Returns the least cost of any placement.
+
+        Variables: x[node, alternative] is 0/1; y[value, label], "changed to this label", is at
+        least every consumer's wish; z[value, have, want] shares y out among the labels it may be
+        made in.
+
+        Raises:
+            RuntimeError: the solver stopped before it had proved its result.
+        """
+        problem = _Problem()
+        x: dict[str, dict[Alternative, int]] = {}
+        made: dict[str, dict[Label, list[int]]] = {}
+        for name, alternatives in self.sharding.alternatives.items():
+            usable = [a for a in alternatives if self.usable(name, a)]
+            x[name] = {a: problem.add(self.compute(name, a), True) for a in usable}
+            problem.require(dict.fromkeys(x[name].values(), 1.0), 1, 1)
+            made[name] = {}
+            for alternative, variable in x[name].items():
+                made[name].setdefault(alternative.output, []).append(variable)
+        y: dict[tuple[str, Label], int] = {}
+
+        def changed(name: str, want: Label) -> int:
+            if (name, want) not in y:
+                y[name, want] = problem.add(0.0)
+                terms = {y[name, want]: -1.0}
+                for have, makers in made[name].items():
+                    z = problem.add(self.change(name, have, want))
+                    problem.require({z: 1.0, **dict.fromkeys(makers, -1.0)}, -inf, 0)
+                    terms[z] = 1.0
+                problem.require(terms, 0, 0)
+            return y[name, want]
+
+        for name in self.wanted_whole:
+            problem.require({changed(name, REPLICATED): 1.0}, 1, 1)
+        for name, variables in x.items():
+            for position, source in enumerate(self.operands[name]):
+                for want in dict.fromkeys(a.operands[position] for a in variables):
+                    wishes = {v: 1.0 for a, v in variables.items() if a.operands[position] == want}
+                    problem.require({**wishes, changed(source, want): -1.0}, -inf, 0)
+        return problem.solve(time_limit_s)
+
+
+class _Problem:
+    """A 0/1 minimisation, row by row; a variable of cost inf is 0."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.binary: list[bool] = []
+        self.rows: list[dict[int, float]] = []
+        self.bounds: list[tuple[float, float]] = []
+
+    def add(self, cost: float, binary: bool = False) -> int:
+        self.costs.append(cost)
+        self.binary.append(binary)
+        return len(self.costs) - 1
+
+    def require(self, terms: Mapping[int, float], least: float, most: float) -> None:
+        self.rows.append(dict(terms))
+        self.bounds.append((least, most))
+
+    def solve(self, time_limit_s: float) -> float:
+        costs = np.array(self.costs)
+        never = np.isinf(costs)
+        scale = costs[~never].max()
+        triples = [(i, j, c) for i, row in enumerate(self.rows) for j, c in row.items()]
+        rows, columns, coefficients = (np.array(part) for part in zip(*triples, strict=True))
+        shape = (len(self.rows), len(costs))
+        result = milp(
+            np.where(never, 0.0, costs) / scale,
+            integrality=np.array(self.binary),
+            bounds=Bounds(0, np.where(never, 0.0, 1.0)),
+            constraints=LinearConstraint(
+                coo_array((coefficients, (rows, columns)), shape=shape).tocsr(),
+                *np.array(self.bounds).T,
+            ),
+            options={"mip_rel_gap": 0.0, "time_limit": time_limit_s},
+        )
+        if result.status != 0:
+            raise RuntimeError(f"milp stopped without a proved optimum: {result.message}")
+        return float(result.fun) * float(scale)
+

@@ -1,0 +1,228 @@
+"""What nodes and label changes cost: formulas catalogued once a model, priced bucket by bucket.
+
+Repeated layers ask for the same formulas again and again, so a catalogue stays small (a few hundred
+entries at 28 layers) and one bucket's prices are a few dozen array operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import sympy
+
+from dcpc.ir import Factor
+
+Costs = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+WHOLE = 0  # the share of a value that is not sharded
+FREE, FORBIDDEN = 0, 1  # changes that are in every catalogue
+NO_WORK = 0  # the work of a placeholder
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the placement needs to know of the machine.
+
+    Attributes:
+        flops_per_s: sustained floating-point rate of a contraction.
+        bytes_per_s: memory bandwidth.
+        link_bytes_per_s: what one rank sends to the others of its group.
+        link_latency_s: start of one collective.
+        overhead_s: start of one op.
+        held_s_per_byte: price of a byte of an activation that a rank keeps for backward. Zero asks
+            for the least time alone, which at short lengths or over slow links is to replicate
+            everything; a group is formed to split memory.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    link_bytes_per_s: float
+    link_latency_s: float
+    overhead_s: float
+    held_s_per_byte: float = 0.0
+
+
+class Kind(IntEnum):
+    """How a value's label changes; the backward is the linear transpose.
+
+    ALL_TO_ALL <-> ALL_TO_ALL, ALL_GATHER <-> REDUCE_SCATTER, ALL_REDUCE <-> ALL_REDUCE,
+    SLICE <-> padding with zeros.
+    """
+
+    NONE = 0
+    NEVER = 1
+    ALL_TO_ALL = 2
+    ALL_GATHER = 3
+    REDUCE_SCATTER = 4
+    ALL_REDUCE = 5
+    SLICE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One way to turn a label of a value into another.
+
+    Attributes:
+        kind: what is done.
+        value: catalogue index of the value.
+        have: catalogue index of the share that the fullest rank has before.
+        want: the same, after.
+        backward: whether a gradient takes the way back.
+    """
+
+    kind: Kind
+    value: int
+    have: int
+    want: int
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the fullest rank does for one node.
+
+    Attributes:
+        moved: (value, share) of each tensor read, and last of the one written.
+        sizes: catalogue indices of the sizes whose product is the contraction's work; () for none.
+        part: part of that product that is really computed.
+        share: catalogue index of the share of it that is this rank's.
+        backward: whether there is a backward, of twice the time.
+    """
+
+    moved: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+    part: float
+    share: int
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """One bucket's seconds: of each change and of each work in the catalogue."""
+
+    changes_s: Costs
+    works_s: Costs
+
+
+class Catalogue:
+    """Distinct sizes, shares, values, changes and works; each has an index that does not change."""
+
+    def __init__(self) -> None:
+        """A catalogue with the share of a whole value, and the free and the forbidden change."""
+        self._sizes: dict[sympy.Expr, int] = {}
+        self._shares: dict[tuple[int, int, int], int] = {(-1, -1, 0): WHOLE}
+        self._values: dict[tuple[tuple[int, ...], int], int] = {}
+        free, never = (Change(kind, 0, WHOLE, WHOLE, False) for kind in (Kind.NONE, Kind.NEVER))
+        self._changes: dict[Change, int] = {free: FREE, never: FORBIDDEN}
+        self._works: dict[Work, int] = {}
+
+    def size(self, expr: sympy.Expr) -> int:
+        """Returns the index of a size."""
+        return self._sizes.setdefault(expr, len(self._sizes))
+
+    def share(self, factor: Factor, parents: Mapping[int, Factor]) -> int:
+        """Returns the index of the fullest rank's share of a factor."""
+        split = self.size(parents[factor.parent].size) if factor.parent >= 0 else -1
+        key = (self.size(factor.size), split, factor.shift if factor.parent >= 0 else 0)
+        return self._shares.setdefault(key, len(self._shares))
+
+    def value(self, shape: tuple[sympy.Expr, ...], element_bytes: int) -> int:
+        """Returns the index of a tensor of this shape."""
+        key = (tuple(sorted(self.size(s) for s in shape)), element_bytes)
+        return self._values.setdefault(key, len(self._values))
+
+    def change(self, change: Change) -> int:
+        """Returns the index of a change."""
+        return self._changes.setdefault(change, len(self._changes))
+
+    def work(self, work: Work) -> int:
+        """Returns the index of a node's work, after NO_WORK."""
+        return self._works.setdefault(work, len(self._works) + 1)
+
+    def numbers(self, sizes: Mapping[sympy.Symbol, int]) -> Costs:
+        """Returns the value of every size at one bucket's lengths."""
+        given = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
+        return np.array(
+            [float(e) if e.is_Integer else float(e.subs(given)) for e in self._sizes], np.float64
+        )
+
+    def shares(self, numbers: Costs, sp: int) -> Costs:
+        """Returns every share: above 1/sp where sp does not divide the factor, at most 1."""
+        shares = [1.0]
+        for size, split, shift in list(self._shares)[1:]:
+            n = numbers.item(size)
+            fullest = -(-n // sp) if split < 0 else _fullest(n, numbers.item(split), shift, sp)
+            shares.append(fullest / n if n else 1.0)
+        return np.array(shares)
+
+    def prices(self, numbers: Costs, shares: Costs, sp: int, rates: Rates) -> Prices:
+        """Returns the seconds of everything in the catalogue."""
+        values_bytes = np.array(
+            [np.prod(numbers[list(shape)]) * element for shape, element in self._values]
+        )
+        return Prices(
+            self._changes_s(values_bytes, shares, sp, rates),
+            self._works_s(values_bytes, numbers, shares, rates),
+        )
+
+    def _changes_s(self, values_bytes: Costs, shares: Costs, sp: int, rates: Rates) -> Costs:
+        rows = [(c.kind, c.value, c.have, c.want, c.backward) for c in self._changes]
+        kind, value, have, want, backward = np.array(rows, np.intp).T
+        whole = values_bytes[value]
+        away = (sp - 1) / sp / rates.link_bytes_per_s
+
+        def wire(sent_bytes: Costs, copied_bytes: Costs) -> Costs:
+            one = rates.link_latency_s + sent_bytes * away + copied_bytes / rates.bytes_per_s
+            both: Costs = one * (1 + backward)
+            return both
+
+        piece = whole * np.maximum(shares[have], shares[want])
+        cut = whole * shares[want]
+        padding = rates.overhead_s + (whole + cut) / rates.bytes_per_s
+        by_kind = {
+            Kind.NONE: np.zeros(len(rows)),
+            Kind.NEVER: np.full(len(rows), np.inf),
+            Kind.ALL_TO_ALL: wire(piece, 4 * piece),
+            Kind.ALL_GATHER: wire(whole, 2 * whole),
+            Kind.REDUCE_SCATTER: wire(whole, 2 * whole),
+            Kind.ALL_REDUCE: wire(2 * whole, 2 * whole),
+            Kind.SLICE: rates.overhead_s + 2 * cut / rates.bytes_per_s + backward * padding,
+        }
+        seconds: Costs = np.choose(kind, [by_kind[k] for k in Kind])
+        assert not np.isnan(seconds).any(), "a change of label has no price"
+        return seconds
+
+    def _works_s(
+        self, values_bytes: Costs, numbers: Costs, shares: Costs, rates: Rates
+    ) -> Costs:
+        if not self._works:
+            return np.zeros(1)
+        moved = np.array([m for w in self._works for m in w.moved], np.intp).reshape(-1, 2)
+        starts = np.cumsum([0, *(len(w.moved) for w in self._works)])[:-1]
+        touched = np.add.reduceat(values_bytes[moved[:, 0]] * shares[moved[:, 1]], starts)
+        flops = np.array(
+            [
+                2.0 * np.prod(numbers[list(w.sizes)]) * w.part * shares[w.share] if w.sizes else 0.0
+                for w in self._works
+            ]
+        )
+        seconds = np.maximum(touched / rates.bytes_per_s, flops / rates.flops_per_s)
+        backward = np.array([w.backward for w in self._works])
+        made = moved[np.append(starts[1:], len(moved)) - 1]  # the last tensor is the output
+        held = values_bytes[made[:, 0]] * shares[made[:, 1]] * rates.held_s_per_byte
+        seconds = (seconds + rates.overhead_s) * np.where(backward, 3.0, 1.0)
+        seconds = seconds + np.where(backward, held, 0.0)
+        result: Costs = np.concatenate([[0.0], seconds])
+        return result
+
+
+def _fullest(size: float, parent: float, shift: int, sp: int) -> float:
+    """Returns the most elements a rank has of a factor whose pieces are a longer one's, cut."""
+    base, extra = divmod(int(parent), sp)
+    borders = np.minimum(np.arange(sp + 1), extra) + base * np.arange(sp + 1) - shift
+    return float(np.diff(np.clip(borders, 0, int(size))).max())

@@ -1,0 +1,171 @@
+"""What every node of a model may do, as indices into a catalogue: read once for all buckets.
+
+Nodes that can do the same at the same cost, as those of repeated layers, are one `NodeKind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from dcpc.ir import Factor, Label, Program, tensor_operands
+from dcpc.passes.label_costs import NO_WORK, WHOLE, Catalogue, Costs, Work
+from dcpc.passes.sharding import Alternative, Sharding
+from dcpc.passes.state_graph import (
+    FIRST_SHARDED,
+    PARTIAL,
+    REPLICATED,
+    Interned,
+    NodeKind,
+    Nodes,
+    Option,
+    StateGraph,
+    build_graph,
+)
+
+
+def _code(label: Label) -> int:
+    if label.partial:
+        return PARTIAL
+    return FIRST_SHARDED + (label.dim << 8) + label.index if label.sharded else REPLICATED
+
+
+def _unplaced(operands: int) -> NodeKind:
+    """The kind of a node whose result is not one tensor: it takes its operands whole."""
+    option = Option((REPLICATED,) * operands, REPLICATED, NO_WORK, WHOLE, -1)
+    return NodeKind(0, (), False, False, False, (option,))
+
+
+class PlacementModel:
+    """A program's nodes and alternatives, prepared once for every bucket and degree.
+
+    Attributes:
+        program: the traced model.
+        sharding: its factors and alternatives.
+        catalogue: everything that has a price.
+        names: the variables that are nodes, in graph order; some may not be in `sharding`.
+    """
+
+    def __init__(self, program: Program, sharding: Sharding) -> None:
+        """Reads every alternative once."""
+        self.program, self.sharding = program, sharding
+        self.catalogue = Catalogue()
+        self._nodes = Nodes()
+        self._kinds: Interned[NodeKind] = Interned()
+        self._graphs: dict[tuple[object, ...], StateGraph] = {}
+        self._shares = {-1: WHOLE}
+        self._least: dict[int, int] = {}
+        for dims in sharding.factors.values():
+            for factor in (f for dim in dims for f in dim):
+                if factor.key not in self._shares:
+                    self._add_factor(factor)
+        self._read()
+        self._kind_list = list(self._kinds)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The variables that are nodes, in graph order."""
+        return self._nodes.names
+
+    def _add_factor(self, factor: Factor) -> None:
+        self._shares[factor.key] = self.catalogue.share(factor, self.sharding.parents)
+        self._least[factor.key] = int(factor.size) if factor.size.is_Integer else 0
+
+    def _read(self) -> None:
+        position: dict[str, int] = {}
+        cheap: set[str] = set(self.program.scalars)
+        values: list[int] = []
+        for node in self.program.gm.graph.nodes:
+            placed = node.name in self.sharding.alternatives
+            sources = [position[n.name] for n in tensor_operands(node, self.program.info)]
+            unpriced = node.op == "output" or node.name in self.program.scalars or not sources
+            if unpriced and not placed:
+                continue
+            if placed and self._is_cheap(node, cheap):
+                cheap.add(node.name)
+            position[node.name] = len(position)
+            self._nodes.names.append(node.name)
+            self._nodes.sources.append(sources)
+            if placed:
+                info = self.program.info[node.name]
+                values.append(self.catalogue.value(info.shape, info.dtype.itemsize))
+                kind = self._kind(node.name, sources, values, node.name in cheap)
+            else:
+                values.append(-1)
+                kind = _unplaced(len(sources))
+            self._nodes.kinds.append(self._kinds[kind])
+
+    def _is_cheap(self, node: fx.Node, cheap: set[str]) -> bool:
+        """Whether a value is made of inputs and positions alone: a mask, a rotary table, labels.
+
+        It is never sent: a rank that wants another piece makes it.
+        """
+        rule = self.sharding.rules.get(node.name)
+        heavy = rule is not None and rule.multiplies
+        given = node.name in self.program.parameters
+        return not heavy and not given and all(n.name in cheap for n in node.all_input_nodes)
+
+    def _kind(self, name: str, sources: list[int], values: list[int], cheap: bool) -> NodeKind:
+        tensors = [*sources, len(values) - 1]
+        shares = [self._label_shares(self._nodes.names[t]) for t in tensors]
+        return NodeKind(
+            value=values[-1],
+            shares=tuple(shares[-1].items()),
+            backward=self.program.info[name].requires_grad,
+            cheap=cheap,
+            is_loss=name == self.program.loss,
+            options=self._options(name, [values[t] for t in tensors], shares),
+        )
+
+    def _label_shares(self, name: str) -> dict[int, int]:
+        return {
+            _code(Label(d, i)): self._shares[factor.key]
+            for d, dim in enumerate(self.sharding.factors[name])
+            for i, factor in enumerate(dim)
+        }
+
+    def _options(
+        self, name: str, values: list[int], shares: list[dict[int, int]]
+    ) -> tuple[Option, ...]:
+        rule = self.sharding.rules.get(name)
+        grad = self.program.info[name].requires_grad
+        sizes: tuple[int, ...] = ()
+        if rule is not None and rule.multiplies:
+            sizes = tuple(sorted(self.catalogue.size(s) for s in rule.sizes.values()))
+        options = []
+        for alternative in self.sharding.alternatives[name]:
+            codes = [_code(label) for label in (*alternative.operands, alternative.output)]
+            split = self._shares.get(alternative.factor, WHOLE)
+            work = NO_WORK
+            if rule is not None and not rule.is_view:
+                moved = tuple(
+                    (v, of.get(code, WHOLE))
+                    for v, of, code in zip(values, shares, codes, strict=True)
+                )
+                part = rule.work.get(alternative.name, rule.work.get("", 1.0)) if sizes else 0.0
+                piece = split if sizes else WHOLE
+                work = self.catalogue.work(Work(moved, sizes, part, piece, grad))
+            options.append(
+                Option(tuple(codes[:-1]), codes[-1], work, split, self._need(alternative))
+            )
+        return tuple(options)
+
+    def _need(self, alternative: Alternative) -> int:
+        return self._least.get(alternative.factor, 0) if alternative.nonempty else -1
+
+    def graph(self, shares: Costs, sp: int) -> StateGraph:
+        """Returns the network of the options that are usable at these shares.
+
+        Args:
+            shares: the catalogue's, at one bucket's sizes.
+            sp: ranks of the group.
+        """
+        splits = tuple((shares < 1.0).tolist())
+        least = {o.least for kind in self._kind_list for o in kind.options}
+        key = (sp == 1, splits, tuple(sorted(n for n in least if n < 0 or n >= sp)))
+        if key not in self._graphs:
+            self._graphs[key] = build_graph(
+                self._nodes, self._kind_list, self.catalogue, splits, sp
+            )
+        return self._graphs[key]
