@@ -1,8 +1,8 @@
 """Random numbers that a seed fixes: the same on every rank of a group, and again when recomputed.
 
-torch's own random ops draw from a hidden stream, which differs by rank and moves on at every
-call. In a captured graph they become these, whose numbers depend on their arguments alone:
-the call's seed, the op's index in the graph, and the position of a rank's piece (0 where a value is replicated).
+torch's own random ops draw from a hidden stream, which differs by rank and moves on at every call.
+In a captured graph they become these, whose numbers depend on their arguments alone: the call's
+seed, the op's index in the graph, and the position of a rank's piece (0 where a value is whole).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Random ops: alike wherever a value is replicated, again when recomputed, refused where unknown."""
+"""Random ops: alike where a value is whole, again when recomputed, refused where unknown."""
 
 import pytest
 import torch
