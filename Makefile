@@ -9,7 +9,7 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 	if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	then echo $$p; break; fi; done
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -17,7 +17,11 @@ demo: $(STAMP)
 
 # Ruff and mypy run inside pytest (tests/test_style.py).
 test: $(STAMP)
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not slow"
+
+# Inductor, more ranks, the demo and the benchmarks: over 20 minutes on 2 cores.
+test-slow: $(STAMP)
+	$(PY) -m pytest -m slow
 
 lint: $(STAMP)
 	$(PY) -m ruff check

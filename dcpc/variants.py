@@ -12,11 +12,13 @@ import torch
 from dcpc.buckets import BATCH
 from dcpc.codegen import Lowering, Variant, segments
 from dcpc.ir import Partition, Placement, Profile, Program
-from dcpc.passes.placement import Rates, place
+from dcpc.passes.placement import PlacementModel, Rates, place
 from dcpc.passes.sharding import Sharding
 from dcpc.symbolic_profile import Device, evaluator, profile_partition
 
 Sizes = Mapping[str, int]
+
+TIE_BREAK_S = 1e-9  # of two placements that send the same bytes, the one with fewer collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Variants:
         self.segments = segments(program)
         self.segment_count = max(self.segments.values(), default=0) + 1
         self._tensors = tensors
+        self._placement_model = PlacementModel(program, sharding)
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._lowerings: dict[tuple[object, ...], Lowering] = {}
         self._partitions: dict[tuple[object, ...], Partition] = {}
@@ -74,11 +77,18 @@ class Variants:
         key = (sp, tuple(sorted(sizes.items())) if sp > 1 else ())
         if key not in self._placements:
             rates = self.rates(sp)
-            self._placements[key] = place(self.program, self.sharding, sizes, sp, rates)
+            self._placements[key] = place(
+                self.program, self.sharding, sizes, sp, rates, self._placement_model
+            )
         return self._placements[key]
 
     def rates(self, sp: int) -> Rates:
-        """Returns what the placement needs to know of the device, for groups of `sp` ranks."""
+        """Returns what the placement needs to know of the device, for groups of `sp` ranks.
+
+        A group is formed to split memory, so a byte kept for backward has the price of sending it
+        once (what offloading it would cost), and the start of a collective none that matters:
+        whether the group pays at all is the bucket's plan to decide, with all costs in it.
+        """
         link = self.device.link(sp)
         dtype = self.program.info[self.program.loss].dtype
         weights = [self.program.info[n].dtype for n in self.program.parameters]
@@ -87,8 +97,9 @@ class Variants:
             flops_per_s=self.device.matmul_flops_per_s(dtype),
             bytes_per_s=self.device.memory_bytes_per_s,
             link_bytes_per_s=link.bytes_per_s,
-            link_latency_s=link.alpha_s,
+            link_latency_s=TIE_BREAK_S,
             overhead_s=self.device.launch_s,
+            held_s_per_byte=1.0 / link.bytes_per_s,
         )
 
     def lowering(
