@@ -26,6 +26,7 @@ SIZES = (LONG, {"batch": 4, "seq": 1024})
 # A CPU core's rates, and those of a GPU in a node: plans differ, the gap must not.
 CPU = Rates(5e10, 1e10, 1e9, 5e-5, 5e-6)
 GPU = Rates(4e14, 3e12, 2e11, 1e-5, 5e-6)
+TIGHT = Rates(4e14, 3e12, 2e11, 1e-9, 5e-6, held_s_per_byte=5e-12)  # memory is what counts
 
 
 def gpt(layers: int, width: int = 256) -> Program:
@@ -108,7 +109,7 @@ def main() -> None:
         rows.append([where, sp, first_s, median_s, found.width, per_layer, found.cost_s])
     header = ["bucket", "sp", "first s", "median s", "width", "collectives/layer", "cost s"]
     print_table(f"{LAYERS}-layer GPT, {len(model.names)} nodes", header, rows)
-    cases = [(LONG, 4, CPU), (LONG, 8, GPU), ({"batch": 4, "seq": 64}, 2, CPU)]
+    cases = [(LONG, 4, CPU), (LONG, 8, GPU), (LONG, 4, TIGHT), ({"batch": 4, "seq": 64}, 2, CPU)]
     if not args.quick:
         cases += [(sizes, sp, GPU) for sizes, sp in product(SIZES, DEGREES)]
     random_found, real_found = random_gaps(50 if args.quick else 200), real_gaps(cases)

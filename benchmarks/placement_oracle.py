@@ -127,7 +127,10 @@ class Oracle:
                     flops *= self.label_share(t, lab)
                     break
         seconds = max(moved / rates.bytes_per_s, flops / rates.flops_per_s) + rates.overhead_s
-        return seconds * (3 if self.program.info[name].requires_grad else 1)
+        if not self.program.info[name].requires_grad:
+            return seconds
+        held = self.bytes(name) * self.label_share(name, alternative.output)
+        return 3 * seconds + held * rates.held_s_per_byte
 
     def cost(self, placement: Mapping[str, NodePlacement | Alternative]) -> float:
         """Returns the seconds of a placement: every changed value paid once."""

@@ -20,6 +20,7 @@ from models.gpt import GPT, GPTConfig
 
 CPU = Rates(5e10, 1e10, 1e9, 5e-5, 5e-6)
 GPU = Rates(4e14, 3e12, 2e11, 1e-5, 5e-6)
+TIGHT = Rates(4e14, 3e12, 2e11, 1e-9, 5e-6, held_s_per_byte=5e-12)  # memory is what counts
 LONG = {"batch": 1, "seq": 8192}
 BUCKETS = {
     "inputs": {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"},
@@ -169,7 +170,7 @@ def test_cost_equals_milp_on_random_programs(seed, batch, seq, sp, link):
 
 
 @pytest.mark.parametrize("model", [gpt, llama])
-@pytest.mark.parametrize("rates", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("rates", [CPU, GPU, TIGHT], ids=["cpu", "gpu", "tight"])
 @pytest.mark.parametrize("sizes", [LONG, {"batch": 3, "seq": 37}], ids=["long", "odd"])
 def test_cost_equals_milp_on_a_model(model, rates, sizes):
     program, sharding = model()
