@@ -92,7 +92,7 @@ strategy(*POINTWISE)(pointwise)
 @strategy("aten._to_copy")
 def cast(source: Source) -> Case:
     x = source.tensor(*source.shape(0), dtypes=DTYPES)
-    return Case(aten._to_copy.default, (x,), {"dtype": source.pick(*DTYPES)})
+    return Case(torch.ops.aten._to_copy.default, (x,), {"dtype": source.pick(*DTYPES)})
 
 
 @strategy(*(op for op, line in rule_table().items() if line.kind == "elementwise_loss"))
