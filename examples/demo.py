@@ -39,6 +39,7 @@ DDP_BATCH = 4
 # Shares of the time limit at which training ends and no further step of the comparison begins; the
 # rest is for the memory measurements and the plots.
 TRAINED, COMPARED = 0.5, 0.75
+LEAST_TRAINING = 0.1
 MAX_COMPARED = 16
 
 
@@ -123,7 +124,8 @@ class Job:
         """Trains until its share of the time is gone; at least one step."""
         history = History()
         begin = self.elapsed_share()
-        end = max(TRAINED, begin + 0.4 * (1 - begin))
+        # Compiling alone may have taken all the time there was.
+        end = max(TRAINED, begin + LEAST_TRAINING)
         self.say("[bold]training[/]")
         with self._progress() as (progress, task):
             for step in loader:
