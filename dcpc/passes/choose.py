@@ -12,7 +12,7 @@ from dcpc.ir import BucketPlan
 # A larger micro-batch must be worth it: of rows within this share of the best one's rank-seconds a
 # sample, the smallest micro-batch on the fewest ranks is taken, which leaves the batch planner
 # room.
-WORTH = 0.03
+WORTH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _reason(chosen: Row, rows: Sequence[Row], memory_bytes: int, recompute: str)
     if any(not r.fits for r in larger):
         reasons.append(f"micro-batch {min(r.micro_batch for r in larger)} does not fit or pay")
     elif larger:
-        reasons.append("a larger micro-batch gains under 3%")
+        reasons.append("a larger micro-batch gains under 5%")
     return "; ".join(reasons) or "the only setting asked for"
 
 
