@@ -14,15 +14,16 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 def measured_peak_bytes(run: Callable[[], object]) -> int:
     """Returns how far live memory on the CPU rose above what lived before `run()`.
 
-    Each event of the allocator is +bytes or -bytes, in order; the peak is the highest running sum.
+    Each event of the allocator is +bytes or -bytes; the peak is the highest sum over time. The
+    profiler lists events thread by thread, and gloo's threads free what they sent: sorted by time.
     What was live before counts nothing, unless `run` frees it.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         result = run()
     del result
     live = peak = 0
-    for event in prof.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
     return peak
