@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import sympy
-
 from dcpc.ir import PARTIAL, REPLICATED, Factor, Label, Program, tensor_operands
 from dcpc.passes.factors import FactorTable
 from dcpc.passes.rule_types import OpSharding
@@ -223,8 +221,3 @@ def _partial(rule: OpSharding, operands: int) -> list[Alternative]:
         Alternative(tuple(PARTIAL if i == p else REPLICATED for i in range(operands)), PARTIAL, -1)
         for p in positions
     ]
-
-
-def sizes_of(sharding: Sharding) -> set[sympy.Expr]:
-    """Returns every distinct factor size, for one evaluation per bucket."""
-    return {f.size for dims in sharding.factors.values() for d in dims for f in d}

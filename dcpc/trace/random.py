@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
-import dcpc.random_ops  # registers the ops
+import dcpc.random_ops  # noqa: F401 - registers the ops
 from dcpc.errors import TraceError
 from dcpc.trace.editor import Editor
 
 aten = torch.ops.aten
-__all__ = ["replace_random"]
-_REGISTERED = dcpc.random_ops
 
 
 def replace_random(graph: fx.Graph) -> None:
