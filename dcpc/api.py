@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dcpc.buckets import Buckets
+from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen.backends import decompositions
 from dcpc.compiled import CompiledModel, Held
 from dcpc.errors import PlanError
@@ -78,10 +78,9 @@ def compile(
         backend=backend,
         optimizer_bytes=optimizer_bytes,
     )
-    decisions = f"{planned.program.graph_hash} {plans_text(planned.plans)}"
-    agree(groups, groups.world, "plan", decisions)
-    held = Held(planned.program, model)
-    return CompiledModel(model, buckets, planned, groups, held, base_seed=_shared_seed(groups))
+    hashes = " ".join(v.program.graph_hash for v in planned.traces)
+    agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
+    return CompiledModel(model, buckets, planned, groups, base_seed=_shared_seed(groups))
 
 
 def plan(
@@ -118,15 +117,27 @@ def plan(
     degrees = check_forced(sp, recompute, world)
     target = _target(device)
     memory_bytes = _memory_bytes(memory, target, world)
-    program = trace(model, buckets)
-    sharding = analyse(program)
-    if world > 1:
-        warn_replicated(sharding.replicated)
-    variants = Variants(program, sharding, target, backend, Held(program, model))
     resident = _resident_bytes(model, optimizer_bytes)
     request = Request(degrees, recompute, memory_bytes, resident, world)
-    plans, tables = plan_buckets(variants, buckets, request)
-    return Planned(program, variants, plans, tables, memory_bytes)
+    by_bucket = _trace_all(model, buckets, target, backend)
+    if world > 1:
+        replicated = {n: r for v in by_bucket.values() for n, r in v.sharding.replicated.items()}
+        warn_replicated(replicated)
+    plans, tables = plan_buckets(by_bucket, request)
+    return Planned(by_bucket, plans, tables, memory_bytes)
+
+
+def _trace_all(
+    model: nn.Module, buckets: Buckets, device: Device, backend: str
+) -> dict[Bucket, Variants]:
+    """Returns what is made from the trace of each bucket, in the buckets' order."""
+    found: dict[Bucket, Variants] = {}
+    for mine in buckets.by_ones().values():
+        program = trace(model, mine)
+        held = Held(program, model)
+        variants = Variants(program, analyse(program), device, backend, held)
+        found |= dict.fromkeys(mine, variants)
+    return {bucket: found[bucket] for bucket in buckets}
 
 
 def _shared_seed(groups: Groups) -> int:

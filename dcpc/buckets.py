@@ -140,6 +140,18 @@ class Buckets:
         sizes = [bucket[name] for bucket in self.buckets]
         return min(sizes), max(sizes)
 
+    def by_ones(self) -> dict[frozenset[str], "Buckets"]:
+        """Returns the buckets by which of their dims are 1, `batch` apart: what needs own traces.
+
+        A model may run other code where a dim is 1 (an image is a video of one frame), and torch
+        takes a size of 1 for a constant.
+        """
+        found: dict[frozenset[str], list[Bucket]] = {}
+        for bucket in self.buckets:
+            ones = frozenset(name for name, size in bucket.shape_key if size == 1)
+            found.setdefault(ones, []).append(bucket)
+        return {ones: self._only(mine) for ones, mine in found.items()}
+
     def match(
         self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Bucket, dict[str, int]]:
@@ -194,9 +206,16 @@ class Buckets:
         inputs = {name: str(spec) for name, spec in self.inputs.items()}
         return f"Buckets(inputs={inputs}, sizes={[bucket.sizes for bucket in self.buckets]})"
 
+    def _only(self, buckets: Sequence[Bucket]) -> "Buckets":
+        mine = Buckets.__new__(Buckets)
+        mine._fill(self.inputs, tuple(buckets))
+        return mine
+
     def _set(self, raw: Any, place: Callable[[FieldPath], str]) -> None:
         inputs, sizes = _validate(raw, place)
-        buckets = tuple(map(Bucket.of, sizes))
+        self._fill(inputs, tuple(map(Bucket.of, sizes)))
+
+    def _fill(self, inputs: Mapping[str, InputSpec], buckets: tuple[Bucket, ...]) -> None:
         object.__setattr__(self, "inputs", inputs)
         object.__setattr__(self, "buckets", buckets)
         object.__setattr__(self, "_by_key", {b.shape_key: b for b in buckets})

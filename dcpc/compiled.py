@@ -20,7 +20,7 @@ from dcpc.runtime.groups import Groups
 from dcpc.runtime.loader import Step
 from dcpc.runtime.step import StepResult, reduce_gradients, train_step
 from dcpc.trace import trace
-from dcpc.variants import Prediction, group_name
+from dcpc.variants import Prediction, Variants, group_name
 
 
 @dataclass(slots=True)
@@ -58,7 +58,6 @@ class CompiledModel(nn.Module):
         buckets: Buckets,
         planned: Planned,
         groups: Groups,
-        held: Held,
         base_seed: int,
     ) -> None:
         """Wraps what `dcpc.compile` made; users call that."""
@@ -66,8 +65,6 @@ class CompiledModel(nn.Module):
         self.model = model
         self.buckets = buckets
         self.planned = planned
-        self.program = planned.program
-        self.variants = planned.variants
         self.plans = planned.plans  # one object: what dispatch and reports read is the same
         self.tables = dict(planned.tables)
         self.groups = groups
@@ -76,7 +73,6 @@ class CompiledModel(nn.Module):
         self._modes = {model.training}
         self._stats = Stats()
         self._calls = 0
-        self._held = held
         self._base_seed = base_seed
         self._draws: dict[int, int] = {}
         self._dispatch: dict[tuple[Bucket, int], tuple[Variant, tuple[int, ...]]] = {}
@@ -162,11 +158,22 @@ class CompiledModel(nn.Module):
         bucket = self._bucket(bucket)
         plan = self.plans[bucket]
         sizes = {**bucket.sizes, BATCH: batch or plan.micro_batch}
-        return self.variants.predict(self._placement(bucket, sizes), plan.recompute, sizes)
+        variants = self.planned.by_bucket[bucket]
+        return variants.predict(self._placement(bucket, sizes), plan.recompute, sizes)
+
+    @property
+    def program(self) -> Program:
+        """The traced model; only where all buckets share one trace."""
+        return self.planned.program
+
+    @property
+    def variants(self) -> Variants:
+        """Placements, graphs and profiles; only where all buckets share one trace."""
+        return self.planned.variants
 
     def stats(self) -> Stats:
         """Returns counts of what has run on this rank."""
-        self._stats.variants = self.variants.compiled_count
+        self._stats.variants = sum(v.compiled_count for v in self.planned.traces)
         self._stats.wire_bytes = wire_log.total_bytes()
         return self._stats
 
@@ -227,16 +234,17 @@ class CompiledModel(nn.Module):
         self._check_autocast()
         batch = sizes.get(BATCH, 1)
         key = (bucket, batch)
+        variants = self.planned.by_bucket[bucket]
         if key not in self._dispatch:
             plan = self.plans[bucket]
             placement = self._placement(bucket, sizes)
             assert placement.sp == plan.sp, f"{bucket}: planned sp {plan.sp}, placed {placement.sp}"
             rank = self.groups.rank % plan.sp
-            self._dispatch[key] = self.variants.variant(placement, plan.recompute, sizes, rank)
+            self._dispatch[key] = variants.variant(placement, plan.recompute, sizes, rank)
         variant, integers = self._dispatch[key]
-        named = self._held()
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
-        named |= {p: inputs[n].contiguous() for p, n in self.program.inputs.items()}
+        given = {p: inputs[n].contiguous() for p, n in variants.program.inputs.items()}
+        named = {**variants.tensors(), **given}
         stats = self._stats
         stats.calls[bucket] = stats.calls.get(bucket, 0) + 1
         stats.samples[bucket] = stats.samples.get(bucket, 0) + batch
@@ -255,7 +263,8 @@ class CompiledModel(nn.Module):
         """Refuses a train() or eval() that the graph was not captured in and that changes it."""
         if self.model.training in self._modes:
             return
-        if trace(self.model, self.buckets).graph_hash != self.program.graph_hash:
+        now = [trace(self.model, mine).graph_hash for mine in self.buckets.by_ones().values()]
+        if now != [v.program.graph_hash for v in self.planned.traces]:
             modes = ("eval()", "train()")
             raise DispatchError(
                 f"the model was compiled in {modes[not self.model.training]} and is now in "
@@ -283,8 +292,9 @@ class CompiledModel(nn.Module):
     def _placement(self, bucket: Bucket, sizes: Mapping[str, int]) -> Placement:
         """The planned placement; another one where it would leave ranks without samples."""
         planned = self.planned.placement(bucket)
-        if self.variants.sharded_batch_is_idle(planned, sizes):
-            return self.variants.placement(sizes, planned.sp)
+        variants = self.planned.by_bucket[bucket]
+        if variants.sharded_batch_is_idle(planned, sizes):
+            return variants.placement(sizes, planned.sp)
         return planned
 
     def _bucket(self, bucket: Bucket | Mapping[str, int]) -> Bucket:

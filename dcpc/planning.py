@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.buckets import BATCH, Bucket
 from dcpc.errors import BucketError, PlanError
 from dcpc.ir import BucketPlan, Placement, Profile, Program
 from dcpc.passes.choose import Row, choose
@@ -43,41 +43,58 @@ class Planned:
     """A model traced and planned for some buckets on some ranks; nothing of it has run.
 
     Attributes:
-        program: the traced model.
-        variants: what is made from it: placements, graphs, profiles.
+        by_bucket: what is made from the trace of each bucket: placements, graphs, profiles. Buckets
+            share a trace unless a dim is 1 in one of them and not in the other.
         plans: the setting of every bucket.
         tables: the rows each was chosen from.
         memory_bytes: of one rank.
     """
 
-    program: Program
-    variants: Variants
+    by_bucket: Mapping[Bucket, Variants]
     plans: Mapping[Bucket, BucketPlan]
     tables: Mapping[Bucket, tuple[Row, ...]]
     memory_bytes: int
+
+    @property
+    def traces(self) -> tuple[Variants, ...]:
+        """What is made from each trace, in the order of the buckets."""
+        return tuple({id(v): v for v in self.by_bucket.values()}.values())
+
+    @property
+    def variants(self) -> Variants:
+        """What is made from the one trace that all buckets share."""
+        traces = self.traces
+        assert len(traces) == 1, f"{len(traces)} traces: ask for those of a bucket"
+        return traces[0]
+
+    @property
+    def program(self) -> Program:
+        """The one traced model that all buckets share."""
+        return self.variants.program
 
     def report(self) -> str:
         """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why."""
         rows = []
         for bucket, plan in self.plans.items():
             sizes = {**bucket.sizes, BATCH: plan.micro_batch}
-            local = self.variants.local_sizes(self.placement(bucket), sizes)
+            local = self.by_bucket[bucket].local_sizes(self.placement(bucket), sizes)
             rows.append(ReportRow(plan, self.profile(bucket), local))
         return render_report(rows)
 
     def source(self, bucket: Bucket) -> str:
         """Returns the forward and backward that run for a bucket as Python a person can read."""
         plan, placement = self.plans[bucket], self.placement(bucket)
-        return variant_source(self.variants.partition(placement, plan.recompute), plan, placement)
+        parts = self.by_bucket[bucket].partition(placement, plan.recompute)
+        return variant_source(parts, plan, placement)
 
     def profile(self, bucket: Bucket) -> Profile:
         """Returns a bucket's costs as expressions of the dims."""
-        return self.variants.profile(self.placement(bucket), self.plans[bucket].recompute)
+        return self.by_bucket[bucket].profile(self.placement(bucket), self.plans[bucket].recompute)
 
     def placement(self, bucket: Bucket) -> Placement:
         """Returns how a full micro-batch of a bucket is split."""
         plan = self.plans[bucket]
-        return self.variants.placement({**bucket.sizes, BATCH: plan.micro_batch}, plan.sp)
+        return self.by_bucket[bucket].placement({**bucket.sizes, BATCH: plan.micro_batch}, plan.sp)
 
     def find(self, sizes: Mapping[str, int]) -> Bucket:
         """Returns the bucket of these lengths; a batch among them does not matter.
@@ -96,7 +113,7 @@ class Planned:
 
 
 def plan_buckets(
-    variants: Variants, buckets: Buckets, request: Request
+    by_bucket: Mapping[Bucket, Variants], request: Request
 ) -> tuple[dict[Bucket, BucketPlan], dict[Bucket, tuple[Row, ...]]]:
     """Returns the setting of every bucket, and the rows each was chosen from.
 
@@ -105,7 +122,7 @@ def plan_buckets(
     """
     plans: dict[Bucket, BucketPlan] = {}
     tables: dict[Bucket, tuple[Row, ...]] = {}
-    for bucket in buckets:
+    for bucket, variants in by_bucket.items():
         rows = tuple(_rows(variants, bucket, request))
         tables[bucket] = rows
         plans[bucket] = choose(

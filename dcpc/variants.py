@@ -64,7 +64,7 @@ class Variants:
         self.program, self.sharding, self.device, self.backend = program, sharding, device, backend
         self.segments = segments(program)
         self.segment_count = max(self.segments.values(), default=0) + 1
-        self._tensors = tensors
+        self.tensors = tensors
         self._placement_model = PlacementModel(program, sharding)
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._lowerings: dict[tuple[object, ...], Lowering] = {}
@@ -111,7 +111,7 @@ class Variants:
         if key not in self._lowerings:
             group = group_name(placement.sp)
             self._lowerings[key] = Lowering(
-                self.program, placement, self._tensors(), group, backend, hints
+                self.program, placement, self.tensors(), group, backend, hints
             )
         return self._lowerings[key]
 
