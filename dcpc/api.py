@@ -66,6 +66,7 @@ def compile(
         PlanError: a bucket fits with no setting, or a forced value is impossible.
         GroupError: ranks of the group made different plans.
     """
+    _refuse_meta(model)
     groups = Groups.default(group=group, device=_device_of(model))
     planned = plan(
         model,
@@ -98,7 +99,8 @@ def plan(
     """Returns the plan of every bucket for `world` ranks, from one process and no process group.
 
     Args:
-        model: as for `compile`; its parameters' values are not read.
+        model: as for `compile`; its parameters' values are not read, so they may be on the meta
+            device (`with torch.device("meta"): model = ...`), where they take no memory.
         buckets: as for `compile`.
         world: number of ranks to plan for.
         memory: bytes a rank may use; default: what the device has, shared by all ranks if it is the
@@ -152,6 +154,17 @@ def _shared_seed(groups: Groups) -> int:
 def _device_of(model: nn.Module) -> torch.device | None:
     parameter = next(iter(model.parameters()), None)
     return None if parameter is None else parameter.device
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    found = [name for name, tensor in tensors if tensor.is_meta]
+    if found:
+        raise PlanError(
+            f"got {len(found)} parameters and buffers on the meta device ({', '.join(found[:3])}); "
+            "expected a model that can run; give them memory first (to_empty, then initialise), or "
+            "only plan for it: dcpc.plan and `dcpc report` take it as it is"
+        )
 
 
 def _target(device: str | Device) -> Device:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -27,7 +28,7 @@ from torch import nn
 
 from dcpc.api import plan as plan_for
 from dcpc.buckets import Bucket, Buckets
-from dcpc.errors import BucketError, DcpcError, PlanError
+from dcpc.errors import BucketError, DcpcError, PlanError, TraceError
 from dcpc.ir import BucketPlan
 from dcpc.passes.choose import Row
 from dcpc.planning import Planned
@@ -154,8 +155,17 @@ def _reported() -> Iterator[None]:
 
 def _planned(factory: str, file: Path, options: _Options) -> Planned:
     buckets = Buckets.from_yaml(file)
+    try:
+        with torch.device("meta"):  # no memory for weights, where the model's code allows it
+            model = load_model(factory)
+        return _plan(model, buckets, options)
+    except (NotImplementedError, RuntimeError, TraceError):
+        return _plan(load_model(factory), buckets, options)
+
+
+def _plan(model: nn.Module, buckets: Buckets, options: _Options) -> Planned:
     return plan_for(
-        load_model(factory),
+        model,
         buckets,
         world=options.world,
         memory=options.memory,

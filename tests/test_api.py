@@ -196,3 +196,17 @@ def test_recompute_is_just_enough():
     assert resident + needs(tight, bucket, k) <= memory < resident + needs(tight, bucket, k - 1)
     inputs = data(4, 256)
     torch.testing.assert_close(tight(**inputs), roomy(**inputs))
+
+
+def test_a_model_without_memory_is_planned_as_one_with():
+    config = GPTConfig(dim=32, n_layers=2, n_heads=4)
+    with torch.device("meta"):
+        hollow = GPT(config)
+    shapes = buckets(32, 512)
+    options = {"world": 4, "device": "h200", "memory": 40e6}
+    expected = dcpc.api.plan(GPT(config), shapes, **options)
+    found = dcpc.api.plan(hollow, shapes, **options)
+    assert found.report() == expected.report()
+    assert all(p.is_meta for p in hollow.parameters())
+    with pytest.raises(dcpc.DcpcError, match="on the meta device"):
+        dcpc.compile(hollow, shapes)

@@ -93,7 +93,7 @@ def make_joint(
     integers, names = _symbolic_integers(env, lowered, hints)
     trainable = tuple(n for n in program.parameters if program.info[n].requires_grad)
     placeholders = [n.name for n in lowered.gm.graph.nodes if n.op == "placeholder"]
-    device = next((t.device for t in tensors.values()), torch.device("cpu"))
+    device = next((t.device for t in tensors.values() if not t.is_meta), torch.device("cpu"))
     arguments = [_fake(n, program, tensors, mode, integers, device) for n in placeholders]
     with mode:
         loss_info = program.info[program.loss]
@@ -169,7 +169,12 @@ def _fake(
         return integers[name]
     info = program.info[name]
     if name in tensors:
-        fake = mode.from_tensor(tensors[name].detach(), static_shapes=True)
+        held = tensors[name].detach()
+        if held.is_meta:  # of a model that is planned for and not run
+            with mode:
+                fake = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype)
+        else:
+            fake = mode.from_tensor(held, static_shapes=True)
         return fake.requires_grad_(info.requires_grad)
     symbols = {str(program.symbols[n]): integers[n] for n in program.symbols}
     shape = [_evaluate(size, symbols) for size in info.shape]

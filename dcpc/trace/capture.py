@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -76,7 +77,8 @@ def find_loss(output: Any) -> Tensor:
 def trace(model: nn.Module, buckets: Buckets) -> Program:
     """Returns the model's forward graph, captured once for all buckets.
 
-    No memory is used for activations: the trace runs on fake tensors.
+    No memory is used for activations: the trace runs on fake tensors; nor for parameters and
+    buffers that are on the meta device, which stand for tensors of the CPU.
 
     Args:
         model: any module whose forward takes the buckets' inputs as keyword arguments and returns a
@@ -87,6 +89,7 @@ def trace(model: nn.Module, buckets: Buckets) -> Program:
         TraceError: torch cannot capture the module, or the trace fixed a dim, or forward mutates a
             buffer.
     """
+    model = _meta_as_fake(model)
     dims = named.named_dims(buckets)
     hints = named.choose_hints(buckets, dims)
     exported = _export(model, buckets, dims, hints)
@@ -96,6 +99,21 @@ def trace(model: nn.Module, buckets: Buckets) -> Program:
     mapping = _symbol_mapping(exported, buckets, symbols, dims)
     canonicalise(gm)
     return _program(gm, exported, buckets, symbols, mapping, hints)
+
+
+def _meta_as_fake(model: nn.Module) -> nn.Module:
+    """Returns the model, or a copy with fake CPU tensors in place of those on the meta device."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_meta]
+    if not tensors:
+        return model
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    copies: dict[int, Any] = {}
+    for tensor in tensors:
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    return copy.deepcopy(model, copies)
 
 
 def _export(
