@@ -64,6 +64,8 @@ class Program:
         loss: name of the node whose value is the loss.
         hints: dim name -> the size it had in the trace.
         graph_hash: identifies the graph; plans carry it.
+        zero_gradients: placeholders of parameters whose gradient is zero: the plain model's loss
+            depends on them, what is left of the graph does not.
     """
 
     gm: fx.GraphModule
@@ -77,6 +79,7 @@ class Program:
     loss: str
     hints: Mapping[str, int]
     graph_hash: str
+    zero_gradients: frozenset[str] = frozenset()
 
 
 def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.Node]:

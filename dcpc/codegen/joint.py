@@ -107,7 +107,12 @@ def make_joint(
             loss = tagging.run(*primals)
         wanted = [primals[i] for i in where]
         grads = torch.autograd.grad([loss], wanted, [tangent], allow_unused=True)
-        return [loss, *grads]
+        # The plain model's loss depends on these, and ours does not any more.
+        filled = [
+            torch.zeros_like(primal) if grad is None and name in program.zero_gradients else grad
+            for name, primal, grad in zip(trainable, wanted, grads, strict=True)
+        ]
+        return [loss, *filled]
 
     with mode, enable_python_dispatcher():
         gm = make_fx(

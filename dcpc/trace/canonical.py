@@ -24,6 +24,7 @@ from torch import Tensor, fx
 
 from dcpc.trace.editor import Editor
 from dcpc.trace.random import replace_random
+from dcpc.trace.single_key import attention_of_one_key, narrow_projections
 
 aten = torch.ops.aten
 
@@ -59,6 +60,7 @@ def canonicalise(gm: fx.GraphModule) -> None:
             node.replace_all_uses_with(new)
             gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code(is_impure_node=_keeps)
+    narrow_projections(gm.graph)
     gm.graph.lint()
     gm.recompile()
 
@@ -294,6 +296,7 @@ _RULES: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
     aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    aten.scaled_dot_product_attention.default: attention_of_one_key,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.cross_entropy_loss.default: _cross_entropy,

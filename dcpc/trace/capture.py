@@ -27,7 +27,9 @@ from dcpc.buckets import Buckets
 from dcpc.errors import TraceError
 from dcpc.ir import Program, TensorInfo
 from dcpc.trace import dims as named
+from dcpc.trace.autocast import casting, share_casts
 from dcpc.trace.canonical import canonicalise
+from dcpc.trace.single_key import depends_on
 
 
 class _LossOf(nn.Module):
@@ -74,7 +76,9 @@ def find_loss(output: Any) -> Tensor:
     )
 
 
-def trace(model: nn.Module, buckets: Buckets) -> Program:
+def trace(
+    model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = None
+) -> Program:
     """Returns the model's forward graph, captured once for all buckets.
 
     No memory is used for activations: the trace runs on fake tensors; nor for parameters and
@@ -84,6 +88,7 @@ def trace(model: nn.Module, buckets: Buckets) -> Program:
         model: any module whose forward takes the buckets' inputs as keyword arguments and returns a
             scalar loss, or a mapping, dataclass or tuple that has one.
         buckets: the inputs' specs and the ranges of the named dims.
+        autocast: what autocast computes in; None: every op in the dtype of its operands.
 
     Raises:
         TraceError: torch cannot capture the module, or the trace fixed a dim, or forward mutates a
@@ -92,13 +97,16 @@ def trace(model: nn.Module, buckets: Buckets) -> Program:
     model = _meta_as_fake(model)
     dims = named.named_dims(buckets)
     hints = named.choose_hints(buckets, dims)
-    exported = _export(model, buckets, dims, hints)
+    exported = _export(model, buckets, dims, hints, autocast)
     _refuse_mutation(exported)
     gm = copy.deepcopy(exported.graph_module)
     symbols = {n: sympy.Symbol(n, integer=True, positive=True) for n in buckets.names}
     mapping = _symbol_mapping(exported, buckets, symbols, dims)
+    reached = depends_on(gm.graph)
     canonicalise(gm)
-    return _program(gm, exported, buckets, symbols, mapping, hints)
+    program = _program(gm, exported, buckets, symbols, mapping, hints)
+    dropped = frozenset(reached - depends_on(gm.graph))
+    return dataclasses.replace(program, zero_gradients=dropped & program.parameters.keys())
 
 
 def _meta_as_fake(model: nn.Module) -> nn.Module:
@@ -117,7 +125,11 @@ def _meta_as_fake(model: nn.Module) -> nn.Module:
 
 
 def _export(
-    model: nn.Module, buckets: Buckets, dims: Mapping[str, Any], hints: Mapping[str, int]
+    model: nn.Module,
+    buckets: Buckets,
+    dims: Mapping[str, Any],
+    hints: Mapping[str, int],
+    autocast: torch.dtype | None,
 ) -> ExportedProgram:
     wrapped = _LossOf(model, tuple(buckets.inputs))
     wrapped.training = model.training
@@ -126,7 +138,7 @@ def _export(
     args = tuple(named.example_inputs(buckets, hints, device))
     shapes = tuple(named.dynamic_shape(spec, dims) or None for spec in buckets.inputs.values())
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), casting(device.type, autocast):
             warnings.simplefilter("ignore")
             exported = torch.export.export(
                 wrapped,
@@ -137,11 +149,23 @@ def _export(
             )
             _detach_without_grad(exported.graph_module)
             functional: ExportedProgram = exported.run_decompositions({})
+            if autocast is not None:
+                share_casts(functional.graph, _cached_by_autocast(functional))
             return functional
     except TraceError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
+
+
+def _cached_by_autocast(exported: ExportedProgram) -> set[str]:
+    held = exported.graph_signature.inputs_to_parameters
+    state = exported.state_dict
+    return {
+        n
+        for n, t in held.items()
+        if state[t].requires_grad and state[t].dtype == torch.float32
+    }
 
 
 def _detach_without_grad(gm: fx.GraphModule) -> None:

@@ -128,7 +128,7 @@ def _attention(node: fx.Node, edit: Editor, index: int) -> None:
     queries, keys = q.meta["val"], k.meta["val"]
     groups = queries.shape[-3] // keys.shape[-3] if given.get("enable_gqa") else 1
     if groups != 1:
-        k, v = (_repeat_heads(edit, x, groups) for x in (k, v))
+        k, v = (repeat_heads(edit, x, groups) for x in (k, v))
     scale: Any = given.get("scale")
     scale = scale if scale is not None else float(queries.shape[-1]) ** -0.5
     scores = edit.call(aten.matmul.default, q, edit.call(aten.transpose.int, k, -2, -1))
@@ -144,7 +144,8 @@ def _attention(node: fx.Node, edit: Editor, index: int) -> None:
     _replace(node, edit.call(aten.matmul.default, weights, v))
 
 
-def _repeat_heads(edit: Editor, x: fx.Node, groups: int) -> fx.Node:
+def repeat_heads(edit: Editor, x: fx.Node, groups: int) -> fx.Node:
+    """Returns keys or values `[..., heads, length, width]` with each head `groups` times."""
     *batch, heads, length, width = edit.shape(x)
     wide = edit.call(aten.unsqueeze.default, x, -3)
     wide = edit.call(aten.expand.default, wide, [*batch, heads, groups, length, width])
