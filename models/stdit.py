@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Pair = tuple[Tensor, Tensor]  # cosines and sines
+
 STEPS = 1000  # a timestep is 1000 * tau
 REFERENCE_PIXELS = 512  # of a side: positions and timesteps are scaled by the size relative to it
 
@@ -155,7 +157,7 @@ class SelfAttention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
         self.proj = nn.Linear(config.dim, config.dim)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Pair | None) -> Tensor:
         """Returns what each of `[sequences, length, D]` attends to, in the same shape."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -185,6 +187,34 @@ class CrossAttention(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What modulates a block: one vector a row of its table, for all frames or by frame.
+
+    Attributes:
+        noisy: rows of a frame that is being denoised, `[B, rows, D]`.
+        still: rows of a frame that is given clean; None: there is none.
+        mask: bool `[B, T]`, True for a frame that is being denoised.
+    """
+
+    noisy: Tensor
+    still: Tensor | None = None
+    mask: Tensor | None = None
+
+    def rows(self, table: Tensor) -> list[Tensor]:
+        """Returns each row of a table `[rows, D]` plus the condition, `[B, T or 1, 1, D]`."""
+        noisy = _rows(table, self.noisy)
+        if self.still is None or self.mask is None:
+            return noisy
+        pairs = zip(noisy, _rows(table, self.still), strict=True)
+        return [torch.where(self.mask[:, :, None, None], a, b) for a, b in pairs]
+
+
+def _rows(table: Tensor, x: Tensor) -> list[Tensor]:
+    """Returns the rows of a table plus x, each `[B, 1, 1, D]`."""
+    return [row[:, None, None] for row in (table + x).unbind(1)]
+
+
 class Block(nn.Module):
     """Self-attention over space or over time, cross-attention to text, MLP."""
 
@@ -199,17 +229,10 @@ class Block(nn.Module):
         self.mlp = MLP(config.dim, 4 * config.dim, config.dim, nn.GELU("tanh"))
 
     def forward(
-        self,
-        x_BTSD: Tensor,
-        text_BLD: Tensor,
-        mask_BL: Tensor,
-        time_BT6D: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        self, x_BTSD: Tensor, text_BLD: Tensor, mask_BL: Tensor, time: Condition, rotary: Pair
     ) -> Tensor:
-        """Returns `[B, T, S, D]`; `time_BT6D` has one frame where all frames share a timestep."""
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (
-            row.unsqueeze(2) for row in (self.table + time_BT6D).unbind(2)
-        )
+        """Returns `[B, T, S, D]`."""
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = time.rows(self.table)
         h_BTSD = self.norm1(x_BTSD) * (1 + scale_a) + shift_a
         x_BTSD = x_BTSD + gate_a * self._attend(h_BTSD, rotary)
         crossed_BND = self.cross(x_BTSD.flatten(1, 2), text_BLD, mask_BL)
@@ -217,7 +240,7 @@ class Block(nn.Module):
         h_BTSD = self.norm2(x_BTSD) * (1 + scale_m) + shift_m
         return x_BTSD + gate_m * self.mlp(h_BTSD)
 
-    def _attend(self, x_BTSD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(self, x_BTSD: Tensor, rotary: Pair) -> Tensor:
         if not self.temporal:
             out = self.attention(x_BTSD.flatten(0, 1), None)
             return out.unflatten(0, x_BTSD.shape[:2])
@@ -235,20 +258,17 @@ class FinalLayer(nn.Module):
         self.norm = nn.LayerNorm(config.dim, eps=1e-6, elementwise_affine=False)
         self.linear = nn.Linear(config.dim, config.patch**2 * 2 * config.channels)
 
-    def forward(
-        self, x_BTSD: Tensor, time_BD: Tensor, still_BD: Tensor | None, frame_mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x_BTSD: Tensor, time: Condition) -> Tensor:
         """Returns patches, `[B, T, S, patch * patch * 2 * channels]`."""
-        x_BTSD = self._modulate(x_BTSD, time_BD)
-        if still_BD is not None and frame_mask is not None:
-            # Of the modulated x, as in the original.
-            still = self._modulate(x_BTSD, still_BD)
-            x_BTSD = torch.where(frame_mask[:, :, None, None], x_BTSD, still)
-        return self.linear(x_BTSD)
+        noisy = self._modulate(x_BTSD, time.noisy)
+        if time.still is None or time.mask is None:
+            return self.linear(noisy)
+        still = self._modulate(noisy, time.still)  # of the modulated x, as in the original
+        return self.linear(torch.where(time.mask[:, :, None, None], noisy, still))
 
-    def _modulate(self, x_BTSD: Tensor, time_BD: Tensor) -> Tensor:
-        shift, scale = (self.table + time_BD[:, None]).unbind(1)
-        return self.norm(x_BTSD) * (1 + scale[:, None, None]) + shift[:, None, None]
+    def _modulate(self, x_BTSD: Tensor, time_B1D: Tensor) -> Tensor:
+        shift, scale = Condition(time_B1D).rows(self.table)
+        return self.norm(x_BTSD) * (1 + scale) + shift
 
 
 class STDiT(nn.Module):
@@ -318,25 +338,29 @@ class STDiT(nn.Module):
         )
         x_BTSD = x_BTSD + code_BSD[:, None]
         fps_BD = self.fps(sinusoid(fps, 256).to(x_BTSD.dtype))
-        time_BD, time_BT6D = self._time(timestep, fps_BD)
-        still_BD = None
+        time_B1D = self._time(timestep, fps_BD)
+        time, block_time = Condition(time_B1D), Condition(self._rows(time_B1D))
         if frame_mask is not None:
-            still_BD, still_BT6D = self._time(torch.zeros_like(timestep), fps_BD)
-            time_BT6D = torch.where(frame_mask[:, :, None, None], time_BT6D, still_BT6D)
+            still_B1D = self._time(torch.zeros_like(timestep), fps_BD)
+            time = Condition(time_B1D, still_B1D, frame_mask)
+            block_time = Condition(block_time.noisy, self._rows(still_B1D), frame_mask)
         if drop_text is not None:
             text = torch.where(drop_text[:, None, None], self.no_text.to(text.dtype), text)
         text_BLD, rotary = self.text(text), self.rotary(frames)
         for spatial, temporal in zip(self.spatial, self.temporal, strict=True):
-            x_BTSD = spatial(x_BTSD, text_BLD, text_mask, time_BT6D, rotary)
-            x_BTSD = temporal(x_BTSD, text_BLD, text_mask, time_BT6D, rotary)
-        patches = self.final(x_BTSD, time_BD, still_BD, frame_mask)
+            x_BTSD = spatial(x_BTSD, text_BLD, text_mask, block_time, rotary)
+            x_BTSD = temporal(x_BTSD, text_BLD, text_mask, block_time, rotary)
+        patches = self.final(x_BTSD, time)
         out = self._unpatchify(patches, down, across)[..., :rows, :columns]
         return out if out.dtype == torch.float64 else out.float()
 
-    def _time(self, timestep: Tensor, fps_BD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the condition `[B, D]` and its rows for the blocks' tables, `[B, 1, 6, D]`."""
-        time_BD = self.time(sinusoid(timestep, 256).to(fps_BD.dtype)) + fps_BD
-        return time_BD, self.time_table(time_BD).unflatten(-1, (6, -1))[:, None]
+    def _time(self, timestep: Tensor, fps_BD: Tensor) -> Tensor:
+        """Returns the condition `[B, 1, D]`."""
+        return (self.time(sinusoid(timestep, 256).to(fps_BD.dtype)) + fps_BD)[:, None]
+
+    def _rows(self, time_B1D: Tensor) -> Tensor:
+        """Returns the condition of each row of a block's table, `[B, 6, D]`."""
+        return self.time_table(time_B1D[:, 0]).unflatten(-1, (6, -1))
 
     def _unpatchify(self, patches: Tensor, down: int, across: int) -> Tensor:
         side = self.config.patch

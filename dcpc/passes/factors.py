@@ -13,9 +13,12 @@ import sympy
 
 
 def quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
-    """Returns a / b where b divides a at every value of the dims, else None."""
+    """Returns a / b where b divides a at every value of the dims, else None.
+
+    Both are sizes, so their ratio is not negative; of `(height + 1) // 2` sympy knows no more.
+    """
     ratio = sympy.cancel(a / b)
-    return ratio if ratio.is_integer and ratio.is_positive else None
+    return ratio if ratio.is_integer and ratio.is_nonnegative else None
 
 
 class FactorTable:

@@ -112,8 +112,20 @@ def solve_symbols(
 
 
 def plain(expr: sympy.Expr, mapping: Mapping[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
-    """Returns torch's expression over our symbols, in sympy's own functions."""
-    expr = expr.replace(FloorDiv, lambda a, b: sympy.floor(a / b))
+    """Returns torch's expression over our symbols, in one spelling.
+
+    Products, sums and floors alone, so that what is equal looks equal: `h + (-h) % 2` (padded to a
+    multiple of 2) and `(h + 1) // 2 * 2` are both `2 * floor(h / 2 + 1 / 2)`.
+    """
     expr = expr.replace(CleanDiv, lambda a, b: a / b)
-    expr = expr.replace(Mod, sympy.Mod).replace(PythonMod, sympy.Mod)
+    for remainder in (Mod, PythonMod, sympy.Mod):
+        expr = expr.replace(remainder, lambda a, b: a - b * _floor(a, b))
+    expr = expr.replace(FloorDiv, _floor)
     return sympy.expand(expr.subs(mapping))
+
+
+def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    """Returns a // b; of a negative one the way up: `-(h // -2)` as `(h + 1) // 2`."""
+    if b.is_positive and a.could_extract_minus_sign():
+        return -sympy.floor(sympy.expand((b - 1 - a) / b))
+    return sympy.floor(sympy.expand(a / b))
