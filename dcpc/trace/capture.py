@@ -76,9 +76,7 @@ def find_loss(output: Any) -> Tensor:
     )
 
 
-def trace(
-    model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = None
-) -> Program:
+def trace(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = None) -> Program:
     """Returns the model's forward graph, captured once for all buckets.
 
     No memory is used for activations: the trace runs on fake tensors; nor for parameters and
@@ -162,9 +160,7 @@ def _cached_by_autocast(exported: ExportedProgram) -> set[str]:
     held = exported.graph_signature.inputs_to_parameters
     state = exported.state_dict
     return {
-        n
-        for n, t in held.items()
-        if state[t].requires_grad and state[t].dtype == torch.float32
+        n for n, t in held.items() if state[t].requires_grad and state[t].dtype == torch.float32
     }
 
 

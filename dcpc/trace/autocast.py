@@ -1,0 +1,68 @@
+"""Mixed precision: the casts that `torch.autocast` makes, written into the captured graph.
+
+torch.export captures above autocast and sees none of them. Made functional under autocast the graph
+has each one as a `_to_copy`: torch itself decides which op computes in what, nothing here repeats
+its lists. A weight that several ops read is cast once, as autocast's own cache does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import fx
+
+from dcpc.errors import TraceError
+
+aten = torch.ops.aten
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Returns the dtype of the autocast that is active here for a kind of device; None: none is."""
+    active = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if active else None
+
+
+def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Returns what autocast computes in.
+
+    Raises:
+        TraceError: autocast has no such dtype.
+    """
+    if dtype is None or dtype in DTYPES:
+        return dtype
+    raise TraceError(
+        f"got autocast={dtype!r}; expected one of {', '.join(map(str, DTYPES))} or None; choose one"
+    )
+
+
+def casting(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Returns a context in which ops cast as under autocast in `dtype`; None: as they are."""
+    if dtype is None and not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, dtype, enabled=dtype is not None)
+
+
+def share_casts(graph: fx.Graph, parameters: Collection[str]) -> None:
+    """Casts each parameter once, where it is cast first, in place.
+
+    The gradients of its readers are then added in the low precision, as under autocast.
+
+    Args:
+        graph: functional.
+        parameters: names of the placeholders that autocast's cache keeps: float32, trainable.
+    """
+    first: dict[tuple[str, str], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is not aten._to_copy.default:
+            continue
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or source.name not in parameters:
+            continue
+        known = first.setdefault((source.name, repr(node.kwargs)), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
