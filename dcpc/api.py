@@ -16,7 +16,7 @@ from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_te
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from dcpc.symbolic_profile import Device, detect, find
-from dcpc.trace import trace
+from dcpc.trace import autocast_dtype, casting, checked_dtype, trace
 from dcpc.variants import Variants
 
 # Adam's two moments, in the parameters' dtype; SGD needs less, and says so with optimizer_bytes=.
@@ -34,6 +34,7 @@ def compile(
     recompute: str = "auto",
     backend: str = "inductor",
     optimizer_bytes: int | None = None,
+    autocast: torch.dtype | None = None,
 ) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
 
@@ -60,6 +61,8 @@ def compile(
         backend: "inductor" or "eager".
         optimizer_bytes: what the optimizer keeps on a rank; default: two tensors for each trainable
             parameter, as Adam does.
+        autocast: mixed precision, `torch.bfloat16`: the model runs as under `torch.autocast` of it,
+            parameters and gradients stay as they are. None: what is active around this call.
 
     Raises:
         TraceError: the model cannot be captured.
@@ -78,6 +81,7 @@ def compile(
         recompute=recompute,
         backend=backend,
         optimizer_bytes=optimizer_bytes,
+        autocast=autocast,
     )
     hashes = " ".join(v.program.graph_hash for v in planned.traces)
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
@@ -95,6 +99,7 @@ def plan(
     recompute: str = "auto",
     backend: str = "inductor",
     optimizer_bytes: int | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Planned:
     """Returns the plan of every bucket for `world` ranks, from one process and no process group.
 
@@ -110,6 +115,7 @@ def plan(
         recompute: "auto", "none" or "all".
         backend: "inductor" or "eager".
         optimizer_bytes: what the optimizer keeps on a rank.
+        autocast: dtype of mixed precision; None: what is active around this call.
 
     Raises:
         TraceError: the model cannot be captured.
@@ -121,21 +127,28 @@ def plan(
     memory_bytes = _memory_bytes(memory, target, world)
     resident = _resident_bytes(model, optimizer_bytes)
     request = Request(degrees, recompute, memory_bytes, resident, world)
-    by_bucket = _trace_all(model, buckets, target, backend)
+    kind = (_device_of(model) or torch.device("cpu")).type
+    autocast = checked_dtype(autocast or autocast_dtype(kind))
+    by_bucket = _trace_all(model, buckets, target, backend, autocast)
     if world > 1:
         replicated = {n: r for v in by_bucket.values() for n, r in v.sharding.replicated.items()}
         warn_replicated(replicated)
-    plans, tables = plan_buckets(by_bucket, request)
-    return Planned(by_bucket, plans, tables, memory_bytes)
+    with casting(kind, None):  # what is traced now has its casts already
+        plans, tables = plan_buckets(by_bucket, request)
+    return Planned(by_bucket, plans, tables, memory_bytes, autocast)
 
 
 def _trace_all(
-    model: nn.Module, buckets: Buckets, device: Device, backend: str
+    model: nn.Module,
+    buckets: Buckets,
+    device: Device,
+    backend: str,
+    autocast: torch.dtype | None,
 ) -> dict[Bucket, Variants]:
     """Returns what is made from the trace of each bucket, in the buckets' order."""
     found: dict[Bucket, Variants] = {}
     for mine in buckets.by_ones().values():
-        program = trace(model, mine)
+        program = trace(model, mine, autocast)
         held = Held(program, model)
         variants = Variants(program, analyse(program), device, backend, held)
         found |= dict.fromkeys(mine, variants)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.loader import Step
 from dcpc.runtime.step import StepResult, reduce_gradients, train_step
-from dcpc.trace import trace
+from dcpc.trace import autocast_dtype, casting, trace
 from dcpc.variants import Prediction, Variants, group_name
 
 
@@ -103,7 +104,8 @@ class CompiledModel(nn.Module):
             batch = sizes.get(BATCH, 1)
             what = f"{bucket} with batch {batch}, call {self._calls}, {self.plans[bucket]}"
             agree(self.groups, sp, "bucket", what)
-        return self._run(bucket, sizes, inputs)
+        with self._own_casts():
+            return self._run(bucket, sizes, inputs)
 
     def train_step(self, step: Step) -> StepResult:
         """Runs all micro-batches of a planned step and sums the gradients over the ranks.
@@ -123,7 +125,8 @@ class CompiledModel(nn.Module):
             assert sp == self.plans[bucket].sp, f"step planned for sp {sp}, bucket {bucket} is not"
             return self._run(bucket, sizes, inputs)
 
-        result = train_step(call, step, self.model.parameters(), self.groups)
+        with self._own_casts():
+            result = train_step(call, step, self.model.parameters(), self.groups)
         stats = self._stats
         stats.steps += 1
         stats.predicted_imbalance += (step.plan.imbalance - stats.predicted_imbalance) / stats.steps
@@ -231,7 +234,6 @@ class CompiledModel(nn.Module):
         self, bucket: Bucket, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
     ) -> Tensor:
         self._check_mode()
-        self._check_autocast()
         batch = sizes.get(BATCH, 1)
         key = (bucket, batch)
         variants = self.planned.by_bucket[bucket]
@@ -263,7 +265,9 @@ class CompiledModel(nn.Module):
         """Refuses a train() or eval() that the graph was not captured in and that changes it."""
         if self.model.training in self._modes:
             return
-        now = [trace(self.model, mine).graph_hash for mine in self.buckets.by_ones().values()]
+        autocast = self.planned.autocast
+        each = self.buckets.by_ones().values()
+        now = [trace(self.model, mine, autocast).graph_hash for mine in each]
         if now != [v.program.graph_hash for v in self.planned.traces]:
             modes = ("eval()", "train()")
             raise DispatchError(
@@ -273,15 +277,21 @@ class CompiledModel(nn.Module):
             )
         self._modes.add(self.model.training)
 
-    def _check_autocast(self) -> None:
-        """Refuses autocast around the call, which the captured graph does not have."""
+    def _own_casts(self) -> AbstractContextManager[object]:
+        """Returns a context without autocast: the captured graph has the casts.
+
+        Raises:
+            DispatchError: another autocast than the captured one is around the call.
+        """
         kind = self.groups.device.type
-        if torch.is_autocast_enabled(kind):
+        around, captured = autocast_dtype(kind), self.planned.autocast
+        if around is not None and around != captured:
             raise DispatchError(
-                f"got a call under torch.autocast('{kind}'); expected none: the model was captured "
-                "in its own dtypes; use autocast inside the model's forward, or make the model "
-                "bfloat16"
+                f"got a call under torch.autocast('{kind}', {around}); expected "
+                f"{captured or 'none'}, which the model was captured under; compile it with "
+                f"autocast={around}"
             )
+        return casting(kind, None)
 
     def train(self, mode: bool = True) -> CompiledModel:
         """Sets the model's mode, as without dcpc."""

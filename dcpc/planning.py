@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from dcpc.buckets import BATCH, Bucket
 from dcpc.errors import BucketError, PlanError
 from dcpc.ir import BucketPlan, Placement, Profile, Program
@@ -48,12 +50,14 @@ class Planned:
         plans: the setting of every bucket.
         tables: the rows each was chosen from.
         memory_bytes: of one rank.
+        autocast: what the traces were captured under; None: no autocast.
     """
 
     by_bucket: Mapping[Bucket, Variants]
     plans: Mapping[Bucket, BucketPlan]
     tables: Mapping[Bucket, tuple[Row, ...]]
     memory_bytes: int
+    autocast: torch.dtype | None = None
 
     @property
     def traces(self) -> tuple[Variants, ...]:

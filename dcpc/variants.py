@@ -18,6 +18,11 @@ from dcpc.symbolic_profile import Device, evaluator, profile_partition
 
 Sizes = Mapping[str, int]
 
+_PRODUCTS = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.matmul.default,
+    torch.ops.aten.convolution.default,
+)
 TIE_BREAK_S = 1e-9  # of two placements that send the same bytes, the one with fewer collectives
 
 
@@ -90,17 +95,21 @@ class Variants:
         whether the group pays at all is the bucket's plan to decide, with all costs in it.
         """
         link = self.device.link(sp)
-        dtype = self.program.info[self.program.loss].dtype
-        weights = [self.program.info[n].dtype for n in self.program.parameters]
-        dtype = max(set(weights), key=weights.count) if weights else dtype
         return Rates(
-            flops_per_s=self.device.matmul_flops_per_s(dtype),
+            flops_per_s=self.device.matmul_flops_per_s(self._dtype()),
             bytes_per_s=self.device.memory_bytes_per_s,
             link_bytes_per_s=link.bytes_per_s,
             link_latency_s=TIE_BREAK_S,
             overhead_s=self.device.launch_s,
             held_s_per_byte=1.0 / link.bytes_per_s,
         )
+
+    def _dtype(self) -> torch.dtype:
+        """Returns what most of the products are computed in: under autocast not the weights'."""
+        info, graph = self.program.info, self.program.gm.graph
+        made = [info[n.name].dtype for n in graph.nodes if n.target in _PRODUCTS]
+        made = made or [info[n].dtype for n in (*self.program.parameters, self.program.loss)]
+        return max(sorted(set(made), key=str), key=made.count)
 
     def lowering(
         self, placement: Placement, hints: tuple[int, ...] = (), backend: str = ""

@@ -104,7 +104,9 @@ class _Run(torch.autograd.Function):
         # sum of all ranks' gradients is the loss's.
         arguments = [*ctx.saved, *ctx.primals, gradients[0] / variant.sp]
         ctx.saved = ctx.primals = None
-        found = variant.run_backward(arguments)
+        # A caller's autocast would cast what was differentiated with its casts in it.
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            found = variant.run_backward(arguments)
         result: list[Any] = [None] * (ctx.count + 2)
         for position, gradient in zip(variant.trainable, found, strict=True):
             result[position + 2] = gradient
