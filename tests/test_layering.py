@@ -23,10 +23,11 @@ ALLOWED: dict[str, set[str]] = {
     "source": GROUND,
     "variants": GROUND | PHASES,
     "planning": GROUND | PHASES | {"variants", "source"},
+    "acceptance": GROUND | PHASES | {"variants"},
     "compiled": GROUND | PHASES | {"variants", "planning"},
     "api": GROUND | PHASES | {"variants", "planning", "compiled"},
     "__init__": GROUND | PHASES | {"api", "compiled"},
-    "cli": GROUND | PHASES | {"api", "compiled", "planning", "variants"},
+    "cli": GROUND | PHASES | {"acceptance", "api", "compiled", "planning", "variants"},
     "__main__": {"cli"},
 }
 

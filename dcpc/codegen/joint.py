@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import sympy
@@ -23,7 +24,9 @@ from dcpc.codegen.lower import Lowered
 from dcpc.errors import CodegenError
 from dcpc.ir import Program
 
-# Sizes in the trace, all different, none of them 0 or 1, which torch would fix in the graph.
+# Sizes of pieces in the trace, all different, none of them 0 or 1, which torch would fix in the
+# graph. Dims have the sizes of the program's own trace: a model may take no others (a position
+# table of 32 rows).
 HINTS = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
 
 
@@ -90,7 +93,7 @@ def make_joint(
     """
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    integers, names = _symbolic_integers(env, lowered, hints)
+    integers, names = _symbolic_integers(env, lowered, hints or _hints(program, lowered))
     trainable = tuple(n for n in program.parameters if program.info[n].requires_grad)
     placeholders = [n.name for n in lowered.gm.graph.nodes if n.op == "placeholder"]
     device = next((t.device for t in tensors.values() if not t.is_meta), torch.device("cpu"))
@@ -143,14 +146,20 @@ def make_joint(
     )
 
 
+def _hints(program: Program, lowered: Lowered) -> tuple[int, ...]:
+    """Returns a size for each integer: of dims that of the program's trace, all different."""
+    taken = set(program.hints.values())
+    unused = (h + 128 * k for k in count() for h in HINTS if h + 128 * k not in taken)
+    dims = {i.name: program.hints.get(i.name, 0) for i in lowered.integers if i.role == "dim"}
+    return tuple(h if (h := dims.get(i.name, 0)) > 1 else next(unused) for i in lowered.integers)
+
+
 def _symbolic_integers(
     env: ShapeEnv, lowered: Lowered, hints: tuple[int, ...]
 ) -> tuple[dict[str, torch.SymInt], dict[sympy.Symbol, sympy.Expr]]:
     integers: dict[str, torch.SymInt] = {}
     names: dict[sympy.Symbol, sympy.Expr] = {}
-    for position, integer in enumerate(lowered.integers):
-        hint = HINTS[position % len(HINTS)] + 128 * (position // len(HINTS))
-        hint = hints[position] if hints else hint
+    for integer, hint in zip(lowered.integers, hints, strict=True):
         source = ConstantSource(f"__dcpc_{integer.name}")
         symbol = env.create_symbol(
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None

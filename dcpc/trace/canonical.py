@@ -8,6 +8,7 @@
     squeeze(x)                              ->  squeeze(x, the dims whose size is the number 1)
     batch_norm (eval)                       ->  sub, mul, add
     split / chunk / unbind, getitem         ->  slice / select
+    type_as, meshgrid, broadcast_tensors    ->  casts, reshape, expand (spellings.py)
     mse_loss(mean) and its kin              ->  mse_loss(none), mean
     mean over symbolic dims                 ->  sum / count
     cross_entropy_loss(mean)                ->  cross_entropy_loss(none), nll_loss of the rows
@@ -25,6 +26,7 @@ from torch import Tensor, fx
 from dcpc.trace.editor import Editor
 from dcpc.trace.random import replace_random
 from dcpc.trace.single_key import attention_of_one_key, narrow_projections
+from dcpc.trace.spellings import SPELLINGS, split_with_sizes
 
 aten = torch.ops.aten
 
@@ -167,7 +169,7 @@ def _split(node: fx.Node, edit: Editor) -> fx.Node | None:
     for piece in pieces:
         starts.append(starts[-1] + piece.shape[dim])
     if not all(isinstance(start, int) for start in starts):
-        return None
+        return split_with_sizes(node, edit) if _gives_sizes(node) else None
     for user in list(node.users):
         index: Any = user.args[1]
         last = index in (-1, len(pieces) - 1)
@@ -176,6 +178,10 @@ def _split(node: fx.Node, edit: Editor) -> fx.Node | None:
         user.replace_all_uses_with(piece)
         edit.graph.erase_node(user)
     return source  # no user is left; the caller erases the node
+
+
+def _gives_sizes(node: fx.Node) -> bool:
+    return node.target is aten.split_with_sizes.default
 
 
 def _unbind(node: fx.Node, edit: Editor) -> fx.Node:
@@ -301,4 +307,5 @@ _RULES: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.mean.dim: _mean,
     aten.cross_entropy_loss.default: _cross_entropy,
     **dict.fromkeys(ELEMENTWISE_LOSSES, _elementwise_loss),
+    **SPELLINGS,
 }

@@ -1,0 +1,162 @@
+"""Runs a function on several gloo ranks of this machine: for `dcpc check`, tests and benchmarks.
+
+    def both_sum(rank: int, factor: float) -> float:    # at module level: pickled by name
+        x = torch.tensor(float(rank) * factor)
+        dist.all_reduce(x)
+        return x.item()
+
+    assert run_ranks(both_sum, 2, 10.0) == [10.0, 10.0]
+
+Each rank is a process with one thread and torchrun's environment. The rendezvous store lives in the
+calling process (as under torchrun), so the death of any rank, rank 0 included, leaves it up.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcpc.errors import GroupError
+
+# Once a rank has failed its peers get this long to fail too, so that all tracebacks are shown.
+GRACE_S = 8.0
+
+
+class RanksError(GroupError):
+    """Some ranks raised, died or did not end; the message has every failed rank's traceback."""
+
+
+@dataclass
+class _Child:
+    process: BaseProcess
+    pipe: Connection
+    result: Any = None
+    problem: str | None = None
+    ended: bool = False
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    init: bool = True,
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Returns `fn(rank, *args)` of every rank, in rank order.
+
+    Args:
+        fn: a function at module level; arguments and result are pickled.
+        world: number of ranks.
+        args: passed on to `fn`.
+        timeout_s: ranks that have not ended by then are killed, and that is a failure.
+        init: initialise the gloo default group; else only torchrun's environment is set.
+        may_die: ranks that may end without a result (`os._exit` in `fn`); theirs is None.
+
+    Raises:
+        RanksError: a rank raised, died or was killed.
+    """
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+    children = []
+    try:
+        for rank in range(world):
+            children.append(_start(fn, args, rank, world, store.port, init, timeout_s))
+        _collect(children, timeout_s, may_die)
+    finally:
+        for child in children:
+            child.pipe.close()
+        for child in children:
+            child.process.join(2.0)
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
+    problems = [f"rank {r}: {c.problem}" for r, c in enumerate(children) if c.problem]
+    if problems:
+        raise RanksError(f"{len(problems)} of {world} ranks failed\n" + "\n".join(problems))
+    return [child.result for child in children]
+
+
+def _start(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world: int,
+    port: int,
+    init: bool,
+    timeout_s: float,
+) -> _Child:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    process = context.Process(
+        target=_main, args=(theirs, environment, init, timeout_s, fn, args), daemon=True
+    )
+    process.start()
+    theirs.close()
+    return _Child(process, ours)
+
+
+def _collect(children: list[_Child], timeout_s: float, may_die: Collection[int]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while open_ := {c.pipe: (r, c) for r, c in enumerate(children) if not c.ended}:
+        ready = wait(list(open_), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for _, child in open_.values():
+                child.problem = f"still running, killed (limit {timeout_s:g} s, grace {GRACE_S} s)"
+            return
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank, child = open_[pipe]
+            child.ended = True
+            try:
+                child.result, child.problem = pickle.loads(child.pipe.recv_bytes())
+            except EOFError:
+                child.process.join(2.0)
+                if rank not in may_die:
+                    child.problem = f"died, exit code {child.process.exitcode}"
+            if child.problem:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+
+
+def _main(
+    pipe: Connection,
+    environment: dict[str, str],
+    init: bool,
+    timeout_s: float,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        if init:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        message = pickle.dumps((fn(int(environment["RANK"]), *args), None))
+    except BaseException:
+        message = pickle.dumps((None, traceback.format_exc()))
+    pipe.send_bytes(message)
+    # A rank that leaves early breaks its peers' connections: stay until the caller has all results.
+    with contextlib.suppress(EOFError):
+        pipe.recv_bytes()
+    os._exit(0)
