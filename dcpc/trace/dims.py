@@ -5,6 +5,7 @@ from typing import Any
 
 import sympy
 import torch
+from sympy import isprime
 from torch.export import Dim
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
@@ -34,9 +35,11 @@ def named_dims(buckets: Buckets) -> dict[str, Any]:
 
 
 def choose_hints(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the size of each named dim in the trace: small, in range, and all different.
+    """Returns the size of each named dim in the trace: small, in range, all different, and prime.
 
-    Different, because torch merges two symbols of one size without a word.
+    Different, because torch merges two symbols of one size without a word. Prime if the range has
+    one: at an even height a model that pads to a multiple of 2 has nothing to pad, and torch would
+    hold on to that; what it does at an odd one serves every height.
     """
     hints: dict[str, int] = {}
     taken: set[int] = set()
@@ -48,7 +51,7 @@ def choose_hints(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
         want = max(low, 3 if name == BATCH else 11)
         choices = [size for size in range(want, min(high, want + 64) + 1) if size not in taken]
         choices += [size for size in range(low, high + 1)[:64] if size not in taken]
-        hints[name] = choices[0] if choices else low
+        hints[name] = next(filter(isprime, choices), choices[0] if choices else low)
         taken.add(hints[name])
     return hints
 
