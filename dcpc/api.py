@@ -128,6 +128,7 @@ def plan(
     resident = _resident_bytes(model, optimizer_bytes)
     request = Request(degrees, recompute, memory_bytes, resident, world)
     kind = (_device_of(model) or torch.device("cpu")).type
+    kind = "cpu" if kind == "meta" else kind  # what a trace takes meta tensors for
     autocast = checked_dtype(autocast or autocast_dtype(kind))
     by_bucket = _trace_all(model, buckets, target, backend, autocast)
     if world > 1:
