@@ -3,6 +3,6 @@
 from dcpc.codegen.build import Lowering
 from dcpc.codegen.collectives import bind_group, wire_log
 from dcpc.codegen.segments import segments
-from dcpc.codegen.variant import Variant
+from dcpc.codegen.variant import Variant, delivering
 
-__all__ = ["Lowering", "Variant", "bind_group", "segments", "wire_log"]
+__all__ = ["Lowering", "Variant", "bind_group", "delivering", "segments", "wire_log"]

@@ -12,7 +12,7 @@ from dcpc.codegen.backends import compile_graph, decompositions
 from dcpc.codegen.joint import Joint, make_joint
 from dcpc.codegen.lower import Lowered, lower
 from dcpc.codegen.partition import partition
-from dcpc.codegen.variant import Variant
+from dcpc.codegen.variant import Variant, handing_over
 from dcpc.ir import Partition, Placement, Program
 
 log = logging.getLogger(__name__)
@@ -73,5 +73,6 @@ class Lowering:
             guards=(*self.joint.guards, *(g.subs(names) for g in found)),
             run_forward=forward,
             run_backward=backward,
+            run_handing_over=handing_over(parts.backward) if self.backend == "eager" else None,
             backend=self.backend,
         )

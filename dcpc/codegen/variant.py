@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,27 @@ from dcpc.errors import CodegenError
 from dcpc.ir import Partition
 
 Boxed = Callable[[list[Any]], Any]
+Deliver = Callable[[torch.nn.Parameter, Tensor], None]
+
+_deliver: ContextVar[Deliver | None] = ContextVar("dcpc_deliver", default=None)
+
+
+@contextmanager
+def delivering(deliver: Deliver) -> Iterator[None]:
+    """Lets backward of the variants called in here hand over each gradient once it is final.
+
+    Such a parameter's `grad` is left alone. Not handed over, but added to `grad` as ever: the
+    gradient of a parameter with hooks, which autograd has to call, and of one that the variant
+    reads under two names, whose gradient is the sum of both.
+
+    Args:
+        deliver: takes a parameter and what this backward adds to its gradient.
+    """
+    token = _deliver.set(deliver)
+    try:
+        yield
+    finally:
+        _deliver.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +54,9 @@ class Variant:
         guards: relations between sizes that must hold for this variant to be right.
         run_forward: boxed forward.
         run_backward: boxed backward.
+        run_handing_over: the same, but its last argument is called with (number, gradient) as soon
+            as each gradient is made, and what that returns is the output instead; None where the
+            backend runs the whole of backward as one call.
         backend: what compiled them.
     """
 
@@ -42,6 +68,7 @@ class Variant:
     guards: tuple[sympy.Basic, ...]
     run_forward: Boxed
     run_backward: Boxed
+    run_handing_over: Boxed | None
     backend: str
 
     def integer_values(
@@ -89,6 +116,8 @@ class _Run(torch.autograd.Function):
         ctx.variant = variant
         ctx.primals = [by_name[n] for n in partition.backward_primals]
         ctx.count = len(tensors)
+        ctx.deliver = _deliver.get()
+        ctx.own = {} if ctx.deliver is None else _deliverable(variant, tensors)
         loss, *ctx.saved = variant.run_forward(arguments)
         return loss  # type: ignore[no-any-return]
 
@@ -106,11 +135,70 @@ class _Run(torch.autograd.Function):
         ctx.saved = ctx.primals = None
         # A caller's autocast would cast what was differentiated with its casts in it.
         with torch.autocast(gradients[0].device.type, enabled=False):
-            found = variant.run_backward(arguments)
+            found = _gradients(variant, arguments, ctx.deliver, ctx.own)
         result: list[Any] = [None] * (ctx.count + 2)
         for position, gradient in zip(variant.trainable, found, strict=True):
             result[position + 2] = gradient
         return tuple(result)
+
+
+def _deliverable(variant: Variant, tensors: Sequence[Tensor]) -> dict[int, torch.nn.Parameter]:
+    """Returns number of a gradient -> its parameter, where nobody but us waits for it."""
+    read = [id(t) for t in tensors]
+    own = {}
+    for number, position in enumerate(variant.trainable):
+        t = tensors[position]
+        hooked = bool(t._backward_hooks) or bool(getattr(t, "_post_accumulate_grad_hooks", None))
+        if isinstance(t, torch.nn.Parameter) and not hooked and read.count(id(t)) == 1:
+            own[number] = t
+    return own
+
+
+def _gradients(
+    variant: Variant,
+    arguments: list[Any],
+    deliver: Deliver | None,
+    own: Mapping[int, torch.nn.Parameter],
+) -> Sequence[Tensor | None]:
+    """Runs backward; returns the gradients that were not handed over."""
+    if deliver is None:
+        return variant.run_backward(arguments)  # type: ignore[no-any-return]
+
+    def hand_over(number: int, gradient: Tensor) -> Tensor | None:
+        if number not in own:
+            return gradient
+        deliver(own[number], gradient)
+        return None
+
+    if variant.run_handing_over is not None:
+        return variant.run_handing_over([*arguments, hand_over])  # type: ignore[no-any-return]
+    found = list(variant.run_backward(arguments))
+    for number in reversed(range(len(found))):  # last ones first, as they are sent
+        gradient, found[number] = found[number], None
+        found[number] = None if gradient is None else hand_over(number, gradient)
+    return found
+
+
+def handing_over(gm: fx.GraphModule) -> Boxed:
+    """Returns a backward graph that calls its last argument with each gradient once it is made."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    outputs: Any = graph.graph_copy(gm.graph, made)
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        hand_over = graph.placeholder("hand_over")
+    results: list[Any] = []
+    for number, gradient in enumerate(outputs):
+        if gradient is not None:
+            after = hand_over if gradient.op == "placeholder" else gradient
+            with graph.inserting_after(after):
+                gradient = graph.call_function(_call, (hand_over, number, gradient))
+        results.append(gradient)
+    graph.output(tuple(results))
+    return boxed_python(fx.GraphModule(gm, graph))
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def boxed_python(gm: fx.GraphModule) -> Boxed:
