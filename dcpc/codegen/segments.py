@@ -1,11 +1,13 @@
 """Cuts a forward graph where a single activation flows on: the units of recompute.
 
 A residual network is a chain of blocks; between two blocks one value is alive. Found by structure:
-a point is a cut if only one activation made before it is read after it.
+a point is a cut if only one activation made before it is read after it, those apart that several
+repeated blocks read alike (an encoder's result, a timestep's embedding).
 """
 
 from __future__ import annotations
 
+from dcpc.codegen.repeats import shared_values
 from dcpc.ir import Program, tensor_operands
 
 
@@ -20,9 +22,10 @@ def segments(program: Program) -> dict[str, int]:
     ]
     position = {n.name: i for i, n in enumerate(nodes)}
     last_use = [i for i in range(len(nodes))]
+    shared = shared_values(program)
     for i, node in enumerate(nodes):
         for source in tensor_operands(node, program.info):
-            if source.name in position:
+            if source.name in position and source.name not in shared:
                 last_use[position[source.name]] = i
     cuts = []
     furthest = -1

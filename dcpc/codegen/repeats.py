@@ -1,0 +1,97 @@
+"""Finds the repeated blocks of a graph by structure: runs of the same calls, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dcpc.ir import Program, tensor_operands
+
+SHORTEST = 4  # calls; shorter repeats are parts of a block (three projections side by side)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks of equal calls that follow each other.
+
+    Attributes:
+        start: position of the first call.
+        period: calls a block.
+        stop: position after the last call; the last block may be cut short.
+    """
+
+    start: int
+    period: int
+    stop: int
+
+
+def repeated_runs(calls: Sequence[Hashable]) -> list[Run]:
+    """Returns the runs of repeated blocks, in order, the longest found first; they do not overlap.
+
+    A period is taken for its coverage: the calls that equal the one a period earlier. Of periods
+    that cover nearly the same the shortest is the block.
+
+    Args:
+        calls: what tells calls apart, e.g. (op, shape), in execution order.
+    """
+    numbers: dict[Hashable, int] = {}
+    sequence = np.array([numbers.setdefault(c, len(numbers)) for c in calls], dtype=np.int64)
+    return sorted(_runs(sequence, 0, len(sequence)), key=lambda run: run.start)
+
+
+def _runs(sequence: npt.NDArray[np.int64], low: int, high: int) -> Iterator[Run]:
+    found = [
+        r for p in range(SHORTEST, (high - low) // 2 + 1) if (r := _run(sequence, low, high, p))
+    ]
+    if not found:
+        return
+    most = max(run.stop - run.start for run in found)
+    best = min(
+        (run for run in found if run.stop - run.start >= 0.9 * most), key=lambda run: run.period
+    )
+    yield best
+    yield from _runs(sequence, low, best.start)
+    yield from _runs(sequence, best.stop, high)
+
+
+def _run(sequence: npt.NDArray[np.int64], low: int, high: int, period: int) -> Run | None:
+    """Returns the longest run of one period, None where no block comes twice."""
+    same = sequence[low : high - period] == sequence[low + period : high]
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], same.view(np.int8), [0]))))
+    lengths = edges[1::2] - edges[::2]
+    if not len(lengths) or lengths.max() < period:
+        return None
+    longest = int(lengths.argmax())
+    start = low + int(edges[2 * longest])
+    return Run(start, period, start + int(lengths[longest]) + period)
+
+
+def shared_values(program: Program) -> frozenset[str]:
+    """Returns the nodes whose value lives along a run of repeated blocks, beside what flows on.
+
+    Several blocks read it, each in the same place (the encoder's result in a decoder, the embedded
+    timestep of a diffusion model), or it is made before the run and read after it (a long skip).
+    """
+    nodes = [
+        n for n in program.gm.graph.nodes if n.op == "call_function" and n.name in program.info
+    ]
+    facts = [program.info[n.name] for n in nodes]
+    calls = [(n.target, f.shape, f.dtype) for n, f in zip(nodes, facts, strict=True)]
+    position = {n.name: i for i, n in enumerate(nodes)}
+    last_use = {s.name: i for i, n in enumerate(nodes) for s in tensor_operands(n, program.info)}
+    found: set[str] = set()
+    for run in repeated_runs(calls):
+        seen: set[tuple[str, int, int]] = set()
+        for i in range(run.start, run.stop):
+            for slot, source in enumerate(tensor_operands(nodes[i], program.info)):
+                place = (source.name, (i - run.start) % run.period, slot)
+                if place in seen:
+                    found.add(source.name)
+                seen.add(place)
+        found |= {
+            n for n, i in last_use.items() if position.get(n, i) < run.start and i >= run.stop
+        }
+    return frozenset(found)
