@@ -11,17 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
-from dcpc.codegen import Variant, bind_group, wire_log
+from dcpc.codegen import Variant, bind_group, delivering, wire_log
 from dcpc.errors import DispatchError
 from dcpc.ir import Placement, Profile, Program
 from dcpc.planning import Planned
 from dcpc.random_ops import mix
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
-from dcpc.runtime.loader import Step
+from dcpc.runtime.loader import MicroBatch, Step
+from dcpc.runtime.plans import Setting
 from dcpc.runtime.step import StepResult, reduce_gradients, train_step
 from dcpc.trace import autocast_dtype, casting, trace
 from dcpc.variants import Prediction, Variants, group_name
+
+# Keeps the random numbers of train steps apart from those of calls, which count up from 1.
+_STEPS = 1 << 40
 
 
 @dataclass(slots=True)
@@ -76,11 +80,8 @@ class CompiledModel(nn.Module):
         self._calls = 0
         self._base_seed = base_seed
         self._draws: dict[int, int] = {}
-        self._dispatch: dict[tuple[Bucket, int], tuple[Variant, tuple[int, ...]]] = {}
-        for sp in groups.degrees:
-            pg = groups.of(sp)
-            if pg is not None:
-                bind_group(group_name(sp), pg)
+        self._dispatch: dict[tuple[Bucket, int, Setting, int], tuple[Variant, tuple[int, ...]]] = {}
+        self._bind_blocks()
 
     def forward(self, *args: Tensor, **inputs: Tensor) -> Tensor:
         """Returns the model's loss, computed by the variant of these inputs' shape.
@@ -98,14 +99,14 @@ class CompiledModel(nn.Module):
         """
         inputs = self._named(args, inputs)
         bucket, sizes = self._match(inputs)
-        sp = self.plans[bucket].sp
-        if sp > 1:
+        setting = self._setting(bucket)
+        if setting.sp > 1:
             self._calls += 1
             batch = sizes.get(BATCH, 1)
             what = f"{bucket} with batch {batch}, call {self._calls}, {self.plans[bucket]}"
-            agree(self.groups, sp, "bucket", what)
+            agree(self.groups, setting.sp, "bucket", what)
         with self._own_casts():
-            return self._run(bucket, sizes, inputs)
+            return self._run(bucket, sizes, inputs, setting, self.groups.rank % setting.sp)
 
     def train_step(self, step: Step) -> StepResult:
         """Runs all micro-batches of a planned step and sums the gradients over the ranks.
@@ -120,13 +121,25 @@ class CompiledModel(nn.Module):
             The global loss, and measured seconds and imbalance.
         """
 
-        def call(sp: int, inputs: Mapping[str, Tensor]) -> Tensor:
+        def call(mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
             bucket, sizes = self._match(inputs)
-            assert sp == self.plans[bucket].sp, f"step planned for sp {sp}, bucket {bucket} is not"
-            return self._run(bucket, sizes, inputs)
+            setting = Setting(mb.sp, mb.micro_batch, mb.recompute)
+            pg = self.groups.over(mb.ranks)
+            if pg is not None:
+                # Backward follows before the next micro-batch binds the name to its own group.
+                bind_group(group_name(mb.sp), pg)
+            seed = mix(self._base_seed, _STEPS, step.epoch, step.index, mb.number) >> 1
+            return self._run(
+                bucket, sizes, inputs, setting, mb.ranks.index(self.groups.rank), seed
+            )
 
-        with self._own_casts():
-            result = train_step(call, step, self.model.parameters(), self.groups)
+        try:
+            with self._own_casts():
+                result = train_step(
+                    call, step, self.model.parameters(), self.groups, delivering=delivering
+                )
+        finally:
+            self._bind_blocks()
         stats = self._stats
         stats.steps += 1
         stats.predicted_imbalance += (step.plan.imbalance - stats.predicted_imbalance) / stats.steps
@@ -162,7 +175,13 @@ class CompiledModel(nn.Module):
         plan = self.plans[bucket]
         sizes = {**bucket.sizes, BATCH: batch or plan.micro_batch}
         variants = self.planned.by_bucket[bucket]
-        return variants.predict(self._placement(bucket, sizes), plan.recompute, sizes)
+        placement = self._placement(bucket, sizes, self._setting(bucket))
+        return variants.predict(placement, plan.recompute, sizes)
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node of the device that was planned for."""
+        return self.planned.traces[0].device.node_ranks
 
     @property
     def program(self) -> Program:
@@ -231,18 +250,31 @@ class CompiledModel(nn.Module):
         return self.buckets.match(shapes, {n: t.dtype for n, t in inputs.items()})
 
     def _run(
-        self, bucket: Bucket, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
+        self,
+        bucket: Bucket,
+        sizes: Mapping[str, int],
+        inputs: Mapping[str, Tensor],
+        setting: Setting,
+        place: int,
+        seed: int | None = None,
     ) -> Tensor:
+        """Returns the loss of a micro-batch, run with a row of its bucket's table.
+
+        Args:
+            bucket: of the inputs.
+            sizes: length of every dim, batch included.
+            inputs: by name.
+            setting: the row.
+            place: of this rank in its group.
+            seed: of the random numbers; None: that of the next call.
+        """
         self._check_mode()
         batch = sizes.get(BATCH, 1)
-        key = (bucket, batch)
+        key = (bucket, batch, setting, place)
         variants = self.planned.by_bucket[bucket]
         if key not in self._dispatch:
-            plan = self.plans[bucket]
-            placement = self._placement(bucket, sizes)
-            assert placement.sp == plan.sp, f"{bucket}: planned sp {plan.sp}, placed {placement.sp}"
-            rank = self.groups.rank % plan.sp
-            self._dispatch[key] = variants.variant(placement, plan.recompute, sizes, rank)
+            placement = self._placement(bucket, sizes, setting)
+            self._dispatch[key] = variants.variant(placement, setting.recompute, sizes, place)
         variant, integers = self._dispatch[key]
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
         given = {p: inputs[n].contiguous() for p, n in variants.program.inputs.items()}
@@ -251,7 +283,9 @@ class CompiledModel(nn.Module):
         stats.calls[bucket] = stats.calls.get(bucket, 0) + 1
         stats.samples[bucket] = stats.samples.get(bucket, 0) + batch
         tensors = [named[p] for p in variant.placeholders]
-        return variant(tensors, integers, self._seed(variant.sp) if variant.draws else 0)
+        if seed is None:
+            seed = self._seed(variant.sp) if variant.draws else 0
+        return variant(tensors, integers, seed)
 
     def _seed(self, sp: int) -> int:
         """Returns the seed of the next call at a degree, the same on every rank of its group.
@@ -299,13 +333,27 @@ class CompiledModel(nn.Module):
         self.training = mode
         return self
 
-    def _placement(self, bucket: Bucket, sizes: Mapping[str, int]) -> Placement:
-        """The planned placement; another one where it would leave ranks without samples."""
-        planned = self.planned.placement(bucket)
+    def _setting(self, bucket: Bucket) -> Setting:
+        plan = self.plans[bucket]
+        return Setting(plan.sp, plan.micro_batch, plan.recompute)
+
+    def _placement(
+        self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting
+    ) -> Placement:
+        """The row's placement; another one where it would leave ranks without samples."""
         variants = self.planned.by_bucket[bucket]
+        full = {**bucket.sizes, BATCH: setting.micro_batch}
+        planned = variants.placement(full, setting.sp)
         if variants.sharded_batch_is_idle(planned, sizes):
-            return variants.placement(sizes, planned.sp)
+            return variants.placement(sizes, setting.sp)
         return planned
+
+    def _bind_blocks(self) -> None:
+        """Lets calls outside of `train_step` find the aligned blocks of ranks."""
+        for sp in self.groups.degrees:
+            pg = self.groups.of(sp)
+            if pg is not None:
+                bind_group(group_name(sp), pg)
 
     def _bucket(self, bucket: Bucket | Mapping[str, int]) -> Bucket:
         return self.planned.find(bucket.sizes if isinstance(bucket, Bucket) else bucket)

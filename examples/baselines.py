@@ -22,7 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import dcpc
 from dcpc.ir import BucketPlan
-from dcpc.runtime.loader import Step
+from dcpc.passes.choose import Row
+from dcpc.runtime.loader import MicroBatch, Step
 from dcpc.runtime.step import train_step
 from examples.forced import ForcedVariant
 from examples.stdlib_source import BEGIN, IGNORE, PAD, StdlibSource
@@ -92,7 +93,9 @@ class FixedSp:
         everything = compiled.variants.segment_count
         self._variant = ForcedVariant(compiled, placement, everything, model)
         self.plans = {b: self._plan(b, longest["seq"] // b["seq"], sp) for b in self.buckets}
-        self.loader = workload.loader(dataset, self)
+        self.tables: dict[dcpc.Bucket, tuple[Row, ...]] = {}  # its own setting alone
+        self.node_ranks = compiled.node_ranks
+        self.loader = workload.loader(dataset, self, mode="inter")
         self.steps: list[Step] = []
 
     def _plan(self, bucket: dcpc.Bucket, batch: int, sp: int) -> BucketPlan:
@@ -116,8 +119,8 @@ class FixedSp:
         parameters = self.model.parameters()
         return float(train_step(self._call, self.steps[index], parameters, self.groups).loss)
 
-    def _call(self, sp: int, inputs: Mapping[str, Tensor]) -> Tensor:
-        assert sp == self._variant.placement.sp, f"planned for sp {sp}"
+    def _call(self, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
+        assert mb.sp == self._variant.placement.sp, f"planned for sp {mb.sp}"
         return self._variant(**inputs)
 
 

@@ -8,6 +8,7 @@ import torch
 
 import dcpc
 from dcpc.runtime.protocol import Compiled
+from dcpc.runtime.step_planner import Mode
 from examples.stdlib_source import PAD, StdlibSource
 from models.gpt import GPT, GPTConfig
 
@@ -56,12 +57,15 @@ class Workload:
         """
         return dcpc.compile(model, self.buckets, memory=self.memory_bytes, backend="eager")
 
-    def loader(self, dataset: StdlibSource, compiled: Compiled) -> dcpc.DataLoader:
+    def loader(
+        self, dataset: StdlibSource, compiled: Compiled, mode: Mode = "auto"
+    ) -> dcpc.DataLoader:
         """Returns a loader; all loaders of a workload yield the same samples in the same steps."""
         return dcpc.DataLoader(
             dataset,
             compiled,
             tokens_per_step=self.tokens_per_step,
+            mode=mode,
             seed=self.seed,
             pad=PAD,
             weight="labels",

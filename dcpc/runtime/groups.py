@@ -6,8 +6,11 @@ For degree d the ranks form aligned blocks `[k*d, (k+1)*d)`, d over the divisors
 
 Each block has a data group (the variants' collectives, gradients) and a control group (gloo: small
 facts on which its ranks must agree), so that a rank that checks never meets a peer that computes. A
-rank alone has neither. "World" is the group given to `Groups.default`: its ranks are numbered from
-0; errors name the numbers in the default group, which a launcher's logs show.
+rank alone has neither. A planned step may also use any range of consecutive ranks: `prepare` makes
+data groups for those that it names, and keeps the `MOST_RANGES` used last.
+
+"World" is the group given to `Groups.default`: its ranks are numbered from 0; errors name the
+numbers in the default group, which a launcher's logs show.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -29,6 +32,8 @@ from dcpc.errors import GroupError
 
 # Ranks of a group may be this far apart: compiling a variant on first use takes minutes.
 TIMEOUT_S = 600.0
+# Data groups of ranges that are no aligned block, over all ranks: each costs connections.
+MOST_RANGES = 64
 _POLL_S = 0.02
 _CPU = torch.device("cpu")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,6 +49,8 @@ class Groups:
         device: where this rank computes.
         timeout_s: how long a rank waits for a peer.
         global_ranks: number in the default group of each rank.
+        whole: whether these are all ranks of the default group. If not, only aligned blocks can be
+            groups: ranks elsewhere do not take part in naming new ones.
     """
 
     world: int = 1
@@ -53,8 +60,15 @@ class Groups:
     global_ranks: tuple[int, ...] = (0,)
     _data: Mapping[int, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     _control: Mapping[int, dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    whole: bool = True
+    # (first rank, degree) -> group, None on other ranks; every rank has all, the last used last.
+    _ranges: dict[tuple[int, int], dist.ProcessGroup | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     # degree -> checks made so far (agreement.py); equal on all ranks of a block.
     checks: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+    _numbers: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    _gradients: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @classmethod
     def default(
@@ -101,7 +115,10 @@ class Groups:
                 data[degree] = _block(ranks, rank, degree, whole, None, timeout_s)
             backend = "fake" if fake else "gloo"
             control[degree] = _block(ranks, rank, degree, whole, backend, timeout_s)
-        return cls(len(ranks), rank, device, timeout_s, ranks, data, control)
+        sums = _block(ranks, rank, len(ranks), whole, "fake" if fake else None, timeout_s)
+        return cls(
+            len(ranks), rank, device, timeout_s, ranks, data, control, whole, _gradients=sums
+        )
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -126,6 +143,13 @@ class Groups:
         self._check(sp)
         return self._control.get(sp) if sp > 1 else None
 
+    def of_gradients(self) -> dist.ProcessGroup | None:
+        """Returns the group of all ranks for the sum of gradients alone; None alone.
+
+        The sum is on the way while variants still run, so it must not meet their collectives.
+        """
+        return self._gradients
+
     def ranks(self, sp: int) -> tuple[int, ...]:
         """Returns the ranks (from 0 to `world - 1`) of this rank's block of `sp`.
 
@@ -135,6 +159,73 @@ class Groups:
         self._check(sp)
         first = self.rank // sp * sp
         return tuple(range(first, first + sp))
+
+    def number(self, kind: str) -> int:
+        """Returns 1, 2, ...: the same on every rank if all make things of a kind in one order."""
+        self._numbers[kind] = self._numbers.get(kind, 0) + 1
+        return self._numbers[kind]
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Makes the data groups that these ranges of ranks lack; forgets others, last used first.
+
+        Collective over all ranks, which pass the same ranges in the same order: only so do all of
+        them give a new group the same name.
+
+        Args:
+            ranges: (first rank, degree) of each.
+
+        Raises:
+            GroupError: a range is not within the world, or is no aligned block where those alone
+                can be groups.
+        """
+        for first, degree in ranges:
+            if self._is_block(first, degree):
+                continue
+            if first < 0 or degree < 1 or first + degree > self.world or not self.whole:
+                raise GroupError(
+                    f"process group of ranks {first} to {first + degree - 1}: got a world of "
+                    f"{self.world} ranks{'' if self.whole else ', part of a larger job'}; expected "
+                    f"{'a range within it' if self.whole else 'an aligned block'}; plan for this "
+                    "world"
+                )
+            known = (first, degree) in self._ranges
+            pg = self._ranges.pop((first, degree)) if known else self._make(first, degree)
+            self._ranges[first, degree] = pg
+        most = max(MOST_RANGES, len(ranges))
+        while len(self._ranges) > most:
+            oldest = self._ranges.pop(next(iter(self._ranges)))
+            if oldest is not None:
+                dist.destroy_process_group(oldest)
+
+    def over(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Returns the data group of consecutive ranks, this one among them; None of one alone.
+
+        Raises:
+            GroupError: `prepare` was not called for them.
+        """
+        first, degree = ranks[0], len(ranks)
+        if self._is_block(first, degree):
+            return self.of(degree)
+        pg = self._ranges.get((first, degree))
+        if pg is None:
+            raise GroupError(
+                f"process group of ranks {first} to {first + degree - 1}: got none on rank "
+                f"{self.rank}; expected one made by Groups.prepare; run the step by train_step"
+            )
+        return pg
+
+    def _is_block(self, first: int, degree: int) -> bool:
+        return degree == 1 or (self.world % degree == 0 and first % degree == 0)
+
+    def _make(self, first: int, degree: int) -> dist.ProcessGroup | None:
+        if not dist.is_initialized():
+            return None
+        made = dist.new_group(
+            list(self.global_ranks[first : first + degree]),
+            timeout=timedelta(seconds=self.timeout_s),
+            group_desc=f"dcpc data ranks {first} to {first + degree - 1}",
+        )
+        return made if isinstance(made, dist.ProcessGroup) else None
 
     def _check(self, sp: int) -> None:
         if sp < 1 or self.world % sp:

@@ -1,29 +1,41 @@
 """The data-aware loader: from a dataset of ragged samples to planned optimizer steps.
 
-    order of the epoch -> global batch of `tokens_per_step` -> StepPlan -> this rank's tensors
+    order of the epoch -> global batch -> StepPlan -> this rank's tensors
+                          (window.py)    (step_planner.py)
 
-Everything up to the plan depends on the dataset, the seed and the epoch alone, so every rank
-derives the same plan and loads only the samples it runs. Steps are prepared ahead in a thread.
+Rank 0 forms and plans the batches and sends the plans to the others (relay.py); each rank loads
+only the samples it runs. Both happen ahead of training, in a thread. A rank whose groups have no
+process group plans by itself: the plan depends on dataset, seed, epoch and table alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import warnings
-from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Literal, NoReturn
 
 import torch
 
 from dcpc.buckets import Bucket
 from dcpc.errors import DataError
-from dcpc.runtime.deal import StepPlan, deal
+from dcpc.runtime.ahead import ahead
+from dcpc.runtime.cuts import Cut, Recipe, cut_epoch
+from dcpc.runtime.plan_file import PlanFile
+from dcpc.runtime.plans import StepPlan
 from dcpc.runtime.protocol import Compiled
+from dcpc.runtime.relay import Relay
 from dcpc.runtime.samples import Dataset, Samples
+from dcpc.runtime.step_planner import MODES, Bounds, Mode
+from dcpc.runtime.table import PlanTable, make_table, own_settings
 from dcpc.runtime.weights import SAMPLES, Weight, checked, weight_function
+from dcpc.runtime.window import Position
+
+LOG = logging.getLogger("dcpc")
+State = dict[str, int | bool | list[int]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,10 @@ class MicroBatch:
         inputs: the model's arguments, on the CPU.
         weight: how much it counts in the step's loss.
         samples: indices in the dataset.
+        ranks: the ranks that get it, consecutive.
+        micro_batch: samples of the row of the plan table that it runs.
+        recompute: segments that the row recomputes.
+        number: its place in the step's global order.
     """
 
     bucket: Bucket
@@ -43,6 +59,10 @@ class MicroBatch:
     inputs: dict[str, torch.Tensor]
     weight: float
     samples: tuple[int, ...]
+    ranks: tuple[int, ...]
+    micro_batch: int
+    recompute: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,7 @@ class Step:
         total_weight: sum of all ranks' weights; None: `train_step` sums them up.
         tokens: tokens of all ranks' samples, padding left out.
         samples: number of all ranks' samples.
+        plan_s: seconds that forming and planning the batch took, on the rank that did.
     """
 
     epoch: int
@@ -66,14 +87,7 @@ class Step:
     total_weight: float | None
     tokens: int
     samples: int
-
-
-class _Cut(NamedTuple):
-    """A step, and how far the epoch is once it is done."""
-
-    step: Step | None
-    consumed: int
-    skipped: tuple[int, ...]
+    plan_s: float
 
 
 class DataLoader:
@@ -90,21 +104,38 @@ class DataLoader:
         compiled: Compiled,
         *,
         tokens_per_step: int,
+        mode: Mode = "auto",
+        min_grad_accumulation_steps: int = 1,
+        max_grad_accumulation_steps: int | None = None,
+        calculate_imbalance: bool = False,
+        window: int = 256,
         seed: int = 0,
         shuffle: bool = True,
         pad: Mapping[str, int | float] | None = None,
         weight: Weight = SAMPLES,
         on_too_long: Literal["error", "skip"] = "error",
         lookahead: int = 1,
+        plan_timeout_s: float | None = None,
     ) -> None:
         """Checks the arguments; loads nothing yet.
 
         Args:
             dataset: `len()` and `[i]` -> one tensor for each input, without the `batch` dim. If it
-                has `dims(i)` -> length of each named dim, samples are not loaded for their lengths.
+                has `dims(i)` -> length of each named dim, samples are not loaded for their lengths;
+                else rank 0 loads every one.
             compiled: the compiled model.
             tokens_per_step: most tokens of a global batch (a longer single sample is a step of its
                 own); the tokens of a sample are the product of its named dims.
+            mode: "auto": any row of the plan table for any micro-batch; "inter": each bucket's own
+                setting, buckets mixed and balanced; "intra": one bucket a step, at its own setting.
+            min_grad_accumulation_steps: micro-batches that the rank with most runs in a step, at
+                least: batches are enlarged beyond `tokens_per_step` until it does. Not in "intra".
+            max_grad_accumulation_steps: at most: batches are cut smaller; None: any number.
+            calculate_imbalance: log each step's predicted imbalance, gap and what binds it, to the
+                logger "dcpc", on rank 0.
+            window: places by which the order of the samples may differ from the epoch's: samples
+                that do not fit in a batch wait for the next while others up to so many places after
+                them are taken. 0: the exact order.
             seed: of the order of samples.
             shuffle: a new order each epoch; else the dataset's.
             pad: input name -> what fills up the end of a sample shorter than its bucket.
@@ -113,29 +144,52 @@ class DataLoader:
                 inputs.
             on_too_long: a sample longer than every bucket is an error, or is left out, counted in
                 `skipped` and warned of.
-            lookahead: steps prepared ahead in a thread; 0: none, no thread.
+            lookahead: steps planned and loaded ahead in a thread; 0: none, no thread.
+            plan_timeout_s: how long a rank waits for rank 0's plan; default: as for its peers.
 
         Raises:
             DataError: an argument is wrong, or the dataset is empty.
+            PlanError: a bucket has no setting that fits.
         """
         _check_count("tokens_per_step", tokens_per_step, 1)
+        _check_count("min_grad_accumulation_steps", min_grad_accumulation_steps, 1)
         _check_count("lookahead", lookahead, 0)
+        _check_count("window", window, 0)
         _check_count("seed", seed, 0)
-        if on_too_long not in ("error", "skip"):
-            raise DataError(
-                f"on_too_long=: got {on_too_long!r}; expected 'error' or 'skip'; choose one"
-            )
+        _check_choice("on_too_long", on_too_long, ("error", "skip"))
+        _check_choice("mode", mode, MODES)
+        bounds = _bounds(mode, min_grad_accumulation_steps, max_grad_accumulation_steps)
         self.compiled = compiled
-        self.tokens_per_step = tokens_per_step
         self.shuffle = shuffle
         self.on_too_long = on_too_long
         self.lookahead = lookahead
+        self.calculate_imbalance = calculate_imbalance
+        self.recipe = Recipe(tokens_per_step, window, mode, bounds)
+        groups = compiled.groups
+        self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
         self._samples = Samples(dataset, compiled.buckets, pad)
         self._weigh = weight_function(weight, compiled.buckets.inputs)
         self._seed = seed
-        self._epoch = self._consumed = self._index = 0
+        self._epoch = self._index = 0
+        self._position = Position()
         self._resumed = False
         self._skipped: tuple[int, ...] = ()
+        self._name = f"{groups.number('loader')}"
+        self._iterations = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Most tokens of a global batch."""
+        return self.recipe.tokens
+
+    @property
+    def table(self) -> PlanTable:
+        """The rows that plans choose from, as the compiled model has them now."""
+        groups, node_ranks = self.compiled.groups, self.compiled.node_ranks
+        if self.recipe.mode == "auto":
+            tables = self.compiled.tables
+            return make_table(tables, groups.world, node_ranks, aligned=not groups.whole)
+        return own_settings(self.compiled.plans, groups.world, node_ranks)
 
     @property
     def epoch(self) -> int:
@@ -151,22 +205,27 @@ class DataLoader:
         """Makes the next iteration that of `epoch`; the epoch it is in already goes on as it is."""
         _check_count("epoch", epoch, 0)
         if epoch != self._epoch:
-            self._epoch, self._consumed, self._index = epoch, 0, 0
+            self._epoch, self._position, self._index = epoch, Position(), 0
             self._resumed = False
 
-    def state_dict(self) -> dict[str, int | bool]:
-        """Returns where training is, the step yielded last counted as done; plain numbers."""
-        done = self._consumed >= len(self._samples)
+    def state_dict(self) -> State:
+        """Returns where training is, the step yielded last counted as done; plain numbers.
+
+        It says which samples are done and nothing of plans, so it goes on at any world size, in any
+        mode.
+        """
+        done = self._position.start >= len(self._samples)
         return {
             "epoch": self._epoch + done,
-            "consumed": 0 if done else self._consumed,
+            "consumed": 0 if done else self._position.start,
+            "ahead": [] if done else sorted(self._position.ahead),
             "step": 0 if done else self._index,
             "seed": self._seed,
             "shuffle": self.shuffle,
             "samples": len(self._samples),
         }
 
-    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
+    def load_state_dict(self, state: Mapping[str, int | bool | list[int]]) -> None:
         """Makes the next iteration continue from a state, on any number of ranks.
 
         Raises:
@@ -178,16 +237,23 @@ class DataLoader:
                 f"loader state: got fields {', '.join(map(str, state))}; expected "
                 f"{', '.join(fields)}; pass what state_dict() returned"
             )
-        for name in ("epoch", "consumed", "step", "seed"):
-            _check_count(f"loader state '{name}'", state[name], 0)
+        counts = {n: _check_count(f"loader state '{n}'", state[n], 0)
+                  for n in ("epoch", "consumed", "step", "seed")}  # fmt: skip
+        places = state["ahead"]
+        if not isinstance(places, list):
+            raise DataError(
+                f"loader state 'ahead': got {places!r}; expected a list of places; pass what "
+                "state_dict() returned"
+            )
+        done = frozenset(_check_count("loader state 'ahead'", p, 0) for p in places)
         for name in ("samples", "shuffle"):
             if state[name] != fields[name]:
                 raise DataError(
                     f"loader state: got {name}={state[name]}; expected {fields[name]}, as this "
                     "loader has; resume with the same dataset and shuffle="
                 )
-        self._epoch, self._consumed = int(state["epoch"]), int(state["consumed"])
-        self._index, self._seed = int(state["step"]), int(state["seed"])
+        self._epoch, self._position = counts["epoch"], Position(counts["consumed"], done)
+        self._index, self._seed = counts["step"], counts["seed"]
         self._resumed = True
 
     def __iter__(self) -> Iterator[Step]:
@@ -195,21 +261,87 @@ class DataLoader:
 
         Raises:
             DataError: a sample contradicts the specs or is longer than every bucket.
+            PlanError: rank 0 sent no plan in time, or one of another plan table.
         """
         if not self._resumed:
-            self._consumed = self._index = 0
+            self._position, self._index = Position(), 0
         self._resumed = False
         self._skipped = ()
-        fresh = self._consumed == 0
-        cuts = self._cuts(self._epoch, self._consumed, self._index)
-        for cut in _ahead(cuts, self.lookahead) if self.lookahead else cuts:
-            self._consumed = cut.consumed
-            self._skipped += cut.skipped
-            if cut.step is not None:
-                self._index = cut.step.index + 1
-                yield cut.step
+        self._iterations += 1
+        fresh = self._position == Position()
+        relay = self._relay()
+        used = 0
+
+        made = self._made(relay)
+        try:
+            for cut, step in ahead(made, self.lookahead) if self.lookahead else made:
+                used += 1
+                self._position = cut.after
+                self._skipped += cut.skipped
+                if step is not None:
+                    self._index = step.index + 1
+                    self._log(step)
+                    yield step
+            used += 1  # the message that there are no more
+        finally:
+            if relay is not None:
+                relay.close(used)
         self._report_skipped(nothing_left=fresh and self._index == 0)
-        self._epoch, self._consumed, self._index = self._epoch + 1, 0, 0
+        self._epoch, self._position, self._index = self._epoch + 1, Position(), 0
+
+    def save_plan(self, step: Step, file: str | Path) -> None:
+        """Writes a step's plan, with the table and the samples it was made from, as JSON.
+
+        `dcpc replay FILE` prints it and plans it again.
+        """
+        ids = {i: mb.bucket for mb in step.plan.micro_batches for i in mb.sample_ids}
+        samples = tuple(sorted(ids.items()))
+        PlanFile(step.plan, self.table, self.recipe.bounds, samples).write(file)
+
+    def _relay(self) -> Relay | None:
+        groups = self.compiled.groups
+        if groups.control(groups.world) is None:
+            return None
+        return Relay(groups, f"{self._name}/{self._iterations}", self.plan_timeout_s)
+
+    def _made(self, relay: Relay | None) -> Iterator[tuple[Cut, Step | None]]:
+        """Yields this rank's steps: planned here, or by rank 0."""
+        table, epoch = self.table, self._epoch
+        job = (
+            f"epoch {epoch} from place {self._position.start}, step {self._index}, seed "
+            f"{self._seed}, {len(self._samples)} samples, {self.recipe.text()}"
+        )
+        if relay is None:
+            cuts = self._cuts(table)
+        elif self.compiled.groups.rank == 0:
+            cuts = relay.send((cut.message(table, job), cut) for cut in self._cuts(table))
+        else:
+            cuts = (Cut.of(message, table, job) for message in relay.receive())
+        for cut in cuts:
+            step = None if cut.plan is None else self._step(epoch, cut, cut.plan)
+            done = () if cut.plan is None else cut.plan.micro_batches
+            self._samples.forget(i for mb in done for i in mb.sample_ids)
+            self._samples.forget(cut.skipped)
+            yield cut, step
+
+    def _cuts(self, table: PlanTable) -> Iterator[Cut]:
+        """Yields what is left of the epoch, planned here."""
+        order = self._order(self._epoch)
+        fit = self._samples.fit
+        for cut in cut_epoch(order, fit, table, self.recipe, self._position, self._index):
+            if cut.skipped and self.on_too_long == "error":
+                self._refuse(cut.skipped[0])
+            yield cut
+
+    def _log(self, step: Step) -> None:
+        if self.calculate_imbalance and self.compiled.groups.rank == 0:
+            plan = step.plan
+            LOG.info(
+                "step %d of epoch %d: %d samples, %d tokens; predicted %.3g s, imbalance %.1f%%, "
+                "gap to the lower bound %.1f%%; planned in %.3f s; %s",
+                *(step.index, step.epoch, step.samples, step.tokens, plan.makespan_s),
+                *(100 * plan.imbalance, 100 * plan.gap, step.plan_s, plan.binds),
+            )
 
     def _report_skipped(self, nothing_left: bool) -> None:
         if not self._skipped:
@@ -224,40 +356,32 @@ class DataLoader:
             raise DataError(text)
         warnings.warn(f"{text}: left out", stacklevel=3)
 
-    def _cuts(self, epoch: int, consumed: int, index: int) -> Iterator[_Cut]:
-        order = self._order(epoch)
-        while consumed < len(order):
-            batch: list[tuple[int, Bucket]] = []
-            skipped: list[int] = []
-            tokens = 0
-            while consumed < len(order):
-                i = order[consumed]
-                fit = self._samples.fit(i)
-                if fit.bucket is None:
-                    skipped.append(self._too_long(i))
-                elif batch and tokens + fit.tokens > self.tokens_per_step:
-                    break
-                else:
-                    batch.append((i, fit.bucket))
-                    tokens += fit.tokens
-                consumed += 1
-            step = self._step(epoch, index, batch, tokens) if batch else None
-            self._samples.forget()
-            yield _Cut(step, consumed, tuple(skipped))
-            index += 1
-
-    def _step(self, epoch: int, index: int, batch: list[tuple[int, Bucket]], tokens: int) -> Step:
-        groups = self.compiled.groups
-        plan = deal(batch, self.compiled.plans, groups.world)
+    def _step(self, epoch: int, cut: Cut, plan: StepPlan) -> Step:
         micro_batches = []
-        for mb in plan.of(groups.rank):
+        for number, mb in enumerate(plan.micro_batches):
+            if self.compiled.groups.rank not in mb.ranks:
+                continue
             inputs = self._samples.collate(mb.sample_ids, mb.bucket)
             weight = float(len(mb.sample_ids))
             if self._weigh is not None:
                 weight = checked(self._weigh(inputs), mb.sample_ids)
-            micro_batches.append(MicroBatch(mb.bucket, mb.sp, inputs, weight, mb.sample_ids))
-        total = float(len(batch)) if self._weigh is None else None
-        return Step(epoch, index, plan, tuple(micro_batches), total, tokens, len(batch))
+            micro_batches.append(
+                MicroBatch(
+                    bucket=mb.bucket,
+                    sp=mb.sp,
+                    inputs=inputs,
+                    weight=weight,
+                    samples=mb.sample_ids,
+                    ranks=mb.ranks,
+                    micro_batch=mb.micro_batch,
+                    recompute=mb.recompute,
+                    number=number,
+                )
+            )
+        total = float(cut.samples) if self._weigh is None else None
+        return Step(
+            epoch, cut.index, plan, tuple(micro_batches), total, cut.tokens, cut.samples, cut.plan_s
+        )
 
     def _order(self, epoch: int) -> list[int]:
         n = len(self._samples)
@@ -268,32 +392,37 @@ class DataLoader:
         order: list[int] = torch.randperm(n, generator=generator).tolist()
         return order
 
-    def _too_long(self, index: int) -> int:
-        if self.on_too_long == "error":
-            dims = ", ".join(f"{name}: {n}" for name, n in self._samples.fit(index).dims)
-            raise DataError(
-                f"sample {index}: got {{{dims}}}, longer than every bucket; expected at most "
-                f"{self._samples.describe_largest()}; add a larger bucket, cut the sample, or pass "
-                "on_too_long='skip'"
-            )
-        return index
+    def _refuse(self, index: int) -> NoReturn:
+        dims = ", ".join(f"{name}: {n}" for name, n in self._samples.fit(index).dims)
+        raise DataError(
+            f"sample {index}: got {{{dims}}}, longer than every bucket; expected at most "
+            f"{self._samples.describe_largest()}; add a larger bucket, cut the sample, or pass "
+            "on_too_long='skip'"
+        )
 
 
-def _ahead(cuts: Iterator[_Cut], count: int) -> Iterator[_Cut]:
-    """Yields from an iterator that a thread keeps `count` items ahead."""
-    with ThreadPoolExecutor(1, thread_name_prefix="dcpc-loader") as pool:
-        coming = deque(pool.submit(next, cuts, None) for _ in range(count))
-        try:
-            while (cut := coming.popleft().result()) is not None:
-                coming.append(pool.submit(next, cuts, None))
-                yield cut
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+def _bounds(mode: Mode, least: int, most: int | None) -> Bounds:
+    if most is not None:
+        _check_count("max_grad_accumulation_steps", most, least)
+    if mode == "intra" and (least > 1 or most is not None):
+        raise DataError(
+            f"min_grad_accumulation_steps={least}, max_grad_accumulation_steps={most}: got mode "
+            "'intra', whose steps have one bucket; expected none of both; leave them out, or "
+            "choose mode='inter'"
+        )
+    return Bounds(least, most or 0)
 
 
-def _check_count(name: str, value: object, least: int) -> None:
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        named = " or ".join(map(repr, choices))
+        raise DataError(f"{name}=: got {value!r}; expected {named}; choose one")
+
+
+def _check_count(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise DataError(
             f"{name}: got {value!r}; expected an integer >= {least}; pass one that is at least "
             f"{least}"
         )
+    return value

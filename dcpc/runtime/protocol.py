@@ -1,11 +1,35 @@
 """What the loader and the train step need of a compiled model, and no more."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dcpc.buckets import Bucket, Buckets
 from dcpc.ir import BucketPlan
 from dcpc.runtime.groups import Groups
+
+
+class SettingRow(Protocol):
+    """A row of the joint plan table of a bucket."""
+
+    @property
+    def sp(self) -> int:
+        """Ranks of the group."""
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples."""
+
+    @property
+    def recompute(self) -> int:
+        """Segments recomputed."""
+
+    @property
+    def seconds_s(self) -> float:
+        """Seconds of one micro-batch, forward and backward."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within a rank's memory."""
 
 
 class Compiled(Protocol):
@@ -17,8 +41,16 @@ class Compiled(Protocol):
 
     @property
     def plans(self) -> Mapping[Bucket, BucketPlan]:
-        """The setting of each bucket."""
+        """The setting of each bucket: what the modes "intra" and "inter" run."""
+
+    @property
+    def tables(self) -> Mapping[Bucket, Sequence[SettingRow]]:
+        """Every setting of each bucket: what the mode "auto" chooses from."""
 
     @property
     def groups(self) -> Groups:
         """The process groups."""
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, runtime_checkable
@@ -142,9 +142,10 @@ class Samples:
             for name, spec in self.inputs.items()
         }
 
-    def forget(self) -> None:
-        """Drops the samples that were loaded; their lengths stay known."""
-        self._loaded.clear()
+    def forget(self, ids: Iterable[int]) -> None:
+        """Drops samples that were loaded; their lengths stay known."""
+        for i in ids:
+            self._loaded.pop(i, None)
 
     def _stack(
         self,

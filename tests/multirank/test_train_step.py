@@ -48,7 +48,7 @@ def step_errors(rank: int, world: int, backend: str) -> list[tuple[float, float,
         compiled.plans[bucket] = replace(compiled.plans[bucket], sp=degree)
     pad = {"input_ids": 0, "labels": -100}
     loader = dcpc.DataLoader(
-        data, compiled, tokens_per_step=120, pad=pad, weight="labels", shuffle=False
+        data, compiled, tokens_per_step=120, pad=pad, weight="labels", shuffle=False, mode="inter"
     )
     found = []
     for step in loader:

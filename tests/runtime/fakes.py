@@ -10,16 +10,37 @@ from torch.nn import functional as F
 from dcpc.buckets import Bucket, Buckets
 from dcpc.ir import BucketPlan
 from dcpc.runtime.groups import Groups
+from dcpc.runtime.loader import MicroBatch
 
 VOCABULARY = 11
 LONG = 8
 
 
 @dataclass
+class FakeRow:
+    sp: int
+    micro_batch: int
+    recompute: int
+    seconds_s: float
+    fits: bool = True
+
+
+@dataclass
 class FakeCompiled:
+    """Its tables have the plan of each bucket alone, unless others are given."""
+
     buckets: Buckets
     plans: dict[Bucket, BucketPlan]
     groups: Groups
+    node_ranks: int = 8
+    other_tables: dict[Bucket, list[FakeRow]] | None = None
+
+    @property
+    def tables(self) -> dict[Bucket, list[FakeRow]]:
+        return self.other_tables or {
+            b: [FakeRow(p.sp, p.micro_batch, p.recompute, p.seconds_s)]
+            for b, p in self.plans.items()
+        }
 
 
 def token_buckets(*lengths: int) -> Buckets:
@@ -81,14 +102,16 @@ class Tiny(torch.nn.Module):
         logits = self.head(x * self.long if long else x)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
-    def call(self, groups: Groups, sp: int, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Mean loss; a rank of a block differentiates its piece of the sequence."""
+    def call(
+        self, groups: Groups, mb: MicroBatch, inputs: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Mean loss; a rank of a group differentiates its piece of the sequence."""
         ids, labels = inputs["input_ids"], inputs["labels"]
-        k = groups.rank % sp
+        sp, k = mb.sp, mb.ranks.index(groups.rank)
         mine = [x.tensor_split(sp, dim=1)[k] for x in (ids, labels)]
         share = self.total(*mine, long=ids.shape[1] > LONG) / (labels != -100).sum()
         if sp == 1:
             return share
         whole = share.detach().clone()
-        dist.all_reduce(whole, group=groups.of(sp))
+        dist.all_reduce(whole, group=groups.over(mb.ranks))
         return share + (whole - share.detach())

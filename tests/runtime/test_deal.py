@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
-from dcpc.runtime.deal import deal, imbalance
+from dcpc.runtime.deal import deal
+from dcpc.runtime.plans import imbalance
 from tests.runtime.fakes import plan_for
 
 

@@ -211,7 +211,8 @@ class TableCost:
     """A table of `Row`s; a group runs its micro-batches one after another, one bucket in each.
 
     Memory bounds a run, not the sum of a group's runs, so rows over `memory_bytes` are left out
-    and a group holds any number of samples. A run may be short of samples (it costs the same).
+    and a group holds any number of samples. A run short of samples costs what lies on the line
+    between its row and the next smaller one (or nothing for no samples).
     """
 
     ranks: int
@@ -269,26 +270,52 @@ class TableCost:
         counts: dict[int, int] = {}
         for key in keys:
             counts[key] = counts.get(key, 0) + 1
+        return tuple(
+            Run(f"sp={degree} micro_batch={row.micro_batch} recompute={row.recompute}", (key,) * n)
+            for key, count in counts.items()
+            for row, n, _ in self.cheapest(key, degree, count)
+        )
+
+    def cheapest(self, key: int, degree: int, count: int) -> tuple[tuple[Row, int, float], ...]:
+        """Returns row, samples and seconds of each run of the cheapest split of a bucket's samples.
+
+        Args:
+            key: the bucket.
+            degree: of the group.
+            count: samples.
+        """
+        best = self._split((key, degree), count)
         found = []
-        for key, n in counts.items():
-            best = self._split((key, degree), n)
-            while n > 0:
-                row = self._by_cell[key, degree][best[n][1]]
-                name = f"sp={degree} micro_batch={row.micro_batch} recompute={row.recompute}"
-                found.append(Run(name, (key,) * min(n, row.micro_batch)))
-                n = max(0, n - row.micro_batch)
+        while count > 0:
+            row = self._by_cell[key, degree][best[count][1]]
+            n = min(count, row.micro_batch)
+            found.append((row, n, best[count][0] - best[count - n][0]))
+            count -= n
         return tuple(found)
 
     def _split(self, cell: tuple[int, int], n: int) -> list[tuple[float, int]]:
         """Returns (seconds, first row) of the cheapest split of 0..n samples, kept for the next."""
         best = self._best.setdefault(cell, [(0.0, -1)])
+        if n < len(best):
+            return best
         rows = self._by_cell.get(cell, ())
+        below = _next_smaller(rows)
         for m in range(len(best), n + 1):
-            options = (
-                (best[max(0, m - r.micro_batch)][0] + r.seconds_s, i) for i, r in enumerate(rows)
-            )
+            options = [
+                (best[m - r.micro_batch][0] + r.seconds_s, i)
+                if m >= r.micro_batch
+                else (before_s + (r.seconds_s - before_s) * (m - few) / (r.micro_batch - few), i)
+                for i, (r, (few, before_s)) in enumerate(zip(rows, below, strict=True))
+                if m > few
+            ]
             best.append(min(options, default=(inf, -1)))
         return best
+
+
+def _next_smaller(rows: Sequence[Row]) -> list[tuple[int, float]]:
+    """Samples and seconds of the next smaller micro-batch of each row; (0, 0.0) if none is."""
+    sizes = sorted({(r.micro_batch, r.seconds_s) for r in rows})
+    return [max((s for s in sizes if s[0] < r.micro_batch), default=(0, 0.0)) for r in rows]
 
 
 def check_degrees(degrees: tuple[int, ...], ranks: int) -> None:

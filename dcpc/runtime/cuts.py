@@ -1,0 +1,164 @@
+"""The global batches of an epoch, one after the other, each with its plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dcpc.errors import DataError
+from dcpc.runtime.plan_file import plan_json, plan_of
+from dcpc.runtime.plans import StepPlan
+from dcpc.runtime.samples import Fit
+from dcpc.runtime.step_planner import Bounds, Mode, plan_step
+from dcpc.runtime.table import PlanTable
+from dcpc.runtime.window import Batch, Position, take
+
+# Batches tried until the number of micro-batches is within its bounds.
+_TRIES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How global batches are formed and planned.
+
+    Attributes:
+        tokens: most of a batch.
+        window: places by which the order may differ from the epoch's (window.py).
+        mode: of the planner.
+        bounds: of micro-batches of the rank with most.
+    """
+
+    tokens: int
+    window: int
+    mode: Mode
+    bounds: Bounds
+
+    def text(self) -> str:
+        """What all ranks must have alike."""
+        return (
+            f"tokens_per_step={self.tokens}, window={self.window}, mode={self.mode}, "
+            f"{self.bounds.least} to {self.bounds.most or 'any'} micro-batches"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A global batch and its plan.
+
+    Attributes:
+        index: number of the step in its epoch.
+        plan: None where all that was left is too long.
+        tokens: of the batch.
+        skipped: samples longer than every bucket that were passed by.
+        after: where the epoch is once the step is done.
+        plan_s: seconds that forming and planning took, on the rank that did.
+    """
+
+    index: int
+    plan: StepPlan | None
+    tokens: int
+    skipped: tuple[int, ...]
+    after: Position
+    plan_s: float
+
+    @property
+    def samples(self) -> int:
+        """Number of all ranks' samples."""
+        return sum(len(mb.sample_ids) for mb in self.plan.micro_batches) if self.plan else 0
+
+    def message(self, table: PlanTable, job: str) -> dict[str, Any]:
+        """Returns it as plain data; `job` is what all ranks must have alike."""
+        return {
+            "job": job,
+            "index": self.index,
+            "plan": None if self.plan is None else plan_json(self.plan, table),
+            "tokens": self.tokens,
+            "skipped": list(self.skipped),
+            "start": self.after.start,
+            "ahead": sorted(self.after.ahead),
+            "plan_s": self.plan_s,
+        }
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any], table: PlanTable, job: str) -> Cut:
+        """Returns what `message` gave.
+
+        Raises:
+            DataError: the sender iterates something else.
+            PlanError: the sender has another plan table.
+        """
+        if message["job"] != job:
+            raise DataError(
+                f"loader: got a plan for {message['job']}; expected {job}, as on this rank; give "
+                "every rank the same dataset, arguments and state"
+            )
+        plan = message["plan"]
+        return cls(
+            message["index"],
+            None if plan is None else plan_of(plan, table, "rank 0's plan"),
+            message["tokens"],
+            tuple(message["skipped"]),
+            Position(message["start"], frozenset(message["ahead"])),
+            message["plan_s"],
+        )
+
+
+def cut_epoch(
+    order: Sequence[int],
+    fit: Callable[[int], Fit],
+    table: PlanTable,
+    recipe: Recipe,
+    position: Position,
+    index: int,
+) -> Iterator[Cut]:
+    """Yields the planned batches of what is left of an epoch.
+
+    Args:
+        order: index in the dataset of each place of the epoch.
+        fit: bucket and tokens of a sample.
+        table: the rows to choose from.
+        recipe: how to form and plan.
+        position: where the epoch is.
+        index: number of the next step.
+    """
+    while position.start < len(order):
+        begin_s = time.perf_counter()
+        batch, plan = _bounded(order, fit, table, recipe, position)
+        position = batch.after
+        took_s = time.perf_counter() - begin_s
+        yield Cut(index, plan, batch.tokens, batch.skipped, position, took_s)
+        index += 1
+
+
+def _bounded(
+    order: Sequence[int],
+    fit: Callable[[int], Fit],
+    table: PlanTable,
+    recipe: Recipe,
+    position: Position,
+) -> tuple[Batch, StepPlan | None]:
+    """Returns the next batch, larger or smaller until its micro-batches are within the bounds."""
+    limit, bounds = recipe.tokens, recipe.bounds
+    batch = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
+    if not batch.samples:
+        return batch, None
+    shrinks = False
+    for _ in range(_TRIES):
+        plan = plan_step(batch.samples, table, recipe.mode, bounds)
+        if not bounds.holds(plan) and len(batch.samples) > 1:
+            shrinks = True
+            share = bounds.most / plan.accumulation
+            limit = max(1, min(batch.tokens - 1, int(batch.tokens * share)))
+        elif plan.accumulation < bounds.least and not shrinks:
+            limit = int(max(limit, batch.tokens) * min(2.0, bounds.least / plan.accumulation)) + 1
+        else:
+            break
+        other = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
+        if other.samples == batch.samples:
+            break  # no more samples within the window, or none left
+        batch = other
+    else:
+        plan = plan_step(batch.samples, table, recipe.mode, bounds)
+    return batch, plan

@@ -1,0 +1,183 @@
+"""The joint plan table of all buckets, as the batch planner wants it: few rows, with a hash.
+
+Each row that a plan uses becomes a variant to compile, so rows that gain little are left out first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from dcpc.buckets import Bucket
+from dcpc.errors import PlanError
+from dcpc.ir import BucketPlan
+from dcpc.runtime.deal import check_setting
+from dcpc.runtime.planner import Row as CostRow
+from dcpc.runtime.planner import TableCost
+from dcpc.runtime.protocol import SettingRow
+
+# A larger micro-batch or group has to gain this share of the rank-seconds, or of the seconds.
+WORTH = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row of a bucket that fits a rank's memory.
+
+    Attributes:
+        sp: ranks of the group.
+        micro_batch: most samples.
+        recompute: segments recomputed.
+        seconds_s: of a full micro-batch, forward and backward.
+    """
+
+    sp: int
+    micro_batch: int
+    recompute: int
+    seconds_s: float
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """What the planner chooses from.
+
+    Attributes:
+        buckets: every bucket; its number here is its key in `cost`.
+        rows: of each bucket.
+        world: number of ranks.
+        node_ranks: ranks of a node: a group of at most so many is never spread over two.
+        aligned: groups may only be aligned blocks whose size divides `world`.
+        cost: the same for `plan_batch`.
+        hash: a short text, equal for equal tables.
+    """
+
+    buckets: tuple[Bucket, ...]
+    rows: tuple[tuple[TableRow, ...], ...]
+    world: int
+    node_ranks: int
+    aligned: bool = False
+    cost: TableCost = field(init=False, repr=False, compare=False)
+    hash: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Makes the planner's cost and the hash."""
+        rows = tuple(
+            CostRow(key, row.sp, row.micro_batch, str(i), row.seconds_s, 0.0)
+            for key, own in enumerate(self.rows)
+            for i, row in enumerate(own)
+        )
+        cost = TableCost(self.world, rows, inf, node_ranks=self.node_ranks)
+        object.__setattr__(self, "cost", cost)
+        text = json.dumps(self.to_json(), sort_keys=True)
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        object.__setattr__(self, "hash", digest)
+
+    def key(self, bucket: Bucket) -> int:
+        """Returns the number of a bucket.
+
+        Raises:
+            PlanError: it is not in the table.
+        """
+        try:
+            return self.buckets.index(bucket)
+        except ValueError:
+            raise PlanError(
+                f"bucket {bucket}: got no row in the plan table; expected one of "
+                f"{', '.join(map(str, self.buckets[:8]))}; compile for this bucket"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the table as plain data."""
+        return {
+            "world": self.world,
+            "node_ranks": self.node_ranks,
+            "aligned": self.aligned,
+            "buckets": [bucket.sizes for bucket in self.buckets],
+            "rows": [[[r.sp, r.micro_batch, r.recompute, r.seconds_s] for r in own]
+                     for own in self.rows],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PlanTable:
+        """Returns the table that `to_json` gave."""
+        return cls(
+            buckets=tuple(Bucket.of({str(n): int(s) for n, s in b.items()})
+                          for b in data["buckets"]),
+            rows=tuple(
+                tuple(TableRow(int(sp), int(m), int(k), float(s)) for sp, m, k, s in own)
+                for own in data["rows"]
+            ),
+            world=int(data["world"]),
+            node_ranks=int(data["node_ranks"]),
+            aligned=bool(data["aligned"]),
+        )  # fmt: skip
+
+
+def make_table(
+    tables: Mapping[Bucket, Sequence[SettingRow]],
+    world: int,
+    node_ranks: int = 8,
+    aligned: bool = False,
+) -> PlanTable:
+    """Returns the rows worth having of every bucket that fit a rank's memory.
+
+    Args:
+        tables: every row that was priced, by bucket.
+        world: number of ranks.
+        node_ranks: ranks of a node.
+        aligned: whether groups have to be aligned blocks whose size divides `world`.
+
+    Raises:
+        PlanError: a bucket has no row that fits.
+    """
+    rows = []
+    for bucket, tried in tables.items():
+        fitting = [
+            TableRow(r.sp, r.micro_batch, r.recompute, r.seconds_s)
+            for r in tried
+            if r.fits and r.sp <= world and not (aligned and world % r.sp)
+        ]
+        if not fitting:
+            raise PlanError(
+                f"bucket {bucket}: got {len(tried)} rows in the plan table, none of which fits a "
+                f"rank's memory on {world} ranks; lower the bucket, or raise memory="
+            )
+        rows.append(_worth_having(fitting))
+    return PlanTable(tuple(tables), tuple(rows), world, node_ranks, aligned)
+
+
+def own_settings(
+    plans: Mapping[Bucket, BucketPlan], world: int, node_ranks: int = 8
+) -> PlanTable:
+    """Returns a table of each bucket's own setting alone.
+
+    Raises:
+        PlanError: a setting's `sp` does not divide `world`.
+    """
+    for plan in plans.values():
+        check_setting(plan, world)
+    rows = tuple(
+        (TableRow(p.sp, p.micro_batch, p.recompute, p.seconds_s),) for p in plans.values()
+    )
+    return PlanTable(tuple(plans), rows, world, node_ranks)
+
+
+def _worth_having(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
+    """Drops micro-batches that save few rank-seconds, and degrees that are hardly faster."""
+    kept: list[TableRow] = []
+    fastest_s = inf
+    for sp in sorted({row.sp for row in rows}):
+        own: list[TableRow] = []
+        for row in sorted((r for r in rows if r.sp == sp), key=lambda r: r.micro_batch):
+            best = min((r.seconds_s / r.micro_batch for r in own), default=inf)
+            if row.seconds_s / row.micro_batch < best * (1 - WORTH):
+                own.append(row)
+        sample_s = min(row.seconds_s for row in own)
+        if sample_s < fastest_s * (1 - WORTH):
+            kept += own
+            fastest_s = sample_s
+    return tuple(kept)
