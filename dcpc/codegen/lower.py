@@ -212,9 +212,10 @@ class _Lowering:
         if bottom != 1:
             return self.graph.call_function(operator.floordiv, (self.emit(top), self.emit(bottom)))
         ops = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+        ops |= {sympy.Max: torch.sym_max, sympy.Min: torch.sym_min}
         if expr.func not in ops:
             raise CodegenError(
-                f"size {expr} is not made of +, *, // and %; report the model's op that makes it"
+                f"size {expr} is not made of +, *, //, %, min and max; report the model's op that makes it"
             )
         result = self.emit(expr.args[0])
         for arg in expr.args[1:]:

@@ -7,7 +7,7 @@ import sympy
 import torch
 from sympy import isprime
 from torch.export import Dim
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 
 from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import TraceError
@@ -124,7 +124,30 @@ def plain(expr: sympy.Expr, mapping: Mapping[sympy.Symbol, sympy.Expr]) -> sympy
     for remainder in (Mod, PythonMod, sympy.Mod):
         expr = expr.replace(remainder, lambda a, b: a - b * _floor(a, b))
     expr = expr.replace(FloorDiv, _floor)
-    return sympy.expand(expr.subs(mapping))
+    expr = sympy.expand(expr.subs(mapping))
+    return expr.replace(Max, lambda *a: _largest(a, 1)).replace(Min, lambda *a: _largest(a, -1))
+
+
+def _largest(sizes: tuple[sympy.Expr, ...], sign: int) -> sympy.Expr:
+    """Returns the largest (sign 1) or smallest (-1) of some sizes, decided where dims >= 1 do so.
+
+    A library writes max(0, length - 1) where it cannot know that a length is at least 1.
+    """
+    kept: list[sympy.Expr] = []
+    for size in sizes:
+        if any(_never_below(sign * (other - size)) for other in kept):
+            continue
+        kept = [other for other in kept if not _never_below(sign * (size - other))] + [size]
+    return (sympy.Max if sign > 0 else sympy.Min)(*kept)
+
+
+def _never_below(size: sympy.Expr) -> bool:
+    """Whether a polynomial of the dims is at least 0 wherever all of them are at least 1."""
+    more = {s: s + 1 for s in size.free_symbols}
+    terms = sympy.expand(size.xreplace(more)).as_coefficients_dict()
+    factors = {f for term in terms for f in sympy.Mul.make_args(term)}
+    known = all(f.is_Symbol or f.is_Pow or f == 1 for f in factors)
+    return known and all(coefficient >= 0 for coefficient in terms.values())
 
 
 def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:

@@ -4,7 +4,7 @@
     broadcast_tensors, getitem    ->  expand
     meshgrid, getitem             ->  reshape, expand
     split by symbolic sizes       ->  slices
-    repeat_interleave(output_size)->  repeat_interleave: the size follows from the repeats
+    repeat, repeat_interleave     ->  reshape, expand, reshape
 
 None of these has a rule of its own to keep in step with the plain op's.
 """
@@ -135,12 +135,61 @@ def split_with_sizes(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def repeat_interleave(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """The result's size is that of the operand times the repeats."""
-    repeats = node.args[1] if len(node.args) > 1 else None
-    if node.kwargs.get("output_size") is None or not isinstance(repeats, int):
+    """Each element of a dim several times: the dim becomes (old, copies)."""
+    source, repeats = node.args[:2]
+    dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    assert isinstance(source, fx.Node)
+    if dim is None or not isinstance(repeats, int):
         return None
-    kept = {k: v for k, v in node.kwargs.items() if k != "output_size"}
-    return edit.call(aten.repeat_interleave.self_int, *node.args[:3], **kept)
+    ndim = source.meta["val"].ndim
+    counts: list[Any] = [1] * ndim
+    counts[dim % ndim] = repeats
+    return _repeated(edit, source, counts, outer=False)
+
+
+def repeat(node: fx.Node, edit: Editor) -> fx.Node | None:
+    """Every dim several times, one copy after the other: the dim becomes (copies, old)."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    counts: Any = list(node.args[1])  # type: ignore[arg-type]
+    missing = len(counts) - source.meta["val"].ndim
+    if missing > 0:
+        ones = [1] * missing
+        source = edit.call(aten.reshape.default, source, [*ones, *edit.shape(source)])
+    return _repeated(edit, source, counts, outer=True)
+
+
+def _repeated(edit: Editor, source: fx.Node, counts: list[Any], outer: bool) -> fx.Node:
+    """A dim (copies, old) or (old, copies), made by expand: no size of it is an op's argument."""
+    sizes = edit.shape(source)
+    if all(isinstance(c, int) and c == 1 for c in counts):
+        return source
+    if all(_is(1, c) or _is(1, n) for c, n in zip(counts, sizes, strict=True)):
+        shape = [c if _is(1, n) else n for c, n in zip(counts, sizes, strict=True)]
+        return edit.call(aten.expand.default, source, shape)
+    apart: list[Any] = []
+    wide: list[Any] = []
+    joined: list[Any] = []
+    for count, size in zip(counts, sizes, strict=True):
+        if _is(1, count):
+            parts, full = [size], [size]
+        else:
+            parts, full = ([1, size], [count, size]) if outer else ([size, 1], [size, count])
+        apart += parts
+        wide += full
+        joined.append(full[0] if len(full) == 1 else _product(edit, *full))
+    split = edit.call(aten.reshape.default, source, apart)
+    return edit.call(aten.reshape.default, edit.call(aten.expand.default, split, wide), joined)
+
+
+def _is(number: int, size: Any) -> bool:
+    return isinstance(size, int) and size == number
+
+
+def _product(edit: Editor, a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    return edit.call(operator.mul, a, b)
 
 
 SPELLINGS: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
@@ -149,4 +198,5 @@ SPELLINGS: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.meshgrid.default: meshgrid,
     aten.meshgrid.indexing: meshgrid,
     aten.repeat_interleave.self_int: repeat_interleave,
+    aten.repeat.default: repeat,
 }
