@@ -7,6 +7,7 @@ nodes of the program's forward graph **by name** and never edit it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -82,9 +83,33 @@ class Program:
     zero_gradients: frozenset[str] = frozenset()
 
 
+def call_of(node: fx.Node) -> fx.Node:
+    """Returns the call that makes a node's tensor: the node, or the call it is one result of.
+
+    `topk` returns a tuple, which is no value of its own: `getitem(topk, 1)` stands for the call and
+    has its operands, so that each result is split as suits it.
+    """
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source
+    return node
+
+
+def is_tuple(node: fx.Node, info: Mapping[str, TensorInfo]) -> bool:
+    """Returns whether a node is several results of a call, each a tensor with a node of its own."""
+    return bool(node.users) and all(
+        user.target is operator.getitem and user.name in info for user in node.users
+    )
+
+
 def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.Node]:
-    """Returns the tensor arguments of a call in order, repeats and members of lists included."""
-    leaves = tree_leaves((node.args, dict(node.kwargs)))
+    """Returns the tensor arguments of a call in order, repeats and members of lists included.
+
+    Those of one of several results (`getitem`) are those of the call that makes it.
+    """
+    call = call_of(node)
+    leaves = tree_leaves((call.args, dict(call.kwargs)))
     return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf.name in info]
 
 

@@ -21,7 +21,16 @@ from torch.utils._pytree import tree_map
 import dcpc.random_ops  # noqa: F401 - registers the ops
 from dcpc.codegen.collectives import piece
 from dcpc.errors import CodegenError
-from dcpc.ir import REPLICATED, Factor, Label, Placement, Program, tensor_operands
+from dcpc.ir import (
+    REPLICATED,
+    Factor,
+    Label,
+    Placement,
+    Program,
+    call_of,
+    is_tuple,
+    tensor_operands,
+)
 
 aten = torch.ops.aten
 
@@ -100,7 +109,8 @@ class _Lowering:
         self.program, self.placement, self.group = program, placement, group
         self.graph = fx.Graph()
         self.values: dict[tuple[str, Label], fx.Node] = {}
-        self.others: dict[str, fx.Node] = {}  # nodes whose value is not one tensor
+        self.others: dict[str, fx.Node] = {}  # nodes whose value is no tensor
+        self.tuples: dict[tuple[str, tuple[fx.Node, ...]], fx.Node] = {}  # by call and operands
         self.integers: list[IntegerInput] = []
         self.integer_nodes: dict[sympy.Symbol, fx.Node] = {}
         self.pieces: dict[tuple[int, str], sympy.Symbol] = {}  # of (factor key, role)
@@ -313,17 +323,31 @@ class _Lowering:
         if node.name in self.program.scalars:
             return  # made from its expression where it is used
         if node.name not in self.placement.nodes:
-            self.others[node.name] = self._copy(node, None)
+            if not is_tuple(node, self.program.info):  # those are made for each of their tensors
+                self.others[node.name] = self._copy(node, None)
             return
         chosen = self.placement.nodes[node.name]
         sources = tensor_operands(node, self.program.info)
         operands = [self.value(s.name, w) for s, w in zip(sources, chosen.operands, strict=True)]
+        if node.target is operator.getitem:
+            self.values[node.name, chosen.output] = self._item(node, operands)
+            return
         special = _SPECIAL.get(node.target)  # type: ignore[call-overload]
         made = special(self, node, operands) if special is not None else None
         if made is None:
             made = self._copy(node, operands)
         made.meta["dcpc"] = node.name
         self.values[node.name, chosen.output] = made
+
+    def _item(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
+        """One of several results; the call is made once for all that want the same operands."""
+        key = (call_of(node).name, tuple(operands))
+        if key not in self.tuples:
+            self.tuples[key] = self._copy(call_of(node), operands)
+            self.tuples[key].meta["dcpc"] = node.name
+        made = self.graph.call_function(operator.getitem, (self.tuples[key], node.args[1]))
+        made.meta["dcpc"] = node.name
+        return made
 
     def _copy(self, node: fx.Node, operands: list[fx.Node] | None) -> fx.Node:
         queue = list(operands or [])
@@ -422,7 +446,7 @@ def operands_name(node: fx.Node, position: int) -> str:
 
 _FILLS = (
     aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format,
-    aten.new_full.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default,
 )  # fmt: skip
 _SPECIAL = {
     aten.reshape.default: _Lowering.resize,

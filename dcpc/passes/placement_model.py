@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from dcpc.ir import Factor, Label, Program, tensor_operands
+from dcpc.ir import Factor, Label, Program, call_of, is_tuple, tensor_operands
 from dcpc.passes.label_costs import NO_WORK, WHOLE, Catalogue, Costs, Work
 from dcpc.passes.sharding import Alternative, Sharding
 from dcpc.passes.state_graph import (
@@ -32,7 +32,7 @@ def _code(label: Label) -> int:
 
 
 def _unplaced(operands: int) -> NodeKind:
-    """The kind of a node whose result is not one tensor: it takes its operands whole."""
+    """The kind of a node whose result is no tensor: it takes its operands whole."""
     option = Option((REPLICATED,) * operands, REPLICATED, NO_WORK, WHOLE, -1)
     return NodeKind(0, (), False, False, False, (option,))
 
@@ -80,7 +80,7 @@ class PlacementModel:
             placed = node.name in self.sharding.alternatives
             sources = [position[n.name] for n in tensor_operands(node, self.program.info)]
             unpriced = node.op == "output" or node.name in self.program.scalars or not sources
-            if unpriced and not placed:
+            if not placed and (unpriced or is_tuple(node, self.program.info)):
                 continue
             if placed and self._is_cheap(node, cheap):
                 cheap.add(node.name)
@@ -104,7 +104,8 @@ class PlacementModel:
         rule = self.sharding.rules.get(node.name)
         heavy = rule is not None and rule.multiplies
         given = node.name in self.program.parameters
-        return not heavy and not given and all(n.name in cheap for n in node.all_input_nodes)
+        sources = call_of(node).all_input_nodes
+        return not heavy and not given and all(n.name in cheap for n in sources)
 
     def _kind(self, name: str, sources: list[int], values: list[int], cheap: bool) -> NodeKind:
         tensors = [*sources, len(values) - 1]

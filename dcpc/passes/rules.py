@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from torch import fx
 
 from dcpc.errors import RuleError
-from dcpc.ir import TensorInfo, tensor_operands
+from dcpc.ir import TensorInfo, call_of, tensor_operands
 from dcpc.passes.notation import Pattern, bind
 from dcpc.passes.op_kinds import KINDS, VIEW_KINDS, Call, arguments
 from dcpc.passes.rule_types import Linear, Names, OpSharding
@@ -129,24 +129,25 @@ def op_name(node: fx.Node) -> str:
 def op_sharding(node: fx.Node, info: Mapping[str, TensorInfo]) -> OpSharding:
     """Returns the rule of one call, in names of its own; all replicated where there is none."""
     operands = tuple(info[n.name] for n in tensor_operands(node, info))
-    output = info.get(node.name)
-    line = rule_table().get(op_name(node))
-    if output is None:
-        return _replicated(operands, (), "it returns several tensors")
+    output, call_node = info[node.name], call_of(node)
+    op = op_name(call_node)
+    line = rule_table().get(op)
     if line is None:
-        return _replicated(operands, output.shape, f"no sharding rule for {op_name(node)}")
+        return _replicated(operands, output.shape, f"no sharding rule for {op}")
     if line.reason:
-        reason = f"{op_name(node)}: {line.reason}"
+        reason = f"{op}: {line.reason}"
         return replace(_replicated(operands, output.shape, reason), deliberate=True)
     try:
-        args = arguments(node)
+        args = arguments(call_node)
         if line.kind is not None:
-            call = Call(node, operands, output, args, line.linear, line.along)
+            result = node.args[1] if call_node is not node else 0
+            assert isinstance(result, int)
+            call = Call(call_node, operands, output, args, line.linear, line.along, result)
             sharding = replace(KINDS[line.kind](call), is_view=line.kind in VIEW_KINDS)
         else:
             sharding = _from_pattern(line, args, operands, output)
     except (NotImplementedError, RuleError) as error:
-        return _replicated(operands, output.shape, f"{op_name(node)}: {error}")
+        return _replicated(operands, output.shape, f"{op}: {error}")
     return _only_valid(_only_sums(sharding, operands, output))
 
 

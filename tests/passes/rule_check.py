@@ -1,7 +1,8 @@
 """Runs one call whole and in pieces, lowered as `codegen` lowers it, and compares."""
 
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ class Case:
     symbolic: Mapping[tuple[int, int], sympy.Expr] = field(default_factory=dict)
     dims: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     has_values: bool = True  # False: the result is memory that nobody wrote
+    result: int | None = None  # which of several results
 
     def run(self, *replaced: tuple[int, Tensor]) -> Tensor:
         """The call's value, with some of its tensors (counted in order) replaced."""
@@ -36,7 +38,15 @@ class Case:
         for position, value in replaced:
             leaves[at[position]] = value
         args, kwargs = tree_unflatten(leaves, tree)
-        return self.op(*args, **kwargs)
+        value = self.op(*args, **kwargs)
+        return value if self.result is None else value[self.result]
+
+    def results(self) -> list["Case"]:
+        """This call, or one case for each tensor among its several results."""
+        value = self.run()
+        if isinstance(value, Tensor):
+            return [self]
+        return [replace(self, result=i) for i, v in enumerate(value) if isinstance(v, Tensor)]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -63,6 +73,8 @@ def program_of(case: Case) -> Program:
             made += 1
     args, kwargs = tree_unflatten(leaves, tree)
     node = graph.call_function(case.op, args, kwargs)
+    if case.result is not None:
+        node = graph.call_function(operator.getitem, (node, case.result))
     describe(node, case.run(), -1)
     graph.output((node,))
     return Program(
@@ -80,7 +92,12 @@ def free_names(rule: OpSharding) -> set[str]:
 
 
 def check_call(case: Case, p: int) -> int:
-    """Asserts that every alternative gives the call's own value; returns how many were run."""
+    """Asserts that every alternative gives the call's own values; returns how many were run."""
+    return sum(check_result(one, p) for one in case.results())
+
+
+def check_result(case: Case, p: int) -> int:
+    """The same of one of its results."""
     program = program_of(case)
     sharding = analyse(program)
     rule = sharding.rules[program.loss]
@@ -108,7 +125,7 @@ def check_pieces(
     nodes[program.loss] = NodePlacement(chosen.operands, chosen.output, chosen.name)
     placement = Placement(p, nodes, sharding.factors, sharding.parents, 0.0, 0, "one call")
     lowered = lower(program, placement, "no group")
-    local = next(n for n in lowered.gm.graph.nodes if n.meta.get("dcpc") == program.loss)
+    local = [n for n in lowered.gm.graph.nodes if n.meta.get("dcpc") == program.loss][-1]
     for node in [n for n in reversed(lowered.gm.graph.nodes) if n > local]:
         lowered.gm.graph.erase_node(node)
     lowered.gm.graph.output(local)

@@ -18,7 +18,10 @@ Sizes = dict[str, sympy.Expr]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an op: its tensor operands, its output, and its arguments by schema name."""
+    """One call of an op: its tensor operands, its output, and its arguments by schema name.
+
+    Where it returns several tensors, `output` is the `result`-th of them.
+    """
 
     node: fx.Node
     operands: tuple[TensorInfo, ...]
@@ -26,6 +29,7 @@ class Call:
     args: dict[str, Any]
     linear: Linear = "none"
     along: str = "dim"
+    result: int = 0
 
     @property
     def input_shape(self) -> Shape:
@@ -80,6 +84,16 @@ def broadcast(names: Names, shape: Shape) -> Names:
     if skip < 0:
         raise NotImplementedError("an operand has more dims than the output")
     return tuple(names[skip + d] if s != 1 else () for d, s in enumerate(shape))
+
+
+def broadcast_shape(shapes: Iterable[Shape]) -> list[sympy.Expr]:
+    """Returns the shape that some shapes broadcast to, aligned at the right."""
+    shapes = list(shapes)
+    wide: list[sympy.Expr] = [sympy.Integer(1)] * max(map(len, shapes))
+    for shape in shapes:
+        for d, s in enumerate(shape, len(wide) - len(shape)):
+            wide[d] = s if wide[d] == 1 else wide[d]
+    return wide
 
 
 def members(dims: Iterable[tuple[str, ...]]) -> set[str]:

@@ -7,7 +7,16 @@ from collections import Counter
 import sympy
 
 from dcpc.passes.factors import quotient
-from dcpc.passes.op_kinds.call import Call, Shape, Sizes, broadcast, own
+from dcpc.passes.op_kinds.call import (
+    Call,
+    Shape,
+    Sizes,
+    broadcast,
+    broadcast_shape,
+    members,
+    own,
+    unrelated,
+)
 from dcpc.passes.rule_types import Names, OpSharding
 
 
@@ -67,6 +76,94 @@ def einsum(call: Call) -> OpSharding:
     return OpSharding(
         operands, output, sizes, summed=frozenset(sizes.keys() - set(right)),
         linear="one", multiplies=len(inputs) > 1,
+    )  # fmt: skip
+
+
+def tensordot(call: Call) -> OpSharding:
+    """tensordot, inner: the dims that are paired are summed over, the others follow each other."""
+    a, b = (o.shape for o in call.operands)
+    if not a or not b:
+        raise NotImplementedError("a product with a single number")
+    pairs = call.args.get("dims_self", [-1]), call.args.get("dims_other", [-1])
+    left, sizes = own(a, "a")
+    right, more = own(b, "b")
+    sizes |= more
+    right_dims = list(right)
+    gone_left = [d % len(a) for d in pairs[0]]
+    gone_right = [d % len(b) for d in pairs[1]]
+    for i, j in zip(gone_left, gone_right, strict=True):
+        if a[i] != b[j]:
+            raise NotImplementedError("a paired dim of one element")
+        for name in right[j]:
+            del sizes[name]
+        right_dims[j] = left[i]
+    output = [n for d, n in enumerate(left) if d not in gone_left]
+    output += [n for d, n in enumerate(right_dims) if d not in gone_right]
+    summed = frozenset(members(left[d] for d in gone_left))
+    return OpSharding(
+        (left, tuple(right_dims)), tuple(output), sizes, summed=summed, linear="one",
+        multiplies=True,
+    )  # fmt: skip
+
+
+def vecdot(call: Call) -> OpSharding:
+    """linalg_vecdot: elementwise products with broadcasting, added up along one dim."""
+    shapes = [o.shape for o in call.operands]
+    wide = tuple(broadcast_shape(shapes))
+    names, sizes = own(wide)
+    dim = call.dims("dim", len(wide))[0]
+    if any(shape[dim - len(wide)] != wide[dim] for shape in shapes):
+        raise NotImplementedError("the dim that is added up is broadcast")
+    output = tuple(n for d, n in enumerate(names) if d != dim)
+    operands = tuple(broadcast(names, shape) for shape in shapes)
+    return OpSharding(operands, output, sizes, summed=frozenset(names[dim]), linear="one")
+
+
+def matrices(call: Call) -> OpSharding:
+    """inv, det, qr, solve: each matrix of a stack by itself; the last two dims stay whole."""
+    shapes = [o.shape for o in call.operands]
+    if any(len(shape) != len(shapes[0]) for shape in shapes):
+        raise NotImplementedError("a matrix and a vector")
+    lead, sizes = own(tuple(broadcast_shape([shape[:-2] for shape in shapes])))
+    operands = []
+    whole: set[str] = set()
+    for i, shape in enumerate(shapes):
+        names, more = own(shape[-2:], f"x{i}_")
+        operands.append((*broadcast(lead, shape[:-2]), *names))
+        sizes |= more
+        whole |= more.keys()
+    last, more = own(call.output.shape[len(lead) :], "out")
+    free = frozenset(members(lead))
+    return OpSharding(
+        tuple(operands), (*lead, *last), sizes | more, whole=frozenset(whole | more.keys()),
+        nonempty=free,
+    )  # fmt: skip
+
+
+def recurrent(call: Call) -> OpSharding:
+    """lstm, gru, rnn: the sequence is run through step by step, each sample by itself."""
+    shapes = [o.shape for o in call.operands]
+    if "batch_sizes" in call.args or len(shapes[0]) != 3:
+        raise NotImplementedError("packed sequences, or one without a batch")
+    if call.args["train"] and call.args["dropout"]:
+        raise NotImplementedError("dropout between the layers draws random numbers")
+    at = 0 if call.args["batch_first"] else 1
+    batch = shapes[0][at]
+    states = len(call.args["hx"]) if isinstance(call.args["hx"], (list, tuple)) else 1
+    named, sizes = unrelated(call)
+    out, more = own(call.output.shape, "out")
+    sizes |= more
+    whole = set(sizes)
+    for i, where in [(0, at), *((1 + state, 1) for state in range(states))]:
+        named[i] = (*named[i][:where], ("batch",) if batch != 1 else (), *named[i][where + 1 :])
+    where = at if call.result == 0 else 1
+    output = (*out[:where], ("batch",) if batch != 1 else (), *out[where + 1 :])
+    used = members([*(d for n in named for d in n), *output])
+    sizes = {n: s for n, s in sizes.items() if n in used}
+    sizes |= {"batch": batch} if batch != 1 else {}
+    return OpSharding(
+        tuple(named), output, sizes, whole=frozenset(whole & sizes.keys()), multiplies=True,
+        nonempty=frozenset({"batch"} & sizes.keys()),
     )  # fmt: skip
 
 

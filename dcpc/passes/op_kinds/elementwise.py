@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sympy
 from torch import fx
 
 from dcpc.passes.op_kinds.call import (
     Call,
     all_whole,
     broadcast,
+    broadcast_shape,
     members,
     own,
     unrelated,
@@ -62,6 +62,42 @@ def along(call: Call) -> OpSharding:
     return OpSharding(operands, names, sizes, whole=whole, linear=call.linear)
 
 
+def resized(call: Call) -> OpSharding:
+    """topk, diff, fft: as `along`, but these dims may have another length in the output."""
+    operand, sizes = own(call.input_shape)
+    if len(call.operands) > 1:
+        raise NotImplementedError("more than one tensor")
+    output, whole = list(operand), set()
+    for dim in call.dims(call.along, len(operand)):
+        after = call.output.shape[dim]
+        output[dim] = (f"after{dim}",) if after != 1 else ()
+        sizes |= dict.fromkeys(output[dim], after)
+        whole |= {*operand[dim], *output[dim]}
+    return OpSharding(
+        (operand,), tuple(output), sizes, whole=frozenset(whole), linear=call.linear,
+        nonempty=frozenset(sizes) if call.op.startswith(("fft", "_fft")) else frozenset(),
+    )  # fmt: skip
+
+
+def fixed_dim(call: Call) -> OpSharding:
+    """msort, flipud, fliplr: the dim that is reordered is part of the op's name."""
+    names, sizes = own(call.output.shape)
+    dim = 1 if call.op == "fliplr" else 0
+    whole = frozenset(names[dim] if names else ())
+    return OpSharding((names,), names, sizes, whole=whole, linear=call.linear)
+
+
+def beside(call: Call) -> OpSharding:
+    """type_as, isin: elementwise in the first operand; the others are looked at whole."""
+    output, sizes = own(call.output.shape)
+    if call.operands[0].shape != call.output.shape:
+        raise NotImplementedError("the first operand is a number")
+    others, more = unrelated(call, 1)
+    return OpSharding(
+        (output, *others), output, sizes | more, whole=frozenset(more), linear=call.linear
+    )
+
+
 def glu(call: Call) -> OpSharding:
     """A dim is halved, one half gating the other: it stays whole."""
     operand, sizes = own(call.input_shape)
@@ -86,8 +122,13 @@ def norm(call: Call) -> OpSharding:
     """layer_norm, rms_norm: the normalised dims stay whole, weight and bias have only these."""
     output, sizes = own(call.output.shape)
     count = len(call.args["normalized_shape"])
-    kept = output[len(output) - count :]
-    operands = (output, *(kept for _ in call.operands[1:]))
+    if call.result:  # a row's mean or scale
+        names, sizes = own(call.input_shape)
+        output = (*names[: len(names) - count], *((),) * count)
+    else:
+        names = output
+    kept = names[len(names) - count :]
+    operands = (names, *(kept for _ in call.operands[1:]))
     return OpSharding(operands, output, sizes, whole=frozenset(members(kept)))
 
 
@@ -100,16 +141,19 @@ def group_norm(call: Call) -> OpSharding:
 
 def channel_norm(call: Call) -> OpSharding:
     """batch_norm, instance_norm: channels are free, and what is not averaged over."""
-    output, sizes = own(call.output.shape)
-    operands = (output, *(output[1:2] for _ in call.operands[1:]))
+    names, sizes = own(call.input_shape)
+    operands = (names, *(names[1:2] for _ in call.operands[1:]))
     if call.op == "instance_norm":
-        averaged = output[2:] if call.args["use_input_stats"] else ()
+        averaged = names[2:] if call.args["use_input_stats"] else ()
     else:
-        averaged = (output[0], *output[2:]) if call.args["training"] else ()
-    if averaged and call.args["running_mean"] is not None:
+        averaged = (names[0], *names[2:]) if call.args["training"] else ()
+    if averaged and call.args.get("running_mean") is not None:
         return all_whole(call)  # the call also changes the running statistics
+    if call.result and not averaged:
+        return all_whole(call)  # statistics without elements
     # The kernels read the first channel; instance_norm makes every (sample, channel) one.
-    needed = members(output[:2] if call.op == "instance_norm" else output[1:2])
+    needed = members(names[:2] if call.op == "instance_norm" else names[1:2])
+    output = names[1:2] if call.result else names
     return OpSharding(
         operands, output, sizes, whole=frozenset(members(averaged)), nonempty=frozenset(needed)
     )
@@ -148,20 +192,48 @@ def bucketize(call: Call) -> OpSharding:
 
 
 def cross_entropy(call: Call) -> OpSharding:
-    """Cross-entropy of class indices, one loss a row: rows are free, classes are whole."""
-    logits, target = call.operands[0].shape, call.operands[1].shape
+    """Cross-entropy, one loss a row: rows are free, classes are whole.
+
+    The target is a class index a row, or a probability for each class; a weight is one a class.
+    """
+    logits = call.input_shape
     if call.args["reduction"] != 0:
         if call.op == "nll_loss_nd":  # the trace leaves it the reduction of one number a row
             return all_whole(call)
         raise NotImplementedError("a reduced cross-entropy is not split")
-    if len(call.operands) > 2 or len(target) >= len(logits):
-        raise NotImplementedError("weighted or soft-target cross-entropy is not split")
-    rows, sizes = own(target)
+    rows, sizes = own(call.output.shape)
     classes = logits[1] if len(logits) > 1 else logits[0]
     c = ("c",) if classes != 1 else ()
     sizes |= {"c": classes} if c else {}
     left = (rows[0], c, *rows[1:]) if len(logits) > 1 else (c,)
-    return OpSharding((left, rows), rows, sizes, whole=frozenset(c))
+    soft = call.operands[1].dtype.is_floating_point
+    weights = [(c,) for _ in call.operands[2:]]
+    target = left if soft else rows
+    return OpSharding((left, target, *weights), rows, sizes, whole=frozenset(c))
+
+
+def row_loss(call: Call) -> OpSharding:
+    """cosine_embedding, triplet and multi-margin losses: one loss a row, whose features are whole.
+
+    A reduced one is taken apart by the trace.
+    """
+    if call.args["reduction"] != 0:
+        raise NotImplementedError("a reduced loss is not split")
+    rows, sizes = own(call.output.shape)
+    width = next((o.shape[-1] for o in call.operands if len(o.shape) == len(rows) + 1), None)
+    if width is None:
+        raise NotImplementedError("operands without a dim of features")
+    last = ("features",) if width != 1 else ()
+    sizes |= dict.fromkeys(last, width)
+    operands: list[Names] = []
+    for operand in call.operands:
+        wide = len(operand.shape) > len(rows)
+        operands.append(broadcast((*rows, last) if wide else rows, operand.shape))
+    if call.op == "multi_margin_loss" and len(call.operands) > 2:
+        operands[2] = (last,)
+    return OpSharding(
+        tuple(operands), rows, sizes, whole=frozenset(last), nonempty=frozenset(members(rows))
+    )
 
 
 def generator(call: Call) -> OpSharding:
@@ -177,12 +249,8 @@ def generator(call: Call) -> OpSharding:
 def similarity(call: Call) -> OpSharding:
     """cosine_similarity, pairwise_distance: one dim of the broadcast operands is reduced away."""
     shapes = [o.shape for o in call.operands]
-    ndim = max(map(len, shapes))
-    wide = [sympy.Integer(1)] * ndim
-    for shape in shapes:
-        for d, s in enumerate(shape, ndim - len(shape)):
-            wide[d] = s if wide[d] == 1 else wide[d]
-    names, sizes = own(tuple(wide))
+    names, sizes = own(tuple(broadcast_shape(shapes)))
+    ndim = len(names)
     dim = call.dims("dim", ndim)[0] if "dim" in call.args else ndim - 1
     keep = bool(call.args.get("keepdim"))
     output = tuple(() if d == dim else n for d, n in enumerate(names) if keep or d != dim)

@@ -26,3 +26,21 @@ def reduction(call: Call) -> OpSharding:
 def extremum(call: Call) -> OpSharding:
     """max, min: of all elements, or of two tensors elementwise."""
     return pointwise(call) if call.args.get("other") is not None else reduction(call)
+
+
+def quantile(call: Call) -> OpSharding:
+    """quantile, nanquantile: the dim is whole; several quantiles are a new first dim, whole."""
+    operand, sizes = own(call.input_shape)
+    reduced = call.dims("dim", len(operand))
+    keep = bool(call.args["keepdim"])
+    rest = [() if d in reduced else n for d, n in enumerate(operand) if keep or d not in reduced]
+    several = len(call.output.shape) > len(rest)
+    first = ("q",) if several and call.output.shape[0] != 1 else ()
+    sizes |= dict.fromkeys(first, call.output.shape[0])
+    output = (first, *rest) if several else tuple(rest)
+    asked = tuple((first,) if several else () for _ in call.operands[1:])
+    whole = members(operand[d] for d in reduced) | {*first}
+    return OpSharding(
+        (operand, *asked), output, sizes, whole=frozenset(whole),
+        nonempty=frozenset(sizes),
+    )  # fmt: skip

@@ -148,7 +148,7 @@ def cat(call: Call) -> OpSharding:
     output, sizes = own(call.output.shape)
     if any(len(part.shape) != len(output) for part in call.operands):
         raise NotImplementedError("a part without elements has another number of dims")
-    dim = call.dims("dim", len(output))[0]
+    dim = _joined_dim(call, len(output))
     whole = set(output[dim])
     operands = []
     for i, part in enumerate(call.operands):
@@ -159,6 +159,40 @@ def cat(call: Call) -> OpSharding:
             whole.add(f"part{i}")
         operands.append(tuple(names))
     return OpSharding(tuple(operands), output, sizes, whole=frozenset(whole), linear="all")
+
+
+def _joined_dim(call: Call, ndim: int) -> int:
+    by_name = {"hstack": min(1, ndim - 1), "column_stack": 1, "vstack": 0, "row_stack": 0}
+    by_name["dstack"] = 2
+    return by_name[call.op] if call.op in by_name else call.dims("dim", ndim)[0]
+
+
+def split(call: Call) -> OpSharding:
+    """split, chunk, tensor_split, unbind: the dim that is cut is whole, in every part."""
+    operand, sizes = own(call.input_shape)
+    if len(call.operands) > 1:
+        raise NotImplementedError("the places to cut at are a tensor")
+    dim = call.dims("dim", len(operand))[0]
+    part: list[tuple[str, ...]] = list(operand)
+    whole = {*operand[dim]}
+    if call.op == "unbind":
+        del part[dim]
+    else:
+        size = call.output.shape[dim]
+        part[dim] = ("part",) if size != 1 else ()
+        sizes |= dict.fromkeys(part[dim], size)
+        whole |= {*part[dim]}
+    return OpSharding((operand,), tuple(part), sizes, whole=frozenset(whole), linear="first")
+
+
+def kron(call: Call) -> OpSharding:
+    """Each dim of the output is (dim of the first, dim of the second), aligned at the right."""
+    left, sizes = own(call.operands[0].shape, "a")
+    right, more = own(call.operands[1].shape, "b")
+    ndim = len(call.output.shape)
+    padded = [((),) * (ndim - len(side)) + side for side in (left, right)]
+    output = tuple((*a, *b) for a, b in zip(*padded, strict=True))
+    return OpSharding((left, right), output, sizes | more, linear="one")
 
 
 def stack(call: Call) -> OpSharding:

@@ -138,9 +138,9 @@ def _transposed(call: Call, count: int) -> OpSharding:
 
 def pooling(call: Call) -> OpSharding:
     """Windows of each channel: batch and channels are free."""
-    count = int(call.op.removesuffix("d")[-1])
-    adaptive = call.op.startswith("adaptive")
-    if adaptive:
+    count = next(int(c) for c in call.op if c.isdigit())
+    positions = "max" in call.op and ("indices" in call.op or call.op.startswith("adaptive"))
+    if positions or "adaptive" in call.op:  # an index counts positions of the whole plane
         kernel, stride, plain = [sympy.Integer(0)] * count, [1] * count, [False] * count
     else:
         kernel = [sympy.Integer(k) for k in call.numbers("kernel_size", count)]

@@ -84,7 +84,7 @@ def pointwise(source: Source) -> Case:
 
 POINTWISE = [
     op for op, line in rule_table().items()
-    if line.kind == "pointwise" and op not in ("aten._to_copy",)
+    if line.kind == "pointwise" and op not in ("aten._to_copy", "aten.frexp", "aten._conj")
 ]  # fmt: skip
 strategy(*POINTWISE)(pointwise)
 
@@ -105,6 +105,10 @@ def loss(source: Source) -> Case:
         args[a.name] = {"reduction": 0}.get(a.name, a.default_value)
         if optional is not None and source.flag():
             args[a.name] = optional
+    if source.op == "aten.hinge_embedding_loss":
+        y = source.below(2, *shape) * 2 - 1
+    if source.op == "aten.margin_ranking_loss":
+        args["target"] = source.below(2, *shape) * 2 - 1
     if "poisson" in source.op:
         args |= {"log_input": True, "full": False, "eps": 1e-8}
     kwargs = {"log_target": args.pop("log_target")} if "log_target" in args else {}
@@ -128,10 +132,11 @@ def filled(source: Source) -> Case:
     return Case(op, (shape, *value), kwargs, has_values=source.op != "aten.empty")
 
 
-@strategy("aten.new_zeros", "aten.new_ones", "aten.new_full")
+@strategy("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty")
 def newly_filled(source: Source) -> Case:
     value = (3,) if source.op == "aten.new_full" else ()
-    return Case(source.packet.default, (source.tensor(*source.shape(0)), source.shape(), *value))
+    args = (source.tensor(*source.shape(0)), source.shape(), *value)
+    return Case(source.packet.default, args, has_values=source.op != "aten.new_empty")
 
 
 @strategy("dcpc.uniform", "dcpc.normal")

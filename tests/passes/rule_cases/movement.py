@@ -149,6 +149,12 @@ def view_as_complex(source: Source) -> Case:
     return Case(aten.view_as_complex.default, (source.floats(*source.shape(1, 3), 2),))
 
 
+@strategy("aten._conj")
+def conj(source: Source) -> Case:
+    x = torch.view_as_complex(source.floats(*source.shape(1, 3), 2))
+    return Case(source.packet.default, (x,))
+
+
 @strategy("aten.view_as_real")
 def view_as_real(source: Source) -> Case:
     x = torch.view_as_complex(source.floats(*source.shape(1, 3), 2))
@@ -163,21 +169,34 @@ def pixel_shuffle(source: Source) -> Case:
     return Case(source.packet.default, (source.tensor(*lead, *shape), r))
 
 
-@strategy("aten.channel_shuffle")
+@strategy("aten.channel_shuffle", "aten.native_channel_shuffle")
 def channel_shuffle(source: Source) -> Case:
     groups = source.size(1, 3)
     shape = [source.size(), groups * source.size(), *source.shape(1, 2)]
-    return Case(aten.channel_shuffle.default, (source.floats(*shape), groups))
+    return Case(source.packet.default, (source.floats(*shape), groups))
 
 
-@strategy("aten.cat", "aten.stack")
+JOINS = {"hstack": 1, "column_stack": 1, "vstack": 0, "row_stack": 0, "dstack": 2}
+
+
+@strategy(*(f"aten.{name}" for name in JOINS))
+def join(source: Source) -> Case:
+    shape = source.shape(3 if source.op == "aten.dstack" else 2, 4)
+    dim, parts = JOINS[source.op.removeprefix("aten.")], []
+    for _ in range(source.size(1, 3)):
+        shape[dim] = source.size()
+        parts.append(source.tensor(*shape, dtypes=DTYPES))
+    return Case(source.packet.default, (parts,))
+
+
+@strategy("aten.cat", "aten.stack", "aten.concat", "aten.concatenate")
 def cat(source: Source) -> Case:
     shape, count = source.shape(), source.size(1, 3)
     dim = source.dim(shape)
     parts = []
     for _ in range(count):
         part = list(shape)
-        part[dim] = source.size() if source.op == "aten.cat" else part[dim]
+        part[dim] = part[dim] if source.op == "aten.stack" else source.size()
         parts.append(source.tensor(*part, dtypes=DTYPES))
     return Case(source.packet.default, (parts, dim))
 
@@ -212,6 +231,15 @@ def pad(source: Source) -> Case:
         return Case(aten.pad.default, (x, amounts, mode, value))
     shape = [*source.shape(2, 2), source.size(3)]
     return Case(aten.pad.default, (source.floats(*shape), [source.size(0, 2), 1], mode))
+
+
+@strategy("aten._pad_circular", "aten._pad_enum")
+def pad_by_number(source: Source) -> Case:
+    x = source.floats(*source.shape(2, 2), source.size(3))
+    amounts = [source.size(0, 2), 1]
+    if source.op == "aten._pad_circular":
+        return Case(source.packet.default, (x, amounts))
+    return Case(source.packet.default, (x, amounts, source.pick(0, 1, 2, 3)))
 
 
 @strategy(*(f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)))

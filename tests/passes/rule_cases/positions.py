@@ -8,14 +8,21 @@ from tests.passes.rule_cases.source import Source, aten, strategy
 from tests.passes.rule_check import Case
 
 
-@strategy("aten.gather")
+@strategy("aten.gather", "aten.take_along_dim")
 def gather(source: Source) -> Case:
     shape = source.shape()
     dim = source.dim(shape)
     wanted = [n if source.flag() else source.size(1, n) for n in shape]
     wanted[dim] = source.size()
     index = source.below(shape[dim], *wanted)
-    return Case(aten.gather.default, (source.tensor(*shape), dim, index))
+    x = source.tensor(*shape)
+    if source.op == "aten.gather":
+        return Case(aten.gather.default, (x, dim, index))
+    # Here the other dims broadcast, and the index is into the broadcast x.
+    wanted = [n if source.flag() else 1 for n in shape]
+    wanted[dim] = source.size()
+    index = source.below(shape[dim], *wanted)
+    return Case(aten.take_along_dim.default, (x, index, dim))
 
 
 def distinct(source: Source, shape: list[int], dim: int, stop: int) -> torch.Tensor:
@@ -81,7 +88,7 @@ def index_select(source: Source) -> Case:
     return Case(aten.index_select.default, (source.tensor(*shape), dim, positions))
 
 
-@strategy("aten.index_add", "aten.index_copy", "aten.index_fill")
+@strategy("aten.index_add", "aten.index_copy", "aten.index_fill", "aten.index_reduce")
 def index_add(source: Source) -> Case:
     shape = source.shape()
     dim = source.dim(shape)
@@ -95,7 +102,8 @@ def index_add(source: Source) -> Case:
         if value is None:
             return Case(aten.index_fill.int_Tensor, (x, dim, positions, source.floats()))
         return Case(aten.index_fill.int_Scalar, (x, dim, positions, value))
-    return Case(source.packet.default, (x, dim, positions, source.floats(*given)))
+    how = (source.pick("prod", "amax"),) if source.op == "aten.index_reduce" else ()
+    return Case(source.packet.default, (x, dim, positions, source.floats(*given), *how))
 
 
 @strategy("aten.select_scatter")

@@ -20,22 +20,55 @@ def numbers(source: Source, *shapes: list[int]) -> list[torch.Tensor]:
     return [source.tensor(*shape, dtypes=(dtype,)) for shape in shapes]
 
 
-@strategy("aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.outer")
+@strategy("aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.outer", "aten.ger")
 def product(source: Source) -> Case:
     b, m, k, n = (source.size() for _ in range(4))
     shapes = {
         "aten.mm": ([m, k], [k, n]), "aten.bmm": ([b, m, k], [b, k, n]), "aten.mv": ([m, k], [k]),
-        "aten.dot": ([k], [k]), "aten.outer": ([m], [n]),
+        "aten.dot": ([k], [k]), "aten.outer": ([m], [n]), "aten.ger": ([m], [n]),
     }[source.op]  # fmt: skip
     return Case(source.packet.default, tuple(numbers(source, *shapes)))
 
 
-@strategy("aten.matmul")
+@strategy("aten.matmul", "aten.linalg_matmul")
 def matmul(source: Source) -> Case:
     batch, m, k, n = source.shape(0, 2), source.size(), source.size(), source.size()
     left = source.pick([k], [*source.broadcast(batch), m, k], [*batch, m, k])
     right = source.pick([k], [*source.broadcast(batch), k, n], [*batch, k, n])
-    return Case(aten.matmul.default, tuple(numbers(source, left, right)))
+    return Case(source.packet.default, tuple(numbers(source, left, right)))
+
+
+@strategy("aten.inner", "aten.tensordot")
+def paired(source: Source) -> Case:
+    k, j = source.size(), source.size()
+    if source.op == "aten.inner":
+        args = numbers(source, [*source.shape(0, 2, 4), k], [*source.shape(0, 2, 4), k])
+        return Case(aten.inner.default, tuple(args))
+    x, y = numbers(source, [source.size(), k, source.size(), j], [j, source.size(), k])
+    pairs = source.pick(([1, 3], [2, 0]), ([-1], [0]), ([1], [-1]))
+    return Case(aten.tensordot.default, (x, y, *pairs))
+
+
+@strategy("aten.linalg_vecdot")
+def vecdot(source: Source) -> Case:
+    shape = source.shape(2, 3)
+    x, y = source.floats(*shape), source.floats(*shape[source.size(0, 1) :])
+    return Case(aten.linalg_vecdot.default, (x, y), {"dim": -1})
+
+
+@strategy("aten.kron")
+def kron(source: Source) -> Case:
+    args = numbers(source, source.shape(1, 3, 4), source.shape(1, 3, 4))
+    return Case(aten.kron.default, tuple(args))
+
+
+@strategy("aten.addbmm", "aten.addr")
+def added_over(source: Source) -> Case:
+    b, m, k, n = (source.size() for _ in range(4))
+    if source.op == "aten.addr":
+        return Case(aten.addr.default, tuple(numbers(source, [source.pick(1, m), n], [m], [n])))
+    args = numbers(source, [m, n], [b, m, k], [b, k, n])
+    return Case(aten.addbmm.default, tuple(args))
 
 
 @strategy("aten.addmm", "aten.addmv", "aten.baddbmm")
@@ -68,10 +101,12 @@ def bilinear(source: Source) -> Case:
     return Case(aten.bilinear.default, (x, y, w, source.maybe(source.floats(o))))
 
 
-@strategy("aten.cdist")
+@strategy("aten.cdist", "aten._cdist_forward")
 def cdist(source: Source) -> Case:
     batch, p, r, m = source.shape(0, 2, 3), source.size(), source.size(), source.size()
-    return Case(aten.cdist.default, (source.floats(*batch, p, m), source.floats(*batch, r, m)))
+    x, y = source.floats(*batch, p, m), source.floats(*batch, r, m)
+    how = (2.0, source.pick(None, 2)) if "forward" in source.op else ()
+    return Case(source.packet.default, (x, y, *how))
 
 
 @strategy("aten.embedding")
@@ -108,18 +143,26 @@ def window(source: Source, count: int, patch: bool) -> tuple[list[int], list[int
     return kernel, [source.size(1, 2)] * count, [source.size(0, 1)] * count, [source.size(1, 2)]
 
 
-@strategy("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution")
+CONVOLUTIONS = ("aten.convolution", "aten._convolution", "aten._convolution_mode")
+
+
+@strategy("aten.conv1d", "aten.conv2d", "aten.conv3d", *CONVOLUTIONS)
 def convolution(source: Source) -> Case:
-    count = source.size(1, 3) if source.op == "aten.convolution" else int(source.op[-2])
+    any_count = source.op in CONVOLUTIONS
+    count = source.size(1, 3) if any_count else int(source.op[-2])
     groups, o, c = source.pick(1, 1, 2), source.size(1, 4), source.size(1, 4)
     kernel, stride, padding, dilation = window(source, count, source.flag())
     space = [k * source.size(2, 4) for k in kernel]
-    lead = [source.size(1, 4)] if source.flag() or source.op == "aten.convolution" else []
+    lead = [source.size(1, 4)] if source.flag() or any_count else []
     x = source.floats(*lead, groups * c, *space)
     w, bias = source.floats(groups * o, c, *kernel), source.maybe(source.floats(groups * o))
-    if source.op == "aten.convolution":
+    if source.op in CONVOLUTIONS[:2]:
         args = (x, w, bias, stride, padding, dilation, False, [0] * count, groups)
-        return Case(aten.convolution.default, args)
+        flags = (False, False, True, True) if source.op == "aten._convolution" else ()
+        return Case(source.packet.default, (*args, *flags))
+    if source.op == "aten._convolution_mode":
+        args = (x, w, bias, stride, "valid", dilation * (count // len(dilation)), groups)
+        return Case(source.packet.default, args)
     if source.size() == 1:
         how = source.pick("same", "valid")
         stride = [1] * count if how == "same" else stride
@@ -149,7 +192,10 @@ def pooling(source: Source) -> Case:
     return Case(source.packet.default, (source.floats(*lead, *space), *given))
 
 
-@strategy(*(f"aten.adaptive_avg_pool{n}d" for n in (1, 2, 3)))
+ADAPTIVE = ("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
+
+
+@strategy(*(f"aten.adaptive_avg_pool{n}d" for n in (1, 2, 3)), *ADAPTIVE)
 def adaptive(source: Source) -> Case:
     count = int(source.op[-2])
     shape = [*source.shape(2, 2), *(source.size() for _ in range(count))]
@@ -161,9 +207,14 @@ UPSAMPLE = {
 }  # fmt: skip
 
 
-@strategy(*(f"aten.upsample_{kind}{n}d" for kind, ndims in UPSAMPLE.items() for n in ndims))
+EXACT = tuple(f"aten._upsample_nearest_exact{n}d" for n in (1, 2, 3))
+SMOOTHED = ("aten._upsample_bilinear2d_aa", "aten._upsample_bicubic2d_aa")
+PLAIN = tuple(f"aten.upsample_{kind}{n}d" for kind, ndims in UPSAMPLE.items() for n in ndims)
+
+
+@strategy(*PLAIN, *EXACT, *SMOOTHED)
 def upsample(source: Source) -> Case:
-    count = int(source.op[-2])
+    count = int(source.op.removesuffix("_aa")[-2])
     x = source.floats(*source.shape(2, 2), *(source.size(1, 4) for _ in range(count)))
     corners = () if "nearest" in source.op else (source.flag(),)
     if source.flag():
@@ -171,12 +222,13 @@ def upsample(source: Source) -> Case:
     return Case(source.packet.vec, (x, [source.size(1, 5)] * count, *corners, None))
 
 
-@strategy("aten.grid_sampler")
+@strategy("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d")
 def grid_sampler(source: Source) -> Case:
-    count, n, c = source.pick(2, 3), source.size(1, 4), source.size(1, 4)
+    given = {"aten.grid_sampler_2d": (2,), "aten.grid_sampler_3d": (3,)}.get(source.op, (2, 3))
+    count, n, c = source.pick(*given), source.size(1, 4), source.size(1, 4)
     x = source.floats(n, c, *(source.size(1, 4) for _ in range(count)))
     grid = source.floats(n, *(source.size(1, 4) for _ in range(count)), count)
-    return Case(aten.grid_sampler.default, (x, grid, 0, 0, source.flag()))
+    return Case(source.packet.default, (x, grid, 0, 0, source.flag()))
 
 
 @strategy("aten.im2col")

@@ -7,14 +7,18 @@ import torch
 from tests.passes.rule_cases.source import DTYPES, Source, aten, strategy
 from tests.passes.rule_check import Case
 
+SOFTMAX = ("aten.special_softmax", "aten.special_log_softmax")
 
-@strategy("aten.softmax", "aten.log_softmax", "aten.cumsum", "aten.cumprod")
+
+@strategy("aten.softmax", "aten.log_softmax", "aten.cumsum", "aten.cumprod", *SOFTMAX)
 def with_dtype(source: Source) -> Case:
     shape = source.shape()
     op = getattr(source.packet, source.packet.overloads()[0])
     scans = "cum" in source.op
     x = source.tensor(*shape) if scans else source.floats(*shape)
     dtype = {"dtype": torch.float64} if source.flag() else {}
+    if source.op == "aten.special_softmax":
+        return Case(op, (x, source.dim(shape), dtype.get("dtype")))
     return Case(op, (x, source.dim(shape)), dtype)
 
 
@@ -28,6 +32,30 @@ def plain_softmax(source: Source) -> Case:
 def scan(source: Source) -> Case:
     shape = source.shape()
     return Case(source.packet.default, (source.floats(*shape), source.dim(shape)))
+
+
+@strategy("aten.linalg_cross")
+def cross(source: Source) -> Case:
+    shape = source.shape(2, 3)
+    dim = source.dim(shape)
+    shape[dim] = 3
+    return Case(aten.linalg_cross.default, tuple(numbers_like(source, shape)), {"dim": dim})
+
+
+def numbers_like(source: Source, shape: list[int]) -> list[torch.Tensor]:
+    return [source.floats(*shape), source.floats(*shape)]
+
+
+@strategy("aten.isin")
+def isin(source: Source) -> Case:
+    x = source.tensor(*source.shape(), dtypes=(torch.int64,))
+    return Case(aten.isin.Tensor_Tensor, (x, source.below(3, *source.shape(1, 2))))
+
+
+@strategy("aten.type_as")
+def type_as(source: Source) -> Case:
+    x = source.tensor(*source.shape(), dtypes=DTYPES)
+    return Case(aten.type_as.default, (x, source.tensor(*source.shape(), dtypes=DTYPES)))
 
 
 @strategy("aten.flip")
@@ -143,8 +171,24 @@ def cross_entropy(source: Source) -> Case:
     target = source.below(classes, *rows)
     target[source.below(2, *rows).bool()] = -100
     smoothing = (source.pick(0.0, 0.1),) if "cross" in source.op else ()
-    args = (source.floats(*shape), target, None, 0, -100, *smoothing)
+    weight = source.maybe(source.floats(classes).abs())
+    if smoothing and source.flag():  # a probability for each class
+        target = source.floats(*shape).softmax(1)
+    args = (source.floats(*shape), target, weight, 0, -100, *smoothing)
     return Case(source.packet.default, args)
+
+
+@strategy("aten.cosine_embedding_loss", "aten.triplet_margin_loss", "aten.multi_margin_loss")
+def row_loss(source: Source) -> Case:
+    rows, width = source.size(), source.size(2)
+    x, y, z = (source.floats(rows, width) for _ in "xyz")
+    if source.op == "aten.cosine_embedding_loss":
+        return Case(source.packet.default, (x, y, source.below(2, rows) * 2 - 1, 0.1, 0))
+    if source.op == "aten.triplet_margin_loss":
+        return Case(source.packet.default, (x, y, z, 1.0, 2.0, 1e-6, source.flag(), 0))
+    weight = source.maybe(source.floats(width).abs())
+    args = (x, source.below(width, rows), source.pick(1, 2), 1.0, weight, 0)
+    return Case(aten.multi_margin_loss.default, args)
 
 
 def dims_of(source: Source, shape: list[int]) -> list[int]:
@@ -152,17 +196,17 @@ def dims_of(source: Source, shape: list[int]) -> list[int]:
     return sorted({source.dim(shape) % len(shape) for _ in range(count)})
 
 
-@strategy("aten.sum", "aten.mean", "aten.nansum")
+@strategy("aten.sum", "aten.mean", "aten.nansum", "aten.nanmean")
 def add_up(source: Source) -> Case:
     shape = source.shape()
     floats = source.op != "aten.sum"
     x = source.floats(*shape) if floats else source.tensor(*shape, dtypes=DTYPES)
     dtype = {"dtype": torch.float64} if source.flag() else {}
     if source.flag():
-        if source.op == "aten.nansum":
-            return Case(aten.nansum.default, (x,), dtype)
+        if "nan" in source.op:
+            return Case(source.packet.default, (x,), dtype)
         return Case(source.packet.default, (x,), dtype)
-    name = {"aten.sum": "dim_IntList", "aten.mean": "dim", "aten.nansum": "default"}[source.op]
+    name = {"aten.sum": "dim_IntList", "aten.mean": "dim"}.get(source.op, "default")
     op = getattr(source.packet, name)
     return Case(op, (x, dims_of(source, shape), source.flag()), dtype)
 
@@ -176,7 +220,10 @@ def count_nonzero(source: Source) -> Case:
     return Case(aten.count_nonzero.default, (x, source.dim(shape)))
 
 
-@strategy("aten.amax", "aten.amin", "aten.logsumexp", "aten.linalg_norm", "aten.var", "aten.std")
+LOGSUMEXP = ("aten.logsumexp", "aten.special_logsumexp")
+
+
+@strategy("aten.amax", "aten.amin", *LOGSUMEXP, "aten.linalg_norm", "aten.var", "aten.std")
 def over_dims(source: Source) -> Case:
     shape = source.shape()
     dims: Any = dims_of(source, shape)
@@ -220,4 +267,6 @@ def extremum(source: Source) -> Case:
     x = source.tensor(*shape)
     if source.size() == 1:
         return Case(source.packet.default, (x,))
+    if source.flag():
+        return Case(source.packet.dim, (x, source.dim(shape), source.flag()))
     return Case(source.packet.other, (x, source.tensor(*source.broadcast(shape))))
