@@ -7,8 +7,8 @@ repeated blocks read alike (an encoder's result, a timestep's embedding).
 
 from __future__ import annotations
 
-from dcpc.codegen.repeats import shared_values
 from dcpc.ir import Program, tensor_operands
+from dcpc.repeats import repeated_runs
 
 
 def segments(program: Program) -> dict[str, int]:
@@ -53,3 +53,31 @@ def _number(nodes_between: list[int], names: list[str], active: list[bool]) -> d
             result[names[i]] = segment
         start = cut + 1
     return result
+
+
+def shared_values(program: Program) -> frozenset[str]:
+    """Returns the nodes whose value lives along a run of repeated blocks, beside what flows on.
+
+    Several blocks read it, each in the same place (the encoder's result in a decoder, the embedded
+    timestep of a diffusion model), or it is made before the run and read after it (a long skip).
+    """
+    nodes = [
+        n for n in program.gm.graph.nodes if n.op == "call_function" and n.name in program.info
+    ]
+    facts = [program.info[n.name] for n in nodes]
+    calls = [(n.target, f.shape, f.dtype) for n, f in zip(nodes, facts, strict=True)]
+    position = {n.name: i for i, n in enumerate(nodes)}
+    last_use = {s.name: i for i, n in enumerate(nodes) for s in tensor_operands(n, program.info)}
+    found: set[str] = set()
+    for run in repeated_runs(calls):
+        seen: set[tuple[str, int, int]] = set()
+        for i in range(run.start, run.stop):
+            for slot, source in enumerate(tensor_operands(nodes[i], program.info)):
+                place = (source.name, (i - run.start) % run.period, slot)
+                if place in seen:
+                    found.add(source.name)
+                seen.add(place)
+        found |= {
+            n for n, i in last_use.items() if position.get(n, i) < run.start and i >= run.stop
+        }
+    return frozenset(found)

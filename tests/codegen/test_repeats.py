@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 import dcpc
 from dcpc.codegen import segments
-from dcpc.codegen.repeats import Run, repeated_runs, shared_values
+from dcpc.codegen.segments import shared_values
+from dcpc.repeats import Run, repeated_runs
 from dcpc.trace import trace
 
 INPUTS = {"x": "float64[batch, seq, 8]", "time": "float64[batch, 4]"}
