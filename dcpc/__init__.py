@@ -21,6 +21,8 @@ from dcpc.errors import (
 )
 from dcpc.passes.rules import register_sharding_rule
 from dcpc.runtime.loader import DataLoader
+from dcpc.runtime.planner import microbatch
+from dcpc.runtime.settings import Settings
 from dcpc.runtime.weights import CountLabels
 
 __version__ = "0.1.0"
@@ -40,7 +42,9 @@ __all__ = [
     "PlanError",
     "ProfileError",
     "RuleError",
+    "Settings",
     "TraceError",
     "compile",
+    "microbatch",
     "register_sharding_rule",
 ]

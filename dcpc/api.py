@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,7 +33,7 @@ def compile(
     group: dist.ProcessGroup | None = None,
     memory: int | float | None = None,
     device: str | Device = "auto",
-    sp: int | str = "auto",
+    sp: int | str | Sequence[int] = "auto",
     recompute: str = "auto",
     backend: str = "inductor",
     optimizer_bytes: int | None = None,
@@ -53,11 +56,14 @@ def compile(
             mapping, dataclass or tuple that has one. Its parameters are shared, not copied.
         buckets: input specs and the shapes to compile for.
         group: ranks to use; default: the initialised process group, or one rank alone.
-        memory: bytes a rank may use; default: what the device has.
+        memory: bytes a rank may use, or a share of what the device has, up to 1.0; default: all
+            that the device has.
         device: what costs are predicted for: "auto", a name of `dcpc.symbolic_profile.DEVICES`, or
             a `Device`.
-        sp: "auto", or a degree of sequence parallelism for every bucket.
-        recompute: "auto" (as little as fits), "none" or "all".
+        sp: "auto" (every divisor of the number of ranks), a degree of sequence parallelism for
+            every bucket, or the degrees to price: `DataLoader(mode="auto")` uses any of them, also
+            those that do not divide the ranks.
+        recompute: "auto" (as little as fits; "pyramid" is the same), "none" or "all".
         backend: "inductor" or "eager".
         optimizer_bytes: what the optimizer keeps on a rank; default: two tensors for each trainable
             parameter, as Adam does.
@@ -95,7 +101,7 @@ def plan(
     world: int = 1,
     memory: int | float | None = None,
     device: str | Device = "auto",
-    sp: int | str = "auto",
+    sp: int | str | Sequence[int] = "auto",
     recompute: str = "auto",
     backend: str = "inductor",
     optimizer_bytes: int | None = None,
@@ -111,8 +117,8 @@ def plan(
         memory: bytes a rank may use; default: what the device has, shared by all ranks if it is the
             CPU.
         device: as for `compile`, and so are the others.
-        sp: "auto" or a degree.
-        recompute: "auto", "none" or "all".
+        sp: "auto", a degree, or degrees.
+        recompute: "auto" ("pyramid" is the same), "none" or "all".
         backend: "inductor" or "eager".
         optimizer_bytes: what the optimizer keeps on a rank.
         autocast: dtype of mixed precision; None: what is active around this call.
@@ -123,6 +129,7 @@ def plan(
     """
     decompositions(backend)  # refuses an unknown backend before minutes of work
     degrees = check_forced(sp, recompute, world)
+    recompute = "auto" if recompute == "pyramid" else recompute
     target = _target(device)
     memory_bytes = _memory_bytes(memory, target, world)
     resident = _resident_bytes(model, optimizer_bytes)
@@ -151,7 +158,8 @@ def _trace_all(
     for mine in buckets.by_ones().values():
         program = trace(model, mine, autocast)
         held = Held(program, model)
-        variants = Variants(program, analyse(program), device, backend, held)
+        longest = max(mine, key=lambda bucket: math.prod(n for _, n in bucket.shape_key))
+        variants = Variants(program, analyse(program), device, backend, held, longest.sizes)
         found |= dict.fromkeys(mine, variants)
     return {bucket: found[bucket] for bucket in buckets}
 
@@ -197,12 +205,14 @@ def _resident_bytes(model: nn.Module, optimizer_bytes: int | None) -> int:
 
 
 def _memory_bytes(memory: int | float | None, device: Device, world: int) -> int:
+    have_bytes = device.memory_bytes // (world if device.name == "cpu" else 1)
     if memory is None:
-        share = world if device.name == "cpu" else 1
-        return device.memory_bytes // share
+        return have_bytes
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
         raise PlanError(
             f"got memory={memory!r}; expected a positive number of bytes a rank may use; pass e.g. "
             "80e9, or leave it out for all that the device has"
         )
+    if isinstance(memory, float) and memory <= 1.0:
+        return int(memory * have_bytes)
     return int(memory)

@@ -32,6 +32,9 @@ from dcpc.errors import BucketError, DcpcError, PlanError, TraceError
 from dcpc.ir import BucketPlan
 from dcpc.passes.choose import Row
 from dcpc.planning import Planned
+from dcpc.runtime.plan_file import PlanFile
+from dcpc.runtime.replay import replay as replayed
+from dcpc.runtime.table import mode_table
 from dcpc.symbolic_profile import DEVICES, bytes_text, seconds_text
 
 app = typer.Typer(
@@ -130,6 +133,39 @@ def source(
         wanted = parse_bucket(bucket)
         planned = _planned(factory, buckets, options)
         typer.echo(planned.source(planned.find(wanted)), nl=False)
+
+
+@app.command()
+def replay(
+    file: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="a file that DataLoader.save_plan wrote")
+    ],
+    factory: Annotated[
+        str | None,
+        typer.Argument(metavar="MODULE:FACTORY", help="check the plan against this model as it is"),
+    ] = None,
+    buckets: Annotated[
+        Path | None, typer.Option("--buckets", metavar="FILE", help="of the model")
+    ] = None,
+    device: DeviceName = "auto",
+    memory: Memory = None,
+    sp: Degree = "auto",
+    recompute: Recompute = "auto",
+    backend: Backend = "inductor",
+    optimizer_bytes: OptimizerBytes = None,
+) -> None:
+    """Print a recorded step's timeline, gap and what binds it, and plan the same batch again."""
+    with _reported():
+        recorded = PlanFile.read(file)
+        now = None
+        if factory is not None:
+            if buckets is None:
+                raise PlanError("replay: got a model and no buckets; expected both; add --buckets")
+            world = recorded.table.world
+            options = _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
+            planned = _planned(factory, buckets, options)
+            now = mode_table(planned, recorded.plan.mode, world, planned.node_ranks)
+        typer.echo(replayed(recorded, now), nl=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,35 +19,13 @@ from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.loader import MicroBatch, Step
 from dcpc.runtime.plans import Setting
-from dcpc.runtime.step import StepResult, reduce_gradients, train_step
+from dcpc.runtime.stats import Stats, log_step
+from dcpc.runtime.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.trace import autocast_dtype, casting, trace
 from dcpc.variants import Prediction, Variants, group_name
 
 # Keeps the random numbers of train steps apart from those of calls, which count up from 1.
 _STEPS = 1 << 40
-
-
-@dataclass(slots=True)
-class Stats:
-    """What has run so far on this rank.
-
-    Attributes:
-        calls: bucket -> forward calls.
-        samples: bucket -> samples.
-        steps: train steps.
-        variants: variants compiled.
-        wire_bytes: sent in the variants' collectives.
-        predicted_imbalance: mean idle share the plans of the steps predicted, 0 to 1.
-        measured_imbalance: mean idle share measured in the steps, 0 to 1.
-    """
-
-    calls: dict[Bucket, int] = field(default_factory=dict)
-    samples: dict[Bucket, int] = field(default_factory=dict)
-    steps: int = 0
-    variants: int = 0
-    wire_bytes: int = 0
-    predicted_imbalance: float = 0.0
-    measured_imbalance: float = 0.0
 
 
 class CompiledModel(nn.Module):
@@ -77,6 +54,7 @@ class CompiledModel(nn.Module):
         self.training = model.training
         self._modes = {model.training}
         self._stats = Stats()
+        self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
         self._calls = 0
         self._base_seed = base_seed
         self._draws: dict[int, int] = {}
@@ -108,7 +86,7 @@ class CompiledModel(nn.Module):
         with self._own_casts():
             return self._run(bucket, sizes, inputs, setting, self.groups.rank % setting.sp)
 
-    def train_step(self, step: Step) -> StepResult:
+    def train_step(self, step: Step, *, clip: float | None = None) -> StepResult:
         """Runs all micro-batches of a planned step and sums the gradients over the ranks.
 
         The gradient is that of the weighted mean loss of the whole global batch, as one device
@@ -116,10 +94,16 @@ class CompiledModel(nn.Module):
 
         Args:
             step: from `dcpc.DataLoader`.
+            clip: largest norm of the whole batch's gradient; a longer one is scaled down to it.
 
         Returns:
             The global loss, and measured seconds and imbalance.
         """
+
+        def prepare(mb: MicroBatch) -> None:
+            bucket, sizes = self._match(mb.inputs)
+            setting = Setting(mb.sp, mb.micro_batch, mb.recompute)
+            self._variant(bucket, sizes, setting, mb.ranks.index(self.groups.rank))
 
         def call(mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
             bucket, sizes = self._match(inputs)
@@ -136,19 +120,43 @@ class CompiledModel(nn.Module):
         try:
             with self._own_casts():
                 result = train_step(
-                    call, step, self.model.parameters(), self.groups, delivering=delivering
+                    call,
+                    step,
+                    self.model.parameters(),
+                    self.groups,
+                    prepare=prepare,
+                    delivering=delivering,
+                    clip=clip,
                 )
         finally:
             self._bind_blocks()
-        stats = self._stats
-        stats.steps += 1
-        stats.predicted_imbalance += (step.plan.imbalance - stats.predicted_imbalance) / stats.steps
-        stats.measured_imbalance += (result.imbalance - stats.measured_imbalance) / stats.steps
+        self._stats.stepped(step, result)
+        if self.groups.rank == 0:
+            for log in self._loggers:
+                log(step, result)
         return result
+
+    def log_to(self, logger: Callable[[Step, StepResult], None]) -> None:
+        """Has rank 0 call this after each train step, e.g. a `dcpc.TensorBoardLogger`."""
+        self._loggers.append(logger)
 
     def reduce_gradients(self) -> None:
         """Sums every parameter's gradient over all ranks, once an optimizer step."""
         reduce_gradients(self.model.parameters(), self.groups)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scales a gradient longer than `max_norm` down to it; returns its norm before.
+
+        After `train_step` or `reduce_gradients`: then every rank has the gradient of the whole
+        global batch.
+
+        Args:
+            max_norm: above 0.
+
+        Raises:
+            DataError: `max_norm` is no positive number.
+        """
+        return clip_gradients(self.model.parameters(), max_norm)
 
     # ---------------------------------------------------------------------------------- looking in
 
@@ -181,7 +189,7 @@ class CompiledModel(nn.Module):
     @property
     def node_ranks(self) -> int:
         """Ranks of a node of the device that was planned for."""
-        return self.planned.traces[0].device.node_ranks
+        return self.planned.node_ranks
 
     @property
     def program(self) -> Program:
@@ -269,23 +277,27 @@ class CompiledModel(nn.Module):
             seed: of the random numbers; None: that of the next call.
         """
         self._check_mode()
-        batch = sizes.get(BATCH, 1)
-        key = (bucket, batch, setting, place)
         variants = self.planned.by_bucket[bucket]
-        if key not in self._dispatch:
-            placement = self._placement(bucket, sizes, setting)
-            self._dispatch[key] = variants.variant(placement, setting.recompute, sizes, place)
-        variant, integers = self._dispatch[key]
+        variant, integers = self._variant(bucket, sizes, setting, place)
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
         given = {p: inputs[n].contiguous() for p, n in variants.program.inputs.items()}
         named = {**variants.tensors(), **given}
-        stats = self._stats
-        stats.calls[bucket] = stats.calls.get(bucket, 0) + 1
-        stats.samples[bucket] = stats.samples.get(bucket, 0) + batch
+        self._stats.called(bucket, sizes.get(BATCH, 1))
         tensors = [named[p] for p in variant.placeholders]
         if seed is None:
             seed = self._seed(variant.sp) if variant.draws else 0
         return variant(tensors, integers, seed)
+
+    def _variant(
+        self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting, place: int
+    ) -> tuple[Variant, tuple[int, ...]]:
+        """Returns what runs these sizes with a row, compiled on first use, and its integers."""
+        key = (bucket, sizes.get(BATCH, 1), setting, place)
+        if key not in self._dispatch:
+            variants = self.planned.by_bucket[bucket]
+            placement = self._placement(bucket, sizes, setting)
+            self._dispatch[key] = variants.variant(placement, setting.recompute, sizes, place)
+        return self._dispatch[key]
 
     def _seed(self, sp: int) -> int:
         """Returns the seed of the next call at a degree, the same on every rank of its group.

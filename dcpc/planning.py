@@ -18,6 +18,8 @@ from dcpc.variants import Variants
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
 MOST_SAMPLES = 1 << 12
 GAIN = 0.01
+# "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
+RECOMPUTE = ("auto", "pyramid", "none", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Request:
 
     Attributes:
         sps: degrees to try.
-        recompute: "auto", "none" or "all".
+        recompute: one of `RECOMPUTE`.
         memory_bytes: of one rank.
         resident_bytes: what stays on a rank whatever runs: parameters, buffers, their gradients and
             the optimizer's state.
@@ -63,6 +65,11 @@ class Planned:
     def traces(self) -> tuple[Variants, ...]:
         """What is made from each trace, in the order of the buckets."""
         return tuple({id(v): v for v in self.by_bucket.values()}.values())
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node of the device that was planned for."""
+        return self.traces[0].device.node_ranks
 
     @property
     def variants(self) -> Variants:
@@ -129,9 +136,9 @@ def plan_buckets(
     for bucket, variants in by_bucket.items():
         rows = tuple(_rows(variants, bucket, request))
         tables[bucket] = rows
-        plans[bucket] = choose(
-            bucket, rows, request.memory_bytes, request.world, request.recompute
-        )
+        # Calls outside of planned steps run on aligned blocks; only the planner uses other degrees.
+        own = [row for row in rows if request.world % row.sp == 0]
+        plans[bucket] = choose(bucket, own, request.memory_bytes, request.world, request.recompute)
     return plans, tables
 
 
@@ -170,7 +177,7 @@ def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Reque
     """Returns the cheapest row of one degree and micro-batch: the least recompute that fits."""
     sizes = {**bucket.sizes, BATCH: batch}
     placement = variants.placement(sizes, sp)
-    count = variants.segment_count
+    count = variants.steps(placement)
 
     def row(recompute: int) -> Row:
         cost = variants.predict(placement, recompute, sizes)
@@ -178,7 +185,7 @@ def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Reque
         fits = needed <= request.memory_bytes
         return Row(sp, batch, recompute, count, cost.seconds_s, cost.peak_bytes, needed, fits)
 
-    if request.recompute != "auto":
+    if request.recompute in ("all", "none"):
         return row(count if request.recompute == "all" else 0)
     return _least_recompute(row, count)
 
@@ -206,25 +213,33 @@ def _least_recompute(row: Callable[[int], Row], count: int) -> Row:
     return tried[high]
 
 
-def check_forced(sp: int | str, recompute: str, world: int) -> tuple[int, ...]:
-    """Returns the degrees to try.
+def check_forced(sp: int | str | Sequence[int], recompute: str, world: int) -> tuple[int, ...]:
+    """Returns the degrees to try, ascending; a bucket's own plan takes a divisor of `world`.
 
     Raises:
         PlanError: a forced value is not possible.
     """
-    degrees = tuple(d for d in range(1, world + 1) if world % d == 0)
-    if recompute not in ("auto", "none", "all"):
+    divisors = tuple(d for d in range(1, world + 1) if world % d == 0)
+    if recompute not in RECOMPUTE:
         raise PlanError(
-            f"got recompute={recompute!r}; expected 'auto', 'none' or 'all'; choose one"
+            f"got recompute={recompute!r}; expected 'auto', 'none' or 'all' ('pyramid' is 'auto'); "
+            "choose one"
         )
     if sp == "auto":
-        return degrees
-    if isinstance(sp, bool) or not isinstance(sp, int) or sp not in degrees:
-        raise PlanError(
-            f"got sp={sp!r} with {world} ranks; expected 'auto' or a divisor of the world size "
-            f"({', '.join(map(str, degrees))}); choose one, or run on a multiple of it"
-        )
-    return (sp,)
+        return divisors
+    if isinstance(sp, Sequence) and not isinstance(sp, str):
+        degrees = tuple(sorted(set(sp)))
+        if all(isinstance(d, int) and 1 <= d <= world for d in degrees) and (
+            set(degrees) & set(divisors)
+        ):
+            return degrees
+    elif not isinstance(sp, bool) and isinstance(sp, int) and sp in divisors:
+        return (sp,)
+    raise PlanError(
+        f"got sp={sp!r} with {world} ranks; expected 'auto' or a divisor of the world size "
+        f"({', '.join(map(str, divisors))}), or a list of degrees up to it, one of these among them; "
+        "choose one, or run on a multiple of it"
+    )
 
 
 def plans_text(plans: Mapping[Bucket, BucketPlan]) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 import dcpc
+from dcpc.runtime.plans import Mode
 from dcpc.runtime.protocol import Compiled
-from dcpc.runtime.step_planner import Mode
 from examples.stdlib_source import PAD, StdlibSource
 from models.gpt import GPT, GPTConfig
 

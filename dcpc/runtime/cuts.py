@@ -9,9 +9,9 @@ from typing import Any
 
 from dcpc.errors import DataError
 from dcpc.runtime.plan_file import plan_json, plan_of
-from dcpc.runtime.plans import StepPlan
+from dcpc.runtime.plans import Mode, StepPlan
 from dcpc.runtime.samples import Fit
-from dcpc.runtime.step_planner import Bounds, Mode, plan_step
+from dcpc.runtime.step_planner import Bounds, plan_step
 from dcpc.runtime.table import PlanTable
 from dcpc.runtime.window import Batch, Position, take
 

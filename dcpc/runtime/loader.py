@@ -25,12 +25,12 @@ from dcpc.errors import DataError
 from dcpc.runtime.ahead import ahead
 from dcpc.runtime.cuts import Cut, Recipe, cut_epoch
 from dcpc.runtime.plan_file import PlanFile
-from dcpc.runtime.plans import StepPlan
+from dcpc.runtime.plans import MODES, Mode, StepPlan
 from dcpc.runtime.protocol import Compiled
 from dcpc.runtime.relay import Relay
 from dcpc.runtime.samples import Dataset, Samples
-from dcpc.runtime.step_planner import MODES, Bounds, Mode
-from dcpc.runtime.table import PlanTable, make_table, own_settings
+from dcpc.runtime.step_planner import Bounds
+from dcpc.runtime.table import PlanTable, mode_table
 from dcpc.runtime.weights import SAMPLES, Weight, checked, weight_function
 from dcpc.runtime.window import Position
 
@@ -186,10 +186,8 @@ class DataLoader:
     def table(self) -> PlanTable:
         """The rows that plans choose from, as the compiled model has them now."""
         groups, node_ranks = self.compiled.groups, self.compiled.node_ranks
-        if self.recipe.mode == "auto":
-            tables = self.compiled.tables
-            return make_table(tables, groups.world, node_ranks, aligned=not groups.whole)
-        return own_settings(self.compiled.plans, groups.world, node_ranks)
+        aligned = not groups.whole
+        return mode_table(self.compiled, self.recipe.mode, groups.world, node_ranks, aligned)
 
     @property
     def epoch(self) -> int:

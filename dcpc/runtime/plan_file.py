@@ -14,8 +14,8 @@ from typing import Any
 
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
-from dcpc.runtime.plans import PlannedMicroBatch, StepPlan, step_plan
-from dcpc.runtime.step_planner import MODES, Bounds
+from dcpc.runtime.plans import MODES, PlannedMicroBatch, StepPlan, step_plan
+from dcpc.runtime.step_planner import Bounds
 from dcpc.runtime.table import PlanTable
 
 VERSION = 1

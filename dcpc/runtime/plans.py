@@ -9,8 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dcpc.buckets import Bucket
+
+Mode = Literal["auto", "intra", "inter"]
+MODES: tuple[Mode, ...] = ("auto", "intra", "inter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class StepPlan:
     makespan_s: float
     bound_s: float = 0.0
     binds: str = ""
-    mode: str = ""
+    mode: Mode = "inter"
     table: str = ""
 
     @property

@@ -32,12 +32,8 @@ class SettingRow(Protocol):
         """Whether it is within a rank's memory."""
 
 
-class Compiled(Protocol):
-    """A model compiled for some buckets on some ranks."""
-
-    @property
-    def buckets(self) -> Buckets:
-        """The shape buckets and the input specs."""
+class Source(Protocol):
+    """Where plan tables come from."""
 
     @property
     def plans(self) -> Mapping[Bucket, BucketPlan]:
@@ -46,6 +42,14 @@ class Compiled(Protocol):
     @property
     def tables(self) -> Mapping[Bucket, Sequence[SettingRow]]:
         """Every setting of each bucket: what the mode "auto" chooses from."""
+
+
+class Compiled(Source, Protocol):
+    """A model compiled for some buckets on some ranks."""
+
+    @property
+    def buckets(self) -> Buckets:
+        """The shape buckets and the input specs."""
 
     @property
     def groups(self) -> Groups:

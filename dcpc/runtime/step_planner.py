@@ -16,18 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal
 
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan
 from dcpc.runtime.deal import cuts, deal
 from dcpc.runtime.planner import BatchPlan, Effort, lower_bound, plan_batch, tabulate
-from dcpc.runtime.plans import PlannedMicroBatch, StepPlan, better, step_plan
+from dcpc.runtime.plans import Mode, PlannedMicroBatch, StepPlan, better, step_plan
 from dcpc.runtime.table import PlanTable, TableRow
-
-Mode = Literal["auto", "intra", "inter"]
-MODES: tuple[Mode, ...] = ("auto", "intra", "inter")
 
 # A plan of another kind must end this much earlier to be taken: it brings more variants.
 _GAIN = 0.01

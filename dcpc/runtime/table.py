@@ -18,7 +18,7 @@ from dcpc.ir import BucketPlan
 from dcpc.runtime.deal import check_setting
 from dcpc.runtime.planner import Row as CostRow
 from dcpc.runtime.planner import TableCost
-from dcpc.runtime.protocol import SettingRow
+from dcpc.runtime.protocol import SettingRow, Source
 
 # A larger micro-batch or group has to gain this share of the rank-seconds, or of the seconds.
 WORTH = 0.03
@@ -115,6 +115,26 @@ class PlanTable:
             node_ranks=int(data["node_ranks"]),
             aligned=bool(data["aligned"]),
         )  # fmt: skip
+
+
+def mode_table(
+    source: Source, mode: str, world: int, node_ranks: int, aligned: bool = False
+) -> PlanTable:
+    """Returns what a mode chooses from: every row for "auto", else each bucket's own setting.
+
+    Args:
+        source: plans and tables of the buckets.
+        mode: of the planner.
+        world: number of ranks.
+        node_ranks: ranks of a node.
+        aligned: see `make_table`.
+
+    Raises:
+        PlanError: a bucket has no row that fits.
+    """
+    if mode == "auto":
+        return make_table(source.tables, world, node_ranks, aligned)
+    return own_settings(source.plans, world, node_ranks)
 
 
 def make_table(

@@ -87,6 +87,19 @@ def microbatch(
 ) -> MicroBatches:
     """Returns the split of samples into micro-batches that a pipeline finishes first.
 
+    The samples of a micro-batch are padded to its longest. The optimum, in O(samples log samples)
+    a cap on the longest micro-batch where the cost grows as costs do (see the module).
+
+    Example:
+        class Cost:                                    # arguments are arrays that broadcast
+            def seconds(self, count, longest):
+                return 0.01 + 1e-6 * count * longest
+            def peak_bytes(self, count, longest):
+                return 4e6 + 2e3 * count * longest
+
+        split = dcpc.microbatch([512, 37, 480, 45, 9], Cost(), memory_bytes=6e6)
+        split.batches                                  # positions, by micro-batch
+
     Args:
         lengths: tokens, by sample, in any order.
         cost: of one micro-batch.
