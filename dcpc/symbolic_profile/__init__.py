@@ -1,5 +1,6 @@
 """A partition's costs as expressions of its dims: bytes, FLOPs, seconds, and the report of them."""
 
+from dcpc.symbolic_profile.calls import CallCosts
 from dcpc.symbolic_profile.evaluate import Evaluator, evaluator
 from dcpc.symbolic_profile.hardware import DEVICES, Device, Link, calibrate_cpu, detect, find
 from dcpc.symbolic_profile.profile import profile_partition
@@ -13,6 +14,7 @@ from dcpc.symbolic_profile.report import (
 
 __all__ = [
     "DEVICES",
+    "CallCosts",
     "Device",
     "Evaluator",
     "Link",

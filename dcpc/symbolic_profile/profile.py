@@ -76,23 +76,37 @@ def _work(
     unpriced: dict[str, None] = {}
     for gm in (partition.forward, partition.backward):
         for n in gm.graph.nodes:
-            cost = cost_of(n, facts, sp) if n.op == "call_function" else None
-            if cost is None:
+            call = work_of(n, facts, sp, forward=gm is partition.forward)
+            if call is None:
                 continue
-            if cost.op_class == "unpriced":
+            if call.op_class == "unpriced":
                 unpriced[str(n.target)] = None
-            call = Work(
-                op_class=cost.op_class,
-                forward=gm is partition.forward,
-                dtype=_dtype(n, facts),
-                ranks=cost.ranks,
-                count=1,
-                flops=cost.flops,
-                bytes_moved=cost.bytes_moved,
-                wire_bytes=cost.wire_bytes,
-            )
             groups[call] += 1
     return tuple(replace(w, count=n) for w, n in groups.items()), tuple(unpriced)
+
+
+def work_of(node: fx.Node, facts: Facts, sp: GroupSize, *, forward: bool) -> Work | None:
+    """Returns the cost of one node as a call of its own, None for what costs nothing (a view).
+
+    Args:
+        node: a node of a forward, backward or joint graph.
+        facts: reads its values.
+        sp: ranks of the group of every collective, or group name -> ranks.
+        forward: whether it counts as forward.
+    """
+    cost = cost_of(node, facts, sp) if node.op == "call_function" else None
+    if cost is None:
+        return None
+    return Work(
+        op_class=cost.op_class,
+        forward=forward,
+        dtype=_dtype(node, facts),
+        ranks=cost.ranks,
+        count=1,
+        flops=cost.flops,
+        bytes_moved=cost.bytes_moved,
+        wire_bytes=cost.wire_bytes,
+    )
 
 
 def _dtype(node: fx.Node, facts: Facts) -> torch.dtype:
