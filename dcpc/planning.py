@@ -177,7 +177,7 @@ def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Reque
     """Returns the cheapest row of one degree and micro-batch: the least recompute that fits."""
     sizes = {**bucket.sizes, BATCH: batch}
     placement = variants.placement(sizes, sp)
-    count = variants.steps(placement)
+    count = variants.segment_count
 
     def row(recompute: int) -> Row:
         cost = variants.predict(placement, recompute, sizes)
