@@ -42,7 +42,8 @@ class IntegerInput:
     Attributes:
         name: placeholder name.
         symbol: what stands for it in size expressions.
-        role: "dim", "length", "start", or "seed" (of the call's random numbers).
+        role: "dim", "quotient" (of dims, rounded down), "length", "start", or "seed" (of the call's
+            random numbers).
         size: global length (of the dim, or of the factor).
         parent: length that is split evenly.
         shift: position of the factor's first element in the parent.
@@ -60,7 +61,7 @@ class IntegerInput:
         if self.role == "seed":
             return 0
         size = int(self.size.subs(dims))
-        if self.role == "dim":
+        if self.role in ("dim", "quotient"):
             return size
         start, length = piece(size, int(self.parent.subs(dims)), self.shift, p, rank)
         return length if self.role == "length" else start
@@ -69,7 +70,7 @@ class IntegerInput:
         """Returns the length of the shortest piece any rank has, or the length of the dim."""
         if self.role == "seed":
             return 1
-        if self.role == "dim":
+        if self.role in ("dim", "quotient"):
             return self.value(dims, p, 0)
         size, parent = int(self.size.subs(dims)), int(self.parent.subs(dims))
         return min(piece(size, parent, self.shift, p, r)[1] for r in (0, p - 1))
@@ -122,6 +123,7 @@ class _Lowering:
                 self.values[node.name, REPLICATED] = self.graph.placeholder(node.name)
         for name, symbol in self.program.symbols.items():
             self._integer(IntegerInput(name, symbol, "dim", symbol, symbol))
+        self._quotient_integers()
         self._piece_integers()
         seed = sympy.Symbol("seed", integer=True, nonnegative=True)
         self._integer(IntegerInput("seed", seed, "seed", seed, seed))
@@ -148,6 +150,20 @@ class _Lowering:
             return True
         self.graph.erase_node(node)
         return False
+
+    def _quotient_integers(self) -> None:
+        """One integer for each quotient in the program's sizes, such as (height + 1) // 2.
+
+        With these as symbols all sizes are sums and products, on which torch spends a third of the
+        time.
+        """
+        sizes = {size for info in self.program.info.values() for size in info.shape}
+        sizes |= {*self.program.scalars.values()}
+        quotients = {q for size in sizes for q in size.atoms(sympy.floor)}
+        for position, quotient in enumerate(sorted(quotients, key=sympy.default_sort_key)):
+            symbol = sympy.Symbol(f"quotient{position}", integer=True, nonnegative=True)
+            self._integer(IntegerInput(symbol.name, symbol, "quotient", quotient, quotient))
+            self.emitted[quotient] = self.integer_nodes[symbol]
 
     def _piece_integers(self) -> None:
         """One length and one start for every factor that some value is split along."""
