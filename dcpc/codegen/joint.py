@@ -147,11 +147,20 @@ def make_joint(
 
 
 def _hints(program: Program, lowered: Lowered) -> tuple[int, ...]:
-    """Returns a size for each integer: of dims that of the program's trace, all different."""
+    """Returns a size for each integer: of dims that of the program's trace, all different.
+
+    A quotient has what follows from its dims, lest one such as rows of patches do not fit the rows.
+    """
     taken = set(program.hints.values())
     unused = (h + 128 * k for k in count() for h in HINTS if h + 128 * k not in taken)
     dims = {i.name: program.hints.get(i.name, 0) for i in lowered.integers if i.role == "dim"}
-    return tuple(h if (h := dims.get(i.name, 0)) > 1 else next(unused) for i in lowered.integers)
+    hints: dict[sympy.Symbol, int] = {}
+    for i in lowered.integers:
+        if i.role == "quotient":
+            hints[i.symbol] = int(i.size.subs(hints))
+        else:
+            hints[i.symbol] = h if (h := dims.get(i.name, 0)) > 1 else next(unused)
+    return tuple(hints.values())
 
 
 def _symbolic_integers(
