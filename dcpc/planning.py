@@ -237,7 +237,7 @@ def check_forced(sp: int | str | Sequence[int], recompute: str, world: int) -> t
         return (sp,)
     raise PlanError(
         f"got sp={sp!r} with {world} ranks; expected 'auto' or a divisor of the world size "
-        f"({', '.join(map(str, divisors))}), or a list of degrees up to it, one of these among them; "
+        f"({', '.join(map(str, divisors))}), or degrees up to it with one of these in it; "
         "choose one, or run on a multiple of it"
     )
 

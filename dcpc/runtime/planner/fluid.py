@@ -81,6 +81,7 @@ def fluid(work: Workload, stacks: tuple[Stack, ...] = ()) -> Fluid:
         heads[0] = True
     heads[np.nonzero(heads)[0][MAX_HEADS:]] = False
     heads |= ~np.isfinite(work.seconds[:, base]).any(axis=0)
+    heads[[k for stack in stacks for k in stack]] = True
     bulk = np.nonzero(~heads)[0]
     units = work.area[bulk] * work.counts[bulk]
     total = float(units.sum())

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .baselines import first_fit_draft, homogeneous_draft
 from .bound import lower_bound
 from .costs import GroupCost
@@ -174,6 +176,7 @@ def _stackings(work: Workload) -> list[tuple[Stack, ...]]:
     for parts in partitions(long):
         stacks = tuple(tuple(part) for part in parts if len(part) > 1)
         total = [sum(float(work.weights[k]) for k in part) for part in stacks]
-        if all(x <= work.capacities.max() for x in total) and stacks not in out:
+        together = all(np.isfinite(work.seconds[:, :, part].sum(axis=2)).any() for part in stacks)
+        if together and all(x <= work.capacities.max() for x in total) and stacks not in out:
             out.append(stacks)
     return sorted(out, key=len)

@@ -1,0 +1,188 @@
+"""Plans of a step: every sample once, rows kept, bound below, near brute force, deterministic."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpc.buckets import Bucket
+from dcpc.errors import PlanError
+from dcpc.runtime.deal import deal
+from dcpc.runtime.plans import timeline
+from dcpc.runtime.step_planner import Bounds, plan_step
+from dcpc.runtime.table import PlanTable, TableRow, make_table, own_settings
+from tests.runtime.fakes import FakeRow, plan_for
+
+BUCKETS = tuple(Bucket.of({"seq": n}) for n in (4, 16, 64))
+
+
+@st.composite
+def tables(draw, worlds=(1, 2, 3, 4, 8)):
+    """A table of costs that fall with the degree and rise with the samples."""
+    world = draw(st.sampled_from(worlds))
+    rows = []
+    for bucket in BUCKETS:
+        degrees = draw(st.sets(st.integers(1, world), min_size=1, max_size=3))
+        launch_s = draw(st.sampled_from([0.0, 0.5, 3.0]))
+        waste = draw(st.sampled_from([0.6, 0.9, 1.0]))
+        own = [
+            TableRow(d, m, draw(st.integers(0, 3)), launch_s + m * bucket["seq"] / d**waste)
+            for d, m in product(sorted(degrees), (1, 2, 4))
+        ]
+        rows.append(tuple(own))
+    return PlanTable(BUCKETS, tuple(rows), world, node_ranks=4)
+
+
+batches = st.lists(st.sampled_from(BUCKETS), min_size=1, max_size=24)
+MODES = st.sampled_from(["auto", "inter"])
+
+
+def ids(buckets):
+    return [(7 * i, bucket) for i, bucket in enumerate(buckets)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(tables(), batches)
+def test_plan_has_every_sample_once_on_rows_of_the_table(table, buckets):
+    samples = ids(buckets)
+    plan = plan_step(samples, table)
+    dealt = sorted((i, mb.bucket.dims) for mb in plan.micro_batches for i in mb.sample_ids)
+    assert dealt == [(i, b.dims) for i, b in samples]
+    for mb in plan.micro_batches:
+        rows = table.rows[table.key(mb.bucket)]
+        row = next(
+            r for r in rows
+            if (r.sp, r.micro_batch, r.recompute) == (mb.sp, mb.micro_batch, mb.recompute)
+        )  # fmt: skip
+        assert 1 <= len(mb.sample_ids) <= row.micro_batch
+        assert mb.seconds_s <= row.seconds_s * (1 + 1e-9)
+        assert mb.ranks == tuple(range(mb.ranks[0], mb.ranks[0] + mb.sp))
+        assert mb.ranks[0] >= 0
+        assert mb.ranks[-1] < table.world
+
+
+@settings(deadline=None, max_examples=60)
+@given(tables(), batches)
+def test_ranks_never_overlap_and_the_bound_is_below(table, buckets):
+    plan = plan_step(ids(buckets), table)
+    begins, busy_s, end_s = timeline(plan.micro_batches, table.world)
+    for rank in range(table.world):
+        own = [(b, b + mb.seconds_s) for b, mb in zip(begins, plan.micro_batches, strict=True)
+               if rank in mb.ranks]  # fmt: skip
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in zip(own, own[1:], strict=False))
+    assert plan.busy_s == busy_s
+    assert plan.makespan_s == max(end_s)
+    assert 0 < plan.bound_s <= plan.makespan_s
+    assert plan.gap >= 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(tables(), batches)
+def test_plan_is_a_function_of_its_arguments(table, buckets):
+    again = PlanTable.from_json(table.to_json())
+    assert plan_step(ids(buckets), table) == plan_step(ids(buckets), again)
+    assert again.hash == table.hash
+
+
+@settings(deadline=None, max_examples=40)
+@given(tables(worlds=(1, 2, 4)), batches)
+def test_auto_is_not_slower_than_each_buckets_own_setting(table, buckets):
+    plans = {
+        b: plan_for(b, row.sp, row.micro_batch, row.seconds_s)
+        for b, rows in zip(table.buckets, table.rows, strict=True)
+        for row in [next(r for r in rows if table.world % r.sp == 0)]
+        if any(table.world % r.sp == 0 for r in rows)
+    } if all(any(table.world % r.sp == 0 for r in rows) for rows in table.rows) else None  # fmt: skip
+    if plans is None:
+        return
+    own = deal(ids(buckets), plans, table.world)
+    # Equal settings may be among the rows, but not under their name; both deal within 3%.
+    assert plan_step(ids(buckets), table).makespan_s <= own.makespan_s * 1.1
+
+
+def brute_force(buckets, table):
+    """Least seconds of any plan: all partitions of each bucket, rows, places and orders."""
+    best = float("inf")
+
+    def place(left, free_s):
+        nonlocal best
+        if max(free_s) >= best:
+            return
+        if not left:
+            best = max(free_s)
+            return
+        for kind, count in left.items():
+            for row in table.rows[kind]:
+                for n in range(1, min(count, row.micro_batch) + 1):
+                    seconds_s = table.cost.cheapest(kind, row.sp, n)
+                    if len(seconds_s) > 1:
+                        continue  # two runs: found as two
+                    rest = {**left, kind: count - n}
+                    rest = {k: c for k, c in rest.items() if c}
+                    for first in range(table.world - row.sp + 1):
+                        ranks = range(first, first + row.sp)
+                        end_s = max(free_s[r] for r in ranks) + seconds_s[0][2]
+                        place(rest, [end_s if r in ranks else t for r, t in enumerate(free_s)])
+
+    kinds = [table.key(b) for b in buckets]
+    place({k: kinds.count(k) for k in kinds}, [0.0] * table.world)
+    return best
+
+
+@settings(deadline=None, max_examples=25)
+@given(tables(worlds=(1, 2, 3)), st.lists(st.sampled_from(BUCKETS), min_size=1, max_size=4))
+def test_tiny_plan_is_within_3_percent_of_brute_force(table, buckets):
+    best_s = brute_force(buckets, table)
+    plan = plan_step(ids(buckets), table)
+    assert plan.bound_s <= best_s * (1 + 1e-9)
+    assert plan.makespan_s <= best_s * 1.03
+
+
+@settings(deadline=None, max_examples=30)
+@given(tables(), batches, MODES)
+def test_bounds_are_kept_where_one_micro_batch_a_sample_would_keep_them(table, buckets, mode):
+    if mode == "inter":
+        plans = {b: plan_for(b, 1, 2) for b in BUCKETS}
+        table = own_settings(plans, table.world)
+    plan = plan_step(ids(buckets), table, mode, Bounds(1, len(buckets)))
+    assert plan.accumulation <= len(buckets)
+
+
+def test_rows_that_gain_little_are_left_out():
+    rows = [
+        FakeRow(1, 1, 0, 1.0), FakeRow(1, 2, 0, 1.99), FakeRow(1, 4, 0, 3.0),
+        FakeRow(2, 1, 0, 0.99), FakeRow(4, 1, 0, 0.5), FakeRow(4, 2, 0, 9.0, fits=False),
+    ]  # fmt: skip
+    table = make_table({BUCKETS[0]: rows}, 4)
+    assert [(r.sp, r.micro_batch) for r in table.rows[0]] == [(1, 1), (1, 4), (4, 1)]
+
+
+def test_aligned_table_has_divisors_alone():
+    rows = [FakeRow(1, 1, 0, 1.0), FakeRow(3, 1, 0, 0.4)]
+    assert [r.sp for r in make_table({BUCKETS[0]: rows}, 4, aligned=True).rows[0]] == [1]
+
+
+def test_bucket_without_a_row_that_fits_is_named():
+    with pytest.raises(PlanError, match=r"bucket \{seq: 4\}: got 1 rows.*none of which fits"):
+        make_table({BUCKETS[0]: [FakeRow(1, 1, 0, 1.0, fits=False)]}, 2)
+
+
+def test_unknown_bucket_and_empty_batch_are_refused():
+    table = own_settings({BUCKETS[0]: plan_for(BUCKETS[0], 1, 1)}, 2)
+    with pytest.raises(PlanError, match=r"bucket \{seq: 16\}: got no row"):
+        plan_step([(0, BUCKETS[1])], table)
+    with pytest.raises(PlanError, match="got 0 samples"):
+        plan_step([], table)
+
+
+def test_long_sample_gets_a_wider_group_where_it_holds_up_the_step():
+    rows = {
+        BUCKETS[0]: [FakeRow(1, 4, 0, 4.0)],
+        BUCKETS[2]: [FakeRow(1, 1, 0, 60.0), FakeRow(3, 1, 0, 24.0)],
+    }
+    table = make_table(rows, 4)
+    plan = plan_step(ids([BUCKETS[2], *[BUCKETS[0]] * 24]), table)
+    assert {mb.sp for mb in plan.micro_batches} == {1, 3}
+    assert plan.makespan_s == pytest.approx(24.0)
+    assert "sp=3, takes 24 s" in plan.binds
