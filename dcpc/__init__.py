@@ -23,7 +23,9 @@ from dcpc.passes.rules import register_sharding_rule
 from dcpc.runtime.loader import DataLoader
 from dcpc.runtime.planner import microbatch
 from dcpc.runtime.settings import Settings
+from dcpc.runtime.tensorboard import TensorBoardLogger
 from dcpc.runtime.weights import CountLabels
+from dcpc.runtime.zero import zero
 
 __version__ = "0.1.0"
 
@@ -43,8 +45,10 @@ __all__ = [
     "ProfileError",
     "RuleError",
     "Settings",
+    "TensorBoardLogger",
     "TraceError",
     "compile",
     "microbatch",
     "register_sharding_rule",
+    "zero",
 ]

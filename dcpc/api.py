@@ -18,6 +18,7 @@ from dcpc.passes.sharding import analyse
 from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_text
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
+from dcpc.runtime.zero import fullest_share
 from dcpc.symbolic_profile import Device, detect, find
 from dcpc.trace import autocast_dtype, casting, checked_dtype, trace
 from dcpc.variants import Variants
@@ -38,6 +39,7 @@ def compile(
     backend: str = "inductor",
     optimizer_bytes: int | None = None,
     autocast: torch.dtype | None = None,
+    zero: bool = False,
 ) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
 
@@ -69,6 +71,8 @@ def compile(
             parameter, as Adam does.
         autocast: mixed precision, `torch.bfloat16`: the model runs as under `torch.autocast` of it,
             parameters and gradients stay as they are. None: what is active around this call.
+        zero: the optimizer is `dcpc.zero`'s: a rank keeps only its share of the default of
+            `optimizer_bytes`.
 
     Raises:
         TraceError: the model cannot be captured.
@@ -88,6 +92,7 @@ def compile(
         backend=backend,
         optimizer_bytes=optimizer_bytes,
         autocast=autocast,
+        zero=zero,
     )
     hashes = " ".join(v.program.graph_hash for v in planned.traces)
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
@@ -106,6 +111,7 @@ def plan(
     backend: str = "inductor",
     optimizer_bytes: int | None = None,
     autocast: torch.dtype | None = None,
+    zero: bool = False,
 ) -> Planned:
     """Returns the plan of every bucket for `world` ranks, from one process and no process group.
 
@@ -122,6 +128,7 @@ def plan(
         backend: "inductor" or "eager".
         optimizer_bytes: what the optimizer keeps on a rank.
         autocast: dtype of mixed precision; None: what is active around this call.
+        zero: the optimizer's state is spread over the ranks.
 
     Raises:
         TraceError: the model cannot be captured.
@@ -132,7 +139,7 @@ def plan(
     recompute = "auto" if recompute == "pyramid" else recompute
     target = _target(device)
     memory_bytes = _memory_bytes(memory, target, world)
-    resident = _resident_bytes(model, optimizer_bytes)
+    resident = _resident_bytes(model, optimizer_bytes, world if zero else 1)
     request = Request(degrees, recompute, memory_bytes, resident, world)
     kind = (_device_of(model) or torch.device("cpu")).type
     kind = "cpu" if kind == "meta" else kind  # what a trace takes meta tensors for
@@ -195,12 +202,13 @@ def _target(device: str | Device) -> Device:
     return detect() if device == "auto" else find(device)
 
 
-def _resident_bytes(model: nn.Module, optimizer_bytes: int | None) -> int:
+def _resident_bytes(model: nn.Module, optimizer_bytes: int | None, shares: int) -> int:
     """Parameters, buffers, one gradient and the optimizer's state of each trainable parameter."""
     parameters = list(model.parameters())
     trainable = sum(p.nbytes for p in parameters if p.requires_grad)
     fixed = sum(p.nbytes for p in parameters) + sum(b.nbytes for b in model.buffers())
-    states = ADAM_STATES * trainable if optimizer_bytes is None else optimizer_bytes
+    states = ADAM_STATES * fullest_share(parameters, shares)
+    states = states if optimizer_bytes is None else optimizer_bytes
     return fixed + trainable + states
 
 

@@ -19,6 +19,7 @@ from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.loader import MicroBatch, Step
 from dcpc.runtime.plans import Setting
+from dcpc.runtime.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.stats import Stats, log_step
 from dcpc.runtime.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.trace import autocast_dtype, casting, trace
@@ -53,6 +54,7 @@ class CompiledModel(nn.Module):
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
         self._modes = {model.training}
+        self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._stats = Stats()
         self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
         self._calls = 0
@@ -127,6 +129,7 @@ class CompiledModel(nn.Module):
                     prepare=prepare,
                     delivering=delivering,
                     clip=clip,
+                    comm_bucket_bytes=self.comm_bucket_bytes,
                 )
         finally:
             self._bind_blocks()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dcpc.errors import DataError
 from dcpc.runtime.agreement import agree
+from dcpc.runtime.clock import Clock
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.loader import MicroBatch, Step
 from dcpc.runtime.plans import imbalance
@@ -36,11 +37,17 @@ class StepResult:
 
     Attributes:
         loss: weighted mean loss of the global batch, float64 scalar, the same on every rank.
-        busy_s: measured seconds each rank took for its micro-batches.
+        busy_s: measured seconds each rank took for its micro-batches, waits for its peers inside
+            collectives included, compiling excluded.
         seconds_s: measured seconds of the whole step on this rank, reduction included.
         total_weight: sum of the weights of all micro-batches.
         reduced_bytes: gradients that this rank put into the sum over ranks; 0 alone.
         early_bytes: those of them that were on the way before its last backward had ended.
+        micro_batch_s: measured seconds of each micro-batch of this rank; 0 of one that does not
+            count.
+        reduction_s: measured seconds from the end of this rank's micro-batches to the sum of
+            gradients: waiting for slower ranks, and the wire.
+        grad_norm: of the summed gradient before it was clipped; None: not asked for.
     """
 
     loss: torch.Tensor
@@ -49,11 +56,19 @@ class StepResult:
     total_weight: float
     reduced_bytes: int = 0
     early_bytes: int = 0
+    micro_batch_s: tuple[float, ...] = ()
+    reduction_s: float = 0.0
+    grad_norm: float | None = None
 
     @property
     def imbalance(self) -> float:
         """Measured mean idle share of the ranks, 0 to 1."""
         return imbalance(self.busy_s)
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """Measured seconds of each rank from its last micro-batch to that of the last rank."""
+        return tuple(max(self.busy_s) - t for t in self.busy_s)
 
 
 def train_step(
@@ -62,7 +77,9 @@ def train_step(
     parameters: Iterable[torch.nn.Parameter],
     groups: Groups,
     *,
+    prepare: Callable[[MicroBatch], None] | None = None,
     delivering: Delivering | None = None,
+    clip: float | None = None,
     comm_bucket_bytes: int = COMM_BUCKET_BYTES,
 ) -> StepResult:
     """Adds the gradient of the global batch's weighted loss to every parameter's `grad`.
@@ -75,7 +92,9 @@ def train_step(
         step: from the loader.
         parameters: all of the model's; tied ones count once.
         groups: the process groups the step was planned for.
+        prepare: compiles what a micro-batch needs, before seconds are measured.
         delivering: lets backward hand over gradients before it ends; None: it does not.
+        clip: largest norm of all gradients together; longer ones are scaled down to it.
         comm_bucket_bytes: gradients that are sent at once.
 
     Returns:
@@ -84,7 +103,7 @@ def train_step(
     Raises:
         GroupError: the ranks are not in the same step with the same plan and parameters, or one
             did not arrive.
-        DataError: the weights of the step are all zero.
+        DataError: the weights of the step are all zero, or `clip` is no positive number.
     """
     start_s = time.perf_counter()
     params = trained(parameters)
@@ -100,15 +119,20 @@ def train_step(
     earlier = [p.grad for p in params]
     for p in params:
         p.grad = None
+    if prepare is not None:
+        for mb in step.micro_batches:
+            prepare(mb)
     reduction = Reduction(params, groups, comm_bucket_bytes)
-    begin_s = time.perf_counter()
-    share = _run(call, step, total, groups, reduction, delivering)
-    busy_s = time.perf_counter() - begin_s
+    clock = Clock(groups.device)
+    share = _run(call, step, total, groups, reduction, delivering, clock)
     reduction.finish()
+    clock.mark()
+    *micro_batch_s, reduction_s = clock.spans_s()
     for p, grad in zip(params, earlier, strict=True):
         if grad is not None:
             p.grad = grad if p.grad is None else grad.add_(p.grad)
-    facts = _gather([share, busy_s], groups)
+    norm = None if clip is None else clip_gradients(params, clip)
+    facts = _gather([share, sum(micro_batch_s)], groups)
     return StepResult(
         loss=facts[:, 0].sum(),
         busy_s=tuple(facts[:, 1].tolist()),
@@ -116,6 +140,9 @@ def train_step(
         total_weight=total,
         reduced_bytes=reduction.total_bytes,
         early_bytes=reduction.early_bytes,
+        micro_batch_s=tuple(micro_batch_s),
+        reduction_s=reduction_s,
+        grad_norm=norm,
     )
 
 
@@ -138,6 +165,29 @@ def reduce_gradients(parameters: Iterable[torch.nn.Parameter], groups: Groups) -
     Reduction(params, groups).finish()
 
 
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
+    """Scales gradients that are together longer than `max_norm` down to it, in place.
+
+    After the sum over ranks: every rank has the whole gradient and finds the same norm.
+
+    Args:
+        parameters: of the whole model.
+        max_norm: above 0, in the 2-norm.
+
+    Returns:
+        The norm of all gradients together, before.
+
+    Raises:
+        DataError: `max_norm` is no positive number.
+    """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
+        raise DataError(
+            f"clipping of gradients: got a largest norm of {max_norm!r}; expected a positive "
+            "number; pass e.g. 1.0"
+        )
+    return float(torch.nn.utils.clip_grad_norm_(list(parameters), max_norm))
+
+
 def _run(
     call: ModelCall,
     step: Step,
@@ -145,15 +195,22 @@ def _run(
     groups: Groups,
     reduction: Reduction,
     delivering: Delivering | None,
+    clock: Clock,
 ) -> float:
-    """Returns this rank's part of the step's loss; groups count on their first rank."""
+    """Returns this rank's part of the step's loss; groups count on their first rank.
+
+    Marks the clock before the first micro-batch and after each.
+    """
     losses = []
-    # Every label ignored: a mean over nothing is NaN, and NaN * 0 too. All of the group skip it.
-    counting = [mb for mb in step.micro_batches if mb.weight != 0]
-    if not counting:
-        reduction.send()
-    for mb in counting:
-        early = delivering if mb is counting[-1] and groups.world > 1 else None
+    last = max((i for i, mb in enumerate(step.micro_batches) if mb.weight != 0), default=-1)
+    clock.mark()
+    for i, mb in enumerate(step.micro_batches):
+        if mb.weight == 0:
+            # Every label ignored: a mean over nothing is NaN, and NaN * 0 too. All of the group
+            # skip it.
+            clock.mark()
+            continue
+        early = delivering if i == last and groups.world > 1 else None
         inputs = {k: x.to(groups.device, non_blocking=True) for k, x in mb.inputs.items()}
         with nullcontext() if early is None else early(reduction.deliver):
             loss = call(mb, inputs)
@@ -161,11 +218,9 @@ def _run(
         (loss * factor).backward()
         if mb.ranks[0] == groups.rank:
             losses.append(loss.detach().double() * factor)
-    # The read waits for the device once a step, and makes the time measured real.
-    share = float(torch.stack(losses).sum()) if losses else 0.0
-    if groups.device.type == "cuda":
-        torch.cuda.synchronize(groups.device)
-    return share
+        clock.mark()
+    reduction.send()
+    return float(torch.stack(losses).sum()) if losses else 0.0
 
 
 def _total_weight(step: Step, groups: Groups) -> float:

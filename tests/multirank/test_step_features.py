@@ -1,0 +1,213 @@
+"""Overlapped reduction, clipping and ZeRO in real steps of mixed degrees, against one device."""
+
+import logging
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dcpc
+from dcpc.errors import DataError
+from dcpc.runtime.step import clip_gradients
+from dcpc.runtime.zero import fullest_share
+from tests.multirank.exactness import SPLITTING
+from tests.multirank.launch import run_ranks
+from tests.multirank.test_train_step import LENGTHS, Ragged, gpt
+
+DEGREES = {5: 2, 9: 1, 16: 1, 24: 4}
+PAD = {"input_ids": 0, "labels": -100}
+CLIP = 0.5
+# A larger eps than Adam's own: where a gradient is 0 but for rounding, 1e-8 makes steps of the
+# rounding.
+ADAM = {"lr": 1e-2, "eps": 1e-6}
+
+
+def compiled_gpt(world: int, **options: Any) -> Any:
+    buckets = dcpc.Buckets(
+        inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
+        sizes=[{"seq": n, "batch": 2} for n in DEGREES],
+    )
+    compiled = dcpc.compile(gpt(), buckets, backend="eager", device=SPLITTING, **options)
+    for bucket in buckets:
+        degree = min(DEGREES[bucket["seq"]], world)
+        compiled.plans[bucket] = replace(compiled.plans[bucket], sp=degree)
+    compiled.comm_bucket_bytes = 30_000  # of 231 kB: several buckets
+    return compiled
+
+
+def loader(compiled: Any, tokens: int = 120) -> dcpc.DataLoader:
+    return dcpc.DataLoader(
+        Ragged(),
+        compiled,
+        tokens_per_step=tokens,
+        pad=PAD,
+        weight="labels",
+        shuffle=False,
+        mode="inter",
+    )
+
+
+def one_device_loss(model: torch.nn.Module, step: Any) -> torch.Tensor:
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for i in sorted({i for mb in step.plan.micro_batches for i in mb.sample_ids}):
+        x = Ragged()[i]
+        logits = model.logits(x["input_ids"][None])[0]
+        total = total + F.cross_entropy(logits, x["labels"], reduction="sum")
+        count += int((x["labels"] != -100).sum())
+    return total / count
+
+
+def parameter_error(model: Any, alone: torch.nn.Module) -> float:
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(float((p - q).abs().max() / q.abs().max()) for p, q in pairs)
+
+
+def train(rank: int, world: int) -> dict[str, Any]:
+    """Steps with clipping and a sharded Adam; after two of them the state is saved and loaded."""
+    warnings.simplefilter("ignore")
+    compiled, alone = compiled_gpt(world, zero=True), gpt()
+    calls = []
+    hooked = next(p for n, p in compiled.named_parameters() if n.endswith("ffn.down.weight"))
+    hooked.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad is not None))
+    optimizer = dcpc.zero(torch.optim.Adam, compiled, **ADAM)
+    plain = torch.optim.Adam(alone.parameters(), **ADAM)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcpc").addHandler(handler)
+    logging.getLogger("dcpc").setLevel(logging.INFO)
+    errors, early, norms, states = [], [], [], 0
+    steps = [*loader(compiled), *loader(compiled)]
+    for n, step in enumerate(steps):
+        optimizer.zero_grad()
+        result = compiled.train_step(step, clip=CLIP)
+        early.append((result.early_bytes, result.reduced_bytes, len(step.micro_batches)))
+        plain.zero_grad()
+        one_device_loss(alone, step).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(alone.parameters(), CLIP))
+        norms.append((result.grad_norm, norm, compiled.clip_grad_norm_(1e9), min(norm, CLIP)))
+        optimizer.step()
+        plain.step()
+        errors.append(parameter_error(compiled, alone))
+        if n == 1 and world > 1:
+            states = sum(
+                s.numel()
+                for state in optimizer.optim.state.values()
+                for s in state.values()
+                if s.ndim
+            )
+            optimizer.consolidate_state_dict(to=0)
+            saved = [optimizer.state_dict() if rank == 0 else None]
+            torch.distributed.broadcast_object_list(saved)
+            optimizer = dcpc.zero(torch.optim.Adam, compiled, **ADAM)
+            optimizer.load_state_dict(saved[0])
+    stats = compiled.stats()
+    assert sum(s.runs for s in stats.seconds.values()) == sum(len(s.micro_batches) for s in steps)
+    assert all(s.measured_s > 0 for s in stats.seconds.values())
+    predicted_s = [sum(s.plan.busy_s[r] for s in steps) for r in range(world)]
+    assert stats.predicted_busy_s == pytest.approx(predicted_s)
+    assert len(stats.busy_s) == len(stats.idle_s) == world
+    assert stats.steps == len(steps)
+    mine = sum(s.measured_s for s in stats.seconds.values())
+    assert mine == pytest.approx(stats.busy_s[rank])
+    return {
+        "errors": errors,
+        "early": early,
+        "norms": norms,
+        "states": states,
+        "hook": calls,
+        "own": fullest_share(compiled.parameters(), world) // 8,
+        "lines": lines,
+        "times": (stats.busy_s, stats.idle_s),
+    }
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    for rank, of in enumerate(found):
+        assert len(of["errors"]) >= 3
+        assert max(of["errors"]) < 1e-12
+        for ours, plain, again, clipped in of["norms"]:
+            assert ours == pytest.approx(plain, rel=1e-12)
+            assert again == pytest.approx(clipped, rel=1e-5)  # torch's 1e-6 beside the norm
+        assert any(plain > CLIP for _, plain, _, _ in of["norms"])
+        assert of["hook"]
+        assert all(of["hook"])
+        assert len(of["lines"]) == (len(of["errors"]) if rank == 0 else 0)
+        # No overlap where a rank has nothing to run; else a good part of it, though the hooked
+        # parameter, in the middle of the model, and the tied embedding wait for the end.
+        for early, reduced, runs in of["early"]:
+            assert 0 <= early < max(reduced, 1)
+            assert early > 0.4 * reduced or runs == 0 or len(found) == 1
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_overlap_clipping_and_sharded_adam_equal_one_device(world):
+    found = run_ranks(train, world, world, timeout_s=280)
+    check(found)
+    # Adam keeps two numbers for each of a rank's own elements: all of them once, over the ranks.
+    elements = sum(p.numel() for p in gpt().parameters())
+    assert sum(of["states"] for of in found) == 2 * elements
+    assert max(of["states"] for of in found) == 2 * found[0]["own"]
+    assert found[0]["own"] < 0.75 * elements
+    # What one rank measured of all is what all have.
+    assert len({of["times"] for of in found}) == 1
+    assert "imbalance" in found[0]["lines"][0]
+    assert "early" in found[0]["lines"][0]
+
+
+def test_the_same_script_alone():
+    check([train(0, 1)])
+
+
+def test_a_planned_rank_keeps_its_share_of_the_state():
+    buckets = dcpc.Buckets(
+        inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"), sizes=[{"seq": 9}]
+    )
+    planned = {
+        z: dcpc.api.plan(gpt(), buckets, world=4, backend="eager", sp=1, zero=z)
+        for z in (False, True)
+    }
+    bucket = next(iter(buckets))
+    needed = {z: planned[z].tables[bucket][0].needed_bytes for z in planned}
+    size = sum(p.nbytes for p in gpt().parameters())
+    saved = needed[False] - needed[True]
+    assert saved == 2 * (size - fullest_share(gpt().parameters(), 4))
+    assert saved > size
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, True, "1", float("nan")])
+def test_a_largest_norm_that_is_none(wrong):
+    with pytest.raises(DataError, match=r"largest norm of .*; expected a positive number"):
+        clip_gradients(gpt().parameters(), wrong)
+
+
+def test_tensorboard_has_measured_beside_predicted(tmp_path):
+    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    compiled = compiled_gpt(1)
+    logger = dcpc.TensorBoardLogger(tmp_path / "runs")
+    compiled.log_to(logger)
+    steps = list(loader(compiled, tokens=sum(LENGTHS) // 2))
+    results = [compiled.train_step(step, clip=CLIP) for step in steps]
+    logger.close()
+    read = events.EventAccumulator(str(tmp_path / "runs"))
+    read.Reload()
+    for name, want in {
+        "loss": [float(r.loss) for r in results],
+        "grad_norm": [r.grad_norm for r in results],
+        "busy_s/rank_0": [r.busy_s[0] for r in results],
+        "busy_predicted_s/rank_0": [s.plan.busy_s[0] for s in steps],
+        "seconds/predicted": [s.plan.makespan_s for s in steps],
+    }.items():
+        assert [e.value for e in read.Scalars(name)] == pytest.approx(want, rel=1e-5), name
+    assert len(read.Scalars("imbalance/measured")) == len(steps) > 1
+
+
+def test_without_tensorboard_the_error_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install tensorboard"):
+        dcpc.TensorBoardLogger(tmp_path)
