@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -53,6 +54,7 @@ def run_ranks(
     timeout_s: float = 120.0,
     init: bool = True,
     may_die: Collection[int] = (),
+    fork: bool = False,
 ) -> list[Any]:
     """Returns `fn(rank, *args)` of every rank, in rank order.
 
@@ -62,6 +64,9 @@ def run_ranks(
         args: passed on to `fn`.
         timeout_s: ranks that have not ended by then are killed, and that is a failure.
         init: initialise the gloo default group; else only torchrun's environment is set.
+        fork: make the ranks copies of this process, with all that it has computed, instead of new
+            ones; `fn` and `args` need not be pickled. Only before this process has threads at work
+            (a process group, several threads of torch).
         may_die: ranks that may end without a result (`os._exit` in `fn`); theirs is None.
 
     Raises:
@@ -73,7 +78,7 @@ def run_ranks(
     children = []
     try:
         for rank in range(world):
-            children.append(_start(fn, args, rank, world, store.port, init, timeout_s))
+            children.append(_start(fn, args, rank, world, store.port, init, timeout_s, fork))
         _collect(children, timeout_s, may_die)
     finally:
         for child in children:
@@ -97,9 +102,9 @@ def _start(
     port: int,
     init: bool,
     timeout_s: float,
+    fork: bool,
 ) -> _Child:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    ours, theirs = multiprocessing.Pipe()
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -109,7 +114,8 @@ def _start(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    process = context.Process(
+    make: Callable[..., BaseProcess] = ForkProcess if fork else SpawnProcess
+    process = make(
         target=_main, args=(theirs, environment, init, timeout_s, fn, args), daemon=True
     )
     process.start()

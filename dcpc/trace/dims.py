@@ -17,7 +17,9 @@ from dcpc.specs import DimExpr, InputSpec
 # right at 1 and 0 as well (ATen's broadcasting and reductions do not look at a size that equals 1
 # on both sides), which tests/codegen checks.
 SMALLEST = 2
-LARGEST_BATCH_IN_TRACE = 1 << 16
+# A range for batch has room for a hint of its own; else it is what the buckets ask for, as a model
+# may run other code from some batch on.
+LEAST_BATCH_IN_TRACE = 7
 
 
 def named_dims(buckets: Buckets) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def named_dims(buckets: Buckets) -> dict[str, Any]:
     for name in buckets.names:
         low, high = buckets.range_of(name)
         if name == BATCH:
-            low, high = SMALLEST, LARGEST_BATCH_IN_TRACE
+            low, high = SMALLEST, max(high, LEAST_BATCH_IN_TRACE)
         if high < SMALLEST:
             continue  # one in every bucket: a constant
         low = max(SMALLEST, min(low, high - 1, (high + 1) // 2 if low == high else low))

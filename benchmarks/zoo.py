@@ -1,0 +1,182 @@
+"""Models of transformers and diffusers, unmodified: traced, split over gloo ranks, compared.
+
+A row a model: which dims its one trace keeps symbolic, the largest relative difference of loss and
+gradients from the plain model's in float64 (batch 1, lengths the ranks do not divide), the share of
+its FLOPs that is split, collectives in forward, ops that are replicated for want of a rule.
+`--more` runs other architectures of the same libraries too; the figures are of the named ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+
+import torch
+
+from benchmarks.harness import Cell, parser, print_table, write_report
+from benchmarks.zoo_models import NAMED, ZooModel
+from dcpc.acceptance import Prepared, Verdict, compare, nan_as_infinite, prepare
+from dcpc.buckets import Buckets
+from dcpc.runtime.local_ranks import run_ranks
+
+WORKERS = 2  # processes that trace at a time
+TABLES = {"named": "benchmarks.zoo_models:NAMED", "more": "benchmarks.zoo_more:MORE"}
+
+
+def table(which: str) -> Mapping[str, ZooModel]:
+    """Returns the models of one table."""
+    module, _, name = TABLES[which].partition(":")
+    found: Mapping[str, ZooModel] = getattr(import_module(module), name)
+    return found
+
+
+def prepared(model: ZooModel, sp: int) -> Prepared | Verdict:
+    """Returns one model traced, placed and lowered for a group of `sp` ranks."""
+    buckets = Buckets(inputs=model.inputs, sizes=[*model.sizes, model.coverage_sizes])
+    return prepare(
+        model.make,
+        buckets,
+        model.sizes,
+        sp,
+        large=model.coverage_sizes,
+        example=model.example,
+    )
+
+
+def on_rank(rank: int, models: Sequence[Prepared | Verdict]) -> list[Verdict]:
+    """Returns the verdicts on prepared models, all of which this group runs."""
+    return [m if isinstance(m, Verdict) else compare(m) for m in models]
+
+
+def share(which: str, names: Sequence[str], sp: int, timeout_s: float) -> dict[str, Verdict]:
+    """Returns the verdicts on some models: each traced once, then run by `sp` gloo ranks.
+
+    The ranks are forked from the process that traced, so that the trace, most of the work, is made
+    once and not by every rank.
+    """
+    warnings.simplefilter("ignore")  # replicated ops are in the verdict
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    models = table(which)
+    ready = [prepared(models[n], sp) for n in names]
+    by_rank = run_ranks(on_rank, sp, ready, timeout_s=timeout_s, fork=True)
+    found = {}
+    for name, *each in zip(names, *by_rank, strict=True):
+        # Gradients are summed over the group: every rank compares them all.
+        found[name] = max(each, key=lambda v: (bool(v.error), nan_as_infinite(v.worst)))
+    return found
+
+
+def verdicts(
+    which: str, names: Sequence[str], sp: int, workers: int, timeout_s: float
+) -> dict[str, Verdict]:
+    """Returns the verdict on each model; `workers` processes trace and fork at a time."""
+    found: dict[str, Verdict] = {}
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        shares = [names[i::workers] for i in range(workers)]
+        jobs = [pool.submit(share, which, s, sp, timeout_s) for s in shares if s]
+        for job in jobs:
+            found |= job.result()
+    return {n: found[n] for n in names}
+
+
+def alone(which: str, name: str, sp: int, timeout_s: float) -> Verdict:
+    """Returns the verdict on one model from processes of its own, whatever happens to them."""
+    try:
+        return verdicts(which, [name], sp, 1, timeout_s)[name]
+    except Exception as error:  # of another process, and of any kind
+        last = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        return Verdict(sp, error=f"{type(error).__name__}: {last}")
+
+
+def row(name: str, v: Verdict) -> list[Cell]:
+    """Returns a verdict as a row of the table."""
+    if v.error:
+        return [name, v.sp, v.error.splitlines()[0][:60], *[None] * 6, "no"]
+    share = None if v.coverage is None else v.coverage.sharded_share
+    return [
+        name,
+        v.sp,
+        ", ".join(v.symbolic),
+        f"{v.worst:.1e}" + (f" ({v.low})" if v.lifted else ""),
+        f"{v.worst_in_float64:.1e}",
+        share,
+        None if v.coverage is None else v.coverage.collectives,
+        None if v.coverage is None else len(v.coverage.blocked),
+        round(v.trace_s, 1),
+        "yes" if v.accepted else "no",
+    ]
+
+
+HEADER = [
+    *("model", "sp", "symbolic dims", "difference", "in float64", "FLOPs split", "collectives"),
+    *("replicated", "trace s", "ok"),
+]
+
+
+def main() -> None:
+    p = parser("zoo", __doc__ or "")
+    p.add_argument("--more", action="store_true", help="other architectures too, one by one")
+    p.add_argument("--only", metavar="TEXT", default="", help="models with this in their name")
+    args = p.parse_args()
+    # Ranks have one thread each; set before they start, so that no pool of threads is made.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    degrees = (2,) if args.quick else (2, 4)
+    named = [n for n in NAMED if args.only.lower() in n.lower()]
+    found = {
+        (n, sp): v
+        for sp in degrees
+        for n, v in verdicts("named", named, sp, WORKERS, 3600.0).items()
+    }
+    others = {}
+    if args.more:
+        names = [n for n in table("more") if args.only.lower() in n.lower()]
+        for name in names:
+            others[name, 2] = alone("more", name, 2, 600.0)
+            print_problems(name, others[name, 2])
+    rows = [row(name, v) for (name, _), v in {**found, **others}.items()]
+    print_table("zoo: batch 1, lengths the ranks do not divide", HEADER, rows, digits=4)
+    for (name, _), v in found.items():
+        print_problems(name, v)
+    figures = figures_of(named, found)
+    shown = [[k, f"{v:.1e}" if "error" in k and v is not None else v] for k, v in figures.items()]
+    print_table("zoo", ["figure", "value"], shown, digits=4)
+    write_report("zoo", figures, args.json)
+    if figures["models_ok"] != figures["models_total"]:
+        sys.exit(1)
+
+
+def print_problems(name: str, v: Verdict) -> None:
+    """Prints why a model is not accepted."""
+    for problem in v.problems():
+        print(f"{name} (sp {v.sp}): {problem}", flush=True)
+
+
+def figures_of(names: Sequence[str], found: Mapping[tuple[str, int], Verdict]) -> dict[str, Cell]:
+    """Returns the figures over all named models and degrees; the share of FLOPs is that at sp 2.
+
+    `worst_relative_error` is in float64 throughout; `worst_relative_error_as_is` lets a model round
+    to float32 where its library says so.
+    """
+    good = [n for n in names if all(v.accepted for (m, _), v in found.items() if m == n)]
+    run = [v for v in found.values() if not v.error]
+    shares = [v.coverage.sharded_share for v in run if v.sp == 2 and v.coverage is not None]
+    return {
+        "models_ok": len(good),
+        "models_total": len(names),
+        "worst_relative_error": max((v.worst_in_float64 for v in run), default=None),
+        "worst_relative_error_as_is": max((v.worst for v in run), default=None),
+        "min_sharded_flops_share": min(shares, default=None),
+        "ops_replicated": sum(len(v.coverage.blocked) for v in run if v.coverage is not None),
+        "max_trace_s": max((v.trace_s for v in run), default=None),
+    }
+
+
+if __name__ == "__main__":
+    main()

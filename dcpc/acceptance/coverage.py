@@ -1,0 +1,183 @@
+"""How much of a model a group shares out, and which nodes every rank does in whole, and why."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from dcpc.acceptance.split import Split
+from dcpc.buckets import BATCH
+from dcpc.codegen.collectives import piece
+from dcpc.ir import tensor_operands
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Unsplit:
+    """A node that every rank does in whole although its value, or an operand, has a dim that grows.
+
+    Attributes:
+        node: its name.
+        op: its op.
+        reason: why.
+        shape: of its value, as a text.
+        source: file and line of the user's code, or of the library's, that makes it; "" if unknown.
+        blocked: whether that is for want of a rule. Else it could have been split, and costs less
+            in whole (positions and masks, which a rank makes rather than receive; one number a row
+            of a loss), or has no dim of which a piece would do.
+    """
+
+    node: str
+    op: str
+    reason: str
+    shape: str
+    source: str
+    blocked: bool
+
+    def __str__(self) -> str:
+        """The node, its op and shape, why, and where it comes from."""
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.node}: {self.op} {self.shape}: {self.reason}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of a model a group shares out.
+
+    Attributes:
+        sizes: the shape it was measured at.
+        sp: ranks of the group.
+        whole_flops: FLOPs of matmuls, convolutions and attention in forward (backward has twice as
+            many, split alike): twice the product of the sizes of an op's names, causal attention
+            half.
+        rank_flops: the same of the fullest rank of the group.
+        collectives: collectives in the forward graph.
+        unsplit: nodes each rank does in whole.
+    """
+
+    sizes: Sizes
+    sp: int
+    whole_flops: float
+    rank_flops: float
+    collectives: int
+    unsplit: tuple[Unsplit, ...]
+
+    @property
+    def blocked(self) -> tuple[Unsplit, ...]:
+        """Nodes that no rule lets a rank have a piece of."""
+        return tuple(u for u in self.unsplit if u.blocked)
+
+    @property
+    def sharded_share(self) -> float:
+        """Share s of the whole FLOPs that is split: the fullest rank has (1 - s) + s / sp of it."""
+        if self.whole_flops == 0:
+            return 1.0
+        return (1.0 - self.rank_flops / self.whole_flops) / (1.0 - 1.0 / self.sp)
+
+
+def coverage(split: Split) -> Coverage:
+    """Returns how much of a model the group shares out, at the placement's sizes."""
+    lowered = split.variants.lowering(split.placement).lowered.gm
+    work = [_flops(split, name) for name in split.sharding.rules]
+    return Coverage(
+        sizes=split.sizes,
+        sp=split.sp,
+        whole_flops=sum(whole for whole, _ in work),
+        rank_flops=sum(part for _, part in work),
+        collectives=sum(_is_collective(n) for n in lowered.graph.nodes),
+        unsplit=tuple(_unsplit(split)),
+    )
+
+
+def _flops(split: Split, name: str) -> tuple[float, float]:
+    """Returns a node's FLOPs, and those of the fullest rank: products of its rule's sizes."""
+    rule = split.sharding.rules[name]
+    if not rule.multiplies:
+        return 0.0, 0.0
+    dims = {
+        split.program.symbols[n]: s for n, s in split.sizes.items() if n in split.program.symbols
+    }
+    sizes = [int(s.subs(dims)) for s in rule.sizes.values()]
+    every = 2.0 * math.prod(sizes)
+    chosen = split.placement.nodes[name]
+    whole = every * rule.work.get("", 1.0)
+    part = every * rule.work.get(chosen.name, rule.work.get("", 1.0))
+    return whole, part * _share(split, name, dims)
+
+
+def _share(split: Split, name: str, dims: Mapping[sympy.Symbol, int]) -> float:
+    """Returns the fullest rank's share of the factor that a node is split along, 1 for none."""
+    placement = split.placement
+    chosen = placement.nodes[name]
+    ways = split.sharding.alternatives[name]
+    if not any(
+        (w.operands, w.output, w.name) == (chosen.operands, chosen.output, chosen.name)
+        for w in ways
+        if w.factor >= 0
+    ):
+        return 1.0
+    sources = [n.name for n in tensor_operands(split.nodes[name], split.program.info)]
+    labels = zip((*sources, name), (*chosen.operands, chosen.output), strict=True)
+    tensor, label = next((t, label) for t, label in labels if label.sharded)
+    factor = placement.factors[tensor][label.dim][label.index]
+    size = int(factor.size.subs(dims))
+    parent = factor if factor.parent < 0 else placement.parents[factor.parent]
+    whole = int(parent.size.subs(dims))
+    return max(piece(size, whole, factor.shift, split.sp, r)[1] for r in range(split.sp)) / size
+
+
+def _unsplit(split: Split) -> Iterable[Unsplit]:
+    info = split.program.info
+    for node in split.program.gm.graph.nodes:
+        if node.op != "call_function" or node.name not in info or not _is_whole(split, node):
+            continue
+        rule = split.sharding.rules[node.name]
+        ways = [a.name for a in split.sharding.alternatives[node.name] if a.factor >= 0]
+        reason = rule.reason or "no piece of any of its dims would do"
+        if ways:
+            found = ", ".join(dict.fromkeys(ways))
+            reason = f"it can be split ({found}), and costs less in whole where it stands"
+        shape = f"[{', '.join(map(str, info[node.name].shape))}]"
+        op = str(node.target).removesuffix(".default")
+        blocked = bool(rule.reason) and (info[node.name].requires_grad or not rule.deliberate)
+        yield Unsplit(node.name, op, reason, shape, source_line(node), blocked)
+
+
+def _is_whole(split: Split, node: fx.Node) -> bool:
+    """Whether every rank does all of a node that works on something that grows."""
+    chosen = split.placement.nodes[node.name]
+    if chosen.output.sharded or chosen.output.partial or chosen.name:
+        return False
+    return not split.sharding.rules[node.name].is_view and _long(split, node)
+
+
+def _long(split: Split, node: fx.Node) -> bool:
+    """Whether the value or an operand has a dim that grows, the batch apart."""
+    symbols = {s for n, s in split.program.symbols.items() if n != BATCH}
+    tensors = [*tensor_operands(node, split.program.info), node]
+    shapes = [split.program.info[t.name].shape for t in tensors]
+    return any(sympy.sympify(size).free_symbols & symbols for s in shapes for size in s)
+
+
+def _is_collective(node: fx.Node) -> bool:
+    names = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+    return any(str(node.target).startswith(f"dcpc.{n}") for n in names)
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def source_line(node: fx.Node) -> str:
+    """Returns `file:line` of the code that made a node: the innermost frame outside of torch."""
+    frames = _FRAME.findall(str(node.meta.get("stack_trace", "")))
+    ours = [f for f in frames if "/torch/" not in f[0]]
+    if not ours:
+        return ""
+    file, line = ours[-1]
+    return f"{'/'.join(file.split('/')[-2:])}:{line}"

@@ -1,0 +1,178 @@
+"""Loss and gradients of a model, and how far others are from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from dcpc.buckets import Buckets
+from dcpc.errors import BucketError
+from dcpc.trace.capture import find_loss
+
+Sizes = Mapping[str, int]
+Gradients = dict[str, Tensor | None]
+Example = Callable[[Sizes], Mapping[str, Tensor]]
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest relative differences of a group's loss and gradients from the plain model's.
+
+    Attributes:
+        sizes: the shape of the call.
+        loss: of the loss.
+        gradient: of all gradients, each relative to its own largest element.
+        parameter: the parameter whose gradient differs most.
+    """
+
+    sizes: Sizes
+    loss: float
+    gradient: float
+    parameter: str
+
+    @property
+    def worst(self) -> float:
+        """The larger of the two; NaN where one is."""
+        return self.loss if not self.loss <= self.gradient else self.gradient
+
+
+def plain(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Gradients]:
+    """Returns loss and gradients of the model itself, on one device."""
+    model.zero_grad()
+    loss = find_loss(model(**inputs))
+    loss.backward()
+    found = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), found
+
+
+def gradient_errors(model: nn.Module, expected: Gradients) -> dict[str, float]:
+    """Returns for each parameter the largest difference, relative to its own largest gradient.
+
+    A gradient that is zero but for rounding (a bias before a softmax) is compared with 1e-3 of the
+    largest of all. A parameter without a gradient must have none: its error is infinite else.
+    """
+    scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
+    found = {}
+    for name, p in model.named_parameters():
+        g = expected[name]
+        if g is None or p.grad is None:
+            found[name] = 0.0 if g is p.grad else float("inf")
+            continue
+        own = max(float(g.abs().max()), 1e-3 * scale, 1e-12)
+        found[name] = float((p.grad - g).abs().max()) / own
+    return found
+
+
+def loss_error(got: Tensor, expected: Tensor) -> float:
+    """Returns the relative difference of two losses; infinite where shape or dtype differ."""
+    if got.shape != () or got.dtype != expected.dtype:
+        return float("inf")
+    return abs(float(got.detach() - expected)) / max(abs(float(expected)), 1e-12)
+
+
+def nan_as_infinite(error: float) -> float:
+    """Returns an error that compares: NaN is larger than any other."""
+    return error if error == error else float("inf")
+
+
+class Float64Throughout(TorchFunctionMode):
+    """Every cast to a lower floating dtype is one to float64.
+
+    Libraries compute norms, rotary tables and losses in float32 also in a float64 model. There a
+    sum over ranks differs from the plain model's by float32's rounding, which says nothing about
+    the split; without these casts it may differ by float64's alone.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function with float64 where a lower dtype is asked for."""
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            func = Tensor.double
+        args, kwargs = tree_map(_widened, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
+
+
+class InFloat64(nn.Module):
+    """A model whose forward runs under `Float64Throughout`; parameters keep their names' ends."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keeps the model."""
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+
+    def forward(self, **inputs: Tensor) -> Any:
+        """Returns what the model returns."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with Float64Throughout():
+                return self.model(**inputs)
+        finally:
+            torch.set_default_dtype(before)
+
+
+def float64_specs(buckets: Buckets) -> Buckets:
+    """Returns the same buckets with every floating input in float64."""
+    inputs = {}
+    for name, spec in buckets.inputs.items():
+        text = str(spec)
+        if spec.dtype.is_floating_point:
+            text = "float64" + text[text.index("[") :]
+        inputs[name] = text
+    return Buckets(inputs, [b.sizes for b in buckets.buckets])
+
+
+def example_inputs(
+    buckets: Buckets, sizes: Sizes, example: Example | None = None, seed: int = 0
+) -> dict[str, Tensor]:
+    """Returns inputs of one shape, the same on every rank.
+
+    Args:
+        buckets: the inputs' specs.
+        sizes: length of every dim, batch included.
+        example: returns some of the inputs for a shape; the others are drawn: normal numbers,
+            integers 0 and 1, ones where a name has "mask" in it.
+        seed: of the draws, those of `example` included.
+
+    Raises:
+        BucketError: `example` returns an input that there is not, or one of another shape.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for name, spec in buckets.inputs.items():
+        shape = spec.shape(sizes)
+        if "mask" in name:
+            found[name] = torch.ones(shape, dtype=spec.dtype)
+        elif spec.dtype.is_floating_point or spec.dtype.is_complex:
+            found[name] = torch.randn(shape, generator=generator, dtype=spec.dtype)
+        else:
+            found[name] = torch.randint(0, 2, shape, generator=generator).to(spec.dtype)
+    if example is not None:
+        torch.manual_seed(seed)
+        for name, value in example(sizes).items():
+            found[name] = _checked(name, value, buckets, sizes)
+    return found
+
+
+def _checked(name: str, value: Tensor, buckets: Buckets, sizes: Sizes) -> Tensor:
+    spec = buckets.inputs.get(name)
+    if spec is None or tuple(value.shape) != spec.shape(sizes):
+        got = f"'{name}' of shape {tuple(value.shape)}"
+        want = f"one of {', '.join(buckets.inputs)}" if spec is None else str(spec.shape(sizes))
+        raise BucketError(
+            f"the example at {dict(sizes)} returned {got}; expected {want}; correct the function"
+        )
+    return value.to(spec.dtype)

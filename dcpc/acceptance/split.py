@@ -1,0 +1,137 @@
+"""A model traced once and run by its variants over a group, split wherever it can be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dcpc.acceptance.exactness import (
+    Difference,
+    Sizes,
+    gradient_errors,
+    loss_error,
+    nan_as_infinite,
+    plain,
+)
+from dcpc.buckets import Buckets
+from dcpc.codegen import bind_group
+from dcpc.ir import Placement, Program
+from dcpc.passes.sharding import Sharding, analyse
+from dcpc.symbolic_profile import Device
+from dcpc.symbolic_profile.hardware import Link
+from dcpc.trace import trace
+from dcpc.variants import Variants, group_name
+
+# Links so fast, and everything else so slow, that every op which can be split is split.
+SPLITTING = Device(
+    name="splitting",
+    flops_per_s=((torch.float32, 1e6),),
+    vector_flops_per_s=1e6,
+    memory_bytes_per_s=1e6,
+    memory_bytes=1 << 40,
+    launch_s=0.0,
+    node_ranks=8,
+    inside=Link(0.0, 1e15),
+    across=Link(0.0, 1e15),
+)
+
+
+class Split:
+    """A model traced once and run by its variants over a group, without planning.
+
+    Cheaper than `dcpc.compile` with several buckets: one placement, made for `sizes`, serves all
+    lengths.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Buckets,
+        sizes: Sizes,
+        backend: str = "eager",
+        sp: int | None = None,
+    ) -> None:
+        """Traces and places.
+
+        Args:
+            model: the module.
+            buckets: its inputs and sizes; no dim may be 1 in some of the sizes only.
+            sizes: the shape that the placement is made for, batch included.
+            backend: "eager" or "inductor".
+            sp: ranks of the group; default: all there are.
+        """
+        self.model = model
+        self.sp = sp or (dist.get_world_size() if dist.is_initialized() else 1)
+        start_s = time.perf_counter()
+        self.program: Program = trace(model, buckets)
+        self.trace_s = time.perf_counter() - start_s
+        self.nodes = {n.name: n for n in self.program.gm.graph.nodes}
+        self.sharding: Sharding = analyse(self.program)
+        self.variants = Variants(self.program, self.sharding, SPLITTING, backend, self._held)
+        self.sizes = dict(sizes)
+        self.placement: Placement = self.variants.placement(sizes, self.sp)
+
+    def _held(self) -> dict[str, Tensor]:
+        own: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        own |= dict(self.model.named_buffers(remove_duplicate=False))
+        names = {**self.program.parameters, **self.program.buffers}
+        return {**{p: own[n] for p, n in names.items()}, **self.program.constants}
+
+    @property
+    def split_values(self) -> int:
+        """Values of which a rank has only a piece or a part of the sum."""
+        return sum(p.output.sharded or p.output.partial for p in self.placement.nodes.values())
+
+    def ready(self, sizes: Sizes, recompute: str = "none") -> None:
+        """Compiles what every rank will run at these sizes."""
+        for rank in range(self.sp):
+            self.variants.variant(self.placement, self._count(recompute), sizes, rank)
+
+    def _count(self, recompute: str) -> int:
+        """Returns how many segments a setting recomputes."""
+        return {"none": 0, "all": self.variants.segment_count}[recompute]
+
+    def run(self, sizes: Sizes, inputs: Mapping[str, Tensor], recompute: str = "none") -> Tensor:
+        """Returns the loss, after summing every parameter's gradient over the group."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is not None:
+            bind_group(group_name(self.sp), world)
+        variant, integers = self.variants.variant(
+            self.placement, self._count(recompute), sizes, rank
+        )
+        named = {**self._held(), **{p: inputs[n] for p, n in self.program.inputs.items()}}
+        loss = variant([named[p] for p in variant.placeholders], integers)
+        loss.backward()
+        for p in self.model.parameters():
+            if p.grad is not None and dist.is_initialized():
+                dist.all_reduce(p.grad)
+        return loss.detach()
+
+    def difference(
+        self, sizes: Sizes, inputs: Mapping[str, Tensor], recompute: str = "none"
+    ) -> Difference:
+        """Returns how far loss and gradients are from the plain model's."""
+        expected, gradients = plain(self.model, inputs)
+        got = self.run(sizes, inputs, recompute)
+        errors = gradient_errors(self.model, gradients)
+        self.model.zero_grad()
+        worst = max(errors, key=lambda n: nan_as_infinite(errors[n]), default="")
+        return Difference(dict(sizes), loss_error(got, expected), errors.get(worst, 0.0), worst)
+
+    def errors(
+        self,
+        name: str,
+        points: Iterable[tuple[Sizes, Mapping[str, Tensor]]],
+        recomputes: Sequence[str] = ("none", "all"),
+    ) -> dict[str, float]:
+        """Returns the largest error of each (sizes, inputs), by a text that says which."""
+        return {
+            f"{name} {sizes} recompute {r}": self.difference(sizes, inputs, r).worst
+            for sizes, inputs in points
+            for r in recomputes
+        }

@@ -1,0 +1,302 @@
+"""The acceptance of one model: traced, split, exact, or what is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dcpc.acceptance.coverage import Coverage, coverage
+from dcpc.acceptance.exactness import (
+    LOW,
+    Difference,
+    Example,
+    InFloat64,
+    Sizes,
+    example_inputs,
+    float64_specs,
+    plain,
+)
+from dcpc.acceptance.split import Split
+from dcpc.buckets import BATCH, Buckets
+from dcpc.errors import DcpcError, TraceError
+
+LIMIT = 1e-10
+# Where a model rounds to a lower dtype on its way, sums that ranks share differ by roundings of it.
+ROUNDINGS = 64
+LEAST_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What dcpc makes of one model and the buckets that share one trace.
+
+    Attributes:
+        sp: ranks.
+        trace_s: seconds of the trace.
+        nodes: values in the graph.
+        symbolic: named dims that stayed symbolic.
+        fixed: named dims that did not.
+        coverage: what is split; None on one rank.
+        differences: from the plain model, one a shape.
+        low: the lowest floating dtype that the model computes in although its parameters are
+            float64, as a text; "" if there is none.
+        limit: what `differences` must not exceed.
+        lifted: the same with every cast to a lower dtype left out, where `differences` exceed
+            1e-10; these must not.
+        skipped: shapes that the plain model itself refuses, and why.
+        error: what dcpc, or the model, said; "" if nothing.
+    """
+
+    sp: int
+    trace_s: float = 0.0
+    nodes: int = 0
+    symbolic: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    coverage: Coverage | None = None
+    differences: tuple[Difference, ...] = ()
+    low: str = ""
+    limit: float = LIMIT
+    lifted: tuple[Difference, ...] = ()
+    skipped: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference of all shapes, as the model is."""
+        return _worst(self.differences)
+
+    @property
+    def worst_in_float64(self) -> float:
+        """The same, without casts to lower dtypes where those made a difference."""
+        return _worst(self.lifted or self.differences)
+
+    def problems(self) -> Iterator[str]:
+        """Yields what keeps the model from being accepted."""
+        if self.error:
+            yield self.error
+            return
+        if self.fixed:
+            yield f"dims fixed by the trace: {', '.join(self.fixed)}"
+        if not self.differences:
+            yield "no shape was run: the model itself refuses all of them"
+        elif not self.worst <= self.limit:
+            yield f"differs from the plain model by {self.worst:.1e}, more than {self.limit:.1e}"
+        if not self.worst_in_float64 <= LIMIT:
+            yield f"differs by {self.worst_in_float64:.1e} in float64, more than {LIMIT:.0e}"
+        if self.coverage is not None:
+            for unsplit in self.coverage.blocked:
+                yield f"replicated: {unsplit}"
+            if self.coverage.sharded_share < LEAST_SHARE:
+                yield (
+                    f"{self.coverage.sharded_share:.1%} of its FLOPs are split, expected at least "
+                    f"{LEAST_SHARE:.0%}"
+                )
+
+    @property
+    def accepted(self) -> bool:
+        """Whether there is no problem."""
+        return not any(self.problems())
+
+
+def _worst(differences: Sequence[Difference]) -> float:
+    found = [d.worst for d in differences]
+    return float("nan") if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A model traced, placed and lowered for a group, before there is one.
+
+    Attributes:
+        model: the model, in float64 and in eval().
+        buckets: its buckets, floating inputs in float64.
+        split: its trace and placement.
+        large: the shape the placement was made for.
+        shapes: where it is compared.
+        skipped: shapes that the model itself refuses, and why.
+        example: see `exactness.example_inputs`.
+        recomputes: "none" and "all", or one of them.
+    """
+
+    model: nn.Module
+    buckets: Buckets
+    split: Split
+    large: Sizes
+    shapes: list[Sizes]
+    skipped: list[str]
+    example: Example | None
+    recomputes: tuple[str, ...]
+
+
+def examine(
+    make: Callable[[], nn.Module],
+    buckets: Buckets,
+    shapes: Sequence[Sizes],
+    *,
+    sp: int = 0,
+    large: Sizes | None = None,
+    example: Example | None = None,
+    recomputes: Sequence[str] = ("none",),
+) -> Verdict:
+    """Returns the verdict on one model; every rank of the group calls this with the same model.
+
+    Args:
+        make: see `prepare`, and so are the others.
+        buckets: inputs and sizes; no dim is 1 in some of the sizes only.
+        shapes: where loss and gradients are compared.
+        sp: ranks of the group; default: all there are.
+        large: the shape whose placement is used and whose FLOPs are counted.
+        example: see `exactness.example_inputs`.
+        recomputes: "none" and "all", or one of them.
+    """
+    sp = sp or (dist.get_world_size() if dist.is_initialized() else 1)
+    found = prepare(make, buckets, shapes, sp, large=large, example=example, recomputes=recomputes)
+    return found if isinstance(found, Verdict) else compare(found)
+
+
+def prepare(
+    make: Callable[[], nn.Module],
+    buckets: Buckets,
+    shapes: Sequence[Sizes],
+    sp: int,
+    *,
+    large: Sizes | None = None,
+    example: Example | None = None,
+    recomputes: Sequence[str] = ("none",),
+) -> Prepared | Verdict:
+    """Returns a model ready to be compared, or the verdict that it cannot be; needs no group.
+
+    Args:
+        make: returns the model; it is brought to float64 and put into eval(), as random numbers
+            cannot be compared.
+        buckets: inputs and sizes; no dim is 1 in some of the sizes only.
+        shapes: where loss and gradients are compared.
+        sp: ranks of the group.
+        large: the shape whose placement is used and whose FLOPs are counted; default: the largest
+            of `shapes`.
+        example: see `exactness.example_inputs`.
+        recomputes: "none" and "all", or one of them.
+    """
+    try:
+        torch.manual_seed(0)
+        model = make().double().eval()
+        wide = float64_specs(buckets)
+        taken, skipped = _taken(model, wide, shapes, example)
+        at = large or _largest(shapes)
+        split = Split(model, wide, at, sp=sp)
+        _refuse_draws(split)
+        for sizes, recompute in product(taken, recomputes):
+            split.ready(sizes, recompute)
+        return Prepared(model, wide, split, at, taken, skipped, example, tuple(recomputes))
+    except DcpcError as error:
+        return Verdict(sp, error=f"{type(error).__name__}: {error}")
+
+
+def compare(prepared: Prepared) -> Verdict:
+    """Returns the verdict, after every rank of the group has run the model at every shape."""
+    split, buckets = prepared.split, prepared.buckets
+    try:
+        _same_everywhere(prepared.model)
+        differences = tuple(_differences(split, prepared))
+        low = _lowest(split)
+        lifted: tuple[Difference, ...] = ()
+        if low is not None and not _worst(differences) <= LIMIT:
+            wide = Split(InFloat64(prepared.model), buckets, prepared.large, sp=split.sp)
+            lifted = tuple(_differences(wide, prepared))
+    except DcpcError as error:
+        return Verdict(split.sp, error=f"{type(error).__name__}: {error}")
+    dims = [n for n in buckets.names if n in split.program.symbols]
+    inputs = [split.program.info[n] for n in split.program.inputs]
+    free = {str(s) for tensor in inputs for size in tensor.shape for s in size.free_symbols}
+    return Verdict(
+        sp=split.sp,
+        trace_s=split.trace_s,
+        nodes=len(split.program.info),
+        symbolic=tuple(n for n in dims if n in free),
+        fixed=tuple(n for n in dims if n not in free and buckets.range_of(n)[1] > 1),
+        coverage=coverage(split) if split.sp > 1 else None,
+        differences=differences,
+        low="" if low is None else str(low).removeprefix("torch."),
+        limit=LIMIT if low is None else ROUNDINGS * torch.finfo(low).eps,
+        lifted=lifted,
+        skipped=tuple(prepared.skipped),
+    )
+
+
+def _same_everywhere(model: nn.Module) -> None:
+    """Gives every rank the parameters and buffers of rank 0."""
+    if dist.is_initialized():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, 0)
+
+
+def _largest(shapes: Sequence[Sizes]) -> Sizes:
+    return max(shapes, key=lambda s: math.prod(s.values()))
+
+
+def _taken(
+    model: nn.Module, buckets: Buckets, shapes: Sequence[Sizes], example: Example | None
+) -> tuple[list[Sizes], list[str]]:
+    """Returns the shapes that the plain model itself can do, and what it says of the others."""
+    taken: list[Sizes] = []
+    skipped: list[str] = []
+    for sizes in shapes:
+        try:
+            plain(model, example_inputs(buckets, sizes, example))
+        except TraceError:
+            raise
+        except (RuntimeError, ValueError, IndexError, AssertionError, NotImplementedError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            skipped.append(f"{dict(sizes)}: {type(error).__name__}: {first}")
+        else:
+            taken.append(sizes)
+    return taken, skipped
+
+
+def _differences(split: Split, prepared: Prepared) -> Iterator[Difference]:
+    for sizes in prepared.shapes:
+        inputs = example_inputs(prepared.buckets, sizes, prepared.example)
+        for recompute in prepared.recomputes:
+            yield split.difference(sizes, inputs, recompute)
+
+
+def _refuse_draws(split: Split) -> None:
+    """Random numbers that eval() does not switch off cannot be compared with the plain model's."""
+    draws = [n for n in split.program.gm.graph.nodes if "dcpc.uniform" in str(n.target)]
+    draws += [n for n in split.program.gm.graph.nodes if "dcpc.normal" in str(n.target)]
+    if draws:
+        raise TraceError(
+            f"node '{draws[0].name}' draws random numbers also in eval(), and so do "
+            f"{len(draws) - 1} more; expected a loss that is the same in every call; switch them "
+            "off in the factory (dropout, layer drop, masking), or pass them in as inputs"
+        )
+
+
+def _lowest(split: Split) -> torch.dtype | None:
+    """Returns the lowest floating dtype below float64 that a gradient flows through."""
+    found = {i.dtype for i in split.program.info.values() if i.requires_grad}
+    return next((dtype for dtype in reversed(LOW) if dtype in found), None)
+
+
+def shapes_of(buckets: Buckets, sp: int) -> list[Sizes]:
+    """Returns shapes to compare at: the smallest bucket, and near it lengths `sp` does not divide.
+
+    Batch 1, so that the lengths are what is split.
+    """
+    smallest = min((b.sizes for b in buckets.buckets), key=lambda s: math.prod(s.values()))
+    base = {n: 1 if n == BATCH else smallest[n] for n in buckets.names}
+    odd = {n: _odd(n, size, buckets, sp) for n, size in base.items()}
+    return [base] if odd == base else [base, odd]
+
+
+def _odd(name: str, size: int, buckets: Buckets, sp: int) -> int:
+    low, high = buckets.range_of(name)
+    if name == BATCH or low == high or size == 1:
+        return size
+    return next((n for n in range(size, high + 1) if n % sp), size)
