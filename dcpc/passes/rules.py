@@ -18,6 +18,7 @@ from torch import fx
 
 from dcpc.errors import RuleError
 from dcpc.ir import TensorInfo, call_of, tensor_operands
+from dcpc.passes.derive import DerivedRules
 from dcpc.passes.notation import Pattern, bind
 from dcpc.passes.op_kinds import KINDS, VIEW_KINDS, Call, arguments
 from dcpc.passes.rule_types import Linear, Names, OpSharding
@@ -66,6 +67,11 @@ def register_sharding_rule(
     """
     parsed = _line(op, {"rule": rule, "whole": whole, "sum": sum, "linear": linear})
     _registered[op.replace("::", ".")] = parsed
+
+
+def unregister_sharding_rule(op: str) -> None:
+    """Removes a registered rule; the shipped one, if there is one, holds again."""
+    _registered.pop(op.replace("::", "."), None)
 
 
 def _line(op: str, fields: Mapping[str, Any]) -> Rule:
@@ -126,14 +132,22 @@ def op_name(node: fx.Node) -> str:
     return f"{module}.{getattr(node.target, '__name__', node.target)}"
 
 
-def op_sharding(node: fx.Node, info: Mapping[str, TensorInfo]) -> OpSharding:
-    """Returns the rule of one call, in names of its own; all replicated where there is none."""
+def op_sharding(
+    node: fx.Node, info: Mapping[str, TensorInfo], derived: DerivedRules | None = None
+) -> OpSharding:
+    """Returns the rule of one call, in names of its own; all replicated where there is none.
+
+    Args:
+        node: the call, or one of its several results.
+        info: what is known of every value.
+        derived: finds rules of ops that have no line; None: such ops are replicated.
+    """
     operands = tuple(info[n.name] for n in tensor_operands(node, info))
     output, call_node = info[node.name], call_of(node)
     op = op_name(call_node)
     line = rule_table().get(op)
     if line is None:
-        return _replicated(operands, output.shape, f"no sharding rule for {op}")
+        return _derived(node, op, operands, output, derived)
     if line.reason:
         reason = f"{op}: {line.reason}"
         return replace(_replicated(operands, output.shape, reason), deliberate=True)
@@ -148,6 +162,28 @@ def op_sharding(node: fx.Node, info: Mapping[str, TensorInfo]) -> OpSharding:
             sharding = _from_pattern(line, args, operands, output)
     except (NotImplementedError, RuleError) as error:
         return _replicated(operands, output.shape, f"{op}: {error}")
+    return _only_valid(_only_sums(sharding, operands, output))
+
+
+def _derived(
+    node: fx.Node,
+    op: str,
+    operands: tuple[TensorInfo, ...],
+    output: TensorInfo,
+    rules: DerivedRules | None,
+) -> OpSharding:
+    """The rule that the op's own behaviour shows; all replicated where it shows none."""
+    reason = f"no sharding rule for {op}"
+    if rules is None:
+        return _replicated(operands, output.shape, reason)
+    found = rules.find(node, op, operands, output)
+    if isinstance(found, str):
+        return _replicated(operands, output.shape, f"{reason}, and none was derived: {found}")
+    fields = {"rule": found.rule, "whole": found.whole, "sum": found.sum, "linear": found.linear}
+    line = _line(op, fields | {"multiplies": bool(found.sum)})
+    sharding = _from_pattern(line, {}, operands, output)
+    if not found.takes_empty:
+        sharding = replace(sharding, nonempty=frozenset(sharding.sizes))
     return _only_valid(_only_sums(sharding, operands, output))
 
 
@@ -214,5 +250,22 @@ def warn_replicated(reasons: Mapping[str, list[str]]) -> None:
             f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} ({', '.join(nodes[:3])}"
             f"{', ...' if len(nodes) > 3 else ''}) stay replicated on every rank: {reason}; add a "
             "line with dcpc.register_sharding_rule(op, 'operands -> output')",
+            stacklevel=4,
+        )
+
+
+def warn_derived(derived: Mapping[str, Mapping[str, list[str]]]) -> None:
+    """Says once for each op that it is split by a rule nobody proved, and the line to add.
+
+    Args:
+        derived: op -> line -> names of the nodes that use it.
+    """
+    for op, lines in derived.items():
+        nodes = [name for names in lines.values() for name in names]
+        warnings.warn(
+            f"{op} ({', '.join(nodes[:3])}{', ...' if len(nodes) > 3 else ''}) has no sharding "
+            "rule: it is split by one that was derived from runs on small pieces, not proved: "
+            f"{'; '.join(lines)}; check it against what the op means and register it with "
+            "dcpc.register_sharding_rule, or pass derive_rules=False to replicate the op",
             stacklevel=4,
         )

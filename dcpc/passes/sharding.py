@@ -6,9 +6,10 @@ Independent of the bucket and of the degree; `placement.py` prices it and choose
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dcpc.ir import PARTIAL, REPLICATED, Factor, Label, Program, tensor_operands
+from dcpc.passes.derive import DerivedRules
 from dcpc.passes.factors import FactorTable
 from dcpc.passes.rule_types import OpSharding
 from dcpc.passes.rules import op_sharding
@@ -43,6 +44,7 @@ class Sharding:
         rules: node name -> its rule in names of its own; absent for placeholders.
         parents: factors that others are slices of, by key.
         replicated: reason -> nodes without a usable rule.
+        derived: op without a line -> line that was derived -> nodes that use it.
     """
 
     factors: Mapping[str, tuple[tuple[Factor, ...], ...]]
@@ -50,10 +52,17 @@ class Sharding:
     rules: Mapping[str, OpSharding]
     parents: Mapping[int, Factor]
     replicated: Mapping[str, list[str]]
+    derived: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
 
 
-def analyse(program: Program) -> Sharding:
-    """Returns the factors of every dim in the graph and what every node could do with them."""
+def analyse(program: Program, derive_rules: bool = True) -> Sharding:
+    """Returns the factors of every dim in the graph and what every node could do with them.
+
+    Args:
+        program: the traced model.
+        derive_rules: whether ops without a rule are run on small pieces to find one.
+    """
+    derived = DerivedRules(program.scalars)
     table = FactorTable()
     dims: dict[str, list[list[int]]] = {}
     rules: dict[str, OpSharding] = {}
@@ -66,7 +75,7 @@ def analyse(program: Program) -> Sharding:
         dims[node.name] = [[table.new(s)] if s != 1 else [] for s in shape]
         if node.op != "call_function":
             continue
-        rule = op_sharding(node, program.info)
+        rule = op_sharding(node, program.info, derived if derive_rules else None)
         rules[node.name] = rule
         if rule.reason and not rule.deliberate:
             replicated.setdefault(rule.reason, []).append(node.name)
@@ -83,7 +92,7 @@ def analyse(program: Program) -> Sharding:
     }
     alternatives = _alternatives(program, table, factors, rules, names, slices)
     parents = {p: _factor(table, p, slices) for p, _ in slices.values()}
-    return Sharding(factors, alternatives, rules, parents, replicated)
+    return Sharding(factors, alternatives, rules, parents, replicated, derived.nodes)
 
 
 def _factor(table: FactorTable, key: int, slices: Mapping[int, tuple[int, int]]) -> Factor:

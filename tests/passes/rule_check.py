@@ -74,6 +74,7 @@ def program_of(case: Case) -> Program:
     args, kwargs = tree_unflatten(leaves, tree)
     node = graph.call_function(case.op, args, kwargs)
     if case.result is not None:
+        node.meta["val"] = replace(case, result=None).run()
         node = graph.call_function(operator.getitem, (node, case.result))
     describe(node, case.run(), -1)
     graph.output((node,))

@@ -158,9 +158,9 @@ def test_a_division_that_rounds_passes_no_partial_sum():
 
 
 def test_a_line_with_a_reason_replicates_without_a_warning():
-    rule = sharding_of(aten.linalg_inv.default, (BATCH, 3, 3))
+    rule = sharding_of(aten.cov.default, (3, 3))
     assert rule.deliberate
-    assert "whole matrix" in rule.reason
+    assert "order or the memory" in rule.reason
     assert not rule.sizes
     assert not sharding_of(aten.xlogy.Tensor, (SEQ,), (SEQ,)).reason
     missing = sharding_of(aten.special_bessel_j0.default, (SEQ,))
@@ -181,24 +181,3 @@ def test_no_op_has_two_lines():
     keys = [line.split(":")[0] for line in text.splitlines() if line and line[0] not in "# "]
     assert sorted(keys) == sorted(set(keys))
     assert set(keys) == set(yaml.safe_load(text))
-
-
-# Of the core ATen set without backward ops and sizes: what a captured forward graph cannot have.
-NOT_IN_A_FORWARD_GRAPH = {
-    "aten._local_scalar_dense", "aten.nonzero",  # sizes that depend on values: a TraceError
-    "aten.native_dropout", "aten.rand", "aten.randn",  # dcpc::uniform and dcpc::normal by then
-    "aten.randperm", "aten.empty_strided", "aten.resize_",  # refused, or made by decompositions
-    "aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d", "aten._cdist_forward",
-    "aten._pdist_forward", "aten.grid_sampler_2d",
-}  # fmt: skip
-
-
-def test_every_core_op_has_a_line():
-    core = set()
-    for name in dir(aten):
-        packet = getattr(aten, name)
-        overloads = getattr(packet, "overloads", list)()
-        if any(torch.Tag.core in getattr(packet, o).tags for o in overloads):
-            core.add(f"aten.{name}")
-    absent = {op for op in core - rule_table().keys() if "sym_" not in op and "backward" not in op}
-    assert absent == NOT_IN_A_FORWARD_GRAPH
