@@ -57,6 +57,7 @@ class Relay:
         self._readers = groups.world - 1
         self._sender = groups.global_ranks[0]
         self._sent = 0
+        self._failed = False
         self._closed = threading.Event()
         self.timeout_s = timeout_s
 
@@ -67,6 +68,7 @@ class Relay:
                 found = next(messages, None)
             except BaseException as e:
                 self._put({"error": type(e).__name__, "text": str(e)})
+                self._failed = True
                 raise
             self._put({"end": True} if found is None else found[0])
             if found is None:
@@ -90,11 +92,11 @@ class Relay:
             yield message
 
     def close(self, used: int = 0) -> None:
-        """Ends waiting; on rank 0 also deletes the messages after the first `used`."""
+        """Ends waiting; on rank 0 also deletes the messages after the first `used`, no error."""
         self._closed.set()
         if self._sends:
             with contextlib.suppress(RuntimeError):
-                for seq in range(used, self._sent):
+                for seq in range(used, self._sent - self._failed):
                     self._store.delete_key(str(seq))
                     self._store.delete_key(f"{seq}/read")
 
@@ -134,8 +136,10 @@ class Relay:
 
 
 def _error(sender: int, message: Message) -> DcpcError:
-    found = getattr(errors, message["error"], PlanError)
-    known = isinstance(found, type) and issubclass(found, DcpcError)
-    text = message["text"] if known else f"got {message['error']}: {message['text']}; expected " \
-        "a plan; look at its log"  # fmt: skip
-    return (found if known else PlanError)(f"planner of rank {sender}: {text}")
+    kind, text = message["error"], message["text"]
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, DcpcError):
+        return found(f"planner of rank {sender}: {text}")
+    return PlanError(
+        f"planner of rank {sender}: got {kind}: {text}; expected a plan; look at its log"
+    )

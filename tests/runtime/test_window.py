@@ -47,7 +47,8 @@ def test_every_sample_once_and_less_than_the_window_from_its_place(problem):
     skipped = [i for batch in batches for i in batch.skipped]
     assert sorted(trained + skipped) == list(range(len(lengths)))
     assert all(lengths[i] > 16 for i in skipped)
-    place = {i: p for p, i in enumerate(i for i in reversed(range(len(lengths))) if lengths[i] <= 16)}
+    order = [i for i in reversed(range(len(lengths))) if lengths[i] <= 16]
+    place = {i: p for p, i in enumerate(order)}
     for q, i in enumerate(trained):
         assert abs(place[i] - q) < max(1, window)
 
