@@ -13,7 +13,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen.backends import decompositions
 from dcpc.compiled import CompiledModel, Held
 from dcpc.errors import PlanError
-from dcpc.passes.rules import warn_replicated
+from dcpc.passes.rules import warn_derived, warn_replicated
 from dcpc.passes.sharding import analyse
 from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_text
 from dcpc.runtime.agreement import agree
@@ -39,6 +39,7 @@ def compile(
     backend: str = "inductor",
     optimizer_bytes: int | None = None,
     autocast: torch.dtype | None = None,
+    derive_rules: bool = True,
     zero: bool = False,
 ) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
@@ -71,6 +72,8 @@ def compile(
             parameter, as Adam does.
         autocast: mixed precision, `torch.bfloat16`: the model runs as under `torch.autocast` of it,
             parameters and gradients stay as they are. None: what is active around this call.
+        derive_rules: whether an op without a sharding rule is run on small random pieces to find
+            one, which is then used with a warning that prints it; else each rank does all of it.
         zero: the optimizer is `dcpc.zero`'s: a rank keeps only its share of the default of
             `optimizer_bytes`.
 
@@ -92,6 +95,7 @@ def compile(
         backend=backend,
         optimizer_bytes=optimizer_bytes,
         autocast=autocast,
+        derive_rules=derive_rules,
         zero=zero,
     )
     hashes = " ".join(v.program.graph_hash for v in planned.traces)
@@ -111,6 +115,7 @@ def plan(
     backend: str = "inductor",
     optimizer_bytes: int | None = None,
     autocast: torch.dtype | None = None,
+    derive_rules: bool = True,
     zero: bool = False,
 ) -> Planned:
     """Returns the plan of every bucket for `world` ranks, from one process and no process group.
@@ -128,6 +133,7 @@ def plan(
         backend: "inductor" or "eager".
         optimizer_bytes: what the optimizer keeps on a rank.
         autocast: dtype of mixed precision; None: what is active around this call.
+        derive_rules: as for `compile`.
         zero: the optimizer's state is spread over the ranks.
 
     Raises:
@@ -144,10 +150,11 @@ def plan(
     kind = (_device_of(model) or torch.device("cpu")).type
     kind = "cpu" if kind == "meta" else kind  # what a trace takes meta tensors for
     autocast = checked_dtype(autocast or autocast_dtype(kind))
-    by_bucket = _trace_all(model, buckets, target, backend, autocast)
+    by_bucket = _trace_all(model, buckets, target, backend, autocast, world > 1 and derive_rules)
     if world > 1:
         replicated = {n: r for v in by_bucket.values() for n, r in v.sharding.replicated.items()}
         warn_replicated(replicated)
+        warn_derived({op: v for b in by_bucket.values() for op, v in b.sharding.derived.items()})
     with casting(kind, None):  # what is traced now has its casts already
         plans, tables = plan_buckets(by_bucket, request)
     return Planned(by_bucket, plans, tables, memory_bytes, autocast)
@@ -159,14 +166,16 @@ def _trace_all(
     device: Device,
     backend: str,
     autocast: torch.dtype | None,
+    derive_rules: bool,
 ) -> dict[Bucket, Variants]:
     """Returns what is made from the trace of each bucket, in the buckets' order."""
     found: dict[Bucket, Variants] = {}
     for mine in buckets.by_ones().values():
         program = trace(model, mine, autocast)
+        sharding = analyse(program, derive_rules)
         held = Held(program, model)
         longest = max(mine, key=lambda bucket: math.prod(n for _, n in bucket.shape_key))
-        variants = Variants(program, analyse(program), device, backend, held, longest.sizes)
+        variants = Variants(program, sharding, device, backend, held, longest.sizes)
         found |= dict.fromkeys(mine, variants)
     return {bucket: found[bucket] for bucket in buckets}
 

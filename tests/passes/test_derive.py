@@ -1,6 +1,6 @@
 """Rules derived by running an op on random pieces: found, refused, right where they are used."""
 
-import re
+import warnings
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+import dcpc
 from dcpc.buckets import Buckets
 from dcpc.ir import TensorInfo
 from dcpc.passes import rules
@@ -192,14 +193,22 @@ def test_analysis_uses_derived_rules_and_leaves_the_graph():
     assert [n for nodes in sharding.replicated.values() for n in nodes] == ["mix"]
 
 
+def planned_warnings(derive_rules: bool) -> list[str]:
+    buckets = Buckets(inputs={"x": "float32[batch, seq, 8]"}, sizes=[{"seq": 8}, {"seq": 16}])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        dcpc.plan(Model(), buckets, world=2, sp=2, backend="eager", derive_rules=derive_rules)
+    return [str(w.message) for w in said if "dcpctest" in str(w.message)]
+
+
 def test_one_warning_an_op_has_the_line_to_add():
-    sharding = analyse(program_of_model())
-    with pytest.warns(UserWarning, match=re.escape('"a b c -> a b c", whole: b')) as said:
-        rules.warn_derived(sharding.derived)
-    assert len(said) == 3
-    assert all("not proved" in str(w.message) for w in said)
-    with pytest.warns(UserWarning, match="dcpctest.mix, and none was derived"):
-        rules.warn_replicated(sharding.replicated)
+    texts = planned_warnings(derive_rules=True)
+    assert len(texts) == 4
+    scan = next(text for text in texts if text.startswith("dcpctest.scan"))
+    assert 'dcpctest.scan: {rule: "a b c -> a b c", whole: b, linear: first}' in scan
+    assert "not proved" in scan
+    assert "no sharding rule for dcpctest.mix, and none was derived: no dim" in " ".join(texts)
+    assert all("none was derived" not in text for text in planned_warnings(derive_rules=False))
 
 
 def test_switched_off_nothing_is_run():
