@@ -263,8 +263,8 @@ def warn_derived(derived: Mapping[str, Mapping[str, list[str]]]) -> None:
     for op, lines in derived.items():
         nodes = [name for names in lines.values() for name in names]
         warnings.warn(
-            f"{op} ({', '.join(nodes[:3])}{', ...' if len(nodes) > 3 else ''}) has no sharding "
-            "rule: it is split by one that was derived from runs on small pieces, not proved: "
+            f"{op} ({', '.join(nodes[:3])}{', ...' if len(nodes) > 3 else ''}) has no "
+            "sharding rule: it is split by one derived from runs on small pieces, not proved: "
             f"{'; '.join(lines)}; check it against what the op means and register it with "
             "dcpc.register_sharding_rule, or pass derive_rules=False to replicate the op",
             stacklevel=4,
