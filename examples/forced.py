@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import dcpc
 from dcpc.ir import Placement
-from dcpc.variants import Prediction
+from dcpc.variants import Prediction, Variants
 
 
 class ForcedVariant:
@@ -25,6 +25,7 @@ class ForcedVariant:
         placement: Placement,
         recompute: int,
         model: nn.Module | None = None,
+        variants: Variants | None = None,
     ) -> None:
         """Takes the graphs of a compiled model.
 
@@ -33,10 +34,12 @@ class ForcedVariant:
             placement: one of its placements.
             recompute: number of segments to recompute.
             model: whose parameters to use; default: those of the compiled model.
+            variants: of which trace; default: of the one there is.
         """
         self.placement, self.recompute = placement, recompute
         self._compiled = compiled
-        program, model = compiled.program, model or compiled.model
+        self._variants = variants or compiled.variants
+        program, model = self._variants.program, model or compiled.model
         state = dict(model.named_parameters(remove_duplicate=False))
         state |= dict(model.named_buffers(remove_duplicate=False))
         names = {**program.parameters, **program.buffers}
@@ -48,9 +51,8 @@ class ForcedVariant:
         shapes = {n: tuple(x.shape) for n, x in inputs.items()}
         _, sizes = compiled.buckets.match(shapes, {n: x.dtype for n, x in inputs.items()})
         rank = compiled.groups.rank % self.placement.sp
-        variants = compiled.variants
-        variant, integers = variants.variant(self.placement, self.recompute, sizes, rank)
-        named = {**self._held, **{p: inputs[n] for p, n in compiled.program.inputs.items()}}
+        variant, integers = self._variants.variant(self.placement, self.recompute, sizes, rank)
+        named = {**self._held, **{p: inputs[n] for p, n in self._variants.program.inputs.items()}}
         return variant([named[p] for p in variant.placeholders], integers)
 
     def zero_grad(self) -> None:
@@ -60,4 +62,4 @@ class ForcedVariant:
 
     def predict(self, sizes: Mapping[str, int]) -> Prediction:
         """Returns the predicted costs at some sizes, batch included."""
-        return self._compiled.variants.predict(self.placement, self.recompute, sizes)
+        return self._variants.predict(self.placement, self.recompute, sizes)

