@@ -191,8 +191,15 @@ class Groups:
             known = (first, degree) in self._ranges
             pg = self._ranges.pop((first, degree)) if known else self._make(first, degree)
             self._ranges[first, degree] = pg
-        most = max(MOST_RANGES, len(ranges))
-        while len(self._ranges) > most:
+        self.forget(max(MOST_RANGES, len(ranges)))
+
+    def forget(self, but: int) -> None:
+        """Destroys the groups that `prepare` made, except those used last; alike on every rank.
+
+        Args:
+            but: how many to keep, over all ranks.
+        """
+        while len(self._ranges) > but:
             oldest = self._ranges.pop(next(iter(self._ranges)))
             if oldest is not None:
                 dist.destroy_process_group(oldest)

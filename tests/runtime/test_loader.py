@@ -277,3 +277,91 @@ def test_no_warning_without_a_reason():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         list(loader_for(RaggedWithDims(LENGTHS), lookahead=2))
+
+
+def runs(step) -> list[int]:
+    """Micro-batches of each rank."""
+    return [len(step.plan.of(rank)) for rank in range(len(step.plan.busy_s))]
+
+
+def test_intra_has_one_bucket_a_step():
+    steps = list(loader_for(RaggedWithDims(LENGTHS), mode="intra"))
+    assert sorted(sample_ids(steps)) == list(range(len(LENGTHS)))
+    assert all(len({mb.bucket for mb in s.plan.micro_batches}) == 1 for s in steps)
+    assert {s.plan.mode for s in steps} == {"intra"}
+    with pytest.raises(DataError, match="got mode 'intra', whose steps have one bucket"):
+        loader_for(RaggedWithDims(LENGTHS), mode="intra", max_grad_accumulation_steps=3)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.integers(1, 16), min_size=1, max_size=50),
+    st.integers(1, 60),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.sampled_from(["inter", "auto"]),
+)
+def test_accumulation_is_within_its_bounds(lengths, tokens, least, more, mode):
+    options = {"min_grad_accumulation_steps": least, "max_grad_accumulation_steps": least + more}
+    steps = list(
+        loader_for(RaggedWithDims(lengths), tokens_per_step=tokens, mode=mode, **options)
+    )
+    assert sorted(sample_ids(steps)) == list(range(len(lengths)))
+    for step in steps:
+        assert max(runs(step)) <= least + more
+    # A batch grows until it has enough; at the end, or before a cut, there may be no more samples.
+    if more and len(steps) > 2:
+        assert max(runs(steps[0])) >= least
+
+
+def test_bounds_in_the_wrong_order_are_refused():
+    options = {"min_grad_accumulation_steps": 4, "max_grad_accumulation_steps": 3}
+    with pytest.raises(DataError, match=r"max_grad_accumulation_steps: got 3; expected.*>= 4"):
+        loader_for(RaggedWithDims([4]), mode="inter", **options)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.integers(1, 16), min_size=1, max_size=40),
+    st.integers(0, 12),
+    st.integers(0, 9),
+    st.sampled_from(["intra", "inter", "auto"]),
+    st.sampled_from(["intra", "inter", "auto"]),
+    st.sampled_from([2, 4, 8]),
+)
+def test_resumed_in_another_mode_and_world_every_sample_is_trained_once(
+    lengths, window, stop, mode, other, size
+):
+    loader = loader_for(RaggedWithDims(lengths), mode=mode, window=window, lookahead=2)
+    first, state = [], loader.state_dict()
+    for _, step in zip(range(stop), loader, strict=False):
+        first.append(step)
+        state = json.loads(json.dumps(loader.state_dict()))
+    again = loader_for(RaggedWithDims(lengths), world(size), mode=other)
+    again.load_state_dict(state)
+    if state["epoch"] == 0:
+        assert sorted(sample_ids([*first, *again])) == list(range(len(lengths)))
+    else:
+        assert sorted(sample_ids(first)) == list(range(len(lengths)))
+
+
+def test_state_with_places_that_are_no_list_is_refused():
+    loader = loader_for(RaggedWithDims([4, 4]))
+    with pytest.raises(DataError, match="'ahead': got 3; expected a list of places"):
+        loader.load_state_dict({**loader.state_dict(), "ahead": 3})
+
+
+def test_window_fills_batches_better_than_the_order_alone():
+    lengths = [3, 16, 2, 9, 1, 12, 4, 7, 16, 2] * 6
+    counts = [
+        len(list(loader_for(RaggedWithDims(lengths), tokens_per_step=24, window=w)))
+        for w in (0, 30)
+    ]
+    assert counts[1] < counts[0]
+
+
+def test_imbalance_is_logged_where_asked(caplog):
+    with caplog.at_level("INFO", logger="dcpc"):
+        list(loader_for(RaggedWithDims([4, 4]), calculate_imbalance=True))
+    assert "step 0 of epoch 0: 2 samples, 8 tokens; predicted" in caplog.text
+    assert "gap to the lower bound" in caplog.text
