@@ -9,6 +9,7 @@ the `shift` of the dim's first element in the parent; usually parent == size and
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,7 +106,18 @@ def _exchange(
 
 
 def _wire(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.dtype == torch.bool else x
+    """Returns a dense tensor's elements as a backend takes them: booleans as bytes.
+
+    On the CPU it is the same memory under another owner. Gloo's threads let go of what they sent
+    some time after the collective has returned, whenever they get to run: memory of theirs would
+    be freed late, by as much as a layer's activations. All collectives here wait until they are
+    done, and their caller holds `x` meanwhile.
+    """
+    x = x.view(torch.uint8) if x.dtype == torch.bool else x
+    if x.device.type != "cpu" or x.numel() == 0:
+        return x
+    memory = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
+    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
 
 
 def _log(name: str, sends: Sequence[Tensor], rank: int) -> None:
@@ -335,7 +347,7 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     p = pg.size()
     wire_log.add("all_reduce", 2 * out.numel() * out.element_size() * (p - 1) // p)
-    dist.all_reduce(out, group=pg)
+    dist.all_reduce(_wire(out), group=pg)
     return out
 
 
