@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+import dcpc.attention
 import dcpc.random_ops  # noqa: F401 - registers the ops
 from dcpc.codegen.collectives import piece
 from dcpc.errors import CodegenError
@@ -433,24 +434,60 @@ class _Lowering:
         return self.graph.call_function(torch.ops.dcpc.narrow.default, args)
 
     def attention(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-        """Causal attention of a piece of the queries: the mask says which keys come before them."""
+        """Attention of a piece of the queries, some keys hidden by position: where it starts."""
         chosen = self.placement.nodes[node.name]
-        causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal")
-        if chosen.name != "q" or not causal:
+        given = {k: node.kwargs.get(k) for k in ("before", "after")}
+        band = {k: v for k, v in given.items() if isinstance(v, int)}
+        if chosen.name != "q" or not band:
             return None
-        factor = self.factor(node.name, chosen.output)
+        factor, factors = self.factor(node.name, chosen.output), self.placement.factors[node.name]
+        outer, *inner = factors[chosen.output.dim]
+        if factor.key != outer.key:
+            return self._masked_attention(node, operands, band)
+        start = self.start(factor) * sympy.Mul(*(f.size for f in inner))
+        assert not node.kwargs.get("start"), f"{node}: its queries are a piece already"
+        copied = self._copy(node, operands)
+        copied.kwargs = {**copied.kwargs, "start": self.emit(start)}
+        return copied
+
+    def _masked_attention(
+        self, node: fx.Node, operands: list[fx.Node], band: Mapping[str, int]
+    ) -> fx.Node:
+        """Attention by positions of queries that do not follow each other: a mask says what.
+
+        The piece is one of an inner factor, such as each frame's first patches.
+        """
+        call, label = self.graph.call_function, self._label(node)
+        on = {"device": node.meta["val"].device}
+        factor, factors = self.factor(node.name, label), self.placement.factors[node.name]
+        sizes = [f.size for f in factors[label.dim]]
+        rows = call(aten.arange.default, (self.emit(sympy.Mul(*sizes)),), on)
+        rows = self._reshape(rows, [self.emit(size) for size in sizes])
+        piece_args = (label.index, self.emit(self.start(factor)), self.emit(self.length(factor)))
+        rows = self._reshape(call(torch.ops.dcpc.narrow.default, (rows, *piece_args)), [-1, 1])
         keys = self.program.info[operands_name(node, 1)].shape[-2]
-        call, device = self.graph.call_function, node.meta["val"].device
-        stop = call(operator.add, (self.emit(self.start(factor)), self.emit(self.length(factor))))
-        rows = call(aten.arange.start, (self.emit(self.start(factor)), stop), {"device": device})
-        columns = call(aten.arange.default, (self.emit(keys),), {"device": device})
-        mask = call(aten.le.Tensor, (columns, call(aten.unsqueeze.default, (rows, 1))))
-        args: tuple[Any, ...] = (*operands[:3], mask, 0.0, False)
-        return call(
-            aten.scaled_dot_product_attention.default,
-            args,
-            {k: v for k, v in node.kwargs.items() if k != "is_causal"},
-        )
+        columns = call(aten.arange.default, (self.emit(keys),), on)
+        distance = call(aten.sub.Tensor, (columns, rows))
+        mask = call(aten.ones_like.default, (distance,), {"dtype": torch.bool})
+        if "after" in band:
+            mask = call(aten.le.Scalar, (distance, band["after"]))
+        if "before" in band:
+            near = call(aten.ge.Scalar, (distance, -band["before"]))
+            mask = call(aten.logical_and.default, (mask, near))
+        mask = call(aten.unsqueeze.default, (call(aten.unsqueeze.default, (mask, 0)), 0))
+        copied = self._copy(node, operands)
+        args: list[Any] = [*copied.args, None, None][:5]
+        if args[3] is not None:
+            given = args[3]
+            truth = self.program.info[operands_name(node, 3)].dtype == torch.bool
+            both = (aten.logical_and.default, (mask, given))
+            some = (aten.where.ScalarOther, (mask, given, float("-inf")))
+            with self.graph.inserting_before(copied):
+                mask = call(*(both if truth else some))
+        args[3] = mask
+        copied.args = tuple(args)
+        copied.kwargs = {k: v for k, v in copied.kwargs.items() if k not in band}
+        return copied
 
 
 def operands_name(node: fx.Node, position: int) -> str:
@@ -475,5 +512,5 @@ _SPECIAL = {
     aten.slice.Tensor: _Lowering.cut,
     torch.ops.dcpc.uniform.default: _Lowering.random,
     torch.ops.dcpc.normal.default: _Lowering.random,
-    aten.scaled_dot_product_attention.default: _Lowering.attention,
+    torch.ops.dcpc.attention.default: _Lowering.attention,
 }

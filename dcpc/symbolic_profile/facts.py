@@ -157,3 +157,36 @@ def op_name(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name
     return getattr(node.target, "__name__", str(node.target))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One node with what is known of it.
+
+    Attributes:
+        node: an ATen or collective call.
+        facts: reads its values.
+        threads: threads an op runs on; some ops have a buffer for each.
+    """
+
+    node: fx.Node
+    facts: Facts
+    threads: int
+
+    def tensor(self, name: str) -> TensorFacts:
+        """Returns the tensor argument of this name."""
+        return self.facts.of(argument(self.node, name))[0]
+
+    def given(self, name: str) -> TensorFacts | None:
+        """Returns the tensor argument of this name, None where there is none."""
+        return None if argument(self.node, name) is None else self.tensor(name)
+
+    @property
+    def inputs_bytes(self) -> sympy.Expr:
+        """Bytes of all tensor inputs, dense."""
+        return sympy.Add(*(t.size_bytes for t in self.facts.inputs(self.node)))
+
+    @property
+    def output_bytes(self) -> sympy.Expr:
+        """Bytes of all fresh outputs."""
+        return sympy.Add(*(t.storage_bytes for t in self.facts.fresh(self.node)))

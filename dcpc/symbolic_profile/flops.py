@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from dcpc.symbolic_profile import attention
 from dcpc.symbolic_profile.facts import Facts, TensorFacts, argument, op_name
 
 # Ranks of a collective's group: the same for all, or by the group's name.
@@ -180,6 +181,8 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
 def _flops(
     node: fx.Node, facts: Facts, name: str, fresh: tuple[TensorFacts, ...]
 ) -> tuple[str, sympy.Expr]:
+    if name.startswith("attention_"):
+        return "attention", _widths(node, facts, attention.pairs(node, facts))
     if name.startswith("_scaled_dot_product_"):
         return "attention", _attention(node, facts, name.endswith("_backward"))
     if name in MATMULS:
@@ -215,6 +218,15 @@ def _attention(node: fx.Node, facts: Facts, backward: bool) -> sympy.Expr:
         short = queries if queries == keys else sympy.Min(queries, keys)
         pairs = short * (short + 1) / 2 + (queries - short) * keys
     widths = 3 * width + 2 * value_width if backward else width + value_width
+    return sympy.expand(2 * b * h * pairs * widths)
+
+
+def _widths(node: fx.Node, facts: Facts, pairs: sympy.Expr) -> sympy.Expr:
+    """dcpc::attention: two matmuls forward, five backward, over pairs of query and key."""
+    query, value = (facts.of(argument(node, n))[0] for n in ("query", "value"))
+    b, h, _, width = query.shape
+    backward = op_name(node).endswith("_backward")
+    widths = 3 * width + 2 * value.shape[3] if backward else width + value.shape[3]
     return sympy.expand(2 * b * h * pairs * widths)
 
 

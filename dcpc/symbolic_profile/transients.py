@@ -11,42 +11,12 @@ operand, chosen by the processor).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import sympy
 from torch import fx
 
-from dcpc.symbolic_profile.facts import Facts, TensorFacts, argument, op_name
-from dcpc.symbolic_profile.polynomials import QueryBlock
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One node with what is known of it.
-
-    Attributes:
-        node: an ATen or collective call.
-        facts: reads its values.
-        threads: threads an op runs on; some ops have a buffer for each.
-    """
-
-    node: fx.Node
-    facts: Facts
-    threads: int
-
-    def tensor(self, name: str) -> TensorFacts:
-        """Returns the tensor argument of this name."""
-        return self.facts.of(argument(self.node, name))[0]
-
-    @property
-    def inputs_bytes(self) -> sympy.Expr:
-        """Bytes of all tensor inputs, dense."""
-        return sympy.Add(*(t.size_bytes for t in self.facts.inputs(self.node)))
-
-    @property
-    def output_bytes(self) -> sympy.Expr:
-        """Bytes of all fresh outputs."""
-        return sympy.Add(*(t.storage_bytes for t in self.facts.fresh(self.node)))
+from dcpc.symbolic_profile import attention
+from dcpc.symbolic_profile.facts import Call, Facts, argument, op_name
 
 
 def _copies(*names: str) -> Callable[[Call], sympy.Expr]:
@@ -67,36 +37,6 @@ def _matmul(*names: str) -> Callable[[Call], sympy.Expr]:
         return sympy.Add(*(t.size_bytes for t in operands if not t.matrix))
 
     return formula
-
-
-def _attention_blocks(call: Call) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
-    """Queries and keys of a block, and bytes of an element beside its float32 (0 in float32).
-
-    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
-    """
-    query, key = call.tensor("query"), call.tensor("key")
-    keys = sympy.Min(512, key.shape[2])
-    reduced = query.dtype.itemsize if query.dtype.itemsize < 4 else 0
-    return QueryBlock(query.shape[2]), keys, sympy.Integer(reduced)
-
-
-def _attention(call: Call) -> sympy.Expr:
-    """A thread: scores of a block, its row maxima and sums, its output."""
-    queries, keys, reduced = _attention_blocks(call)
-    width = call.tensor("query").shape[3]
-    accumulator = max(call.tensor("query").dtype.itemsize, 4)
-    buffer = queries * (keys + 2 + width) * accumulator + queries * keys * reduced
-    return call.threads * buffer
-
-
-def _attention_backward(call: Call) -> sympy.Expr:
-    """A thread: scores and their gradients; one row sum; grad_out unless it lies (b, s, h, d)."""
-    queries, keys, reduced = _attention_blocks(call)
-    accumulator = max(call.tensor("query").dtype.itemsize, 4)
-    buffer = 2 * queries * keys * (accumulator + reduced)
-    grad = call.tensor("grad_out")
-    copy = 0 if grad.contiguous((0, 2, 1, 3)) else grad.size_bytes
-    return call.threads * buffer + queries * accumulator + copy
 
 
 def _layer_norm_backward(call: Call) -> sympy.Expr:
@@ -161,8 +101,11 @@ def _fused_rms_norm(call: Call) -> sympy.Expr:
 
 # op -> bytes allocated while it runs and freed before it returns.
 TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": attention.kernel,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention.kernel_backward,
+    "dcpc::attention_forward": attention.forward,
+    "dcpc::attention_backward": attention.backward,
+    "dcpc::attention_mask_backward": attention.backward,
     "aten::native_layer_norm": _copies("input"),
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::native_group_norm_backward": _group_norm_backward,

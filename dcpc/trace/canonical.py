@@ -12,6 +12,7 @@
     mse_loss(mean) and its kin              ->  mse_loss(none), mean
     mean over symbolic dims                 ->  sum / count
     cross_entropy_loss(mean)                ->  cross_entropy_loss(none), nll_loss of the rows
+    attention, fused or spelled out         ->  dcpc::attention (attention.py)
 
 The means become sums over a **global** count, so that a sharded mean is a sum of pieces.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from dcpc.trace.attention import replace_attention
 from dcpc.trace.editor import Editor
 from dcpc.trace.random import replace_random
 from dcpc.trace.single_key import attention_of_one_key, narrow_projections
@@ -61,6 +63,8 @@ def canonicalise(gm: fx.GraphModule) -> None:
         if new is not None:
             node.replace_all_uses_with(new)
             gm.graph.erase_node(node)
+    gm.graph.eliminate_dead_code(is_impure_node=_keeps)
+    replace_attention(gm.graph)
     gm.graph.eliminate_dead_code(is_impure_node=_keeps)
     narrow_projections(gm.graph)
     gm.graph.lint()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import sympy
-
 from dcpc.passes.factors import quotient
 from dcpc.passes.op_kinds.call import (
     Call,
@@ -179,54 +177,36 @@ def embedding(call: Call) -> OpSharding:
 
 
 def attention(call: Call) -> OpSharding:
-    """Scaled dot-product attention: heads and batch are free; keys are whole; queries are free.
+    """dcpc::attention: batch, heads and queries are free; keys are whole.
 
     With grouped queries a head dim is (key/value head, query in its group).
     """
-    if call.args.get("dropout_p"):
-        raise NotImplementedError("dropout draws random numbers for all heads and queries at once")
-    output, sizes, heads, group = _attention_names(call)
     q, k, v = (o.shape for o in call.operands[:3])
-    batch = output[:-3] if len(q) > 2 else ()
+    group = quotient(q[1], k[1])
+    if group is None or v[1] != k[1]:
+        raise NotImplementedError("key and value heads do not divide the query heads")
+    sizes: Sizes = {
+        "b": q[0], "h": k[1], "g": group, "q": q[2], "s": k[2], "d": q[3], "e": v[3]
+    }  # fmt: skip
+    sizes = {n: s for n, s in sizes.items() if s != 1}
 
     def one(*names: str) -> tuple[str, ...]:
         return tuple(n for n in names if n in sizes)
 
-    def keys(shape: Shape, last: str) -> Names:
-        lead = (*broadcast(batch, shape[:-3]), one("h")) if len(shape) > 2 else ()
-        return (*lead, one("s"), one(last))
-
-    queries = (*broadcast(batch, q[:-3]), *((heads,) if len(q) > 2 else ()), one("q"), one("d"))
-    operands = [queries, keys(k, "d"), keys(v, "e")]
-    full = (*output[:-1], one("s"))
-    operands += [broadcast(full, mask.shape) for mask in call.operands[3:]]
-    if group is None and len(q) > 2 and (q[-3] == 1 or k[-3] == 1 or v[-3] == 1):
-        # a head dim of 1 is broadcast
-        operands[:3] = [broadcast(x, o) for x, o in zip(operands[:3], (q, k, v), strict=True)]
-    work = {"": 0.5, "q": 1.0} if call.args.get("is_causal") else {}
+    heads = one("h", "g")
+    output = (one("b"), heads, one("q"), one("e"))
+    operands: list[Names] = [
+        (one("b"), heads, one("q"), one("d")),
+        (one("b"), one("h"), one("s"), one("d")),
+        (one("b"), one("h"), one("s"), one("e")),
+    ]
+    masks = list(call.operands[3:])
+    keep = masks.pop() if call.args["keep"] is not None else None
+    operands += [broadcast((*output[:-1], one("s")), mask.shape) for mask in masks]
+    if keep is not None:
+        operands.append(broadcast((one("b"), one("s")), keep.shape))
+    work = {"": 0.5, "q": 1.0} if call.args["after"] is not None else {}
     return OpSharding(
         tuple(operands), output, sizes, whole=frozenset({"s", "d", "e"} & sizes.keys()),
         multiplies=True, work=work,
     )  # fmt: skip
-
-
-def _attention_names(
-    call: Call,
-) -> tuple[Names, Sizes, tuple[str, ...], sympy.Expr | None]:
-    """Names of the output, all sizes, names of the query heads, and how many share a key head."""
-    q, k, v = (o.shape for o in call.operands[:3])
-    out = call.output.shape
-    batch, sizes = own(out[:-3], "b")
-    sizes |= {"q": q[-2], "s": k[-2], "d": q[-1], "e": v[-1]}
-    group = None
-    if len(q) > 2:
-        sizes["h"] = out[-3]
-        if call.args.get("enable_gqa") and k[-3] != q[-3]:
-            group = quotient(q[-3], k[-3])
-            if group is None or v[-3] != k[-3]:
-                raise NotImplementedError("key and value heads do not divide the query heads")
-            sizes |= {"h": k[-3], "g": group}
-    sizes = {n: s for n, s in sizes.items() if s != 1}
-    heads = tuple(n for n in ("h", "g") if n in sizes)
-    rows, last = (tuple(n for n in (x,) if n in sizes) for x in ("q", "e"))
-    return (*batch, *((heads,) if len(q) > 2 else ()), rows, last), sizes, heads, group

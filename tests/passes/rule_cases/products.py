@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+import dcpc.attention  # noqa: F401 - registers the op
 from tests.passes.rule_cases.source import Source, aten, strategy
 from tests.passes.rule_check import Case
 
@@ -116,23 +117,22 @@ def embedding(source: Source) -> Case:
     return Case(aten.embedding.default, (*args, source.pick(-1, 0)))
 
 
-@strategy("aten.scaled_dot_product_attention")
+@strategy("dcpc.attention")
 def attention(source: Source) -> Case:
-    batch, h, g = source.shape(1, 2, 4), source.size(1, 3), source.size(1, 3)
+    b, h, g = source.size(), source.size(1, 3), source.size(1, 3)
     q, s, d, e = source.size(), source.size(), source.size(), source.size()
-    grouped = source.flag() and len(batch) == 1
-    lead = [*batch, h]
-    args = [source.floats(*batch, h * (g if grouped else 1), q, d)]
-    args += [source.floats(*lead, s, d), source.floats(*lead, s, e)]
-    mode = source.pick("none", "mask", "causal", "number mask")
-    mask: Any = None
+    tensors = [source.floats(b, h * g, q, d), source.floats(b, h, s, d), source.floats(b, h, s, e)]
+    mask = keep = None
+    mode = source.pick("none", "truth mask", "number mask", "keep")
     if "mask" in mode:
-        full = [*batch, h * (g if grouped else 1), q, s]
-        shape = [*source.broadcast(full[:-2]), source.pick(1, q), s]
+        shape = [source.pick(1, b), source.pick(1, h * g), source.pick(1, q), s]
         mask = source.floats(*shape) if mode == "number mask" else source.below(2, *shape).bool()
-    kwargs = {"scale": 0.5, **({"enable_gqa": True} if grouped else {})}
-    op = aten.scaled_dot_product_attention.default
-    return Case(op, (*args, mask, 0.0, mode == "causal"), kwargs)
+    elif mode == "keep":
+        keep = source.below(2, source.pick(1, b), s).bool()
+    band = source.pick({}, {"after": 0}, {"before": 1, "after": 0}, {"before": 2, "after": 1})
+    empty = source.pick("zero", "zero", "fixed")
+    op = torch.ops.dcpc.attention.default
+    return Case(op, (*tensors, mask, keep), {"scale": 0.5, "empty": empty, **band})
 
 
 def window(source: Source, count: int, patch: bool) -> tuple[list[int], list[int], Any, Any]:

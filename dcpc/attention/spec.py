@@ -1,0 +1,85 @@
+"""Which keys a query sees, and how attention is computed: what all kernels of the op share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# What a row gives that sees no key, as models differ:
+# "zero"   0, without a gradient (`scaled_dot_product_attention` with a truth mask)
+# "nan"    not a number (softmax of -inf alone)
+# "mean"   the mean of all values: the scores were drowned by adding the lowest number there is, and
+#          the gradient flows to them as if they had not been
+# "fixed"  the mean of all values: the scores were replaced by one number, and get no gradient
+EMPTY = ("zero", "nan", "mean", "fixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which keys a query sees: key j is seen by query i if nothing here hides it.
+
+    Attributes:
+        scale: of the products of queries and keys.
+        before: how many keys before its own position a query sees: j >= i + start - before; None:
+            all of them.
+        after: how many after it: j <= i + start + after (causal: 0); None: all of them.
+        start: position of the first query among the keys.
+        empty: what a query that sees no key gives, one of EMPTY.
+    """
+
+    scale: float
+    before: int | None
+    after: int | None
+    start: int
+    empty: str
+
+    @property
+    def banded(self) -> bool:
+        """Whether positions hide anything."""
+        return self.before is not None or self.after is not None
+
+    def keys(self, first: int, rows: int, length: int) -> tuple[int, int]:
+        """Returns (start, stop) of the keys that some of a run of queries see."""
+        low = 0 if self.before is None else first + self.start - self.before
+        high = length if self.after is None else first + rows + self.start + self.after
+        low = min(max(low, 0), length)
+        return low, max(min(high, length), low)
+
+    def hidden(self, first: int, rows: int, keys: tuple[int, int], device: torch.device) -> Tensor:
+        """Returns `[rows, keys]`: which keys positions hide from a run of queries."""
+        query = torch.arange(first + self.start, first + self.start + rows, device=device)
+        distance = torch.arange(*keys, device=device) - query.unsqueeze(1)
+        if self.before is None:
+            return distance > (self.after or 0)
+        hidden = distance < -self.before
+        return hidden if self.after is None else hidden | (distance > self.after)
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which softmax is computed: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns memory for out `[b, h, s, e]` and logsumexp `[b, h, s]`, laid out as kernels do."""
+    b, h, s, d = q.shape
+    same = v.shape[-1] == d
+    out = torch.empty_like(q) if same else q.new_empty((b, s, h, v.shape[-1])).transpose(1, 2)
+    shape, dtype = ((b, s, h) if q.device.type == "cpu" else (b, h, s)), accumulated(q.dtype)
+    lse = q.new_empty(shape, dtype=dtype)
+    return out, lse.transpose(1, 2) if q.device.type == "cpu" else lse
+
+
+def empty_gradient(x: Tensor) -> Tensor:
+    """Returns memory for the gradient of x `[b, h, s, d]`, laid out (b, s, h, d)."""
+    b, h, s, d = x.shape
+    return x.new_empty((b, s, h, d)).transpose(1, 2)
+
+
+def part_of(mask: Tensor | None, dim: int, index: slice) -> Tensor | None:
+    """Returns a part of a mask along one dim, all of it where that dim is broadcast."""
+    if mask is None or mask.shape[dim] == 1:
+        return mask
+    return mask[(slice(None),) * dim + (index,)]

@@ -1,0 +1,192 @@
+"""What attention allocates while it runs, and the pairs of query and key it computes.
+
+Follows `dcpc/attention/`: its flash kernel (torch's CPU one, called once for each query of a group)
+and its blocks of matmuls. Measured as the lines of `transients.py` are.
+"""
+
+from __future__ import annotations
+
+import sympy
+from torch import fx
+
+from dcpc.attention import ROWS, kernel_name
+from dcpc.symbolic_profile.facts import Call, Facts, TensorFacts, argument
+from dcpc.symbolic_profile.polynomials import QueryBlock
+
+BSHD = (0, 2, 1, 3)  # the order of dims in memory in which kernels take and give gradients
+ZERO = sympy.Integer(0)
+
+
+def _kernel_blocks(call: Call) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+    """Queries and keys of a block, and bytes of an element beside its float32 (0 in float32).
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+    """
+    query, key = call.tensor("query"), call.tensor("key")
+    keys = sympy.Min(512, key.shape[2])
+    reduced = query.dtype.itemsize if query.dtype.itemsize < 4 else 0
+    return QueryBlock(query.shape[2]), keys, sympy.Integer(reduced)
+
+
+def kernel(call: Call) -> sympy.Expr:
+    """Returns the bytes of a thread's scores of a block, row maxima and sums, output: each one."""
+    queries, keys, reduced = _kernel_blocks(call)
+    width = call.tensor("query").shape[3]
+    accumulator = max(call.tensor("query").dtype.itemsize, 4)
+    buffer = queries * (keys + 2 + width) * accumulator + queries * keys * reduced
+    return call.threads * buffer
+
+
+def kernel_backward(call: Call) -> sympy.Expr:
+    """Returns the bytes of a thread's scores and their gradients, one row sum, grad_out's copy.
+
+    That is made unless it lies (b, s, h, d).
+    """
+    queries, keys, reduced = _kernel_blocks(call)
+    accumulator = max(call.tensor("query").dtype.itemsize, 4)
+    buffer = 2 * queries * keys * (accumulator + reduced)
+    grad = call.tensor("grad_out")
+    copy = 0 if grad.contiguous(BSHD) else grad.size_bytes
+    return call.threads * buffer + queries * accumulator + copy
+
+
+# ------------------------------------------------------------------------------- dcpc::attention
+
+
+def pairs(node: fx.Node, facts: Facts) -> sympy.Expr:
+    """Returns the pairs of query and key of one head that are computed.
+
+    Of causal attention over a piece of the queries that is all of them, as on the last rank.
+    """
+    query, key = (facts.of(argument(node, name))[0] for name in ("query", "key"))
+    queries, keys = query.shape[2], key.shape[2]
+    before, after = argument(node, "before"), argument(node, "after")
+    if before is not None and after is not None:
+        return queries * sympy.Min(keys, before + after + 1)
+    if after is None or argument(node, "start", 0) != 0:
+        return queries * keys
+    short = queries if queries == keys else sympy.Min(queries, keys)
+    return short * (short + 1) / 2 + (queries - short) * keys
+
+
+def forward(call: Call) -> sympy.Expr:
+    """Returns the bytes that attention's forward holds beyond its inputs and outputs."""
+    if not _by_flash(call):
+        return _blocks(call)
+    query, groups = call.tensor("query"), _groups(call)
+    lse_bytes = query.numel / query.shape[3] * _accumulator(query)
+    held = kernel(call)
+    if _split(call):  # two parts, merged; the first is the result if heads are not grouped
+        held += (query.size_bytes + 2 * lse_bytes) / groups
+    if groups != 1:
+        held += (query.size_bytes + lse_bytes) / groups
+    return _with_added(call, held)
+
+
+def backward(call: Call) -> sympy.Expr:
+    """Returns the bytes that attention's backward holds beyond its inputs and outputs."""
+    if not _by_flash(call) or call.node.target._opname == "attention_mask_backward":  # type: ignore[union-attr]
+        return _blocks_backward(call)
+    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    groups = _groups(call)
+    held = kernel_backward(call)
+    if groups != 1:
+        grad = call.tensor("grad_out")
+        if grad.contiguous(BSHD):  # whole it needs no copy, one query of each group does
+            held += grad.size_bytes
+        held -= grad.size_bytes * (1 - sympy.Rational(1, groups))
+        held += query.size_bytes / groups + key.size_bytes + value.size_bytes
+    if _split(call):
+        held += query.size_bytes / groups + key.size_bytes + value.size_bytes
+    return _with_added(call, held)
+
+
+def _by_flash(call: Call) -> bool:
+    query, value, mask = call.tensor("query"), call.tensor("value"), call.given("mask")
+    name = kernel_name(
+        "cpu",
+        query.shape[3] == value.shape[3],
+        None if mask is None else mask.dtype,
+        call.given("keep") is not None,
+        argument(call.node, "before"),
+        argument(call.node, "after"),
+        argument(call.node, "empty"),
+    )
+    return name == "flash"
+
+
+def _with_added(call: Call, held: sympy.Expr) -> sympy.Expr:
+    """Adds the mask as the kernel wants it: numbers, of truth values first their opposites."""
+    query, mask, keep = call.tensor("query"), call.given("mask"), call.given("keep")
+    given = mask or keep
+    if given is None or given.dtype == query.dtype:
+        return held
+    added = given.numel * query.dtype.itemsize
+    return added + (sympy.Max(held, given.numel) if given.dtype.itemsize == 1 else held)
+
+
+def _split(call: Call) -> bool:
+    """Whether the keys before the first query are a part of their own."""
+    start = argument(call.node, "start", 0)
+    return argument(call.node, "after") is not None and start != 0
+
+
+def _groups(call: Call) -> int:
+    return int(call.tensor("query").shape[1] / call.tensor("key").shape[1])
+
+
+def _accumulator(x: TensorFacts) -> int:
+    return max(x.dtype.itemsize, 4)
+
+
+def _block(call: Call) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+    """Rows of a block, its keys, and the bytes of its own copies of queries, keys and values."""
+    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    rows = sympy.Min(ROWS, query.shape[2])
+    before, after = argument(call.node, "before"), argument(call.node, "after")
+    keys = key.shape[2]
+    if before is not None and after is not None:
+        keys = sympy.Min(keys, rows + before + after)
+    size = _accumulator(query)
+    copies = ZERO
+    if query.dtype.itemsize < size:
+        copies += key.shape[1] * keys * (query.shape[3] + value.shape[3]) * size
+    if query.dtype.itemsize < size or _groups(call) != 1:
+        copies += query.shape[1] * rows * query.shape[3] * size
+    return rows, keys, copies
+
+
+def _hiding(call: Call, rows: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
+    """What says which keys of a block are hidden: distances of positions, truth values."""
+    held = ZERO
+    mask = call.given("mask")
+    if mask is not None and mask.dtype.itemsize == 1:
+        _, heads, of_rows, of_keys = mask.shape
+        held = heads * (1 if of_rows == 1 else rows) * (1 if of_keys == 1 else keys)
+    both = [argument(call.node, name) is not None for name in ("before", "after")]
+    if any(both):
+        held = rows * keys * (8 + 1 + 2 * all(both)) + 8 * rows
+    return held
+
+
+def _blocks(call: Call) -> sympy.Expr:
+    rows, keys, held = _block(call)
+    query, value = call.tensor("query"), call.tensor("value")
+    heads, size = query.shape[1], _accumulator(query)
+    column = heads * rows
+    later = column * (2 * size + 1) + column * value.shape[3] * size
+    return held + column * keys * size + sympy.Max(_hiding(call, rows, keys), later)
+
+
+def _blocks_backward(call: Call) -> sympy.Expr:
+    rows, keys, held = _block(call)
+    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    heads, size = query.shape[1], _accumulator(query)
+    column = heads * rows
+    if query.dtype.itemsize < size:
+        held += (key.numel + value.numel) * size
+    if query.dtype.itemsize < size or _groups(call) != 1:
+        held += column * value.shape[3] * size
+    scores = column * keys * size
+    widest = key.shape[1] * keys * max(value.shape[3], query.shape[3]) * size
+    return held + column * size + scores + sympy.Max(scores, widest, _hiding(call, rows, keys))
