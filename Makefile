@@ -9,11 +9,14 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 	if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	then echo $$p; break; fi; done
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo demo-video test test-slow lint clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
 	$(PY) -m examples.demo
+
+demo-video: $(STAMP)
+	$(PY) -m examples.demo_video
 
 # Ruff and mypy run inside pytest (tests/test_style.py).
 test: $(STAMP)
