@@ -25,11 +25,15 @@ ALLOWED: dict[str, set[str]] = {
     "source": GROUND,
     "variants": GROUND | PHASES,
     "planning": GROUND | PHASES | {"variants", "source"},
-    "acceptance": GROUND | PHASES | {"variants"},
+    "factories": {"errors"},
+    "acceptance": GROUND | PHASES | {"variants", "factories"},
     "compiled": GROUND | PHASES | {"variants", "planning"},
     "api": GROUND | PHASES | {"variants", "planning", "compiled"},
     "__init__": GROUND | PHASES | {"api", "compiled"},
-    "cli": GROUND | PHASES | {"acceptance", "api", "compiled", "planning", "variants"},
+    "simulate": GROUND | PHASES | {"planning", "variants"},
+    "cli": GROUND
+    | PHASES
+    | {"acceptance", "api", "compiled", "factories", "planning", "simulate", "variants"},
     "__main__": {"cli"},
 }
 

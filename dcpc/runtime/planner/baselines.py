@@ -7,6 +7,7 @@ Written from the systems' descriptions (PEERS.md), without their code.
 import heapq
 import math
 import random
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from math import inf
 
@@ -21,6 +22,7 @@ from .pack import Draft
 from .plan import BatchPlan
 from .ranks import FreeRanks
 from .resize import price
+from .rooms import Rooms
 from .workload import Workload, tabulate
 
 
@@ -91,11 +93,21 @@ def first_fit(keys: Sequence[int], cost: GroupCost) -> BatchPlan:
 
 def first_fit_draft(work: Workload) -> Draft:
     """Returns the draft of `first_fit`."""
-    draft, free = Draft(), [_all_free(work)]
+    draft, free, rooms = Draft(), [_all_free(work)], Rooms()
+    begin: dict[int, int] = {}
     for kind in range(len(work.keys)):
         degree, setting = _least_degree(work, kind)
+
+        def takes(group: int, kind: int = kind) -> bool:
+            return draft.cost[group][kind] < inf
+
         for _ in range(int(work.counts[kind])):
-            _first_fit(work, draft, free, kind, degree, setting)
+            weight = float(work.weights[kind])
+            group = rooms.first(weight, takes) if weight else None
+            if group is None:
+                group = _first_free(work, draft, free, begin, degree, setting)
+            draft.add(group, kind, weight)
+            rooms.set(group, draft.room[group])
     price(work, draft)
     return draft
 
@@ -162,19 +174,21 @@ def _fixed(work: Workload, degree: int, setting: int) -> Draft | None:
         return None
     capacity = float(work.capacities[setting, degree])
     weights = work.weights.tolist()
-    bins: list[tuple[float, list[int]]] = []
+    bins: list[list[int]] = []
+    rooms: list[tuple[float, int]] = []  # ascending (room, bin)
     for kind in range(len(work.keys)):
         for _ in range(int(work.counts[kind])):
-            fits = [(room, b) for b, (room, _) in enumerate(bins) if room >= weights[kind]]
-            if not fits or weights[kind] == 0:
-                bins.append((capacity - weights[kind], [kind]))
-                continue
-            room, b = min(fits)
-            bins[b][1].append(kind)
-            bins[b] = (room - weights[kind], bins[b][1])
-    bins.sort(key=lambda entry: -sum(seconds_s[k] for k in entry[1]))
+            at = bisect_left(rooms, (weights[kind], -1))
+            if at == len(rooms) or weights[kind] == 0:
+                bins.append([])
+                room, b = capacity, len(bins) - 1
+            else:
+                room, b = rooms.pop(at)
+            bins[b].append(kind)
+            insort(rooms, (room - weights[kind], b))
+    bins.sort(key=lambda kinds: -sum(seconds_s[k] for k in kinds))
     draft, free = Draft(), [_all_free(work)]
-    for _, kinds in bins:
+    for kinds in bins:
         first = free[-1].take(int(work.degrees[degree]))
         if first is None:
             free.append(_all_free(work))
@@ -217,21 +231,27 @@ def _balanced(work: Workload, degree: int, setting: int) -> Draft | None:
     return draft
 
 
-def _first_fit(
-    work: Workload, draft: Draft, free: list[FreeRanks], kind: int, degree: int, setting: int
-) -> None:
-    weight = float(work.weights[kind])
-    for group, room in enumerate(draft.room):
-        if weight <= room and weight > 0 and draft.cost[group][kind] < inf:
-            draft.add(group, kind, weight)
-            return
+def _first_free(
+    work: Workload,
+    draft: Draft,
+    free: list[FreeRanks],
+    begin: dict[int, int],
+    degree: int,
+    setting: int,
+) -> int:
+    """Opens a group in the first micro-step with ranks for it; earlier ones never have any again.
+
+    `begin` is the first micro-step to look at, by degree.
+    """
     ranks = int(work.degrees[degree])
-    for step in range(len(free) + 1):
+    step = begin.get(ranks, 0)
+    while True:
         if step == len(free):
             free.append(_all_free(work))
         if (first := free[step].take(ranks)) is not None:
-            draft.add(_open(work, draft, step, first, degree, setting), kind, weight)
-            return
+            begin[ranks] = step
+            return _open(work, draft, step, first, degree, setting)
+        step += 1
 
 
 def _accumulate(work: Workload, draft: Draft, opened: list[tuple[int, list[int]]]) -> None:

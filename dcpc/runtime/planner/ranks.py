@@ -1,6 +1,7 @@
 """Consecutive ranks for groups: small groups inside a node, large ones from one end."""
 
-from dataclasses import dataclass
+import heapq
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class FreeRanks:
     node_ranks: int
     low: list[int]
     high: list[int]
+    _by_room: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
     def all(ranks: int, node_ranks: int) -> "FreeRanks":
@@ -29,17 +31,33 @@ class FreeRanks:
 
     def take(self, degree: int) -> int | None:
         """Takes `degree` ranks; returns the first of them, None if there is no such interval."""
-        if degree <= self.node_ranks:
-            fits = [(h - lo, -lo, i) for i, (lo, h) in enumerate(zip(self.low, self.high,
-                                                                    strict=True))
-                    if h - lo >= degree]  # fmt: skip
-            if not fits:
-                return None
-            node = min(fits)[2]
-            first = self.low[node]
-            self.low[node] += degree
-            return first
-        return self._take_across(degree)
+        if degree > self.node_ranks:
+            return self._take_across(degree)
+        for room in range(degree, self.node_ranks + 1):
+            node = self._node_with(room)
+            if node is not None:
+                first = self.low[node]
+                self._set_low(node, first + degree)
+                return first
+        return None
+
+    def _node_with(self, room: int) -> int | None:
+        """The last node with so many free ranks; heaps of (-low, node) whose stale entries go."""
+        if not self._by_room:
+            for node in range(len(self.low)):
+                self._set_low(node, self.low[node])
+        heap = self._by_room.get(room, [])
+        while heap:
+            low, node = -heap[0][0], heap[0][1]
+            if self.low[node] == low and self.high[node] - low == room:
+                return node
+            heapq.heappop(heap)
+        return None
+
+    def _set_low(self, node: int, low: int) -> None:
+        self.low[node] = low
+        entry = (-low, node)
+        heapq.heappush(self._by_room.setdefault(self.high[node] - low, []), entry)
 
     def _take_across(self, degree: int) -> int | None:
         start = 0
@@ -61,6 +79,6 @@ class FreeRanks:
     def _occupy(self, start: int, end: int, degree: int) -> int:
         first = self.low[start]
         for node in range(start, end):
-            self.low[node] = self.high[node]
-        self.low[end] = max(self.low[end], first + degree)
+            self._set_low(node, self.high[node])
+        self._set_low(end, max(self.low[end], first + degree))
         return first
