@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,24 @@ class Step:
     tokens: int
     samples: int
     plan_s: float
+
+
+@dataclass(slots=True)
+class LoaderStats:
+    """How well planning and loading hide behind the steps, over all iterations so far.
+
+    Attributes:
+        steps: yielded.
+        plan_s: seconds of forming and planning them, on the rank that did.
+        waited_s: seconds the loop here waited for a step that was not ready, the first of each
+            iteration left out: nothing runs before it.
+        first_s: seconds it waited for these first steps.
+    """
+
+    steps: int = 0
+    plan_s: float = 0.0
+    waited_s: float = 0.0
+    first_s: float = 0.0
 
 
 class DataLoader:
@@ -176,6 +195,7 @@ class DataLoader:
         self._skipped: tuple[int, ...] = ()
         self._name = f"{groups.number('loader')}"
         self._iterations = 0
+        self._stats = LoaderStats()
 
     @property
     def tokens_per_step(self) -> int:
@@ -272,7 +292,7 @@ class DataLoader:
 
         made = self._made(relay)
         try:
-            for cut, step in ahead(made, self.lookahead) if self.lookahead else made:
+            for cut, step in self._timed(ahead(made, self.lookahead) if self.lookahead else made):
                 used += 1
                 self._position = cut.after
                 self._skipped += cut.skipped
@@ -287,6 +307,10 @@ class DataLoader:
         self._report_skipped(nothing_left=fresh and self._index == 0)
         self._epoch, self._position, self._index = self._epoch + 1, Position(), 0
 
+    def stats(self) -> LoaderStats:
+        """Returns what planning took, and how long steps were waited for."""
+        return self._stats
+
     def save_plan(self, step: Step, file: str | Path) -> None:
         """Writes a step's plan, with the table and the samples it was made from, as JSON.
 
@@ -295,6 +319,26 @@ class DataLoader:
         ids = {i: mb.bucket for mb in step.plan.micro_batches for i in mb.sample_ids}
         samples = tuple(sorted(ids.items()))
         PlanFile(step.plan, self.table, self.recipe.bounds, samples).write(file)
+
+    def _timed(
+        self, made: Iterator[tuple[Cut, Step | None]]
+    ) -> Iterator[tuple[Cut, Step | None]]:
+        """Yields what it is given, and counts the seconds it waits."""
+        stats, first = self._stats, True
+        while True:
+            begin_s = time.perf_counter()
+            found = next(made, None)
+            waited_s = time.perf_counter() - begin_s
+            if first:
+                stats.first_s += waited_s
+            else:
+                stats.waited_s += waited_s
+            if found is None:
+                return
+            first = False
+            stats.plan_s += found[0].plan_s
+            stats.steps += found[1] is not None
+            yield found
 
     def _relay(self) -> Relay | None:
         groups = self.compiled.groups
