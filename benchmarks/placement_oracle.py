@@ -39,7 +39,8 @@ class Oracle:
             rule = sharding.rules.get(node.name)
             heavy = node.name not in sharding.alternatives or (rule and rule.multiplies)
             given = all(n.name in self.cheap for n in node.all_input_nodes)
-            if given and not heavy and node.name not in program.parameters:
+            trained = node.name in program.parameters and program.info[node.name].requires_grad
+            if given and not heavy and not trained:
                 self.cheap.add(node.name)
         self.bytes, self.share = cache(self.bytes), cache(self.share)
         self.change, self.compute = cache(self.change), cache(self.compute)
@@ -84,7 +85,8 @@ class Oracle:
 
     def change(self, name: str, have: Label, want: Label) -> float:
         """Seconds of one change of label, and of its transpose if there is a gradient."""
-        if have == want:
+        whole_at_hand = name in self.cheap and not (have.sharded or have.partial)
+        if have == want or (whole_at_hand and want.sharded):
             return 0.0
         if want.partial or (name in self.cheap and have.sharded):
             return inf

@@ -97,13 +97,15 @@ class PlacementModel:
             self._nodes.kinds.append(self._kinds[kind])
 
     def _is_cheap(self, node: fx.Node, cheap: set[str]) -> bool:
-        """Whether a value is made of inputs and positions alone: a mask, a rotary table, labels.
+        """Whether a value is made of inputs, positions and frozen parameters alone: a mask, labels.
 
-        It is never sent: a rank that wants another piece makes it.
+        It is never sent: a rank that wants another piece makes it. A piece of it costs nothing, so
+        that a rotary table all layers share does not tie their choices together.
         """
         rule = self.sharding.rules.get(node.name)
         heavy = rule is not None and rule.multiplies
-        given = node.name in self.program.parameters
+        info = self.program.info.get(node.name)
+        given = node.name in self.program.parameters and info is not None and info.requires_grad
         sources = call_of(node).all_input_nodes
         return not heavy and not given and all(n.name in cheap for n in sources)
 

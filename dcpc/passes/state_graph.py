@@ -75,7 +75,7 @@ class NodeKind(NamedTuple):
         value: catalogue index of its value.
         shares: (sharded label, catalogue index of its share), all there are.
         backward: whether the value has a gradient.
-        cheap: whether a rank makes it rather than receive it.
+        cheap: whether a rank makes it rather than receive it; it takes a piece for nothing.
         is_loss: whether it is the program's result, which is wanted replicated.
         options: what it can do.
     """
@@ -332,9 +332,10 @@ class _Builder:
 
     def _new_step(self, kind: int, have: int, want: int) -> int:
         sharded, wants_sharded = have >= FIRST_SHARDED, want >= FIRST_SHARDED
-        if have == want:
+        cheap = self.kinds[kind].cheap
+        if have == want or (cheap and have == REPLICATED and wants_sharded):
             return FREE
-        if want == PARTIAL or (self.kinds[kind].cheap and sharded):
+        if want == PARTIAL or (cheap and sharded):
             return FORBIDDEN
         if have == PARTIAL:
             way = Kind.REDUCE_SCATTER if wants_sharded else Kind.ALL_REDUCE
