@@ -8,7 +8,6 @@ C width of a head, L text tokens, E text width; latents are `[B, channels, T, ro
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +32,6 @@ class STDiTConfig:
         text_len: text tokens of a sample, padding included.
         channels: channels of a latent; the output has twice as many, of which half are used.
         patch: rows and columns of a patch; a patch has one frame.
-        drop_text: probability of training a sample without its caption.
     """
 
     depth: int = 28
@@ -43,7 +41,6 @@ class STDiTConfig:
     text_len: int = 300
     channels: int = 4
     patch: int = 2
-    drop_text: float = 0.1
 
     def __post_init__(self) -> None:
         """Refuses sizes that do not divide."""
@@ -72,10 +69,10 @@ XL = STDiTConfig()
 STDIT_3B = STDiTConfig(dim=1872, heads=26)
 
 
-def sinusoid(x_B: Tensor, width: int) -> Tensor:
-    """Returns `[B, width]`: cosines, then sines, of x at periods up to 10000, in float32."""
-    powers = torch.arange(width // 2, device=x_B.device, dtype=torch.float32) / (width // 2)
-    angles = x_B.float()[:, None] * torch.exp(-math.log(10000.0) * powers)
+def sinusoid(x: Tensor, width: int) -> Tensor:
+    """Returns `[*x.shape, width]`: cosines, then sines, at periods up to 10000, in float32."""
+    powers = torch.arange(width // 2, device=x.device, dtype=torch.float32) / (width // 2)
+    angles = x.float()[..., None] * torch.exp(-math.log(10000.0) * powers)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
@@ -187,32 +184,20 @@ class CrossAttention(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What modulates a block: one vector a row of its table, for all frames or by frame.
+def modulation(table_RD: Tensor, time_BKRD: Tensor, mask_BT: Tensor | None) -> list[Tensor]:
+    """Returns each row of a table plus the condition, `[B, T or 1, 1, D]`.
 
-    Attributes:
-        noisy: rows of a frame that is being denoised, `[B, rows, D]`.
-        still: rows of a frame that is given clean; None: there is none.
-        mask: bool `[B, T]`, True for a frame that is being denoised.
+    Args:
+        table_RD: the block's own part.
+        time_BKRD: with K = 1 the condition of all frames; with K = 2 that of noisy frames, and that
+            of frames given clean.
+        mask_BT: True for a noisy frame; given if K = 2.
     """
-
-    noisy: Tensor
-    still: Tensor | None = None
-    mask: Tensor | None = None
-
-    def rows(self, table: Tensor) -> list[Tensor]:
-        """Returns each row of a table `[rows, D]` plus the condition, `[B, T or 1, 1, D]`."""
-        noisy = _rows(table, self.noisy)
-        if self.still is None or self.mask is None:
-            return noisy
-        pairs = zip(noisy, _rows(table, self.still), strict=True)
-        return [torch.where(self.mask[:, :, None, None], a, b) for a, b in pairs]
-
-
-def _rows(table: Tensor, x: Tensor) -> list[Tensor]:
-    """Returns the rows of a table plus x, each `[B, 1, 1, D]`."""
-    return [row[:, None, None] for row in (table + x).unbind(1)]
+    rows = (table_RD + time_BKRD).unbind(2)
+    if mask_BT is None:
+        return [row[:, :, None] for row in rows]
+    noisy = mask_BT[:, :, None, None]
+    return [torch.where(noisy, row[:, :1, None], row[:, 1:, None]) for row in rows]
 
 
 class Block(nn.Module):
@@ -229,13 +214,20 @@ class Block(nn.Module):
         self.mlp = MLP(config.dim, 4 * config.dim, config.dim, nn.GELU("tanh"))
 
     def forward(
-        self, x_BTSD: Tensor, text_BLD: Tensor, mask_BL: Tensor, time: Condition, rotary: Pair
+        self, x_BTSD: Tensor, text: tuple[Tensor, Tensor], rows: list[Tensor], rotary: Pair
     ) -> Tensor:
-        """Returns `[B, T, S, D]`."""
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = time.rows(self.table)
+        """Returns `[B, T, S, D]`.
+
+        Args:
+            x_BTSD: tokens.
+            text: states `[B, L, D]` and mask `[B, L]`.
+            rows: the six rows of modulation.
+            rotary: of the frames.
+        """
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = rows
         h_BTSD = self.norm1(x_BTSD) * (1 + scale_a) + shift_a
         x_BTSD = x_BTSD + gate_a * self._attend(h_BTSD, rotary)
-        crossed_BND = self.cross(x_BTSD.flatten(1, 2), text_BLD, mask_BL)
+        crossed_BND = self.cross(x_BTSD.flatten(1, 2), *text)
         x_BTSD = x_BTSD + crossed_BND.unflatten(1, x_BTSD.shape[1:3])
         h_BTSD = self.norm2(x_BTSD) * (1 + scale_m) + shift_m
         return x_BTSD + gate_m * self.mlp(h_BTSD)
@@ -258,16 +250,16 @@ class FinalLayer(nn.Module):
         self.norm = nn.LayerNorm(config.dim, eps=1e-6, elementwise_affine=False)
         self.linear = nn.Linear(config.dim, config.patch**2 * 2 * config.channels)
 
-    def forward(self, x_BTSD: Tensor, time: Condition) -> Tensor:
+    def forward(self, x_BTSD: Tensor, time_BKD: Tensor, mask_BT: Tensor | None) -> Tensor:
         """Returns patches, `[B, T, S, patch * patch * 2 * channels]`."""
-        noisy = self._modulate(x_BTSD, time.noisy)
-        if time.still is None or time.mask is None:
+        noisy = self._modulate(x_BTSD, time_BKD[:, :1])
+        if mask_BT is None:
             return self.linear(noisy)
-        still = self._modulate(noisy, time.still)  # of the modulated x, as in the original
-        return self.linear(torch.where(time.mask[:, :, None, None], noisy, still))
+        still = self._modulate(noisy, time_BKD[:, 1:])  # of the modulated x, as in the original
+        return self.linear(torch.where(mask_BT[:, :, None, None], noisy, still))
 
     def _modulate(self, x_BTSD: Tensor, time_B1D: Tensor) -> Tensor:
-        shift, scale = Condition(time_B1D).rows(self.table)
+        shift, scale = modulation(self.table, time_B1D[:, :, None], None)
         return self.norm(x_BTSD) * (1 + scale) + shift
 
 
@@ -337,30 +329,22 @@ class STDiT(nn.Module):
             down, across, pixel_height * pixel_width, self.config.dim, x_BTSD.dtype
         )
         x_BTSD = x_BTSD + code_BSD[:, None]
-        fps_BD = self.fps(sinusoid(fps, 256).to(x_BTSD.dtype))
-        time_B1D = self._time(timestep, fps_BD)
-        time, block_time = Condition(time_B1D), Condition(self._rows(time_B1D))
+        times_BK = timestep[:, None]
         if frame_mask is not None:
-            still_B1D = self._time(torch.zeros_like(timestep), fps_BD)
-            time = Condition(time_B1D, still_B1D, frame_mask)
-            block_time = Condition(block_time.noisy, self._rows(still_B1D), frame_mask)
+            times_BK = torch.cat((times_BK, torch.zeros_like(times_BK)), dim=1)
+        time_BKD = self.time(sinusoid(times_BK, 256).to(x_BTSD.dtype))
+        time_BKD = time_BKD + self.fps(sinusoid(fps, 256).to(x_BTSD.dtype))[:, None]
+        time_BKRD = self.time_table(time_BKD).unflatten(-1, (6, -1))
         if drop_text is not None:
             text = torch.where(drop_text[:, None, None], self.no_text.to(text.dtype), text)
-        text_BLD, rotary = self.text(text), self.rotary(frames)
-        for spatial, temporal in zip(self.spatial, self.temporal, strict=True):
-            x_BTSD = spatial(x_BTSD, text_BLD, text_mask, block_time, rotary)
-            x_BTSD = temporal(x_BTSD, text_BLD, text_mask, block_time, rotary)
-        patches = self.final(x_BTSD, time)
+        states, rotary = (self.text(text), text_mask), self.rotary(frames)
+        for pair in zip(self.spatial, self.temporal, strict=True):
+            for block in pair:
+                modulated = modulation(block.table, time_BKRD, frame_mask)
+                x_BTSD = block(x_BTSD, states, modulated, rotary)
+        patches = self.final(x_BTSD, time_BKD, frame_mask)
         out = self._unpatchify(patches, down, across)[..., :rows, :columns]
         return out if out.dtype == torch.float64 else out.float()
-
-    def _time(self, timestep: Tensor, fps_BD: Tensor) -> Tensor:
-        """Returns the condition `[B, 1, D]`."""
-        return (self.time(sinusoid(timestep, 256).to(fps_BD.dtype)) + fps_BD)[:, None]
-
-    def _rows(self, time_B1D: Tensor) -> Tensor:
-        """Returns the condition of each row of a block's table, `[B, 6, D]`."""
-        return self.time_table(time_B1D[:, 0]).unflatten(-1, (6, -1))
 
     def _unpatchify(self, patches: Tensor, down: int, across: int) -> Tensor:
         side = self.config.patch
@@ -375,41 +359,28 @@ class RectifiedFlow(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self,
-        latents: Tensor,
-        noise: Tensor,
-        timestep: Tensor,
-        text: Tensor,
-        text_mask: Tensor,
-        fps: Tensor,
-        pixel_height: Tensor,
-        pixel_width: Tensor,
-        frame_mask: Tensor | None = None,
-        drop_text: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, latents: Tensor, noise: Tensor, timestep: Tensor, **given: Tensor) -> Tensor:
         """Returns the mean over samples of each sample's mean squared error of velocity, a scalar.
 
-        A frame that the mask leaves out is given clean and does not count.
+        A frame that `frame_mask` leaves out is given clean and does not count.
 
         Args:
             latents: clean, `[B, channels, T, rows, columns]`.
             noise: normal, of the same shape.
-            timestep: as for `STDiT`, and so are the others.
+            timestep: `[B]`, 0 (clean) .. 1000 (noise).
+            given: text, text_mask, fps, pixel_height, pixel_width, and if wanted frame_mask and
+                drop_text, as for `STDiT`.
         """
         tau = (timestep / STEPS).to(latents.dtype)[:, None, None, None, None]
         noisy = (1 - tau) * latents + tau * noise
-        counted = None if frame_mask is None else frame_mask[:, None, :, None, None]
-        if counted is not None:
-            noisy = torch.where(counted, noisy, latents)
-        out = self.model(
-            noisy, timestep, text, text_mask, fps, pixel_height, pixel_width, frame_mask, drop_text
-        )
-        velocity = out[:, : latents.shape[1]]
+        frame_mask = given.get("frame_mask")
+        if frame_mask is not None:
+            noisy = torch.where(frame_mask[:, None, :, None, None], noisy, latents)
+        velocity = self.model(noisy, timestep, **given)[:, : latents.shape[1]]
         squared = (velocity - (latents - noise).to(velocity.dtype)).square()
-        if counted is None or frame_mask is None:
+        if frame_mask is None:
             return squared.mean()
-        each_B = (squared * counted).sum(dim=(1, 2, 3, 4))
+        each_B = (squared * frame_mask[:, None, :, None, None]).sum(dim=(1, 2, 3, 4))
         frame_elements = latents.shape[1] * latents.shape[3] * latents.shape[4]
         frames_B = frame_mask.sum(dim=1).clamp(min=1).to(each_B.dtype)
         return (each_B / (frames_B * frame_elements)).mean()
@@ -423,28 +394,31 @@ def shift_timesteps(tau: Tensor, pixels: Tensor, pixel_frames: int) -> Tensor:
         pixels: height times width in pixels.
         pixel_frames: frames of the decoded video, 1 for an image.
     """
-    frames = 1 if pixel_frames == 1 else 5 * (pixel_frames // 17)
-    ratio = pixels.sqrt() / REFERENCE_PIXELS * max(frames, 1) ** 0.5
+    frames = 1 if pixel_frames == 1 else max(5 * (pixel_frames // 17), 1)
+    ratio = pixels.sqrt() / REFERENCE_PIXELS * frames**0.5
     return ratio * tau / (1 + (ratio - 1) * tau)
 
 
 def draw(
-    latents: Tensor, pixels_B: Tensor, pixel_frames: int, drop_text: float, generator: torch.Generator
-) -> Mapping[str, Tensor]:
-    """Returns a step's random inputs of `RectifiedFlow`: noise, timestep, drop_text.
+    latents: Tensor,
+    pixels_B: Tensor,
+    pixel_frames: int,
+    generator: torch.Generator,
+    drop_text: float = 0.1,
+) -> dict[str, Tensor]:
+    """Returns a step's random inputs of `RectifiedFlow`: noise, timestep and drop_text.
 
     Args:
         latents: `[B, channels, T, rows, columns]`.
         pixels_B: height times width of each sample in pixels.
         pixel_frames: frames of the decoded video.
-        drop_text: probability of leaving a caption out.
         generator: where the numbers come from.
+        drop_text: probability of training a sample without its caption.
     """
     batch = latents.shape[0]
     tau_B = torch.sigmoid(torch.randn(batch, generator=generator))
-    dropped_B = torch.rand(batch, generator=generator) < drop_text
     return {
         "noise": torch.randn(latents.shape, generator=generator, dtype=latents.dtype),
         "timestep": shift_timesteps(tau_B, pixels_B.float(), pixel_frames) * STEPS,
-        "drop_text": dropped_B,
+        "drop_text": torch.rand(batch, generator=generator) < drop_text,
     }
