@@ -9,15 +9,13 @@
     batch_norm (eval)                       ->  sub, mul, add
     split / chunk / unbind, getitem         ->  slice / select
     type_as, meshgrid, broadcast_tensors    ->  casts, reshape, expand (spellings.py)
-    mse_loss(mean) and its kin              ->  mse_loss(none), mean
     mean over symbolic dims                 ->  sum / count
-    cross_entropy_loss(mean)                ->  cross_entropy_loss(none), nll_loss of the rows
+    a reduced loss                          ->  one loss a row, and its reduction (losses.py)
     attention, fused or spelled out         ->  dcpc::attention (attention.py)
 
 The means become sums over a **global** count, so that a sharded mean is a sum of pieces.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -26,26 +24,12 @@ from torch import Tensor, fx
 
 from dcpc.trace.attention import replace_attention
 from dcpc.trace.editor import Editor
+from dcpc.trace.losses import LOSSES
 from dcpc.trace.random import replace_random
 from dcpc.trace.single_key import attention_of_one_key, narrow_projections
 from dcpc.trace.spellings import SPELLINGS, split_with_sizes
 
 aten = torch.ops.aten
-
-MEAN, SUM = 1, 2  # values of ATen's `reduction` argument; 0 is none
-
-# Losses that are elementwise without a reduction, and the position of `reduction` in their schema.
-ELEMENTWISE_LOSSES = {
-    aten.mse_loss.default: 2,
-    aten.l1_loss.default: 2,
-    aten.smooth_l1_loss.default: 2,
-    aten.huber_loss.default: 2,
-    aten.binary_cross_entropy.default: 3,
-    aten.binary_cross_entropy_with_logits.default: 4,
-    aten.kl_div.default: 2,
-    aten.soft_margin_loss.default: 2,
-    aten.poisson_nll_loss.default: 5,
-}
 
 
 def canonicalise(gm: fx.GraphModule) -> None:
@@ -199,20 +183,6 @@ def _unbind(node: fx.Node, edit: Editor) -> fx.Node:
     return source
 
 
-def _count(edit: Editor, sizes: list[Any]) -> Any:
-    """Product of sizes, a Python number or a node."""
-    count: Any = 1
-    for size in sizes:
-        factor: Any = size
-        if isinstance(count, int) and count == 1:
-            count = factor
-        elif isinstance(count, int) and isinstance(factor, int):
-            count = count * factor
-        else:
-            count = edit.call(operator.mul, count, factor)
-    return count
-
-
 def _mean(node: fx.Node, edit: Editor) -> fx.Node | None:
     """A mean over symbolic dims is a sum over their global count; over fixed dims it stays."""
     source: Any = node.args[0]
@@ -227,57 +197,7 @@ def _mean(node: fx.Node, edit: Editor) -> fx.Node | None:
     dtype = node.kwargs.get("dtype")
     extra = {"dtype": dtype} if dtype is not None else {}
     total = edit.call(aten.sum.dim_IntList, source, dims, keepdim, **extra)
-    return edit.call(aten.div.Tensor, total, _count(edit, edit.sizes(source, dims)))
-
-
-def _elementwise_loss(node: fx.Node, edit: Editor) -> fx.Node | None:
-    position = ELEMENTWISE_LOSSES[node.target]  # type: ignore[index]
-    args = list(node.args)
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    kwargs = dict(node.kwargs)
-    args += [kwargs.pop(n, None) for n in names[len(args) : position]]
-    reduction = args[position] if len(args) > position else kwargs.get("reduction", MEAN)
-    if reduction not in (MEAN, SUM):
-        return None
-    if len(args) > position:
-        args[position] = 0
-    else:
-        kwargs["reduction"] = 0
-    each = edit.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-    dims = list(range(each.meta["val"].ndim))
-    total = edit.call(aten.sum.dim_IntList, each, dims)
-    if reduction == SUM:
-        return total
-    return edit.call(aten.div.Tensor, total, _count(edit, edit.sizes(each, dims)))
-
-
-def _cross_entropy(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Mean or sum -> one loss a row, then the reduction of these rows in the op's own order.
-
-    The rows are what may be sharded; the reduction of one number a row is not, so that the loss is
-    the plain model's to the last bit even where a library computes it in float32.
-    """
-    defaults: list[Any] = [None, None, None, MEAN, -100, 0.0]
-    names = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
-    logits, target, weight, reduction, ignore_index, smoothing = [
-        node.args[i] if i < len(node.args) else node.kwargs.get(names[i], defaults[i])
-        for i in range(6)
-    ]
-    assert isinstance(logits, fx.Node)
-    assert isinstance(target, fx.Node)
-    labels = target.meta["val"]
-    if reduction == 0 or weight is not None or labels.is_floating_point() or smoothing:
-        return None
-    rows = edit.call(
-        aten.cross_entropy_loss.default, logits, target, None, 0, ignore_index, smoothing
-    )
-    flat_rows = edit.call(aten.reshape.default, edit.call(aten.neg.default, rows), [-1, 1])
-    flat_target = edit.call(aten.reshape.default, target, [-1])
-    kept = edit.call(aten.ne.Scalar, flat_target, ignore_index)
-    row_target = edit.call(
-        aten.where.ScalarOther, kept, edit.call(aten.zeros_like.default, flat_target), ignore_index
-    )
-    return edit.call(aten.nll_loss_nd.default, flat_rows, row_target, None, reduction, ignore_index)
+    return edit.call(aten.div.Tensor, total, edit.product(edit.sizes(source, dims)))
 
 
 _DROPPED = {
@@ -309,7 +229,6 @@ _RULES: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.scaled_dot_product_attention.default: attention_of_one_key,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
-    aten.cross_entropy_loss.default: _cross_entropy,
-    **dict.fromkeys(ELEMENTWISE_LOSSES, _elementwise_loss),
+    **LOSSES,
     **SPELLINGS,
 }

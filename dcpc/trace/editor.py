@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,16 @@ class Editor:
             shape[d] if isinstance(shape[d], int) else self.call(aten.sym_size.int, source, d)
             for d in dims
         ]
+
+    def product(self, sizes: list[Any]) -> Any:
+        """Returns a product of sizes: a number, or a call that makes it."""
+        count: Any = 1
+        for size in sizes:
+            if isinstance(count, int) and (count == 1 or isinstance(size, int)):
+                count = size if count == 1 else count * size
+            else:
+                count = self.call(operator.mul, count, size)
+        return count
 
     def shape(self, source: fx.Node) -> list[Any]:
         """Returns the sizes of all dims."""

@@ -1,5 +1,8 @@
 """The canonical graph has the module's loss and gradients, at sizes never traced."""
 
+import re
+from functools import cache
+
 import pytest
 import torch
 from torch import fx, nn
@@ -90,10 +93,29 @@ LOSSES = {
     "soft targets": lambda z, y: F.cross_entropy(
         z.flatten(0, 1), z.detach().flatten(0, 1).softmax(-1)
     ),
+    "class weights sum": lambda z, y: F.cross_entropy(
+        z.flatten(0, 1), y.flatten(), weights(), reduction="sum"
+    ),
+    "class weights, smoothing, ignore index": lambda z, y: F.cross_entropy(
+        z.transpose(1, 2), y.clamp(min=0), weights(), ignore_index=2, label_smoothing=0.2
+    ),
+    "soft targets, class weights, smoothing": lambda z, y: F.cross_entropy(
+        z.transpose(1, 2), z.detach().softmax(-1).transpose(1, 2), weights(), label_smoothing=0.2
+    ),
     "no reduction": lambda z, y: F.cross_entropy(
         z.transpose(1, 2), y.clamp(min=0), reduction="none"
     ).sum(),
     "nll": lambda z, y: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()),
+    "nll, class weights": lambda z, y: F.nll_loss(
+        z.log_softmax(-1).flatten(0, 1), y.flatten(), weights()
+    ),
+    "margin ranking": lambda z, y: F.margin_ranking_loss(z[..., 0], z[..., 1], z[..., 2].sign()),
+    "hinge embedding": lambda z, y: F.hinge_embedding_loss(z, z.detach().sign(), margin=0.5),
+    "cosine embedding": lambda z, y: F.cosine_embedding_loss(
+        z.flatten(0, 1), z.detach().flatten(0, 1) + 1, (y.flatten() > 0) * 2 - 1
+    ),
+    "triplet": lambda z, y: F.triplet_margin_loss(z, z + 1, z.detach() - 1, swap=True),
+    "multi margin": lambda z, y: F.multi_margin_loss(z.flatten(0, 1), y.flatten().clamp(min=0)),
     "chunks": lambda z, y: sum(
         c.square().mean() * (i + 1) for i, c in enumerate((*z.chunk(3, -1), *z.split([2, 5], -1)))
     ),
@@ -110,8 +132,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_canonical_graph_has_the_modules_loss_and_gradients(name):
-    model = Net(LOSSES[name])
-    program = captured(model)
+    model, program = Net(LOSSES[name]), captured_loss(name)
     for batch, seq in ((3, 9), (2, 5), (1, 4)):
         x, y = data(batch, seq)
         expected = model(x, y)
@@ -138,6 +159,34 @@ def test_cross_entropy_has_one_loss_a_row():
     rows = next(n for n in program.gm.graph.nodes if "cross_entropy" in str(n.target))
     batch, seq = program.symbols["batch"], program.symbols["seq"]
     assert program.info[rows.name].shape == (batch * seq,)
+
+
+TAKEN_APART = "cross|smooth|weights|targets|nll|margin|triplet|hinge|cosine"
+REDUCED = [name for name in LOSSES if re.search(TAKEN_APART, name)]
+
+
+@cache
+def captured_loss(name):
+    return captured(Net(LOSSES[name]))
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_no_loss_reduces_more_than_one_number_a_row(name):
+    program = captured_loss(name)
+    for node in program.gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and "loss" in schema.name and program.info[node.name].shape == ():
+            scores = node.args[0]
+            assert node.target is torch.ops.aten.nll_loss_nd.default, node.format_node()
+            assert program.info[scores.name].shape[-1] == 1, node.format_node()
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "class weights", "nll, class weights"])
+def test_losses_are_equal_to_the_last_bit(name):
+    model, program = Net(LOSSES[name]), captured_loss(name)
+    for batch, seq in ((3, 9), (8, 16)):
+        x, y = data(batch, seq)
+        assert torch.equal(run(program, model, x, y), model(x, y))
 
 
 @pytest.mark.parametrize("name", ["in place", "chunks", "mse", "without gradient"])
