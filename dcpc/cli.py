@@ -1,21 +1,19 @@
-"""`dcpc report | plan | source`: what a compile would decide, for any number of ranks.
+"""`dcpc report | plan | source | check`: what a compile would decide, and whether it is right.
 
     dcpc plan examples.train_text:model --buckets examples/buckets.yaml --device h200 --world 8
 
-One process is enough and nothing is run: a plan is a pure function of the model, the buckets and
-the options.
+For a plan one process is enough and nothing is run: it is a pure function of the model, the buckets
+and the options. `check` runs the model on small shapes, on ranks of its own or torchrun's.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
+import functools
 import io
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from dcpc.acceptance.check import Request, check_model
 from dcpc.api import plan as plan_for
 from dcpc.buckets import Bucket, Buckets
 from dcpc.errors import BucketError, DcpcError, PlanError, TraceError
+from dcpc.factories import load_model
 from dcpc.ir import BucketPlan
 from dcpc.passes.choose import Row
 from dcpc.planning import Planned
@@ -76,10 +76,18 @@ OptimizerBytes = Annotated[
 ]
 
 
-@app.command()
-def report(
-    factory: Factory,
-    buckets: BucketFile,
+@dataclass(frozen=True, slots=True)
+class _Options:
+    device: str
+    world: int
+    memory: float | None
+    sp: str
+    recompute: str
+    backend: str
+    optimizer_bytes: int | None
+
+
+def _options(
     device: DeviceName = "auto",
     world: World = 1,
     memory: Memory = None,
@@ -87,52 +95,88 @@ def report(
     recompute: Recompute = "auto",
     backend: Backend = "inductor",
     optimizer_bytes: OptimizerBytes = None,
-) -> None:
+) -> _Options:
+    """Returns the options that every command which plans has."""
+    return _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
+
+
+def _planning(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of `_options`, and passes them as its last argument."""
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        shared = {name: given.pop(name) for name in signature(_options).parameters}
+        command(**given, options=_options(**shared))
+
+    own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
+    more = signature(_options, eval_str=True).parameters.values()
+    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*own, *more)]
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    del run.__wrapped__
+    return run
+
+
+@app.command()
+@_planning
+def report(factory: Factory, buckets: BucketFile, options: _Options) -> None:
     """Print the plan of each bucket, its costs as formulas of the dims, and why."""
-    options = _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
     with _reported():
         typer.echo(_planned(factory, buckets, options).report(), nl=False)
 
 
 @app.command()
-def plan(
-    factory: Factory,
-    buckets: BucketFile,
-    device: DeviceName = "auto",
-    world: World = 1,
-    memory: Memory = None,
-    sp: Degree = "auto",
-    recompute: Recompute = "auto",
-    backend: Backend = "inductor",
-    optimizer_bytes: OptimizerBytes = None,
-) -> None:
+@_planning
+def plan(factory: Factory, buckets: BucketFile, options: _Options) -> None:
     """Print every setting that was tried for each bucket: what fits, and which was chosen."""
-    options = _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
     with _reported():
         typer.echo(table(_planned(factory, buckets, options)), nl=False)
 
 
 @app.command()
+@_planning
 def source(
     factory: Factory,
     buckets: BucketFile,
     bucket: Annotated[
         str, typer.Option("--bucket", metavar="DIM=SIZE,...", help="which one, e.g. seq=512")
     ],
-    device: DeviceName = "auto",
-    world: World = 1,
-    memory: Memory = None,
-    sp: Degree = "auto",
-    recompute: Recompute = "auto",
-    backend: Backend = "inductor",
-    optimizer_bytes: OptimizerBytes = None,
+    options: _Options,
 ) -> None:
     """Print the forward and backward of one bucket as Python a person can read."""
-    options = _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
     with _reported():
         wanted = parse_bucket(bucket)
         planned = _planned(factory, buckets, options)
         typer.echo(planned.source(planned.find(wanted)), nl=False)
+
+
+@app.command()
+def check(
+    factory: Factory,
+    buckets: BucketFile,
+    sp: Annotated[
+        int, typer.Option("--sp", min=0, help="ranks; default: 2 alone, all of them by torchrun")
+    ] = 0,
+    example: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="called with the sizes, returns some of the inputs: ids, masks; others are drawn",
+        ),
+    ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIM=SIZE,...", help="a shape to compare at; may be repeated"),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="seconds until ranks are ended")] = 600.0,
+) -> None:
+    """Check that a model traces, is split, and has its own numbers in float64; exit 1 if not."""
+    request = Request(factory, str(buckets), sp, example, tuple(map(parse_bucket, at or ())))
+    with _reported():
+        text, accepted = check_model(request, timeout)
+        typer.echo(text, nl=False)
+    if not accepted:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -168,17 +212,6 @@ def replay(
         typer.echo(replayed(recorded, now), nl=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    device: str
-    world: int
-    memory: float | None
-    sp: str
-    recompute: str
-    backend: str
-    optimizer_bytes: int | None
-
-
 @contextmanager
 def _reported() -> Iterator[None]:
     """Turns an error of dcpc into a message on stderr and exit status 1."""
@@ -211,62 +244,6 @@ def _plan(model: nn.Module, buckets: Buckets, options: _Options) -> Planned:
         backend=options.backend,
         optimizer_bytes=options.optimizer_bytes,
     )
-
-
-def load_model(text: str) -> nn.Module:
-    """Returns the module that a factory makes.
-
-    Args:
-        text: `module:factory`; the module is looked for in the working directory too.
-
-    Raises:
-        PlanError: there is no such module or factory, or it does not make a module.
-    """
-    name, colon, attribute = text.partition(":")
-    if not (name and colon and attribute.isidentifier()):
-        raise PlanError(
-            f"got model {text!r}; expected MODULE:FACTORY such as my_project.models:gpt; name a "
-            "function without arguments that returns the model"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a console script does not have it, `python -m` has
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise PlanError(
-            f"model {text}: module {name} cannot be imported ({error}); expected a module that "
-            f"this Python finds; run dcpc in its folder ({os.getcwd()} is looked in), or install it"
-        ) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        near = difflib.get_close_matches(attribute, _callables(module), n=3)
-        got = "nothing of this name" if factory is None else f"a {type(factory).__name__}"
-        hint = f"did you mean {' or '.join(near)}?" if near else "correct the name, or add it"
-        raise PlanError(
-            f"model {text}: got {got} in {name}; expected a callable that returns the model; {hint}"
-        )
-    return _made(text, factory)
-
-
-def _made(text: str, factory: Any) -> nn.Module:
-    try:
-        model = factory()
-    except TypeError as error:
-        raise PlanError(
-            f"model {text}: calling it raised TypeError: {error}; expected a callable that needs "
-            "no arguments; write a function that fills them in and name that"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise PlanError(
-            f"model {text}: got a {type(model).__name__}; expected a torch.nn.Module; return the "
-            "model from the factory"
-        )
-    return model
-
-
-def _callables(module: object) -> list[str]:
-    names = (n for n in vars(module) if not n.startswith("_"))
-    return [n for n in names if callable(getattr(module, n))]
 
 
 def parse_bucket(text: str) -> Mapping[str, int]:

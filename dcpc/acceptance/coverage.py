@@ -56,7 +56,8 @@ class Coverage:
         whole_flops: FLOPs of matmuls, convolutions and attention in forward (backward has twice as
             many, split alike): twice the product of the sizes of an op's names, causal attention
             half.
-        rank_flops: the same of the fullest rank of the group.
+        split_flops: those of the calls of which each rank does a piece.
+        rank_flops: those of the fullest rank of the group.
         collectives: collectives in the forward graph.
         unsplit: nodes each rank does in whole.
     """
@@ -64,6 +65,7 @@ class Coverage:
     sizes: Sizes
     sp: int
     whole_flops: float
+    split_flops: float
     rank_flops: float
     collectives: int
     unsplit: tuple[Unsplit, ...]
@@ -75,10 +77,13 @@ class Coverage:
 
     @property
     def sharded_share(self) -> float:
-        """Share s of the whole FLOPs that is split: the fullest rank has (1 - s) + s / sp of it."""
-        if self.whole_flops == 0:
-            return 1.0
-        return (1.0 - self.rank_flops / self.whole_flops) / (1.0 - 1.0 / self.sp)
+        """Share of the FLOPs of which each rank does a piece."""
+        return self.split_flops / self.whole_flops if self.whole_flops else 1.0
+
+    @property
+    def rank_share(self) -> float:
+        """Share of the FLOPs that the fullest rank does; 1 / sp if all are split evenly."""
+        return self.rank_flops / self.whole_flops if self.whole_flops else 1.0
 
 
 def coverage(split: Split) -> Coverage:
@@ -88,27 +93,25 @@ def coverage(split: Split) -> Coverage:
     return Coverage(
         sizes=split.sizes,
         sp=split.sp,
-        whole_flops=sum(whole for whole, _ in work),
-        rank_flops=sum(part for _, part in work),
+        whole_flops=sum(whole for whole, _, _ in work),
+        split_flops=sum(whole for whole, _, share in work if share < 1),
+        rank_flops=sum(part * share for _, part, share in work),
         collectives=sum(_is_collective(n) for n in lowered.graph.nodes),
         unsplit=tuple(_unsplit(split)),
     )
 
 
-def _flops(split: Split, name: str) -> tuple[float, float]:
-    """Returns a node's FLOPs, and those of the fullest rank: products of its rule's sizes."""
+def _flops(split: Split, name: str) -> tuple[float, float, float]:
+    """Returns a call's FLOPs, those it has the way it is split, and the fullest rank's share."""
     rule = split.sharding.rules[name]
     if not rule.multiplies:
-        return 0.0, 0.0
-    dims = {
-        split.program.symbols[n]: s for n, s in split.sizes.items() if n in split.program.symbols
-    }
-    sizes = [int(s.subs(dims)) for s in rule.sizes.values()]
-    every = 2.0 * math.prod(sizes)
+        return 0.0, 0.0, 1.0
+    symbols = split.program.symbols
+    dims = {symbols[n]: s for n, s in split.sizes.items() if n in symbols}
+    every = 2.0 * math.prod(int(s.subs(dims)) for s in rule.sizes.values())
     chosen = split.placement.nodes[name]
-    whole = every * rule.work.get("", 1.0)
-    part = every * rule.work.get(chosen.name, rule.work.get("", 1.0))
-    return whole, part * _share(split, name, dims)
+    usual = rule.work.get("", 1.0)
+    return every * usual, every * rule.work.get(chosen.name, usual), _share(split, name, dims)
 
 
 def _share(split: Split, name: str, dims: Mapping[sympy.Symbol, int]) -> float:

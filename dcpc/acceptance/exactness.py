@@ -31,17 +31,23 @@ class Difference:
         loss: of the loss.
         gradient: of all gradients, each relative to its own largest element.
         parameter: the parameter whose gradient differs most.
+        recompute: "none" or "all" of the segments.
     """
 
     sizes: Sizes
     loss: float
     gradient: float
     parameter: str
+    recompute: str = "none"
 
     @property
     def worst(self) -> float:
         """The larger of the two; NaN where one is."""
-        return self.loss if not self.loss <= self.gradient else self.gradient
+        return self.loss + self.gradient if self._is_nan else max(self.loss, self.gradient)
+
+    @property
+    def _is_nan(self) -> bool:
+        return self.loss != self.loss or self.gradient != self.gradient
 
 
 def plain(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Gradients]:

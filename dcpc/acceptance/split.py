@@ -20,6 +20,7 @@ from dcpc.acceptance.exactness import (
 from dcpc.buckets import Buckets
 from dcpc.codegen import bind_group
 from dcpc.ir import Placement, Program
+from dcpc.masks import without_masks
 from dcpc.passes.sharding import Sharding, analyse
 from dcpc.symbolic_profile import Device
 from dcpc.symbolic_profile.hardware import Link
@@ -67,7 +68,7 @@ class Split:
         self.model = model
         self.sp = sp or (dist.get_world_size() if dist.is_initialized() else 1)
         start_s = time.perf_counter()
-        self.program: Program = trace(model, buckets)
+        self.program: Program = without_masks(trace(model, buckets))
         self.trace_s = time.perf_counter() - start_s
         self.nodes = {n.name: n for n in self.program.gm.graph.nodes}
         self.sharding: Sharding = analyse(self.program)
@@ -121,7 +122,8 @@ class Split:
         errors = gradient_errors(self.model, gradients)
         self.model.zero_grad()
         worst = max(errors, key=lambda n: nan_as_infinite(errors[n]), default="")
-        return Difference(dict(sizes), loss_error(got, expected), errors.get(worst, 0.0), worst)
+        error = errors.get(worst, 0.0)
+        return Difference(dict(sizes), loss_error(got, expected), error, worst, recompute)
 
     def errors(
         self,

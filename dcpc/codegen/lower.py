@@ -242,7 +242,8 @@ class _Lowering:
         ops |= {sympy.Max: torch.sym_max, sympy.Min: torch.sym_min}
         if expr.func not in ops:
             raise CodegenError(
-                f"size {expr} is not made of +, *, //, %, min and max; report the model's op that makes it"
+                f"size {expr} is not made of +, *, //, %, min and max; report the model's op that "
+                "makes it"
             )
         result = self.emit(expr.args[0])
         for arg in expr.args[1:]:
@@ -490,6 +491,22 @@ class _Lowering:
         return copied
 
 
+    def grouped(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
+        """Convolution and norm in groups: of a piece of them a rank has so many."""
+        chosen = self.placement.nodes[node.name]
+        if chosen.name != "g":
+            return None
+        copied = self._copy(node, operands)
+        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        at = next(i for i, name in enumerate(names) if name in ("groups", "num_groups"))
+        local = self.emit(self.length(self.factor(node.name, chosen.output)))
+        if at < len(copied.args):
+            copied.args = (*copied.args[:at], local, *copied.args[at + 1 :])
+        else:
+            copied.kwargs = {**copied.kwargs, names[at]: local}
+        return copied
+
+
 def operands_name(node: fx.Node, position: int) -> str:
     """Returns the name of a call's positional tensor argument."""
     operand = node.args[position]
@@ -501,11 +518,17 @@ _FILLS = (
     aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format,
     aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default,
 )  # fmt: skip
+_GROUPED = (
+    aten.group_norm.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+    aten.convolution.default, aten._convolution.default,
+)  # fmt: skip
 _SPECIAL = {
     aten.reshape.default: _Lowering.resize,
     aten.view.default: _Lowering.resize,
     aten.expand.default: _Lowering.resize,
     **dict.fromkeys(_FILLS, _Lowering.fill),
+    **dict.fromkeys(_GROUPED, _Lowering.grouped),
     aten.arange.default: _Lowering.arange,
     aten.arange.start: _Lowering.arange,
     aten.arange.start_step: _Lowering.arange,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sympy
 from torch import fx
 
 from dcpc.passes.op_kinds.call import (
@@ -133,10 +134,23 @@ def norm(call: Call) -> OpSharding:
 
 
 def group_norm(call: Call) -> OpSharding:
-    """Samples are free; channels and positions are averaged over in groups."""
+    """Samples and groups are free; the channels of a group and positions are averaged over.
+
+    A rank that has some of the groups is told how many (`_Lowering.grouped`).
+    """
     output, sizes = own(call.output.shape)
-    operands = (output, *(output[1:2] for _ in call.operands[1:]))
-    return OpSharding(operands, output, sizes, whole=frozenset(members(output[1:])))
+    groups = sympy.Integer(call.args["num_groups"])
+    parts = {"g": groups, "c": sympy.cancel(call.output.shape[1] / groups)}
+    channels = tuple(n for n, size in parts.items() if size != 1)
+    sizes = {n: s for n, s in sizes.items() if n not in output[1]}
+    sizes |= {n: parts[n] for n in channels}
+    whole = members(output[2:]) | {"c"}
+    output = (output[0], channels, *output[2:])
+    operands = (output, *((channels,) for _ in call.operands[1:]))
+    return OpSharding(
+        operands, output, sizes, whole=frozenset(whole & sizes.keys()),
+        nonempty=frozenset({"g"} & sizes.keys()),
+    )  # fmt: skip
 
 
 def channel_norm(call: Call) -> OpSharding:

@@ -51,7 +51,8 @@ def _spatial(
 def convolution(call: Call) -> OpSharding:
     """Batch and output channels are free, input channels are summed over.
 
-    With groups, an output channel is (group, channel in it) and only the latter is free.
+    With groups, an output channel is (group, channel in it) and both are free: a rank that has some
+    of the groups is told how many (`_Lowering.grouped`).
     """
     weight = call.operands[1].shape
     count = len(weight) - 2
@@ -97,7 +98,7 @@ def _with_channels(
     ]
     operands += [(channels,)] if biased else []
     alone = groups == 1 and not biased
-    whole |= {"g"} if alone else {"g", "c"}
+    whole |= set() if alone else {"c"}
     return OpSharding(
         tuple(operands), (*batch, channels, *after), sizes,
         whole=frozenset(whole & sizes.keys()),

@@ -1,0 +1,80 @@
+"""Models and functions that a command line names as `module:attribute`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from dcpc.errors import PlanError
+
+
+def load_model(text: str) -> nn.Module:
+    """Returns the module that a factory makes.
+
+    Args:
+        text: `module:factory`; the module is looked for in the working directory too.
+
+    Raises:
+        PlanError: there is no such module or factory, or it does not make a module.
+    """
+    return _made(text, load_function(text))
+
+
+def load_function(text: str) -> Callable[..., Any]:
+    """Returns the callable that `module:attribute` names.
+
+    Raises:
+        PlanError: there is no such module or callable.
+    """
+    name, colon, attribute = text.partition(":")
+    if not (name and colon and attribute.isidentifier()):
+        raise PlanError(
+            f"got model {text!r}; expected MODULE:FACTORY such as my_project.models:gpt; name a "
+            "function without arguments that returns the model"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script does not have it, `python -m` has
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise PlanError(
+            f"model {text}: module {name} cannot be imported ({error}); expected a module that "
+            f"this Python finds; run dcpc in its folder ({os.getcwd()} is looked in), or install it"
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        near = difflib.get_close_matches(attribute, _callables(module), n=3)
+        got = "nothing of this name" if factory is None else f"a {type(factory).__name__}"
+        hint = f"did you mean {' or '.join(near)}?" if near else "correct the name, or add it"
+        raise PlanError(
+            f"model {text}: got {got} in {name}; expected a callable that returns the model; {hint}"
+        )
+    found: Callable[..., Any] = factory
+    return found
+
+
+def _made(text: str, factory: Any) -> nn.Module:
+    try:
+        model = factory()
+    except TypeError as error:
+        raise PlanError(
+            f"model {text}: calling it raised TypeError: {error}; expected a callable that needs "
+            "no arguments; write a function that fills them in and name that"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"model {text}: got a {type(model).__name__}; expected a torch.nn.Module; return the "
+            "model from the factory"
+        )
+    return model
+
+
+def _callables(module: object) -> list[str]:
+    names = (n for n in vars(module) if not n.startswith("_"))
+    return [n for n in names if callable(getattr(module, n))]
