@@ -171,7 +171,8 @@ def _gradients(
         return None
 
     if variant.run_handing_over is not None:
-        return variant.run_handing_over([*arguments, hand_over])  # type: ignore[no-any-return]
+        arguments.append(hand_over)  # the same list: it is emptied as its values are used up
+        return variant.run_handing_over(arguments)  # type: ignore[no-any-return]
     found = list(variant.run_backward(arguments))
     for number in reversed(range(len(found))):  # last ones first, as they are sent
         gradient, found[number] = found[number], None

@@ -8,14 +8,18 @@ order, whatever it runs, and a rank with nothing to run sends them at once.
     bucket 0 = [w3, w2]                           sent ─────────────────►
     bucket 1 = [w1]                                          sent ──────►
 
-A bucket is one flat tensor; the gradients become views of it. It ends with a flag for each of its
-parameters: their sum is 0 where no rank has a gradient, and that parameter stays without.
+A bucket is one flat tensor, made when it is sent; the gradients become views of it. A parameter
+without a gradient on any rank stays without: a flag for each says so once, at the end.
+
+Memory stays within what the plan has for the last backward. It counts that backward's gradients
+beside those of earlier micro-batches until it ends; here they are added as they come, and the flat
+tensor of a bucket is no larger than what that set free.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,30 +36,43 @@ COMM_BUCKET_BYTES = 25_000_000
 @dataclass(slots=True)
 class _CommBucket:
     params: list[torch.nn.Parameter]
+    waits_for: set[int] = field(default_factory=set)  # ids of the parameters
     flat: torch.Tensor | None = None
-    pieces: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of the parameter
-    waits_for: set[int] = field(default_factory=set)
     work: dist.Work | None = None
 
     @property
     def size_bytes(self) -> int:
         return sum(p.numel() * p.dtype.itemsize for p in self.params)
 
-    def open(self) -> torch.Tensor:
-        """Returns the flat tensor: gradients one after the other, then a flag for each."""
-        if self.flat is None:
-            first, lengths = self.params[0], [p.numel() for p in self.params]
-            flat = torch.empty(sum(lengths) + len(lengths), dtype=first.dtype, device=first.device)
-            *pieces, flags = flat.split([*lengths, len(lengths)])
-            flags.zero_()
-            pairs = zip(self.params, pieces, strict=True)
-            self.pieces = {id(p): piece.view(p.shape) for p, piece in pairs}
-            self.flat = flat
+    def gather(self) -> torch.Tensor:
+        """Returns all gradients as one dense tensor; `grad` of the parameters is empty then.
+
+        One parameter alone is sent from where its gradient lies: it may be very large.
+        """
+        if len(self.params) == 1:
+            (p,) = self.params
+            grad, p.grad = p.grad, None
+            self.flat = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            if grad is not None:
+                dense = _dense(grad)
+                self.flat = dense if dense.is_contiguous() else dense.contiguous()
+            return self.flat
+        first = self.params[0]
+        count = sum(p.numel() for p in self.params)
+        self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
+        for p, piece in zip(self.params, self.pieces(), strict=True):
+            grad, p.grad = p.grad, None
+            if grad is None:
+                piece.zero_()
+            else:
+                piece.copy_(_dense(grad))
         return self.flat
 
-    @property
-    def flags(self) -> torch.Tensor:
-        return self.open()[-len(self.params) :]
+    def pieces(self) -> list[torch.Tensor]:
+        """Returns each parameter's part of the dense tensor, in its shape."""
+        assert self.flat is not None, "nothing was gathered"
+        parts = self.flat.view(-1).split([p.numel() for p in self.params])
+        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
 
 
 class Reduction:
@@ -82,6 +99,7 @@ class Reduction:
         self._finishing = False
         self._buckets = [] if self.pg is None else _comm_buckets(params[::-1], bucket_bytes)
         self._bucket = {id(p): b for b in self._buckets for p in b.params}
+        self._used: dict[int, bool] = {}  # id of the parameter -> this rank has a gradient
         self._next = 0  # first bucket that is not on the wire
 
     @property
@@ -100,16 +118,17 @@ class Reduction:
             GroupError: a rank did not live.
         """
         bucket = self._bucket[id(p)]
-        bucket.open()
-        piece = bucket.pieces[id(p)]
         with torch.no_grad():
-            parts = [_dense(g) for g in (p.grad, gradient) if g is not None]
-            piece.copy_(parts[0]) if parts else piece.zero_()
-            for more in parts[1:]:
-                piece.add_(more)
-            if parts:
-                bucket.flags[[q is p for q in bucket.params].index(True)] = 1
-        p.grad = None
+            if gradient is None:
+                pass
+            elif p.grad is not None:
+                p.grad.add_(gradient)
+            elif len(bucket.params) == 1:
+                # It is summed in place, and backward may still read what it made.
+                p.grad = gradient.clone()
+            else:
+                p.grad = gradient
+        self._used[id(p)] = p.grad is not None
         bucket.waits_for.discard(id(p))
         self._send()
 
@@ -130,37 +149,45 @@ class Reduction:
         Raises:
             GroupError: a rank did not live.
         """
+        if not self._buckets:
+            return
         self.send()
+        order = [id(p) for b in self._buckets for p in b.params]
+        flags = torch.tensor([self._used[i] for i in order], dtype=torch.uint8)
+        try:
+            control = self.groups.control(self.groups.world)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=control)
+            for bucket in self._buckets:
+                assert bucket.work is not None, "a comm bucket was never sent"
+                bucket.work.wait()
+        except RuntimeError as e:
+            raise self._broken(e) from e
+        used = dict(zip(order, flags.tolist(), strict=True))
         for bucket in self._buckets:
-            self._arrive(bucket)
+            self._spread(bucket, used)
 
     def _send(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].waits_for:
             bucket = self._buckets[self._next]
             try:
-                bucket.work = dist.all_reduce(bucket.open(), group=self.pg, async_op=True)
+                with torch.no_grad():
+                    bucket.work = dist.all_reduce(bucket.gather(), group=self.pg, async_op=True)
             except RuntimeError as e:
                 raise self._broken(e) from e
             self._next += 1
             if not self._finishing:
                 self.early_bytes += bucket.size_bytes
 
-    def _arrive(self, bucket: _CommBucket) -> None:
-        assert bucket.work is not None, "a comm bucket was never sent"
-        try:
-            bucket.work.wait()
-        except RuntimeError as e:
-            raise self._broken(e) from e
-        bucket.work = None
+    @staticmethod
+    def _spread(bucket: _CommBucket, used: Mapping[int, int]) -> None:
+        """Gives each parameter that has a gradient anywhere its part of the sum."""
         with torch.no_grad():
-            for p, count in zip(bucket.params, bucket.flags.tolist(), strict=True):
-                piece = bucket.pieces.pop(id(p))
-                if count == 0:
-                    continue
-                # An optimizer wants a gradient that lies as its parameter does.
-                same = piece.stride() == p.stride()
-                p.grad = piece if same else torch.empty_like(p).copy_(piece)
-        bucket.flat = None
+            for p, piece in zip(bucket.params, bucket.pieces(), strict=True):
+                if used[id(p)]:
+                    # An optimizer wants a gradient that lies as its parameter does.
+                    same = piece.stride() == p.stride()
+                    p.grad = piece if same else torch.empty_like(p).copy_(piece)
+        bucket.flat = bucket.work = None
 
     def _broken(self, e: RuntimeError) -> GroupError:
         groups = self.groups
