@@ -1,10 +1,12 @@
 """Training over real text against what one does today: `python -m benchmarks.throughput`.
 
-Two gloo ranks train a small GPT on the standard library's functions and classes. dcpc and three
+Two gloo ranks train a small GPT on the standard library's functions and classes. dcpc and four
 baselines run the same steps from the same weights, one step each in turn; a figure is the median
-over the repeats of all steps. The baselines are in `examples/baselines.py`:
+over the repeats of all steps. The baselines are in `examples/baselines.py` and `packing.py`:
 
     padded buckets   fixed SP 2 with full recompute: what makes the longest sample fit
+    packing          the same setting, samples end to end up to the longest bucket's length,
+                     attention inside each sample alone (the same numbers, no padding)
     ddp              DistributedDataParallel, batches of 4 padded to their longest; no memory limit
     ddp unpadded     the same with batches of 1: nothing to pad
 """
@@ -21,6 +23,7 @@ from statistics import median
 from benchmarks import harness
 from examples.baselines import Dcpc, FixedSp, PlainDdp, System
 from examples.launch import launch
+from examples.packing import PackedSp
 from examples.race import Entrant, Lap, race, rank0_decides, replica
 from examples.stdlib_source import StdlibSource
 from examples.workload import DEMO, QUICK, Workload
@@ -95,6 +98,7 @@ def on_rank(run: Run) -> Measured:
     systems: dict[str, System] = {
         "dcpc": ours,
         "padded_bucket": FixedSp(compiled, replica(model), workload, dataset, WORLD),
+        "packing": PackedSp(replica(model), dataset, ours, max(workload.lengths), WORLD),
         "ddp": PlainDdp(replica(model), dataset, ours, DDP_BATCH),
         "ddp_unpadded": PlainDdp(replica(model), dataset, ours, 1),
     }
@@ -152,6 +156,7 @@ def figures_of(measured: Measured) -> dict[str, harness.Cell]:
 
     figures: dict[str, harness.Cell] = {
         "speedup_over_padded_bucket": speedup("padded_bucket"),
+        "speedup_over_packing": speedup("packing"),
         "speedup_over_ddp": speedup("ddp"),
         "speedup_over_ddp_unpadded": speedup("ddp_unpadded"),
         "wire_bytes_ratio": measured.totals["padded_bucket"][0].wire_bytes / ours[0].wire_bytes,

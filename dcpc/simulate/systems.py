@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import heapq
 import random
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from dcpc.buckets import Bucket
 from dcpc.ir import BucketPlan
 from dcpc.runtime.deal import assign, cuts
+from dcpc.runtime.planner.rooms import best_fit
 from dcpc.runtime.plans import PlannedMicroBatch, StepPlan, step_plan
 from dcpc.runtime.step_planner import plan_step
 from dcpc.runtime.table import make_table
@@ -66,7 +66,8 @@ def packing(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
     assert packs is not None, "packing needs sequences of one length"
     for samples in epoch.batches:
         waiting = []
-        for numbers in best_fit([(epoch.tokens[i], i) for i, _ in samples], packs.cap_tokens):
+        for places in best_fit([epoch.tokens[i] for i, _ in samples], packs.cap_tokens):
+            numbers = [samples[place][0] for place in places]
             seconds_s = packs.fixed_s + sum(packs.sample_s(epoch.tokens[i]) for i in numbers)
             waiting.append(
                 PlannedMicroBatch(
@@ -74,22 +75,6 @@ def packing(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
                 )
             )
         yield assign(waiting, costs.world)
-
-
-def best_fit(items: Sequence[tuple[int, int]], capacity: int) -> list[list[int]]:
-    """Returns the numbers of (size, number) items in bins, largest first into the fullest bin."""
-    rooms: list[tuple[int, int]] = []  # ascending (room, bin)
-    bins: list[list[int]] = []
-    for size, number in sorted(items, reverse=True):
-        at = bisect_left(rooms, (size, -1))
-        if at == len(rooms):
-            bins.append([])
-            room, chosen = capacity, len(bins) - 1
-        else:
-            room, chosen = rooms.pop(at)
-        bins[chosen].append(number)
-        insort(rooms, (room - size, chosen))
-    return bins
 
 
 def best_homogeneous(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:

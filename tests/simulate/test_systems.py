@@ -9,7 +9,7 @@ import pytest
 from dcpc.simulate import videosys
 from dcpc.simulate.costs import Packing
 from dcpc.simulate.outcome import of_steps, outcomes_text
-from dcpc.simulate.systems import DCPC, PACKING, PADDED, SYSTEMS, best_fit
+from dcpc.simulate.systems import DCPC, PACKING, PADDED, SYSTEMS
 from dcpc.simulate.timeline import Timeline, chrome_trace, of_step
 from dcpc.simulate.workload import Epoch
 from tests.simulate.rows import LONG, MIDDLE, SHORT, model_costs
@@ -104,11 +104,6 @@ def test_chrome_trace_of_many_ranks_shows_blocks():
     names = [e for e in chrome_trace({"x": [line]})["traceEvents"] if e["name"] == "thread_name"]
     assert len(names) == 64
     assert names[1]["args"]["name"] == "ranks 64-127"
-
-
-def test_best_fit_fills_the_fullest_bin_first():
-    bins = best_fit([(6, 0), (5, 1), (4, 2), (3, 3), (2, 4)], 10)
-    assert sorted(map(sorted, bins)) == [[0, 2], [1, 3, 4]]
 
 
 def test_inter_drops_a_bucket_that_cannot_fill_its_accumulation_and_intra_keeps_more():

@@ -31,6 +31,9 @@ class FreeRanks:
 
     def take(self, degree: int) -> int | None:
         """Takes `degree` ranks; returns the first of them, None if there is no such interval."""
+        if not self._by_room:
+            for node in range(len(self.low)):
+                self._set_low(node, self.low[node])
         if degree > self.node_ranks:
             return self._take_across(degree)
         for room in range(degree, self.node_ranks + 1):
@@ -43,9 +46,6 @@ class FreeRanks:
 
     def _node_with(self, room: int) -> int | None:
         """The last node with so many free ranks; heaps of (-low, node) whose stale entries go."""
-        if not self._by_room:
-            for node in range(len(self.low)):
-                self._set_low(node, self.low[node])
         heap = self._by_room.get(room, [])
         while heap:
             low, node = -heap[0][0], heap[0][1]

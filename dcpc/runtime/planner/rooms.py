@@ -1,6 +1,7 @@
-"""First fit in logarithmic time: the first of many bins that still has room."""
+"""First fit and best fit in logarithmic time for each item."""
 
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from math import inf
 
 
@@ -38,3 +39,19 @@ class Rooms:
                 continue
             stack += [2 * i + 1, 2 * i]
         return None
+
+
+def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Returns the positions of sizes in bins, largest first into the fullest bin that has room."""
+    rooms: list[tuple[int, int]] = []  # ascending (room, bin)
+    bins: list[list[int]] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        at = bisect_left(rooms, (sizes[i], -1))
+        if at == len(rooms):
+            bins.append([])
+            room, chosen = capacity, len(bins) - 1
+        else:
+            room, chosen = rooms.pop(at)
+        bins[chosen].append(i)
+        insort(rooms, (room - sizes[i], chosen))
+    return bins

@@ -1,0 +1,297 @@
+"""What STDiT3-XL/2 costs on each bucket of VideoSys' workload, from dcpc's symbolic profile.
+
+Blocks repeat, so a model of 28 pairs of blocks costs what two shallow ones tell. Steps of recompute
+that all pairs take alike are one *level*. At a level, with d pairs,
+
+    seconds, sent and saved bytes    c + x d
+    peak                             the larger of c1 + b d    when backward begins,
+                                                   c2 + g d    when backward ends,
+
+with b the bytes that a pair saves and g the bytes of its gradients. x, b and g are differences of
+two profiles; c1 and c2 are the least that explain both. `tests/benchmarks/test_stdit_costs.py`
+compares with a deeper trace.
+
+A frame of S patches is traced as a strip of S x 1: the same ops on the same numbers of elements,
+with one symbol fewer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dcpc
+from benchmarks.harness import timed
+from dcpc.api import plan
+from dcpc.buckets import Bucket
+from dcpc.ir import Placement
+from dcpc.variants import Variants
+from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
+
+DEVICE = "a100-80gb"
+DEGREES = (1, 2, 4, 8)
+DEPTHS = (2, 3)
+ROOT = Path(__file__).parents[1]
+CACHE = ROOT / "build" / "stdit_costs.json"
+# What a profile depends on: the cache is good as long as these say the same.
+SOURCES = ("dcpc/trace", "dcpc/passes", "dcpc/codegen", "dcpc/symbolic_profile", "dcpc/variants.py",
+           "dcpc/ir.py", "models/stdit.py", "benchmarks/stdit_costs.py")  # fmt: skip
+INPUTS = {
+    "latents": "{dtype}[batch, {channels}, frames, tokens*2, 2]",
+    "noise": "{dtype}[batch, {channels}, frames, tokens*2, 2]",
+    "timestep": "float32[batch]",
+    "text": "{dtype}[batch, {text_len}, {text_dim}]",
+    "text_mask": "bool[batch, {text_len}]",
+    "fps": "float32[batch]",
+    "pixel_height": "float32[batch]",
+    "pixel_width": "float32[batch]",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Samples of one shape.
+
+    Attributes:
+        frames: latent frames; 1 is an image.
+        tokens: of a frame.
+        batch: samples.
+    """
+
+    frames: int
+    tokens: int
+    batch: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dims of the trace."""
+        return {"frames": self.frames, "tokens": self.tokens, "batch": self.batch}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One forward and backward, on the fullest rank of a group.
+
+    Attributes:
+        seconds_s: by the device's roofline.
+        peak_bytes: activations and gradients; inputs included.
+        wire_bytes: that a rank sends.
+        saved_bytes: between forward and backward.
+    """
+
+    seconds_s: float
+    peak_bytes: float
+    wire_bytes: float
+    saved_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A shallow model at one level of recompute.
+
+    Attributes:
+        sp: degree.
+        depth: pairs of blocks.
+        level: 0: nothing is made again.
+        gradient_bytes: of all parameters.
+        costs: one a point.
+    """
+
+    sp: int
+    depth: int
+    level: int
+    gradient_bytes: float
+    costs: tuple[Cost, ...]
+
+
+def variants_of(config: STDiTConfig, image: bool, dtype: torch.dtype = torch.bfloat16) -> Variants:
+    """Returns what dcpc makes of a model on the meta device: placements, graphs, profiles."""
+    with torch.device("meta"):
+        model = RectifiedFlow(STDiT(config)).to(dtype)
+    fields = {**asdict(config), "dtype": str(dtype).removeprefix("torch.")}
+    inputs = {name: spec.format(**fields) for name, spec in INPUTS.items()}
+    frames = (1,) if image else (2, 120)
+    sizes = [{"frames": f, "tokens": t} for f in frames for t in (16, 3600)]
+    planned = plan(model, dcpc.Buckets(inputs, sizes), memory=1e18, device=DEVICE, sp=1)
+    return planned.by_bucket[Bucket.of(sizes[0])]
+
+
+def observe(
+    variants: Variants, depth: int, image: bool, sps: Sequence[int], points: Sequence[Point]
+) -> list[Observed]:
+    """Returns the costs of a model of `depth` pairs at each level of recompute."""
+    middle = Point(1, 1620, 1) if image else Point(60, 1620, 1)
+    found = []
+    for sp in sps:
+        placement = variants.placement(middle.sizes, sp)
+        for level, k in enumerate(_levels(variants, placement, middle)):
+            costs = []
+            for point in points:
+                p = variants.predict(placement, k, point.sizes)
+                peak = float(p.peak_bytes + p.input_bytes)
+                costs.append(Cost(p.seconds_s, peak, float(p.wire_bytes), float(p.saved_bytes)))
+            gradients = variants.profile(placement, k).gradient_bytes
+            found.append(Observed(sp, depth, level, gradients, tuple(costs)))
+    return found
+
+
+def _levels(variants: Variants, placement: Placement, point: Point) -> list[int]:
+    """Returns the numbers of steps after which all pairs have taken the same: 0, ..., all.
+
+    Steps of equal blocks free the same bytes at the same cost, and follow each other in the menu.
+    """
+    if not hasattr(variants, "steps"):
+        return [0, variants.segment_count]
+    steps = range(variants.steps(placement) + 1)
+    found = [variants.predict(placement, k, point.sizes) for k in steps]
+    kinds = [
+        (a.saved_bytes - b.saved_bytes, round((b.seconds_s - a.seconds_s) * 1e9))
+        for a, b in pairwise(found)
+    ]
+    return [0, *(k for k in steps[1:] if k == len(kinds) or kinds[k] != kinds[k - 1])]
+
+
+def deeper(observed: Sequence[Observed], depth: int) -> list[tuple[Cost, ...]]:
+    """Returns the costs at each point of a model of `depth` pairs, one list a level.
+
+    Args:
+        observed: of one degree, from two depths that differ by one.
+        depth: pairs of blocks.
+    """
+    low, high = sorted({o.depth for o in observed})
+    first = {o.level: o for o in observed if o.depth == low}
+    second = {o.level: o for o in observed if o.depth == high}
+    assert (high, second.keys()) == (low + 1, first.keys()), (
+        f"depths {low} and {high} have {len(first)} and {len(second)} levels of recompute; "
+        "expected neighbours with as many each"
+    )
+    gradient = second[0].gradient_bytes - first[0].gradient_bytes
+    more = depth - high
+    return [
+        tuple(
+            _extended(a, b, gradient, more)
+            for a, b in zip(first[i].costs, second[i].costs, strict=True)
+        )
+        for i in sorted(first)
+    ]
+
+
+def _extended(a: Cost, b: Cost, gradient: float, more: int) -> Cost:
+    """Returns the cost with `more` pairs than b, which has one more than a."""
+    saved = b.saved_bytes - a.saved_bytes
+    peak = max(
+        min(b.peak_bytes + slope * more, a.peak_bytes + slope * (more + 1))
+        for slope in (saved, gradient)
+    )
+    return Cost(
+        seconds_s=b.seconds_s + (b.seconds_s - a.seconds_s) * more,
+        peak_bytes=peak,
+        wire_bytes=b.wire_bytes + (b.wire_bytes - a.wire_bytes) * more,
+        saved_bytes=b.saved_bytes + saved * more,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The costs of the whole model.
+
+    Attributes:
+        points: what was priced.
+        costs: sp -> point -> cost by level of recompute, from nothing to all that can be.
+        resident_bytes: parameters, gradients and optimizer state of a rank; gradients are in the
+            peak too, as while backward runs.
+        gradient_bytes: what a step reduces.
+    """
+
+    points: tuple[Point, ...]
+    costs: Mapping[int, Mapping[Point, tuple[Cost, ...]]]
+    resident_bytes: float
+    gradient_bytes: float
+
+
+def price(
+    points: Sequence[Point], config: STDiTConfig = XL, refresh: bool = False, cache: Path = CACHE
+) -> Table:
+    """Returns the table of a model at these points, from the cache if nothing has changed.
+
+    Args:
+        points: what to price; images and videos.
+        config: the whole model.
+        refresh: whether to profile again although the cache is good.
+        cache: file; written when profiled.
+    """
+    key = _key(points, config)
+    stored = json.loads(cache.read_text()) if cache.exists() and not refresh else {}
+    if stored.get("key") != key:
+        print(f"profiling depths {DEPTHS} of {config.depth} (cached in {cache} afterwards) ...")
+        with timed() as watch:
+            shallow = _profile(points, config)
+        print(f"profiled in {watch.elapsed_s:.0f} s")
+        stored = {"key": key, "shallow": shallow}
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_text(json.dumps(stored))
+    return _assemble(points, config, stored["shallow"])
+
+
+def _key(points: Sequence[Point], config: STDiTConfig) -> str:
+    digest = hashlib.sha256(repr((points, config, DEVICE, DEPTHS, torch.__version__)).encode())
+    for name in SOURCES:
+        path = ROOT / name
+        for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
+            if file.suffix in (".py", ".yaml"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _profile(points: Sequence[Point], config: STDiTConfig) -> list[list[dict[str, Any]]]:
+    """Returns the observed costs, of images and of videos, as plain data; two processes."""
+    jobs = [
+        (replace(config, depth=depth), image, [p for p in points if (p.frames == 1) == image])
+        for depth in reversed(DEPTHS)
+        for image in (False, True)
+    ]
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        done = list(pool.map(_job, jobs))
+    out: list[list[dict[str, Any]]] = [[], []]
+    for (_, image, _), found in zip(jobs, done, strict=True):
+        out[image] += found
+    return out
+
+
+def _job(job: tuple[STDiTConfig, bool, Sequence[Point]]) -> list[dict[str, Any]]:
+    config, image, points = job
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = observe(variants_of(config, image), config.depth, image, DEGREES, points)
+    return [asdict(o) for o in found]
+
+
+def _assemble(
+    points: Sequence[Point], config: STDiTConfig, shallow: Sequence[Sequence[Mapping[str, Any]]]
+) -> Table:
+    costs: dict[int, dict[Point, tuple[Cost, ...]]] = {sp: {} for sp in DEGREES}
+    gradients = 0.0
+    for image, entries in enumerate(shallow):
+        mine = [p for p in points if (p.frames == 1) == bool(image)]
+        observed = [Observed(**{**e, "costs": tuple(Cost(**c) for c in e["costs"])})
+                    for e in entries]  # fmt: skip
+        for sp in DEGREES:
+            own = [o for o in observed if o.sp == sp]
+            levels = deeper(own, config.depth)
+            for i, point in enumerate(mine):
+                costs[sp][point] = tuple(level[i] for level in levels)
+            by_depth = sorted({(o.depth, o.gradient_bytes) for o in own})
+            pair = by_depth[1][1] - by_depth[0][1]
+            gradients = by_depth[0][1] + pair * (config.depth - by_depth[0][0])
+    # parameters, accumulated gradients and two moments in one dtype, as dcpc.plan counts them
+    return Table(tuple(points), costs, 4 * gradients, gradients)
