@@ -11,7 +11,7 @@ from dcpc.errors import DataError
 from dcpc.runtime.plan_file import plan_json, plan_of
 from dcpc.runtime.plans import Mode, StepPlan
 from dcpc.runtime.samples import Fit
-from dcpc.runtime.step_planner import Bounds, plan_step
+from dcpc.runtime.step_planner import Allowed, plan_step
 from dcpc.runtime.table import PlanTable
 from dcpc.runtime.window import Batch, Position, take
 
@@ -27,19 +27,19 @@ class Recipe:
         tokens: most of a batch.
         window: places by which the order may differ from the epoch's (window.py).
         mode: of the planner.
-        bounds: of micro-batches of the rank with most.
+        allowed: what else holds.
     """
 
     tokens: int
     window: int
     mode: Mode
-    bounds: Bounds
+    allowed: Allowed
 
     def text(self) -> str:
         """What all ranks must have alike."""
         return (
             f"tokens_per_step={self.tokens}, window={self.window}, mode={self.mode}, "
-            f"{self.bounds.least} to {self.bounds.most or 'any'} micro-batches"
+            f"{self.allowed}"
         )
 
 
@@ -140,19 +140,19 @@ def _bounded(
     position: Position,
 ) -> tuple[Batch, StepPlan | None]:
     """Returns the next batch, larger or smaller until its micro-batches are within the bounds."""
-    limit, bounds = recipe.tokens, recipe.bounds
+    limit, allowed = recipe.tokens, recipe.allowed
     batch = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
     if not batch.samples:
         return batch, None
     shrinks = False
     for _ in range(_TRIES):
-        plan = plan_step(batch.samples, table, recipe.mode, bounds)
-        if not bounds.holds(plan) and len(batch.samples) > 1:
+        plan = plan_step(batch.samples, table, recipe.mode, allowed)
+        if not allowed.holds(plan) and len(batch.samples) > 1:
             shrinks = True
-            share = bounds.most / plan.accumulation
+            share = allowed.most / plan.accumulation
             limit = max(1, min(batch.tokens - 1, int(batch.tokens * share)))
-        elif plan.accumulation < bounds.least and not shrinks:
-            limit = int(max(limit, batch.tokens) * min(2.0, bounds.least / plan.accumulation)) + 1
+        elif plan.accumulation < allowed.least and not shrinks:
+            limit = int(max(limit, batch.tokens) * min(2.0, allowed.least / plan.accumulation)) + 1
         else:
             break
         other = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
@@ -160,5 +160,5 @@ def _bounded(
             break  # no more samples within the window, or none left
         batch = other
     else:
-        plan = plan_step(batch.samples, table, recipe.mode, bounds)
+        plan = plan_step(batch.samples, table, recipe.mode, allowed)
     return batch, plan

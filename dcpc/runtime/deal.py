@@ -7,7 +7,7 @@ that is free earliest. Blocks of one degree begin at its multiples.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -20,6 +20,8 @@ from dcpc.runtime.plans import PlannedMicroBatch, StepPlan, better, step_plan
 # one costs a launch that `seconds_s`, linear in samples, does not see.
 _GAIN = 0.03
 _PIECES = (1, 2, 4)
+
+Price = Callable[[PlannedMicroBatch], PlannedMicroBatch]
 
 
 def deal(
@@ -54,18 +56,31 @@ def deal(
 
 
 def cuts(
-    samples: Sequence[tuple[int, Bucket]], plans: Mapping[Bucket, BucketPlan], world: int
+    samples: Sequence[tuple[int, Bucket]],
+    plans: Mapping[Bucket, BucketPlan],
+    world: int,
+    price: Price | None = None,
+    pieces: Sequence[float] = _PIECES,
 ) -> Iterator[StepPlan]:
-    """Yields plans of ever finer micro-batches, the coarsest that fits memory first."""
+    """Yields plans of ever finer micro-batches, the coarsest that fits memory first.
+
+    Args:
+        samples: id and bucket of each.
+        plans: setting of each bucket.
+        world: number of ranks.
+        price: gives the row and the seconds of a micro-batch; None: the bucket's plan, and its
+            seconds in proportion to the samples.
+        pieces: into how many micro-batches a rank's share of the step is cut, in turn.
+    """
     by_bucket: dict[Bucket, list[int]] = {}
     for sample_id, bucket in samples:
         by_bucket.setdefault(bucket, []).append(sample_id)
     total_s = sum(
         len(ids) * _sample_s(plans[b]) * plans[b].sp / world for b, ids in by_bucket.items()
     )
-    for limit_s in (float("inf"), *(total_s / n for n in _PIECES)):
+    for limit_s in (float("inf"), *(total_s / n for n in pieces)):
         cut = [mb for b, ids in by_bucket.items() for mb in _cut(ids, plans[b], limit_s)]
-        yield assign(cut, world)
+        yield assign([price(mb) for mb in cut] if price else cut, world)
 
 
 def _check(bucket: Bucket, plans: Mapping[Bucket, BucketPlan], world: int) -> None:

@@ -15,7 +15,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -30,7 +30,7 @@ from dcpc.runtime.plans import MODES, Mode, StepPlan
 from dcpc.runtime.protocol import Compiled
 from dcpc.runtime.relay import Relay
 from dcpc.runtime.samples import Dataset, Samples
-from dcpc.runtime.step_planner import Bounds
+from dcpc.runtime.step_planner import Allowed
 from dcpc.runtime.table import PlanTable, mode_table
 from dcpc.runtime.weights import SAMPLES, Weight, checked, weight_function
 from dcpc.runtime.window import Position
@@ -131,6 +131,7 @@ class DataLoader:
         seed: int = 0,
         shuffle: bool = True,
         pad: Mapping[str, int | float] | None = None,
+        pad_to_longer: bool = False,
         weight: Weight = SAMPLES,
         on_too_long: Literal["error", "skip"] = "error",
         lookahead: int = 1,
@@ -158,6 +159,10 @@ class DataLoader:
             seed: of the order of samples.
             shuffle: a new order each epoch; else the dataset's.
             pad: input name -> what fills up the end of a sample shorter than its bucket.
+            pad_to_longer: in mode "auto", short samples may be padded to longer buckets than their
+                own where that ends the step earlier (many small kernels, few samples a bucket).
+                Only for models whose result padding does not change: causal ones with ignored
+                labels, or with masks. Needs `pad`.
             weight: what the model's loss is a mean over: "samples", the name of the input with the
                 labels (those not -100 count), `CountLabels`, or a function of a micro-batch's
                 inputs.
@@ -177,13 +182,21 @@ class DataLoader:
         _check_count("seed", seed, 0)
         _check_choice("on_too_long", on_too_long, ("error", "skip"))
         _check_choice("mode", mode, MODES)
-        bounds = _bounds(mode, min_grad_accumulation_steps, max_grad_accumulation_steps)
+        if pad_to_longer and (pad is None or mode != "auto"):
+            raise DataError(
+                f"pad_to_longer: got mode={mode!r} and pad={pad}; expected mode='auto' and a value "
+                "to fill up each input with; give both, or leave it out"
+            )
+        allowed = replace(
+            _allowed(mode, min_grad_accumulation_steps, max_grad_accumulation_steps),
+            pads=pad_to_longer,
+        )
         self.compiled = compiled
         self.shuffle = shuffle
         self.on_too_long = on_too_long
         self.lookahead = lookahead
         self.calculate_imbalance = calculate_imbalance
-        self.recipe = Recipe(tokens_per_step, window, mode, bounds)
+        self.recipe = Recipe(tokens_per_step, window, mode, allowed)
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
         self._samples = Samples(dataset, compiled.buckets, pad)
@@ -316,9 +329,10 @@ class DataLoader:
 
         `dcpc replay FILE` prints it and plans it again.
         """
-        ids = {i: mb.bucket for mb in step.plan.micro_batches for i in mb.sample_ids}
-        samples = tuple(sorted(ids.items()))
-        PlanFile(step.plan, self.table, self.recipe.bounds, samples).write(file)
+        ids = sorted(i for mb in step.plan.micro_batches for i in mb.sample_ids)
+        fits = [(i, self._samples.fit(i).bucket) for i in ids]
+        samples = tuple((i, bucket) for i, bucket in fits if bucket is not None)
+        PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(file)
 
     def _timed(
         self, made: Iterator[tuple[Cut, Step | None]]
@@ -443,7 +457,7 @@ class DataLoader:
         )
 
 
-def _bounds(mode: Mode, least: int, most: int | None) -> Bounds:
+def _allowed(mode: Mode, least: int, most: int | None) -> Allowed:
     if most is not None:
         _check_count("max_grad_accumulation_steps", most, least)
     if mode == "intra" and (least > 1 or most is not None):
@@ -452,7 +466,7 @@ def _bounds(mode: Mode, least: int, most: int | None) -> Bounds:
             "'intra', whose steps have one bucket; expected none of both; leave them out, or "
             "choose mode='inter'"
         )
-    return Bounds(least, most or 0)
+    return Allowed(least, most or 0)
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.runtime.plans import MODES, PlannedMicroBatch, StepPlan, step_plan
-from dcpc.runtime.step_planner import Bounds
+from dcpc.runtime.step_planner import Allowed
 from dcpc.runtime.table import PlanTable
 
 VERSION = 1
@@ -28,13 +28,13 @@ class PlanFile:
     Attributes:
         plan: the plan.
         table: the rows that there were to choose from.
-        bounds: of the number of micro-batches.
+        allowed: what else the plan may do.
         samples: id and bucket of each sample of the batch, in order.
     """
 
     plan: StepPlan
     table: PlanTable
-    bounds: Bounds
+    allowed: Allowed
     samples: tuple[tuple[int, Bucket], ...]
 
     def write(self, file: str | Path) -> None:
@@ -42,7 +42,7 @@ class PlanFile:
         data = {
             "version": VERSION,
             "table": self.table.to_json(),
-            "bounds": [self.bounds.least, self.bounds.most],
+            "allowed": [self.allowed.least, self.allowed.most, self.allowed.pads],
             "samples": [[i, self.table.key(b)] for i, b in self.samples],
             "plan": plan_json(self.plan, self.table),
         }
@@ -59,9 +59,9 @@ class PlanFile:
             data = json.loads(Path(file).read_text(encoding="utf-8"))
             _check_version(data, str(file))
             table = PlanTable.from_json(data["table"])
-            least, most = data["bounds"]
+            allowed = Allowed(*data["allowed"])
             samples = tuple((int(i), table.buckets[k]) for i, k in data["samples"])
-            return cls(plan_of(data["plan"], table, str(file)), table, Bounds(least, most), samples)
+            return cls(plan_of(data["plan"], table, str(file)), table, allowed, samples)
         except OSError as e:
             raise PlanError(f"{file}: got {e.strerror}; expected a plan file; name one") from e
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:

@@ -28,7 +28,7 @@ def replay(recorded: PlanFile, table: PlanTable | None = None) -> str:
             "a new plan, or replay the file alone"
         )
     plan = recorded.plan
-    again = plan_step(recorded.samples, recorded.table, plan.mode, recorded.bounds)
+    again = plan_step(recorded.samples, recorded.table, plan.mode, recorded.allowed)
     verdict = "planned again: the same"
     if again.micro_batches != plan.micro_batches:
         change = again.makespan_s / plan.makespan_s - 1

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -22,6 +23,8 @@ from dcpc.runtime.protocol import SettingRow, Source
 
 # A larger micro-batch or group has to gain this share of the rank-seconds, or of the seconds.
 WORTH = 0.03
+# Of a micro-step in `plan_batch`: they are free, and of equal plans that with fewest is wanted.
+_TIE_S = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +73,23 @@ class PlanTable:
             for key, own in enumerate(self.rows)
             for i, row in enumerate(own)
         )
-        cost = TableCost(self.world, rows, inf, node_ranks=self.node_ranks)
+        cost = TableCost(self.world, rows, inf, _TIE_S, self.node_ranks)
         object.__setattr__(self, "cost", cost)
         text = json.dumps(self.to_json(), sort_keys=True)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         object.__setattr__(self, "hash", digest)
+
+    @cached_property
+    def padded_cost(self) -> TableCost:
+        """The cost where a sample may also run as one of any bucket that holds it."""
+        rows = tuple(
+            CostRow(key, row.sp, row.micro_batch, f"{other}/{i}", row.seconds_s, 0.0)
+            for key, bucket in enumerate(self.buckets)
+            for other, longer in enumerate(self.buckets)
+            if holds(longer, bucket)
+            for i, row in enumerate(self.rows[other])
+        )
+        return TableCost(self.world, rows, inf, _TIE_S, self.node_ranks)
 
     def key(self, bucket: Bucket) -> int:
         """Returns the number of a bucket.
@@ -89,6 +104,20 @@ class PlanTable:
                 f"bucket {bucket}: got no row in the plan table; expected one of "
                 f"{', '.join(map(str, self.buckets[:8]))}; compile for this bucket"
             ) from None
+
+    def run(self, bucket: Bucket, sp: int, count: int) -> tuple[TableRow, float]:
+        """Returns the smallest row of a degree that holds so many samples, and their seconds.
+
+        Seconds lie on the line between the row and the next smaller one, or nothing for no samples.
+        """
+        few, few_s = 0, 0.0
+        own = (row for row in self.rows[self.key(bucket)] if row.sp == sp)
+        for row in sorted(own, key=lambda row: (row.micro_batch, row.seconds_s)):
+            if row.micro_batch >= count:
+                share = (count - few) / (row.micro_batch - few)
+                return row, few_s + share * (row.seconds_s - few_s)
+            few, few_s = row.micro_batch, row.seconds_s
+        raise AssertionError(f"bucket {bucket}: no row of sp {sp} holds {count} samples")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the table as plain data."""
@@ -115,6 +144,12 @@ class PlanTable:
             node_ranks=int(data["node_ranks"]),
             aligned=bool(data["aligned"]),
         )  # fmt: skip
+
+
+def holds(bucket: Bucket, other: Bucket) -> bool:
+    """Whether a sample of `other` can be padded to `bucket`."""
+    sizes = bucket.sizes
+    return all(size <= sizes[name] for name, size in other.shape_key)
 
 
 def mode_table(

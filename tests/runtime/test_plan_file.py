@@ -12,7 +12,7 @@ from dcpc.runtime.groups import Groups
 from dcpc.runtime.loader import DataLoader
 from dcpc.runtime.plan_file import PlanFile, plan_json, plan_of
 from dcpc.runtime.replay import replay
-from dcpc.runtime.step_planner import Bounds, plan_step
+from dcpc.runtime.step_planner import Allowed, plan_step
 from dcpc.runtime.table import make_table
 from tests.runtime.fakes import FakeRow, RaggedWithDims, compiled_for
 
@@ -26,7 +26,7 @@ SAMPLES = tuple((i, LONG if i == 3 else SHORT) for i in range(15))
 
 def recorded(rows=ROWS) -> PlanFile:
     table = make_table(rows, 4)
-    return PlanFile(plan_step(SAMPLES, table), table, Bounds(), SAMPLES)
+    return PlanFile(plan_step(SAMPLES, table), table, Allowed(), SAMPLES)
 
 
 def test_file_is_read_as_it_was_written(tmp_path):

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.runtime.deal import deal
+from dcpc.runtime.padding import share_padding
 from dcpc.runtime.plans import timeline
-from dcpc.runtime.step_planner import Bounds, plan_step
-from dcpc.runtime.table import PlanTable, TableRow, make_table, own_settings
+from dcpc.runtime.step_planner import Allowed, plan_step
+from dcpc.runtime.table import PlanTable, TableRow, holds, make_table, own_settings
 from tests.runtime.fakes import FakeRow, plan_for
 
 BUCKETS = tuple(Bucket.of({"seq": n}) for n in (4, 16, 64))
@@ -143,7 +144,7 @@ def test_bounds_are_kept_where_one_micro_batch_a_sample_would_keep_them(table, b
     if mode == "inter":
         plans = {b: plan_for(b, 1, 2) for b in BUCKETS}
         table = own_settings(plans, table.world)
-    plan = plan_step(ids(buckets), table, mode, Bounds(1, len(buckets)))
+    plan = plan_step(ids(buckets), table, mode, Allowed(1, len(buckets)))
     assert plan.accumulation <= len(buckets)
 
 
@@ -184,3 +185,44 @@ def test_long_sample_gets_a_wider_group_where_it_holds_up_the_step():
     assert {mb.sp for mb in plan.micro_batches} == {1, 3}
     assert plan.makespan_s == pytest.approx(24.0)
     assert "sp=3, takes 24 s" in plan.binds
+
+
+@settings(deadline=None, max_examples=40)
+@given(tables(), batches)
+def test_padded_plan_has_every_sample_once_in_a_bucket_that_holds_it(table, buckets):
+    samples = dict(ids(buckets))
+    plan = plan_step(ids(buckets), table, "auto", Allowed(pads=True))
+    assert sorted(i for mb in plan.micro_batches for i in mb.sample_ids) == sorted(samples)
+    for mb in plan.micro_batches:
+        assert all(holds(mb.bucket, samples[i]) for i in mb.sample_ids)
+        assert len(mb.sample_ids) <= mb.micro_batch
+    assert 0 < plan.bound_s <= plan.makespan_s
+
+
+def launches(world: int) -> PlanTable:
+    """Hardly anything but launches: a micro-batch of any size takes a second."""
+    rows = tuple(
+        tuple(TableRow(1, m, 0, 1.0 + 1e-3 * m * b["seq"]) for m in (1, 2, 4, 8)) for b in BUCKETS
+    )
+    return PlanTable(BUCKETS, rows, world, 8)
+
+
+def test_few_samples_of_many_buckets_share_a_micro_batch_where_launches_cost_most():
+    samples = ids([*BUCKETS, *BUCKETS, BUCKETS[0], BUCKETS[0]])
+    own = plan_step(samples, launches(1))
+    plan = plan_step(samples, launches(1), "auto", Allowed(pads=True))
+    assert len(own.micro_batches) == 3
+    assert [mb.bucket for mb in plan.micro_batches] == [BUCKETS[2]]
+    assert plan.makespan_s < own.makespan_s / 2
+    # On eight ranks nothing is gained: each runs one.
+    assert len(plan_step(samples, launches(8), "auto", Allowed(pads=True)).micro_batches) > 3
+
+
+def test_buckets_of_which_neither_holds_the_other_are_not_mixed():
+    wide, tall = Bucket.of({"width": 8, "height": 4}), Bucket.of({"width": 4, "height": 8})
+    assert not holds(wide, tall)
+    rows = (TableRow(1, 4, 0, 1.0),)
+    table = PlanTable((wide, tall), (rows, rows), 1, 8)
+    assert share_padding([(0, wide), (1, tall)], table) is None
+    plan = plan_step([(0, wide), (1, tall)], table, "auto", Allowed(pads=True))
+    assert len(plan.micro_batches) == 2

@@ -13,8 +13,11 @@ TINY = 7  # sequences: all 4,140 set partitions of all subsets are tried
 RETRIES = 6  # further loads at which to look for an arrangement inside nodes
 
 
+Known = dict[tuple[int, ...], FloatArray]  # kinds of a group -> seconds, [setting, degree]
+
+
 def fit_step(
-    work: Workload, groups: Sequence[Sequence[int]]
+    work: Workload, groups: Sequence[Sequence[int]], known: Known | None = None
 ) -> tuple[float, list[tuple[int, int, int]]] | None:
     """Returns least load of a micro-step, and (first rank, degree, setting) of each group.
 
@@ -24,8 +27,12 @@ def fit_step(
     Args:
         work: the batch.
         groups: the kinds that each group runs.
+        known: costs of groups that are not sums, kept from call to call; None: take the sums.
     """
-    seconds = _group_seconds(work, groups)
+    if work.cost.additive or known is None:
+        seconds = _group_seconds(work, groups)
+    else:
+        seconds = _exact_seconds(work, groups, known)
     fastest = seconds.min(axis=1)
     least = np.minimum.accumulate(fastest, axis=1)
     loads_s = np.unique(least[np.isfinite(least)])
@@ -64,7 +71,8 @@ def exact(work: Workload) -> Draft | None:
     items = [k for k, n in enumerate(work.counts.tolist()) for _ in range(n)]
     if len(items) > TINY:
         return None
-    steps = {mask: _least_step(work, items, mask) for mask in range(1, 2 ** len(items))}
+    known: Known = {}
+    steps = {mask: _least_step(work, items, mask, known) for mask in range(1, 2 ** len(items))}
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for mask in range(1, 2 ** len(items)):
         lowest = mask & -mask
@@ -115,11 +123,11 @@ def price(work: Workload, draft: Draft) -> None:
 Step = tuple[float, list[list[int]], list[tuple[int, int, int]]]
 
 
-def _least_step(work: Workload, items: list[int], mask: int) -> Step | None:
+def _least_step(work: Workload, items: list[int], mask: int, known: Known) -> Step | None:
     chosen = [kind for i, kind in enumerate(items) if mask >> i & 1]
     best: Step | None = None
     for groups in partitions(chosen):
-        found = fit_step(work, groups)
+        found = fit_step(work, groups, known)
         if found is not None and (best is None or found[0] < best[0]):
             best = (found[0], groups, found[1])
     return best
@@ -144,6 +152,25 @@ def _group_seconds(work: Workload, groups: Sequence[Sequence[int]]) -> FloatArra
     weights = np.add.reduceat(work.weights[flat], starts)
     seconds[:, :, :][weights[None, None, :] > work.capacities[:, :, None]] = np.inf
     return np.ascontiguousarray(np.moveaxis(seconds, 2, 0))
+
+
+def _exact_seconds(
+    work: Workload, groups: Sequence[Sequence[int]], known: Known
+) -> FloatArray:
+    """The same where a group's seconds are not the sum of its sequences'."""
+    found = []
+    for group in groups:
+        kinds = tuple(sorted(group))
+        if kinds not in known:
+            keys = [int(work.keys[k]) for k in kinds]
+            known[kinds] = np.array(
+                [
+                    [work.cost.group_s(keys, int(d), setting) for d in work.degrees]
+                    for setting in range(len(work.cost.settings))
+                ]
+            )
+        found.append(known[kinds])
+    return np.stack(found)
 
 
 def _first(least: FloatArray, load_s: float) -> IntArray:
