@@ -9,6 +9,7 @@
     batch_norm (eval)                       ->  sub, mul, add
     split / chunk / unbind, getitem         ->  slice / select
     type_as, meshgrid, broadcast_tensors    ->  casts, reshape, expand (spellings.py)
+    conv of patches (stride == kernel)      ->  linear of their rows
     mean over symbolic dims                 ->  sum / count
     a reduced loss                          ->  one loss a row, and its reduction (losses.py)
     attention, fused or spelled out         ->  dcpc::attention (attention.py)
@@ -25,6 +26,7 @@ from torch import Tensor, fx
 from dcpc.trace.attention import replace_attention
 from dcpc.trace.editor import Editor
 from dcpc.trace.losses import LOSSES
+from dcpc.trace.patches import patch_convolution
 from dcpc.trace.random import replace_random
 from dcpc.trace.single_key import attention_of_one_key, narrow_projections
 from dcpc.trace.spellings import SPELLINGS, split_with_sizes
@@ -227,6 +229,9 @@ _RULES: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.squeeze.dims: _squeeze,
     aten._native_batch_norm_legit_no_training.default: _batch_norm,
     aten.scaled_dot_product_attention.default: attention_of_one_key,
+    aten.conv1d.default: patch_convolution,
+    aten.conv2d.default: patch_convolution,
+    aten.conv3d.default: patch_convolution,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     **LOSSES,
