@@ -38,7 +38,8 @@ def table(which: str) -> Mapping[str, ZooModel]:
 
 def prepared(model: ZooModel, sp: int) -> Prepared | Verdict:
     """Returns one model traced, placed and lowered for a group of `sp` ranks."""
-    buckets = Buckets(inputs=model.inputs, sizes=[*model.sizes, model.coverage_sizes])
+    shapes = {tuple(sorted(s.items())): s for s in (*model.sizes, model.coverage_sizes)}
+    buckets = Buckets(inputs=model.inputs, sizes=list(shapes.values()))
     return prepare(
         model.make,
         buckets,
