@@ -1,0 +1,88 @@
+"""Backward hands over gradients as soon as they are final: all of them, once, in good time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dcpc
+from dcpc.codegen import delivering
+from models.gpt import GPT, GPTConfig
+
+X = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own embedding", "tied embedding"])
+def compiled(request):
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, tie_embeddings=request.param)
+    buckets = dcpc.Buckets(
+        inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"), sizes=[{"seq": 12}]
+    )
+    return dcpc.compile(GPT(config).double(), buckets, backend="eager")
+
+
+def expected(compiled):
+    compiled.zero_grad()
+    compiled(X, X).backward()
+    found = {n: p.grad for n, p in compiled.named_parameters()}
+    compiled.zero_grad()
+    return found
+
+
+def delivered(compiled):
+    """Gradients handed over, by name, in their order."""
+    names = {id(p): n for n, p in compiled.named_parameters()}
+    found = {}
+
+    def deliver(p, gradient):
+        assert names[id(p)] not in found
+        found[names[id(p)]] = gradient.clone()
+
+    with delivering(deliver):
+        loss = compiled(X, X)
+    assert not found
+    loss.backward()
+    return found
+
+
+def check(compiled, want, found, kept=frozenset()):
+    """Each gradient was handed over, or is autograd's: `kept`, and what is read under two names."""
+    names = [n for n, _ in compiled.model.named_parameters(remove_duplicate=False)]
+    tied = len(names) > len(want)
+    kept = kept | ({"embedding.weight"} if tied else set())
+    assert found.keys() == want.keys() - kept
+    for name, p in compiled.named_parameters():
+        assert (p.grad is None) == (name not in kept), name
+        assert torch.equal(p.grad if name in kept else found[name], want[name]), name
+
+
+def test_all_gradients_are_handed_over_and_autograd_adds_none(compiled):
+    want = expected(compiled)
+    found = delivered(compiled)
+    check(compiled, want, found)
+    # The last layers' come first, and the embedding's last.
+    order = [n for n in found if n.endswith("ffn.down.weight")]
+    assert order == sorted(order, reverse=True)
+    assert len(order) == 2
+    expected(compiled)  # outside of the context autograd has them again
+
+
+def test_a_backend_without_parts_hands_over_at_its_end(compiled, monkeypatch):
+    """Inductor's backward is one call."""
+    want = expected(compiled)
+    whole = {k: (replace(v, run_handing_over=None), i) for k, (v, i) in compiled._dispatch.items()}
+    monkeypatch.setattr(compiled, "_dispatch", whole)
+    found = delivered(compiled)
+    check(compiled, want, found)
+    assert list(found) == [n for n in reversed(want) if n in found]
+
+
+def test_hooks_of_the_user_are_called(compiled):
+    want = expected(compiled)
+    name, hooked = list(compiled.named_parameters())[-1]
+    handle = hooked.register_hook(lambda gradient: 2 * gradient)
+    found = delivered(compiled)
+    handle.remove()
+    check(compiled, {**want, name: 2 * want[name]}, found, {name})
+    compiled.zero_grad()
