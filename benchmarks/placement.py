@@ -1,4 +1,8 @@
-"""Placement of a 28-layer GPT: time, width, what it finds; its distance from a MILP's optimum."""
+"""Placement of a 28-layer GPT and of STDiT3-XL/2: time, width, what it finds.
+
+And the distance of small ones from a MILP's optimum. With --quick the STDiT has 2 + 2 blocks of its
+28 + 28, as tracing all of them takes a minute and a half of one core; `stdit_blocks` says how many.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,24 @@ import torch
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.placement_oracle import Oracle
 from benchmarks.random_programs import random_program
+from benchmarks.video_placement import (
+    LONG_VIDEO,
+    MANY_VIDEOS,
+    changes,
+    device_rates,
+    sent_bytes,
+    stdit,
+    switches,
+    ulysses,
+)
 from dcpc.buckets import Buckets
 from dcpc.ir import Placement, Program, tensor_operands
 from dcpc.passes.placement import PlacementModel, Rates, place
 from dcpc.passes.sharding import Sharding, analyse
+from dcpc.symbolic_profile import find
 from dcpc.trace import trace
 from models.gpt import GPT, GPTConfig
+from models.stdit import XL, STDiTConfig
 
 LAYERS = 28
 DEGREES = (2, 4, 8)
@@ -94,6 +110,56 @@ def real_gaps(cases: Sequence[tuple[dict[str, int], int, Rates]]) -> list[float]
     return [gap(program, sharding, *case) for case in cases]
 
 
+def video(depth: int, repeats: int) -> dict[str, Cell]:
+    """Figures of an STDiT3-XL/2 of `depth` spatial and as many temporal blocks on H200s."""
+    config = XL if depth == XL.depth else STDiTConfig(depth=depth)
+    device = find("h200")
+    with timed() as tracing:
+        program = stdit(config)
+    with timed() as analysis:
+        sharding = analyse(program)
+        model = PlacementModel(program, sharding)
+    forced = ulysses(program, sharding)
+    rows: list[list[Cell]] = []
+    for sizes, sp in product((LONG_VIDEO, MANY_VIDEOS), DEGREES):
+        rates = device_rates(device, sp)
+        seconds = []
+        for _ in range(repeats + 1):
+            with timed() as t:
+                found = place(program, sharding, sizes, sp, rates, model)
+            seconds.append(t.elapsed_s)
+        bytes_ratio = sent_bytes(program, found, sizes)
+        if sizes is LONG_VIDEO:
+            other = place(program, forced, sizes, sp, rates)
+            bytes_ratio /= sent_bytes(program, other, sizes)
+        where = ", ".join(f"{k} {v}" for k, v in sizes.items())
+        per_pair = len(switches(program, found, sizes)) / depth
+        collectives = len(changes(program, found))
+        median_s = statistics.median(seconds[1:])
+        rows.append(
+            [where, sp, seconds[0], median_s, found.width, per_pair, collectives, bytes_ratio]
+        )
+    header = ["bucket", "sp", "first s", "median s", "width", "switches/pair", "collectives"]
+    print_table(
+        f"STDiT3-XL/2, {depth} + {depth} blocks, {len(model.names)} nodes; bytes over Ulysses where"
+        " the batch is 1, else bytes",
+        [*header, "bytes"],
+        rows,
+    )
+    alone = rows[: len(DEGREES)]
+    return {
+        "stdit_xl_solve_s": max(float(row[3]) for row in rows),
+        "stdit_xl_first_solve_s": max(float(row[2]) for row in rows),
+        "stdit_switches_per_block_pair": max(float(row[5]) for row in alone),
+        "stdit_bytes_over_ulysses": max(float(row[7]) for row in alone),
+        "stdit_batch_collectives": max(int(row[6]) for row in rows[len(DEGREES) :]),
+        "stdit_treewidth": max(int(row[4]) for row in rows),
+        "stdit_blocks": 2 * depth,
+        "stdit_trace_s": tracing.elapsed_s,
+        "stdit_analysis_s": analysis.elapsed_s,
+    }
+
+
 def main() -> None:
     args = parser("placement", __doc__ or "").parse_args()
     with timed() as tracing:
@@ -125,6 +191,7 @@ def main() -> None:
         "milp_graphs": len(random_found) + len(real_found),
         "gpt_collectives_per_layer": len(activation_changes(program, long_sp4)) / LAYERS,
     }
+    figures |= video(2 if args.quick else XL.depth, repeats=5 if args.quick else 15)
     print_table("placement", ["figure", "value"], [[k, v] for k, v in figures.items()], digits=4)
     write_report("placement", figures, args.json)
 
