@@ -12,7 +12,7 @@ import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +35,9 @@ from dcpc.planning import Planned
 from dcpc.runtime.plan_file import PlanFile
 from dcpc.runtime.replay import replay as replayed
 from dcpc.runtime.table import mode_table
-from dcpc.symbolic_profile import DEVICES, bytes_text, seconds_text
+from dcpc.simulate import Request as SimulationRequest
+from dcpc.simulate import default_degrees, read_cost, simulate_cost, simulate_model, source_of
+from dcpc.symbolic_profile import DEVICES, bytes_text, detect, find, seconds_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -212,6 +214,62 @@ def replay(
         typer.echo(replayed(recorded, now), nl=False)
 
 
+@app.command()
+@_planning
+def simulate(
+    factory: Annotated[
+        str | None,
+        typer.Argument(metavar="MODULE:FACTORY", help="the model; none with --cost"),
+    ] = None,
+    buckets: Annotated[
+        Path | None, typer.Option("--buckets", metavar="FILE", help="of the model")
+    ] = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON of a cost formula, in place of a model"),
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="FILE", help='JSON {"lens": [tokens, ...]}')
+    ] = None,
+    histogram: Annotated[
+        Path | None, typer.Option(metavar="FILE", help='CSV of "[low, high]",count')
+    ] = None,
+    shares: Annotated[
+        str, typer.Option(help="how likely each bucket is, such as 5,3,1, in place of lengths")
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="global batches")] = 4,
+    tokens_per_step: Annotated[
+        int, typer.Option(min=0, help="of a global batch; 0: 16,384 a rank")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="of the samples")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="OUT.json", help="Chrome trace of the first steps")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="picture of the first steps")
+    ] = None,
+    *,
+    options: _Options,
+) -> None:
+    """Predict step time, tokens/s, idling and bytes sent of dcpc and of what one does today."""
+    with _reported():
+        request = SimulationRequest(options.world, steps, tokens_per_step, seed, trace, png)
+        drawn = source_of(lengths, histogram, shares)
+        if cost is not None:
+            typer.echo(simulate_cost(read_cost(cost, options.world), drawn, request), nl=False)
+            return
+        if factory is None or buckets is None:
+            raise PlanError(
+                f"simulate: got model {factory} and buckets {buckets}; expected both, or a formula "
+                "in --cost; add what is missing"
+            )
+        if options.sp == "auto":
+            options = replace(options, sp=default_degrees(options.world))
+        planned = _planned(factory, buckets, options)
+        device = detect() if options.device == "auto" else find(options.device)
+        typer.echo(simulate_model(planned, device, drawn, request), nl=False)
+
+
 @contextmanager
 def _reported() -> Iterator[None]:
     """Turns an error of dcpc into a message on stderr and exit status 1."""
@@ -239,11 +297,19 @@ def _plan(model: nn.Module, buckets: Buckets, options: _Options) -> Planned:
         world=options.world,
         memory=options.memory,
         device=options.device,
-        sp=int(options.sp) if options.sp.isdecimal() else options.sp,
+        sp=parse_degrees(options.sp),
         recompute=options.recompute,
         backend=options.backend,
         optimizer_bytes=options.optimizer_bytes,
     )
+
+
+def parse_degrees(text: str) -> int | str | list[int]:
+    """Returns the degree, or the degrees, that a text such as `4` or `1,2,4` stands for."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        return text
+    return int(text) if len(parts) == 1 else [int(part) for part in parts]
 
 
 def parse_bucket(text: str) -> Mapping[str, int]:

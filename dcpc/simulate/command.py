@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dcpc.errors import PlanError
 from dcpc.planning import Planned
 from dcpc.runtime.planner import LinearCost
 from dcpc.simulate.batches import longest_that_fits, planners, plans_of
@@ -55,11 +56,36 @@ class Request:
         return self.tokens_per_step or RANK_TOKENS * self.world
 
 
-def lengths_of(lengths: Path | None, histogram: Path | None) -> Lengths | None:
-    """Returns the lengths of whichever file is given; None: of neither."""
+def source_of(
+    lengths: Path | None, histogram: Path | None, shares: str = ""
+) -> Lengths | list[float]:
+    """Returns the lengths of a file, or shares of buckets: whichever is given.
+
+    Raises:
+        PlanError: not exactly one of them is, or it is not of its form.
+    """
+    given = [x for x in (lengths, histogram, shares) if x]
+    if len(given) != 1:
+        raise PlanError(
+            f"simulate: got {len(given)} of --lengths, --histogram and --shares; expected one: "
+            "where do the samples come from?"
+        )
     if lengths is not None:
         return read_lengths(lengths)
-    return read_histogram(histogram) if histogram is not None else None
+    if histogram is not None:
+        return read_histogram(histogram)
+    try:
+        return [float(part) for part in shares.split(",")]
+    except ValueError as error:
+        raise PlanError(
+            f"--shares: got {shares!r}; expected numbers separated by commas, such as 5,3,1; "
+            "correct it"
+        ) from error
+
+
+def default_degrees(world: int) -> str:
+    """Returns the degrees to price: powers of two up to two nodes of eight; a divisor is one."""
+    return ",".join(str(1 << i) for i in range(5) if 1 << i <= world)
 
 
 def simulate_model(
@@ -97,14 +123,19 @@ def simulate_model(
     return _finish(title, outcomes, seconds, request)
 
 
-def simulate_cost(cost: LinearCost, source: Lengths, request: Request) -> str:
+def simulate_cost(cost: LinearCost, source: Lengths | Sequence[float], request: Request) -> str:
     """Returns the table of all systems on a cost formula; writes what was asked for.
 
     Args:
         cost: of the request's world.
         source: lengths; those that all ranks together cannot hold are left out.
         request: how much.
+
+    Raises:
+        PlanError: shares of buckets, of which a formula knows none.
     """
+    if not isinstance(source, Lengths):
+        raise PlanError("simulate: got --shares with --cost; expected --lengths or --histogram")
     drawn = batches_of_lengths(
         source.upto(longest_that_fits(cost)), request.steps, request.tokens, request.seed
     )

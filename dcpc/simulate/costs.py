@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
 import numpy as np
 
@@ -149,6 +149,8 @@ def reduction_seconds(gradient_bytes: float, world: int, device: Device) -> floa
 def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
     """Returns the costs of a planned model.
 
+    Where a system fixes the micro-batch, it has as many tokens as a sample of the longest bucket.
+
     Args:
         planned: its rows are the ones that count, and so is its memory.
         world: ranks to simulate; degrees above are left out.
@@ -178,6 +180,8 @@ def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
                 f"all recomputed on {world} ranks; lower the bucket, or raise --memory"
             )
         found.append(BucketCosts(bucket, tokens_of(bucket), tuple(least), tuple(full)))
+    longest = max(b.tokens for b in found)
+    found = [replace(b, usual=longest // b.tokens) for b in found]
     seconds_s = reduction_seconds(gradients, world, device)
     costs = ModelCosts(tuple(found), world, device.node_ranks, gradients, seconds_s)
     return replace(costs, packing=_packing(planned, costs))
@@ -226,7 +230,21 @@ def tokens_of(bucket: Bucket) -> int:
     return tokens
 
 
-def cheapest(rows: Sequence[SimRow], sp: int, limit: float = inf) -> SimRow | None:
-    """Returns the row of a degree with the fewest seconds a sample, up to `limit` samples."""
-    fits = [r for r in rows if r.sp == sp and r.micro_batch <= limit]
+def cheapest(rows: Sequence[SimRow], sp: int) -> SimRow | None:
+    """Returns the row of a degree with the fewest seconds a sample."""
+    fits = [r for r in rows if r.sp == sp]
     return min(fits, key=lambda r: r.seconds_s / r.micro_batch, default=None)
+
+
+def run_of(rows: Sequence[SimRow], sp: int, samples: int) -> tuple[SimRow, float]:
+    """Returns the smallest row of a degree that holds so many samples, and their seconds.
+
+    Between two rows seconds are on a line; below the first they are its share.
+    """
+    own = sorted((r for r in rows if r.sp == sp), key=lambda r: r.micro_batch)
+    at = bisect_left([r.micro_batch for r in own], samples)
+    assert at < len(own), f"{samples} samples are more than any row of sp={sp} holds"
+    row = own[at]
+    few, few_s = (own[at - 1].micro_batch, own[at - 1].seconds_s) if at else (0, 0.0)
+    share = (samples - few) / (row.micro_batch - few)
+    return row, few_s + (row.seconds_s - few_s) * share

@@ -19,7 +19,7 @@ from dcpc.runtime.plans import PlannedMicroBatch, StepPlan, step_plan
 from dcpc.runtime.step_planner import plan_step
 from dcpc.runtime.table import make_table
 from dcpc.simulate import videosys
-from dcpc.simulate.costs import ModelCosts, SimRow, cheapest
+from dcpc.simulate.costs import ModelCosts, SimRow, cheapest, run_of
 from dcpc.simulate.workload import Epoch
 
 System = Callable[[ModelCosts, Epoch], Iterator[StepPlan]]
@@ -50,7 +50,7 @@ def padded_bucket(costs: ModelCosts, epoch: Epoch, seed: int = 0) -> Iterator[St
     replicas = costs.world // sp
     for i in range(0, len(waiting), replicas):
         placed = [
-            _micro_batch(rows[bucket], bucket, ids, range(r * sp, r * sp + sp))
+            _micro_batch(costs.of(bucket).full, sp, bucket, ids, range(r * sp, r * sp + sp))
             for r, (bucket, ids) in enumerate(waiting[i : i + replicas])
         ]
         yield step_plan(placed, costs.world)
@@ -81,8 +81,13 @@ def best_homogeneous(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
     """Yields each batch at the one sp that is best for it, dealt longest first."""
     degrees = sorted({row.sp for b in costs.buckets for row in b.least})
     settings = [found for sp in degrees if (found := _settings(costs, sp))]
+    rows = {b.bucket: b.least for b in costs.buckets}
+
+    def price(mb: PlannedMicroBatch) -> PlannedMicroBatch:
+        return _micro_batch(rows[mb.bucket], mb.sp, mb.bucket, mb.sample_ids, mb.ranks)
+
     for samples in epoch.batches:
-        plans = (p for found in settings for p in cuts(samples, found, costs.world))
+        plans = (p for found in settings for p in cuts(samples, found, costs.world, price))
         yield min(plans, key=lambda plan: plan.makespan_s)
 
 
@@ -95,11 +100,11 @@ def first_fit(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
         waiting = []
         for bucket, numbers in by_bucket.items():
             own = costs.of(bucket)
-            row = cheapest(own.least, min(r.sp for r in own.least))
+            row = own.row(own.least, min(r.sp for r in own.least))
             assert row is not None, "a bucket has a row at its least degree"
             size = row.micro_batch
-            parts = [tuple(numbers[i : i + size]) for i in range(0, len(numbers), size)]
-            waiting += [_micro_batch(row, bucket, ids, range(0)) for ids in parts]
+            parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+            waiting += [_micro_batch(own.least, row.sp, bucket, ids, range(0)) for ids in parts]
         yield _first_free(waiting, costs.world)
 
 
@@ -142,12 +147,12 @@ def _settings(costs: ModelCosts, sp: int) -> dict[Bucket, BucketPlan]:
 
 
 def _micro_batch(
-    row: SimRow, bucket: Bucket, ids: Sequence[int], ranks: Sequence[int]
+    rows: Sequence[SimRow], sp: int, bucket: Bucket, ids: Sequence[int], ranks: Sequence[int]
 ) -> PlannedMicroBatch:
-    """A micro-batch; one that is short of samples costs its share."""
-    seconds_s = row.seconds_s * len(ids) / row.micro_batch
+    """A micro-batch on the smallest row that holds it."""
+    row, seconds_s = run_of(rows, sp, len(ids))
     return PlannedMicroBatch(
-        bucket, row.sp, tuple(ranks), tuple(ids), seconds_s, row.micro_batch, row.recompute
+        bucket, sp, tuple(ranks), tuple(ids), seconds_s, row.micro_batch, row.recompute
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dcpc.errors import PlanError
-from dcpc.simulate import Request, lengths_of, read_cost, simulate_cost
+from dcpc.simulate import Request, read_cost, simulate_cost, source_of
 from dcpc.simulate.batches import degrees_of, planners, plans_of
 from dcpc.simulate.outcome import of_batches
 from dcpc.simulate.workload import batches_of_lengths, read_histogram, read_lengths
@@ -49,7 +49,7 @@ def test_simulate_writes_a_trace_and_a_picture(tmp_path):
     lengths = tmp_path / "lengths.json"
     lengths.write_text(json.dumps({"lens": [500, 1000, 30_000, 900_000]}))
     request = Request(8, 2, 100_000, trace=tmp_path / "t.json", png=tmp_path / "p.png")
-    text = simulate_cost(read_cost(COST, 8), lengths_of(lengths, None), request)
+    text = simulate_cost(read_cost(COST, 8), source_of(lengths, None), request)
     assert "dcpc" in text
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"

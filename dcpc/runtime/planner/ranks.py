@@ -37,10 +37,9 @@ class FreeRanks:
         if degree > self.node_ranks:
             return self._take_across(degree)
         for room in range(degree, self.node_ranks + 1):
-            node = self._node_with(room)
-            if node is not None:
-                first = self.low[node]
-                self._set_low(node, first + degree)
+            if (found := self._node_with(room)) is not None:
+                first = self.low[found]
+                self._set_low(found, first + degree)
                 return first
         return None
 
