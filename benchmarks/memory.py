@@ -108,7 +108,7 @@ def measure(name: str, sizes: Sequence[tuple[int, int]]) -> list[Point]:
     assert hints not in sizes, f"the trace saw {hints}: choose another point"
     placement = compiled.variants.placement({"batch": sizes[0][0], "seq": sizes[0][1]}, 1)
     points = []
-    for recompute in (0, compiled.variants.segment_count):
+    for recompute in (0, compiled.variants.steps(placement)):
         variant = ForcedVariant(compiled, placement, recompute)
         points += [_point(name, variant, batch, seq) for batch, seq in sizes]
     return points

@@ -360,7 +360,7 @@ def _add_rows(table: Table, bucket: Bucket, rows: Sequence[Row], chosen: BucketP
             "" if i else str(bucket),
             str(row.sp),
             str(row.micro_batch),
-            f"{row.recompute}/{row.segments}",
+            f"{row.recompute}/{row.steps}",
             bytes_text(row.peak_bytes),
             bytes_text(row.needed_bytes),
             seconds_text(row.seconds_s),

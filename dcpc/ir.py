@@ -308,9 +308,8 @@ class BucketPlan:
         bucket: the shape bucket.
         sp: ranks that share one micro-batch of this bucket.
         micro_batch: samples in a full micro-batch.
-        recompute: number of segments (from the start of the model) whose activations are
-            recomputed.
-        segments: number of segments there are.
+        recompute: steps of the recompute menu that are taken.
+        steps: steps there are.
         seconds_s: predicted seconds of one full micro-batch, forward and backward.
         peak_bytes: predicted peak of activations and gradients on the fullest rank; parameters and
             optimizer state excluded.
@@ -321,7 +320,7 @@ class BucketPlan:
     sp: int
     micro_batch: int
     recompute: int
-    segments: int
+    steps: int
     seconds_s: float
     peak_bytes: int
     reason: str

@@ -177,7 +177,7 @@ def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Reque
     """Returns the cheapest row of one degree and micro-batch: the least recompute that fits."""
     sizes = {**bucket.sizes, BATCH: batch}
     placement = variants.placement(sizes, sp)
-    count = variants.segment_count
+    count = variants.steps(placement)
 
     def row(recompute: int) -> Row:
         cost = variants.predict(placement, recompute, sizes)
@@ -191,9 +191,9 @@ def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Reque
 
 
 def _least_recompute(row: Callable[[int], Row], count: int) -> Row:
-    """Returns the row with the fewest recomputed segments that fits, or the smallest that does not.
+    """Returns the row with the fewest steps of recompute that fits, or the smallest that does not.
 
-    The peak is not monotone in the number of recomputed segments (the last one gains nothing), so a
+    The peak is not monotone in the number of steps of recompute (the last one gains nothing), so a
     bisection finds a candidate and the final answer is a row that was really evaluated.
     """
     first = row(0)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
+from torch import fx
 
 from dcpc.buckets import BATCH
-from dcpc.codegen import Lowering, Variant, segments
+from dcpc.codegen import VIEWS, Key, Lowering, Variant
 from dcpc.ir import Partition, Placement, Profile, Program
 from dcpc.passes.placement import PlacementModel, Rates, place
+from dcpc.passes.recompute import Call, Menu, recompute_menu
 from dcpc.passes.sharding import Sharding
-from dcpc.symbolic_profile import Device, evaluator, profile_partition
+from dcpc.symbolic_profile import CallCosts, Device, evaluator, profile_partition
 
 Sizes = Mapping[str, int]
 
@@ -56,6 +58,8 @@ class Variants:
         device: what costs are predicted for.
         backend: "eager" or "inductor".
         tensors: gives placeholder name -> parameter, buffer or constant.
+        reference: lengths at which choices of recompute are weighed: those of the largest bucket;
+            default: those of the trace.
     """
 
     def __init__(
@@ -65,10 +69,11 @@ class Variants:
         device: Device,
         backend: str,
         tensors: Callable[[], Mapping[str, torch.Tensor]],
+        reference: Sizes | None = None,
     ) -> None:
         self.program, self.sharding, self.device, self.backend = program, sharding, device, backend
-        self.segments = segments(program)
-        self.segment_count = max(self.segments.values(), default=0) + 1
+        self._reference = {BATCH: 1, **(reference or program.hints)}
+        self._menus: dict[tuple[object, ...], tuple[Menu, dict[str, Key]]] = {}
         self.tensors = tensors
         self._placement_model = PlacementModel(program, sharding)
         self._placements: dict[tuple[object, ...], Placement] = {}
@@ -131,13 +136,39 @@ class Variants:
         hints: tuple[int, ...] = (),
         backend: str = "",
     ) -> Partition:
-        """Returns forward and backward with the first `recompute` segments recomputed."""
+        """Returns forward and backward in which `recompute` steps of the menu are taken."""
         key = (placement.key(), recompute, hints, backend or self.backend)
         if key not in self._partitions:
             lowering = self.lowering(placement, hints, backend)
-            chosen = frozenset(range(recompute))
-            self._partitions[key] = lowering.partition(self.segments, chosen)
+            menu, keys = self._menu(placement, backend or self.backend)
+            chosen = {keys[name] for name in menu.made_again(recompute)}
+            self._partitions[key] = lowering.partition(chosen)
         return self._partitions[key]
+
+    def menu(self, placement: Placement) -> Menu:
+        """Returns the choices of what backward makes again, cheapest steps first."""
+        return self._menu(placement, self.backend)[0]
+
+    def steps(self, placement: Placement) -> int:
+        """Returns how many steps of recompute there are, up to making again all that can be."""
+        return len(self.menu(placement).steps)
+
+    def _menu(self, placement: Placement, backend: str) -> tuple[Menu, dict[str, Key]]:
+        """The menu, and the key of each value it names.
+
+        Made of one trace at sizes that are the same on all ranks: they make the same values again,
+        collectives among them.
+        """
+        key = (placement.key(), backend)
+        if key not in self._menus:
+            lowering = self.lowering(placement, (), backend)
+            nodes, needed = lowering.choices()
+            costs = CallCosts(nodes, lowering.joint.names, placement.sp)
+            sizes = self.local_sizes(placement, self._reference)
+            calls = _calls(nodes, needed, *costs.at(sizes, self.device))
+            keys = {name: key for key, name in lowering.keys().items()}
+            self._menus[key] = recompute_menu(calls), keys
+        return self._menus[key]
 
     def profile(self, placement: Placement, recompute: int) -> Profile:
         """Returns the symbolic costs of a placement and recompute setting."""
@@ -236,6 +267,25 @@ class Variants:
     def compiled_count(self) -> int:
         """Variants compiled so far."""
         return sum(map(len, self._variants.values()))
+
+
+def _calls(
+    nodes: Sequence[fx.Node], needed: frozenset[str], seconds: Sequence[float], sizes: Sequence[float]
+) -> list[Call]:
+    """Returns the calls of a joint graph's forward as the menu wants them."""
+    known = {n.name for n in nodes}
+    return [
+        Call(
+            name=node.name,
+            reads=tuple(s.name for s in node.all_input_nodes if s.name in known),
+            kind=(str(node.target), str(node.meta["val"])),
+            seconds=float(cost),
+            size_bytes=float(size),
+            savable=isinstance(node.meta["val"], torch.Tensor) and node.target not in VIEWS,
+            needed=node.name in needed,
+        )
+        for node, cost, size in zip(nodes, seconds, sizes, strict=True)
+    ]
 
 
 def group_name(sp: int) -> str:

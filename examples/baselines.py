@@ -90,7 +90,7 @@ class FixedSp:
         self.buckets, self.groups = compiled.buckets, compiled.groups
         longest = max(self.buckets, key=lambda b: b["seq"])
         placement = compiled.variants.placement({**longest.sizes, "batch": 1}, sp)
-        everything = compiled.variants.segment_count
+        everything = compiled.variants.steps(placement)
         self._variant = ForcedVariant(compiled, placement, everything, model)
         self.plans = {b: self._plan(b, longest["seq"] // b["seq"], sp) for b in self.buckets}
         self.tables: dict[dcpc.Bucket, tuple[Row, ...]] = {}  # its own setting alone
@@ -106,7 +106,7 @@ class FixedSp:
             sp=sp,
             micro_batch=batch,
             recompute=self._variant.recompute,
-            segments=self._variant.recompute,
+            steps=self._variant.recompute,
             seconds_s=cost.seconds_s,
             peak_bytes=cost.peak_bytes,
             reason="fixed",

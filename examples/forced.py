@@ -16,7 +16,7 @@ class ForcedVariant:
 
     Attributes:
         placement: how it is split over the ranks.
-        recompute: number of segments recomputed.
+        recompute: steps of recompute taken.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ForcedVariant:
         Args:
             compiled: where the graphs come from.
             placement: one of its placements.
-            recompute: number of segments to recompute.
+            recompute: steps of recompute to take.
             model: whose parameters to use; default: those of the compiled model.
             variants: of which trace; default: of the one there is.
         """

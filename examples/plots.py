@@ -39,13 +39,14 @@ def plot_memory(compiled: dcpc.CompiledModel, path: Path) -> None:
     longest = max(b["seq"] for b in compiled.buckets)
     lengths = [longest * i // 64 for i in range(1, 65)]
     settings = {(p.sp, p.recompute) for p in compiled.plans.values()}
-    everything = compiled.variants.segment_count
-    settings |= {(sp, k) for sp in compiled.groups.degrees for k in (0, everything)}
+    sizes = {"batch": 1, "seq": longest}
+    placements = {sp: compiled.variants.placement(sizes, sp) for sp in compiled.groups.degrees}
+    everything = {sp: compiled.variants.steps(placements[sp]) for sp in placements}
+    settings |= {(sp, k) for sp in placements for k in (0, everything[sp])}
     for sp, recompute in sorted(settings):
-        sizes = {"batch": 1, "seq": longest}
-        variant = ForcedVariant(compiled, compiled.variants.placement(sizes, sp), recompute)
+        variant = ForcedVariant(compiled, placements[sp], recompute)
         needed = [needed_bytes(compiled, variant, {"batch": 1, "seq": n}) / MB for n in lengths]
-        label = f"sp {sp}, {recompute} of {everything} segments recomputed"
+        label = f"sp {sp}, {recompute} of {everything[sp]} steps of recompute"
         axes.plot(lengths, needed, ls="-" if sp == 1 else "--", label=label)
     for bucket, plan in compiled.plans.items():
         placement = compiled.variants.placement({**bucket.sizes, "batch": 1}, plan.sp)

@@ -171,7 +171,7 @@ def test_train_step_runs_every_sample_once(compiled):
 
 
 def needs(compiled, bucket, recompute):
-    """Bytes of a bucket's plan with another number of recomputed segments."""
+    """Bytes of a bucket's plan with another number of steps of recompute."""
     plan, sizes = (
         compiled.plans[bucket],
         {**bucket.sizes, "batch": compiled.plans[bucket].micro_batch},
@@ -188,7 +188,7 @@ def test_recompute_is_just_enough():
     (bucket,) = size
     resident = 2 * sum(p.nbytes for p in roomy.parameters())
     resident += sum(b.nbytes for b in roomy.model.buffers())
-    most, least = needs(roomy, bucket, 0), needs(roomy, bucket, roomy.plans[bucket].segments - 1)
+    most, least = needs(roomy, bucket, 0), needs(roomy, bucket, roomy.plans[bucket].steps - 1)
     memory = resident + (most + least) // 2
     tight = dcpc.compile(gpt(), size, memory=memory, **options)
     k = tight.plans[bucket].recompute

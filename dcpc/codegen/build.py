@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from dcpc.codegen.backends import compile_graph, decompositions
 from dcpc.codegen.joint import Joint, make_joint
 from dcpc.codegen.lower import Lowered, lower
-from dcpc.codegen.partition import partition
+from dcpc.codegen.partition import choices, partition
 from dcpc.codegen.variant import Variant, handing_over
 from dcpc.ir import Partition, Placement, Program
 
 log = logging.getLogger(__name__)
+
+# The program's node that a node of the joint graph was made for, its op, and which of those it is:
+# alike in every trace of a placement, whatever sizes it was traced at.
+Key: TypeAlias = tuple[str, str, int]
 
 
 class Lowering:
@@ -51,9 +56,25 @@ class Lowering:
             program, self.lowered, tensors, decompositions(backend), hints
         )
 
-    def partition(self, segments: Mapping[str, int], recompute: frozenset[int]) -> Partition:
-        """Returns the forward and backward graphs in which these segments recompute."""
-        return partition(self.program, self.joint, segments, recompute)
+    def choices(self) -> tuple[list[fx.Node], frozenset[str]]:
+        """Returns the nodes that a recompute plan decides on, and those whose values are needed."""
+        return choices(self.program, self.joint)
+
+    def keys(self) -> dict[Key, str]:
+        """Returns what each forward node of the joint graph is called in every trace of it."""
+        seen: Counter[tuple[str, str]] = Counter()
+        found: dict[Key, str] = {}
+        for node in self.joint.gm.graph.nodes:
+            if node.name in self.joint.forward:
+                made = (self.joint.owner[node.name], str(node.target))
+                found[*made, seen[made]] = node.name
+                seen[made] += 1
+        return found
+
+    def partition(self, recompute: Collection[Key]) -> Partition:
+        """Returns the forward and backward graphs in which these values are made again."""
+        names = frozenset(name for key, name in self.keys().items() if key in recompute)
+        return partition(self.program, self.joint, names)
 
     def variant(self, parts: Partition) -> Variant:
         """Returns a runnable variant of a partition."""

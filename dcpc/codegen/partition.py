@@ -1,14 +1,14 @@
-"""Splits a joint graph into a forward and a backward graph, given which segments recompute.
+"""Splits a joint graph into a forward and a backward graph, given which values are made again.
 
 What backward needs of forward is, in this order: an input or parameter (costs nothing), a view of
-something it has (made again), a mask or table made of positions alone (made again), a value of a
-recomputed segment (made again from the segment's inputs), or else a saved activation. A recomputed
-value is made right before its first use in backward, so that one segment at a time is alive.
+something it has (made again), a mask or table made of positions alone (made again), a value that
+the plan makes again, or else a saved activation. A value is made again right before its first use
+in backward, so that what is recomputed of one block at a time is alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
@@ -26,18 +26,57 @@ VIEWS = {
 }  # fmt: skip
 
 
-def partition(
-    program: Program, joint: Joint, segments: Mapping[str, int], recompute: frozenset[int]
-) -> Partition:
+def partition(program: Program, joint: Joint, recompute: frozenset[str]) -> Partition:
     """Returns forward and backward graphs.
 
     Args:
         program: the traced model.
         joint: its joint graph, lowered for one rank; not changed.
-        segments: name of a program node -> the segment it belongs to.
-        recompute: segments whose activations are made again in backward.
+        recompute: names of forward nodes of the joint graph that backward makes again.
     """
-    return _Partitioner(program, joint, segments, recompute).run()
+    return _Partitioner(program, joint, recompute).run()
+
+
+def choices(program: Program, joint: Joint) -> tuple[list[fx.Node], frozenset[str]]:
+    """Returns the forward nodes that a recompute plan decides on, and whose values backward reads.
+
+    In execution order; views and several results of one call are among them, integers and what is
+    made of positions alone are not. The values read include those that are views of others.
+    """
+    free = _cheap(program, joint)
+    nodes = [
+        n for n in joint.gm.graph.nodes
+        if n.name in joint.forward and n.name not in free and _makes_tensors(n)
+    ]  # fmt: skip
+    decided = {n.name for n in nodes}
+    output = next(n for n in reversed(joint.gm.graph.nodes) if n.op == "output")
+    gradients = [g for g in output.args[0][1:] if g is not None]
+    readers = backward_nodes(joint, gradients)
+    needed = {g.name for g in gradients if g.name in decided}
+    for node in joint.gm.graph.nodes:
+        if node.name in readers:
+            needed |= {s.name for s in node.all_input_nodes if s.name in decided}
+    return nodes, frozenset(needed)
+
+
+def _makes_tensors(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (
+        isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value)
+    )
+
+
+def backward_nodes(joint: Joint, gradients: Sequence[fx.Node | None]) -> set[str]:
+    """Returns the names of the nodes made by differentiation that some gradient needs."""
+    found: set[str] = set()
+    stack = [g for g in gradients if g is not None]
+    while stack:
+        node = stack.pop()
+        own = node.op == "call_function" and node.name not in joint.forward
+        if own and node.name not in found:
+            found.add(node.name)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 class _Partitioner:
@@ -45,13 +84,11 @@ class _Partitioner:
         self,
         program: Program,
         joint: Joint,
-        segments: Mapping[str, int],
-        recompute: frozenset[int],
+        recompute: frozenset[str],
     ) -> None:
         self.joint = joint
         self.nodes = {n.name: n for n in joint.gm.graph.nodes}
         self.output = next(n for n in reversed(joint.gm.graph.nodes) if n.op == "output")
-        self.segment = {n: segments.get(o, -1) for n, o in joint.owner.items()}
         self.recompute = recompute
         self.cheap = _cheap(program, joint)
         self.saved: dict[str, None] = {}
@@ -83,7 +120,7 @@ class _Partitioner:
         """Walks what the gradients need, deciding saved or made again for each forward value."""
         self.order: list[str] = []
         done: set[str] = set()
-        backward = self._backward_nodes(gradients)
+        backward = backward_nodes(self.joint, gradients)
         for node in self.joint.gm.graph.nodes:
             if node.name in backward:
                 for source in node.all_input_nodes:
@@ -93,18 +130,6 @@ class _Partitioner:
         for gradient in gradients:
             if gradient is not None:
                 self._need(gradient, done)
-
-    def _backward_nodes(self, gradients: list[fx.Node | None]) -> set[str]:
-        """Names of the nodes made by differentiation that some gradient needs."""
-        found: set[str] = set()
-        stack = [g for g in gradients if g is not None]
-        while stack:
-            node = stack.pop()
-            own = node.op == "call_function" and node.name not in self.joint.forward
-            if own and node.name not in found:
-                found.add(node.name)
-                stack.extend(node.all_input_nodes)
-        return found
 
     def _need(self, node: fx.Node, done: set[str]) -> None:
         """Makes a value available in backward before the point `self.order` has reached."""
@@ -128,21 +153,7 @@ class _Partitioner:
             return True  # an integer, or several tensors of which the items that are needed decide
         if node.name in self.cheap or node.target in VIEWS:
             return True
-        return self.segment.get(node.name, -1) in self.recompute and not self._crosses(node)
-
-    def _crosses(self, node: fx.Node) -> bool:
-        """Whether a recomputed value is the input of another segment: then it is saved."""
-        mine = self.segment[node.name]
-        stack = list(node.users)
-        while stack:
-            user = stack.pop()
-            if user.name not in self.joint.forward:
-                continue
-            if self.segment.get(user.name, -1) != mine:
-                return True
-            if user.target in VIEWS:
-                stack.extend(user.users)
-        return False
+        return node.name in self.recompute
 
     # -------------------------------------------------------------------------------------- graphs
 

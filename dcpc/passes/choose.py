@@ -22,8 +22,8 @@ class Row:
     Attributes:
         sp: ranks of the group.
         micro_batch: samples.
-        recompute: segments recomputed.
-        segments: segments there are.
+        recompute: steps of recompute taken.
+        steps: steps there are.
         seconds_s: of one micro-batch, forward and backward.
         peak_bytes: activations and new gradients on the fullest rank.
         needed_bytes: `peak_bytes` and all that stays: parameters, gradients, optimizer state,
@@ -34,7 +34,7 @@ class Row:
     sp: int
     micro_batch: int
     recompute: int
-    segments: int
+    steps: int
     seconds_s: float
     peak_bytes: int
     needed_bytes: int
@@ -73,8 +73,8 @@ def choose(
         wider = f"run on more than {world} ranks" if widest == world else "allow a larger sp"
         raise PlanError(
             f"bucket {bucket} needs {_size(closest.needed_bytes)} on a rank at sp={closest.sp}, "
-            f"micro-batch {closest.micro_batch}, {closest.recompute} of {closest.segments} "
-            f"segments recomputed; a rank has {_size(memory_bytes)}, {_size(over)} too little; "
+            f"micro-batch {closest.micro_batch}, {closest.recompute} of {closest.steps} "
+            f"steps of recompute; a rank has {_size(memory_bytes)}, {_size(over)} too little; "
             f"{wider}, lower the bucket, or raise memory="
         )
     best = min(row.rank_seconds for row in fitting)
@@ -85,7 +85,7 @@ def choose(
         sp=chosen.sp,
         micro_batch=chosen.micro_batch,
         recompute=chosen.recompute,
-        segments=chosen.segments,
+        steps=chosen.steps,
         seconds_s=chosen.seconds_s,
         peak_bytes=chosen.peak_bytes,
         reason=_reason(chosen, rows, memory_bytes, recompute),

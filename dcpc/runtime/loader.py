@@ -51,7 +51,7 @@ class MicroBatch:
         samples: indices in the dataset.
         ranks: the ranks that get it, consecutive.
         micro_batch: samples of the row of the plan table that it runs.
-        recompute: segments that the row recomputes.
+        recompute: steps of recompute that the row takes.
         number: its place in the step's global order.
     """
 

@@ -24,7 +24,7 @@ class Setting:
     Attributes:
         sp: ranks of the group.
         micro_batch: most samples; the placement is made for so many.
-        recompute: segments recomputed.
+        recompute: steps of recompute taken.
     """
 
     sp: int
@@ -43,7 +43,7 @@ class PlannedMicroBatch:
         sample_ids: the samples, in order.
         seconds_s: predicted seconds, forward and backward.
         micro_batch: samples of the row of the plan table that it runs; it may have fewer.
-        recompute: segments that the row recomputes.
+        recompute: steps of recompute that the row takes.
     """
 
     bucket: Bucket

@@ -34,7 +34,7 @@ class TableRow:
     Attributes:
         sp: ranks of the group.
         micro_batch: most samples.
-        recompute: segments recomputed.
+        recompute: steps of recompute taken.
         seconds_s: of a full micro-batch, forward and backward.
     """
 

@@ -117,7 +117,7 @@ def _table(rows: Sequence[ReportRow]) -> Table:
             str(row.plan.bucket),
             str(row.plan.sp),
             str(row.plan.micro_batch),
-            f"{row.plan.recompute}/{row.plan.segments}",
+            f"{row.plan.recompute}/{row.plan.steps}",
             bytes_text(at.peak_bytes(row.dims)),
             bytes_text(at.saved_bytes(row.dims)),
             f"{at.flops(row.dims) / 1e12:.3g}",
@@ -156,7 +156,7 @@ def _formulas(profile: Profile, rows: Sequence[ReportRow]) -> list[str]:
 def _recompute(plan: BucketPlan) -> str:
     if plan.recompute == 0:
         return "nothing recomputed"
-    return f"{plan.recompute} of {plan.segments} segments recomputed"
+    return f"{plan.recompute} of {plan.steps} steps of recompute"
 
 
 def _degree(monomial: sympy.Expr) -> int:

@@ -1,10 +1,9 @@
-"""From a program to graphs that run: lowering, partition, segments, variants; alone."""
+"""From a program to graphs that run: lowering, partition, variants; alone."""
 
 import pytest
 import torch
 
 from dcpc.buckets import Buckets
-from dcpc.codegen import segments
 from dcpc.errors import CodegenError
 from dcpc.passes.sharding import analyse
 from dcpc.symbolic_profile import detect
@@ -90,15 +89,8 @@ def test_lowering_alone_has_no_collective_and_over_ranks_has(alone):
     assert {"batch", "seq", "seq_length", "seq_start"} <= {i.name for i in integers}
 
 
-def test_segments_are_the_blocks_in_order(alone):
-    found = segments(alone.program)
-    order = [found[n.name] for n in alone.program.gm.graph.nodes if n.name in found]
-    assert order == sorted(order)
-    assert LAYERS <= max(order) + 1 <= 2 * LAYERS + 2
-
-
 def test_more_recompute_saves_less(alone):
-    counts = range(alone.variants.segment_count + 1)
+    counts = range(alone.variants.steps(alone.placement) + 1)
     saved = [len(alone.variants.partition(alone.placement, k).saved) for k in counts]
     assert saved == sorted(saved, reverse=True)
     assert len(set(saved)) >= 2 * LAYERS

@@ -16,7 +16,7 @@ def row(model: str, seq: int) -> ReportRow:
         sp=1,
         micro_batch=4,
         recompute=1,
-        segments=2,
+        steps=2,
         seconds_s=at.seconds(dims, find("h200")),
         peak_bytes=at.peak_bytes(dims),
         reason="largest that fits",
@@ -31,7 +31,7 @@ def test_report_has_table_and_formulas():
     assert "largest that" in text  # wrapped in its column
     assert "saved bytes = 8·batch·seq² + 4796·batch·seq + 64·seq + 4" in text
     assert text.count("variant ") == 2
-    assert "1 of 2 segments recomputed" in text
+    assert "1 of 2 steps of recompute" in text
     assert max(map(len, text.splitlines()[:12])) <= 120
 
 
