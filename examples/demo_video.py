@@ -146,7 +146,7 @@ class Watch:
                 f"{each * count:,}",
                 f"{plan.sp}",
                 f"{plan.micro_batch}",
-                f"{plan.recompute}/{plan.segments}",
+                f"{plan.recompute}/{plan.steps}",
                 f"{plan.seconds_s:.2f}",
                 f"{self._measured_s(bucket, samples[index]):.2f}",
                 self._first_and_last(bucket),

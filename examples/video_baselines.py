@@ -56,7 +56,7 @@ class FixedSp:
             sp=sp,
             micro_batch=1,
             recompute=variant.recompute,
-            segments=variant.recompute,
+            steps=variant.recompute,
             seconds_s=cost.seconds_s,
             peak_bytes=cost.peak_bytes,
             reason="fixed",
@@ -121,4 +121,4 @@ def _forced(
     mine = (b for b, v in compiled.planned.by_bucket.items() if v is variants)
     largest = max(mine, key=lambda b: prod(b.sizes.values()))
     placement = variants.placement({**largest.sizes, "batch": 1}, sp)
-    return ForcedVariant(compiled, placement, variants.segment_count, model, variants)
+    return ForcedVariant(compiled, placement, variants.steps(placement), model, variants)

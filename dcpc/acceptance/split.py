@@ -93,8 +93,8 @@ class Split:
             self.variants.variant(self.placement, self._count(recompute), sizes, rank)
 
     def _count(self, recompute: str) -> int:
-        """Returns how many segments a setting recomputes."""
-        return {"none": 0, "all": self.variants.segment_count}[recompute]
+        """Returns how many steps of recompute a setting takes."""
+        return 0 if recompute == "none" else self.variants.steps(self.placement)
 
     def run(self, sizes: Sizes, inputs: Mapping[str, Tensor], recompute: str = "none") -> Tensor:
         """Returns the loss, after summing every parameter's gradient over the group."""

@@ -168,10 +168,10 @@ def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
                 wire = variants.predict(placement, row.recompute, sizes).wire_bytes
                 least.append(SimRow(row.sp, row.micro_batch, row.recompute, row.seconds_s,
                                     float(wire * row.sp)))  # fmt: skip
-            all_ = variants.predict(placement, row.segments, sizes)
+            all_ = variants.predict(placement, row.steps, sizes)
             needed = row.needed_bytes - row.peak_bytes + all_.peak_bytes
             if needed <= planned.memory_bytes:
-                full.append(SimRow(row.sp, row.micro_batch, row.segments, all_.seconds_s,
+                full.append(SimRow(row.sp, row.micro_batch, row.steps, all_.seconds_s,
                                    float(all_.wire_bytes * row.sp)))  # fmt: skip
             gradients = float(variants.profile(placement, row.recompute).gradient_bytes)
         if not full or not least:
