@@ -150,8 +150,6 @@ def _levels(variants: Variants, placement: Placement, point: Point) -> list[int]
 
     Steps of equal blocks free the same bytes at the same cost, and follow each other in the menu.
     """
-    if not hasattr(variants, "steps"):
-        return [0, variants.segment_count]
     steps = range(variants.steps(placement) + 1)
     found = [variants.predict(placement, k, point.sizes) for k in steps]
     kinds = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -270,7 +270,10 @@ class Variants:
 
 
 def _calls(
-    nodes: Sequence[fx.Node], needed: frozenset[str], seconds: Sequence[float], sizes: Sequence[float]
+    nodes: Sequence[fx.Node],
+    needed: frozenset[str],
+    seconds: Iterable[float],
+    sizes: Iterable[float],
 ) -> list[Call]:
     """Returns the calls of a joint graph's forward as the menu wants them."""
     known = {n.name for n in nodes}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +122,7 @@ def recompute_menu(calls: Sequence[Call]) -> Menu:
             hull = known[problem.key()] = _hull(problem)
         names = [call.name for call in problem.calls]
         start |= {names[i] for i in hull[0].again}
-        for before, after in zip(hull, hull[1:], strict=False):
+        for before, after in pairwise(hull):
             freed, seconds = before.size_bytes - after.size_bytes, after.seconds - before.seconds
             again = frozenset(names[i] for i in after.again - before.again)
             saved = frozenset(names[i] for i in before.again - after.again)
@@ -149,7 +150,7 @@ def _blocks(calls: Sequence[Call]) -> list[tuple[int, int]]:
         )
         borders |= {run.start, run.stop, *range(first, run.stop + 1, run.period)}
     ordered = sorted(borders)
-    return [(a, b) for a, b in zip(ordered, ordered[1:], strict=False) if b > a]
+    return [(a, b) for a, b in pairwise(ordered) if b > a]
 
 
 def _crossing(last_read: Sequence[int], border: int, period: int) -> int:
