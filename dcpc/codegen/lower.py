@@ -423,7 +423,10 @@ class _Lowering:
         """A slice of a sharded dim: what this rank's piece has of it."""
         chosen = self.placement.nodes[node.name]
         if chosen.name != "cut":
-            return None
+            info, source = self.program.info, operands_name(node, 0)
+            whole = info[node.name].shape == info[source].shape
+            # A slice of all there is: its end, a whole length, says nothing of a piece.
+            return operands[0] if whole and chosen.operands[0] == chosen.output else None
         have = self.factor(operands_name(node, 0), chosen.operands[0])
         kept = self.factor(node.name, chosen.output)
         # The piece starts `shift` into the parent, or at its own beginning on every later rank.
@@ -521,7 +524,7 @@ _FILLS = (
 _GROUPED = (
     aten.group_norm.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
     aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
-    aten.convolution.default, aten._convolution.default,
+    aten.convolution.default, aten._convolution.default, aten._convolution_mode.default,
 )  # fmt: skip
 _SPECIAL = {
     aten.reshape.default: _Lowering.resize,
