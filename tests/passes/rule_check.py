@@ -48,6 +48,22 @@ class Case:
             return [self]
         return [replace(self, result=i) for i, v in enumerate(value) if isinstance(v, Tensor)]
 
+    def recast(self, dtype: torch.dtype) -> "Case | None":
+        """The same call on numbers of another dtype; None where the op does not take them."""
+        floats = [(i, x) for i, x in enumerate(self.tensors) if x.dtype == torch.float64]
+        leaves, tree = tree_flatten((self.args, dict(self.kwargs)))
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for i, x in floats:
+            numbers = (3 * x).round().to(dtype)  # never 0, so that they may divide
+            leaves[at[i]] = x > 0 if dtype == torch.bool else numbers.where(numbers != 0, 1)
+        args, kwargs = tree_unflatten(leaves, tree)
+        case = replace(self, args=args, kwargs=kwargs)
+        try:
+            case.run()
+        except (RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):
+            return None
+        return case if floats else None
+
     @property
     def tensors(self) -> list[Tensor]:
         leaves = tree_flatten((self.args, dict(self.kwargs)))[0]
@@ -180,7 +196,7 @@ def same(got: Tensor, want: Tensor, where: str, has_values: bool = True) -> None
     assert got.dtype == want.dtype, f"{where}: {got.dtype}, expected {want.dtype}"
     if not has_values or torch.equal(got, want):
         return
-    tolerance = 1e-5 if got.dtype == torch.float32 else 1e-12
+    tolerance = 1e-5 if got.dtype in (torch.float32, torch.complex64) else 1e-12
     torch.testing.assert_close(
         got, want, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{where}: {m}"
     )

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import fx
@@ -13,6 +14,7 @@ from tests.passes.rule_check import check_call
 
 LINES = {op: line for op, line in rule_table().items() if not line.reason}
 NEVER_SPLIT = {"aten.scalar_tensor"}  # a single number
+RECASTS = 2  # checked draws of each dtype that an op takes although its strategy drew another
 SIMPLE = {"pointwise", "elementwise_loss", "generator"}
 
 
@@ -25,11 +27,15 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("op", sorted(LINES))
 def test_pieces_are_the_whole(op: str):
-    ran: Counter[str] = Counter()
+    ran: Counter[object] = Counter()
 
     def body(data: st.DataObject) -> None:
-        case = CASES[op](Source(data.draw, op))
-        ran["split"] += check_call(case, data.draw(st.sampled_from((2, 3))))
+        case, p = CASES[op](Source(data.draw, op)), data.draw(st.sampled_from((2, 3)))
+        ran["split"] += check_call(case, p)
+        for dtype in (torch.int64, torch.bool):  # the strategies draw floats, most of them
+            other = case.recast(dtype) if ran[dtype] < RECASTS else None
+            if other is not None:
+                ran[dtype] += bool(check_call(other, p))
 
     def run(examples: int) -> None:
         settings(

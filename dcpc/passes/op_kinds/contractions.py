@@ -46,9 +46,11 @@ def added_matmul(call: Call) -> OpSharding:
     """addmm, baddbmm, addmv: a matrix product and a tensor that is broadcast and added once."""
     product = _product(call.operands[1].shape, call.operands[2].shape, call.output.shape)
     added = broadcast(product.output, call.operands[0].shape)
+    # torch 2.13: addmv of one added number and no rows returns that number.
+    grown = call.op == "addmv" and added != product.output
     return OpSharding(
         (added, *product.operands), product.output, product.sizes, whole=product.summed,
-        multiplies=True,
+        multiplies=True, nonempty=frozenset(members(product.output)) if grown else frozenset(),
     )  # fmt: skip
 
 

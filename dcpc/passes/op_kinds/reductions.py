@@ -36,7 +36,7 @@ def quantile(call: Call) -> OpSharding:
     rest = [() if d in reduced else n for d, n in enumerate(operand) if keep or d not in reduced]
     several = len(call.output.shape) > len(rest)
     first = ("q",) if several and call.output.shape[0] != 1 else ()
-    sizes |= dict.fromkeys(first, call.output.shape[0])
+    sizes |= {"q": call.output.shape[0]} if first else {}
     output = (first, *rest) if several else tuple(rest)
     asked = tuple((first,) if several else () for _ in call.operands[1:])
     whole = members(operand[d] for d in reduced) | {*first}

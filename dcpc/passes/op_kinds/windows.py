@@ -162,7 +162,7 @@ def _leading(
     batched = len(lead) > 1
     return OpSharding(
         ((*lead, *spatial[0]),), (*lead, *spatial[1]), sizes | more, whole=frozenset(whole),
-        linear=call.linear,
+        linear=call.linear if call.output.dtype.is_floating_point else "none",  # a mean is rounded
         nonempty=frozenset((sizes.keys() | more.keys()) - (set(lead[0]) if batched else set())),
     )  # fmt: skip
 
