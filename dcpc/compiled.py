@@ -17,11 +17,11 @@ from dcpc.planning import Planned
 from dcpc.random_ops import mix
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
-from dcpc.runtime.loader import MicroBatch, Step
 from dcpc.runtime.plans import Setting
 from dcpc.runtime.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.stats import Stats, log_step
 from dcpc.runtime.step import StepResult, clip_gradients, reduce_gradients, train_step
+from dcpc.runtime.steps import MicroBatch, Step
 from dcpc.trace import autocast_dtype, casting, trace
 from dcpc.variants import Prediction, Variants, group_name
 

@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 import dcpc
 from dcpc.ir import BucketPlan
 from dcpc.passes.choose import Row
-from dcpc.runtime.loader import MicroBatch, Step
 from dcpc.runtime.step import train_step
+from dcpc.runtime.steps import MicroBatch, Step
 from examples.forced import ForcedVariant
 from examples.stdlib_source import BEGIN, IGNORE, PAD, StdlibSource
 from examples.workload import Workload

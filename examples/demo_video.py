@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dcpc
-from dcpc.runtime.loader import Step
+from dcpc.runtime.steps import Step
 from examples.baselines import Dcpc
 from examples.job import MB, History, Job
 from examples.launch import launch

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 import dcpc
-from dcpc.runtime.loader import Step
 from dcpc.runtime.step import StepResult
+from dcpc.runtime.steps import Step
 from examples.baselines import Dcpc, System
 from examples.race import Entrant, Lap, race, rank0_decides
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import dcpc
 from dcpc.ir import BucketPlan
 from dcpc.passes.choose import Row
-from dcpc.runtime.loader import MicroBatch, Step
 from dcpc.runtime.step import train_step
+from dcpc.runtime.steps import MicroBatch, Step
 from examples.baselines import Dcpc
 from examples.forced import ForcedVariant
 from examples.video_samples import Samples

@@ -21,7 +21,6 @@ from typing import Literal, NoReturn
 
 import torch
 
-from dcpc.buckets import Bucket
 from dcpc.errors import DataError
 from dcpc.runtime.ahead import ahead
 from dcpc.runtime.cuts import Cut, Recipe, cut_epoch
@@ -31,64 +30,13 @@ from dcpc.runtime.protocol import Compiled
 from dcpc.runtime.relay import Relay
 from dcpc.runtime.samples import Dataset, Samples
 from dcpc.runtime.step_planner import Allowed
+from dcpc.runtime.steps import MicroBatch, Step
 from dcpc.runtime.table import PlanTable, mode_table
 from dcpc.runtime.weights import SAMPLES, Weight, checked, weight_function
 from dcpc.runtime.window import Position
 
 LOG = logging.getLogger("dcpc")
 State = dict[str, int | bool | list[int]]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What this rank runs at once.
-
-    Attributes:
-        bucket: shape of the samples.
-        sp: number of ranks that get this same micro-batch.
-        inputs: the model's arguments, on the CPU.
-        weight: how much it counts in the step's loss.
-        samples: indices in the dataset.
-        ranks: the ranks that get it, consecutive.
-        micro_batch: samples of the row of the plan table that it runs.
-        recompute: steps of recompute that the row takes.
-        number: its place in the step's global order.
-    """
-
-    bucket: Bucket
-    sp: int
-    inputs: dict[str, torch.Tensor]
-    weight: float
-    samples: tuple[int, ...]
-    ranks: tuple[int, ...]
-    micro_batch: int
-    recompute: int
-    number: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step, as one rank sees it.
-
-    Attributes:
-        epoch: number of the epoch, from 0.
-        index: number of the step in its epoch, from 0.
-        plan: what every rank does.
-        micro_batches: what this rank does, in order.
-        total_weight: sum of all ranks' weights; None: `train_step` sums them up.
-        tokens: tokens of all ranks' samples, padding left out.
-        samples: number of all ranks' samples.
-        plan_s: seconds that forming and planning the batch took, on the rank that did.
-    """
-
-    epoch: int
-    index: int
-    plan: StepPlan
-    micro_batches: tuple[MicroBatch, ...]
-    total_weight: float | None
-    tokens: int
-    samples: int
-    plan_s: float
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass, field
 
 from dcpc.buckets import Bucket
-from dcpc.runtime.loader import Step
 from dcpc.runtime.step import StepResult
+from dcpc.runtime.steps import Step
 
 LOG = logging.getLogger("dcpc")
 

@@ -19,9 +19,9 @@ from dcpc.errors import DataError
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.clock import Clock
 from dcpc.runtime.groups import Groups
-from dcpc.runtime.loader import MicroBatch, Step
 from dcpc.runtime.plans import imbalance
 from dcpc.runtime.reduction import COMM_BUCKET_BYTES, Reduction, summary, trained
+from dcpc.runtime.steps import MicroBatch, Step
 
 ModelCall = Callable[[MicroBatch, Mapping[str, torch.Tensor]], torch.Tensor]
 # (takes a parameter and its gradient) -> context; backward of what is called in it hands each

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dcpc.errors import DataError
-from dcpc.runtime.loader import Step
 from dcpc.runtime.step import StepResult
+from dcpc.runtime.steps import Step
 
 
 class TensorBoardLogger:

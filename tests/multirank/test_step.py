@@ -6,8 +6,9 @@ import torch.distributed as dist
 
 from dcpc.errors import DataError, GroupError
 from dcpc.runtime.groups import Groups
-from dcpc.runtime.loader import DataLoader, Step
+from dcpc.runtime.loader import DataLoader
 from dcpc.runtime.step import reduce_gradients, train_step
+from dcpc.runtime.steps import Step
 from tests.multirank.launch import run_ranks
 from tests.runtime.fakes import LONG, Ragged, RaggedWithDims, Tiny, compiled_for
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from dcpc.buckets import Bucket, Buckets
 from dcpc.ir import BucketPlan
 from dcpc.runtime.groups import Groups
-from dcpc.runtime.loader import MicroBatch
+from dcpc.runtime.steps import MicroBatch
 
 VOCABULARY = 11
 LONG = 8
