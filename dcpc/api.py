@@ -13,6 +13,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen.backends import decompositions
 from dcpc.compiled import CompiledModel, Held
 from dcpc.errors import PlanError
+from dcpc.masks import without_masks
 from dcpc.passes.rules import warn_derived, warn_replicated
 from dcpc.passes.sharding import analyse
 from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_text
@@ -171,7 +172,7 @@ def _trace_all(
     """Returns what is made from the trace of each bucket, in the buckets' order."""
     found: dict[Bucket, Variants] = {}
     for mine in buckets.by_ones().values():
-        program = trace(model, mine, autocast)
+        program = without_masks(trace(model, mine, autocast))
         sharding = analyse(program, derive_rules)
         held = Held(program, model)
         longest = max(mine, key=lambda bucket: math.prod(n for _, n in bucket.shape_key))

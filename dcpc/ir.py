@@ -67,6 +67,7 @@ class Program:
         graph_hash: identifies the graph; plans carry it.
         zero_gradients: placeholders of parameters whose gradient is zero: the plain model's loss
             depends on them, what is left of the graph does not.
+        notes: what a user should know of it, such as masks that were not recognised, a line each.
     """
 
     gm: fx.GraphModule
@@ -81,6 +82,7 @@ class Program:
     hints: Mapping[str, int]
     graph_hash: str
     zero_gradients: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
 
 def call_of(node: fx.Node) -> fx.Node:
@@ -111,6 +113,44 @@ def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.No
     call = call_of(node)
     leaves = tree_leaves((call.args, dict(call.kwargs)))
     return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf.name in info]
+
+
+# ---------------------------------------------------------------------------------------- masks
+
+# Which keys anybody sees, as an expression of tensors by (sample, key): `("get", name, fixed dims
+# and their positions, dim of the sample or -1, dim of the key or -1)`, or an op and its arguments,
+# each another expression or a number.
+Recipe = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskDecision:
+    """What a mask of an attention says, recognised by the positions it compares.
+
+    Attributes:
+        before: keys before its own position that a query sees; None: all.
+        after: keys after it; None: all.
+        keep: which keys anybody sees; None: all.
+        empty: what a query gives that sees no key, see `dcpc.attention`; "" leaves it as it is.
+    """
+
+    before: int | None
+    after: int | None
+    keep: Recipe | None
+    empty: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPlan:
+    """The masks of a program's attentions.
+
+    Attributes:
+        decisions: name of an attention -> what its mask says.
+        notes: why others stay as they are, a line each, for the report.
+    """
+
+    decisions: Mapping[str, MaskDecision]
+    notes: tuple[str, ...]
 
 
 # ------------------------------------------------------------------------------------ placement

@@ -90,7 +90,8 @@ class Planned:
             sizes = {**bucket.sizes, BATCH: plan.micro_batch}
             local = self.by_bucket[bucket].local_sizes(self.placement(bucket), sizes)
             rows.append(ReportRow(plan, self.profile(bucket), local))
-        return render_report(rows)
+        notes = dict.fromkeys(note for v in self.traces for note in v.program.notes)
+        return render_report(rows) + "".join(f"\n{note}" for note in notes) + "\n" * bool(notes)
 
     def source(self, bucket: Bucket) -> str:
         """Returns the forward and backward that run for a bucket as Python a person can read."""

@@ -221,5 +221,5 @@ _HEAVY = {
     aten.convolution.default, torch.ops.dcpc.all_gather.default,
     torch.ops.dcpc.all_to_all.default, torch.ops.dcpc.all_reduce.default,
     torch.ops.dcpc.reduce_scatter.default, torch.ops.dcpc.uniform.default,
-    torch.ops.dcpc.normal.default,
+    torch.ops.dcpc.normal.default, torch.ops.dcpc.attention_forward.default,
 }  # fmt: skip

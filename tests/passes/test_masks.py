@@ -1,0 +1,227 @@
+"""Masks of attention: what is recognised, what is not and why, and that the numbers stay."""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dcpc
+from dcpc.codegen.masks import apply_masks
+from dcpc.ir import MaskDecision, Program
+from dcpc.passes.masks import recognise_masks
+from dcpc.passes.sharding import analyse
+from dcpc.symbolic_profile import find
+from dcpc.trace import trace
+from dcpc.variants import Variants
+from tests.multirank.exactness import Split, gradient_error, loss_error, plain, wrong
+from tests.multirank.launch import run_ranks
+
+INPUTS = {"x": "float64[batch, seq, 8]", "keep": "bool[batch, seq]", "ids": "int64[batch, seq]"}
+BUCKETS = dcpc.Buckets(inputs=INPUTS, sizes=[{"seq": 12}, {"seq": 41}])
+KEEP = ("get", "args_1", (), 0, 1)
+LOW = torch.finfo(torch.float64).min
+
+
+def causal(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return c <= r
+
+
+def triangle(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    n = keep.shape[1]
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+def triangle_of_numbers(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    n = keep.shape[1]
+    return torch.full((n, n), float("-inf"), dtype=torch.float64).triu(1)
+
+
+def window(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return ((r - c).abs() < 4) & ~(c > r)
+
+
+def both_sides(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return torch.abs(r - c) <= 3
+
+
+def padding(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return keep[:, None, None, :].expand(-1, 1, keep.shape[1], -1)
+
+
+def padding_of_ids(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c <= r) & (ids != 0)[:, None, None, :] & keep[:, None, None]
+
+
+def lowest(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    seen = (c <= r) & keep[:, None, None]
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, LOW)
+
+
+def low_and_causal(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return torch.where(c <= r, 0.0, -1e9).double().expand(keep.shape[0], 1, -1, -1)
+
+
+def hit(before: int | None, after: int | None, keep: object = None, empty: str = "") -> object:
+    return MaskDecision(before, after, keep, empty)
+
+
+HITS = {
+    causal: hit(None, 0),
+    triangle: hit(None, 0),
+    triangle_of_numbers: hit(None, 0),
+    window: hit(3, 0),
+    both_sides: hit(3, 3),
+    padding: hit(None, None, KEEP),
+    padding_of_ids: hit(None, 0, ("and", ("ne", ("get", "args_2", (), 0, 1), 0), KEEP)),
+    lowest: hit(None, 0, KEEP, "mean"),
+    low_and_causal: hit(None, 0),
+}
+
+
+def prefix(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c <= r) | keep[:, None, None]
+
+
+def same_document(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c <= r) & (ids[:, None, :, None] == ids[:, None, None, :])
+
+
+def distances(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return -(r - c).abs().double()
+
+
+def padding_queries(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return keep[:, None, :, None] & (c <= r)
+
+
+def numbers_of_the_user(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (1.0 - ids[:, None, None, :].double()).expand(-1, -1, keep.shape[1], -1) * -1e9
+
+
+def not_low_enough(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    seen = (c <= r) & keep[:, None, None]
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -1e9)
+
+
+def sum_of_two(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    future = torch.zeros(1, dtype=torch.float64).masked_fill(c > r, LOW)
+    return future + torch.zeros(1, dtype=torch.float64).masked_fill(~keep[:, None, None], LOW)
+
+
+def by_a_length(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return c <= r + keep.shape[1] // 2 - 3
+
+
+MISSES = {
+    prefix: "holds either by position",
+    same_document: r"reads node args_2 \(args_2\) at .*query",
+    distances: "adds numbers to scores: those of node neg",
+    padding_queries: "reads node args_1",
+    numbers_of_the_user: "adds numbers to scores: those of node args_2",
+    not_low_enough: "may see no key, and -1e.09 does not drown",
+    sum_of_two: "may see no key, and then -inf and -1.79769e.308 make the difference",
+    lowest: "torch's fused attention makes of -1.79769e.308 alone depends on its kernel",
+    by_a_length: "depends on a length",
+}
+
+
+class Masked(nn.Module):
+    """One attention with a mask made of positions, padding and token ids."""
+
+    def __init__(self, mask: object, spelled: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mask, self.spelled = mask, spelled
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.double()
+
+    def forward(self, x: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        at = torch.arange(x.shape[1])
+        mask = self.mask(at[:, None], at[None, :], keep, ids)
+        if self.spelled:
+            scores = q @ k.transpose(-1, -2) / 2
+            boolean = mask.dtype == torch.bool
+            scores = scores.masked_fill(~mask, LOW) if boolean else scores + mask
+            y = scores.softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+def program(mask: object, spelled: bool = False) -> Program:
+    return trace(Masked(mask, spelled), BUCKETS)
+
+
+def data(seq: int) -> dict[str, Tensor]:
+    """The first sample is padded on its left, where a causal query sees no key at all."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(3, seq, 8, generator=generator, dtype=torch.float64)
+    ids = torch.randint(0, 3, (3, seq), generator=generator)
+    keep = torch.ones(3, seq, dtype=torch.bool)
+    keep[0, : seq // 3] = False
+    keep[1, seq - 2 :] = False
+    return {"x": x, "keep": keep, "ids": ids}
+
+
+SPELLED = (triangle_of_numbers, window, lowest)
+SETTINGS = [(m, False) for m in HITS if m is not lowest] + [(m, True) for m in SPELLED]
+
+
+@pytest.mark.parametrize(("mask", "spelled"), SETTINGS, ids=lambda m: getattr(m, "__name__", m))
+def test_mask_is_recognised_and_gone_and_numbers_stay(mask, spelled):
+    model = Masked(mask, spelled)
+    before = trace(model, BUCKETS)
+    text = str(before.gm.graph)
+    plan = recognise_masks(before)
+    assert list(plan.decisions.values()) == [HITS[mask]]
+    assert not plan.notes
+    after = apply_masks(before, plan)
+    assert str(before.gm.graph) == text
+    left = [after.info[n.name].shape for n in after.gm.graph.nodes if n.name in after.info]
+    assert not [shape for shape in left if shape.count(before.symbols["seq"]) > 1]
+    check_numbers(model, after)
+
+
+def check_numbers(model: nn.Module, program: Program) -> None:
+    own = {p: model.get_parameter(n) for p, n in program.parameters.items()}
+    variants = Variants(program, analyse(program), find("cpu"), "eager", lambda: own)
+    inputs, sizes = data(41), {"batch": 3, "seq": 41}
+    variant, integers = variants.variant(variants.placement(sizes, 1), 0, sizes, 0)
+    loss, gradients = plain(model, inputs)
+    named = {**own, **{p: inputs[n] for p, n in program.inputs.items()}, **program.constants}
+    got = variant([named[p] for p in variant.placeholders], integers)
+    got.backward()
+    assert loss_error(got, loss) < 1e-12
+    assert gradient_error(model, gradients) < 1e-10
+
+
+@pytest.mark.parametrize("mask", MISSES, ids=lambda m: m.__name__)
+def test_mask_that_says_something_else_stays_and_says_why(mask):
+    before = program(mask, spelled=mask is not_low_enough)
+    plan = recognise_masks(before)
+    assert not plan.decisions
+    (note,) = plan.notes
+    assert "stays a tensor" in note
+    assert "test_masks.py:" in note
+    assert re.search(MISSES[mask], note), note
+    assert apply_masks(before, plan).notes == (note,)
+
+
+def errors_over_ranks(rank: int) -> dict[str, float]:
+    warnings.simplefilter("ignore")
+    found = {}
+    for mask in (window, padding_of_ids, lowest):
+        model = Masked(mask, spelled=mask is lowest)
+        split = Split(model, BUCKETS, {"batch": 1, "seq": 41}, "eager")
+        points = [({"batch": 3, "seq": n}, data(n)) for n in (12, 41)]
+        found |= split.errors(mask.__name__, points)
+    return found
+
+
+@pytest.mark.multirank
+def test_numbers_stay_over_two_ranks():
+    assert not wrong(run_ranks(errors_over_ranks, 2, timeout_s=200), 1e-10)
