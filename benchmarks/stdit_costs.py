@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
 DEVICE = "a100-80gb"
 DEGREES = (1, 2, 4, 8)
 DEPTHS = (2, 3)
+WORTH = (1e11, 2e10)  # bytes freed a second of recompute: the levels between nothing and all
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build" / "stdit_costs.json"
 # What a profile depends on: the cache is good as long as these say the same.
@@ -134,7 +134,7 @@ def observe(
     found = []
     for sp in sps:
         placement = variants.placement(middle.sizes, sp)
-        for level, k in enumerate(_levels(variants, placement, middle)):
+        for level, k in enumerate(_levels(variants, placement)):
             costs = []
             for point in points:
                 p = variants.predict(placement, k, point.sizes)
@@ -145,18 +145,14 @@ def observe(
     return found
 
 
-def _levels(variants: Variants, placement: Placement, point: Point) -> list[int]:
-    """Returns the numbers of steps after which all pairs have taken the same: 0, ..., all.
+def _levels(variants: Variants, placement: Placement) -> list[int]:
+    """Returns numbers of steps, from none to all: those that free so many bytes a second or more.
 
-    Steps of equal blocks free the same bytes at the same cost, and follow each other in the menu.
+    Equal blocks take the same steps then, whatever the depth.
     """
-    steps = range(variants.steps(placement) + 1)
-    found = [variants.predict(placement, k, point.sizes) for k in steps]
-    kinds = [
-        (a.saved_bytes - b.saved_bytes, round((b.seconds_s - a.seconds_s) * 1e9))
-        for a, b in pairwise(found)
-    ]
-    return [0, *(k for k in steps[1:] if k == len(kinds) or kinds[k] != kinds[k - 1])]
+    steps = variants.menu(placement).steps
+    counts = [sum(s.freed_bytes >= worth * s.seconds for s in steps) for worth in WORTH]
+    return [0, *counts, len(steps)]
 
 
 def deeper(observed: Sequence[Observed], depth: int) -> list[tuple[Cost, ...]]:
