@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,7 @@ from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
 DEVICE = "a100-80gb"
 DEGREES = (1, 2, 4, 8)
 DEPTHS = (2, 3)
-LEVELS = 8
-WORTH = (1e11, 2e10)  # bytes freed a second of recompute: the levels between nothing and all
+WORTH = (3e11, 2.05e11, 1.3e11, 1e11, 6e10, 2e10)  # bytes freed a second of recompute: the levels between nothing and all
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build" / "stdit_costs.json"
 # What a profile depends on: the cache is good as long as these say the same.
@@ -148,21 +146,13 @@ def observe(
 
 
 def _levels(variants: Variants, placement: Placement) -> list[int]:
-    """Returns numbers of steps after which all pairs have taken the same: 0, ..., all.
+    """Returns numbers of steps, from none to all: those that free so many bytes a second or more.
 
-    Steps of equal blocks free the same bytes at the same cost, and follow each other in the menu.
-    Of these points about `LEVELS` are kept, by the bytes that one block has freed.
+    Equal blocks take the same steps then, whatever the depth.
     """
-    kinds = [(step.freed_bytes, step.seconds) for step in variants.menu(placement).steps]
-    total = sum(freed for (freed, _), _ in groupby(kinds))
-    found, done, since = [0], 0, 0.0
-    for (freed, _), steps in groupby(kinds):
-        done += len(list(steps))
-        since += freed
-        if since >= total / LEVELS:
-            found.append(done)
-            since = 0.0
-    return found if found[-1] == done else [*found, done]
+    steps = variants.menu(placement).steps
+    counts = [sum(s.freed_bytes >= worth * s.seconds for s in steps) for worth in WORTH]
+    return [0, *counts, len(steps)]
 
 
 def deeper(observed: Sequence[Observed], depth: int) -> list[tuple[Cost, ...]]:
