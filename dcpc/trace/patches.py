@@ -19,13 +19,14 @@ from dcpc.trace.editor import Editor
 
 aten = torch.ops.aten
 
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
 
 def patch_convolution(node: fx.Node, edit: Editor) -> fx.Node | None:
     """Returns the product that a convolution of patches is; None for any other convolution."""
-    source, weight, bias, *rest = (*node.args, *[None] * (7 - len(node.args)))
-    given = {**dict(zip(("stride", "padding", "dilation", "groups"), rest, strict=True))}
-    given |= {name: value for name, value in node.kwargs.items() if name in given}
-    bias = node.kwargs.get("bias", bias)
+    given: dict[str, Any] = dict.fromkeys(_ARGUMENTS)
+    given |= {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+    source, weight, bias = given["input"], given["weight"], given["bias"]
     if not isinstance(source, fx.Node) or not isinstance(weight, fx.Node):
         return None
     kernel = list(weight.meta["val"].shape[2:])
