@@ -100,7 +100,7 @@ class Samples(Dataset[dict[str, Tensor]]):
     ) -> dict[str, Tensor]:
         latents = (clip.latents - self.mean) / self.std
         area = torch.tensor([float(clip.height * clip.width)])
-        drawn = draw(latents[None], area, clip.frames, DROP_TEXT, generator)
+        drawn = draw(latents[None], area, clip.frames, generator, DROP_TEXT)
         random = {name: x[0] for name, x in drawn.items()}
         if tau is not None:
             random["timestep"] = torch.tensor(tau * STEPS)
