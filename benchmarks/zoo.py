@@ -3,6 +3,7 @@
 A row a model: which dims its one trace keeps symbolic, the largest relative difference of loss and
 gradients from the plain model's in float64 (batch 1, lengths the ranks do not divide), the share of
 its FLOPs that is split, collectives in forward, ops that are replicated for want of a rule.
+`--quick` takes models of one layer instead of two, at sp 2 alone.
 `--more` runs other architectures of the same libraries too; the figures are of the named ones.
 """
 
@@ -20,7 +21,7 @@ from importlib import import_module
 import torch
 
 from benchmarks.harness import Cell, parser, print_table, write_report
-from benchmarks.zoo_models import NAMED, ZooModel
+from benchmarks.zoo_models import DEPTH, NAMED, ZooModel
 from dcpc.acceptance import Prepared, Verdict, compare, nan_as_infinite, prepare
 from dcpc.buckets import Buckets
 from dcpc.runtime.local_ranks import run_ranks
@@ -55,7 +56,9 @@ def on_rank(rank: int, models: Sequence[Prepared | Verdict]) -> list[Verdict]:
     return [m if isinstance(m, Verdict) else compare(m) for m in models]
 
 
-def share(which: str, names: Sequence[str], sp: int, timeout_s: float) -> dict[str, Verdict]:
+def share(
+    which: str, names: Sequence[str], sp: int, timeout_s: float, layers: int
+) -> dict[str, Verdict]:
     """Returns the verdicts on some models: each traced once, then run by `sp` gloo ranks.
 
     The ranks are forked from the process that traced, so that the trace, most of the work, is made
@@ -64,6 +67,7 @@ def share(which: str, names: Sequence[str], sp: int, timeout_s: float) -> dict[s
     warnings.simplefilter("ignore")  # replicated ops are in the verdict
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    DEPTH["layers"] = layers
     models = table(which)
     ready = [prepared(models[n], sp) for n in names]
     by_rank = run_ranks(on_rank, sp, ready, timeout_s=timeout_s, fork=True)
@@ -75,13 +79,13 @@ def share(which: str, names: Sequence[str], sp: int, timeout_s: float) -> dict[s
 
 
 def verdicts(
-    which: str, names: Sequence[str], sp: int, workers: int, timeout_s: float
+    which: str, names: Sequence[str], sp: int, workers: int, timeout_s: float, layers: int = 2
 ) -> dict[str, Verdict]:
     """Returns the verdict on each model; `workers` processes trace and fork at a time."""
     found: dict[str, Verdict] = {}
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         shares = [names[i::workers] for i in range(workers)]
-        jobs = [pool.submit(share, which, s, sp, timeout_s) for s in shares if s]
+        jobs = [pool.submit(share, which, s, sp, timeout_s, layers) for s in shares if s]
         for job in jobs:
             found |= job.result()
     return {n: found[n] for n in names}
@@ -130,12 +134,12 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     degrees = (2,) if args.quick else (2, 4)
     named = [n for n in NAMED if args.only.lower() in n.lower()]
-    found = {
-        (n, sp): v
-        for sp in degrees
-        for n, v in verdicts("named", named, sp, WORKERS, 3600.0).items()
-    }
-    others = {}
+    layers = 1 if args.quick else 2
+    found: dict[tuple[str, int], Verdict] = {}
+    for sp in degrees:
+        mine = verdicts("named", named, sp, WORKERS, 3600.0, layers)
+        found |= {(name, sp): v for name, v in mine.items()}
+    others: dict[tuple[str, int], Verdict] = {}
     if args.more:
         names = [n for n in table("more") if args.only.lower() in n.lower()]
         for name in names:

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 VOCABULARY = 64
+DEPTH = {"layers": 2}  # of the named models; `--quick` takes 1, as tracing is most of its time
 
 Sizes = Mapping[str, int]
 Example = Callable[[Sizes], dict[str, Tensor]]
@@ -150,7 +151,7 @@ def common(**more: Any) -> dict[str, Any]:
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": DEPTH["layers"],
         "num_attention_heads": 4,
         "max_position_embeddings": 512,
         **more,
@@ -177,7 +178,9 @@ def _mistral() -> nn.Module:
 
 def _gpt2() -> nn.Module:
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **off)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=DEPTH["layers"], n_head=4, **off
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -187,7 +190,7 @@ def _bert() -> nn.Module:
 
 def _t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=DEPTH["layers"], num_heads=4,
         dropout_rate=0.0, decoder_start_token_id=0,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
@@ -195,8 +198,8 @@ def _t5() -> nn.Module:
 
 def _vit() -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        image_size=16, patch_size=4, num_labels=5,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=DEPTH["layers"],
+        num_attention_heads=4, image_size=16, patch_size=4, num_labels=5,
     )  # fmt: skip
     return WithFlags(transformers.ViTForImageClassification(config), interpolate_pos_encoding=True)
 
@@ -205,7 +208,7 @@ def _pixart() -> nn.Module:
     return Denoiser(
         diffusers.PixArtTransformer2DModel(
             num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=8,
-            num_layers=2, cross_attention_dim=32, sample_size=16, caption_channels=24,
+            num_layers=DEPTH["layers"], cross_attention_dim=32, sample_size=16, caption_channels=24,
             use_additional_conditions=False,
         ),
         added_cond_kwargs={"resolution": None, "aspect_ratio": None},
@@ -215,7 +218,7 @@ def _pixart() -> nn.Module:
 def _sd3() -> nn.Module:
     return Denoiser(
         diffusers.SD3Transformer2DModel(
-            sample_size=16, in_channels=4, num_layers=2, attention_head_dim=8,
+            sample_size=16, in_channels=4, num_layers=DEPTH["layers"], attention_head_dim=8,
             num_attention_heads=4, joint_attention_dim=24, caption_projection_dim=32,
             pooled_projection_dim=20, out_channels=4, pos_embed_max_size=32,
         )
@@ -226,8 +229,8 @@ def _cogvideox() -> nn.Module:
     return WithRotary(
         diffusers.CogVideoXTransformer3DModel(
             num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4,
-            time_embed_dim=16, text_embed_dim=24, num_layers=2, max_text_seq_length=64,
-            use_rotary_positional_embeddings=True,
+            time_embed_dim=16, text_embed_dim=24, num_layers=DEPTH["layers"],
+            max_text_seq_length=64, use_rotary_positional_embeddings=True,
         )
     )  # fmt: skip
 
@@ -236,7 +239,7 @@ def _wan() -> nn.Module:
     return Denoiser(
         diffusers.WanTransformer3DModel(
             num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4,
-            text_dim=24, freq_dim=16, ffn_dim=48, num_layers=2,
+            text_dim=24, freq_dim=16, ffn_dim=48, num_layers=DEPTH["layers"],
         )
     )  # fmt: skip
 
