@@ -5,9 +5,9 @@
         dcpc::attention_backward(grad, q, k, v, mask, keep, out, logsumexp, ...) -> dq, dk, dv
 
 q `[b, h, s, d]`, k `[b, g, t, d]`, v `[b, g, t, e]`: h is a multiple of g, and query head i uses
-key head i // (h / g). `mask` is broadcast to `[b, h, s, t]`: truth values (true: seen) or numbers that
-are added to the scores, and may have a gradient. `keep` `[b or 1, t]` says which keys anybody sees.
-For the rest see `spec.Sight`.
+key head i // (h / g). `mask` is broadcast to `[b, h, s, t]`: truth values (true: seen) or numbers
+that are added to the scores, and may have a gradient. `keep` `[b or 1, t]` says which keys anybody
+sees. For the rest see `spec.Sight`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""What attention allocates while it runs, against the table that predicts it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpc.symbolic_profile.facts import Facts
+from dcpc.symbolic_profile.transients import transient_bytes
+from tests.attention.test_op import SETTINGS, make
+from tests.symbolic_profile.joint_graphs import measure_call
+
+NAMES = (
+    *("plain", "causal", "grouped", "one key head", "cross", "padding", "causal padding"),
+    *("truth mask with an empty row", "number mask", "window", "window both ways", "wide values"),
+    *("learned bias", "grouped wide values"),
+)
+SCALARS_BYTES = 24
+
+
+def transients(name: str) -> list[tuple[int, int]]:
+    """(measured, predicted) bytes of forward and backward."""
+    s = SETTINGS[name]
+    tensors, mask, keep = make(s)
+    every = (*tensors, mask, keep)
+    given = [x.detach() for x in every if x is not None]
+    at = {i: n for n, i in enumerate(i for i, x in enumerate(every) if x is not None)}
+    rest = (0.3, s.before, s.after, s.start, s.empty)
+
+    def both(*found: Tensor) -> Tensor:
+        q, k, v, m, kept = (found[at[i]] if i in at else None for i in range(5))
+        out, lse = torch.ops.dcpc.attention_forward(q, k, v, m, kept, *rest)
+        ops = torch.ops.dcpc
+        op = ops.attention_mask_backward if s.mask == "bias" else ops.attention_backward
+        return op(out, q, k, v, m, kept, out, lse, *rest)[0]
+
+    facts, threads = Facts({}), torch.get_num_threads()
+    measured = [m for m in measure_call(both, *given) if "attention" in str(m.node.target)]
+    return [
+        (m.transient_bytes, int(transient_bytes(m.node, facts, threads).doit())) for m in measured
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_holds_what_the_table_says(name):
+    for measured, predicted in transients(name):
+        assert abs(measured - predicted) <= SCALARS_BYTES
