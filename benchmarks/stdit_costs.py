@@ -40,7 +40,8 @@ from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
 DEVICE = "a100-80gb"
 DEGREES = (1, 2, 4, 8)
 DEPTHS = (2, 3)
-WORTH = (3e11, 2.05e11, 1.3e11, 1e11, 6e10, 2e10)  # bytes freed a second of recompute: the levels between nothing and all
+# Bytes freed a second of recompute: the levels between nothing and all.
+WORTH = (3e11, 2.05e11, 1.3e11, 1e11, 6e10, 2e10)
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build" / "stdit_costs.json"
 # What a profile depends on: the cache is good as long as these say the same.
