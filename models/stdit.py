@@ -53,12 +53,9 @@ class STDiTConfig:
         return self.dim // self.heads
 
     def flops(self, frames: int, tokens: int, text: int) -> int:
-        """Returns the FLOPs of all blocks for one sample, forward.
+        """Returns the FLOPs of all blocks for one sample of so many latent frames, forward.
 
-        Args:
-            frames: latent frames.
-            tokens: tokens of a frame.
-            text: text tokens that are computed, padding included where it is masked.
+        `tokens` are those of a frame, `text` those computed, masked padding included.
         """
         d, n = self.dim, frames * tokens
         both = 28 * n * d * d + 4 * text * d * d + 4 * n * text * d
@@ -86,15 +83,9 @@ def axis_code(x: Tensor, width: int) -> Tensor:
 def positions(rows: int, columns: int, pixels_B: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Returns the code of each place in a frame, `[B, S, D]`.
 
-    Coordinates run from 0 to about sqrt(S) / scale whatever the resolution. All of it is made of
-    tensors, so that the sizes may be symbols.
-
-    Args:
-        rows: rows of patches.
-        columns: columns of patches.
-        pixels_B: height times width of each sample in pixels.
-        dim: width of the code; its first half is of the column.
-        dtype: of the result.
+    The first half of a code is of its column. Coordinates run from 0 to about sqrt(S) / scale
+    whatever the resolution; `pixels_B` is height times width in pixels. All of it is made of
+    tensors, so that the numbers of rows and columns of patches may be symbols.
     """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     place = {"device": pixels_B.device, "dtype": exact}
@@ -216,14 +207,7 @@ class Block(nn.Module):
     def forward(
         self, x_BTSD: Tensor, text: tuple[Tensor, Tensor], rows: list[Tensor], rotary: Pair
     ) -> Tensor:
-        """Returns `[B, T, S, D]`.
-
-        Args:
-            x_BTSD: tokens.
-            text: states `[B, L, D]` and mask `[B, L]`.
-            rows: the six rows of modulation.
-            rotary: of the frames.
-        """
+        """Returns `[B, T, S, D]`; text is states `[B, L, D]` and mask `[B, L]`."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = rows
         h_BTSD = self.norm1(x_BTSD) * (1 + scale_a) + shift_a
         x_BTSD = x_BTSD + gate_a * self._attend(h_BTSD, rotary)
@@ -387,25 +371,16 @@ class RectifiedFlow(nn.Module):
 
 
 def shift_timesteps(tau: Tensor, pixels: Tensor, pixel_frames: int) -> Tensor:
-    """Returns tau in 0..1, moved towards noise for large and long videos.
-
-    Args:
-        tau: part of noise, any shape that broadcasts with `pixels`.
-        pixels: height times width in pixels.
-        pixel_frames: frames of the decoded video, 1 for an image.
-    """
+    """Returns tau in 0..1 moved towards noise for videos of many pixels and frames, as decoded."""
     frames = 1 if pixel_frames == 1 else max(5 * (pixel_frames // 17), 1)
     ratio = pixels.sqrt() / REFERENCE_PIXELS * frames**0.5
     return ratio * tau / (1 + (ratio - 1) * tau)
 
 
 def draw(
-    latents: Tensor,
-    pixels_B: Tensor,
-    pixel_frames: int,
-    generator: torch.Generator,
+    latents: Tensor, pixels_B: Tensor, pixel_frames: int, generator: torch.Generator,
     drop_text: float = 0.1,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Returns a step's random inputs of `RectifiedFlow`: noise, timestep and drop_text.
 
     Args:
