@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+import dcpc.attention  # noqa: F401 - registers the op
 from dcpc.ir import Program, TensorInfo
 
 aten = torch.ops.aten
@@ -72,7 +73,8 @@ class ProgramBuilder:
         for x in (q, k, v):
             y = self.call(aten.view.default, (x, list(split)), split)
             parts.append(self.call(aten.transpose.int, (y, 1, 2), head))
-        o = self.call(aten.scaled_dot_product_attention.default, (*parts, None, 0.0, True), head)
+        o = self.call(torch.ops.dcpc.attention.default, tuple(parts), head)
+        o.kwargs = {"scale": head[-1] ** -0.5, "after": 0}
         o = self.call(aten.transpose.int, (o, 1, 2), split)
         return self.call(aten.reshape.default, (o, [BATCH, SEQ, WIDTH]), (BATCH, SEQ, WIDTH))
 
