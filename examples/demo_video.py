@@ -127,10 +127,10 @@ class Watch:
 
     def table(self, training: Sequence[Clip], samples: Samples) -> Table:
         """Returns what became of each bucket; collective, as every one is timed."""
-        table = Table(title="buckets")
-        for name in ("clip", "latents"):
-            table.add_column(name)
-        columns = ("tokens a sample", "samples", "tokens", "sp", "micro-batch", "recompute")
+        table = Table(title="buckets: frames x height x width; seconds of a full micro-batch")
+        for name in ("pixels", "latents"):
+            table.add_column(name, no_wrap=True)
+        columns = ("tokens each", "samples", "tokens", "sp", "batch", "recompute")
         for name in (*columns, "predicted s", "measured s", "held-out loss"):
             table.add_column(name, justify="right")
         number_of = {dcpc.Bucket.of(c.sizes): i for i, c in enumerate(training)}
@@ -139,8 +139,8 @@ class Watch:
             clip, each = training[index], tokens(bucket.sizes)
             count = self._samples[bucket]
             table.add_row(
-                f"{clip.frames} x {clip.height} x {clip.width}",
-                " x ".join(str(bucket[name]) for name in ("frames", "height", "width")),
+                f"{clip.frames}x{clip.height}x{clip.width}",
+                "x".join(str(bucket[name]) for name in ("frames", "height", "width")),
                 f"{each:,}",
                 f"{count:,}",
                 f"{each * count:,}",
@@ -156,7 +156,7 @@ class Watch:
     def _first_and_last(self, bucket: dcpc.Bucket) -> str:
         if not self._losses or bucket not in self._losses[0]:
             return "none held out"
-        return f"{self._losses[0][bucket]:.3f} -> {self._losses[-1][bucket]:.3f}"
+        return f"{self._losses[0][bucket]:.2f} -> {self._losses[-1][bucket]:.2f}"
 
     def _measured_s(self, bucket: dcpc.Bucket, sample: Mapping[str, torch.Tensor]) -> float:
         """Returns the median seconds of a full micro-batch, forward and backward, of the last rank.

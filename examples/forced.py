@@ -55,6 +55,11 @@ class ForcedVariant:
         named = {**self._held, **{p: inputs[n] for p, n in self._variants.program.inputs.items()}}
         return variant([named[p] for p in variant.placeholders], integers)
 
+    def prepare(self, sizes: Mapping[str, int]) -> None:
+        """Compiles what runs at some sizes, batch included."""
+        rank = self._compiled.groups.rank % self.placement.sp
+        self._variants.variant(self.placement, self.recompute, sizes, rank)
+
     def zero_grad(self) -> None:
         """Drops all gradients."""
         for x in self._held.values():

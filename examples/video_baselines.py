@@ -64,6 +64,8 @@ class FixedSp:
 
     def load(self, count: int, skip: int = 0) -> None:
         self.steps = list(islice(self.loader, skip, skip + count))
+        for bucket, variant in self._variants.items():
+            variant.prepare({**bucket.sizes, "batch": 1})
 
     def run(self, index: int) -> float:
         parameters = self.model.parameters()
