@@ -115,7 +115,7 @@ def _strip(samples: Samples, index: int, model: RectifiedFlow, codec: VideoCodec
     images = {
         "frame held out": _middle(_original(clip)),
         "decode(encode(clip))": shown(sample["latents"]),
-        f"the same, {SHOWN_TAU:.0%} noise": shown(noisy),
+        f"its latents, {SHOWN_TAU:.0%} noise": shown(noisy),
         "model's prediction from that": shown(clean),
         f"made from noise, {SAMPLING_STEPS} steps": shown(made),
     }
