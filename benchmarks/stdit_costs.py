@@ -21,7 +21,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,6 +40,7 @@ from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
 DEVICE = "a100-80gb"
 DEGREES = (1, 2, 4, 8)
 DEPTHS = (2, 3)
+WORKERS = 2
 # Bytes freed a second of recompute: the levels between nothing and all.
 WORTH = (3e11, 2.05e11, 1.3e11, 1e11, 6e10, 2e10)
 ROOT = Path(__file__).parents[1]
@@ -228,14 +229,9 @@ def price(
     key = _key(points, config)
     stored = json.loads(cache.read_text()) if cache.exists() and not refresh else {}
     if stored.get("key") != key:
-        print(f"profiling depths {DEPTHS} of {config.depth} (cached in {cache} afterwards) ...")
-        with timed() as watch:
-            shallow = _profile(points, config)
-        print(f"profiled in {watch.elapsed_s:.0f} s")
-        stored = {"key": key, "shallow": shallow}
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        cache.write_text(json.dumps(stored))
-    return _assemble(points, config, stored["shallow"])
+        stored = {"key": key, "jobs": {}}
+    _profile(points, config, stored, cache)
+    return _assemble(points, config, stored["jobs"])
 
 
 def _key(points: Sequence[Point], config: STDiTConfig) -> str:
@@ -248,19 +244,34 @@ def _key(points: Sequence[Point], config: STDiTConfig) -> str:
     return digest.hexdigest()[:16]
 
 
-def _profile(points: Sequence[Point], config: STDiTConfig) -> list[list[dict[str, Any]]]:
-    """Returns the observed costs, of images and of videos, as plain data; two processes."""
-    jobs = [
-        (replace(config, depth=depth), image, [p for p in points if (p.frames == 1) == image])
+def _profile(
+    points: Sequence[Point], config: STDiTConfig, stored: dict[str, Any], cache: Path
+) -> None:
+    """Adds the observed costs of each shallow model, as plain data; written as each is done."""
+    jobs = {
+        _name(depth, image): (replace(config, depth=depth), image, _of(points, image))
         for depth in reversed(DEPTHS)
         for image in (False, True)
-    ]
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        done = list(pool.map(_job, jobs))
-    out: list[list[dict[str, Any]]] = [[], []]
-    for (_, image, _), found in zip(jobs, done, strict=True):
-        out[image] += found
-    return out
+        if _name(depth, image) not in stored["jobs"]
+    }
+    if not jobs:
+        return
+    print(f"profiling {', '.join(jobs)} of {config.depth} (cached in {cache}) ...", flush=True)
+    with timed() as watch, ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
+        futures = {pool.submit(_job, job): name for name, job in jobs.items()}
+        for future in as_completed(futures):
+            stored["jobs"][futures[future]] = future.result()
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            cache.write_text(json.dumps(stored))
+    print(f"profiled in {watch.elapsed_s:.0f} s")
+
+
+def _name(depth: int, image: bool) -> str:
+    return f"{'image' if image else 'video'} at depth {depth}"
+
+
+def _of(points: Sequence[Point], image: bool) -> list[Point]:
+    return [p for p in points if (p.frames == 1) == image]
 
 
 def _job(job: tuple[STDiTConfig, bool, Sequence[Point]]) -> list[dict[str, Any]]:
@@ -272,14 +283,17 @@ def _job(job: tuple[STDiTConfig, bool, Sequence[Point]]) -> list[dict[str, Any]]
 
 
 def _assemble(
-    points: Sequence[Point], config: STDiTConfig, shallow: Sequence[Sequence[Mapping[str, Any]]]
+    points: Sequence[Point], config: STDiTConfig, jobs: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> Table:
     costs: dict[int, dict[Point, tuple[Cost, ...]]] = {sp: {} for sp in DEGREES}
     gradients = 0.0
-    for image, entries in enumerate(shallow):
-        mine = [p for p in points if (p.frames == 1) == bool(image)]
-        observed = [Observed(**{**e, "costs": tuple(Cost(**c) for c in e["costs"])})
-                    for e in entries]  # fmt: skip
+    for image in (False, True):
+        mine = _of(points, image)
+        observed = [
+            Observed(**{**e, "costs": tuple(Cost(**c) for c in e["costs"])})
+            for depth in DEPTHS
+            for e in jobs[_name(depth, image)]
+        ]
         for sp in DEGREES:
             own = [o for o in observed if o.sp == sp]
             levels = deeper(own, config.depth)
