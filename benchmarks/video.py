@@ -151,8 +151,9 @@ def run(costs: ModelCosts, epoch: Epoch, most: int) -> dict[str, Outcome]:
     for mode in ("intra", "inter", "pac"):
         plans = videosys_mode(mode)(costs, epoch)
         found[mode] = of_steps(mode, plans, costs, epoch.tokens)
-    pac = found["pac"]
-    batches = rebatch(epoch, pac.tokens / max(1, pac.steps))
+    # Of few samples inter+PAC may drop all: then the padded bucket's step.
+    like = found["pac"] if found["pac"].steps else found["baseline"]
+    batches = rebatch(epoch, like.tokens / like.steps)
     found["dcpc"] = run_dcpc(costs, batches, most)
     return found
 
