@@ -51,7 +51,7 @@ CLIPS = "clips.pt"
 
 def run(workload: VideoWorkload, limit_s: float, out: Path, codec: VideoCodec) -> None:
     """One rank's part: compiles, trains, compares, draws."""
-    job = Job(limit_s, out, workload.memory_bytes)
+    job = Job(limit_s, out, workload.memory_bytes, trained=0.7, compared=0.85)
     clips = load(out / CLIPS)
     scale = normalised(clips)
     training = [c for c in clips if not c.held_out]
@@ -130,8 +130,8 @@ class Watch:
         table = Table(title="buckets: frames x height x width; seconds of a full micro-batch")
         for name in ("pixels", "latents"):
             table.add_column(name, no_wrap=True)
-        columns = ("tokens each", "samples", "tokens", "sp", "batch", "recompute")
-        for name in (*columns, "predicted s", "measured s", "held-out loss"):
+        columns = ("tokens", "samples", "all tokens", "sp", "batch", "recompute")
+        for name in (*columns, "predicted", "measured", "held-out loss"):
             table.add_column(name, justify="right")
         number_of = {dcpc.Bucket.of(c.sizes): i for i, c in enumerate(training)}
         for bucket, plan in self._compiled.plans.items():
@@ -156,7 +156,7 @@ class Watch:
     def _first_and_last(self, bucket: dcpc.Bucket) -> str:
         if not self._losses or bucket not in self._losses[0]:
             return "none held out"
-        return f"{self._losses[0][bucket]:.2f} -> {self._losses[-1][bucket]:.2f}"
+        return f"{self._losses[0][bucket]:.1f} -> {self._losses[-1][bucket]:.2f}"
 
     def _measured_s(self, bucket: dcpc.Bucket, sample: Mapping[str, torch.Tensor]) -> float:
         """Returns the median seconds of a full micro-batch, forward and backward, of the last rank.

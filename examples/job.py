@@ -23,9 +23,6 @@ from examples.baselines import Dcpc, System
 from examples.race import Entrant, Lap, race, rank0_decides
 
 MB = 1e6
-# Shares of the time limit at which training ends and no further step of the comparison begins; the
-# rest is for measurements and plots.
-TRAINED, COMPARED = 0.5, 0.75
 LEAST_TRAINING = 0.1
 MAX_COMPARED = 16
 
@@ -71,12 +68,23 @@ class Job:
         limit_s: about how long it may take.
         out: folder of its plots.
         memory_bytes: what a rank may use.
+        trained: share of the time at which training ends.
+        compared: share at which no further step of the comparison begins; the rest is for
+            measurements and plots.
         say: prints on rank 0.
     """
 
-    def __init__(self, limit_s: float, out: Path, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        out: Path,
+        memory_bytes: int,
+        trained: float = 0.5,
+        compared: float = 0.75,
+    ) -> None:
         self.start_s = time.monotonic()
         self.limit_s, self.out, self.memory_bytes = limit_s, out, memory_bytes
+        self.trained, self.compared = trained, compared
         width = None if Console().is_terminal else 120
         self.console = Console(quiet=dist.get_rank() != 0, width=width)
         self.say = self.console.print
@@ -105,7 +113,7 @@ class Job:
         history = History()
         begin = self.elapsed_share()
         # Compiling alone may have taken all the time there was.
-        end = max(TRAINED, begin + LEAST_TRAINING)
+        end = max(self.trained, begin + LEAST_TRAINING)
         self.say("[bold]training[/]")
         with self._progress() as (progress, task):
             for step in steps:
@@ -161,7 +169,7 @@ class Job:
 
         def goes_on() -> bool:
             nonlocal begun
-            answer = rank0_decides(not begun or self.elapsed_share() < COMPARED)
+            answer = rank0_decides(not begun or self.elapsed_share() < self.compared)
             begun = True
             return answer
 
