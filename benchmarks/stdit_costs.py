@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -44,7 +44,7 @@ WORKERS = 2
 # Bytes freed a second of recompute: the levels between nothing and all.
 WORTH = (3e11, 2.05e11, 1.3e11, 1e11, 6e10, 2e10)
 ROOT = Path(__file__).parents[1]
-CACHE = ROOT / "build" / "stdit_costs.json"
+CACHE = ROOT / "build" / "stdit_costs"
 # What a profile depends on: the cache is good as long as these say the same.
 SOURCES = ("dcpc/trace", "dcpc/passes", "dcpc/codegen", "dcpc/symbolic_profile", "dcpc/variants.py",
            "dcpc/ir.py", "models/stdit.py", "benchmarks/stdit_costs.py")  # fmt: skip
@@ -224,14 +224,29 @@ def price(
         points: what to price; images and videos.
         config: the whole model.
         refresh: whether to profile again although the cache is good.
-        cache: file; written when profiled.
+        cache: folder; a file for each shallow model and degree, written once it is profiled.
     """
-    key = _key(points, config)
-    stored = json.loads(cache.read_text()) if cache.exists() and not refresh else {}
-    if stored.get("key") != key:
-        stored = {"key": key, "jobs": {}}
-    _profile(points, config, stored, cache)
-    return _assemble(points, config, stored["jobs"])
+    folder = cache / _key(points, config)
+    if refresh and folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [
+        (replace(config, depth=depth), image, _of(points, image), folder)
+        for depth in reversed(DEPTHS)
+        for image in (False, True)
+        if not all(_file(folder, depth, image, sp).exists() for sp in DEGREES)
+    ]
+    if jobs:
+        names = ", ".join(f"{'image' if job[1] else 'video'} {job[0].depth}" for job in jobs)
+        print(f"profiling shallow models ({names}); kept in {folder} ...", flush=True)
+        with timed() as watch, ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
+            list(pool.map(_job, jobs))
+        print(f"profiled in {watch.elapsed_s:.0f} s")
+    return _assemble(points, config, folder)
+
+
+def _file(folder: Path, depth: int, image: bool, sp: int) -> Path:
+    return folder / f"{'image' if image else 'video'}_depth{depth}_sp{sp}.json"
 
 
 def _key(points: Sequence[Point], config: STDiTConfig) -> str:
@@ -244,47 +259,26 @@ def _key(points: Sequence[Point], config: STDiTConfig) -> str:
     return digest.hexdigest()[:16]
 
 
-def _profile(
-    points: Sequence[Point], config: STDiTConfig, stored: dict[str, Any], cache: Path
-) -> None:
-    """Adds the observed costs of each shallow model, as plain data; written as each is done."""
-    jobs = {
-        _name(depth, image): (replace(config, depth=depth), image, _of(points, image))
-        for depth in reversed(DEPTHS)
-        for image in (False, True)
-        if _name(depth, image) not in stored["jobs"]
-    }
-    if not jobs:
-        return
-    print(f"profiling {', '.join(jobs)} of {config.depth} (cached in {cache}) ...", flush=True)
-    with timed() as watch, ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
-        futures = {pool.submit(_job, job): name for name, job in jobs.items()}
-        for future in as_completed(futures):
-            stored["jobs"][futures[future]] = future.result()
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            cache.write_text(json.dumps(stored))
-    print(f"profiled in {watch.elapsed_s:.0f} s")
-
-
-def _name(depth: int, image: bool) -> str:
-    return f"{'image' if image else 'video'} at depth {depth}"
-
-
 def _of(points: Sequence[Point], image: bool) -> list[Point]:
     return [p for p in points if (p.frames == 1) == image]
 
 
-def _job(job: tuple[STDiTConfig, bool, Sequence[Point]]) -> list[dict[str, Any]]:
-    config, image, points = job
+def _job(job: tuple[STDiTConfig, bool, Sequence[Point], Path]) -> None:
+    """Profiles one shallow model at the degrees that are missing."""
+    config, image, points, folder = job
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = observe(variants_of(config, image), config.depth, image, DEGREES, points)
-    return [asdict(o) for o in found]
+    variants = variants_of(config, image)
+    for sp in DEGREES:
+        file = _file(folder, config.depth, image, sp)
+        if not file.exists():
+            found = observe(variants, config.depth, image, (sp,), points)
+            whole = file.with_suffix(".part")
+            whole.write_text(json.dumps([asdict(o) for o in found]))
+            whole.rename(file)
 
 
-def _assemble(
-    points: Sequence[Point], config: STDiTConfig, jobs: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> Table:
+def _assemble(points: Sequence[Point], config: STDiTConfig, folder: Path) -> Table:
     costs: dict[int, dict[Point, tuple[Cost, ...]]] = {sp: {} for sp in DEGREES}
     gradients = 0.0
     for image in (False, True):
@@ -292,7 +286,8 @@ def _assemble(
         observed = [
             Observed(**{**e, "costs": tuple(Cost(**c) for c in e["costs"])})
             for depth in DEPTHS
-            for e in jobs[_name(depth, image)]
+            for sp in DEGREES
+            for e in json.loads(_file(folder, depth, image, sp).read_text())
         ]
         for sp in DEGREES:
             own = [o for o in observed if o.sp == sp]
