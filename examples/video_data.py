@@ -40,8 +40,10 @@ Size = tuple[int, int]  # height and width in pixels
 HELD_OUT = 51  # frames
 MOST_FRAMES = 750  # read of one video
 # Sizes in pixels by class, one for each shape of picture; a video takes that nearest to its own.
-SMALL = ((144, 256), (112, 264), (160, 216), (192, 192), (256, 144))
-LARGE = ((240, 424), (240, 320), (280, 280), (424, 240))
+# Odd numbers of 8 x 8 blocks both ways: patches of 2 x 2 never fit. Where torch looks whether they
+# do, a mixture of odd and even sizes would be several graphs to compile.
+SMALL = ((136, 248), (104, 248), (152, 200), (184, 184), (248, 136))
+LARGE = ((232, 424), (232, 312), (280, 280), (424, 232))
 # Frames of a clip, how many frames after each other clips begin, and whether they are large.
 CUTS = ((1, 4, (False, True)), (17, 6, (False, True)), (34, 9, (False,)), (51, 12, (False,)))
 IMAGE_FPS = 120.0  # what STDiT takes for images

@@ -89,7 +89,7 @@ class VideoWorkload:
         )
 
 
-# Without recompute a clip of 51 frames at 144 x 256 takes 112 MB on one rank, with all of it 43 MB.
+# Without recompute a clip of 51 frames at 136 x 248 takes 112 MB on one rank, with all of it 43 MB.
 DEMO = VideoWorkload(
     STDiTConfig(depth=2, dim=96, heads=4, text_dim=48, text_len=16), memory_bytes=41_000_000
 )

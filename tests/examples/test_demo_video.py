@@ -40,7 +40,7 @@ def test_demo_trains_on_own_videos_compares_and_draws(tmp_path):
     (tmp_path / "square.txt").write_text("a white square\na white square moves to the right\n")
     done = run("--videos", str(tmp_path), "--seconds", "40", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    for part in ("stands in for a VAE", "{frames: 15, height: 18, width: 32}", "training"):
+    for part in ("stands in for a VAE", "{frames: 15, height: 17, width: 31}", "training"):
         assert part in done.stdout
     for part in ("held-out loss", "full recompute for every bucket", "plain DDP", "demo_video.png"):
         assert part in done.stdout
