@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks of this machine: dcpc's own launcher, under its old name."""
+"""Runs a function on several gloo ranks of this machine: dcpc's own launcher, for the tests."""
 
 from dcpc.runtime.local_ranks import RanksError, run_ranks
 
