@@ -74,7 +74,7 @@ def run(workload: VideoWorkload, limit_s: float, out: Path, codec: VideoCodec) -
     history = job.train(compiled, watch.counted(ours.loader), optimizer, POSITIONS_OF_TOKEN, watch)
     watch.evaluate(history.tokens[-1])
     job.say(watch.table(training, samples))
-    job.say("[bold]the same samples without dcpc[/]")
+    job.say("\n[bold]the same samples without dcpc[/]")
     world = dist.get_world_size()
     others = [
         FixedSp(compiled, replica(model), workload, samples, world),
