@@ -289,6 +289,7 @@ class Work:
         flops: floating-point operations of one call, those of pointwise ops included.
         bytes_moved: bytes one call reads and writes.
         wire_bytes: bytes this rank sends in one call.
+        op: which collective, such as "dcpc::all_to_all"; "" for other calls.
     """
 
     op_class: str
@@ -299,6 +300,7 @@ class Work:
     flops: sympy.Expr
     bytes_moved: sympy.Expr
     wire_bytes: sympy.Expr
+    op: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

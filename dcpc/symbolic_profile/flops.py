@@ -153,6 +153,7 @@ class Cost:
     bytes_moved: sympy.Expr = ZERO
     wire_bytes: sympy.Expr = ZERO
     ranks: int = 1
+    op: str = ""
 
 
 def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
@@ -173,7 +174,7 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
     sent = WIRE.get(name)
     if sent is not None:
         ranks = sp if isinstance(sp, int) else sp(str(node.args[-1]))
-        return Cost("collective", ZERO, bytes_moved, sent(node, facts, ranks), ranks)
+        return Cost("collective", ZERO, bytes_moved, sent(node, facts, ranks), ranks, name)
     op_class, flops = _flops(node, facts, name.split("::")[1], fresh)
     return Cost(op_class, flops, bytes_moved)
 
