@@ -1,0 +1,271 @@
+"""Recompute at equal measured peak: `python -m benchmarks.recompute [--quick] [--json FILE]`.
+
+torch's `activation_memory_budget` (solvers dp and ilp, several ratios) is run on each model and
+length; its peaks are measured by the allocator's events. Such a peak is then dcpc's budget in
+bytes. dcpc plans under it, runs, and is measured as well: a peak above its budget is a budget
+missed. A ratio is dcpc's FLOPs of recompute over those of torch's cheapest setting with at most
+that peak, counted by the same formulas on both sides: matmuls, convolutions and attention (all
+pairs of query and key, as torch counts). Both sides minimise FLOPs: torch's runtime estimator is
+"flops", and dcpc plans for a device on which nothing else takes time. 0 over 0 is 1, something over
+0 is infinite.
+
+Rotor's dynamic programme (`rotor_oracle.py`) gets the same budgets, and the bytes and FLOPs of
+each block from dcpc's own timeline.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import dcpc
+from benchmarks import harness
+from benchmarks.recompute_models import SUBJECTS, Sizes, Subject
+from benchmarks.recompute_torch import (
+    SOLVERS,
+    register_attention,
+    torch_joint,
+    torch_partition,
+)
+from dcpc.api import plan
+from dcpc.buckets import Bucket
+from dcpc.ir import Placement
+from dcpc.planning import Request, plan_buckets
+from dcpc.symbolic_profile import find
+from dcpc.variants import Variants
+from examples.allocator import measured_peak_bytes
+
+# A device on which nothing but FLOPs takes time: what torch's estimator "flops" assumes.
+FLOPS_ALONE = replace(
+    find("a100-80gb"),
+    name="flops alone",
+    vector_flops_per_s=1e30,
+    memory_bytes_per_s=1e30,
+    launch_s=0.0,
+)
+RATIOS = (0.95, 0.85, 0.75, 0.65, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
+QUICK_RATIOS = (0.85, 0.6, 0.45, 0.3, 0.15)
+BUDGETS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run of forward and backward.
+
+    Attributes:
+        peak_bytes: above parameters and inputs, gradients included.
+        flops: of matmuls, convolutions and attention.
+    """
+
+    peak_bytes: int
+    flops: int
+
+
+def measure(run: Any) -> Measured:
+    """Returns peak and FLOPs of a function; it is called three times, first to warm up."""
+    with FlopCounterMode(display=False) as counted:
+        run()
+    return Measured(measured_peak_bytes(run), counted.get_total_flops())
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPoint:
+    """What torch does at one setting."""
+
+    solver: str
+    ratio: float
+    peak_bytes: int
+    again_flops: int
+
+
+def torch_points(
+    model: nn.Module, inputs: Mapping[str, Tensor], ratios: Sequence[float]
+) -> list[TorchPoint]:
+    """Returns torch's settings; the first has a ratio of 1 and makes nothing again that counts."""
+    joint = torch_joint(model, inputs)
+    settings = [("", 1.0), *((solver, ratio) for solver in SOLVERS for ratio in ratios)]
+    found = []
+    for solver, ratio in settings:
+        m = measure(torch_partition(joint, ratio, solver or SOLVERS[0]).run)
+        found.append(TorchPoint(solver, ratio, m.peak_bytes, m.flops))
+    least = min(p.again_flops for p in found)
+    return [replace(p, again_flops=p.again_flops - least) for p in found]
+
+
+class OnTrial:
+    """dcpc at one model and length: plans under budgets, runs what it planned."""
+
+    def __init__(self, model: nn.Module, subject: Subject, sizes: Sizes) -> None:
+        self.model, self.sizes = model, dict(sizes)
+        self.inputs = subject.example(sizes)
+        buckets = dcpc.Buckets(dict(subject.inputs), [self.sizes])
+        planned = plan(
+            model, buckets, memory=1e15, device=FLOPS_ALONE, recompute="none", backend="eager"
+        )
+        self.bucket = Bucket.of(self.sizes)
+        self.variants: Variants = planned.by_bucket[self.bucket]
+        self.placement: Placement = self.variants.placement(self.sizes, 1)
+        self.input_bytes = self.variants.predict(self.placement, 0, self.sizes).input_bytes
+        self._runs: dict[int, Measured] = {}
+
+    def recompute(self, budget_bytes: int) -> int | None:
+        """Returns the steps that the planner takes for a budget, None where none fit it."""
+        request = Request((1,), "auto", budget_bytes + self.input_bytes, 0, 1)
+        try:
+            plans, _ = plan_buckets({self.bucket: self.variants}, request)
+        except dcpc.PlanError:
+            return None
+        return plans[self.bucket].recompute
+
+    def measured(self, recompute: int) -> Measured:
+        """Returns the peak and the FLOPs of a real run."""
+        if recompute not in self._runs:
+            variant, integers = self.variants.variant(self.placement, recompute, self.sizes, 0)
+            program = self.variants.program
+            held = {**self.variants.tensors()}
+            held |= {p: self.inputs[n] for p, n in program.inputs.items()}
+
+            def run() -> Tensor:
+                loss = variant([held[p] for p in variant.placeholders], integers)
+                loss.backward()
+                return loss
+
+            def clean() -> Tensor:
+                self.model.zero_grad()
+                return run()
+
+            with FlopCounterMode(display=False) as counted:
+                clean()
+            self.model.zero_grad()
+            self._runs[recompute] = Measured(measured_peak_bytes(run), counted.get_total_flops())
+            self.model.zero_grad()
+        return self._runs[recompute]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """dcpc under one budget.
+
+    Attributes:
+        model: its name.
+        length: the sizes.
+        budget_bytes: a peak that torch was measured at.
+        peak_bytes: dcpc's, measured; None where its planner found nothing that fits.
+        again_flops: dcpc's recompute.
+        torch_flops: the least recompute of torch with at most this peak.
+        forward_flops: of one forward and backward, to compare with.
+    """
+
+    model: str
+    length: str
+    budget_bytes: int
+    peak_bytes: int | None
+    again_flops: int
+    torch_flops: int
+    base_flops: int
+
+    @property
+    def missed(self) -> bool:
+        """Whether a plan that fits was not found, or did not fit when run."""
+        return self.peak_bytes is None or self.peak_bytes > self.budget_bytes
+
+    @property
+    def ratio(self) -> float:
+        """dcpc's recompute over torch's."""
+        return ratio(self.again_flops, self.torch_flops)
+
+    def row(self) -> tuple[harness.Cell, ...]:
+        """A line of the table."""
+        return (
+            f"{self.model} {self.length}",
+            self.budget_bytes / 1e6,
+            None if self.peak_bytes is None else self.peak_bytes / 1e6,
+            100 * self.torch_flops / self.base_flops,
+            100 * self.again_flops / self.base_flops,
+            self.ratio,
+        )
+
+
+def ratio(ours: int, theirs: int) -> float:
+    """Returns ours over theirs; 1 where both are 0."""
+    if theirs == 0:
+        return 1.0 if ours == 0 else float("inf")
+    return ours / theirs
+
+
+def budgets_of(points: Sequence[TorchPoint], count: int) -> list[tuple[int, int]]:
+    """Returns (peak, least FLOPs of recompute at it), the hardest: torch's undominated settings.
+
+    Where these are more than `count`, evenly spaced ones of them.
+    """
+    ordered = sorted({(p.peak_bytes, p.again_flops) for p in points})
+    front: list[tuple[int, int]] = []
+    for peak, flops in ordered:
+        if not front or flops < front[-1][1]:
+            front.append((peak, flops))
+    if len(front) <= count:
+        return front
+    step = (len(front) - 1) / (count - 1)
+    return [front[round(i * step)] for i in range(count)]
+
+
+def compare(name: str, sizes: Sizes, ratios: Sequence[float]) -> list[Comparison]:
+    """Returns dcpc against torch on one model and length."""
+    subject = SUBJECTS[name]
+    torch.manual_seed(0)
+    model = subject.make()
+    trial = OnTrial(model, subject, sizes)
+    points = torch_points(model, trial.inputs, ratios)
+    base = trial.measured(0).flops
+    found = []
+    for budget, torch_flops in budgets_of(points, BUDGETS):
+        k = trial.recompute(budget)
+        m = None if k is None else trial.measured(k)
+        found.append(
+            Comparison(
+                model=name,
+                length=" x ".join(map(str, sizes.values())),
+                budget_bytes=budget,
+                peak_bytes=m and m.peak_bytes,
+                again_flops=0 if m is None else m.flops - base,
+                torch_flops=torch_flops,
+                base_flops=base,
+            )
+        )
+    return found
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    p = harness.parser("recompute", __doc__.partition("\n")[0])
+    p.add_argument("--model", choices=SUBJECTS, action="append", help="only these")
+    args = p.parse_args()
+    warnings.simplefilter("ignore")
+    register_attention()
+    torch.set_num_threads(1)  # the models are small: more threads only wait for each other
+    found: list[Comparison] = []
+    for name in args.model or SUBJECTS:
+        lengths = SUBJECTS[name].lengths
+        for sizes in lengths[-1:] if args.quick else lengths:
+            found += compare(name, sizes, QUICK_RATIOS if args.quick else RATIOS)
+    header = ("at torch's peak", "budget MB", "dcpc MB", "torch again %", "dcpc again %", "ratio")
+    harness.print_table("recompute FLOPs", header, [c.row() for c in found], digits=3)
+    ratios = [c.ratio for c in found if c.peak_bytes is not None]
+    figures: dict[str, harness.Cell] = {
+        "worst_ratio_vs_torch": max(ratios),
+        "best_ratio_vs_torch": min(ratios),
+        "budgets": len(found),
+        "budgets_missed": sum(c.missed for c in found),
+    }
+    harness.print_table("recompute", ("figure", "value"), list(figures.items()), digits=4)
+    harness.write_report("recompute", figures, args.json)
+
+
+if __name__ == "__main__":
+    main()

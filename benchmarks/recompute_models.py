@@ -1,0 +1,100 @@
+"""The models of `benchmarks.recompute`, their inputs and lengths.
+
+Sizes are such that activations outweigh parameters at every length: torch's ratio does nothing
+where they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from benchmarks.video_placement import inputs as video_inputs
+from models.gpt import GPT, GPTConfig
+from models.stdit import RectifiedFlow, STDiT, STDiTConfig
+
+Sizes = Mapping[str, int]
+VOCAB = 258
+TEXT = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
+VIDEO = STDiTConfig(depth=2, dim=96, heads=4, text_dim=48, text_len=12)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One model to measure.
+
+    Attributes:
+        make: returns it.
+        inputs: spec of each argument.
+        example: values of the inputs at some sizes.
+        lengths: sizes, batch included, the shortest first.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Mapping[str, str]
+    example: Callable[[Sizes], dict[str, Tensor]]
+    lengths: tuple[Sizes, ...]
+
+
+def _gpt() -> nn.Module:
+    return GPT(GPTConfig(vocab_size=VOCAB, dim=128, n_layers=4, n_heads=4))
+
+
+def _llama() -> nn.Module:
+    """Two query heads to a K/V head."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=352, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def _stdit() -> nn.Module:
+    """Two spatial and two temporal blocks, and the loss."""
+    return RectifiedFlow(STDiT(VIDEO))
+
+
+def _tokens(sizes: Sizes) -> dict[str, Tensor]:
+    return {name: torch.randint(VOCAB, (sizes["batch"], sizes["seq"])) for name in TEXT}
+
+
+def _video(sizes: Sizes) -> dict[str, Tensor]:
+    batch = sizes["batch"]
+    latents = (batch, VIDEO.channels, sizes["frames"], sizes["height"], sizes["width"])
+    return {
+        "latents": torch.randn(latents),
+        "noise": torch.randn(latents),
+        "timestep": 1000 * torch.rand(batch),
+        "text": torch.randn(batch, VIDEO.text_len, VIDEO.text_dim),
+        "text_mask": torch.ones(batch, VIDEO.text_len, dtype=torch.bool),
+        "fps": torch.full((batch,), 24.0),
+        "pixel_height": torch.full((batch,), 8.0 * sizes["height"]),
+        "pixel_width": torch.full((batch,), 8.0 * sizes["width"]),
+        "frame_mask": torch.ones(batch, sizes["frames"], dtype=torch.bool),
+        "drop_text": torch.zeros(batch, dtype=torch.bool),
+    }
+
+
+def _text(batch: int, seq: int) -> Sizes:
+    return {"batch": batch, "seq": seq}
+
+
+def _clip(batch: int, frames: int, height: int, width: int) -> Sizes:
+    return {"batch": batch, "frames": frames, "height": height, "width": width}
+
+
+LENGTHS = (_text(4, 250), _text(2, 600), _text(1, 1500))
+SUBJECTS: Mapping[str, Subject] = {
+    "GPT": Subject(_gpt, TEXT, _tokens, LENGTHS),
+    "Llama": Subject(_llama, TEXT, _tokens, LENGTHS),
+    "STDiT": Subject(
+        _stdit,
+        video_inputs(VIDEO),
+        _video,
+        (_clip(4, 3, 18, 32), _clip(1, 8, 24, 30), _clip(1, 30, 18, 20)),
+    ),
+}
