@@ -26,8 +26,8 @@ from torch._functorch.partitioners import (
     default_partition,
     min_cut_rematerialization_partition,
 )
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 from torch.func import functional_call
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from dcpc.codegen.variant import boxed_python
 
@@ -157,7 +157,7 @@ def torch_partition(joint: TorchJoint, ratio: float, solver: str) -> TorchPartit
     listed = _expensive_attention(partitioners.get_default_op_list())
     with (
         config.patch(activation_memory_budget=ratio, activation_memory_budget_solver=solver),
-        mock.patch.object(partitioners, "get_default_op_list", lambda: listed),
+        mock.patch.object(partitioners, "get_default_op_list", return_value=listed),
     ):
         forward, backward = min_cut_rematerialization_partition(
             gm, joint.inputs, **joint.options
