@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from dcpc.buckets import BATCH
-from dcpc.codegen import VIEWS, Key, Lowering, Variant
+from dcpc.codegen import VIEWS, Key, Lowering, Tracer, Variant, decompositions
 from dcpc.ir import Partition, Placement, Profile, Program
 from dcpc.passes.placement import PlacementModel, Rates, place
 from dcpc.passes.recompute import Call, Menu, recompute_menu
@@ -77,6 +77,7 @@ class Variants:
         self.tensors = tensors
         self._placement_model = PlacementModel(program, sharding)
         self._placements: dict[tuple[object, ...], Placement] = {}
+        self._shared: Tracer | None = None
         self._lowerings: dict[tuple[object, ...], Lowering] = {}
         self._partitions: dict[tuple[object, ...], Partition] = {}
         self._profiles: dict[tuple[object, ...], Profile] = {}
@@ -101,7 +102,7 @@ class Variants:
         """
         link = self.device.link(sp)
         return Rates(
-            flops_per_s=self.device.matmul_flops_per_s(self._dtype()),
+            flops_per_s=self.device.matmul_flops_per_s(self.compute_dtype()),
             bytes_per_s=self.device.memory_bytes_per_s,
             link_bytes_per_s=link.bytes_per_s,
             link_latency_s=TIE_BREAK_S,
@@ -109,7 +110,7 @@ class Variants:
             held_s_per_byte=1.0 / link.bytes_per_s,
         )
 
-    def _dtype(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """Returns what most of the products are computed in: under autocast not the weights'."""
         info, graph = self.program.info, self.program.gm.graph
         made = [info[n.name].dtype for n in graph.nodes if n.target in _PRODUCTS]
@@ -123,11 +124,21 @@ class Variants:
         backend = backend or self.backend
         key = (placement.key(), hints, backend)
         if key not in self._lowerings:
-            group = group_name(placement.sp)
-            self._lowerings[key] = Lowering(
-                self.program, placement, self.tensors(), group, backend, hints
-            )
+            tracer = self._tracer(hints, backend)
+            self._lowerings[key] = Lowering(tracer, placement, group_name(placement.sp), backend)
         return self._lowerings[key]
+
+    def _tracer(self, hints: tuple[int, ...], backend: str) -> Tracer:
+        """Returns what differentiates a lowered graph.
+
+        One serves all placements, unless sizes are given; Inductor adds its own guards to what it
+        compiles, so each graph of it has its own.
+        """
+        if hints or backend != "eager":
+            return Tracer(self.program, self.tensors(), decompositions(backend), hints)
+        if self._shared is None:
+            self._shared = Tracer(self.program, self.tensors())
+        return self._shared
 
     def partition(
         self,

@@ -1,8 +1,24 @@
 """Phase 4: a plan becomes a runnable variant, and the Python a person can read."""
 
+from dcpc.codegen.backends import compile_graph, decompositions
 from dcpc.codegen.build import Key, Lowering
 from dcpc.codegen.collectives import bind_group, wire_log
+from dcpc.codegen.excerpt import excerpt
+from dcpc.codegen.joint import Tracer
 from dcpc.codegen.partition import VIEWS
-from dcpc.codegen.variant import Variant, delivering
+from dcpc.codegen.variant import Boxed, Variant, delivering
 
-__all__ = ["VIEWS", "Key", "Lowering", "Variant", "bind_group", "delivering", "wire_log"]
+__all__ = [
+    "VIEWS",
+    "Boxed",
+    "Key",
+    "Lowering",
+    "Tracer",
+    "Variant",
+    "bind_group",
+    "compile_graph",
+    "decompositions",
+    "delivering",
+    "excerpt",
+    "wire_log",
+]

@@ -1,9 +1,24 @@
 """A partition's costs as expressions of its dims: bytes, FLOPs, seconds, and the report of them."""
 
+from dcpc.symbolic_profile.calibration import (
+    CalibratedPoint,
+    Calibration,
+    CalibrationKey,
+    machine,
+)
 from dcpc.symbolic_profile.calls import CallCosts
 from dcpc.symbolic_profile.evaluate import Evaluator, evaluator
-from dcpc.symbolic_profile.hardware import DEVICES, Device, Link, calibrate_cpu, detect, find
-from dcpc.symbolic_profile.profile import profile_partition
+from dcpc.symbolic_profile.fits import ClassFit, CollectiveFit, Fits
+from dcpc.symbolic_profile.hardware import (
+    DEVICES,
+    Device,
+    Link,
+    calibrate_cpu,
+    calibrated,
+    detect,
+    find,
+)
+from dcpc.symbolic_profile.profile import profile_partition, work_of
 from dcpc.symbolic_profile.report import (
     ReportRow,
     bytes_text,
@@ -14,18 +29,27 @@ from dcpc.symbolic_profile.report import (
 
 __all__ = [
     "DEVICES",
+    "CalibratedPoint",
+    "Calibration",
+    "CalibrationKey",
     "CallCosts",
+    "ClassFit",
+    "CollectiveFit",
     "Device",
     "Evaluator",
+    "Fits",
     "Link",
     "ReportRow",
     "bytes_text",
     "calibrate_cpu",
+    "calibrated",
     "detect",
     "evaluator",
     "find",
     "formula",
+    "machine",
     "profile_partition",
     "render_report",
     "seconds_text",
+    "work_of",
 ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dcpc.errors import ProfileError
+from dcpc.symbolic_profile.fits import Fits
 
 TFLOP = 1e12
 GB = 1e9
@@ -45,6 +46,7 @@ class Device:
         node_ranks: ranks that `inside` joins; a larger group uses `across`.
         inside: link within a node.
         across: link between nodes.
+        fits: what `dcpc calibrate` measured on it; None: seconds are the figures' roofline.
     """
 
     name: str
@@ -56,6 +58,12 @@ class Device:
     node_ranks: int
     inside: Link
     across: Link
+    fits: Fits | None = None
+
+    @property
+    def seconds_error(self) -> float | None:
+        """Relative error of predicted seconds where they were calibrated; None: not known."""
+        return None if self.fits is None else self.fits.error
 
     def matmul_flops_per_s(self, dtype: torch.dtype) -> float:
         """Returns the FLOP/s of a matmul in this dtype; float32's where the table has none."""
@@ -64,8 +72,14 @@ class Device:
 
     def link(self, ranks: int) -> Link:
         """Returns the link that a group of this many ranks is bound by."""
+        fit = None if self.fits is None else self.fits.collective(_TYPICAL, ranks)
+        if fit is not None:
+            return Link(fit.alpha_s, 1 / fit.s_per_byte)
         return self.inside if ranks <= self.node_ranks else self.across
 
+
+# The collective whose fit says what a link does: it sends each byte once, and computes nothing.
+_TYPICAL = "dcpc::all_to_all"
 
 # Hopper SXM. Source: NVIDIA H100 and H200 data sheets, dense (half of the figures "with sparsity"):
 # bf16/fp16 989.5 TFLOP/s, fp32 67 (TF32 is off by default in torch), fp64 67 on tensor cores.
@@ -178,6 +192,18 @@ def detect() -> Device:
     if key.startswith("a100"):
         key = "a100-80gb" if memory_bytes > 60 * GB else "a100-40gb"
     return replace(find(key), memory_bytes=memory_bytes)
+
+
+def calibrated(device: Device, fits: Fits) -> Device:
+    """Returns the device with what was measured on it in place of its data sheet's figures."""
+    table = {**dict(device.flops_per_s), **dict(fits.flops_per_s)}
+    return replace(
+        device,
+        flops_per_s=tuple(table.items()),
+        memory_bytes_per_s=fits.memory_bytes_per_s or device.memory_bytes_per_s,
+        launch_s=fits.launch_s or device.launch_s,
+        fits=fits,
+    )
 
 
 def calibrate_cpu() -> Device:

@@ -2,20 +2,44 @@
 
 compute     max(FLOPs / FLOP/s, bytes / bytes/s) + launch
 collective  alpha + sent bytes / link's bytes/s, and its local copies' bytes
+calibrated  launch + FLOPs * seconds a FLOP + bytes * seconds a byte, of the call's class
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from dcpc.ir import Work
+from dcpc.symbolic_profile.fits import ClassFit
 from dcpc.symbolic_profile.hardware import Device
 from dcpc.symbolic_profile.polynomials import Basis, Floats
 
 # Classes that run at the matmul rate of their dtype; the others at the vector rate.
 _MATMUL_CLASSES = frozenset({"matmul", "attention", "convolution"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Seconds a FLOP, a byte moved, a byte sent and at least, of each group of calls.
+
+    Attributes:
+        per_flop: `[groups]`, and so are the next three.
+        per_byte: of memory.
+        per_wire_byte: sent.
+        fixed: at least.
+        overlap: groups whose arithmetic hides their memory traffic or the other way round.
+        curves: group -> seconds a FLOP over FLOPs a byte.
+    """
+
+    per_flop: Floats
+    per_byte: Floats
+    per_wire_byte: Floats
+    fixed: Floats
+    overlap: Floats
+    curves: tuple[tuple[int, ClassFit], ...]
 
 
 class Roofline:
@@ -32,7 +56,7 @@ class Roofline:
         self._bytes = basis.matrix([w.bytes_moved for w in work])
         self._wire = basis.matrix([w.wire_bytes for w in work])
         self._count = np.array([w.count for w in work], dtype=np.float64)
-        self._rates: dict[Device, tuple[Floats, Floats, Floats]] = {}
+        self._rates: dict[Device, _Rates] = {}
 
     def seconds(self, monomials: Floats, device: Device) -> Floats:
         """Returns the seconds of each group of calls.
@@ -47,22 +71,47 @@ class Roofline:
         rates = self._rates.get(device)
         if rates is None:
             rates = self._rates[device] = self._of(device)
-        per_flop, per_wire_byte, fixed = (r if monomials.ndim == 1 else r[:, None] for r in rates)
-        flops_s = (self._flops @ monomials) * per_flop
-        bytes_s = (self._bytes @ monomials) / device.memory_bytes_per_s
-        wire_s = (self._wire @ monomials) * per_wire_byte
-        count = self._count if monomials.ndim == 1 else self._count[:, None]
-        return np.asarray(count * (np.maximum(flops_s, bytes_s) + wire_s + fixed))
 
-    def _of(self, device: Device) -> tuple[Floats, Floats, Floats]:
-        """Returns seconds a FLOP, seconds a byte sent and seconds at least, of each group."""
-        per_flop, per_wire_byte, fixed = [], [], []
-        for w in self.work:
-            matmul = w.op_class in _MATMUL_CLASSES
-            rate = device.matmul_flops_per_s(w.dtype) if matmul else device.vector_flops_per_s
-            link = device.link(w.ranks)
-            collective = w.op_class == "collective" and w.ranks > 1
-            per_flop.append(1 / rate)
-            per_wire_byte.append(1 / link.bytes_per_s)
-            fixed.append(device.launch_s + (link.alpha_s if collective else 0.0))
-        return np.array(per_flop), np.array(per_wire_byte), np.array(fixed)
+        def column(x: Floats) -> Floats:
+            return x if monomials.ndim == 1 else x[:, None]
+
+        flops, moved = self._flops @ monomials, self._bytes @ monomials
+        flops_s = flops * column(rates.per_flop)
+        bytes_s = moved * column(rates.per_byte)
+        for i, fit in rates.curves:
+            flops_s[i] = flops[i] * seconds_per_flop(fit, flops[i], moved[i])
+        wire_s = (self._wire @ monomials) * column(rates.per_wire_byte)
+        longer = np.maximum(flops_s, bytes_s)
+        busy_s = np.where(column(rates.overlap) > 0, longer, flops_s + bytes_s)
+        return np.asarray(column(self._count) * (busy_s + wire_s + column(rates.fixed)))
+
+    def _of(self, device: Device) -> _Rates:
+        rows = [_row(w, device) for w in self.work]
+        each = np.array(rows, dtype=np.float64).reshape(len(rows), 5).T
+        fits = [None if device.fits is None else device.fits.of(w) for w in self.work]
+        curves = tuple((i, f) for i, f in enumerate(fits) if f is not None and f.knots)
+        return _Rates(*each, curves=curves)
+
+
+def seconds_per_flop(fit: ClassFit, flops: Floats, moved: Floats) -> Floats:
+    """Returns a class's seconds a FLOP where its fit has knots, at each call's FLOPs a byte."""
+    at, value = np.log(np.array(fit.knots).T)
+    per_byte = np.maximum(flops, 1.0) / np.maximum(moved, 1.0)
+    return np.asarray(np.exp(np.interp(np.log(per_byte), at, value)))
+
+
+def _row(w: Work, device: Device) -> tuple[float, float, float, float, bool]:
+    """Returns the seconds of `_Rates` for one group of calls."""
+    collective = w.op_class == "collective" and w.ranks > 1
+    if device.fits is not None and collective:
+        sent = device.fits.collective(w.op, w.ranks)
+        if sent is not None:
+            return 0.0, 0.0, sent.s_per_byte, sent.alpha_s, False
+    fit = None if device.fits is None else device.fits.of(w)
+    if fit is not None:
+        return fit.s_per_flop, fit.s_per_byte, 0.0, fit.launch_s, False
+    link = device.link(w.ranks)
+    matmul = w.op_class in _MATMUL_CLASSES
+    rate = device.matmul_flops_per_s(w.dtype) if matmul else device.vector_flops_per_s
+    fixed_s = device.launch_s + (link.alpha_s if collective else 0.0)
+    return 1 / rate, 1 / device.memory_bytes_per_s, 1 / link.bytes_per_s, fixed_s, True

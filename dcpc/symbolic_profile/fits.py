@@ -1,0 +1,86 @@
+"""What calibration found: seconds of each class of calls, and of collectives, on a real device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dcpc.ir import Work
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFit:
+    """Seconds of one call of a class: launch_s + FLOPs * s_per_flop + bytes * s_per_byte.
+
+    Attributes:
+        op_class: as `ir.Work` says.
+        forward: whether of the forward graph; backward's products read transposed operands.
+        dtype: element type.
+        launch_s: seconds a call takes at least, its share of the views around it included.
+        s_per_flop: 0 for classes bound by memory alone.
+        s_per_byte: 0 for classes bound by arithmetic alone.
+        knots: (FLOPs a byte, seconds a FLOP), ascending, in place of `s_per_flop` and `s_per_byte`,
+            with straight lines between the logarithms: attention's kernel takes larger blocks at
+            longer lengths; () for other classes.
+    """
+
+    op_class: str
+    forward: bool
+    dtype: torch.dtype
+    launch_s: float
+    s_per_flop: float = 0.0
+    s_per_byte: float = 0.0
+    knots: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFit:
+    """Seconds of one collective: alpha_s + bytes sent * s_per_byte, its local copies included.
+
+    Attributes:
+        op: such as "dcpc::all_to_all".
+        ranks: of the group.
+        alpha_s: seconds at least.
+        s_per_byte: of what this rank sends.
+    """
+
+    op: str
+    ranks: int
+    alpha_s: float
+    s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fits:
+    """All fits of one calibration; two are equal only if they are the same object.
+
+    Attributes:
+        classes: one for each class, direction and dtype that was met.
+        collectives: one for each collective and group size.
+        flops_per_s: (dtype, FLOP/s) that products really had.
+        memory_bytes_per_s: bytes that calls bound by memory really moved in a second.
+        launch_s: median over the classes.
+        error: median relative error of the fits' seconds of whole runs at the calibrated sizes.
+    """
+
+    classes: tuple[ClassFit, ...]
+    collectives: tuple[CollectiveFit, ...]
+    flops_per_s: tuple[tuple[torch.dtype, float], ...]
+    memory_bytes_per_s: float
+    launch_s: float
+    error: float
+
+    def of(self, work: Work) -> ClassFit | None:
+        """Returns the fit for a call; of its other direction or another dtype where it has none.
+
+        None for a class that calibration did not meet.
+        """
+        same = [f for f in self.classes if f.op_class == work.op_class]
+        same.sort(key=lambda f: (f.dtype != work.dtype, f.forward != work.forward))
+        return same[0] if same else None
+
+    def collective(self, op: str, ranks: int) -> CollectiveFit | None:
+        """Returns a collective's fit, that of the nearest group size; None if it has none."""
+        same = [f for f in self.collectives if f.op == op]
+        return min(same, key=lambda f: abs(f.ranks - ranks), default=None)
