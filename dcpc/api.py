@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,15 @@ from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_te
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.zero import fullest_share
-from dcpc.symbolic_profile import Device, detect, find
+from dcpc.symbolic_profile import (
+    Calibration,
+    CalibrationKey,
+    Device,
+    calibrated,
+    detect,
+    find,
+    machine,
+)
 from dcpc.trace import autocast_dtype, casting, checked_dtype, trace
 from dcpc.variants import Variants
 
@@ -42,6 +51,7 @@ def compile(
     autocast: torch.dtype | None = None,
     derive_rules: bool = True,
     zero: bool = False,
+    calibration: str | Path | Calibration | None = None,
 ) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
 
@@ -77,10 +87,13 @@ def compile(
             one, which is then used with a warning that prints it; else each rank does all of it.
         zero: the optimizer is `dcpc.zero`'s: a rank keeps only its share of the default of
             `optimizer_bytes`.
+        calibration: what `dcpc calibrate` measured of this model on this device and these ranks, or
+            its file: seconds are predicted by it.
 
     Raises:
         TraceError: the model cannot be captured.
         PlanError: a bucket fits with no setting, or a forced value is impossible.
+        ProfileError: the calibration is of another model, device, number of ranks or dtype.
         GroupError: ranks of the group made different plans.
     """
     _refuse_meta(model)
@@ -98,6 +111,7 @@ def compile(
         autocast=autocast,
         derive_rules=derive_rules,
         zero=zero,
+        calibration=calibration,
     )
     hashes = " ".join(v.program.graph_hash for v in planned.traces)
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
@@ -118,6 +132,7 @@ def plan(
     autocast: torch.dtype | None = None,
     derive_rules: bool = True,
     zero: bool = False,
+    calibration: str | Path | Calibration | None = None,
 ) -> Planned:
     """Returns the plan of every bucket for `world` ranks, from one process and no process group.
 
@@ -136,15 +151,21 @@ def plan(
         autocast: dtype of mixed precision; None: what is active around this call.
         derive_rules: as for `compile`.
         zero: the optimizer's state is spread over the ranks.
+        calibration: as for `compile`; with `device="auto"` it must be of this very machine, with a
+            named device of any that has it.
 
     Raises:
         TraceError: the model cannot be captured.
         PlanError: a bucket fits with no setting, or a forced value is impossible.
+        ProfileError: the calibration is of another model, device, number of ranks or dtype.
     """
     decompositions(backend)  # refuses an unknown backend before minutes of work
     degrees = check_forced(sp, recompute, world)
     recompute = "auto" if recompute == "pyramid" else recompute
     target = _target(device)
+    measured = Calibration.of(calibration)
+    if measured is not None:
+        target = calibrated(target, measured.fits)
     memory_bytes = _memory_bytes(memory, target, world)
     resident = _resident_bytes(model, optimizer_bytes, world if zero else 1)
     request = Request(degrees, recompute, memory_bytes, resident, world)
@@ -152,6 +173,10 @@ def plan(
     kind = "cpu" if kind == "meta" else kind  # what a trace takes meta tensors for
     autocast = checked_dtype(autocast or autocast_dtype(kind))
     by_bucket = _trace_all(model, buckets, target, backend, autocast, world > 1 and derive_rules)
+    if measured is not None:
+        traces = tuple({id(v): v for v in by_bucket.values()}.values())
+        wanted = calibration_key(traces, target, _device_of(model), world)
+        measured.check(wanted, anywhere=device != "auto")
     if world > 1:
         replicated = {n: r for v in by_bucket.values() for n, r in v.sharding.replicated.items()}
         warn_replicated(replicated)
@@ -159,6 +184,29 @@ def plan(
     with casting(kind, None):  # what is traced now has its casts already
         plans, tables = plan_buckets(by_bucket, request)
     return Planned(by_bucket, plans, tables, memory_bytes, autocast)
+
+
+def calibration_key(
+    traces: Sequence[Variants], device: Device, at: torch.device | None, world: int
+) -> CalibrationKey:
+    """Returns what a calibration must be of that these traces are planned with.
+
+    Args:
+        traces: of the model, in the order of the buckets.
+        device: that is planned for.
+        at: where the model is.
+        world: number of ranks.
+    """
+    first = traces[0]
+    return CalibrationKey(
+        device=device.name,
+        machine=machine(at or torch.device("cpu")),
+        world=world,
+        dtype=str(first.compute_dtype()),
+        backend=first.backend,
+        torch=torch.__version__,
+        graphs=tuple(v.program.graph_hash for v in traces),
+    )
 
 
 def _trace_all(

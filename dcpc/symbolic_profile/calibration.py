@@ -139,12 +139,16 @@ class Calibration:
             "again"
         )
 
-    def check(self, wanted: CalibrationKey, file: str | Path, anywhere: bool = False) -> None:
+    @classmethod
+    def of(cls, given: str | Path | Calibration | None) -> Calibration | None:
+        """Returns the calibration itself, or that of a file; None for none."""
+        return given if given is None or isinstance(given, Calibration) else cls.read(given)
+
+    def check(self, wanted: CalibrationKey, anywhere: bool = False) -> None:
         """Refuses a calibration of something else.
 
         Args:
             wanted: of the plan that is to use it.
-            file: where it was read, for the message.
             anywhere: whether it is for a plan that another machine will run.
 
         Raises:
@@ -153,8 +157,8 @@ class Calibration:
         found = self.key.differences(wanted, anywhere)
         if found:
             raise ProfileError(
-                f"calibration {file}: got one of {'; '.join(found)}; run `dcpc calibrate` again "
-                "for this model and these ranks, or plan without it"
+                f"calibration: got one of {'; '.join(found)}; run `dcpc calibrate` again for this "
+                "model and these ranks, or plan without it"
             )
 
 

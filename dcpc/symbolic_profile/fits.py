@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from dcpc.ir import Work
@@ -32,6 +35,19 @@ class ClassFit:
     s_per_flop: float = 0.0
     s_per_byte: float = 0.0
     knots: tuple[tuple[float, float], ...] = ()
+
+    def busy_s(self, flops: Any, moved: Any) -> Any:
+        """Returns a call's seconds without `launch_s`: a number, or an array of them.
+
+        Args:
+            flops: FLOPs of the call.
+            moved: bytes it reads and writes.
+        """
+        if not self.knots:
+            return flops * self.s_per_flop + moved * self.s_per_byte
+        at, value = np.log(np.array(self.knots).T)
+        intensity = np.maximum(flops, 1.0) / np.maximum(moved, 1.0)
+        return flops * np.exp(np.interp(np.log(intensity), at, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +92,17 @@ class Fits:
 
         None for a class that calibration did not meet.
         """
-        same = [f for f in self.classes if f.op_class == work.op_class]
-        same.sort(key=lambda f: (f.dtype != work.dtype, f.forward != work.forward))
-        return same[0] if same else None
+        return nearest(self.classes, work.op_class, work.forward, work.dtype)
 
     def collective(self, op: str, ranks: int) -> CollectiveFit | None:
         """Returns a collective's fit, that of the nearest group size; None if it has none."""
         same = [f for f in self.collectives if f.op == op]
         return min(same, key=lambda f: abs(f.ranks - ranks), default=None)
+
+
+def nearest(
+    classes: Iterable[ClassFit], op_class: str, forward: bool, dtype: torch.dtype
+) -> ClassFit | None:
+    """Returns the fit of a class, of this dtype and then of this direction if there is one."""
+    same = [f for f in classes if f.op_class == op_class]
+    return min(same, key=lambda f: (f.dtype != dtype, f.forward != forward), default=None)

@@ -31,7 +31,7 @@ class _Rates:
         per_wire_byte: sent.
         fixed: at least.
         overlap: groups whose arithmetic hides their memory traffic or the other way round.
-        curves: group -> seconds a FLOP over FLOPs a byte.
+        curves: groups whose seconds a FLOP depend on the FLOPs a byte, and their fit.
     """
 
     per_flop: Floats
@@ -79,7 +79,7 @@ class Roofline:
         flops_s = flops * column(rates.per_flop)
         bytes_s = moved * column(rates.per_byte)
         for i, fit in rates.curves:
-            flops_s[i] = flops[i] * seconds_per_flop(fit, flops[i], moved[i])
+            flops_s[i] = fit.busy_s(flops[i], moved[i])
         wire_s = (self._wire @ monomials) * column(rates.per_wire_byte)
         longer = np.maximum(flops_s, bytes_s)
         busy_s = np.where(column(rates.overlap) > 0, longer, flops_s + bytes_s)
@@ -87,17 +87,10 @@ class Roofline:
 
     def _of(self, device: Device) -> _Rates:
         rows = [_row(w, device) for w in self.work]
-        each = np.array(rows, dtype=np.float64).reshape(len(rows), 5).T
+        flop, byte, sent, fixed, both = np.array(rows, dtype=np.float64).reshape(len(rows), 5).T
         fits = [None if device.fits is None else device.fits.of(w) for w in self.work]
         curves = tuple((i, f) for i, f in enumerate(fits) if f is not None and f.knots)
-        return _Rates(*each, curves=curves)
-
-
-def seconds_per_flop(fit: ClassFit, flops: Floats, moved: Floats) -> Floats:
-    """Returns a class's seconds a FLOP where its fit has knots, at each call's FLOPs a byte."""
-    at, value = np.log(np.array(fit.knots).T)
-    per_byte = np.maximum(flops, 1.0) / np.maximum(moved, 1.0)
-    return np.asarray(np.exp(np.interp(np.log(per_byte), at, value)))
+        return _Rates(flop, byte, sent, fixed, both, curves)
 
 
 def _row(w: Work, device: Device) -> tuple[float, float, float, float, bool]:

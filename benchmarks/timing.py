@@ -1,0 +1,211 @@
+"""Predicted seconds against measured ones: `python -m benchmarks.timing [--quick] [--json FILE]`.
+
+Two ranks calibrate on a model, and predict forward and backward at sizes and settings that the
+calibration never ran. Then they run them, interleaved; a point's seconds are the lower quartile of
+its rounds, the mean of both ranks. On one rank they are those that its one thread computed, so that
+other processes do not count; of a group, which waits, those that passed. `disturbed` is what passed
+over what was computed: near 1 on a quiet machine; else a group's seconds say little.
+
+A ranking error is a pair of settings of one shape whose measured seconds differ by more than 10%
+and whose predicted seconds are in the other order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dcpc
+from benchmarks import harness
+from dcpc.acceptance.exactness import example_inputs
+from dcpc.buckets import BATCH
+from dcpc.calibrate import calibrate
+from dcpc.runtime.local_ranks import run_ranks
+from dcpc.symbolic_profile import evaluator, find
+from dcpc.variants import Variants
+from examples.forced import ForcedVariant
+from models.gpt import GPT, GPTConfig
+
+RANKS = 2
+VOCAB = 258
+DIFFERS = 1.10
+LIMIT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model to calibrate on and to predict.
+
+    Attributes:
+        model: makes it.
+        buckets: to calibrate for.
+        shapes: to predict, other than the buckets'.
+        settings: (sp, share of the recompute steps) at each of them.
+        backend: "eager" or "inductor".
+        rounds: of measuring.
+        budget_s: of calibrating.
+    """
+
+    model: Callable[[], nn.Module]
+    buckets: dcpc.Buckets
+    shapes: tuple[Mapping[str, int], ...]
+    settings: tuple[tuple[int, float], ...]
+    backend: str
+    rounds: int
+    budget_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One comparison.
+
+    Attributes:
+        shape: batch included.
+        setting: sp and share of the recompute.
+        predicted_s: after calibration.
+        uncalibrated_s: by the roofline of the device's figures.
+        measured_s: what it took.
+        passed_s: by the clock on the wall.
+    """
+
+    shape: Mapping[str, int]
+    setting: tuple[int, float]
+    predicted_s: float
+    uncalibrated_s: float
+    measured_s: float
+    passed_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return abs(self.predicted_s / self.measured_s - 1)
+
+    def row(self) -> tuple[harness.Cell, ...]:
+        """A line of the table."""
+        sizes = " ".join(f"{n} {s}" for n, s in self.shape.items())
+        sp, share = self.setting
+        off = 100 * (self.predicted_s / self.measured_s - 1)
+        seconds = (self.predicted_s, self.measured_s, self.uncalibrated_s)
+        return (f"{sizes}, sp {sp}, recompute {share:.0%}", *(1e3 * s for s in seconds), off)
+
+
+def gpt() -> nn.Module:
+    """Returns a four-layer GPT of ours."""
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=VOCAB, dim=256, n_layers=4, n_heads=8))
+
+
+INPUTS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
+SETTINGS = ((1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0))
+
+
+def jobs(quick: bool) -> dict[str, Job]:
+    """Returns the models to measure, by name."""
+    text = dcpc.Buckets(INPUTS, [{"seq": n} for n in (64, 128, 256, 512, 1024)])
+    shapes = ({"batch": 1, "seq": 777}, {"batch": 3, "seq": 203}, {"batch": 2, "seq": 450})
+    quick_s = 12.0
+    if quick:
+        return {"GPT": Job(gpt, text, shapes, SETTINGS, "eager", 5, quick_s)}
+    return {
+        "GPT": Job(gpt, text, shapes, SETTINGS, "eager", 9, 30.0),
+        "GPT, Inductor": Job(gpt, text, shapes, SETTINGS, "inductor", 9, 30.0),
+    }
+
+
+def on_rank(rank: int, job: Job) -> tuple[list[Point], float, float]:
+    """Returns the points, the seconds of calibrating and its own fit error."""
+    warnings.simplefilter("ignore")
+    model = job.model()
+    found = calibrate(model, job.buckets, backend=job.backend, budget_s=job.budget_s)
+    planning = {"backend": job.backend, "device": "cpu", "recompute": "none", "memory": 1e12}
+    unseen = dcpc.Buckets(
+        {name: str(spec) for name, spec in job.buckets.inputs.items()},
+        [{n: size for n, size in shape.items() if n != BATCH} for shape in job.shapes],
+    )
+    compiled = dcpc.compile(model, unseen, calibration=found, **planning)
+    variants = compiled.variants
+    runs: list[tuple[Mapping[str, int], tuple[int, float], ForcedVariant, Mapping[str, Tensor]]]
+    runs = []
+    for shape, (sp, share) in itertools.product(job.shapes, job.settings):
+        placement = variants.placement(shape, sp)
+        forced = ForcedVariant(compiled, placement, round(share * variants.steps(placement)))
+        inputs = example_inputs(compiled.buckets, shape)
+        runs.append((shape, (sp, share), forced, inputs))
+    spent = [
+        [_seconds(forced, inputs) for *_, forced, inputs in runs] for _ in range(job.rounds + 1)
+    ]
+    seconds = torch.tensor(spent[1:], dtype=torch.float64)  # the first round compiles
+    dist.all_reduce(seconds)
+    low = (seconds / dist.get_world_size()).sort(dim=0).values[len(seconds) // 4]
+    points = []
+    for (shape, setting, forced, _), (passed, computed) in zip(runs, low.tolist(), strict=True):
+        measured = computed if setting[0] == 1 else passed
+        points.append(Point(shape, setting, *_predicted(forced, variants, shape), measured, passed))
+    return points, found.seconds_s, found.fits.error
+
+
+def _predicted(
+    forced: ForcedVariant, variants: Variants, shape: Mapping[str, int]
+) -> tuple[float, float]:
+    """Returns the seconds with and without calibration."""
+    at = evaluator(variants.profile(forced.placement, forced.recompute))
+    dims = variants.local_sizes(forced.placement, shape)
+    return forced.predict(shape).seconds_s, at.seconds(dims, find("cpu"))
+
+
+def _seconds(forced: ForcedVariant, inputs: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Returns the seconds that passed, and those that this thread computed."""
+    forced.zero_grad()
+    dist.barrier()
+    passed_s, computed_s = time.perf_counter(), time.thread_time()
+    forced(**inputs).backward()
+    return time.perf_counter() - passed_s, time.thread_time() - computed_s
+
+
+def ranking_errors(points: Sequence[Point]) -> tuple[int, int]:
+    """Returns how many pairs are in the wrong order, and how many there are to compare."""
+    wrong = pairs = 0
+    for a, b in itertools.combinations(points, 2):
+        slow, fast = (a, b) if a.measured_s > b.measured_s else (b, a)
+        if a.shape == b.shape and slow.measured_s > DIFFERS * fast.measured_s:
+            pairs += 1
+            wrong += slow.predicted_s <= fast.predicted_s
+    return wrong, pairs
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    args = harness.parser("timing", __doc__.partition("\n")[0]).parse_args()
+    points: list[Point] = []
+    calibration_s = 0.0
+    header = ("point", "predicted ms", "measured", "uncalibrated", "off %")
+    for name, job in jobs(args.quick).items():
+        mine, seconds_s, error = run_ranks(on_rank, RANKS, job, timeout_s=LIMIT_S)[0]
+        points += mine
+        calibration_s = max(calibration_s, seconds_s)
+        title = f"{name}: calibrated in {seconds_s:.1f} s, fit error {error:.1%}"
+        harness.print_table(title, header, [p.row() for p in mine], digits=1)
+    wrong, pairs = ranking_errors(points)
+    figures = {
+        "points": len(points),
+        "median_time_error": median(p.error for p in points),
+        "max_time_error": max(p.error for p in points),
+        "ranking_errors": wrong,
+        "ranking_pairs": pairs,
+        "calibration_s": calibration_s,
+        "disturbed": median(p.passed_s / p.measured_s for p in points if p.setting[0] == 1),
+    }
+    harness.print_table("timing", ("figure", "value"), list(figures.items()), digits=4)
+    harness.write_report("timing", figures, args.json)
+
+
+if __name__ == "__main__":
+    main()

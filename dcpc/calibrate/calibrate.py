@@ -1,0 +1,181 @@
+"""A model in, the seconds of its calls and collectives on this device out, in under a minute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dcpc.acceptance.exactness import Example, example_inputs
+from dcpc.api import calibration_key
+from dcpc.buckets import BATCH, Buckets
+from dcpc.calibrate.fit import (
+    fit_classes,
+    memory_rate,
+    predicted_s,
+    product_rates,
+    scaled,
+)
+from dcpc.calibrate.links import time_collectives
+from dcpc.calibrate.measure import Bench, Whole
+from dcpc.calibrate.points import choose_points
+from dcpc.compiled import Held
+from dcpc.masks import without_masks
+from dcpc.passes.sharding import analyse
+from dcpc.runtime.groups import Groups
+from dcpc.symbolic_profile import (
+    CalibratedPoint,
+    Calibration,
+    CollectiveFit,
+    Device,
+    Fits,
+    detect,
+)
+from dcpc.trace import autocast_dtype, casting, checked_dtype, trace
+from dcpc.variants import Variants
+
+Sizes = Mapping[str, int]
+Inputs = Mapping[str, Tensor]
+
+BUDGET_S = 30.0  # of measuring; tracing comes before it
+LINKS = 0.25  # of it for the collectives, where there are ranks
+ROUNDS = 5  # that the budget should suffice for
+SPARE = 0.8  # of the memory
+
+
+def calibrate(
+    model: nn.Module,
+    buckets: Buckets,
+    *,
+    backend: str = "inductor",
+    autocast: torch.dtype | None = None,
+    example: Example | None = None,
+    group: dist.ProcessGroup | None = None,
+    budget_s: float = BUDGET_S,
+) -> Calibration:
+    """Returns what this device does with the model's own calls, and these ranks' links.
+
+    Two blocks of the model are run, forward and backward, at four lengths of the buckets; each call
+    is timed alone and the whole as it runs.
+
+    Args:
+        model: as for `dcpc.compile`; on the device to measure.
+        buckets: as for `dcpc.compile`.
+        backend: "eager" or "inductor".
+        autocast: as for `dcpc.compile`.
+        example: returns inputs of a shape, as for `dcpc check`; others are drawn.
+        group: ranks to measure on, all of which call this and get the same; default: the
+            initialised process group or torchrun's ranks, or one rank alone.
+        budget_s: seconds to measure for, beside the tracing.
+    """
+    begin_s = time.perf_counter()
+    parameter = next(iter(model.parameters()), None)
+    at = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+    groups = Groups.default(group=group, device=at)
+    autocast = checked_dtype(autocast or autocast_dtype(at.type))
+    device = detect()
+    traced = _trace(model, buckets, device, backend, autocast)
+    share_s = budget_s if groups.world == 1 else budget_s * (1 - LINKS)
+    with casting(at.type, None):
+        wholes = mean_over_ranks(_measure(traced, example, at, share_s), groups)
+    links = time_collectives(groups, budget_s * LINKS)
+    fits, points = fitted(wholes, links)
+    key = calibration_key([v for _, v in traced], device, at, groups.world)
+    return Calibration(key, fits, points, time.perf_counter() - begin_s)
+
+
+def mean_over_ranks(wholes: Sequence[Whole], groups: Groups) -> list[Whole]:
+    """Returns the runs with the mean seconds of all ranks, which ran at the same time."""
+    if groups.world == 1:
+        return list(wholes)
+    own = [[*(s.seconds_s for s in w.samples), w.seconds_s] for w in wholes]
+    seconds = torch.tensor([s for mine in own for s in mine], dtype=torch.float64)
+    dist.all_reduce(seconds, group=groups.control(groups.world))
+    found = (seconds / groups.world).split([len(mine) for mine in own])
+    return [
+        Whole(
+            w.sizes,
+            tuple(replace(s, seconds_s=float(t)) for s, t in zip(w.samples, mean, strict=False)),
+            float(mean[-1]),
+        )
+        for w, mean in zip(wholes, found, strict=True)
+    ]
+
+
+def fitted(
+    wholes: Sequence[Whole], collectives: tuple[CollectiveFit, ...] = ()
+) -> tuple[Fits, tuple[CalibratedPoint, ...]]:
+    """Returns the fits of all timed calls, and how well they say each whole run.
+
+    Calls are timed one after the other with a clock between them; as a whole they find other
+    caches, so all fits are scaled by the median of what that changes.
+    """
+    samples = [s for whole in wholes for s in whole.samples]
+    alone = fit_classes(samples)
+    by = median(whole.seconds_s / predicted_s(alone, whole.samples) for whole in wholes)
+    classes = scaled(alone, by)
+    points = tuple(
+        CalibratedPoint(w.sizes, w.seconds_s, predicted_s(classes, w.samples)) for w in wholes
+    )
+    fits = Fits(
+        classes=classes,
+        collectives=collectives,
+        flops_per_s=product_rates(samples),
+        memory_bytes_per_s=memory_rate(samples),
+        launch_s=median(c.launch_s for c in classes),
+        error=median(abs(p.predicted_s / p.measured_s - 1) for p in points),
+    )
+    return fits, points
+
+
+def _trace(
+    model: nn.Module,
+    buckets: Buckets,
+    device: Device,
+    backend: str,
+    autocast: torch.dtype | None,
+) -> list[tuple[Buckets, Variants]]:
+    """Returns each trace that the buckets need, on one rank."""
+    found = []
+    for mine in buckets.by_ones().values():
+        program = without_masks(trace(model, mine, autocast))
+        sharding = analyse(program, derive_rules=False)
+        variants = Variants(program, sharding, device, backend, Held(program, model))
+        found.append((mine, variants))
+    return found
+
+
+def _measure(
+    traced: Sequence[tuple[Buckets, Variants]],
+    example: Example | None,
+    at: torch.device,
+    budget_s: float,
+) -> list[Whole]:
+    """Returns the runs of all traces, each with its share of the time."""
+    wholes = []
+    begin_s = time.perf_counter()
+    for number, (buckets, variants) in enumerate(traced):
+        bench = Bench(variants, partial(_inputs, buckets, example, at), at)
+        points = choose_points(
+            buckets.buckets,
+            seconds=bench.expected_s,
+            fits=partial(_fits, bench),
+            limit_s=budget_s / len(traced) / ROUNDS,
+            batched=BATCH in variants.program.symbols,
+        )
+        wholes += bench.measure(points, begin_s + budget_s * (number + 1) / len(traced))
+    return wholes
+
+
+def _inputs(buckets: Buckets, example: Example | None, at: torch.device, sizes: Sizes) -> Inputs:
+    return {n: t.to(at) for n, t in example_inputs(buckets, sizes, example).items()}
+
+
+def _fits(bench: Bench, sizes: Sizes) -> bool:
+    return bench.made_bytes(sizes) < SPARE * bench.variants.device.memory_bytes

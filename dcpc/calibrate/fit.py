@@ -1,0 +1,161 @@
+"""Timed calls in, seconds of each class as a formula of FLOPs and bytes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+from dcpc.symbolic_profile import ClassFit
+from dcpc.symbolic_profile.fits import nearest
+
+VIEW = "view"  # a call that only makes another view, or an integer: no profile counts it
+# Its kernels take blocks of a size that depends on the length, so no one rate holds.
+CURVED = frozenset({"attention"})
+SAME = 1.05  # two intensities nearer than this are one knot
+ROUNDS = 4  # of reweighting
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One call, timed.
+
+    Attributes:
+        op_class: as `ir.Work` says, or `VIEW`.
+        forward: whether of a forward graph.
+        dtype: element type.
+        flops: floating-point operations.
+        bytes_moved: read and written.
+        seconds_s: measured.
+    """
+
+    op_class: str
+    forward: bool
+    dtype: torch.dtype
+    flops: float
+    bytes_moved: float
+    seconds_s: float
+
+
+def fit_classes(samples: Sequence[Sample]) -> tuple[ClassFit, ...]:
+    """Returns a fit for each class, direction and dtype among the samples, by name.
+
+    The seconds of views are shared out evenly over the other calls of their direction.
+    """
+    groups: dict[tuple[str, bool, str], list[Sample]] = {}
+    for s in samples:
+        if s.op_class != VIEW:
+            groups.setdefault((s.op_class, s.forward, str(s.dtype)), []).append(s)
+    views_s = {forward: _views_s(samples, forward) for forward in (True, False)}
+    found = []
+    for (_, forward, _), mine in sorted(groups.items()):
+        fit = curve(mine) if mine[0].op_class in CURVED else line(mine)
+        found.append(replace(fit, launch_s=fit.launch_s + views_s[forward]))
+    return tuple(found)
+
+
+def line(samples: Sequence[Sample]) -> ClassFit:
+    """Returns seconds as launch + FLOPs * a + bytes * b, none of them negative.
+
+    Weights are one over the root of the fitted seconds, so the fit's seconds of all samples add up
+    to the measured ones, and small calls count too.
+    """
+    seconds = np.array([s.seconds_s for s in samples])
+    columns = np.array([[1.0, s.flops, s.bytes_moved] for s in samples])
+    scale = np.maximum(columns.max(axis=0), 1e-30)
+    fitted = np.maximum(seconds, 1e-9)
+    found = np.zeros(3)
+    for _ in range(ROUNDS):
+        weight = 1 / np.sqrt(fitted)
+        found, _ = nnls(columns / scale * weight[:, None], seconds * weight)
+        fitted = np.maximum(columns / scale @ found, 1e-9)
+    launch_s, per_flop, per_byte = map(float, found / scale)
+    one = samples[0]
+    return ClassFit(one.op_class, one.forward, one.dtype, launch_s, per_flop, per_byte)
+
+
+def curve(samples: Sequence[Sample]) -> ClassFit:
+    """Returns seconds as FLOPs times a rate that depends on the FLOPs a byte."""
+    priced = [s for s in samples if s.flops > 0 and s.bytes_moved > 0]
+    if not priced:
+        return line(samples)
+    groups: list[list[Sample]] = []
+    for s in sorted(priced, key=_intensity):
+        if groups and _intensity(s) < SAME * _intensity(groups[-1][0]):
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+    knots = tuple((_mean_intensity(g), _rate(g)) for g in groups)
+    one = samples[0]
+    return ClassFit(one.op_class, one.forward, one.dtype, launch_s=0.0, knots=knots)
+
+
+def predicted_s(fits: Sequence[ClassFit], samples: Iterable[Sample]) -> float:
+    """Returns the seconds of all samples by the fits; their views are in those of the others."""
+    found = 0.0
+    for s in samples:
+        fit = nearest(fits, s.op_class, s.forward, s.dtype)
+        if s.op_class != VIEW and fit is not None:
+            found += fit.launch_s + float(fit.busy_s(s.flops, s.bytes_moved))
+    return found
+
+
+def scaled(fits: Iterable[ClassFit], by: float) -> tuple[ClassFit, ...]:
+    """Returns the fits with all their seconds times `by`."""
+    return tuple(
+        replace(
+            f,
+            launch_s=f.launch_s * by,
+            s_per_flop=f.s_per_flop * by,
+            s_per_byte=f.s_per_byte * by,
+            knots=tuple((x, y * by) for x, y in f.knots),
+        )
+        for f in fits
+    )
+
+
+def product_rates(samples: Iterable[Sample]) -> tuple[tuple[torch.dtype, float], ...]:
+    """Returns (dtype, FLOP/s) of the products, the larger half of them."""
+    by_dtype: dict[torch.dtype, list[Sample]] = {}
+    for s in samples:
+        if s.op_class in ("matmul", "convolution") and s.flops > 0:
+            by_dtype.setdefault(s.dtype, []).append(s)
+    return tuple(
+        (dtype, sum(s.flops for s in large) / sum(s.seconds_s for s in large))
+        for dtype, mine in sorted(by_dtype.items(), key=lambda item: str(item[0]))
+        if (large := _larger_half({s: s.flops for s in mine}))
+    )
+
+
+def memory_rate(samples: Iterable[Sample]) -> float:
+    """Returns bytes a second of pointwise calls and copies, the larger half; 0 without any."""
+    bound = {s: s.bytes_moved for s in samples if s.op_class in ("pointwise", "copy")}
+    large = _larger_half(bound)
+    seconds_s = sum(s.seconds_s for s in large)
+    return sum(s.bytes_moved for s in large) / seconds_s if seconds_s > 0 else 0.0
+
+
+def _larger_half(sizes: Mapping[Sample, float]) -> list[Sample]:
+    ordered = sorted(sizes, key=sizes.__getitem__)
+    return ordered[len(ordered) // 2 :]
+
+
+def _views_s(samples: Iterable[Sample], forward: bool) -> float:
+    mine = [s for s in samples if s.forward is forward]
+    views_s = sum(s.seconds_s for s in mine if s.op_class == VIEW)
+    return views_s / max(sum(s.op_class != VIEW for s in mine), 1)
+
+
+def _intensity(s: Sample) -> float:
+    return s.flops / s.bytes_moved
+
+
+def _mean_intensity(group: Sequence[Sample]) -> float:
+    return float(np.exp(np.mean([np.log(_intensity(s)) for s in group])))
+
+
+def _rate(group: Sequence[Sample]) -> float:
+    return sum(s.seconds_s for s in group) / sum(s.flops for s in group)

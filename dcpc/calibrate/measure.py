@@ -1,0 +1,156 @@
+"""Times the calls of a model's own graph, and the whole of it, at chosen sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcpc.calibrate.fit import VIEW, Sample
+from dcpc.calibrate.timed import Timed
+from dcpc.ir import Work
+from dcpc.symbolic_profile import work_of
+from dcpc.symbolic_profile.facts import Facts
+from dcpc.symbolic_profile.polynomials import Basis, Floats, values_of
+from dcpc.variants import Variants
+
+Sizes = Mapping[str, int]
+Inputs = Callable[[Sizes], Mapping[str, Tensor]]
+
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 7
+ALONE: tuple[int, ...] = ()  # a trace of its own: Inductor adds guards to what it compiles
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One excerpt, forward and backward, as it ran.
+
+    Attributes:
+        sizes: batch included.
+        samples: of its calls, with the seconds they had alone.
+        seconds_s: of all of it.
+    """
+
+    sizes: Sizes
+    samples: tuple[Sample, ...]
+    seconds_s: float
+
+
+class Bench:
+    """Two blocks of one trace, ready to be timed.
+
+    Args:
+        variants: of the trace.
+        inputs: returns the model's inputs of a shape.
+        device: where it runs.
+    """
+
+    def __init__(self, variants: Variants, inputs: Inputs, device: torch.device) -> None:
+        self.variants, self._inputs = variants, inputs
+        self.placement = variants.placement({**variants.program.hints}, 1)
+        parts = variants.partition(self.placement, 0, ALONE)
+        facts = Facts(parts.names)
+        self._timed = [Timed(gm, facts, device) for gm in (parts.forward, parts.backward)]
+        mode = variants.lowering(self.placement, ALONE).joint.fake_mode
+        for timed in self._timed:
+            timed.compile(variants.backend, mode)
+        self._work = [
+            work_of(n, facts, 1, forward=forward)
+            for timed, forward in zip(self._timed, (True, False), strict=True)
+            for n in timed.calls
+        ]
+        priced = [w for w in self._work if w is not None]
+        self._dtypes = [w.dtype for w in priced]
+        self._symbols = facts.symbols
+        calls = [n for timed in self._timed for n in timed.calls]
+        made = [t.storage_bytes for n in calls for t in facts.fresh(n)]
+        basis = Basis([*made, *(e for w in priced for e in (w.flops, w.bytes_moved))])
+        self._made = basis.matrix(made)
+        self._flops = basis.matrix([w.flops for w in priced])
+        self._bytes = basis.matrix([w.bytes_moved for w in priced])
+        self._monomials = basis.compile(self._symbols)
+
+    def expected_s(self, sizes: Sizes) -> float:
+        """Returns the seconds of one run by the device's data sheet."""
+        device = self.variants.device
+        flops, moved = self._features(sizes)
+        rates = np.array([device.matmul_flops_per_s(dtype) for dtype in self._dtypes])
+        longer = np.maximum(flops / rates, moved / device.memory_bytes_per_s)
+        return float((longer + device.launch_s).sum())
+
+    def made_bytes(self, sizes: Sizes) -> int:
+        """Returns the bytes of all values that a run makes: more than it ever holds."""
+        return int((self._made @ self._at(sizes)).sum())
+
+    def measure(self, points: Sequence[Sizes], until_s: float) -> list[Whole]:
+        """Returns what each point took: rounds over all of them, the lower quartile of each.
+
+        Args:
+            points: sizes, batch included.
+            until_s: no round starts after this `time.perf_counter()`, but for the fewest.
+        """
+        each: list[list[list[float]]] = [[] for _ in points]
+        whole: list[list[float]] = [[] for _ in points]
+        for number in range(MOST_ROUNDS):
+            if number >= FEWEST_ROUNDS and time.perf_counter() > until_s:
+                break
+            for i, sizes in enumerate(points):
+                calls, all_of_it = self._run(sizes)
+                each[i].append(calls)
+                whole[i].append(all_of_it)
+        return [
+            Whole(sizes, self._samples(sizes, [_low(s) for s in zip(*e, strict=True)]), _low(w))
+            for sizes, e, w in zip(points, each, whole, strict=True)
+        ]
+
+    def _run(self, sizes: Sizes) -> tuple[list[float], float]:
+        """Returns the seconds of each call, and of the whole."""
+        program = self.variants.program
+        given = {n: t for n, t in self.variants.tensors().items() if not t.is_meta}
+        inputs = self._inputs(sizes)
+        given |= {p: inputs[name] for p, name in program.inputs.items()}
+        given = {n: t.detach() for n, t in given.items()}
+        dims = self.variants.local_sizes(self.placement, sizes)
+        each: list[float] = []
+        whole = 0.0
+        with torch.no_grad():
+            for timed in self._timed:
+                arguments = timed.arguments(dims, given)
+                each += timed.seconds_each(arguments)
+                whole += timed.seconds(arguments)
+        return each, whole
+
+    def _samples(self, sizes: Sizes, seconds: Sequence[float]) -> tuple[Sample, ...]:
+        flops, moved = self._features(sizes)
+        found: list[Sample] = []
+        priced = 0
+        for work, spent in zip(self._work, seconds, strict=True):
+            forward = len(found) < len(self._timed[0].calls)
+            if work is None:
+                found.append(Sample(VIEW, forward, torch.int64, 0.0, 0.0, spent))
+                continue
+            found.append(_sample(work, float(flops[priced]), float(moved[priced]), spent))
+            priced += 1
+        return tuple(found)
+
+    def _features(self, sizes: Sizes) -> tuple[Floats, Floats]:
+        monomials = self._at(sizes)
+        return self._flops @ monomials, self._bytes @ monomials
+
+    def _at(self, sizes: Sizes) -> Floats:
+        dims = self.variants.local_sizes(self.placement, sizes)
+        floats = {name: float(size) for name, size in dims.items()}
+        return np.array(self._monomials(*values_of(self._symbols, floats)), dtype=np.float64)
+
+
+def _sample(work: Work, flops: float, moved: float, seconds_s: float) -> Sample:
+    return Sample(work.op_class, work.forward, work.dtype, flops, moved, seconds_s)
+
+
+def _low(seconds: Sequence[float]) -> float:
+    """Returns the lower quartile: other processes only ever add to what a call takes."""
+    return sorted(seconds)[len(seconds) // 4]
