@@ -7,7 +7,7 @@ each rank has what its parameters need, and sends them to the others once they a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -57,15 +57,24 @@ def zero(
     return sharded
 
 
-def fullest_share(parameters: Iterable[torch.nn.Parameter], world: int) -> int:
-    """Returns the most bytes of parameters that one of `world` ranks keeps the state of.
+def fullest_share(
+    parameters: Iterable[torch.nn.Parameter],
+    world: int,
+    size_bytes: Mapping[int, int] | None = None,
+) -> int:
+    """Returns the most bytes that one of `world` ranks keeps.
 
     Source: torch 2.13, `ZeroRedundancyOptimizer._partition_parameters`: whole parameters, largest
     first, each to the rank that has the fewest elements.
+
+    Args:
+        parameters: of the model.
+        world: ranks that share them out.
+        size_bytes: `id(parameter)` -> what is kept of it; default: as many bytes as it has.
     """
-    numels, sizes_bytes = [0] * world, [0] * world
+    numels, kept_bytes = [0] * world, [0] * world
     for p in sorted(trained(parameters), key=lambda p: p.numel(), reverse=True):
         rank = numels.index(min(numels))
         numels[rank] += p.numel()
-        sizes_bytes[rank] += p.nbytes
-    return max(sizes_bytes)
+        kept_bytes[rank] += p.nbytes if size_bytes is None else size_bytes.get(id(p), 0)
+    return max(kept_bytes)
