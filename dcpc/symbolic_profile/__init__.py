@@ -18,6 +18,7 @@ from dcpc.symbolic_profile.hardware import (
     detect,
     find,
 )
+from dcpc.symbolic_profile.optimizer import OptimizerLike, state_bytes
 from dcpc.symbolic_profile.profile import profile_partition, work_of
 from dcpc.symbolic_profile.report import (
     ReportRow,
@@ -39,6 +40,7 @@ __all__ = [
     "Evaluator",
     "Fits",
     "Link",
+    "OptimizerLike",
     "ReportRow",
     "bytes_text",
     "calibrate_cpu",
@@ -51,5 +53,6 @@ __all__ = [
     "profile_partition",
     "render_report",
     "seconds_text",
+    "state_bytes",
     "work_of",
 ]
