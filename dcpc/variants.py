@@ -77,7 +77,7 @@ class Variants:
         self.tensors = tensors
         self._placement_model = PlacementModel(program, sharding)
         self._placements: dict[tuple[object, ...], Placement] = {}
-        self._shared: Tracer | None = None
+        self._tracers: dict[str, Tracer] = {}
         self._lowerings: dict[tuple[object, ...], Lowering] = {}
         self._partitions: dict[tuple[object, ...], Partition] = {}
         self._profiles: dict[tuple[object, ...], Profile] = {}
@@ -118,9 +118,15 @@ class Variants:
         return max(sorted(set(made), key=str), key=made.count)
 
     def lowering(
-        self, placement: Placement, hints: tuple[int, ...] = (), backend: str = ""
+        self, placement: Placement, hints: tuple[int, ...] | None = None, backend: str = ""
     ) -> Lowering:
-        """Returns the lowered and differentiated graph of a placement."""
+        """Returns the lowered and differentiated graph of a placement.
+
+        Args:
+            placement: of the program.
+            hints: sizes to trace at, () for the usual ones; None: traced with all other graphs.
+            backend: default: the model's.
+        """
         backend = backend or self.backend
         key = (placement.key(), hints, backend)
         if key not in self._lowerings:
@@ -128,23 +134,19 @@ class Variants:
             self._lowerings[key] = Lowering(tracer, placement, group_name(placement.sp), backend)
         return self._lowerings[key]
 
-    def _tracer(self, hints: tuple[int, ...], backend: str) -> Tracer:
-        """Returns what differentiates a lowered graph.
-
-        One serves all placements, unless sizes are given; Inductor adds its own guards to what it
-        compiles, so each graph of it has its own.
-        """
-        if hints or backend != "eager":
+    def _tracer(self, hints: tuple[int, ...] | None, backend: str) -> Tracer:
+        """Returns what differentiates a lowered graph: without hints one for all placements."""
+        if hints is not None:
             return Tracer(self.program, self.tensors(), decompositions(backend), hints)
-        if self._shared is None:
-            self._shared = Tracer(self.program, self.tensors())
-        return self._shared
+        if backend not in self._tracers:
+            self._tracers[backend] = Tracer(self.program, self.tensors(), decompositions(backend))
+        return self._tracers[backend]
 
     def partition(
         self,
         placement: Placement,
         recompute: int,
-        hints: tuple[int, ...] = (),
+        hints: tuple[int, ...] | None = None,
         backend: str = "",
     ) -> Partition:
         """Returns forward and backward in which `recompute` steps of the menu are taken."""
@@ -172,7 +174,7 @@ class Variants:
         """
         key = (placement.key(), backend)
         if key not in self._menus:
-            lowering = self.lowering(placement, (), backend)
+            lowering = self.lowering(placement, None, backend)
             nodes, needed = lowering.choices()
             costs = CallCosts(nodes, lowering.joint.names, placement.sp)
             sizes = self.local_sizes(placement, self._reference)
@@ -232,7 +234,8 @@ class Variants:
             values, broken = variant.integer_values(dims, rank)
             if not broken:
                 return variant, values
-        hints: tuple[int, ...] = ()
+        # Inductor adds guards of its own to what it compiles: such a graph is traced alone.
+        hints: tuple[int, ...] | None = None if backend == "eager" else ()
         if known:
             hints = tuple(max(2, v) for v in known[0].integer_values(dims, rank)[0])
         lowering = self.lowering(placement, hints, backend)

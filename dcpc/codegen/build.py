@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 from torch import Tensor, fx
 
-from dcpc.codegen.backends import compile_graph, decompositions
-from dcpc.codegen.joint import Joint, make_joint
+from dcpc.codegen.backends import compile_graph
+from dcpc.codegen.joint import Joint, Tracer
 from dcpc.codegen.lower import Lowered, lower
 from dcpc.codegen.partition import choices, partition
 from dcpc.codegen.variant import Variant, handing_over
-from dcpc.ir import Partition, Placement, Program
+from dcpc.ir import Partition, Placement
 
 log = logging.getLogger(__name__)
 
@@ -31,30 +31,18 @@ class Lowering:
         joint: forward and backward in one graph.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        placement: Placement,
-        tensors: Mapping[str, Tensor],
-        group: str,
-        backend: str,
-        hints: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, tracer: Tracer, placement: Placement, group: str, backend: str) -> None:
         """Lowers and differentiates.
 
         Args:
-            program: the traced model.
+            tracer: of the program.
             placement: how it is split.
-            tensors: placeholder name -> parameter, buffer or constant.
             group: name of the process group of the collectives.
-            backend: "eager" or "inductor"; decides how small the ops are.
-            hints: size of each integer in the trace; () for the usual ones.
+            backend: "eager" or "inductor".
         """
-        self.program, self.placement, self.backend = program, placement, backend
-        self.lowered: Lowered = lower(program, placement, group)
-        self.joint: Joint = make_joint(
-            program, self.lowered, tensors, decompositions(backend), hints
-        )
+        self.program, self.placement, self.backend = tracer.program, placement, backend
+        self.lowered: Lowered = lower(self.program, placement, group)
+        self.joint: Joint = tracer.joint(self.lowered)
 
     def choices(self) -> tuple[list[fx.Node], frozenset[str]]:
         """Returns the nodes that a recompute plan decides on, and those whose values are needed."""

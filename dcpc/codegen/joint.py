@@ -1,12 +1,16 @@
 """A lowered forward graph becomes one joint forward-and-backward graph with symbolic sizes.
 
-torch differentiates it; no code here knows a derivative. Torch's private tracing API is wrapped in
-this file alone.
+torch differentiates each call (`tape.py`); no code here knows a derivative. The backwards of the
+calls follow in reverse order, and what flows into one value is added up, as autograd's engine does
+it. A call that was traced before is not traced again: a deep model, and another placement of the
+same model, cost little more than their nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -14,32 +18,40 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._pytree import tree_leaves
 
-from dcpc.codegen.lower import Lowered
+from dcpc.codegen.integers import Emitter
+from dcpc.codegen.lower import IntegerInput, Lowered
+from dcpc.codegen.tape import Op, Piece, Ref
 from dcpc.errors import CodegenError
 from dcpc.ir import Program
+
+aten = torch.ops.aten
 
 # Sizes of pieces in the trace, all different, none of them 0 or 1, which torch would fix in the
 # graph. Dims have the sizes of the program's own trace: a model may take no others (a position
 # table of 32 rows).
 HINTS = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
+GROUP = "the group"  # what collectives' group is called in pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Joint:
     """A joint graph: placeholders as the lowered graph's, then the loss's gradient.
 
+    A node's `meta["storage"]` says which memory its tensors lie in; a fake tensor in `meta["val"]`
+    may stand for several nodes.
+
     Attributes:
         gm: the graph; outputs: the loss, then a gradient (or None) for each trainable parameter.
         primals: names of the placeholders, without the loss's gradient.
         tangent: name of the placeholder of the loss's gradient.
         forward: names of the nodes that the forward pass made.
-        owner: name of a forward node -> name of the program's node it was made for.
+        owner: name of a node -> name of the program's node it was made for: the one that it
+            computes or, in backward, differentiates.
         trainable: names of the parameters' placeholders that outputs 1.. are gradients of.
         names: torch symbol -> expression of dims and pieces.
         guards: what torch assumed of sizes while tracing, over `names`' expressions.
@@ -57,152 +69,370 @@ class Joint:
     fake_mode: FakeTensorMode
 
 
-class _Tagging(fx.Interpreter):
-    """Notes which nodes of the traced graph each node of the lowered graph made."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self.owner: dict[str, str] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        mode = get_proxy_mode()
-        assert mode is not None, "not under make_fx"
-        for made in reversed(mode.tracer.graph.nodes):
-            if made.op == "placeholder" or made.name in self.owner:
-                break
-            self.owner[made.name] = n.meta.get("dcpc", n.name)
-        return result
-
-
-def make_joint(
-    program: Program,
-    lowered: Lowered,
-    tensors: Mapping[str, Tensor],
-    decompositions: Mapping[Any, Any] | None = None,
-    hints: tuple[int, ...] = (),
-) -> Joint:
-    """Returns the joint graph of a lowered program.
+class Tracer:
+    """Differentiates lowered graphs of one program; keeps what it has traced.
 
     Args:
         program: the traced model.
-        lowered: its graph for one rank.
         tensors: placeholder name -> parameter, buffer or constant (its values are not read).
         decompositions: op -> decomposition, for a backend that wants smaller ops.
-        hints: size of each integer in the trace, where the usual ones break a guard.
+        hints: size of each integer in the trace, where the usual ones break a guard: then the
+            tracer is for one lowered graph.
     """
-    env = ShapeEnv()
-    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    integers, names = _symbolic_integers(env, lowered, hints or _hints(program, lowered))
-    trainable = tuple(n for n in program.parameters if program.info[n].requires_grad)
-    placeholders = [n.name for n in lowered.gm.graph.nodes if n.op == "placeholder"]
-    device = next((t.device for t in tensors.values() if not t.is_meta), torch.device("cpu"))
-    arguments = [_fake(n, program, tensors, mode, integers, device) for n in placeholders]
-    with mode:
-        loss_info = program.info[program.loss]
-        tangent = torch.empty((), dtype=loss_info.dtype, device=device)
-    tagging = _Tagging(lowered.gm)
-    where = [placeholders.index(n) for n in trainable]
 
-    def joint(*args: Any) -> list[Any]:
-        *primals, tangent = args
-        with torch.enable_grad():
-            loss = tagging.run(*primals)
-        wanted = [primals[i] for i in where]
-        grads = torch.autograd.grad([loss], wanted, [tangent], allow_unused=True)
-        # The plain model's loss depends on these, and ours does not any more.
-        filled = [
-            torch.zeros_like(primal) if grad is None and name in program.zero_gradients else grad
-            for name, primal, grad in zip(trainable, wanted, grads, strict=True)
-        ]
-        return [loss, *filled]
-
-    with mode, enable_python_dispatcher():
-        gm = make_fx(
-            joint,
-            decomposition_table=dict(decompositions or {}),
-            tracing_mode="real",
-            _allow_non_fake_inputs=True,
-        )(*arguments, tangent)
-    _functionalise(gm.graph)
-    gm.graph.eliminate_dead_code()
-    graph, renamed = _named_placeholders(gm.graph, [*placeholders, "loss_gradient"])
-    owner = {renamed[n]: o for n, o in tagging.owner.items() if n in renamed}
-    guards = tuple(g.expr.subs(names) for g in env.guards)
-    fixed = tuple(
-        sympy.Eq(names[s], e.subs(names)) for s, e in env.replacements.items() if s in names
-    )
-    primals = tuple(n.name for n in graph.nodes if n.op == "placeholder")
-    return Joint(
-        gm=fx.GraphModule(gm, graph),
-        primals=primals[:-1],
-        tangent=primals[-1],
-        forward=frozenset(owner),
-        owner=owner,
-        trainable=tuple(primals[i] for i in where),
-        names=names,
-        guards=(*guards, *fixed),
-        fake_mode=mode,
-    )
-
-
-def _hints(program: Program, lowered: Lowered) -> tuple[int, ...]:
-    """Returns a size for each integer: of dims that of the program's trace, all different.
-
-    A quotient has what follows from its dims, lest one such as rows of patches do not fit the rows.
-    """
-    taken = set(program.hints.values())
-    unused = (h + 128 * k for k in count() for h in HINTS if h + 128 * k not in taken)
-    dims = {i.name: program.hints.get(i.name, 0) for i in lowered.integers if i.role == "dim"}
-    hints: dict[sympy.Symbol, int] = {}
-    for i in lowered.integers:
-        if i.role == "quotient":
-            hints[i.symbol] = int(i.size.subs(hints))
-        else:
-            hints[i.symbol] = h if (h := dims.get(i.name, 0)) > 1 else next(unused)
-    return tuple(hints.values())
-
-
-def _symbolic_integers(
-    env: ShapeEnv, lowered: Lowered, hints: tuple[int, ...]
-) -> tuple[dict[str, torch.SymInt], dict[sympy.Symbol, sympy.Expr]]:
-    integers: dict[str, torch.SymInt] = {}
-    names: dict[sympy.Symbol, sympy.Expr] = {}
-    for integer, hint in zip(lowered.integers, hints, strict=True):
-        source = ConstantSource(f"__dcpc_{integer.name}")
-        symbol = env.create_symbol(
-            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+    def __init__(
+        self,
+        program: Program,
+        tensors: Mapping[str, Tensor],
+        decompositions: Mapping[Any, Any] | None = None,
+        hints: tuple[int, ...] = (),
+    ) -> None:
+        self.program, self.hints = program, hints
+        self.env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self._tensors = tensors
+        self._table = dict(decompositions or {})
+        self._integers: dict[tuple[str, str], tuple[torch.SymInt, int]] = {}
+        self._unused = self._unused_hints()
+        self._device = next(
+            (t.device for t in tensors.values() if not t.is_meta), torch.device("cpu")
         )
-        value = env.create_symintnode(symbol, hint=hint, source=source)
-        assert isinstance(value, torch.SymInt), f"{integer.name} was fixed"
-        integers[integer.name] = value
-        names[symbol] = integer.symbol
-    return integers, names
+        self._fakes: dict[str, Tensor] = {}
+        self._pieces: dict[Any, Piece] = {}
+        self._kinds: dict[Any, int] = {}
+        self._kind_of: dict[int, int] = {}
+        self._kept: list[Tensor] = []
+
+    def joint(self, lowered: Lowered) -> Joint:
+        """Returns the joint graph of the program as lowered for one rank."""
+        return _Assembly(self, lowered).run()
+
+    # ---------------------------------------------------------------------------------- integers
+
+    def integers(self, lowered: Lowered) -> dict[str, torch.SymInt]:
+        """Returns placeholder name -> symbolic integer; those of one name are the same."""
+        return {i.name: self._integer(i, k) for k, i in enumerate(lowered.integers)}
+
+    def _integer(self, integer: IntegerInput, position: int) -> torch.SymInt:
+        key = (integer.name, integer.role)
+        if key not in self._integers:
+            hint = self.hints[position] if self.hints else self._hint(integer)
+            source = ConstantSource(f"__dcpc_{integer.name}")
+            symbol = self.env.create_symbol(
+                hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+            )
+            value = self.env.create_symintnode(symbol, hint=hint, source=source)
+            assert isinstance(value, torch.SymInt), f"{integer.name} was fixed"
+            self._integers[key] = value, hint
+        return self._integers[key][0]
+
+    def _hint(self, integer: IntegerInput) -> int:
+        """Returns a size: of a dim that of the program's trace, all different.
+
+        A quotient has what follows from its dims, lest one such as rows of patches do not fit the
+        rows.
+        """
+        if integer.role == "quotient":
+            symbols = self.program.symbols
+            dims = {symbols[n]: h for (n, role), (_, h) in self._integers.items() if role == "dim"}
+            return int(integer.size.subs(dims))
+        own = self.program.hints.get(integer.name, 0) if integer.role == "dim" else 0
+        return own if own > 1 else next(self._unused)
+
+    def _unused_hints(self) -> Iterator[int]:
+        taken = set(self.program.hints.values())
+        return (h + 128 * k for k in count() for h in HINTS if h + 128 * k not in taken)
+
+    # ----------------------------------------------------------------------------------- tensors
+
+    def placeholder(self, name: str, integers: Mapping[str, torch.SymInt]) -> Any:
+        """Returns the fake tensor of a placeholder, or its integer."""
+        if name in integers:
+            return integers[name]
+        if name not in self._fakes:
+            self._fakes[name] = self._fake(name, integers)
+        return self._fakes[name]
+
+    def _fake(self, name: str, integers: Mapping[str, torch.SymInt]) -> Tensor:
+        info = self.program.info[name]
+        if name not in self._tensors:
+            symbols = {str(s): integers[n] for n, s in self.program.symbols.items()}
+            with self.mode:
+                shape = [_evaluate(size, symbols) for size in info.shape]
+                return torch.empty(shape, dtype=info.dtype, device=self._device)
+        held = self._tensors[name].detach()
+        if not held.is_meta:
+            return self.mode.from_tensor(held, static_shapes=True)
+        with self.mode:  # of a model that is planned for and not run
+            return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype)
+
+    def tangent(self) -> Tensor:
+        """Returns the fake gradient of the loss."""
+        if "" not in self._fakes:
+            with self.mode:
+                dtype = self.program.info[self.program.loss].dtype
+                self._fakes[""] = torch.empty((), dtype=dtype, device=self._device)
+        return self._fakes[""]
+
+    # ------------------------------------------------------------------------------------ pieces
+
+    def kind(self, tensor: Tensor) -> int:
+        """Returns a number that tensors of one dtype, shape, strides and memory share."""
+        found = self._kind_of.get(id(tensor))
+        if found is None:
+            sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+            key = (
+                tensor.dtype, tensor.device, tensor.ndim,
+                *map(_leaf_key, sizes), _leaf_key(tensor.untyped_storage().nbytes()),
+            )  # fmt: skip
+            found = self._kind_of[id(tensor)] = self._kinds.setdefault(key, len(self._kinds))
+            self._kept.append(tensor)
+        return found
+
+    def piece(self, call: Any, args: Any, kwargs: Any, trained: AbstractSet[fx.Node]) -> Piece:
+        """Returns a call traced on fake tensors.
+
+        Args:
+            call: the op.
+            args: arguments, with nodes of a joint graph for tensors.
+            kwargs: the same.
+            trained: nodes with a gradient.
+        """
+        key = (call, self._key(args, trained), self._key(kwargs, trained))
+        if key not in self._pieces:
+            operands = [n for n in tree_leaves((args, kwargs)) if isinstance(n, fx.Node)]
+            values = fx.node.map_aggregate((args, kwargs), _value)
+            wants = [n in trained for n in operands]
+            self._pieces[key] = Piece(self.mode, self._table, call, *values, wants)
+        return self._pieces[key]
+
+    def _key(self, value: Any, trained: AbstractSet[fx.Node]) -> Any:
+        if isinstance(value, fx.Node):
+            return self.kind(value.meta["val"]), value in trained
+        if isinstance(value, list | tuple):
+            return (type(value).__name__, *(self._key(v, trained) for v in value))
+        if isinstance(value, dict):
+            return tuple((k, self._key(v, trained)) for k, v in sorted(value.items()))
+        return _leaf_key(value)
 
 
-def _fake(
-    name: str,
-    program: Program,
-    tensors: Mapping[str, Tensor],
-    mode: FakeTensorMode,
-    integers: Mapping[str, torch.SymInt],
-    device: torch.device,
-) -> Any:
-    if name in integers:
-        return integers[name]
-    info = program.info[name]
-    if name in tensors:
-        held = tensors[name].detach()
-        if held.is_meta:  # of a model that is planned for and not run
-            with mode:
-                fake = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype)
-        else:
-            fake = mode.from_tensor(held, static_shapes=True)
-        return fake.requires_grad_(info.requires_grad)
-    symbols = {str(program.symbols[n]): integers[n] for n in program.symbols}
-    shape = [_evaluate(size, symbols) for size in info.shape]
-    with mode:
-        return torch.empty(shape, dtype=info.dtype, device=device)
+def _leaf_key(value: Any) -> Any:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.expr
+    return type(value).__name__, repr(value)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of the lowered graph in the joint graph: where the piece's tensors are."""
+
+    owner: str
+    piece: Piece
+    operands: tuple[fx.Node, ...]
+    at: dict[Ref, fx.Node]
+
+
+class _Assembly:
+    """Puts the pieces of one lowered graph together."""
+
+    def __init__(self, tracer: Tracer, lowered: Lowered) -> None:
+        self.tracer, self.program, self.lowered = tracer, tracer.program, lowered
+        self.graph = fx.Graph()
+        self.integers = tracer.integers(lowered)
+        self.values: dict[fx.Node, Any] = {}  # of the lowered graph: nodes, integers, tuples
+        self.trained: set[fx.Node] = set()
+        self.gradients: dict[fx.Node, fx.Node] = {}
+        self.owner: dict[str, str] = {}
+        self.storages = count()
+        self.symbols: dict[sympy.Symbol, fx.Node] = {}
+        self.emitter = Emitter(self.graph, self.symbols)
+
+    def run(self) -> Joint:
+        names = [n.name for n in self.lowered.gm.graph.nodes if n.op == "placeholder"]
+        primals = {name: self._placeholder(name) for name in names}
+        trainable = [n for n in self.program.parameters if self.program.info[n].requires_grad]
+        self.trained |= {primals[n] for n in trainable}
+        tangent = self._enter(self.graph.placeholder("loss_gradient"), self.tracer.tangent())
+        calls = list(self._forward(primals))
+        forward = [n.name for n in self.graph.nodes if n.op != "placeholder"]
+        loss = self.values[_output(self.lowered.gm.graph)]
+        self._backward(calls, loss, tangent)
+        gradients = [self._gradient(name, primals[name]) for name in trainable]
+        self.graph.output((loss, *gradients))
+        self.graph.eliminate_dead_code()
+        alive = {n.name for n in self.graph.nodes}
+        symbols = {i.name: i.symbol for i in self.lowered.integers}
+        translated = {v.node.expr: symbols[n] for n, v in self.integers.items()}
+        return Joint(
+            gm=fx.GraphModule(torch.nn.Module(), self.graph),
+            primals=tuple(n.name for n in primals.values()),
+            tangent=tangent.name,
+            forward=frozenset(n for n in forward if n in alive),
+            owner={n: o for n, o in self.owner.items() if n in alive},
+            trainable=tuple(primals[n].name for n in trainable),
+            names=translated,
+            guards=_guards(self.tracer.env, translated),
+            fake_mode=self.tracer.mode,
+        )
+
+    # ----------------------------------------------------------------------------------- forward
+
+    def _placeholder(self, name: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        value = self.tracer.placeholder(name, self.integers)
+        if isinstance(value, torch.SymInt):
+            node.meta["val"] = value
+            self.symbols[value.node.expr] = node
+            return node
+        return self._enter(node, value)
+
+    def _enter(self, node: fx.Node, value: Tensor) -> fx.Node:
+        node.meta |= {"val": value, "storage": (next(self.storages),)}
+        return node
+
+    def _forward(self, primals: Mapping[str, fx.Node]) -> Iterator[_Call]:
+        """Adds the calls of forward; yields those that a gradient may flow through."""
+        for node in self.lowered.gm.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self.integers.get(node.name, primals[node.name])
+            elif node.op == "call_function":
+                owner = node.meta.get("dcpc", node.name)
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.get)
+                if not isinstance(node.target, torch._ops.OpOverload):
+                    self.values[node] = node.target(*args, **kwargs)
+                    continue
+                call, self.values[node] = self._add(owner, node.target, args, kwargs)
+                if call.piece.flows:
+                    yield call
+
+    def _add(self, owner: str, target: Any, args: Any, kwargs: Any) -> tuple[_Call, Any]:
+        """Adds a call's piece; returns it, and the value of the call."""
+        args, kwargs = fx.node.map_aggregate((args, kwargs), self._general)
+        piece = self.tracer.piece(target, args, kwargs, self.trained)
+        operands = tuple(n for n in tree_leaves((args, kwargs)) if isinstance(n, fx.Node))
+        call = _Call(owner, piece, operands, {Ref(i): n for i, n in enumerate(operands)})
+        self._put(owner, piece.ops, call.at)
+        self.trained |= {call.at[ref] for ref in piece.flows}
+        return call, _placed(piece.result, call.at)
+
+    def _general(self, leaf: Any) -> Any:
+        return GROUP if leaf == self.lowered.group and isinstance(leaf, str) else leaf
+
+    def _put(self, owner: str, ops: tuple[Op, ...], at: dict[Ref, fx.Node]) -> None:
+        """Adds the calls of a piece.
+
+        Args:
+            owner: the program's node they are made for.
+            ops: the calls.
+            at: where the piece's tensors are; the new ones are added.
+        """
+        memory = {ref: node.meta["storage"][0] for ref, node in at.items()}
+        for op in ops:
+            args, kwargs = fx.node.map_aggregate(
+                (op.args, dict(op.kwargs)), lambda leaf: self._argument(leaf, at)
+            )
+            node = self._node(owner, op.target, args, kwargs, op.value)
+            for ref, root in zip(op.made, op.storages, strict=True):
+                memory[ref] = memory[root] if root in memory else next(self.storages)
+            node.meta["storage"] = tuple(memory[ref] for ref in op.made)
+            if isinstance(op.value, Tensor):
+                at[op.made[0]] = node
+                continue
+            refs = iter(op.made)
+            for position, value in enumerate(op.value or ()):
+                if isinstance(value, Tensor):
+                    item = self._node(owner, operator.getitem, (node, position), {}, value)
+                    ref = next(refs)
+                    item.meta["storage"] = (memory[ref],)
+                    at[ref] = item
+
+    def _node(self, owner: str, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = value
+        before = node
+        while before.op == "call_function" and before.name not in self.owner:
+            self.owner[before.name] = owner  # integers that were emitted for it, too
+            before = before.prev
+        return node
+
+    def _argument(self, leaf: Any, at: Mapping[Ref, fx.Node]) -> Any:
+        if isinstance(leaf, Ref):
+            return at[leaf]
+        if isinstance(leaf, torch.SymInt | torch.SymFloat):
+            return self.emitter.emit(leaf.node.expr)
+        return self.lowered.group if isinstance(leaf, str) and leaf == GROUP else leaf
+
+    # ---------------------------------------------------------------------------------- backward
+
+    def _backward(self, calls: list[_Call], loss: fx.Node, tangent: fx.Node) -> None:
+        """Adds the calls of backward, last call of forward first."""
+        if loss not in self.trained:
+            raise CodegenError(
+                "the loss has no gradient: got a loss that depends on no trainable parameter; "
+                "expected one; set requires_grad of what is trained"
+            )
+        self.gradients[loss] = tangent
+        for call in reversed(calls):
+            flows = {
+                ref: self.gradients[call.at[ref]]
+                for ref in call.piece.flows
+                if call.at[ref] in self.gradients and call.at[ref] not in call.operands
+            }
+            if flows:
+                self._differentiate(call, flows)
+
+    def _differentiate(self, call: _Call, flows: Mapping[Ref, fx.Node]) -> None:
+        tangents = {ref: node.meta["val"] for ref, node in flows.items()}
+        key = tuple((ref.number, self.tracer.kind(t)) for ref, t in tangents.items())
+        derivative = call.piece.derivative(key, tangents)
+        at = call.at | dict(zip(derivative.tangents, flows.values(), strict=True))
+        self._put(call.owner, derivative.ops, at)
+        wanted = [n for n in call.operands if n in self.trained]
+        for operand, ref in zip(wanted, derivative.gradients, strict=True):
+            if ref is not None:
+                self._accumulate(call.owner, operand, at[ref])
+
+    def _accumulate(self, owner: str, value: fx.Node, gradient: fx.Node) -> None:
+        if value in self.gradients:
+            both = (self.gradients[value], gradient)
+            gradient = self._add(owner, aten.add.Tensor, both, {})[1]
+        self.gradients[value] = gradient
+
+    def _gradient(self, name: str, primal: fx.Node) -> fx.Node | None:
+        """Returns a parameter's gradient; zeros where only the plain model's loss depends on it."""
+        if primal in self.gradients or name not in self.program.zero_gradients:
+            return self.gradients.get(primal)
+        value = _detached(self._add(name, aten.zeros_like.default, (primal,), {})[1])
+        return value
+
+
+def _placed(result: Any, at: Mapping[Ref, fx.Node]) -> Any:
+    return fx.node.map_aggregate(result, lambda leaf: at[leaf] if isinstance(leaf, Ref) else leaf)
+
+
+def _detached(node: Any) -> fx.Node:
+    assert isinstance(node, fx.Node), f"got {node}; expected a node"
+    return node
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    (loss,) = graph.output_node().args
+    assert isinstance(loss, fx.Node), f"the graph returns {loss}; expected the loss"
+    return loss
+
+
+def _guards(
+    env: ShapeEnv, names: Mapping[sympy.Symbol, sympy.Expr]
+) -> tuple[sympy.Basic, ...]:
+    """Returns what torch assumed of these symbols."""
+    assumed = [g.expr for g in env.guards]
+    assumed += [sympy.Eq(s, e) for s, e in env.replacements.items() if s in names]
+    known = names.keys()
+    return tuple(dict.fromkeys(e.subs(names) for e in assumed if e.free_symbols <= known))
 
 
 def _evaluate(expr: sympy.Expr, symbols: Mapping[str, torch.SymInt]) -> Any:
@@ -215,49 +445,3 @@ def _evaluate(expr: sympy.Expr, symbols: Mapping[str, torch.SymInt]) -> Any:
 
 def _floor(value: Any) -> Any:
     return value.__floor__()
-
-
-def _named_placeholders(graph: fx.Graph, names: list[str]) -> tuple[fx.Graph, dict[str, str]]:
-    """Returns a copy with the program's names for placeholders, and old -> new names."""
-    copy = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    wanted = iter(names)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            made[node] = copy.placeholder(next(wanted))
-            made[node].meta = dict(node.meta)
-        else:
-            made[node] = copy.node_copy(node, lambda n: made[n])
-    return copy, {old.name: new.name for old, new in made.items()}
-
-
-def _functionalise(graph: fx.Graph) -> None:
-    """Replaces `x.add_(y)` by `z = x.add(y)`, and x by z in all that comes after.
-
-    torch's own composite ops (rms_norm) leave such calls; a graph that is cut in two and partly run
-    again must have none.
-    """
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        packet = getattr(torch.ops.aten, schema.name.split("::")[1].rstrip("_"), None)
-        functional = getattr(packet, node.target._overloadname, None)
-        target = node.args[0]
-        if functional is None or target.op == "placeholder" or _is_view(target):
-            raise CodegenError(
-                f"node {node.name} writes to its input by {node.target}; expected an op that "
-                "returns a new tensor; replace it in the model's code"
-            )
-        node.target = functional
-        target.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user > node)
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether a node's memory is that of one of its operands."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return False
-    storage = value.untyped_storage()._cdata
-    sources = [s.meta.get("val") for s in node.all_input_nodes]
-    return any(isinstance(s, Tensor) and s.untyped_storage()._cdata == storage for s in sources)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 import dcpc.attention
 import dcpc.random_ops  # noqa: F401 - registers the ops
 from dcpc.codegen.collectives import piece
-from dcpc.errors import CodegenError
+from dcpc.codegen.integers import Emitter
 from dcpc.ir import (
     REPLICATED,
     Factor,
@@ -116,7 +116,7 @@ class _Lowering:
         self.integers: list[IntegerInput] = []
         self.integer_nodes: dict[sympy.Symbol, fx.Node] = {}
         self.pieces: dict[tuple[int, str], sympy.Symbol] = {}  # of (factor key, role)
-        self.emitted: dict[sympy.Expr, int | fx.Node] = {}
+        self.emitter = Emitter(self.graph, self.integer_nodes)
 
     def run(self) -> Lowered:
         for node in self.program.gm.graph.nodes:
@@ -164,7 +164,7 @@ class _Lowering:
         for position, quotient in enumerate(sorted(quotients, key=sympy.default_sort_key)):
             symbol = sympy.Symbol(f"quotient{position}", integer=True, nonnegative=True)
             self._integer(IntegerInput(symbol.name, symbol, "quotient", quotient, quotient))
-            self.emitted[quotient] = self.integer_nodes[symbol]
+            self.emitter.know(quotient, self.integer_nodes[symbol])
 
     def _piece_integers(self) -> None:
         """One length and one start for every factor that some value is split along."""
@@ -219,36 +219,8 @@ class _Lowering:
 
     def emit(self, expr: sympy.Expr) -> int | fx.Node:
         """Returns an integer expression as a number or as nodes of the graph."""
-        if expr not in self.emitted:
-            self.emitted[expr] = self._emit(sympy.sympify(expr))
-        return self.emitted[expr]
-
-    def _emit(self, expr: sympy.Expr) -> int | fx.Node:
-        if expr.is_Integer:
-            return int(expr)
-        if expr.is_Symbol:
-            return self.integer_nodes[expr]
-        if isinstance(expr, sympy.floor):
-            top, bottom = sympy.fraction(sympy.together(expr.args[0]))
-            return self.graph.call_function(operator.floordiv, (self.emit(top), self.emit(bottom)))
-        if isinstance(expr, sympy.Mod):
-            return self.graph.call_function(operator.mod, tuple(map(self.emit, expr.args)))
-        if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and expr.exp > 0:
-            return self.graph.call_function(operator.pow, (self.emit(expr.base), int(expr.exp)))
-        top, bottom = sympy.fraction(sympy.together(expr))
-        if bottom != 1:
-            return self.graph.call_function(operator.floordiv, (self.emit(top), self.emit(bottom)))
-        ops = {sympy.Add: operator.add, sympy.Mul: operator.mul}
-        ops |= {sympy.Max: torch.sym_max, sympy.Min: torch.sym_min}
-        if expr.func not in ops:
-            raise CodegenError(
-                f"size {expr} is not made of +, *, //, %, min and max; report the model's op that "
-                "makes it"
-            )
-        result = self.emit(expr.args[0])
-        for arg in expr.args[1:]:
-            result = self.graph.call_function(ops[expr.func], (result, self.emit(arg)))
-        return result
+        value: int | fx.Node = self.emitter.emit(expr)
+        return value
 
     # ---------------------------------------------------------------------------------- values
 

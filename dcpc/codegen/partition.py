@@ -9,6 +9,7 @@ in backward, so that what is recomputed of one block at a time is alive.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -183,17 +184,21 @@ class _Partitioner:
 
     def _placeholder(self, name: str) -> None:
         new = self.graph.placeholder(name)
-        new.meta["val"] = self.nodes[name].meta["val"]
+        new.meta = _kept(self.nodes[name])
         self.made[name] = new
 
     def _copy(self, name: str) -> None:
         new = self.graph.node_copy(self.nodes[name], lambda n: self.made[n.name])
-        new.meta = {k: v for k, v in self.nodes[name].meta.items() if k in ("val", "stack_trace")}
+        new.meta = _kept(self.nodes[name])
         self.made[name] = new
 
     def _module(self, graph: fx.Graph) -> fx.GraphModule:
         graph.lint()
         return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _kept(node: fx.Node) -> dict[str, Any]:
+    return {k: v for k, v in node.meta.items() if k in ("val", "storage")}
 
 
 def _cheap(program: Program, joint: Joint) -> set[str]:

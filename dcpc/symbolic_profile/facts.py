@@ -107,7 +107,9 @@ class Facts:
         """Returns the tensors of a node's value: none for an integer, several for a tuple."""
         facts = self._nodes.get(node)
         if facts is None:
-            facts = tuple(self._tensor(t) for t in tensors(node.meta.get("val")))
+            found = list(tensors(node.meta.get("val")))
+            storages = node.meta.get("storage") or [t.untyped_storage()._cdata for t in found]
+            facts = tuple(map(self._tensor, found, storages))
             self._nodes[node] = facts
         return facts
 
@@ -121,11 +123,10 @@ class Facts:
         found = {t.storage: t for t in self.of(node) if t.storage not in shared}
         return tuple(found.values())
 
-    def _tensor(self, tensor: torch.Tensor) -> TensorFacts:
-        storage = tensor.untyped_storage()
+    def _tensor(self, tensor: torch.Tensor, storage: int) -> TensorFacts:
         return TensorFacts(
-            storage=storage._cdata,
-            storage_bytes=self.size(storage.nbytes()),
+            storage=storage,
+            storage_bytes=self.size(tensor.untyped_storage().nbytes()),
             shape=tuple(map(self.size, tensor.shape)),
             strides=tuple(map(self.size, tensor.stride())),
             dtype=tensor.dtype,
