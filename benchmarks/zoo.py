@@ -51,44 +51,56 @@ def prepared(model: ZooModel, sp: int) -> Prepared | Verdict:
     )
 
 
-def on_rank(rank: int, models: Sequence[Prepared | Verdict]) -> list[Verdict]:
-    """Returns the verdicts on prepared models, all of which this group runs."""
-    return [m if isinstance(m, Verdict) else compare(m) for m in models]
+def on_rank(rank: int, model: Prepared) -> Verdict:
+    """Returns the verdict on a prepared model, without tracing anything."""
+    return compare(model, lift=False)
 
 
-def share(
-    which: str, names: Sequence[str], sp: int, timeout_s: float, layers: int
-) -> dict[str, Verdict]:
-    """Returns the verdicts on some models: each traced once, then run by `sp` gloo ranks.
+def judged(which: str, name: str, sp: int, timeout_s: float, layers: int) -> Verdict:
+    """Returns the verdict on a model: traced once, then run by `sp` gloo ranks.
 
     The ranks are forked from the process that traced, so that the trace, most of the work, is made
-    once and not by every rank.
+    once and not by every rank. So is the one without casts, where a model needs it.
     """
     warnings.simplefilter("ignore")  # replicated ops are in the verdict
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    # Autograd starts a thread for each GPU, and a process that has some cannot be forked.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     DEPTH["layers"] = layers
-    models = table(which)
-    ready = [prepared(models[n], sp) for n in names]
-    by_rank = run_ranks(on_rank, sp, ready, timeout_s=timeout_s, fork=True)
-    found = {}
-    for name, *each in zip(names, *by_rank, strict=True):
-        # Gradients are summed over the group: every rank compares them all.
-        found[name] = max(each, key=lambda v: (bool(v.error), nan_as_infinite(v.worst)))
+    model = prepared(table(which)[name], sp)
+    if isinstance(model, Verdict):
+        return model
+    found = _by_ranks(model, sp, timeout_s)
+    if found.may_be_rounding:
+        model.lift()
+        found = _by_ranks(model, sp, timeout_s)
     return found
 
 
+def _by_ranks(model: Prepared, sp: int, timeout_s: float) -> Verdict:
+    """Returns the worst verdict of all ranks: gradients are summed, so each compares them all."""
+    each = run_ranks(on_rank, sp, model, timeout_s=timeout_s, fork=True)
+    return max(each, key=lambda v: (bool(v.error), nan_as_infinite(v.worst)))
+
+
 def verdicts(
-    which: str, names: Sequence[str], sp: int, workers: int, timeout_s: float, layers: int = 2
+    which: str,
+    names: Sequence[str],
+    sp: int,
+    workers: int,
+    timeout_s: float,
+    layers: int = 2,
+    start: str = "spawn",
 ) -> dict[str, Verdict]:
-    """Returns the verdict on each model; `workers` processes trace and fork at a time."""
-    found: dict[str, Verdict] = {}
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        shares = [names[i::workers] for i in range(workers)]
-        jobs = [pool.submit(share, which, s, sp, timeout_s, layers) for s in shares if s]
-        for job in jobs:
-            found |= job.result()
-    return {n: found[n] for n in names}
+    """Returns the verdict on each model; `workers` processes trace and fork at a time.
+
+    The last of the table are the largest and start first. `start` is how the workers do: forks of a
+    process that has done nothing but imports need not import again.
+    """
+    with ProcessPoolExecutor(workers, multiprocessing.get_context(start)) as pool:
+        jobs = {n: pool.submit(judged, which, n, sp, timeout_s, layers) for n in reversed(names)}
+        return {n: jobs[n].result() for n in names}
 
 
 def alone(which: str, name: str, sp: int, timeout_s: float) -> Verdict:
@@ -137,7 +149,7 @@ def main() -> None:
     layers = 1 if args.quick else 2
     found: dict[tuple[str, int], Verdict] = {}
     for sp in degrees:
-        mine = verdicts("named", named, sp, WORKERS, 3600.0, layers)
+        mine = verdicts("named", named, sp, WORKERS, 3600.0, layers, start="fork")
         found |= {(name, sp): v for name, v in mine.items()}
     others: dict[tuple[str, int], Verdict] = {}
     if args.more:

@@ -76,6 +76,11 @@ class Verdict:
         """The same, without casts to lower dtypes where those made a difference."""
         return _worst(self.lifted or self.differences)
 
+    @property
+    def may_be_rounding(self) -> bool:
+        """Whether the difference may be of a lower dtype, and was not yet measured without."""
+        return bool(self.low) and not self.lifted and not self.worst <= LIMIT
+
     def problems(self) -> Iterator[str]:
         """Yields what keeps the model from being accepted."""
         if self.error:
@@ -122,6 +127,7 @@ class Prepared:
         skipped: shapes that the model itself refuses, and why.
         example: see `exactness.example_inputs`.
         recomputes: "none" and "all", or one of them.
+        wide: the model without casts to lower dtypes, traced and placed too; None if not (yet).
     """
 
     model: nn.Module
@@ -132,6 +138,16 @@ class Prepared:
     skipped: list[str]
     example: Example | None
     recomputes: tuple[str, ...]
+    wide: Split | None = None
+
+    def lift(self) -> Split:
+        """Returns `wide`, traced and lowered now if it was not."""
+        if self.wide is None:
+            model = InFloat64(self.model)
+            self.wide = Split(model, self.buckets, self.large, sp=self.split.sp)
+            for sizes, recompute in product(self.shapes, self.recomputes):
+                self.wide.ready(sizes, recompute)
+        return self.wide
 
 
 def examine(
@@ -198,17 +214,22 @@ def prepare(
         return Verdict(sp, error=f"{type(error).__name__}: {error}")
 
 
-def compare(prepared: Prepared) -> Verdict:
-    """Returns the verdict, after every rank of the group has run the model at every shape."""
+def compare(prepared: Prepared, lift: bool = True) -> Verdict:
+    """Returns the verdict, after every rank of the group has run the model at every shape.
+
+    Args:
+        prepared: the model, the same on every rank.
+        lift: whether to trace it again without casts to lower dtypes where these may be what makes
+            a difference. A caller that forks its ranks does so itself (`Prepared.lift`), once.
+    """
     split, buckets = prepared.split, prepared.buckets
     try:
         _same_everywhere(prepared.model)
         differences = tuple(_differences(split, prepared))
         low = _lowest(split)
         lifted: tuple[Difference, ...] = ()
-        if low is not None and not _worst(differences) <= LIMIT:
-            wide = Split(InFloat64(prepared.model), buckets, prepared.large, sp=split.sp)
-            lifted = tuple(_differences(wide, prepared))
+        if (lift or prepared.wide) and low is not None and not _worst(differences) <= LIMIT:
+            lifted = tuple(_differences(prepared.lift(), prepared))
     except DcpcError as error:
         return Verdict(split.sp, error=f"{type(error).__name__}: {error}")
     dims = [n for n in buckets.names if n in split.program.symbols]

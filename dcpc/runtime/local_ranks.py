@@ -12,6 +12,7 @@ calling process (as under torchrun), so the death of any rank, rank 0 included, 
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -75,10 +76,13 @@ def run_ranks(
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    children = []
+    children: list[_Child] = []
     try:
         for rank in range(world):
-            children.append(_start(fn, args, rank, world, store.port, init, timeout_s, fork))
+            inherited = [c.pipe for c in children] if fork else []
+            children.append(
+                _start(fn, args, rank, world, store.port, init, timeout_s, fork, inherited)
+            )
         _collect(children, timeout_s, may_die)
     finally:
         for child in children:
@@ -103,6 +107,7 @@ def _start(
     init: bool,
     timeout_s: float,
     fork: bool,
+    inherited: list[Connection],
 ) -> _Child:
     ours, theirs = multiprocessing.Pipe()
     environment = {
@@ -115,8 +120,9 @@ def _start(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     make: Callable[..., BaseProcess] = ForkProcess if fork else SpawnProcess
+    inherited = [*inherited, ours] if fork else []
     process = make(
-        target=_main, args=(theirs, environment, init, timeout_s, fn, args), daemon=True
+        target=_main, args=(theirs, inherited, environment, init, timeout_s, fn, args), daemon=True
     )
     process.start()
     theirs.close()
@@ -147,14 +153,21 @@ def _collect(children: list[_Child], timeout_s: float, may_die: Collection[int])
 
 def _main(
     pipe: Connection,
+    inherited: list[Connection],
     environment: dict[str, str],
     init: bool,
     timeout_s: float,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # A fork has the caller's ends too, and no end is closed before all its holders close it.
+    for other in inherited:
+        other.close()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # A fork shares its parent's memory page by page until either writes: looking through the
+    # parent's objects for garbage would copy them all.
+    gc.freeze()
     try:
         if init:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
