@@ -27,6 +27,7 @@ from torch import nn
 from dcpc.acceptance.check import Request, check_model
 from dcpc.api import plan as plan_for
 from dcpc.buckets import Bucket, Buckets
+from dcpc.calibrate import calibrate_command
 from dcpc.errors import BucketError, DcpcError, PlanError, TraceError
 from dcpc.factories import load_model
 from dcpc.ir import BucketPlan
@@ -76,6 +77,10 @@ OptimizerBytes = Annotated[
         "--optimizer-bytes", min=0, help="kept by the optimizer on a rank; default: Adam's"
     ),
 ]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option("--calibration", metavar="FILE", help="written by `dcpc calibrate`"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class _Options:
     recompute: str
     backend: str
     optimizer_bytes: int | None
+    calibration: Path | None = None
 
 
 def _options(
@@ -97,9 +103,10 @@ def _options(
     recompute: Recompute = "auto",
     backend: Backend = "inductor",
     optimizer_bytes: OptimizerBytes = None,
+    calibration: CalibrationFile = None,
 ) -> _Options:
     """Returns the options that every command which plans has."""
-    return _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
+    return _Options(device, world, memory, sp, recompute, backend, optimizer_bytes, calibration)
 
 
 def _planning(command: Callable[..., None]) -> Callable[..., None]:
@@ -280,6 +287,9 @@ def _reported() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+app.command("calibrate")(_reported()(calibrate_command))
+
+
 def _planned(factory: str, file: Path, options: _Options) -> Planned:
     buckets = Buckets.from_yaml(file)
     try:
@@ -301,6 +311,7 @@ def _plan(model: nn.Module, buckets: Buckets, options: _Options) -> Planned:
         recompute=options.recompute,
         backend=options.backend,
         optimizer_bytes=options.optimizer_bytes,
+        calibration=options.calibration,
     )
 
 

@@ -91,6 +91,9 @@ class Planned:
             local = self.by_bucket[bucket].local_sizes(self.placement(bucket), sizes)
             rows.append(ReportRow(plan, self.profile(bucket), local))
         notes = dict.fromkeys(note for v in self.traces for note in v.program.notes)
+        error = self.traces[0].device.seconds_error
+        if error is not None:
+            notes[f"seconds are calibrated: ± {error:.1%} where they were measured"] = None
         return render_report(rows) + "".join(f"\n{note}" for note in notes) + "\n" * bool(notes)
 
     def source(self, bucket: Bucket) -> str:

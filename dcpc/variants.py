@@ -38,7 +38,8 @@ class Prediction:
         input_bytes: the inputs.
         flops: of matmuls, convolutions and attention.
         wire_bytes: sent in collectives, gradients' sum excluded.
-        seconds_s: by the device's roofline.
+        seconds_s: by the device's roofline, or by its calibration.
+        seconds_error: relative error of the calibration where it was measured; None without one.
     """
 
     peak_bytes: int
@@ -47,6 +48,7 @@ class Prediction:
     flops: int
     wire_bytes: int
     seconds_s: float
+    seconds_error: float | None = None
 
 
 class Variants:
@@ -216,6 +218,7 @@ class Variants:
             flops=at.flops(dims),
             wire_bytes=at.wire_bytes(dims),
             seconds_s=at.seconds(dims, self.device),
+            seconds_error=self.device.seconds_error,
         )
 
     def variant(

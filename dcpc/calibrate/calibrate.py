@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -16,6 +16,7 @@ from dcpc.acceptance.exactness import Example, example_inputs
 from dcpc.api import calibration_key
 from dcpc.buckets import BATCH, Buckets
 from dcpc.calibrate.fit import (
+    Sample,
     fit_classes,
     memory_rate,
     predicted_s,
@@ -32,10 +33,12 @@ from dcpc.runtime.groups import Groups
 from dcpc.symbolic_profile import (
     CalibratedPoint,
     Calibration,
+    ClassFit,
     CollectiveFit,
     Device,
     Fits,
     detect,
+    find,
 )
 from dcpc.trace import autocast_dtype, casting, checked_dtype, trace
 from dcpc.variants import Variants
@@ -44,6 +47,8 @@ Sizes = Mapping[str, int]
 Inputs = Mapping[str, Tensor]
 
 BUDGET_S = 30.0  # of measuring; tracing comes before it
+# What Inductor calls as eager does; it fuses the rest.
+APART = frozenset({"matmul", "convolution", "attention", "collective"})
 LINKS = 0.25  # of it for the collectives, where there are ranks
 ROUNDS = 5  # that the budget should suffice for
 SPARE = 0.8  # of the memory
@@ -79,13 +84,13 @@ def calibrate(
     at = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     groups = Groups.default(group=group, device=at)
     autocast = checked_dtype(autocast or autocast_dtype(at.type))
-    device = detect()
+    device = find("cpu") if at.type == "cpu" and torch.cuda.is_available() else detect()
     traced = _trace(model, buckets, device, backend, autocast)
     share_s = budget_s if groups.world == 1 else budget_s * (1 - LINKS)
     with casting(at.type, None):
         wholes = mean_over_ranks(_measure(traced, example, at, share_s), groups)
     links = time_collectives(groups, budget_s * LINKS)
-    fits, points = fitted(wholes, links)
+    fits, points = fitted(wholes, links, APART if backend == "inductor" else ())
     key = calibration_key([v for _, v in traced], device, at, groups.world)
     return Calibration(key, fits, points, time.perf_counter() - begin_s)
 
@@ -94,7 +99,7 @@ def mean_over_ranks(wholes: Sequence[Whole], groups: Groups) -> list[Whole]:
     """Returns the runs with the mean seconds of all ranks, which ran at the same time."""
     if groups.world == 1:
         return list(wholes)
-    own = [[*(s.seconds_s for s in w.samples), w.seconds_s] for w in wholes]
+    own = [[*(s.seconds_s for s in w.samples), w.forward_s, w.backward_s] for w in wholes]
     seconds = torch.tensor([s for mine in own for s in mine], dtype=torch.float64)
     dist.all_reduce(seconds, group=groups.control(groups.world))
     found = (seconds / groups.world).split([len(mine) for mine in own])
@@ -102,6 +107,7 @@ def mean_over_ranks(wholes: Sequence[Whole], groups: Groups) -> list[Whole]:
         Whole(
             w.sizes,
             tuple(replace(s, seconds_s=float(t)) for s, t in zip(w.samples, mean, strict=False)),
+            float(mean[-2]),
             float(mean[-1]),
         )
         for w, mean in zip(wholes, found, strict=True)
@@ -109,19 +115,29 @@ def mean_over_ranks(wholes: Sequence[Whole], groups: Groups) -> list[Whole]:
 
 
 def fitted(
-    wholes: Sequence[Whole], collectives: tuple[CollectiveFit, ...] = ()
+    wholes: Sequence[Whole],
+    collectives: tuple[CollectiveFit, ...] = (),
+    apart: Collection[str] = (),
 ) -> tuple[Fits, tuple[CalibratedPoint, ...]]:
     """Returns the fits of all timed calls, and how well they say each whole run.
 
-    Calls are timed one after the other with a clock between them; as a whole they find other
-    caches, so all fits are scaled by the median of what that changes.
+    Calls are timed one after the other with a clock between them. As a whole they find other
+    caches, and a compiler fuses them: the fits of each direction are scaled by what that changes.
+
+    Args:
+        wholes: what ran.
+        collectives: their fits.
+        apart: classes that a compiler leaves as they are: the others' fits are scaled alone.
     """
     samples = [s for whole in wholes for s in whole.samples]
-    alone = fit_classes(samples)
-    by = median(whole.seconds_s / predicted_s(alone, whole.samples) for whole in wholes)
-    classes = scaled(alone, by)
+    classes: tuple[ClassFit, ...] = ()
+    for forward in (True, False):
+        alone = fit_classes([s for s in samples if s.forward is forward])
+        parts = [whole.part(forward) for whole in wholes]
+        classes += scaled(alone, _changed(alone, parts, apart), apart)
     points = tuple(
-        CalibratedPoint(w.sizes, w.seconds_s, predicted_s(classes, w.samples)) for w in wholes
+        CalibratedPoint(w.sizes, w.forward_s + w.backward_s, predicted_s(classes, w.samples))
+        for w in wholes
     )
     fits = Fits(
         classes=classes,
@@ -132,6 +148,20 @@ def fitted(
         error=median(abs(p.predicted_s / p.measured_s - 1) for p in points),
     )
     return fits, points
+
+
+def _changed(
+    alone: Sequence[ClassFit],
+    parts: Sequence[tuple[Sequence[Sample], float]],
+    apart: Collection[str],
+) -> float:
+    """Returns the median of (what was left of a whole) / (what was timed alone), from 0 up."""
+    found = []
+    for samples, whole_s in parts:
+        kept_s = predicted_s(alone, [s for s in samples if s.op_class in apart])
+        rest_s = predicted_s(alone, [s for s in samples if s.op_class not in apart])
+        found.append(max(whole_s - kept_s, 0.0) / rest_s if rest_s else 1.0)
+    return median(found)
 
 
 def _trace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -103,10 +103,14 @@ def predicted_s(fits: Sequence[ClassFit], samples: Iterable[Sample]) -> float:
     return found
 
 
-def scaled(fits: Iterable[ClassFit], by: float) -> tuple[ClassFit, ...]:
-    """Returns the fits with all their seconds times `by`."""
+def scaled(
+    fits: Iterable[ClassFit], by: float, but: Collection[str] = ()
+) -> tuple[ClassFit, ...]:
+    """Returns the fits with their seconds times `by`, those of the classes `but` as they are."""
     return tuple(
-        replace(
+        f
+        if f.op_class in but
+        else replace(
             f,
             launch_s=f.launch_s * by,
             s_per_flop=f.s_per_flop * by,

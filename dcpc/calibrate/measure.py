@@ -32,12 +32,19 @@ class Whole:
     Attributes:
         sizes: batch included.
         samples: of its calls, with the seconds they had alone.
-        seconds_s: of all of it.
+        forward_s: of the whole forward, compiled.
+        backward_s: of the whole backward, compiled.
     """
 
     sizes: Sizes
     samples: tuple[Sample, ...]
-    seconds_s: float
+    forward_s: float
+    backward_s: float
+
+    def part(self, forward: bool) -> tuple[list[Sample], float]:
+        """Returns the calls of one direction, and the seconds of all of it."""
+        mine = [s for s in self.samples if s.forward is forward]
+        return mine, self.forward_s if forward else self.backward_s
 
 
 class Bench:
@@ -94,7 +101,7 @@ class Bench:
             until_s: no round starts after this `time.perf_counter()`, but for the fewest.
         """
         each: list[list[list[float]]] = [[] for _ in points]
-        whole: list[list[float]] = [[] for _ in points]
+        whole: list[list[list[float]]] = [[] for _ in points]
         for number in range(MOST_ROUNDS):
             if number >= FEWEST_ROUNDS and time.perf_counter() > until_s:
                 break
@@ -103,12 +110,12 @@ class Bench:
                 each[i].append(calls)
                 whole[i].append(all_of_it)
         return [
-            Whole(sizes, self._samples(sizes, [_low(s) for s in zip(*e, strict=True)]), _low(w))
+            Whole(sizes, self._samples(sizes, _low(e)), *_low(w))
             for sizes, e, w in zip(points, each, whole, strict=True)
         ]
 
-    def _run(self, sizes: Sizes) -> tuple[list[float], float]:
-        """Returns the seconds of each call, and of the whole."""
+    def _run(self, sizes: Sizes) -> tuple[list[float], list[float]]:
+        """Returns the seconds of each call, and of forward and backward as a whole."""
         program = self.variants.program
         given = {n: t for n, t in self.variants.tensors().items() if not t.is_meta}
         inputs = self._inputs(sizes)
@@ -116,12 +123,12 @@ class Bench:
         given = {n: t.detach() for n, t in given.items()}
         dims = self.variants.local_sizes(self.placement, sizes)
         each: list[float] = []
-        whole = 0.0
+        whole: list[float] = []
         with torch.no_grad():
             for timed in self._timed:
                 arguments = timed.arguments(dims, given)
                 each += timed.seconds_each(arguments)
-                whole += timed.seconds(arguments)
+                whole.append(timed.seconds(arguments))
         return each, whole
 
     def _samples(self, sizes: Sizes, seconds: Sequence[float]) -> tuple[Sample, ...]:
@@ -151,6 +158,6 @@ def _sample(work: Work, flops: float, moved: float, seconds_s: float) -> Sample:
     return Sample(work.op_class, work.forward, work.dtype, flops, moved, seconds_s)
 
 
-def _low(seconds: Sequence[float]) -> float:
-    """Returns the lower quartile: other processes only ever add to what a call takes."""
-    return sorted(seconds)[len(seconds) // 4]
+def _low(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the lower quartile of each: other processes only ever add to what a call takes."""
+    return [sorted(each)[len(rounds) // 4] for each in zip(*rounds, strict=True)]
