@@ -1,0 +1,173 @@
+"""`dcpc calibrate`: measures a user's model on this device, alone or on ranks, into a file."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dcpc.buckets import Buckets
+from dcpc.calibrate.calibrate import calibrate
+from dcpc.errors import PlanError
+from dcpc.factories import load_function, load_model
+from dcpc.runtime.groups import Groups
+from dcpc.runtime.local_ranks import run_ranks
+from dcpc.symbolic_profile import Calibration
+
+LIMIT_S = 600.0  # ranks of its own are ended after this
+DEFAULT_FILE = Path("calibration.json")
+_AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to calibrate.
+
+    Attributes:
+        factory: `module:factory` of the model.
+        file: of the buckets.
+        device: "cpu", "cuda" or "auto": a GPU where there is one.
+        backend: "eager" or "inductor".
+        autocast: "none", "bfloat16" or "float16".
+        example: `module:function` of the inputs, or None.
+    """
+
+    factory: str
+    file: str
+    device: str
+    backend: str
+    autocast: str
+    example: str | None
+
+
+def calibrate_command(
+    factory: Annotated[
+        str, typer.Argument(metavar="MODULE:FACTORY", help="returns the nn.Module, no arguments")
+    ],
+    buckets: Annotated[
+        Path, typer.Option("--buckets", metavar="FILE", help="YAML file with inputs and sizes")
+    ],
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where it is")] = "auto",
+    world: Annotated[
+        int, typer.Option(min=1, help="ranks to start on this CPU; torchrun brings its own")
+    ] = 1,
+    backend: Annotated[str, typer.Option(help="inductor or eager")] = "inductor",
+    autocast: Annotated[str, typer.Option(help="none, bfloat16 or float16")] = "none",
+    example: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="called with the sizes, returns some of the inputs"
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="written as JSON")] = DEFAULT_FILE,
+) -> None:
+    """Measure a model's calls and collectives on this device, for plans with --calibration."""
+    request = Request(factory, str(buckets), device, backend, autocast, example)
+    found = measured(request, world)
+    if found is not None:
+        found.write(out)
+        typer.echo(calibration_text(found) + f"written to {out}")
+
+
+def measured(request: Request, world: int) -> Calibration | None:
+    """Returns the calibration; None on all of torchrun's ranks but the first.
+
+    Args:
+        request: what to calibrate.
+        world: ranks to start, 1 under torchrun.
+
+    Raises:
+        PlanError: an option is wrong.
+        DcpcError: the file or factory is wrong, or a rank failed or did not end.
+    """
+    _check(request)
+    if "RANK" in os.environ:
+        found = on_rank(int(os.environ["RANK"]), request)
+        return found if os.environ["RANK"] == "0" else None
+    if world == 1:
+        return on_rank(0, request)
+    if _device(request).type != "cpu":
+        raise PlanError(
+            f"calibrate: got --world {world} with a GPU; expected torchrun to start ranks on GPUs; "
+            f"run torchrun --nproc-per-node {world} -m dcpc.cli calibrate ... without --world"
+        )
+    ranks: list[Calibration] = run_ranks(on_rank, world, request, timeout_s=LIMIT_S)
+    return ranks[0]
+
+
+def on_rank(rank: int, request: Request) -> Calibration:
+    """Returns the calibration; every rank calls this."""
+    at = _device(request)
+    model = load_model(request.factory).to(at)
+    Groups.default(device=at)  # before anything takes long: is every rank there?
+    return calibrate(
+        model,
+        Buckets.from_yaml(request.file),
+        backend=request.backend,
+        autocast=_AUTOCAST[request.autocast],
+        example=None if request.example is None else load_function(request.example),
+    )
+
+
+def calibration_text(found: Calibration) -> str:
+    """Returns what a person reads: the rates that were found, and how far they may be off."""
+    key, fits = found.key, found.fits
+    out = io.StringIO()
+    console = Console(file=out, width=100, color_system=None, highlight=False, emoji=False)
+    title = f"{key.device}: {key.machine}; {key.world} ranks, {key.dtype}, {key.backend}"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for heading in ("class", "direction", "dtype"):
+        table.add_column(heading)
+    for heading in ("us at least", "GFLOP/s", "GB/s"):
+        table.add_column(heading, justify="right")
+    for c in fits.classes:
+        rates = [1 / y for _, y in c.knots] or [1 / c.s_per_flop if c.s_per_flop else 0.0]
+        flops = " to ".join(f"{r / 1e9:.1f}" for r in sorted({min(rates), max(rates)}) if r)
+        moved = f"{1e-9 / c.s_per_byte:.1f}" if c.s_per_byte else ""
+        direction = "forward" if c.forward else "backward"
+        table.add_row(
+            c.op_class, direction, str(c.dtype), f"{1e6 * c.launch_s:.1f}", flops, moved
+        )
+    for link in fits.collectives:
+        sent = f"{1e-9 / link.s_per_byte:.2f}"
+        table.add_row(link.op, f"{link.ranks} ranks", "", f"{1e6 * link.alpha_s:.1f}", "", sent)
+    console.print(table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    for p in found.points:
+        sizes = ", ".join(f"{n} {s}" for n, s in p.sizes.items())
+        lines.append(
+            f"{sizes}: {1e3 * p.measured_s:.1f} ms measured, {1e3 * p.predicted_s:.1f} by the fits"
+        )
+    lines.append(f"in {found.seconds_s:.1f} s; seconds ± {fits.error:.1%} at these sizes")
+    return "\n".join(lines) + "\n"
+
+
+def _device(request: Request) -> torch.device:
+    kind = request.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _check(request: Request) -> None:
+    """Refuses wrong options before any rank starts."""
+    known = {"device": ("auto", "cpu", "cuda"), "autocast": tuple(_AUTOCAST)}
+    for name, values in known.items():
+        got = getattr(request, name)
+        if got not in values:
+            raise PlanError(
+                f"calibrate: got --{name} {got}; expected one of {', '.join(values)}; choose one"
+            )
+    if request.device == "cuda" and not torch.cuda.is_available():
+        raise PlanError("calibrate: got --device cuda; expected a GPU that torch sees; use cpu")
+    Buckets.from_yaml(request.file)
