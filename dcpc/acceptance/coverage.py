@@ -141,11 +141,10 @@ def _unsplit(split: Split) -> Iterable[Unsplit]:
         if node.op != "call_function" or node.name not in info or not _is_whole(split, node):
             continue
         rule = split.sharding.rules[node.name]
-        ways = [a.name for a in split.sharding.alternatives[node.name] if a.factor >= 0]
+        ways = any(a.factor >= 0 for a in split.sharding.alternatives[node.name])
         reason = rule.reason or "no piece of any of its dims would do"
         if ways:
-            found = ", ".join(dict.fromkeys(ways))
-            reason = f"it can be split ({found}), and costs less in whole where it stands"
+            reason = "it can be split, and costs less in whole where it stands"
         shape = f"[{', '.join(map(str, info[node.name].shape))}]"
         op = str(node.target).removesuffix(".default")
         blocked = bool(rule.reason) and (info[node.name].requires_grad or not rule.deliberate)
@@ -177,9 +176,12 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def source_line(node: fx.Node) -> str:
-    """Returns `file:line` of the code that made a node: the innermost frame outside of torch."""
+    """Returns `file:line` of the code that made a node: the innermost frame outside of torch.
+
+    What torch generates on its way (`<eval_with_key>`, of a no_grad block) is nobody's file.
+    """
     frames = _FRAME.findall(str(node.meta.get("stack_trace", "")))
-    ours = [f for f in frames if "/torch/" not in f[0]]
+    ours = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<")]
     if not ours:
         return ""
     file, line = ours[-1]

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -178,4 +179,6 @@ def _main(
     # A rank that leaves early breaks its peers' connections: stay until the caller has all results.
     with contextlib.suppress(EOFError):
         pipe.recv_bytes()
+    # Libraries' locks (tqdm's) are let go, or else Python warns of leaked semaphores at the end.
+    util._exit_function()
     os._exit(0)

@@ -1,9 +1,11 @@
 """`dcpc check`: what it says of a good model, and that it says so of a bad one."""
 
 import pytest
+from torch import fx
 from typer.testing import CliRunner
 
 from dcpc.acceptance.check import Request, on_rank, verdicts_text
+from dcpc.acceptance.coverage import source_line
 from dcpc.acceptance.exactness import Difference
 from dcpc.acceptance.verdict import Verdict
 from dcpc.cli import app
@@ -78,3 +80,12 @@ def test_what_is_asked_for_wrongly_is_said_before_any_rank_starts(file, model, o
     result = CliRunner().invoke(app, ["check", model, "--buckets", file, *options])
     assert result.exit_code == 1
     assert words in result.stderr
+
+
+def test_source_line_passes_over_what_torch_generates():
+    node = fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = (
+        'File "/home/u/model.py", line 7, in forward\n    return f(x)\n'
+        'File "<eval_with_key>.44", line 3, in forward\n    cos = ...\n'
+    )
+    assert source_line(node) == "u/model.py:7"
