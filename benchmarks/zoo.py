@@ -106,7 +106,7 @@ def verdicts(
 def alone(which: str, name: str, sp: int, timeout_s: float) -> Verdict:
     """Returns the verdict on one model from processes of its own, whatever happens to them."""
     try:
-        return verdicts(which, [name], sp, 1, timeout_s)[name]
+        return verdicts(which, [name], sp, 1, timeout_s, start="fork")[name]
     except Exception as error:  # of another process, and of any kind
         last = (str(error).strip() or type(error).__name__).splitlines()[-1]
         return Verdict(sp, error=f"{type(error).__name__}: {last}")

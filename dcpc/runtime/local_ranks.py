@@ -180,5 +180,5 @@ def _main(
     with contextlib.suppress(EOFError):
         pipe.recv_bytes()
     # Libraries' locks (tqdm's) are let go, or else Python warns of leaked semaphores at the end.
-    util._exit_function()
+    util._run_finalizers()  # type: ignore[attr-defined]
     os._exit(0)
