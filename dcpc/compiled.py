@@ -22,8 +22,9 @@ from dcpc.runtime.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.stats import Stats, log_step
 from dcpc.runtime.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.runtime.steps import MicroBatch, Step
+from dcpc.symbolic_profile import Prediction
 from dcpc.trace import autocast_dtype, casting, trace
-from dcpc.variants import Prediction, Variants, group_name
+from dcpc.variants import Variants, group_name
 
 # Keeps the random numbers of train steps apart from those of calls, which count up from 1.
 _STEPS = 1 << 40

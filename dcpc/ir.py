@@ -275,6 +275,50 @@ class Partition:
     names: Mapping[sympy.Symbol, sympy.Expr]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """What the graphs of a partition run, as nodes of the joint graph in execution order.
+
+    Attributes:
+        primals: forward's placeholders.
+        forward: its calls.
+        loss: what it returns first.
+        saved: values that it returns for backward.
+        backward_primals: placeholders of forward that backward takes, too.
+        tangent: the placeholder of the loss's gradient.
+        backward: its calls; those of forward among them are made again.
+        gradients: one (or None) for each trainable parameter.
+    """
+
+    primals: tuple[fx.Node, ...]
+    forward: tuple[fx.Node, ...]
+    loss: fx.Node
+    saved: tuple[fx.Node, ...]
+    backward_primals: tuple[fx.Node, ...]
+    tangent: fx.Node
+    backward: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Three copies of a repeated block that stand for more: first, middle and last.
+
+    Attributes:
+        copy_of: program's node -> 0, 1 or 2; absent outside of the copies.
+        others: copies like the middle one that are not there; they run between it and the last.
+        owner: joint graph's node -> the program's node it was made for.
+    """
+
+    copy_of: Mapping[str, int]
+    others: int
+    owner: Mapping[str, str]
+
+    def count(self, name: str) -> int:
+        """Returns how many calls a node of the joint graph stands for."""
+        return 1 + self.others * (self.copy_of.get(self.owner.get(name, name), -1) == 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Calls of one partition that cost the same: what a roofline is evaluated on.

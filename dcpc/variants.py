@@ -16,7 +16,7 @@ from dcpc.ir import Partition, Placement, Profile, Program
 from dcpc.passes.placement import PlacementModel, Rates, place
 from dcpc.passes.recompute import Call, Menu, recompute_menu
 from dcpc.passes.sharding import Sharding
-from dcpc.symbolic_profile import CallCosts, Device, evaluator, profile_partition
+from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, Prediction
 
 Sizes = Mapping[str, int]
 
@@ -29,26 +29,24 @@ TIE_BREAK_S = 1e-9  # of two placements that send the same bytes, the one with f
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """What one forward and backward of a variant costs the fullest rank, at given sizes.
+class Study:
+    """What is known of one lowered graph for planning: costs of each node, and choices.
 
     Attributes:
-        peak_bytes: activations and new gradients at the worst moment.
-        saved_bytes: activations kept between forward and backward.
-        input_bytes: the inputs.
-        flops: of matmuls, convolutions and attention.
-        wire_bytes: sent in collectives, gradients' sum excluded.
-        seconds_s: by the device's roofline, or by its calibration.
-        seconds_error: relative error of the calibration where it was measured; None without one.
+        lowering: the graph.
+        ledger: costs of its nodes.
+        meter: reads them at sizes.
+        menu: choices of what backward makes again.
+        keys: name of a value -> what it is called in every trace.
+        costs: recompute -> what runs then costs.
     """
 
-    peak_bytes: int
-    saved_bytes: int
-    input_bytes: int
-    flops: int
-    wire_bytes: int
-    seconds_s: float
-    seconds_error: float | None = None
+    lowering: Lowering
+    ledger: Ledger
+    meter: Meter
+    menu: Menu
+    keys: Mapping[str, Key]
+    costs: dict[int, Costs]
 
 
 class Variants:
@@ -75,7 +73,7 @@ class Variants:
     ) -> None:
         self.program, self.sharding, self.device, self.backend = program, sharding, device, backend
         self._reference = {BATCH: 1, **(reference or program.hints)}
-        self._menus: dict[tuple[object, ...], tuple[Menu, dict[str, Key]]] = {}
+        self._studies: dict[tuple[object, ...], Study] = {}
         self.tensors = tensors
         self._placement_model = PlacementModel(program, sharding)
         self._placements: dict[tuple[object, ...], Placement] = {}
@@ -155,42 +153,51 @@ class Variants:
         key = (placement.key(), recompute, hints, backend or self.backend)
         if key not in self._partitions:
             lowering = self.lowering(placement, hints, backend)
-            menu, keys = self._menu(placement, backend or self.backend)
-            chosen = {keys[name] for name in menu.made_again(recompute)}
+            study = self._study(placement, backend or self.backend)
+            chosen = {study.keys[name] for name in study.menu.made_again(recompute)}
             self._partitions[key] = lowering.partition(chosen)
         return self._partitions[key]
 
     def menu(self, placement: Placement) -> Menu:
         """Returns the choices of what backward makes again, cheapest steps first."""
-        return self._menu(placement, self.backend)[0]
+        return self._study(placement).menu
 
     def steps(self, placement: Placement) -> int:
         """Returns how many steps of recompute there are, up to making again all that can be."""
         return len(self.menu(placement).steps)
 
-    def _menu(self, placement: Placement, backend: str) -> tuple[Menu, dict[str, Key]]:
-        """The menu, and the key of each value it names.
+    def _study(self, placement: Placement, backend: str = "") -> Study:
+        """Returns the costs and choices of a lowered graph.
 
         Made of one trace at sizes that are the same on all ranks: they make the same values again,
         collectives among them.
         """
-        key = (placement.key(), backend)
-        if key not in self._menus:
+        key = (placement.key(), backend or self.backend)
+        if key not in self._studies:
             lowering = self.lowering(placement, None, backend)
+            ledger = Ledger(lowering.joint.names, placement.sp)
+            meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
             nodes, needed = lowering.choices()
-            costs = CallCosts(nodes, lowering.joint.names, placement.sp)
             sizes = self.local_sizes(placement, self._reference)
-            calls = _calls(nodes, needed, *costs.at(sizes, self.device))
+            calls = _calls(nodes, needed, *meter.calls(nodes, sizes, self.device))
             keys = {name: key for key, name in lowering.keys().items()}
-            self._menus[key] = recompute_menu(calls), keys
-        return self._menus[key]
+            self._studies[key] = Study(lowering, ledger, meter, recompute_menu(calls), keys, {})
+        return self._studies[key]
+
+    def _costs(self, placement: Placement, recompute: int) -> Costs:
+        """Returns what runs if so many steps of recompute are taken, and what it costs."""
+        study = self._study(placement)
+        if recompute not in study.costs:
+            chosen = {study.keys[name] for name in study.menu.made_again(recompute)}
+            study.costs[recompute] = study.ledger.costs(study.lowering.schedule(chosen))
+        return study.costs[recompute]
 
     def profile(self, placement: Placement, recompute: int) -> Profile:
         """Returns the symbolic costs of a placement and recompute setting."""
         key = (placement.key(), recompute)
         if key not in self._profiles:
-            parts = self.partition(placement, recompute)
-            self._profiles[key] = profile_partition(parts, placement.sp)
+            costs = self._costs(placement, recompute)
+            self._profiles[key] = self._study(placement).ledger.profile(costs)
         return self._profiles[key]
 
     def local_sizes(self, placement: Placement, sizes: Sizes, rank: int = 0) -> dict[str, int]:
@@ -209,17 +216,9 @@ class Variants:
 
     def predict(self, placement: Placement, recompute: int, sizes: Sizes) -> Prediction:
         """Returns the costs at given sizes, on the fullest rank."""
-        at = evaluator(self.profile(placement, recompute))
         dims = self.local_sizes(placement, sizes)
-        return Prediction(
-            peak_bytes=at.peak_bytes(dims),
-            saved_bytes=at.saved_bytes(dims),
-            input_bytes=at.input_bytes(dims),
-            flops=at.flops(dims),
-            wire_bytes=at.wire_bytes(dims),
-            seconds_s=at.seconds(dims, self.device),
-            seconds_error=self.device.seconds_error,
-        )
+        costs = self._costs(placement, recompute)
+        return self._study(placement).meter.read(costs, dims, self.device)
 
     def variant(
         self, placement: Placement, recompute: int, sizes: Sizes, rank: int

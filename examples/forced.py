@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import dcpc
 from dcpc.ir import Placement
-from dcpc.variants import Prediction, Variants
+from dcpc.symbolic_profile import Prediction
+from dcpc.variants import Variants
 
 
 class ForcedVariant:

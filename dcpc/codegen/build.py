@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from dcpc.codegen.backends import compile_graph
 from dcpc.codegen.joint import Joint, Tracer
 from dcpc.codegen.lower import Lowered, lower
-from dcpc.codegen.partition import choices, partition
+from dcpc.codegen.partition import choices, partition, schedule
 from dcpc.codegen.variant import Variant, handing_over
-from dcpc.ir import Partition, Placement
+from dcpc.ir import Partition, Placement, Schedule
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,14 @@ class Lowering:
                 seen[made] += 1
         return found
 
+    def schedule(self, recompute: Collection[Key]) -> Schedule:
+        """Returns what forward and backward run if these values are made again."""
+        names = frozenset(name for key, name in self.keys().items() if key in recompute)
+        return schedule(self.program, self.joint, names)
+
     def partition(self, recompute: Collection[Key]) -> Partition:
         """Returns the forward and backward graphs in which these values are made again."""
-        names = frozenset(name for key, name in self.keys().items() if key in recompute)
-        return partition(self.program, self.joint, names)
+        return partition(self.schedule(recompute), self.joint.names)
 
     def variant(self, parts: Partition) -> Variant:
         """Returns a runnable variant of a partition."""

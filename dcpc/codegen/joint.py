@@ -386,21 +386,26 @@ class _Assembly:
                 self._differentiate(call, flows)
 
     def _differentiate(self, call: _Call, flows: Mapping[Ref, fx.Node]) -> None:
-        tangents = {ref: node.meta["val"] for ref, node in flows.items()}
-        key = tuple((ref.number, self.tracer.kind(t)) for ref, t in tangents.items())
-        derivative = call.piece.derivative(key, tangents)
-        at = call.at | dict(zip(derivative.tangents, flows.values(), strict=True))
-        self._put(call.owner, derivative.ops, at)
         wanted = [n for n in call.operands if n in self.trained]
-        for operand, ref in zip(wanted, derivative.gradients, strict=True):
-            if ref is not None:
-                self._accumulate(call.owner, operand, at[ref])
-
-    def _accumulate(self, owner: str, value: fx.Node, gradient: fx.Node) -> None:
-        if value in self.gradients:
-            both = (self.gradients[value], gradient)
-            gradient = self._add(owner, aten.add.Tensor, both, {})[1]
-        self.gradients[value] = gradient
+        sums = {wanted.index(n): self.gradients[n] for n in wanted if n in self.gradients}
+        kinds = [(i, self.tracer.kind(n.meta["val"])) for i, n in sums.items()]
+        key = tuple((ref.number, self.tracer.kind(n.meta["val"])) for ref, n in flows.items())
+        derivative = call.piece.derivative(
+            (key, tuple(kinds)),
+            {ref: n.meta["val"] for ref, n in flows.items()},
+            {i: n.meta["val"] for i, n in sums.items()},
+        )
+        at = call.at | dict(zip(derivative.tangents, flows.values(), strict=True))
+        at |= zip(derivative.sums, sums.values(), strict=True)
+        self._put(call.owner, derivative.ops, at)
+        for i, (operand, ref) in enumerate(zip(wanted, derivative.gradients, strict=True)):
+            if ref is None:
+                continue
+            gradient = at[ref]
+            if operand in wanted[:i] and operand in self.gradients:
+                both = (self.gradients[operand], gradient)
+                gradient = self._add(call.owner, aten.add.Tensor, both, {})[1]
+            self.gradients[operand] = gradient
 
     def _gradient(self, name: str, primal: fx.Node) -> fx.Node | None:
         """Returns a parameter's gradient; zeros where only the plain model's loss depends on it."""

@@ -374,14 +374,12 @@ class _Lowering:
         return copied
 
     def arange(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-        """Positions: this rank's slice of them."""
+        """Positions: this rank's piece of them, of one factor where they have several."""
         label = self._label(node)
         if not label.sharded:
             return None
-        whole = self._copy(node, operands)
-        factor = self.factor(node.name, label)
-        args = (whole, 0, self.emit(self.start(factor)), self.emit(self.length(factor)))
-        return self.graph.call_function(torch.ops.dcpc.narrow.default, args)
+        self.values[node.name, REPLICATED] = self._copy(node, operands)
+        return self._change(node.name, REPLICATED, label)
 
     def random(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
         """Random numbers: of the call's seed, each rank's piece its own."""

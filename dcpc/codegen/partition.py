@@ -8,14 +8,14 @@ in backward, so that what is recomputed of one block at a time is alive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+import sympy
 import torch
 from torch import Tensor, fx
 
 from dcpc.codegen.joint import Joint
-from dcpc.ir import Partition, Program
+from dcpc.ir import Partition, Program, Schedule
 
 aten = torch.ops.aten
 
@@ -27,15 +27,49 @@ VIEWS = {
 }  # fmt: skip
 
 
-def partition(program: Program, joint: Joint, recompute: frozenset[str]) -> Partition:
-    """Returns forward and backward graphs.
+def partition(schedule: Schedule, names: Mapping[sympy.Symbol, sympy.Expr]) -> Partition:
+    """Returns the forward and backward graphs of a schedule.
+
+    Args:
+        schedule: of a joint graph; its nodes are copied.
+        names: torch symbol -> expression of the bucket's dims.
+    """
+    taken = (*schedule.saved, *schedule.backward_primals)
+    return Partition(
+        forward=_module(schedule.primals, schedule.forward, (schedule.loss, *schedule.saved)),
+        backward=_module((*taken, schedule.tangent), schedule.backward, schedule.gradients),
+        resident=tuple(n.name for n in schedule.primals if isinstance(n.meta["val"], Tensor)),
+        saved=tuple(n.name for n in schedule.saved),
+        backward_primals=tuple(n.name for n in schedule.backward_primals),
+        names=names,
+    )
+
+
+def _module(
+    placeholders: Sequence[fx.Node], calls: Sequence[fx.Node], outputs: Sequence[fx.Node | None]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in placeholders:
+        made[node] = graph.placeholder(node.name)
+    for node in calls:
+        made[node] = graph.node_copy(node, lambda n: made[n])
+    for node, copy in made.items():
+        copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "storage")}
+    graph.output(tuple(None if n is None else made[n] for n in outputs))
+    graph.lint()
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def schedule(program: Program, joint: Joint, recompute: frozenset[str]) -> Schedule:
+    """Returns what forward and backward run.
 
     Args:
         program: the traced model.
         joint: its joint graph, lowered for one rank; not changed.
         recompute: names of forward nodes of the joint graph that backward makes again.
     """
-    return _Partitioner(program, joint, recompute).run()
+    return _Scheduler(program, joint, recompute).run()
 
 
 def choices(program: Program, joint: Joint) -> tuple[list[fx.Node], frozenset[str]]:
@@ -80,73 +114,58 @@ def backward_nodes(joint: Joint, gradients: Sequence[fx.Node | None]) -> set[str
     return found
 
 
-class _Partitioner:
-    def __init__(
-        self,
-        program: Program,
-        joint: Joint,
-        recompute: frozenset[str],
-    ) -> None:
-        self.joint = joint
-        self.nodes = {n.name: n for n in joint.gm.graph.nodes}
-        self.output = next(n for n in reversed(joint.gm.graph.nodes) if n.op == "output")
-        self.recompute = recompute
+class _Scheduler:
+    def __init__(self, program: Program, joint: Joint, recompute: frozenset[str]) -> None:
+        self.joint, self.recompute = joint, recompute
+        self.nodes = list(joint.gm.graph.nodes)
         self.cheap = _cheap(program, joint)
-        self.saved: dict[str, None] = {}
-        self.primals: dict[str, None] = {}
-        self.graph = fx.Graph()
-        self.made: dict[str, fx.Node] = {}
+        self.saved: dict[fx.Node, None] = {}
+        self.primals: dict[fx.Node, None] = {}
+        self.order: list[fx.Node] = []
+        self.done: set[fx.Node] = set()
 
-    def run(self) -> Partition:
-        outputs = list(self.output.args[0])
-        loss, gradients = outputs[0], outputs[1:]
-        self._plan_backward(gradients)
-        backward = self._backward(gradients)
-        forward = self._forward(loss)
-        resident = tuple(
-            n for n in self.joint.primals if isinstance(self.nodes[n].meta["val"], Tensor)
-        )
-        return Partition(
-            forward=forward,
-            backward=backward,
-            resident=resident,
-            saved=tuple(self.saved),
-            backward_primals=tuple(self.primals),
-            names=self.joint.names,
-        )
-
-    # ---------------------------------------------------------- which values backward gets and how
-
-    def _plan_backward(self, gradients: list[fx.Node | None]) -> None:
-        """Walks what the gradients need, deciding saved or made again for each forward value."""
-        self.order: list[str] = []
-        done: set[str] = set()
+    def run(self) -> Schedule:
+        loss, *gradients = self.nodes[-1].args[0]
+        placeholders = [n for n in self.nodes if n.op == "placeholder"]
         backward = backward_nodes(self.joint, gradients)
-        for node in self.joint.gm.graph.nodes:
+        for node in self.nodes:
             if node.name in backward:
                 for source in node.all_input_nodes:
-                    self._need(source, done)
-                self.order.append(node.name)
-                done.add(node.name)
+                    self._need(source)
+                self.order.append(node)
+                self.done.add(node)
         for gradient in gradients:
             if gradient is not None:
-                self._need(gradient, done)
+                self._need(gradient)
+        order, read = _needed(self.order, [g for g in gradients if g is not None])
+        saved = tuple(n for n in self.saved if n in read)
+        made = [n for n in self.nodes if n.name in self.joint.forward]
+        return Schedule(
+            primals=tuple(n for n in placeholders if n.name != self.joint.tangent),
+            forward=_needed(made, [loss, *saved])[0],
+            loss=loss,
+            saved=saved,
+            backward_primals=tuple(n for n in self.primals if n in read),
+            tangent=next(n for n in placeholders if n.name == self.joint.tangent),
+            backward=order,
+            gradients=tuple(gradients),
+        )
 
-    def _need(self, node: fx.Node, done: set[str]) -> None:
+    def _need(self, node: fx.Node) -> None:
         """Makes a value available in backward before the point `self.order` has reached."""
-        if node.name in done:
+        if node in self.done:
             return
-        done.add(node.name)
+        self.done.add(node)
         if node.op == "placeholder":
             if node.name != self.joint.tangent:
-                self.primals[node.name] = None
+                self.primals[node] = None
             return
         if not self._made_again(node):
-            self.saved[node.name] = None
+            self.saved[node] = None
             return
         for source in node.all_input_nodes:
-            self._need(source, done)
-        self.order.append(node.name)
+            self._need(source)
+        self.order.append(node)
 
     def _made_again(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
@@ -156,49 +175,18 @@ class _Partitioner:
             return True
         return node.name in self.recompute
 
-    # -------------------------------------------------------------------------------------- graphs
 
-    def _backward(self, gradients: list[fx.Node | None]) -> fx.GraphModule:
-        for name in (*self.saved, *self.primals, self.joint.tangent):
-            self._placeholder(name)
-        for name in self.order:
-            self._copy(name)
-        self.graph.output(tuple(None if g is None else self.made[g.name] for g in gradients))
-        self.graph.eliminate_dead_code()
-        for held in (self.saved, self.primals):
-            for name in [n for n in held if not self.made[n].users]:
-                self.graph.erase_node(self.made[name])
-                del held[name]
-        return self._module(self.graph)
-
-    def _forward(self, loss: fx.Node) -> fx.GraphModule:
-        self.graph, self.made = fx.Graph(), {}
-        for name in self.joint.primals:
-            self._placeholder(name)
-        for node in self.joint.gm.graph.nodes:
-            if node.name in self.joint.forward:
-                self._copy(node.name)
-        self.graph.output((self.made[loss.name], *(self.made[n] for n in self.saved)))
-        self.graph.eliminate_dead_code()
-        return self._module(self.graph)
-
-    def _placeholder(self, name: str) -> None:
-        new = self.graph.placeholder(name)
-        new.meta = _kept(self.nodes[name])
-        self.made[name] = new
-
-    def _copy(self, name: str) -> None:
-        new = self.graph.node_copy(self.nodes[name], lambda n: self.made[n.name])
-        new.meta = _kept(self.nodes[name])
-        self.made[name] = new
-
-    def _module(self, graph: fx.Graph) -> fx.GraphModule:
-        graph.lint()
-        return fx.GraphModule(torch.nn.Module(), graph)
-
-
-def _kept(node: fx.Node) -> dict[str, Any]:
-    return {k: v for k, v in node.meta.items() if k in ("val", "storage")}
+def _needed(
+    calls: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> tuple[tuple[fx.Node, ...], set[fx.Node]]:
+    """Returns the calls that the outputs depend on, in order, and all that these and they read."""
+    read = set(outputs)
+    kept = []
+    for node in reversed(calls):
+        if node in read:
+            kept.append(node)
+            read.update(node.all_input_nodes)
+    return tuple(reversed(kept)), read
 
 
 def _cheap(program: Program, joint: Joint) -> set[str]:

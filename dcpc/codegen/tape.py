@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import autograd_would_have_decomposed
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dcpc.errors import CodegenError
@@ -67,12 +66,15 @@ class Derivative:
     """The backward of a call for one pattern of gradients.
 
     Attributes:
-        tangents: Refs of the gradients it takes.
+        tangents: Refs of the results' gradients that it takes.
+        sums: Refs of the operands' gradients so far that it takes.
         ops: its calls.
-        gradients: of each operand that wants one: what holds it; None where nothing flows.
+        gradients: of each operand that wants one: what holds it, added to what it had; None where
+            nothing flows.
     """
 
     tangents: tuple[Ref, ...]
+    sums: tuple[Ref, ...]
     ops: tuple[Op, ...]
     gradients: tuple[Ref | None, ...]
 
@@ -128,30 +130,37 @@ class Piece:
         )
         self._derivatives: dict[Any, Derivative] = {}
 
-    def derivative(self, key: Any, tangents: Mapping[Ref, Tensor]) -> Derivative:
+    def derivative(
+        self, key: Any, tangents: Mapping[Ref, Tensor], sums: Mapping[int, Tensor]
+    ) -> Derivative:
         """Returns the backward for gradients of some results.
 
+        What an operand's gradient was so far goes in, as autograd's engine adds up what flows into
+        a value in the order in which it arrives, and a sum in another order has other bits.
+
         Args:
-            key: equal for tangents of the same results and of equal shapes and strides.
+            key: equal for the same tangents and sums, of equal shapes and strides.
             tangents: result -> a fake tensor like its gradient.
+            sums: number of an operand that wants a gradient -> a fake tensor like its gradient.
         """
         if key not in self._derivatives:
-            self._derivatives[key] = self._differentiate(tangents)
+            self._derivatives[key] = self._differentiate(tangents, sums)
         return self._derivatives[key]
 
-    def _differentiate(self, tangents: Mapping[Ref, Tensor]) -> Derivative:
-        own = [self._tape.root(t, self._mode) for t in tangents.values()]
-        outputs = {self._tape.ref(t): t for t in tree_leaves(self._value) if isinstance(t, Tensor)}
+    def _differentiate(
+        self, tangents: Mapping[Ref, Tensor], sums: Mapping[int, Tensor]
+    ) -> Derivative:
+        given = [self._tape.root(t, self._mode) for t in (*tangents.values(), *sums.values())]
+        results = {self._tape.ref(t): t for t in tree_leaves(self._value) if isinstance(t, Tensor)}
+        outputs = [results[ref] for ref in tangents] + [self._leaves[i] for i in sums]
         with self._mode, enable_python_dispatcher(), self._tape:
             found = torch.autograd.grad(
-                [outputs[ref] for ref in tangents],
-                self._leaves,
-                own,
-                allow_unused=True,
-                retain_graph=True,
+                outputs, self._leaves, given, allow_unused=True, retain_graph=True
             )
+        refs = tuple(map(self._tape.ref, given))
         return Derivative(
-            tangents=tuple(self._tape.ref(t) for t in own),
+            tangents=refs[: len(tangents)],
+            sums=refs[len(tangents) :],
             ops=self._tape.taken(),
             gradients=tuple(None if g is None else self._tape.ref(g) for g in found),
         )

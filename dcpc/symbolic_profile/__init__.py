@@ -6,8 +6,7 @@ from dcpc.symbolic_profile.calibration import (
     CalibrationKey,
     machine,
 )
-from dcpc.symbolic_profile.calls import CallCosts
-from dcpc.symbolic_profile.evaluate import Evaluator, evaluator
+from dcpc.symbolic_profile.evaluate import Evaluator, Meter, Prediction, evaluator
 from dcpc.symbolic_profile.fits import ClassFit, CollectiveFit, Fits
 from dcpc.symbolic_profile.hardware import (
     DEVICES,
@@ -19,7 +18,7 @@ from dcpc.symbolic_profile.hardware import (
     find,
 )
 from dcpc.symbolic_profile.optimizer import OptimizerLike, state_bytes
-from dcpc.symbolic_profile.profile import profile_partition, work_of
+from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, work_of
 from dcpc.symbolic_profile.report import (
     ReportRow,
     bytes_text,
@@ -33,14 +32,17 @@ __all__ = [
     "CalibratedPoint",
     "Calibration",
     "CalibrationKey",
-    "CallCosts",
     "ClassFit",
     "CollectiveFit",
+    "Costs",
     "Device",
     "Evaluator",
     "Fits",
+    "Ledger",
     "Link",
+    "Meter",
     "OptimizerLike",
+    "Prediction",
     "ReportRow",
     "bytes_text",
     "calibrate_cpu",

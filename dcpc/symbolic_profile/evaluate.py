@@ -8,15 +8,18 @@ at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import sympy
+from torch import fx
 
 from dcpc.ir import Profile
 from dcpc.symbolic_profile.hardware import Device
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers, values_of
+from dcpc.symbolic_profile.profile import MATMUL_CLASSES, Costs, Ledger
 from dcpc.symbolic_profile.time import Roofline
 
 
@@ -115,6 +118,111 @@ class Evaluator:
         }
         values = self._monomials(*values_of(self.profile.symbols, floats))
         return np.asarray(np.stack(np.broadcast_arrays(*values)), dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one forward and backward costs the rank that runs it, at given sizes.
+
+    Attributes:
+        peak_bytes: activations and new gradients at the worst moment.
+        saved_bytes: activations kept between forward and backward.
+        input_bytes: the inputs.
+        flops: of matmuls, convolutions and attention.
+        wire_bytes: sent in collectives.
+        seconds_s: by the device's roofline, or by what was measured of it.
+        seconds_error: median share by which such seconds were off, where measured.
+    """
+
+    peak_bytes: int
+    saved_bytes: int
+    input_bytes: int
+    flops: int
+    wire_bytes: int
+    seconds_s: float
+    seconds_error: float | None = None
+
+
+class Meter:
+    """Reads the costs of runs of one graph at given sizes, without an expression made for any.
+
+    Args:
+        ledger: of the graph.
+        nodes: all of the graph's.
+    """
+
+    def __init__(self, ledger: Ledger, nodes: Sequence[fx.Node]) -> None:
+        self._ledger, self._symbols = ledger, ledger.facts.symbols
+        sizes = {t.storage_bytes for n in nodes for t in ledger.facts.of(n)}
+        sizes |= {ledger.transient(n) for n in nodes if n.op == "call_function"}
+        both = [ledger.work(n, forward=f) for n in nodes for f in (True, False)]
+        work = list(dict.fromkeys(w for w in both if w is not None))
+        basis = Basis([*sizes, *(e for w in work for e in (w.flops, w.bytes_moved, w.wire_bytes))])
+        self._rows = dict(zip(sizes, basis.matrix(list(sizes)).astype(np.int64), strict=True))
+        self._monomials = basis.compile(self._symbols)
+        self._roofline = Roofline(work, basis)
+        self._numbers = {w: i for i, w in enumerate(work)}
+        counted = [w.op_class in MATMUL_CLASSES for w in work]
+        self._flops = basis.matrix([w.flops for w in work]) * np.array(counted)[:, None]
+        self._wire = basis.matrix([w.wire_bytes for w in work])
+        self._known: dict[tuple[int, ...], tuple[Integers, Floats]] = {}
+        self._matrices: dict[int, tuple[Costs, Integers]] = {}
+
+    def read(self, costs: Costs, dims: Mapping[str, int], device: Device) -> Prediction:
+        """Returns what a run costs.
+
+        Args:
+            costs: of a run, from the ledger.
+            dims: symbol name -> size.
+            device: what it runs on.
+        """
+        whole, exact = self._at(dims)
+        timeline = costs.timeline
+        sizes = self._matrix(costs) @ whole
+        live = timeline.live(sizes)
+        numbers = [self._numbers[w] for w in costs.work]
+        counts = np.array(list(costs.work.values()), dtype=np.float64)
+        seconds = self._roofline.seconds(exact, device)[numbers] @ counts
+        return Prediction(
+            peak_bytes=int(live.max()),
+            saved_bytes=self._sum(timeline.saved, whole),
+            input_bytes=self._sum(costs.inputs, whole),
+            flops=round(float((self._flops @ exact)[numbers] @ counts)),
+            wire_bytes=round(float((self._wire @ exact)[numbers] @ counts)),
+            seconds_s=float(seconds),
+            seconds_error=device.seconds_error,
+        )
+
+    def calls(
+        self, nodes: Sequence[fx.Node], dims: Mapping[str, int], device: Device
+    ) -> tuple[Floats, Floats]:
+        """Returns seconds and bytes of each call, `[nodes]` both; a view has 0 seconds."""
+        whole, exact = self._at(dims)
+        each = self._roofline.seconds(exact, device)
+        work = [self._ledger.work(n, forward=True) for n in nodes]
+        seconds = [0.0 if w is None else each[self._numbers[w]] for w in work]
+        values = [self._ledger.facts.of(n) for n in nodes]
+        sizes = [self._rows[v[0].storage_bytes] @ whole if v else 0 for v in values]
+        return np.array(seconds, dtype=np.float64), np.array(sizes, dtype=np.float64)
+
+    def _at(self, dims: Mapping[str, int]) -> tuple[Integers, Floats]:
+        """Returns each monomial at these sizes, as an integer and as a float."""
+        key = tuple(values_of(self._symbols, dims))
+        if key not in self._known:
+            whole = np.array(self._monomials(*key), dtype=np.int64)
+            exact = np.array(self._monomials(*map(float, key)), dtype=np.float64)
+            self._known[key] = whole, exact
+        return self._known[key]
+
+    def _matrix(self, costs: Costs) -> Integers:
+        """Returns the coefficients of the timeline's sizes."""
+        if id(costs) not in self._matrices:
+            rows = np.array([self._rows[size] for size in costs.timeline.sizes])
+            self._matrices[id(costs)] = costs, rows
+        return self._matrices[id(costs)][1]
+
+    def _sum(self, sizes: Mapping[sympy.Expr, int], whole: Integers) -> int:
+        return sum(int(self._rows[size] @ whole) * count for size, count in sizes.items())
 
 
 @functools.lru_cache(maxsize=512)

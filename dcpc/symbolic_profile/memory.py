@@ -1,4 +1,4 @@
-"""Live memory of a partition at every program point, and the expressions that can be its peak.
+"""Live memory of a forward and a backward at every program point.
 
     node        allocates its outputs' storages (a view allocates none), and its transient
                 -> a program point: live + transient
@@ -8,12 +8,16 @@ Forward's placeholders (parameters, buffers, inputs) are resident and not counte
 the loss and the saved values live; backward frees a saved value after its last use; gradients
 live to the end. Sizes are those of storages, not of shapes: a saved slice keeps the whole of what
 it is cut from.
+
+Where copies of a block stand for more (`Fold`), what they leave behind is added where the others
+would run, in forward after the middle one, in backward before it. All live bytes are affine in the
+number of copies, so that the first and the last of them have the peak of all.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,108 +25,199 @@ import numpy as np
 import sympy
 from torch import fx
 
-from dcpc.ir import Partition
+from dcpc.ir import Fold, Partition, Schedule
 from dcpc.symbolic_profile.facts import Facts
-from dcpc.symbolic_profile.polynomials import Basis, Floats, undominated
-from dcpc.symbolic_profile.transients import transient_bytes
+from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers
+
+Transient = Callable[[fx.Node], sympy.Expr]
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryProfile:
-    """Live memory of one rank, parameters, buffers and inputs excluded.
+class Run:
+    """What one rank runs: calls of forward, then calls of backward.
 
     Attributes:
-        saved_bytes: distinct storages of the values saved for backward.
-        peak_terms: live bytes at the program points that can be the peak.
-        peak_points: the node at which each of them holds.
-        gradient_bytes: distinct storages of backward's outputs.
+        primals: forward's placeholders.
+        forward: its calls.
+        loss: what it returns first.
+        saved: what it returns for backward.
+        given: backward's placeholders and the forward values they take.
+        tangent: backward's placeholder for the loss's gradient.
+        backward: its calls; a node of forward among them is made again.
+        gradients: what it returns; None for a parameter without a gradient.
     """
 
-    saved_bytes: sympy.Expr
-    peak_terms: tuple[sympy.Expr, ...]
-    peak_points: tuple[str, ...]
-    gradient_bytes: sympy.Expr
+    primals: Sequence[fx.Node]
+    forward: Sequence[fx.Node]
+    loss: fx.Node
+    saved: Sequence[fx.Node]
+    given: Sequence[tuple[fx.Node, fx.Node]]
+    tangent: fx.Node
+    backward: Sequence[fx.Node]
+    gradients: Sequence[fx.Node | None]
+
+    @classmethod
+    def of(cls, what: Partition | Schedule) -> Run:
+        """Returns what the graphs of a partition run, or what a schedule says."""
+        if isinstance(what, Schedule):
+            return cls(
+                primals=what.primals,
+                forward=what.forward,
+                loss=what.loss,
+                saved=what.saved,
+                given=[(n, n) for n in (*what.saved, *what.backward_primals)],
+                tangent=what.tangent,
+                backward=what.backward,
+                gradients=what.gradients,
+            )
+        forward, backward = what.forward.graph, what.backward.graph
+        by_name = {n.name: n for n in forward.nodes}
+        names = [*what.saved, *what.backward_primals]
+        *taken, tangent = (n for n in backward.nodes if n.op == "placeholder")
+        assert len(taken) == len(names), (
+            f"backward takes {len(taken)} values and the loss' gradient; forward gives {len(names)}"
+        )
+        loss, *saved = _outputs(forward)
+        return cls(
+            primals=[n for n in forward.nodes if n.op == "placeholder"],
+            forward=_calls(forward),
+            loss=loss,
+            saved=saved,
+            given=[(n, by_name[name]) for n, name in zip(taken, names, strict=True)],
+            tangent=tangent,
+            backward=_calls(backward),
+            gradients=_outputs(backward),
+        )
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+
+
+def _outputs(graph: fx.Graph) -> list[Any]:
+    outputs = graph.output_node().args[0]
+    assert isinstance(outputs, list | tuple), f"the graph returns {outputs}; expected a list"
+    return list(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Live bytes at each program point, as sums over numbered sizes.
+
+    Attributes:
+        sizes: the distinct sizes.
+        steps: number of the size of each allocation or free.
+        weights: 1 for an allocation, -1 for a free; times the copies that it stands for.
+        done: steps done at each point.
+        transients: number of the size of each point's transient.
+        names: node of each point.
+        saved: size -> how often it is among the saved values' distinct storages.
+        gradients: the same for what backward returns.
+    """
+
+    sizes: tuple[sympy.Expr, ...]
+    steps: Integers
+    weights: Integers
+    done: Integers
+    transients: Integers
+    names: tuple[str, ...]
+    saved: Mapping[sympy.Expr, int]
+    gradients: Mapping[sympy.Expr, int]
+
+    def live(self, values: Any) -> Any:
+        """Returns the live bytes of each point, `[points]` or `[points, n]`.
+
+        Args:
+            values: of the sizes, `[sizes]`, or `[sizes, n]`: n numbers, or coefficients of n terms.
+        """
+        taken = values[self.steps]
+        weights = self.weights if taken.ndim == 1 else self.weights[:, None]
+        start = np.zeros((1, *values.shape[1:]), dtype=values.dtype)
+        live = np.concatenate([start, np.cumsum(taken * weights, axis=0, dtype=values.dtype)])
+        return live[self.done] + values[self.transients]
+
+
+def live_rows(timeline: Timeline) -> tuple[Floats, Basis]:
+    """Returns the live bytes at each point, as a row over the basis of all sizes."""
+    basis = Basis(timeline.sizes)
+    return timeline.live(basis.matrix(timeline.sizes)), basis
 
 
 @dataclass(slots=True)
-class _Timeline:
+class _Recorder:
     """Allocations and frees in the order they happen, and the points between them.
 
     Attributes:
+        transient: bytes that a call has besides its outputs.
         resident: storages that are not counted.
-        holders: storage -> nodes whose value lies in it.
-        steps: (size, +1 or -1) for each allocation or free.
-        points: (steps done, transient, node name).
+        holders: storage -> number of values in it.
+        numbers: size -> its number.
     """
 
-    resident: set[int]
-    holders: dict[int, set[fx.Node]] = field(default_factory=dict)
-    steps: list[tuple[sympy.Expr, int]] = field(default_factory=list)
-    points: list[tuple[int, sympy.Expr, str]] = field(default_factory=list)
+    transient: Transient
+    resident: set[int] = field(default_factory=set)
+    holders: dict[int, int] = field(default_factory=dict)
+    numbers: dict[sympy.Expr, int] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+    transients: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
-    def hold(self, holder: fx.Node, storages: Iterable[tuple[int, sympy.Expr]]) -> bool:
+    def number(self, size: sympy.Expr) -> int:
+        return self.numbers.setdefault(size, len(self.numbers))
+
+    def hold(self, storages: Mapping[int, sympy.Expr]) -> bool:
         """Adds a value; allocates what it lies in. Returns whether anything was allocated."""
         before = len(self.steps)
-        for storage, size in storages:
+        for storage, size in storages.items():
             if storage in self.resident:
                 continue
-            if storage not in self.holders:
-                self.steps.append((size, 1))
-                self.holders[storage] = set()
-            self.holders[storage].add(holder)
+            count = self.holders.get(storage, 0)
+            if not count:
+                self.steps.append(self.number(size))
+                self.weights.append(1)
+            self.holders[storage] = count + 1
         return len(self.steps) > before
 
-    def drop(self, holder: fx.Node, storages: Iterable[tuple[int, sympy.Expr]]) -> None:
+    def drop(self, storages: Mapping[int, sympy.Expr]) -> None:
         """Removes a value; frees what no other value lies in."""
-        for storage, size in storages:
-            holders = self.holders.get(storage, set())
-            if holder in holders:
-                holders.remove(holder)
-                if not holders:
-                    self.steps.append((size, -1))
+        for storage, size in storages.items():
+            count = self.holders.get(storage, 0)
+            if count:
+                self.holders[storage] = count - 1
+                if count == 1:
+                    self.steps.append(self.number(size))
+                    self.weights.append(-1)
 
     def mark(self, name: str, transient: sympy.Expr) -> None:
         """Notes a program point."""
-        self.points.append((len(self.steps), transient, name))
+        self.done.append(len(self.steps))
+        self.transients.append(self.number(transient))
+        self.names.append(name)
 
+    def repeat(self, start: int, stop: int, at: tuple[int, int], times: int) -> None:
+        """Does some steps again, at another place, without points between them.
 
-def profile_memory(partition: Partition, facts: Facts, threads: int) -> MemoryProfile:
-    """Returns the saved bytes, the gradients' bytes and the peak's candidates of a partition.
-
-    Args:
-        partition: the graphs one rank runs.
-        facts: reads its nodes; `facts.symbols` are the symbols of the result.
-        threads: threads an op runs on.
-    """
-    forward, backward = partition.forward.graph, partition.backward.graph
-    storages = _Storages(facts)
-    primals = [n for n in forward.nodes if n.op == "placeholder"]
-    timeline = _Timeline(resident={s for n in primals for s, _ in storages.enter(n)})
-    _run(forward, timeline, storages, threads)
-    loss, *saved = _outputs(forward)
-    given = storages.of_names([*partition.saved, *partition.backward_primals], forward)
-    _start_backward(backward, timeline, storages, given)
-    for n in saved:
-        timeline.drop(n, storages.of(n))
-    timeline.mark("backward", sympy.Integer(0))
-    _run(backward, timeline, storages, threads)
-    gradients = [g for g in _outputs(backward) if g is not None]
-    rows, basis = _live_rows(timeline)
-    kept = undominated(rows, basis)
-    return MemoryProfile(
-        saved_bytes=_distinct(saved, storages, timeline.resident | _ids(loss, storages)),
-        peak_terms=tuple(basis.expression(rows[i]) for i in kept),
-        peak_points=tuple(timeline.points[i][2] for i in kept),
-        gradient_bytes=_distinct(gradients, storages, set()),
-    )
+        Args:
+            start: first of the steps.
+            stop: after the last of them.
+            at: steps and points that are before the place.
+            times: how often.
+        """
+        steps = self.steps[start:stop]
+        weights = [w * times for w in self.weights[start:stop]]
+        self.steps[at[0] : at[0]] = steps
+        self.weights[at[0] : at[0]] = weights
+        self.done[at[1] :] = [d + len(steps) for d in self.done[at[1] :]]
 
 
 class _Storages:
     """Which memory each node's value lies in, told from its inputs alone.
 
-    A FakeTensor's storage says whether a node's value is a view of an *input*. It is no identity
-    beyond that: a recomputed node carries the FakeTensor of the one it repeats, and graphs that
-    were traced apart do not share any.
+    What the facts say is whether a node's value is a view of an *input*. It is no identity beyond
+    that: a recomputed node says the same as the one it repeats, and graphs that were traced apart
+    do not share any.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -130,93 +225,161 @@ class _Storages:
         self._ids: dict[fx.Node, tuple[int, ...]] = {}
         self._count = itertools.count()
 
-    def of(self, node: fx.Node) -> list[tuple[int, sympy.Expr]]:
-        """Returns (identity, bytes) of each tensor of a node that was entered."""
+    def of(self, node: fx.Node) -> dict[int, sympy.Expr]:
+        """Returns identity -> bytes of the storages of a node that was entered."""
         tensors = self.facts.of(node)
-        return [(s, t.storage_bytes) for s, t in zip(self._ids[node], tensors, strict=True)]
+        return {s: t.storage_bytes for s, t in zip(self._ids[node], tensors, strict=True)}
 
-    def of_names(self, names: Sequence[str], graph: fx.Graph) -> list[list[tuple[int, sympy.Expr]]]:
-        by_name = {n.name: n for n in graph.nodes}
-        return [self.of(by_name[name]) for name in names]
-
-    def enter(self, node: fx.Node) -> list[tuple[int, sympy.Expr]]:
+    def enter(self, node: fx.Node) -> dict[int, sympy.Expr]:
         """Gives a node's value its storages: its inputs' where it is a view, else new ones."""
+        tensors = self.facts.of(node)
         known: dict[int, int] = {}
-        for i in node.all_input_nodes:
-            known |= zip((t.storage for t in self.facts.of(i)), self._ids[i], strict=True)
-        for t in self.facts.of(node):
+        if tensors:
+            for i in node.all_input_nodes:
+                known |= zip((t.storage for t in self.facts.of(i)), self._ids[i], strict=True)
+        for t in tensors:
             if t.storage not in known:
                 known[t.storage] = next(self._count)
-        self._ids[node] = tuple(known[t.storage] for t in self.facts.of(node))
+        self._ids[node] = tuple(known[t.storage] for t in tensors)
         return self.of(node)
 
-    def give(self, node: fx.Node, ids: Iterable[int]) -> list[tuple[int, sympy.Expr]]:
-        """Gives a backward placeholder the storages of the forward value it takes."""
-        self._ids[node] = tuple(ids)
-        return self.of(node)
+    def start_backward(self, given: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+        """Forgets forward's values but for those that backward's placeholders take."""
+        self._ids = {node: self._ids[source] for node, source in given}
 
 
-def _run(graph: fx.Graph, timeline: _Timeline, storages: _Storages, threads: int) -> None:
-    """Runs a graph's calls on the timeline: allocate, mark the point, free what was used last.
+def timeline_of(
+    run: Run, facts: Facts, transient: Transient, fold: Fold | None = None
+) -> Timeline:
+    """Returns the allocations and frees of a run.
 
-    What the output node uses stays.
+    Args:
+        run: the calls of one rank.
+        facts: reads its nodes.
+        transient: bytes that a call has besides its outputs.
+        fold: which copies of a block stand for more.
     """
-    nodes = list(graph.nodes)
-    dying: dict[fx.Node, list[fx.Node]] = {}
-    last_use = {i: n for n in nodes for i in n.all_input_nodes}
-    for n, user in last_use.items():
-        dying.setdefault(user, []).append(n)
-    for n in nodes:
-        if n.op in ("placeholder", "output"):
-            continue
-        allocated = timeline.hold(n, storages.enter(n))
-        transient = transient_bytes(n, storages.facts, threads)
-        if allocated or transient != 0:
-            timeline.mark(n.name, transient)
-        for used in dying.get(n, []) + [n] * (n not in last_use):
-            timeline.drop(used, storages.of(used))
-
-
-def _start_backward(
-    graph: fx.Graph,
-    timeline: _Timeline,
-    storages: _Storages,
-    given: Sequence[Sequence[tuple[int, sympy.Expr]]],
-) -> None:
-    """Makes backward's placeholders hold what forward gives them, and the loss' gradient."""
-    *taken, tangent = (n for n in graph.nodes if n.op == "placeholder")
-    assert len(taken) == len(given), (
-        f"backward takes {len(taken)} values and the loss' gradient; forward gives {len(given)}"
+    recorder, storages = _Recorder(transient), _Storages(facts)
+    recorder.resident = {s for n in run.primals for s in storages.enter(n)}
+    _run(run.forward, [run.loss, *run.saved], recorder, storages, _Folding.forward(fold, run))
+    loss, kept = storages.of(run.loss), [storages.of(n) for n in run.saved]
+    without = recorder.resident | loss.keys()
+    saved = _distinct(run.saved, kept, without, fold)
+    storages.start_backward(run.given)
+    for node, _ in run.given:
+        recorder.hold(storages.of(node))
+    recorder.hold(storages.enter(run.tangent))
+    for value in kept:
+        recorder.drop(value)
+    recorder.mark("backward", sympy.Integer(0))
+    outputs = [g for g in run.gradients if g is not None]
+    _run(run.backward, outputs, recorder, storages, _Folding.backward(fold, run))
+    gradients = _distinct(outputs, [storages.of(n) for n in outputs], set(), fold)
+    return Timeline(
+        sizes=tuple(recorder.numbers),
+        steps=np.array(recorder.steps, dtype=np.int64),
+        weights=np.array(recorder.weights, dtype=np.int64),
+        done=np.array(recorder.done, dtype=np.int64),
+        transients=np.array(recorder.transients, dtype=np.int64),
+        names=tuple(recorder.names),
+        saved=saved,
+        gradients=gradients,
     )
-    for n, source in zip(taken, given, strict=True):
-        timeline.hold(n, storages.give(n, [s for s, _ in source]))
-    timeline.hold(tangent, storages.enter(tangent))
 
 
-def _outputs(graph: fx.Graph) -> list[Any]:
-    """Returns the nodes a graph returns; None for a parameter without a gradient."""
-    outputs = graph.output_node().args[0]
-    assert isinstance(outputs, list | tuple), f"the graph returns {outputs}; expected a list"
-    return list(outputs)
+@dataclass(frozen=True, slots=True)
+class _Folding:
+    """Where in a list of calls the copies are whose steps are done again.
+
+    Attributes:
+        first: position of the middle copy's first call.
+        stop: position after its last.
+        after: whether the others run after it (forward) or before it.
+        times: how many others.
+    """
+
+    first: int
+    stop: int
+    after: bool
+    times: int
+
+    @classmethod
+    def forward(cls, fold: Fold | None, run: Run) -> _Folding | None:
+        """Returns the middle copy's calls of forward."""
+        if fold is None:
+            return None
+        copies = [fold.copy_of.get(fold.owner.get(n.name, ""), -1) for n in run.forward]
+        return cls(copies.index(1), copies.index(2), True, fold.others)
+
+    @classmethod
+    def backward(cls, fold: Fold | None, run: Run) -> _Folding | None:
+        """Returns the middle copy's calls of backward, with what it makes again first."""
+        if fold is None:
+            return None
+        copies = [fold.copy_of.get(fold.owner.get(n.name, ""), -1) for n in run.backward]
+        made = set(run.forward)
+
+        def start(copy: int) -> int:
+            at = next(
+                i for i, (n, c) in enumerate(zip(run.backward, copies, strict=True))
+                if c == copy and n not in made
+            )  # fmt: skip
+            while at and copies[at - 1] == copy:
+                at -= 1
+            return at
+
+        return cls(start(1), start(0), False, fold.others)
 
 
-def _ids(node: fx.Node, storages: _Storages) -> set[int]:
-    return {s for s, _ in storages.of(node)}
+def _run(
+    nodes: Sequence[fx.Node],
+    outputs: Iterable[fx.Node],
+    recorder: _Recorder,
+    storages: _Storages,
+    folding: _Folding | None,
+) -> None:
+    """Runs calls on the timeline: allocate, mark the point, free what was used last.
+
+    The outputs stay.
+    """
+    last_use: dict[fx.Node, int] = {}
+    for position, n in enumerate(nodes):
+        for i in n.all_input_nodes:
+            last_use[i] = position
+    last_use |= dict.fromkeys(outputs, len(nodes))
+    dying: list[list[fx.Node]] = [[] for _ in range(len(nodes) + 1)]
+    for n, position in last_use.items():
+        dying[position].append(n)
+    first, stop = (0, 0), (0, 0)
+    for position, n in enumerate(nodes):
+        if folding is not None and position == folding.first:
+            first = len(recorder.steps), len(recorder.done)
+        if folding is not None and position == folding.stop:
+            stop = len(recorder.steps), len(recorder.done)
+        allocated = recorder.hold(storages.enter(n))
+        transient = recorder.transient(n)
+        if allocated or transient != 0:
+            recorder.mark(n.name, transient)
+        for used in dying[position] + [n] * (n not in last_use):
+            recorder.drop(storages.of(used))
+    if folding is not None:
+        at = stop if folding.after else first
+        recorder.repeat(first[0], stop[0], at, folding.times)
 
 
-def _distinct(nodes: Iterable[fx.Node], storages: _Storages, without: set[int]) -> sympy.Expr:
-    """Returns the bytes of the nodes' distinct storages."""
-    found = {s: size for n in nodes for s, size in storages.of(n) if s not in without}
-    basis = Basis(found.values())
-    return basis.expression(basis.matrix(list(found.values())).sum(axis=0))
-
-
-def _live_rows(timeline: _Timeline) -> tuple[Floats, Basis]:
-    """Returns the live bytes at each point, as a row over the basis of all sizes."""
-    sizes = list(dict.fromkeys([s for s, _ in timeline.steps] + [t for _, t, _ in timeline.points]))
-    basis = Basis(sizes)
-    table = dict(zip(sizes, basis.matrix(sizes), strict=True))
-    live = np.zeros((len(timeline.steps) + 1, len(basis.terms)))
-    for i, (size, sign) in enumerate(timeline.steps):
-        live[i + 1] = live[i] + sign * table[size]
-    return np.array([live[done] + table[t] for done, t, _ in timeline.points]), basis
+def _distinct(
+    nodes: Sequence[fx.Node],
+    storages: Sequence[Mapping[int, sympy.Expr]],
+    without: set[int],
+    fold: Fold | None,
+) -> dict[sympy.Expr, int]:
+    """Returns size -> count of the nodes' distinct storages, those of other copies included."""
+    found: dict[sympy.Expr, int] = {}
+    seen = set(without)
+    for node, own in zip(nodes, storages, strict=True):
+        count = 1 if fold is None else fold.count(node.name)
+        for storage, size in own.items():
+            if storage not in seen:
+                seen.add(storage)
+                found[size] = found.get(size, 0) + count
+    return found

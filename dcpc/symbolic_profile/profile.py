@@ -1,23 +1,26 @@
-"""One partition in, one profile out."""
+"""What a run of a graph costs: each node is read once, whatever runs of the graph are asked for."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
 from torch import fx
 
 from dcpc.errors import ProfileError
-from dcpc.ir import Partition, Profile, Work
-from dcpc.symbolic_profile.facts import Facts, TensorFacts
+from dcpc.ir import Fold, Partition, Profile, Schedule, Work
+from dcpc.symbolic_profile.facts import Facts
 from dcpc.symbolic_profile.flops import ZERO, GroupSize, cost_of
-from dcpc.symbolic_profile.memory import profile_memory
-from dcpc.symbolic_profile.polynomials import Basis
+from dcpc.symbolic_profile.memory import Run, Timeline, live_rows, timeline_of
+from dcpc.symbolic_profile.polynomials import Basis, undominated
+from dcpc.symbolic_profile.transients import transient_bytes
 
-_COUNTED = frozenset({"matmul", "attention", "convolution"})
+# Classes whose FLOPs count as the model's.
+MATMUL_CLASSES = frozenset({"matmul", "attention", "convolution"})
 
 
 def profile_partition(
@@ -39,50 +42,148 @@ def profile_partition(
     Warns:
         UserWarning: ops that no table has, by name; they count one operation an output element.
     """
-    facts = Facts(partition.names)
-    memory = profile_memory(partition, facts, threads or torch.get_num_threads())
-    work, unpriced = _work(partition, facts, sp)
-    if unpriced:
-        warnings.warn(
-            f"profile: got ops without a cost, {', '.join(unpriced)}; they count one operation for "
-            "each element of their largest operand; if one is a matmul, register a formula with "
-            "torch.utils.flop_counter.register_flop_formula",
-            stacklevel=2,
+    ledger = Ledger(partition.names, sp, threads)
+    return ledger.profile(ledger.costs(partition))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one forward and backward does.
+
+    Attributes:
+        timeline: its allocations and frees.
+        work: call -> how often.
+        parameters: sizes of the residents that are fixed, each storage once, and how often.
+        inputs: the same for the others.
+        unpriced: ops that no table has.
+    """
+
+    timeline: Timeline
+    work: Mapping[Work, int]
+    parameters: Mapping[sympy.Expr, int]
+    inputs: Mapping[sympy.Expr, int]
+    unpriced: tuple[str, ...]
+
+
+class Ledger:
+    """What each node of a graph costs, read once for all that is run of it.
+
+    Args:
+        names: torch symbol -> expression of the bucket's dims.
+        sp: ranks of the group of every collective, or group name -> ranks.
+        threads: threads an op runs on; default: torch's.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[sympy.Symbol, sympy.Expr],
+        sp: GroupSize = 1,
+        threads: int | None = None,
+    ) -> None:
+        self.facts = Facts(names)
+        self._sp, self._threads = sp, threads or torch.get_num_threads()
+        self._transients: dict[fx.Node, sympy.Expr] = {}
+        self._works: dict[fx.Node, tuple[Work, Work] | None] = {}
+
+    def transient(self, node: fx.Node) -> sympy.Expr:
+        """Returns the bytes that a call has besides its outputs."""
+        if node not in self._transients:
+            self._transients[node] = transient_bytes(node, self.facts, self._threads)
+        return self._transients[node]
+
+    def work(self, node: fx.Node, *, forward: bool) -> Work | None:
+        """Returns the cost of a call, None for what costs nothing (a view)."""
+        if node not in self._works:
+            own = work_of(node, self.facts, self._sp, forward=True)
+            self._works[node] = None if own is None else (own, replace(own, forward=False))
+        both = self._works[node]
+        return None if both is None else both[0 if forward else 1]
+
+    def costs(self, what: Partition | Schedule, fold: Fold | None = None) -> Costs:
+        """Returns what the graphs of a partition cost, or what a schedule does.
+
+        Args:
+            what: what is run.
+            fold: which copies of a block stand for more.
+
+        Warns:
+            UserWarning: ops that no table has, by name.
+        """
+        run = Run.of(what)
+        resident = set(what.resident) if isinstance(what, Partition) else None
+        parameters, inputs = self._residents(run.primals, resident, fold)
+        work, unpriced = self._work(run, fold)
+        return Costs(
+            timeline=timeline_of(run, self.facts, self.transient, fold),
+            work=work,
+            parameters=parameters,
+            inputs=inputs,
+            unpriced=unpriced,
         )
-    fixed, inputs = _residents(partition, facts)
-    matmuls = [w for w in work if w.op_class in _COUNTED]
-    return Profile(
-        flops=_total([(w.flops, w.count) for w in matmuls]),
-        forward_flops=_total([(w.flops, w.count) for w in matmuls if w.forward]),
-        bytes_moved=_total([(w.bytes_moved, w.count) for w in work]),
-        wire_bytes=_total([(w.wire_bytes, w.count) for w in work]),
-        saved_bytes=memory.saved_bytes,
-        peak_terms=memory.peak_terms,
-        peak_points=memory.peak_points,
-        parameter_bytes=fixed,
-        input_bytes=inputs,
-        gradient_bytes=_fixed(memory.gradient_bytes),
-        work=work,
-        unpriced=unpriced,
-        symbols=facts.symbols,
-    )
 
+    def _work(self, run: Run, fold: Fold | None) -> tuple[Mapping[Work, int], tuple[str, ...]]:
+        found: Counter[Work] = Counter()
+        unpriced: dict[str, None] = {}
+        for nodes, forward in ((run.forward, True), (run.backward, False)):
+            for node in nodes:
+                call = self.work(node, forward=forward)
+                if call is None:
+                    continue
+                found[call] += 1 if fold is None else fold.count(node.name)
+                if call.op_class == "unpriced":
+                    unpriced[str(node.target)] = None
+        if unpriced:
+            warnings.warn(
+                f"profile: got ops without a cost, {', '.join(unpriced)}; they count one operation "
+                "for each element of their largest operand; if one is a matmul, register a formula "
+                "with torch.utils.flop_counter.register_flop_formula",
+                stacklevel=4,
+            )
+        return found, tuple(unpriced)
 
-def _work(
-    partition: Partition, facts: Facts, sp: GroupSize
-) -> tuple[tuple[Work, ...], tuple[str, ...]]:
-    """Returns the calls grouped by cost, and the ops without a table entry."""
-    groups: Counter[Work] = Counter()
-    unpriced: dict[str, None] = {}
-    for gm in (partition.forward, partition.backward):
-        for n in gm.graph.nodes:
-            call = work_of(n, facts, sp, forward=gm is partition.forward)
-            if call is None:
+    def _residents(
+        self, primals: Sequence[fx.Node], resident: set[str] | None, fold: Fold | None
+    ) -> tuple[dict[sympy.Expr, int], dict[sympy.Expr, int]]:
+        """Returns the sizes of fixed storages and of the others, each storage once."""
+        fixed: dict[sympy.Expr, int] = {}
+        others: dict[sympy.Expr, int] = {}
+        seen: set[int] = set()
+        for node in primals:
+            if resident is not None and node.name not in resident:
                 continue
-            if call.op_class == "unpriced":
-                unpriced[str(n.target)] = None
-            groups[call] += 1
-    return tuple(replace(w, count=n) for w, n in groups.items()), tuple(unpriced)
+            for t in self.facts.of(node):
+                if t.storage not in seen:
+                    seen.add(t.storage)
+                    into = fixed if t.storage_bytes.is_Integer else others
+                    count = 1 if fold is None else fold.count(node.name)
+                    into[t.storage_bytes] = into.get(t.storage_bytes, 0) + count
+        return fixed, others
+
+    def profile(self, costs: Costs) -> Profile:
+        """Returns costs as expressions of the dims.
+
+        Raises:
+            ProfileError: a gradient's size is not fixed.
+        """
+        rows, basis = live_rows(costs.timeline)
+        kept = undominated(rows, basis)
+        work = tuple(replace(w, count=n) for w, n in costs.work.items())
+        matmuls = [w for w in work if w.op_class in MATMUL_CLASSES]
+        return Profile(
+            flops=_total([(w.flops, w.count) for w in matmuls]),
+            forward_flops=_total([(w.flops, w.count) for w in matmuls if w.forward]),
+            bytes_moved=_total([(w.bytes_moved, w.count) for w in work]),
+            wire_bytes=_total([(w.wire_bytes, w.count) for w in work]),
+            saved_bytes=_total(list(costs.timeline.saved.items())),
+            peak_terms=tuple(basis.expression(rows[i]) for i in kept),
+            peak_points=tuple(costs.timeline.names[i] for i in kept),
+            parameter_bytes=int(_total(list(costs.parameters.items()))),
+            input_bytes=_total(list(costs.inputs.items())),
+            gradient_bytes=_fixed(_total(list(costs.timeline.gradients.items()))),
+            work=work,
+            unpriced=costs.unpriced,
+            symbols=self.facts.symbols,
+        )
 
 
 def work_of(node: fx.Node, facts: Facts, sp: GroupSize, *, forward: bool) -> Work | None:
@@ -115,16 +216,6 @@ def _dtype(node: fx.Node, facts: Facts) -> torch.dtype:
     operands = [*facts.inputs(node), *facts.of(node)]
     floating = [t.dtype for t in operands if t.dtype.is_floating_point]
     return (floating or [operands[0].dtype])[0]
-
-
-def _residents(partition: Partition, facts: Facts) -> tuple[int, sympy.Expr]:
-    """Returns the bytes of the residents of fixed size and of the others, each storage once."""
-    wanted = set(partition.resident)
-    nodes = [n for n in partition.forward.graph.nodes if n.name in wanted]
-    found: dict[int, TensorFacts] = {t.storage: t for n in nodes for t in facts.of(n)}
-    sizes = [t.storage_bytes for t in found.values()]
-    fixed = sum(int(size) for size in sizes if size.is_Integer)
-    return fixed, sympy.Add(*(size for size in sizes if not size.is_Integer))
 
 
 def _total(terms: list[tuple[sympy.Expr, int]]) -> sympy.Expr:

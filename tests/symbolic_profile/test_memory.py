@@ -7,7 +7,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dcpc.ir import Partition
 from dcpc.symbolic_profile import evaluator, profile_partition
 from dcpc.symbolic_profile.facts import Facts
-from dcpc.symbolic_profile.memory import profile_memory
 from dcpc.symbolic_profile.transients import transient_bytes
 from tests.symbolic_profile.joint_graphs import (
     BATCH,
@@ -107,8 +106,7 @@ def test_transient_follows_the_layout(function, tensors):
 
 def test_saved_value_that_views_a_parameter_costs_nothing():
     partition = case("gpt").partition
-    facts = Facts(partition.names)
-    memory = profile_memory(partition, facts, 1)
+    memory = profile_partition(partition, threads=1)
     saved_views = [n for n in partition.saved if n.startswith("t")]
     assert saved_views  # transposed weights: aliases of resident placeholders
     assert memory.saved_bytes.coeff(BATCH, 0).coeff(SEQ, 0) == 4  # only nll_loss' total weight
@@ -133,7 +131,6 @@ def test_recomputed_value_is_memory_of_its_own():
         backward_primals=(x.name,),
         names={},
     )
-    facts = Facts({})
     size_bytes = 4 * 1000 * 10  # of flat, of the second wave, of the gradient
-    (peak_bytes,) = profile_memory(partition, facts, 1).peak_terms
+    (peak_bytes,) = profile_partition(partition, threads=1).peak_terms
     assert peak_bytes == 3 * size_bytes + 4 + 4  # loss and its gradient
