@@ -22,7 +22,6 @@ Sizes = Mapping[str, int]
 Inputs = Callable[[Sizes], Mapping[str, Tensor]]
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 7
-ALONE: tuple[int, ...] = ()  # a trace of its own: Inductor adds guards to what it compiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,12 @@ class Bench:
     def __init__(self, variants: Variants, inputs: Inputs, device: torch.device) -> None:
         self.variants, self._inputs = variants, inputs
         self.placement = variants.placement({**variants.program.hints}, 1)
-        parts = variants.partition(self.placement, 0, ALONE)
+        # Inductor adds guards to what it compiles: such a graph is traced alone.
+        hints = None if variants.backend == "eager" else ()
+        parts = variants.partition(self.placement, 0, hints)
         facts = Facts(parts.names)
         self._timed = [Timed(gm, facts, device) for gm in (parts.forward, parts.backward)]
-        mode = variants.lowering(self.placement, ALONE).joint.fake_mode
+        mode = variants.lowering(self.placement, hints).joint.fake_mode
         for timed in self._timed:
             timed.compile(variants.backend, mode)
         self._work = [
