@@ -1,157 +1,185 @@
 """Predicted bytes against measured ones: `python -m benchmarks.memory [--quick] [--json FILE]`.
 
-Each model is traced once with symbolic batch and length. At sizes the trace never saw the
-prediction is compared with what the eager variant does: its peak by torch.profiler's allocator
-events, and the bytes it saves by the real storages that its autograd node holds.
+Each model is traced once with symbolic dims. At sizes the trace never saw, on one rank and on two,
+with nothing, half and all of the menu made again, the prediction for a rank is compared with what
+that rank does: its peak by torch.profiler's allocator events (gloo's buffers among them), and the
+bytes it saves by the real storages that its autograd node holds. Shares of two ranks are uneven;
+of both the worse one counts.
+
+`--quick` has every model, sp and recompute by the eager backend, at one size each, and Inductor for
+GPT on one rank with nothing made again; without it all of them by both backends, at all sizes.
+Inductor's compilations are minutes of C++, once a machine.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 import dcpc
 from benchmarks import harness
-from dcpc.trace import trace
+from benchmarks.memory_models import SUBJECTS, Sizes
+from dcpc.acceptance import Split
+from dcpc.codegen import bind_group
+from dcpc.runtime.local_ranks import run_ranks
+from dcpc.symbolic_profile import evaluator
+from dcpc.variants import group_name
 from examples.allocator import measured_peak_bytes
-from examples.forced import ForcedVariant
-from models.gpt import GPT, GPTConfig
 
-VOCAB = 258
-INPUTS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
-# (batch, seq): odd ones, a batch of one, and both a wide and a long one.
-SIZES = ((1, 777), (3, 203), (5, 64), (2, 1001))
-MORE_SIZES = (*SIZES, (1, 2048), (1, 4095), (7, 333), (16, 96))
+BACKENDS = ("eager", "inductor")
+RECOMPUTE = {"none": 0.0, "half": 0.5, "all": 1.0}
+RANKS = 2
+MODELS_AT_A_TIME = 2
+TIME_LIMIT_S = 1500.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What runs.
+
+    Attributes:
+        backend: "eager" or "inductor".
+        sp: ranks that share a sample.
+        recompute: a key of `RECOMPUTE`.
+        sizes: batch and lengths.
+    """
+
+    backend: str
+    sp: int
+    recompute: str
+    sizes: Sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One comparison.
+    """One comparison on one rank.
 
     Attributes:
         model: its name.
-        recompute: "none" or "all".
-        batch: samples.
-        seq: length.
+        setting: what ran.
+        rank: of the group.
         predicted_bytes: peak, above parameters and inputs.
         measured_bytes: the same.
-        predicted_saved_bytes: kept between forward and backward.
-        measured_saved_bytes: the same.
+        saved_off_bytes: predicted bytes kept between forward and backward less the measured.
+        saved_bytes: as measured.
     """
 
     model: str
-    recompute: str
-    batch: int
-    seq: int
+    setting: Setting
+    rank: int
     predicted_bytes: int
     measured_bytes: int
-    predicted_saved_bytes: int
-    measured_saved_bytes: int
+    saved_off_bytes: int
+    saved_bytes: int
 
     @property
-    def peak_error(self) -> float:
-        """Relative."""
-        return abs(self.predicted_bytes / self.measured_bytes - 1)
-
-    @property
-    def saved_error(self) -> float:
-        """Relative."""
-        return abs(self.predicted_saved_bytes / self.measured_saved_bytes - 1)
+    def error(self) -> float:
+        """Of the peak, relative; below 0 where the prediction is too small."""
+        return self.predicted_bytes / self.measured_bytes - 1
 
     def row(self) -> tuple[harness.Cell, ...]:
         """A line of the table."""
+        s = self.setting
+        sizes = " x ".join(map(str, s.sizes.values()))
         return (
-            f"{self.model}, recompute {self.recompute}, {self.batch} x {self.seq}",
+            f"{self.model}, {s.backend}, sp {s.sp}, recompute {s.recompute}, {sizes}",
             self.predicted_bytes / 1e6,
             self.measured_bytes / 1e6,
-            100 * self.peak_error,
-            self.predicted_saved_bytes / 1e6,
-            self.measured_saved_bytes / 1e6,
-            100 * self.saved_error,
+            100 * self.error,
+            self.saved_bytes / 1e6,
+            self.saved_off_bytes,
         )
 
 
-def gpt() -> nn.Module:
-    """Returns a two-layer GPT of ours."""
-    return GPT(GPTConfig(vocab_size=VOCAB, dim=64, n_layers=2, n_heads=4))
+def settings(name: str, quick: bool) -> list[Setting]:
+    """Returns what is measured of a model, in the order in which it runs."""
+    sizes = SUBJECTS[name].sizes
+    every = [
+        Setting(backend, sp, recompute, s)
+        for backend in BACKENDS
+        for sp in (1, RANKS)
+        for recompute in RECOMPUTE
+        for s in sizes
+    ]
+    if not quick:
+        return every
+    return [s for s in every if s.sizes == sizes[0] and _in_quick(name, s)]
 
 
-def llama() -> nn.Module:
-    """Returns a two-layer Llama of the transformers library, two query heads to a K/V head."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-    )
-    return LlamaForCausalLM(config)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {"GPT": gpt, "Llama": llama}
-
-
-def measure(name: str, sizes: Sequence[tuple[int, int]]) -> list[Point]:
-    """Returns the points of one model."""
-    compiled = dcpc.compile(
-        MODELS[name](), buckets_of(sizes), recompute="none", backend="eager", memory=1e12
-    )
-    hints = (compiled.program.hints["batch"], compiled.program.hints["seq"])
-    assert hints not in sizes, f"the trace saw {hints}: choose another point"
-    placement = compiled.variants.placement({"batch": sizes[0][0], "seq": sizes[0][1]}, 1)
-    points = []
-    for recompute in (0, compiled.variants.steps(placement)):
-        variant = ForcedVariant(compiled, placement, recompute)
-        points += [_point(name, variant, batch, seq) for batch, seq in sizes]
-    return points
-
-
-def _point(name: str, variant: ForcedVariant, batch: int, seq: int) -> Point:
-    inputs = {k: torch.randint(0, VOCAB, (batch, seq)) for k in INPUTS}
-    saved_bytes = _saved_bytes(variant(**inputs))  # the first call compiles
-    variant.zero_grad()
-
-    def run() -> Tensor:
-        loss = variant(**inputs)
-        loss.backward()
-        return loss
-
-    measured_bytes = measured_peak_bytes(run)
-    cost = variant.predict({"batch": batch, "seq": seq})
-    return Point(
-        model=name,
-        recompute="all" if variant.recompute else "none",
-        batch=batch,
-        seq=seq,
-        predicted_bytes=cost.peak_bytes,
-        measured_bytes=measured_bytes,
-        predicted_saved_bytes=cost.saved_bytes,
-        measured_saved_bytes=saved_bytes,
+def _in_quick(name: str, setting: Setting) -> bool:
+    return setting.backend == "eager" or (
+        name == "GPT" and setting.sp == 1 and setting.recompute == "none"
     )
 
 
-def buckets_of(sizes: Sequence[tuple[int, int]]) -> dcpc.Buckets:
-    """Returns a shape bucket for each (batch, seq)."""
-    return dcpc.Buckets(INPUTS, [{"batch": batch, "seq": seq} for batch, seq in sizes])
+class Model:
+    """One model traced once, split for one rank and for two.
 
+    Args:
+        name: a key of `SUBJECTS`.
+    """
 
-def trace_seconds(sizes: Sequence[tuple[int, int]]) -> float:
-    """Returns the seconds of the slowest trace; one trace serves all sizes."""
-    slowest_s = 0.0
-    for make in MODELS.values():
-        model, buckets = make(), buckets_of(sizes)
-        with harness.timed() as watch:
-            trace(model, buckets)
-        slowest_s = max(slowest_s, watch.elapsed_s)
-    return slowest_s
+    def __init__(self, name: str) -> None:
+        self.name, self.subject = name, SUBJECTS[name]
+        torch.manual_seed(0)
+        buckets = dcpc.Buckets(self.subject.inputs, list(self.subject.sizes))
+        first = Split(self.subject.make(), buckets, self.subject.placed_for, "eager", sp=1)
+        hints = first.program.hints
+        assert hints not in self.subject.sizes, f"the trace saw {hints}: choose another point"
+        kinds = itertools.product(BACKENDS, (1, RANKS))
+        self.splits = {(backend, sp): first.of(backend, sp) for backend, sp in kinds}
+
+    def prepare(self, found: Sequence[Setting]) -> None:
+        """Makes the graphs that all ranks share; only Inductor's code is made by the ranks."""
+        for s in found:
+            split = self.splits[s.backend, s.sp]
+            split.variants.profile(split.placement, self.steps(s))
+            if s.backend == "eager":
+                for rank in range(s.sp):
+                    split.variants.variant(split.placement, self.steps(s), s.sizes, rank)
+
+    def steps(self, setting: Setting) -> int:
+        """Returns the steps of recompute that a setting takes."""
+        split = self.splits[setting.backend, setting.sp]
+        return int(RECOMPUTE[setting.recompute] * split.variants.steps(split.placement))
+
+    def measure(self, setting: Setting, rank: int) -> Point:
+        """Returns the point of this rank; collective over the ranks of the setting."""
+        split, steps = self.splits[setting.backend, setting.sp], self.steps(setting)
+        variant, integers = split.variants.variant(split.placement, steps, setting.sizes, rank)
+        inputs = self.subject.example(setting.sizes)
+        named = {**split.held(), **{p: inputs[n] for p, n in split.program.inputs.items()}}
+        tensors = [named[p] for p in variant.placeholders]
+        split.model.zero_grad()
+        saved_bytes = _saved_bytes(variant(tensors, integers))
+
+        def run() -> Tensor:
+            loss = variant(tensors, integers)
+            loss.backward()
+            return loss
+
+        measured_bytes = measured_peak_bytes(run)
+        split.model.zero_grad()
+        at = evaluator(split.variants.profile(split.placement, steps))
+        local = split.variants.local_sizes(split.placement, setting.sizes, rank)
+        return Point(
+            model=self.name,
+            setting=setting,
+            rank=rank,
+            predicted_bytes=at.peak_bytes(local),
+            measured_bytes=measured_bytes,
+            saved_off_bytes=at.saved_bytes(local) - saved_bytes,
+            saved_bytes=saved_bytes,
+        )
 
 
 def _saved_bytes(loss: Tensor) -> int:
@@ -166,25 +194,93 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
+def _run_rank(rank: int, model: Model, found: Sequence[Setting]) -> list[Point]:
+    """Returns the points of one rank. Those of one rank alone are shared out."""
+    warnings.simplefilter("ignore")
+    world = dist.group.WORLD
+    assert world is not None
+    bind_group(group_name(RANKS), world)
+    points = []
+    alone = itertools.count()
+    for s in found:
+        if s.sp == 1 and next(alone) % RANKS != rank:
+            continue
+        if s.backend == "inductor" and s.sp > 1 and rank > 0:
+            dist.barrier()  # the first rank compiles, the others take its code from the cache
+        split = model.splits[s.backend, s.sp]
+        split.variants.variant(split.placement, model.steps(s), s.sizes, rank % s.sp)
+        if s.backend == "inductor" and s.sp > 1 and rank == 0:
+            dist.barrier()
+        points.append(model.measure(s, rank % s.sp))
+    return points
+
+
+def measure(name: str, found: Sequence[Setting]) -> list[Point]:
+    """Returns the points of one model, of several ranks the worse one."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # the models are small: more threads only wait for each other
+    model = Model(name)
+    model.prepare(found)
+    ranks = run_ranks(_run_rank, RANKS, model, found, timeout_s=TIME_LIMIT_S, fork=True)
+    worst: dict[str, Point] = {}
+    for point in itertools.chain(*ranks):
+        known = worst.setdefault(str(point.setting), point)
+        if (abs(point.saved_off_bytes), abs(point.error)) > (
+            abs(known.saved_off_bytes),
+            abs(known.error),
+        ):
+            worst[str(point.setting)] = point
+    return list(worst.values())
+
+
+def figures(points: Sequence[Point]) -> dict[str, harness.Cell]:
+    """Returns the figures of the report; None where nothing was measured."""
+
+    def largest(backend: str, below: bool = False) -> float | None:
+        errors = [p.error for p in points if p.setting.backend == backend]
+        return max((max(0.0, -e) if below else abs(e) for e in errors), default=None)
+
+    return {
+        "points": len(points),
+        "points_inductor": sum(p.setting.backend == "inductor" for p in points),
+        "max_error_peak_eager": largest("eager"),
+        "max_error_peak_inductor": largest("inductor"),
+        "max_underestimate": max(max(0.0, -p.error) for p in points),
+        "max_underestimate_eager": largest("eager", below=True),
+        "max_underestimate_inductor": largest("inductor", below=True),
+        "saved_bytes_off": max(abs(p.saved_off_bytes) for p in points),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """Returns what the command line asks for."""
+    p = harness.parser("memory", __doc__.partition("\n")[0])
+    p.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    p.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    p.add_argument("--sp", nargs="+", type=int, choices=(1, RANKS), default=[1, RANKS])
+    return p.parse_args()
+
+
 def main() -> None:
     """Runs the benchmark."""
-    args = harness.parser("memory", __doc__.partition("\n")[0]).parse_args()
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # the models are small: more threads only wait for each other
-    sizes = SIZES if args.quick else MORE_SIZES
-    trace_s = trace_seconds(sizes)
-    points = [point for name in MODELS for point in measure(name, sizes)]
-    header = ("point", "peak MB", "measured", "off %", "saved MB", "measured", "off %")
-    harness.print_table("predicted against measured", header, [p.row() for p in points], digits=4)
-    figures = {
-        "points": len(points),
-        "max_error_peak": max(p.peak_error for p in points),
-        "max_error_saved": max(p.saved_error for p in points),
-        "trace_s": trace_s,
+    args = arguments()
+    wanted = {
+        name: [
+            s for s in settings(name, args.quick) if s.backend in args.backends and s.sp in args.sp
+        ]
+        for name in reversed(args.models)  # the last ones take longest
     }
-    harness.print_table("memory", ("figure", "value"), list(figures.items()), digits=6)
-    harness.write_report("memory", figures, args.json)
+    with (
+        harness.timed() as watch,
+        ProcessPoolExecutor(MODELS_AT_A_TIME, mp_context=get_context("spawn")) as pool,
+    ):
+        running = {name: pool.submit(measure, name, found) for name, found in wanted.items()}
+        points = [point for name in args.models for point in running[name].result()]
+    header = ("point", "peak MB", "measured", "off %", "saved MB", "saved off B")
+    harness.print_table("predicted against measured", header, [p.row() for p in points], digits=4)
+    found = {**figures(points), "seconds": watch.elapsed_s}
+    harness.print_table("memory", ("figure", "value"), list(found.items()), digits=6)
+    harness.write_report("memory", found, args.json)
 
 
 if __name__ == "__main__":

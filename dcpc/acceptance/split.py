@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -72,11 +73,20 @@ class Split:
         self.trace_s = time.perf_counter() - start_s
         self.nodes = {n.name: n for n in self.program.gm.graph.nodes}
         self.sharding: Sharding = analyse(self.program)
-        self.variants = Variants(self.program, self.sharding, SPLITTING, backend, self._held)
+        self.variants = Variants(self.program, self.sharding, SPLITTING, backend, self.held)
         self.sizes = dict(sizes)
         self.placement: Placement = self.variants.placement(sizes, self.sp)
 
-    def _held(self) -> dict[str, Tensor]:
+    def of(self, backend: str, sp: int) -> Split:
+        """Returns the same trace by another backend or for another number of ranks."""
+        other = copy(self)
+        other.sp = sp
+        other.variants = Variants(self.program, self.sharding, SPLITTING, backend, other.held)
+        other.placement = other.variants.placement(self.sizes, sp)
+        return other
+
+    def held(self) -> dict[str, Tensor]:
+        """Returns placeholder name -> parameter, buffer or constant."""
         own: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         own |= dict(self.model.named_buffers(remove_duplicate=False))
         names = {**self.program.parameters, **self.program.buffers}
@@ -105,7 +115,7 @@ class Split:
         variant, integers = self.variants.variant(
             self.placement, self._count(recompute), sizes, rank
         )
-        named = {**self._held(), **{p: inputs[n] for p, n in self.program.inputs.items()}}
+        named = {**self.held(), **{p: inputs[n] for p, n in self.program.inputs.items()}}
         loss = variant([named[p] for p in variant.placeholders], integers)
         loss.backward()
         for p in self.model.parameters():

@@ -135,7 +135,9 @@ def backward(
     dq, dk, dv = map(empty_gradient, (q, k, v))
     wide = q.dtype != accumulated(q.dtype)
     sum_k, sum_v = (x.to(accumulated(q.dtype)).zero_() for x in (dk, dv))
-    dmask = torch.zeros_like(mask, dtype=accumulated(q.dtype)) if mask_gradient else None  # type: ignore[arg-type]
+    dmask = None
+    if mask_gradient and mask is not None:  # dense, as the op's fake says, however the mask lies
+        dmask = mask.new_zeros(mask.shape, dtype=accumulated(q.dtype))
     for block in _blocks((q, k, v), mask, keep, sight):
         _backward(block, (grad, out, lse), (k, v), (dq, sum_k, sum_v), dmask)
     if wide:

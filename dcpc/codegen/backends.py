@@ -105,7 +105,7 @@ class InOrder(InductorChoices):
         return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 
     def uuid(self) -> str:
-        """Returns what stands for all that is done differently here in the key of Inductor's cache."""
+        """Returns what stands in the key of Inductor's cache for what is done differently here."""
         return "dcpc: in order, layouts fixed"
 
 

@@ -83,7 +83,7 @@ def state_bytes(optimizer: OptimizerLike, parameters: Iterable[nn.Parameter]) ->
     if isinstance(optimizer, Optimizer):
         kind, groups = type(optimizer), optimizer.param_groups
         make: Callable[..., Optimizer] = functools.partial(kind, **optimizer.defaults)
-        options = {id(p): group for group in groups for p in group["params"]}
+        options: dict[int, Options] = {id(p): group for group in groups for p in group["params"]}
         trained = [p for p in trained if id(p) in options]
     else:
         kind, defaults, make = _defaults(optimizer)
