@@ -30,6 +30,7 @@ from dcpc.garbage import without_collection
 from dcpc.ir import Program, TensorInfo
 from dcpc.trace import dims as named
 from dcpc.trace.autocast import casting, share_casts
+from dcpc.trace.branches import refuse_branches
 from dcpc.trace.canonical import canonicalise
 from dcpc.trace.single_key import depends_on
 
@@ -109,6 +110,8 @@ def _traced(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None) ->
     gm = copy.deepcopy(exported.graph_module)
     symbols = {n: sympy.Symbol(n, integer=True, positive=True) for n in buckets.names}
     mapping = _symbol_mapping(exported, buckets, symbols, dims)
+    if (env := _shape_env(gm)) is not None:
+        refuse_branches(env, buckets, symbols, mapping)
     reached = depends_on(gm.graph)
     canonicalise(gm)
     program = _program(gm, exported, buckets, symbols, mapping, hints)

@@ -1,5 +1,7 @@
 """Dims of the buckets stay symbols through the trace, whatever their spec says."""
 
+import warnings
+
 import pytest
 import sympy
 import torch
@@ -122,3 +124,24 @@ def test_position_table_larger_than_every_bucket_is_fine():
         {"seq": 8}, {"seq": 15},
     )  # fmt: skip
     assert isinstance(p.info[next(iter(p.inputs))].shape[1], sympy.Symbol)
+
+
+SEQUENCE = {"x": "float32[batch, seq, 8]"}
+
+
+def test_size_that_forward_makes_a_number_of_is_refused():
+    with pytest.raises(TraceError, match=r"as if .*seq.*, 3\); .* at seq 50"):
+        program(
+            lambda w, x: (w * x * int(x.shape[1] ** 0.5)).mean(), SEQUENCE, {"seq": 9}, {"seq": 50}
+        )
+
+
+def test_branch_on_a_remainder_is_warned_of_where_a_bucket_takes_the_other_way():
+    def forward(w, x):
+        return (w * x).mean() if x.shape[1] % 2 == 0 else (2 * w * x).mean()
+
+    with pytest.warns(UserWarning, match=r"as if Ne\(Mod\(seq, 2\), 0\), and at seq 50"):
+        program(forward, SEQUENCE, {"seq": 9}, {"seq": 50})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program(forward, SEQUENCE, {"seq": 9}, {"seq": 51})
