@@ -99,18 +99,18 @@ def mean_over_ranks(wholes: Sequence[Whole], groups: Groups) -> list[Whole]:
     """Returns the runs with the mean seconds of all ranks, which ran at the same time."""
     if groups.world == 1:
         return list(wholes)
-    own = [[*(s.seconds_s for s in w.samples), w.forward_s, w.backward_s] for w in wholes]
-    seconds = torch.tensor([s for mine in own for s in mine], dtype=torch.float64)
-    dist.all_reduce(seconds, group=groups.control(groups.world))
-    found = (seconds / groups.world).split([len(mine) for mine in own])
+    own = [s.seconds_s for w in wholes for s in (*w.samples, *w.alone)]
+    own += [s for w in wholes for s in (w.forward_s, w.backward_s)]
+    total = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(total, group=groups.control(groups.world))
+    mean = iter((total / groups.world).tolist())
+    calls = [
+        [tuple(replace(s, seconds_s=next(mean)) for s in part) for part in (w.samples, w.alone)]
+        for w in wholes
+    ]
     return [
-        Whole(
-            w.sizes,
-            tuple(replace(s, seconds_s=float(t)) for s, t in zip(w.samples, mean, strict=False)),
-            float(mean[-2]),
-            float(mean[-1]),
-        )
-        for w, mean in zip(wholes, found, strict=True)
+        Whole(w.sizes, samples, next(mean), next(mean), alone)
+        for w, (samples, alone) in zip(wholes, calls, strict=True)
     ]
 
 
@@ -129,7 +129,7 @@ def fitted(
         collectives: their fits.
         apart: classes that a compiler leaves as they are: the others' fits are scaled alone.
     """
-    samples = [s for whole in wholes for s in whole.samples]
+    samples = [s for whole in wholes for s in (*whole.samples, *whole.alone)]
     classes: tuple[ClassFit, ...] = ()
     for forward in (True, False):
         alone = fit_classes([s for s in samples if s.forward is forward])

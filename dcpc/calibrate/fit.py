@@ -15,7 +15,7 @@ from dcpc.symbolic_profile.fits import nearest
 VIEW = "view"  # a call that only makes another view, or an integer: no profile counts it
 # Its kernels take blocks of a size that depends on the length, so no one rate holds.
 CURVED = frozenset({"attention"})
-SAME = 1.05  # two intensities nearer than this are one knot
+SAME = 1.001  # two intensities nearer than this are one knot
 ROUNDS = 4  # of reweighting
 
 

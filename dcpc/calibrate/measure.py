@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from dcpc.calibrate.fit import VIEW, Sample
+from dcpc.buckets import BATCH
+from dcpc.calibrate.fit import CURVED, VIEW, Sample
+from dcpc.calibrate.points import turning_points
 from dcpc.calibrate.timed import Timed
 from dcpc.ir import Work
 from dcpc.symbolic_profile import work_of
 from dcpc.symbolic_profile.facts import Facts
-from dcpc.symbolic_profile.polynomials import Basis, Floats, values_of
+from dcpc.symbolic_profile.polynomials import Basis, Floats, QueryBlock, values_of
 from dcpc.variants import Variants
 
 Sizes = Mapping[str, int]
@@ -33,12 +38,14 @@ class Whole:
         samples: of its calls, with the seconds they had alone.
         forward_s: of the whole forward, compiled.
         backward_s: of the whole backward, compiled.
+        alone: calls that ran by themselves at other sizes.
     """
 
     sizes: Sizes
     samples: tuple[Sample, ...]
     forward_s: float
     backward_s: float
+    alone: tuple[Sample, ...] = ()
 
     def part(self, forward: bool) -> tuple[list[Sample], float]:
         """Returns the calls of one direction, and the seconds of all of it."""
@@ -74,8 +81,9 @@ class Bench:
         priced = [w for w in self._work if w is not None]
         self._dtypes = [w.dtype for w in priced]
         self._symbols = facts.symbols
-        calls = [n for timed in self._timed for n in timed.calls]
-        made = [t.storage_bytes for n in calls for t in facts.fresh(n)]
+        self._owners = [timed for timed in self._timed for _ in timed.calls]
+        self._calls = [n for timed in self._timed for n in timed.calls]
+        made = [t.storage_bytes for n in self._calls for t in facts.fresh(n)]
         basis = Basis([*made, *(e for w in priced for e in (w.flops, w.bytes_moved))])
         self._made = basis.matrix(made)
         self._flops = basis.matrix([w.flops for w in priced])
@@ -110,10 +118,36 @@ class Bench:
                 calls, all_of_it = self._run(sizes)
                 each[i].append(calls)
                 whole[i].append(all_of_it)
-        return [
-            Whole(sizes, self._samples(sizes, _low(e)), *_low(w))
-            for sizes, e, w in zip(points, each, whole, strict=True)
+        both = [_low(w) for w in whole]
+        first, *others = [
+            Whole(sizes, self._samples(sizes, _low(e)), forward_s, backward_s)
+            for sizes, e, (forward_s, backward_s) in zip(points, each, both, strict=True)
         ]
+        return [replace(first, alone=tuple(self._alone(points))), *others]
+
+    def _alone(self, points: Sequence[Sizes]) -> Iterator[Sample]:
+        """Yields the curved classes' calls at lengths between the points'."""
+        narrow = min(p.get(BATCH, 1) for p in points)
+        lengths = [p for p in points if p.get(BATCH, 1) == narrow]
+        rows = iter(range(len(self._flops)))
+        seen = set()
+        for timed, node, work in zip(self._owners, self._calls, self._work, strict=True):
+            row = -1 if work is None else next(rows)
+            kind = (str(node.target), str(node.meta["val"]))
+            if work is None or work.op_class not in CURVED or kind in seen:
+                continue
+            seen.add(kind)
+            for low, high in itertools.pairwise(lengths):
+                for sizes in turning_points(low, high, partial(self._block, timed, node)):
+                    flops, moved = self._features(sizes)
+                    dims = self.variants.local_sizes(self.placement, sizes)
+                    spent = timed.seconds_alone(node, dims, FEWEST_ROUNDS)
+                    yield _sample(work, float(flops[row]), float(moved[row]), spent)
+
+    def _block(self, timed: Timed, node: fx.Node, sizes: Sizes) -> int:
+        """Returns the queries that the CPU's attention takes at a time."""
+        dims = self.variants.local_sizes(self.placement, sizes)
+        return int(QueryBlock(sympy.Integer(timed.length(node, dims))))
 
     def _run(self, sizes: Sizes) -> tuple[list[float], list[float]]:
         """Returns the seconds of each call, and of forward and backward as a whole."""

@@ -10,6 +10,7 @@ from dcpc.buckets import BATCH, Bucket
 Sizes = Mapping[str, int]
 
 LENGTHS = 4
+STEPS = 96  # of the way between two lengths, by the logarithm
 
 
 def choose_points(
@@ -44,6 +45,24 @@ def choose_points(
     found = [*lengths, *(s for s in wider if seconds(s) <= share_s and fits(s))]
     unique = {tuple(sorted(s.items())): s for s in found}
     return sorted(unique.values(), key=lambda s: (_elements(s), sorted(s.items())))
+
+
+def turning_points(low: Sizes, high: Sizes, kind: Callable[[Sizes], int]) -> list[dict[str, int]]:
+    """Returns sizes between two: the middle ones, and both sides of where the kind changes.
+
+    Args:
+        low: sizes of the shorter.
+        high: of the longer, of the same names.
+        kind: what a kernel does differently, as a number.
+    """
+    way = [
+        {n: round(low[n] ** (1 - i / STEPS) * high[n] ** (i / STEPS)) for n in low}
+        for i in range(STEPS + 1)
+    ]
+    kinds = [kind(sizes) for sizes in way]
+    turns = {j for i in range(STEPS) if kinds[i] != kinds[i + 1] for j in (i, i + 1)}
+    inner = (turns | {STEPS // 3, 2 * STEPS // 3}) - {0, STEPS}
+    return [way[i] for i in sorted(inner)]
 
 
 def _spread(points: list[dict[str, int]]) -> list[dict[str, int]]:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from dcpc.codegen import Boxed, compile_graph, excerpt
 from dcpc.repeats import repeated_runs
-from dcpc.symbolic_profile.facts import Facts
+from dcpc.symbolic_profile.facts import Facts, argument
 
 _Shape: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -82,6 +82,33 @@ class Timed:
                 del values[dead]
         between: list[float] = clock.between(marks)
         return between[::2]
+
+    def seconds_alone(self, node: fx.Node, dims: Mapping[str, int], rounds: int) -> float:
+        """Returns the least seconds of one call on drawn operands, after one that warms up.
+
+        Args:
+            node: one of `calls`.
+            dims: symbol name -> size.
+            rounds: to take the least of.
+        """
+        sizes = {s: sympy.Integer(dims[s.name]) for s in self._facts.symbols}
+        values = {
+            n: self._drawn(n.meta["val"], self._shape(n.meta["val"], sizes))
+            for n in node.all_input_nodes
+        }
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+        clock, marks = _clock(self._device), []
+        for _ in range(rounds + 1):
+            marks.append(clock.mark())
+            node.target(*args, **kwargs)  # type: ignore[operator]
+            marks.append(clock.mark())
+        between: list[float] = clock.between(marks)
+        return min(between[2::2])
+
+    def length(self, node: fx.Node, dims: Mapping[str, int]) -> int:
+        """Returns the queries of one of `calls` that is an attention."""
+        query = self._facts.of(argument(node, "query"))[0].shape[2]
+        return int(query.xreplace({s: sympy.Integer(dims[s.name]) for s in self._facts.symbols}))
 
     def compile(self, backend: str, mode: Any) -> None:
         """Compiles the excerpt, for `seconds`."""
