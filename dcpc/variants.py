@@ -175,7 +175,8 @@ class Variants:
         key = (placement.key(), backend or self.backend)
         if key not in self._studies:
             lowering = self.lowering(placement, None, backend)
-            ledger = Ledger(lowering.joint.names, placement.sp)
+            fuses = (backend or self.backend) == "inductor"
+            ledger = Ledger(lowering.joint.names, placement.sp, fuses=fuses)
             meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
             nodes, needed = lowering.choices()
             sizes = self.local_sizes(placement, self._reference)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,11 @@ from torch import fx
 
 from dcpc.ir import Fold, Partition, Schedule
 from dcpc.symbolic_profile.facts import Facts
+from dcpc.symbolic_profile.fusion import Kernel, fuse
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers
 
 Transient = Callable[[fx.Node], sympy.Expr]
+Steps = Sequence[fx.Node | Kernel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +245,27 @@ class _Storages:
         self._ids[node] = tuple(known[t.storage] for t in tensors)
         return self.of(node)
 
+    def make(self, kernel: Kernel) -> dict[int, sympy.Expr]:
+        """Gives what a fused kernel makes its storages: new ones, or those it takes."""
+        found: dict[int, sympy.Expr] = {}
+        for node in kernel.makes:
+            taken = kernel.in_place.get(node)
+            new = [next(self._count) for _ in self.facts.of(node)]
+            self._ids[node] = tuple(new) if taken is None else self._ids[taken]
+            found |= self.of(node)
+        return found
+
     def start_backward(self, given: Iterable[tuple[fx.Node, fx.Node]]) -> None:
         """Forgets forward's values but for those that backward's placeholders take."""
         self._ids = {node: self._ids[source] for node, source in given}
 
 
 def timeline_of(
-    run: Run, facts: Facts, transient: Transient, fold: Fold | None = None
+    run: Run,
+    facts: Facts,
+    transient: Transient,
+    fold: Fold | None = None,
+    fuses: bool = False,
 ) -> Timeline:
     """Returns the allocations and frees of a run.
 
@@ -258,7 +274,13 @@ def timeline_of(
         facts: reads its nodes.
         transient: bytes that a call has besides its outputs.
         fold: which copies of a block stand for more.
+        fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
     """
+    if fuses:
+        returned = [g for g in run.gradients if g is not None]
+        forward: Any = fuse(run.forward, [run.loss, *run.saved], facts)
+        backward: Any = fuse(run.backward, returned, facts)
+        run = replace(run, forward=forward, backward=backward)
     recorder, storages = _Recorder(transient), _Storages(facts)
     recorder.resident = {s for n in run.primals for s in storages.enter(n)}
     _run(run.forward, [run.loss, *run.saved], recorder, storages, _Folding.forward(fold, run))
@@ -332,7 +354,7 @@ class _Folding:
 
 
 def _run(
-    nodes: Sequence[fx.Node],
+    nodes: Steps,
     outputs: Iterable[fx.Node],
     recorder: _Recorder,
     storages: _Storages,
@@ -356,11 +378,14 @@ def _run(
             first = len(recorder.steps), len(recorder.done)
         if folding is not None and position == folding.stop:
             stop = len(recorder.steps), len(recorder.done)
-        allocated = recorder.hold(storages.enter(n))
-        transient = recorder.transient(n)
+        if isinstance(n, Kernel):
+            made, own, transient = n.makes, storages.make(n), sympy.Integer(0)
+        else:
+            made, own, transient = [n], storages.enter(n), recorder.transient(n)
+        allocated = recorder.hold(own)
         if allocated or transient != 0:
             recorder.mark(n.name, transient)
-        for used in dying[position] + [n] * (n not in last_use):
+        for used in dying[position] + [m for m in made if m not in last_use]:
             recorder.drop(storages.of(used))
     if folding is not None:
         at = stop if folding.after else first

@@ -72,6 +72,7 @@ class Ledger:
         names: torch symbol -> expression of the bucket's dims.
         sp: ranks of the group of every collective, or group name -> ranks.
         threads: threads an op runs on; default: torch's.
+        fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
     """
 
     def __init__(
@@ -79,9 +80,11 @@ class Ledger:
         names: Mapping[sympy.Symbol, sympy.Expr],
         sp: GroupSize = 1,
         threads: int | None = None,
+        fuses: bool = False,
     ) -> None:
         self.facts = Facts(names)
         self._sp, self._threads = sp, threads or torch.get_num_threads()
+        self._fuses = fuses
         self._transients: dict[fx.Node, sympy.Expr] = {}
         self._works: dict[fx.Node, tuple[Work, Work] | None] = {}
 
@@ -114,7 +117,7 @@ class Ledger:
         parameters, inputs = self._residents(run.primals, resident, fold)
         work, unpriced = self._work(run, fold)
         return Costs(
-            timeline=timeline_of(run, self.facts, self.transient, fold),
+            timeline=timeline_of(run, self.facts, self.transient, fold, self._fuses),
             work=work,
             parameters=parameters,
             inputs=inputs,
