@@ -493,6 +493,20 @@ class SpaceTime(nn.Module):
         return (h.reshape(b, f * p, d) - x.flatten(1, 2)).square().mean()
 
 
+@case({"x": "float64[batch, frames, patches, 12]"})
+class GridPositions(nn.Module):
+    """Positions counted over a whole grid, of which a rank has some rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, f, p, _ = x.shape
+        at = torch.arange(f * p, device=x.device).to(x.dtype).reshape(f, p, 1) / 7
+        return (torch.tanh(self.body(x + at.cos())) * at.sin()).square().mean()
+
+
 @case({"x": "float64[batch, seq*2, 12]", "y": "float64[batch, seq, 12]"})
 class Merging(nn.Module):
     """Two neighbours become one token."""
