@@ -509,10 +509,9 @@ class AllegroLoss(Denoiser):
         """Returns the loss."""
         _, _, frames, height, width = target.shape
         grids = [torch.arange(n) for n in (frames, height // 2, width // 2)]
-        positions = torch.cartesian_prod(*grids).unsqueeze(0)
+        positions = torch.cartesian_prod(*grids).T.reshape(3, 1, -1)
         table = [
             (torch.cos(g[:, None] * torch.ones(4)), torch.sin(g[:, None] * torch.ones(4)))
             for g in grids
         ]
-        sizes = (frames, height // 2, width // 2)
-        return super().forward(target, image_rotary_emb=(table, (positions, sizes)), **inputs)
+        return super().forward(target, image_rotary_emb=(table, positions), **inputs)

@@ -139,7 +139,9 @@ def repeat_interleave(node: fx.Node, edit: Editor) -> fx.Node | None:
     source, repeats = node.args[:2]
     dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     assert isinstance(source, fx.Node)
-    if dim is None or not isinstance(repeats, int):
+    if isinstance(repeats, fx.Node) and not isinstance(repeats.meta["val"], torch.SymInt):
+        return None  # a tensor: another number of copies of each element
+    if dim is None:
         return None
     ndim = source.meta["val"].ndim
     counts: list[Any] = [1] * ndim

@@ -38,7 +38,9 @@ def repeat(x: Tensor, y: Tensor) -> Tensor:
 def interleave(x: Tensor, y: Tensor) -> Tensor:
     wide = x.repeat_interleave(3, dim=1, output_size=3 * x.shape[1])
     weight = torch.arange(wide.shape[1]).type_as(x)
-    return (wide * weight[:, None]).sum() + y.repeat_interleave(2, dim=-1).square().sum()
+    many = x.repeat_interleave(y.shape[1], dim=0)  # as often as a dim is long
+    total = (wide * weight[:, None]).sum() + (many * torch.arange(4)).sum()
+    return total + y.repeat_interleave(2, dim=-1).square().sum()
 
 
 class Case(nn.Module):
