@@ -302,21 +302,27 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Three copies of a repeated block that stand for more: first, middle and last.
+    """Repeated blocks of which three copies, first, middle and last, stand for all.
 
     Attributes:
-        copy_of: program's node -> 0, 1 or 2; absent outside of the copies.
-        others: copies like the middle one that are not there; they run between it and the last.
+        copy_of: program's node -> number of its run of blocks, and 0, 1 or 2; absent outside.
+        others: of each run, the copies like the middle one that are not there; they run between it
+            and the last.
         owner: joint graph's node -> the program's node it was made for.
     """
 
-    copy_of: Mapping[str, int]
-    others: int
+    copy_of: Mapping[str, tuple[int, int]]
+    others: tuple[int, ...]
     owner: Mapping[str, str]
+
+    def copy(self, name: str) -> tuple[int, int]:
+        """Returns the run and copy of a node of the joint graph, (-1, -1) outside of all."""
+        return self.copy_of.get(self.owner.get(name, name), (-1, -1))
 
     def count(self, name: str) -> int:
         """Returns how many calls a node of the joint graph stands for."""
-        return 1 + self.others * (self.copy_of.get(self.owner.get(name, name), -1) == 1)
+        run, copy = self.copy(name)
+        return 1 + self.others[run] if copy == 1 else 1
 
 
 @dataclass(frozen=True, slots=True)

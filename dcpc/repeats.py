@@ -65,3 +65,19 @@ def _run(sequence: npt.NDArray[np.int64], low: int, high: int, period: int) -> R
     longest = int(lengths.argmax())
     start = low + int(edges[2 * longest])
     return Run(start, period, start + int(lengths[longest]) + period)
+
+
+def aligned(run: Run, last_read: Sequence[int]) -> int:
+    """Returns where the first block of a run begins: where the fewest values cross the borders.
+
+    Args:
+        run: of calls.
+        last_read: of each call the position of the last that reads its value.
+    """
+
+    def crossing(border: int) -> int:
+        before = range(max(border - run.period, 0), border)
+        return sum(last_read[i] >= border for i in before)
+
+    starts = range(run.start, run.start + run.period)
+    return min(starts, key=lambda at: crossing(at + run.period))

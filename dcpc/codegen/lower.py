@@ -131,6 +131,7 @@ class _Lowering:
         for node in self.program.gm.graph.nodes:
             if node.op == "call_function":
                 self._node(node)
+                self._tag(node.name)
         loss = self.value(self.program.loss, REPLICATED)
         self.graph.output(loss)
         self.graph.eliminate_dead_code()
@@ -326,18 +327,21 @@ class _Lowering:
         made = special(self, node, operands) if special is not None else None
         if made is None:
             made = self._copy(node, operands)
-        made.meta["dcpc"] = node.name
         self.values[node.name, chosen.output] = made
+
+    def _tag(self, name: str) -> None:
+        """Notes for which node of the program the newest calls are, collectives among them."""
+        made = next(iter(reversed(self.graph.nodes)), None)
+        while made is not None and made.op == "call_function" and "dcpc" not in made.meta:
+            made.meta["dcpc"] = name
+            made = made.prev
 
     def _item(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
         """One of several results; the call is made once for all that want the same operands."""
         key = (call_of(node).name, tuple(operands))
         if key not in self.tuples:
             self.tuples[key] = self._copy(call_of(node), operands)
-            self.tuples[key].meta["dcpc"] = node.name
-        made = self.graph.call_function(operator.getitem, (self.tuples[key], node.args[1]))
-        made.meta["dcpc"] = node.name
-        return made
+        return self.graph.call_function(operator.getitem, (self.tuples[key], node.args[1]))
 
     def _copy(self, node: fx.Node, operands: list[fx.Node] | None) -> fx.Node:
         queue = list(operands or [])

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain, pairwise, repeat
 
-from dcpc.ir import NodePlacement, Placement, Program
+from dcpc.ir import Fold, NodePlacement, Placement, Program
 from dcpc.passes.elimination import CostNetwork
 from dcpc.passes.label_costs import Rates
 from dcpc.passes.placement_model import PlacementModel
@@ -38,6 +38,7 @@ def place(
     sp: int,
     rates: Rates,
     model: PlacementModel | None = None,
+    fold: Fold | None = None,
 ) -> Placement:
     """Returns the placement of least predicted time for one bucket's sizes.
 
@@ -48,10 +49,11 @@ def place(
         sp: ranks of the group.
         rates: the machine.
         model: what was prepared of the two before, for several buckets; None: prepared here.
+        fold: which copies of blocks stand for more, split as they are: their costs count as often.
     """
     model = PlacementModel(program, sharding) if model is None else model
     assert model.sharding is sharding, "the prepared model is of another analysis"
-    graph, network = _network(model, sizes, sp, rates)
+    graph, network = _network(model, sizes, sp, rates, fold)
     solution = network.minimise()
     nodes = {}
     for name, label, states in zip(model.names, solution.labels, graph.classes, strict=False):
@@ -70,7 +72,11 @@ def place(
 
 
 def _network(
-    model: PlacementModel, sizes: Mapping[str, int], sp: int, rates: Rates
+    model: PlacementModel,
+    sizes: Mapping[str, int],
+    sp: int,
+    rates: Rates,
+    fold: Fold | None,
 ) -> tuple[StateGraph, CostNetwork]:
     symbols = model.program.symbols
     numbers = model.catalogue.numbers({symbols[n]: s for n, s in sizes.items() if n in symbols})
@@ -86,8 +92,37 @@ def _network(
     ]
     network = CostNetwork()
     names = chain(model.names, repeat("a value with two consumers"))
-    for states, name in zip(graph.classes, names, strict=False):
-        network.add_variable(name, unaries[states])
+    weights = _Weights(model, graph, fold)
+    for variable, (states, name) in enumerate(zip(graph.classes, names, strict=False)):
+        network.add_variable(name, unaries[states] * weights.of(variable))
     for producer, consumer, table in graph.edges:
-        network.add_edge(producer, consumer, tables[table])
+        network.add_edge(producer, consumer, tables[table] * weights.between(producer, consumer))
     return graph, network
+
+
+class _Weights:
+    """How often each cost of a folded program counts.
+
+    Blocks that are left out are split like the middle copy, so what it computes and sends counts
+    for them, too: also what it sends to the last copy, which each of them sends to the next.
+    """
+
+    def __init__(self, model: PlacementModel, graph: StateGraph, fold: Fold | None) -> None:
+        self._fold = fold
+        names = list(model.names)
+        for producer, consumer, _ in graph.edges:
+            if consumer >= len(names):  # the second variable of a value
+                names += [""] * (consumer + 1 - len(names))
+                names[consumer] = names[consumer] or names[producer]
+        self._names = names
+
+    def of(self, variable: int) -> int:
+        """Returns how often a variable's own cost counts."""
+        return 1 if self._fold is None else self._fold.count(self._names[variable])
+
+    def between(self, producer: int, consumer: int) -> int:
+        """Returns how often the cost of an edge counts."""
+        if self._fold is None:
+            return 1
+        outside = self._fold.copy(self._names[producer])[1] < 0
+        return self.of(consumer if outside else producer)

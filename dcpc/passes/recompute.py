@@ -72,6 +72,21 @@ class Step:
     again: frozenset[str]
     saved: frozenset[str]
 
+    @property
+    def ratio(self) -> float:
+        """Bytes freed a second."""
+        return self.freed_bytes / max(self.seconds, 1e-30)
+
+    def with_(self, other: Step) -> Step:
+        """Returns both steps as one."""
+        return Step(
+            block=self.block,
+            freed_bytes=self.freed_bytes + other.freed_bytes,
+            seconds=self.seconds + other.seconds,
+            again=self.again | other.again,
+            saved=self.saved | other.saved,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Menu:
@@ -94,6 +109,16 @@ class Menu:
             found -= step.saved
             found |= step.again
         return frozenset(found)
+
+    def by_ratio(self) -> Menu:
+        """Returns the menu in which steps of the same bytes a second are one: all equal blocks'."""
+        merged: list[tuple[float, Step]] = []
+        for step in self.steps:
+            if merged and merged[-1][0] == step.ratio:
+                merged[-1] = step.ratio, merged[-1][1].with_(step)
+            else:
+                merged.append((step.ratio, step))
+        return Menu(self.start, tuple(step for _, step in merged), self.blocks)
 
     def seconds(self, k: int) -> float:
         """Returns the seconds of what the first k steps make again."""

@@ -326,31 +326,30 @@ class _Folding:
     times: int
 
     @classmethod
-    def forward(cls, fold: Fold | None, run: Run) -> _Folding | None:
-        """Returns the middle copy's calls of forward."""
+    def forward(cls, fold: Fold | None, run: Run) -> list[_Folding]:
+        """Returns the middle copies' calls of forward, in order."""
         if fold is None:
-            return None
-        copies = [fold.copy_of.get(fold.owner.get(n.name, ""), -1) for n in run.forward]
-        return cls(copies.index(1), copies.index(2), True, fold.others)
+            return []
+        copies = [fold.copy(n.name) for n in run.forward]
+        runs = range(len(fold.others))
+        found = [(copies.index((r, 1)), copies.index((r, 2)), r) for r in runs]
+        return [cls(a, b, True, fold.others[r]) for a, b, r in sorted(found)]
 
     @classmethod
-    def backward(cls, fold: Fold | None, run: Run) -> _Folding | None:
-        """Returns the middle copy's calls of backward, with what it makes again first."""
+    def backward(cls, fold: Fold | None, run: Run) -> list[_Folding]:
+        """Returns the middle copies' calls of backward, with what they make again first."""
         if fold is None:
-            return None
-        copies = [fold.copy_of.get(fold.owner.get(n.name, ""), -1) for n in run.backward]
+            return []
+        copies = [fold.copy(n.name) for n in run.backward]
         made = set(run.forward)
-
-        def start(copy: int) -> int:
-            at = next(
-                i for i, (n, c) in enumerate(zip(run.backward, copies, strict=True))
-                if c == copy and n not in made
-            )  # fmt: skip
-            while at and copies[at - 1] == copy:
-                at -= 1
-            return at
-
-        return cls(start(1), start(0), False, fold.others)
+        first: dict[tuple[int, int], int] = {}
+        for i, (node, copy) in enumerate(zip(run.backward, copies, strict=True)):
+            if copy not in first and node not in made:
+                first[copy] = i
+                while first[copy] and copies[first[copy] - 1] == copy:
+                    first[copy] -= 1
+        found = [(first[r, 1], first[r, 0], r) for r in range(len(fold.others))]
+        return [cls(a, b, False, fold.others[r]) for a, b, r in sorted(found)]
 
 
 def _run(
@@ -358,7 +357,7 @@ def _run(
     outputs: Iterable[fx.Node],
     recorder: _Recorder,
     storages: _Storages,
-    folding: _Folding | None,
+    foldings: Sequence[_Folding],
 ) -> None:
     """Runs calls on the timeline: allocate, mark the point, free what was used last.
 
@@ -372,12 +371,11 @@ def _run(
     dying: list[list[fx.Node]] = [[] for _ in range(len(nodes) + 1)]
     for n, position in last_use.items():
         dying[position].append(n)
-    first, stop = (0, 0), (0, 0)
+    borders = {f.first for f in foldings} | {f.stop for f in foldings}
+    reached: dict[int, tuple[int, int]] = {}
     for position, n in enumerate(nodes):
-        if folding is not None and position == folding.first:
-            first = len(recorder.steps), len(recorder.done)
-        if folding is not None and position == folding.stop:
-            stop = len(recorder.steps), len(recorder.done)
+        if position in borders:
+            reached[position] = len(recorder.steps), len(recorder.done)
         if isinstance(n, Kernel):
             made, own, transient = n.makes, storages.make(n), sympy.Integer(0)
         else:
@@ -387,9 +385,9 @@ def _run(
             recorder.mark(n.name, transient)
         for used in dying[position] + [m for m in made if m not in last_use]:
             recorder.drop(storages.of(used))
-    if folding is not None:
-        at = stop if folding.after else first
-        recorder.repeat(first[0], stop[0], at, folding.times)
+    for folding in reversed(foldings):
+        first, stop = reached[folding.first], reached[folding.stop]
+        recorder.repeat(first[0], stop[0], stop if folding.after else first, folding.times)
 
 
 def _distinct(

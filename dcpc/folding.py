@@ -1,0 +1,214 @@
+"""A deep model planned as three copies of each repeated block: first, middle and last.
+
+A plan of equal blocks is the same for each of them, and what a run of them costs is affine in their
+number. So a program of 28 blocks is placed, differentiated and priced as one of three, and what was
+found is said of all 28: exactly, as long as the blocks between are told apart by their parameters
+alone, which is looked at argument by argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from dcpc.ir import Fold, NodePlacement, Placement, Program
+from dcpc.passes.sharding import Sharding
+from dcpc.repeats import aligned, repeated_runs
+
+FEWEST = 6  # copies of a block that are worth it
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A program with three copies of each repeated block.
+
+    Attributes:
+        program: the small one; its nodes are called as in the whole one.
+        copy_of: its node -> number of the run of blocks, and 0, 1 or 2; absent outside.
+        others: of each run the copies that are left out.
+        like: node of the whole program that is left out -> the middle copy's.
+        twins: the middle copy's node -> those that are left out.
+    """
+
+    program: Program
+    copy_of: Mapping[str, tuple[int, int]]
+    others: tuple[int, ...]
+    like: Mapping[str, str]
+    twins: Mapping[str, tuple[str, ...]]
+
+    def copies(self, owner: Mapping[str, str]) -> Fold:
+        """Returns what the nodes of a graph made of the program stand for.
+
+        Args:
+            owner: its node -> the program's; {} for the program's own.
+        """
+        return Fold(self.copy_of, self.others, owner)
+
+    def lift(self, placement: Placement, whole: Program, sharding: Sharding) -> Placement:
+        """Returns the placement of the whole program in which all copies are split alike."""
+        nodes: dict[str, NodePlacement] = {}
+        for name in sharding.alternatives:
+            source = self.like.get(name, name)
+            if source in placement.nodes:
+                nodes[name] = placement.nodes[source]
+        return replace(
+            placement,
+            nodes=nodes,
+            factors=sharding.factors,
+            parents=sharding.parents,
+            graph_hash=whole.graph_hash,
+        )
+
+    def agrees(self, whole: Sharding, small: Sharding) -> bool:
+        """Whether the dims of both programs have the same factors."""
+        return all(
+            [len(dim) for dim in factors] == [len(d) for d in small.factors[self.like.get(n, n)]]
+            for n, factors in whole.factors.items()
+        )
+
+
+def fold(program: Program, fewest: int = FEWEST) -> Folded | None:
+    """Returns the small program, None where no block is repeated often enough.
+
+    Args:
+        program: the traced model.
+        fewest: copies of a block that are worth it, at least 3.
+    """
+    calls = [n for n in program.gm.graph.nodes if n.op == "call_function"]
+    position = {n: i for i, n in enumerate(calls)}
+    last_read = [max((position.get(u, len(calls)) for u in n.users), default=0) for n in calls]
+    blocks = []
+    for run in repeated_runs([_kind(n, program) for n in calls]):
+        first = aligned(run, last_read)
+        count = (run.stop - first) // run.period
+        copies = [
+            calls[first + c * run.period : first + (c + 1) * run.period] for c in range(count)
+        ]
+        if count >= fewest and _alike(copies, program):
+            blocks.append(copies)
+    return _without(program, blocks) if blocks else None
+
+
+def _kind(node: fx.Node, program: Program) -> Hashable:
+    """What tells calls apart, but for the values they read."""
+
+    def plain(leaf: Any) -> Any:
+        return "a value" if isinstance(leaf, fx.Node) else leaf
+
+    info, scalar = program.info.get(node.name), program.scalars.get(node.name)
+    made = None if info is None else (info.shape, info.dtype, info.requires_grad)
+    arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), plain)
+    return str(node.target), repr(arguments), str(made), str(scalar)
+
+
+def _alike(copies: Sequence[Sequence[fx.Node]], program: Program) -> bool:
+    """Whether all copies but the first read alike, and the middle ones' values stay near."""
+    where = {n: (c, o) for c, nodes in enumerate(copies) for o, n in enumerate(nodes)}
+    own = _own_placeholders(copies, program)
+
+    def read(node: fx.Node, copy: int) -> tuple[Any, ...]:
+        if node in where:
+            c, offset = where[node]
+            return "copy", copy - c, offset
+        return ("own", own[node]) if node in own else ("shared", node.name)
+
+    wiring = [
+        tuple(read(a, c) for n in nodes for a in _operands(n)) for c, nodes in enumerate(copies)
+    ]
+    if any(w != wiring[1] for w in wiring[2:]):
+        return False
+    if any(what[0] == "copy" and what[1] > 1 for what in wiring[1]):
+        return False
+    last = len(copies) - 1
+    return all(
+        user in where and where[user][0] - c in (0, 1)
+        for c, nodes in enumerate(copies[1:last], 1)
+        for n in nodes
+        for user in n.users
+    )
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The values a call reads, in order and with repeats."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
+    return found
+
+
+def _own_placeholders(
+    copies: Sequence[Sequence[fx.Node]], program: Program
+) -> dict[fx.Node, Hashable]:
+    """Returns the placeholders that one copy alone reads -> what they are in it."""
+    found: dict[fx.Node, Hashable] = {}
+    for nodes in copies:
+        inside = set(nodes)
+        order = dict.fromkeys(
+            a
+            for n in nodes
+            for a in _operands(n)
+            if a.op == "placeholder" and a.users.keys() <= inside
+        )
+        found |= {a: (i, str(program.info.get(a.name))) for i, a in enumerate(order)}
+    return found
+
+
+def _without(program: Program, blocks: Sequence[Sequence[Sequence[fx.Node]]]) -> Folded:
+    """Returns the program without the copies between the second and the last of each run."""
+    instead: dict[fx.Node, fx.Node] = {}
+    copy_of: dict[str, tuple[int, int]] = {}
+    twins: dict[str, list[str]] = {}
+    for number, copies in enumerate(blocks):
+        own = _own_placeholders(copies, program)
+        for c, nodes in enumerate(copies):
+            placeholders = dict.fromkeys(a for n in nodes for a in _operands(n) if a in own)
+            members = [*nodes, *placeholders]
+            if c == 1:
+                middle = members
+                twins |= {n.name: [] for n in members}
+            if c in (0, 1, len(copies) - 1):
+                copy_of |= {n.name: (number, min(c, 2)) for n in members}
+                continue
+            for n, m in zip(members, middle, strict=True):
+                instead[n] = m
+                twins[m.name].append(n.name)
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in program.gm.graph.nodes:
+        if node in instead:
+            continue
+        args, kwargs = fx.node.map_arg(
+            (node.args, dict(node.kwargs)), lambda n: made[instead.get(n, n)]
+        )
+        if node.op == "output":
+            graph.output(args[0])
+        else:
+            made[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            made[node].meta = dict(node.meta)
+    graph.lint()
+    kept = {n.name for n in made}
+    small = replace(
+        program,
+        gm=fx.GraphModule(torch.nn.Module(), graph),
+        parameters=_kept(program.parameters, kept),
+        buffers=_kept(program.buffers, kept),
+        constants=_kept(program.constants, kept),
+        info=_kept(program.info, kept),
+        scalars=_kept(program.scalars, kept),
+        zero_gradients=frozenset(program.zero_gradients & kept),
+        graph_hash=f"{program.graph_hash} folded",
+    )
+    return Folded(
+        program=small,
+        copy_of=copy_of,
+        others=tuple(len(copies) - 3 for copies in blocks),
+        like={n.name: m.name for n, m in instead.items()},
+        twins={name: tuple(others) for name, others in twins.items()},
+    )
+
+
+def _kept(mapping: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name in names}
