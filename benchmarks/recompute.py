@@ -6,8 +6,8 @@ bytes. dcpc plans under it, runs, and is measured as well: a peak above its budg
 missed. A ratio is dcpc's FLOPs of recompute over those of torch's cheapest setting with at most
 that peak, counted by the same formulas on both sides: matmuls, convolutions and attention (all
 pairs of query and key, as torch counts). Both sides minimise FLOPs: torch's runtime estimator is
-"flops", and dcpc plans for a device on which nothing else takes time. 0 over 0 is 1, something over
-0 is infinite.
+"flops", and dcpc plans for a device on which nothing else takes time. Recompute of less than a
+ten-thousandth of forward and backward counts as that much on both sides: 0 over 0 is 1.
 
 Rotor's dynamic programme (`rotor_oracle.py`) gets the same budgets, and the bytes and FLOPs of
 each block from dcpc's own timeline.
@@ -52,6 +52,7 @@ FLOPS_ALONE = replace(
 RATIOS = (0.95, 0.85, 0.75, 0.65, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
 QUICK_RATIOS = (0.85, 0.6, 0.45, 0.3, 0.15)
 BUDGETS = 6
+NOTHING = 10_000  # FLOPs of recompute below base / NOTHING are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Measured:
 
 
 def measure(run: Any) -> Measured:
-    """Returns peak and FLOPs of a function; it is called three times, first to warm up."""
+    """Returns peak and FLOPs of a function; it is called twice."""
     with FlopCounterMode(display=False) as counted:
         run()
     return Measured(measured_peak_bytes(run), counted.get_total_flops())
@@ -159,7 +160,7 @@ class Comparison:
         peak_bytes: dcpc's, measured; None where its planner found nothing that fits.
         again_flops: dcpc's recompute.
         torch_flops: the least recompute of torch with at most this peak.
-        forward_flops: of one forward and backward, to compare with.
+        base_flops: of one forward and backward, to compare with.
     """
 
     model: str
@@ -178,7 +179,7 @@ class Comparison:
     @property
     def ratio(self) -> float:
         """dcpc's recompute over torch's."""
-        return ratio(self.again_flops, self.torch_flops)
+        return ratio(self.again_flops, self.torch_flops, self.base_flops)
 
     def row(self) -> tuple[harness.Cell, ...]:
         """A line of the table."""
@@ -192,11 +193,10 @@ class Comparison:
         )
 
 
-def ratio(ours: int, theirs: int) -> float:
-    """Returns ours over theirs; 1 where both are 0."""
-    if theirs == 0:
-        return 1.0 if ours == 0 else float("inf")
-    return ours / theirs
+def ratio(ours: int, theirs: int, base: int) -> float:
+    """Returns ours over theirs; what is less than a ten-thousandth of `base` counts as that."""
+    least = base / NOTHING
+    return max(ours, least) / max(theirs, least)
 
 
 def budgets_of(points: Sequence[TorchPoint], count: int) -> list[tuple[int, int]]:

@@ -11,7 +11,6 @@ cost nothing; both are mended here, as torch has them for the GPU's kernels.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -118,6 +117,13 @@ class TorchPartition:
         return loss, {i: g for i, g in enumerate(found) if g is not None}
 
 
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy; a deep copy would copy constants, which are fake while traced."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
+
+
 def torch_joint(model: nn.Module, inputs: Mapping[str, Tensor]) -> TorchJoint:
     """Returns the joint graph of a model whose forward returns the loss, at these sizes."""
     parameters = dict(model.named_parameters())
@@ -133,7 +139,7 @@ def torch_joint(model: nn.Module, inputs: Mapping[str, Tensor]) -> TorchJoint:
         return out if isinstance(out, Tensor) else out.loss
 
     def keep(gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
-        kept.append((copy.deepcopy(gm), joint_inputs, options))
+        kept.append((_copy(gm), joint_inputs, options))
         return default_partition(gm, joint_inputs, **options)
 
     def as_it_is(gm: fx.GraphModule, _: Any) -> Any:
@@ -153,7 +159,7 @@ def torch_partition(joint: TorchJoint, ratio: float, solver: str) -> TorchPartit
         ratio: of the activations that the least recompute saves, 0 to 1.
         solver: of the knapsack, one of `SOLVERS`.
     """
-    gm = copy.deepcopy(joint.gm)
+    gm = _copy(joint.gm)
     listed = _expensive_attention(partitioners.get_default_op_list())
     with (
         config.patch(activation_memory_budget=ratio, activation_memory_budget_solver=solver),
@@ -167,5 +173,5 @@ def torch_partition(joint: TorchJoint, ratio: float, solver: str) -> TorchPartit
 
 def save_everything(joint: TorchJoint) -> TorchPartition:
     """Returns the partition that makes nothing again."""
-    gm = copy.deepcopy(joint.gm)
+    gm = _copy(joint.gm)
     return TorchPartition(*default_partition(gm, joint.inputs, **joint.options), joint)

@@ -148,13 +148,12 @@ def observe(
 
 
 def _levels(variants: Variants, placement: Placement) -> list[int]:
-    """Returns numbers of steps, from none to all: those that free so many bytes a second or more.
+    """Returns numbers of plans, from none to all: those that free so many bytes a second or more.
 
-    Equal blocks take the same steps then, whatever the depth.
+    Equal blocks choose alike in them, whatever the depth.
     """
-    steps = variants.menu(placement).steps
-    counts = [sum(s.freed_bytes >= worth * s.seconds for s in steps) for worth in WORTH]
-    return [0, *counts, len(steps)]
+    menu = variants.menu(placement)
+    return [0, *(menu.at_price(1 / worth) for worth in WORTH), menu.count]
 
 
 def deeper(observed: Sequence[Observed], depth: int) -> list[tuple[Cost, ...]]:

@@ -18,6 +18,8 @@ from dcpc.variants import Variants
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
 MOST_SAMPLES = 1 << 12
 GAIN = 0.01
+# Autograd's own gradient of the loss, one number, lives beside the share that a variant takes.
+LOSS_GRADIENT_BYTES = 8
 # "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
 RECOMPUTE = ("auto", "pyramid", "none", "all")
 
@@ -185,7 +187,7 @@ def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Reque
 
     def row(recompute: int) -> Row:
         cost = variants.predict(placement, recompute, sizes)
-        needed = request.resident_bytes + cost.peak_bytes + cost.input_bytes
+        needed = request.resident_bytes + cost.peak_bytes + cost.input_bytes + LOSS_GRADIENT_BYTES
         fits = needed <= request.memory_bytes
         return Row(sp, batch, recompute, count, cost.seconds_s, cost.peak_bytes, needed, fits)
 

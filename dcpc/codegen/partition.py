@@ -114,6 +114,55 @@ def backward_nodes(joint: Joint, gradients: Sequence[fx.Node | None]) -> set[str
     return found
 
 
+def _releasing_first(joint: Joint, calls: Sequence[fx.Node]) -> list[fx.Node]:
+    """Returns the calls, the last readers of other values as early as they can be.
+
+    They are calls that only gradients of parameters need, such as that of a product's weight. Torch
+    may have the gradient of the product's input before it: then both are alive with an activation
+    that the weight's gradient alone still reads.
+    """
+    own, forward = set(calls), joint.forward
+    leads: set[fx.Node] = set()
+    for node in reversed(calls):
+        if all(user in leads or user not in own for user in node.users):
+            leads.add(node)
+    readers: dict[fx.Node, fx.Node] = {}
+    for node in calls:
+        if node.target not in VIEWS:
+            read = [s for s in node.all_input_nodes if s in own or s.name in forward]
+            readers |= {_root(s): node for s in read}
+    last = set(readers.values())
+    waits = {
+        node: {s for s in node.all_input_nodes if s in own}
+        for node in calls
+        if node in leads and (node in last or node.target in VIEWS)
+    }
+    order: list[fx.Node] = []
+
+    def emit(node: fx.Node) -> None:
+        waits.pop(node, None)
+        order.append(node)
+        for user in sorted(u for u in node.users if u in waits):
+            waits[user].discard(node)
+            if not waits[user]:
+                emit(user)
+
+    done: set[fx.Node] = set()
+    for node in calls:
+        if node not in done:
+            first = len(order)
+            emit(node)
+            done.update(order[first:])
+    return order
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Returns what a view is of."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
 class _Scheduler:
     def __init__(self, program: Program, joint: Joint, recompute: frozenset[str]) -> None:
         self.joint, self.recompute = joint, recompute
@@ -128,12 +177,12 @@ class _Scheduler:
         loss, *gradients = self.nodes[-1].args[0]
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         backward = backward_nodes(self.joint, gradients)
-        for node in self.nodes:
-            if node.name in backward:
-                for source in node.all_input_nodes:
-                    self._need(source)
-                self.order.append(node)
-                self.done.add(node)
+        calls = [n for n in self.nodes if n.name in backward]
+        for node in _releasing_first(self.joint, calls):
+            for source in node.all_input_nodes:
+                self._need(source)
+            self.order.append(node)
+            self.done.add(node)
         for gradient in gradients:
             if gradient is not None:
                 self._need(gradient)

@@ -1,15 +1,13 @@
-"""What to save for backward and what to make again: a menu of choices, from nothing to the least.
+"""What to save for backward and what to make again: a menu of plans, from nothing to the most.
 
-    calls -> blocks (repeated, found by structure) -> per block the choices on the convex hull of
-    (bytes saved, seconds recomputed) -> steps of all blocks, the most bytes a second first
+    calls -> blocks (repeated, found by structure)
+          -> per block its choices: (bytes saved, seconds made again, most that is alive in its part
+             of backward), those that no other is better than
+          -> for a peak: the choices of all blocks of the fewest seconds, by dynamic programming
 
-A choice for a block is a minimum cut. Every value is either saved (its bytes times a price), or not
-there, or made again (its seconds), which takes that what it reads is there; what backward reads
-must be there. Sweeping the price gives the hull. `k` steps of the menu are a plan: within one step
-of the least seconds for the bytes it keeps, by the greedy optimum of the multi-choice knapsack.
-
-Values that another block reads are saved where anything needs them: one block at a time is made
-again.
+The plans of the menu are for peaks that fall in equal steps. Values that another block reads are
+saved where anything needs them: one block at a time is made again. The peaks are those of the sizes
+that the menu is made for; at other sizes a plan is still right, and the profile says what it needs.
 """
 
 from __future__ import annotations
@@ -20,147 +18,246 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from dcpc.passes.recompute_cuts import Call, Choice, Problem, between, hull
+from dcpc.passes.recompute_peak import Memory, Timelines
 from dcpc.repeats import repeated_runs
 
-# Capacities of the cut are 32-bit integers: the finite ones add up to at most this.
-SCALE = 1 << 28
-INFINITE = 1 << 29
+__all__ = ["Call", "Memory", "Menu", "recompute_menu"]
+
+LEVELS = 255  # peaks of the menu, between that of no recompute and the smallest
+MOST_STATES = 256  # of the dynamic programme after each block: the cheapest of that many sizes
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One call of the forward graph, in execution order.
+class Block:
+    """A block's choices at the sizes of the menu, the fewest seconds first.
 
     Attributes:
-        name: of the node.
-        reads: names of the calls whose values it reads; what is always there is left out
-            (parameters, inputs, tables of positions).
-        kind: what tells calls apart: the op and its shapes.
-        seconds: to make it again; 0 for a view.
-        size_bytes: of its value.
-        savable: whether it can be saved: a tensor of its own memory.
-        needed: whether backward reads its value.
+        again: for each choice the names of what is not saved.
+        saved_bytes: `[choices]`, of what is saved, with what other blocks read.
+        seconds: `[choices]`, of what is made again.
+        alive_bytes: `[choices]`, the most that is alive in its part of backward, less what blocks
+            before it save.
+        corners: the choices on the lower hull of (bytes, seconds): number, and the seconds that a
+            byte freed by going on to it costs; 0 for the first.
     """
 
-    name: str
-    reads: tuple[str, ...]
-    kind: Hashable
-    seconds: float
-    size_bytes: float
-    savable: bool
-    needed: bool
+    again: tuple[frozenset[str], ...]
+    saved_bytes: Floats
+    seconds: Floats
+    alive_bytes: Floats
+    corners: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One block goes from one choice to the next, which saves less.
+@dataclass(slots=True)
+class Menu:
+    """Plans by number: 0 makes again only what costs nothing, `count` as much as can be.
+
+    Those between are the cheapest for peaks that fall in equal steps; with `alike` those in which
+    each block takes the steps of its hull up to a price. Such plans have numbers in any menu:
+    `at_price` tells them.
 
     Attributes:
-        block: its index in execution order.
-        freed_bytes: what it no longer saves.
-        seconds: what it makes again in addition.
-        again: names of the values that are made again from this step on.
-        saved: names of those that are saved instead, made again before.
+        blocks: in execution order.
+        count: number of the last plan.
+        alike: whether only plans up to a price are counted.
     """
 
-    block: int
-    freed_bytes: float
-    seconds: float
-    again: frozenset[str]
-    saved: frozenset[str]
+    blocks: tuple[Block, ...]
+    count: int
+    alike: bool = False
+    _range: tuple[float, float] | None = None
+    _plans: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
-    def ratio(self) -> float:
-        """Bytes freed a second."""
-        return self.freed_bytes / max(self.seconds, 1e-30)
+    def steps(self) -> range:
+        """One for each plan but that of number 0."""
+        return range(self.count)
 
-    def with_(self, other: Step) -> Step:
-        """Returns both steps as one."""
-        return Step(
-            block=self.block,
-            freed_bytes=self.freed_bytes + other.freed_bytes,
-            seconds=self.seconds + other.seconds,
-            again=self.again | other.again,
-            saved=self.saved | other.saved,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Menu:
-    """The steps from saving all to saving the least, in the order in which to take them.
-
-    Attributes:
-        start: names of the values that are made again at no cost, before any step.
-        steps: the most freed bytes a second first; earlier blocks first where equal.
-        blocks: number of blocks.
-    """
-
-    start: frozenset[str]
-    steps: tuple[Step, ...]
-    blocks: int
-
-    def made_again(self, k: int) -> frozenset[str]:
-        """Returns the names of the values made again once the first k steps are taken."""
-        found = set(self.start)
-        for step in self.steps[:k]:
-            found -= step.saved
-            found |= step.again
-        return frozenset(found)
+    @property
+    def prices(self) -> tuple[float, ...]:
+        """The prices of all blocks' hulls, in seconds a byte freed, ascending."""
+        return tuple(sorted({price for b in self.blocks for _, price in b.corners[1:]}))
 
     def by_ratio(self) -> Menu:
-        """Returns the menu in which steps of the same bytes a second are one: all equal blocks'."""
-        merged: list[tuple[float, Step]] = []
-        for step in self.steps:
-            if merged and merged[-1][0] == step.ratio:
-                merged[-1] = step.ratio, merged[-1][1].with_(step)
-            else:
-                merged.append((step.ratio, step))
-        return Menu(self.start, tuple(step for _, step in merged), self.blocks)
+        """Returns the menu in which equal blocks choose alike, however many there are."""
+        return Menu(self.blocks, len(self.prices), alike=True)
+
+    def at_price(self, seconds_per_byte: float) -> int:
+        """Returns the number of the plan whose blocks take all that costs at most this."""
+        taken = sum(price <= seconds_per_byte for price in self.prices)
+        return taken if self.alike or not taken else self.count + taken
+
+    def made_again(self, k: int) -> frozenset[str]:
+        """Returns the names of the values that plan k does not save."""
+        chosen = self.choices(k)
+        return frozenset().union(*(b.again[c] for b, c in zip(self.blocks, chosen, strict=True)))
 
     def seconds(self, k: int) -> float:
-        """Returns the seconds of what the first k steps make again."""
-        return sum(step.seconds for step in self.steps[:k])
+        """Returns the seconds of what plan k makes again."""
+        return sum(float(b.seconds[c]) for b, c in zip(self.blocks, self.choices(k), strict=True))
 
-    def freed_bytes(self, k: int) -> float:
-        """Returns the bytes that the first k steps do not save."""
-        return sum(step.freed_bytes for step in self.steps[:k])
+    def saved_bytes(self, k: int) -> float:
+        """Returns the bytes that plan k saves."""
+        chosen = zip(self.blocks, self.choices(k), strict=True)
+        return sum(float(b.saved_bytes[c]) for b, c in chosen)
+
+    def peak_bytes(self, k: int) -> float:
+        """Returns the most that is alive in backward, as far as the blocks' parts tell."""
+        return peak_bytes(self.blocks, self.choices(k))
+
+    def choices(self, k: int) -> tuple[int, ...]:
+        """Returns the choice of each block in plan k."""
+        if k not in self._plans:
+            self._plans[k] = self._solve(k)
+        return self._plans[k]
+
+    def _solve(self, k: int) -> tuple[int, ...]:
+        if k == 0:
+            return (0,) * len(self.blocks)
+        if self.alike or k > self.count:
+            price = self.prices[k - 1 - (0 if self.alike else self.count)]
+            return tuple([c for c, p in b.corners if p <= price][-1] for b in self.blocks)
+        if k == self.count:
+            return tuple(int(np.argmin(b.saved_bytes)) for b in self.blocks)
+        if self._range is None:
+            most = peak_bytes(self.blocks, self.choices(0))
+            self._range = (smallest_peak(self.blocks, most), most)
+        low, high = self._range
+        chosen = cheapest(self.blocks, high + (low - high) * k / (self.count - 1))
+        assert chosen is not None, f"plan {k} of {self.count} has no choices"
+        return chosen
 
 
-def recompute_menu(calls: Sequence[Call]) -> Menu:
+def peak_bytes(blocks: Sequence[Block], chosen: Sequence[int]) -> float:
+    """Returns the most that is alive in any block's part of backward."""
+    saved = most = 0.0
+    for block, c in zip(blocks, chosen, strict=True):
+        most = max(most, saved + float(block.alive_bytes[c]))
+        saved += float(block.saved_bytes[c])
+    return most
+
+
+def cheapest(blocks: Sequence[Block], peak: float) -> tuple[int, ...] | None:
+    """Returns the choices of the fewest seconds with at most this peak, None where there are none.
+
+    A dynamic programme over the blocks in execution order: of two ways to have chosen for the first
+    blocks the one that saves more and costs more is dropped.
+    """
+    saved, seconds = np.zeros(1), np.zeros(1)
+    back: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+    for block in blocks:
+        fits = saved[:, None] + block.alive_bytes[None, :] <= peak * (1 + 1e-12)
+        before, chosen = np.nonzero(fits)
+        if not len(before):
+            return None
+        total_s = seconds[before] + block.seconds[chosen]
+        total = saved[before] + block.saved_bytes[chosen]
+        kept = _front(total, total_s)
+        saved, seconds = total[kept], total_s[kept]
+        back.append((before[kept], chosen[kept]))
+    state = int(np.argmin(seconds))
+    plan: list[int] = []
+    for before, chosen in reversed(back):
+        plan.append(int(chosen[state]))
+        state = int(before[state])
+    return tuple(reversed(plan))
+
+
+def _front(saved: Floats, seconds: Floats) -> npt.NDArray[np.int64]:
+    """Returns the states that no other is at least as good as in both, the fewest bytes first."""
+    order = np.lexsort((seconds, saved))
+    best = np.minimum.accumulate(seconds[order])
+    better = np.concatenate(([True], best[1:] < best[:-1]))
+    kept = order[better]
+    if len(kept) > MOST_STATES:
+        edges = np.linspace(saved[kept[0]], saved[kept[-1]], MOST_STATES)
+        bins = np.searchsorted(edges, saved[kept])
+        kept = kept[np.flatnonzero(np.diff(bins, append=bins[-1] + 1))]  # the cheapest of each bin
+    return kept
+
+
+def smallest_peak(blocks: Sequence[Block], most: float) -> float:
+    """Returns a peak that some choices have, within a thousandth of the smallest."""
+    low, high = 0.0, most
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        chosen = cheapest(blocks, middle)
+        low, high = (middle, high) if chosen is None else (low, peak_bytes(blocks, chosen))
+    return high
+
+
+def recompute_menu(calls: Sequence[Call], memory: Memory) -> Menu:
     """Returns the menu of a forward graph.
 
     Args:
         calls: those that depend on parameters or activations, in execution order.
+        memory: where their values lie, and backward.
     """
-    blocks = _blocks(calls)
-    outside = _read_outside(calls, blocks)
-    known: dict[Hashable, list[_Choice]] = {}
-    start: set[str] = set()
-    steps: list[tuple[float, int, Step]] = []
-    for index, (low, high) in enumerate(blocks):
-        problem = _Problem.of(calls[low:high], outside)
-        hull = known.get(problem.key())
-        if hull is None:
-            hull = known[problem.key()] = _hull(problem)
+    ranges = _ranges(calls)
+    outside = _read_outside(calls, ranges)
+    timelines = Timelines(calls, ranges, outside, memory)
+    hulls: dict[Hashable, tuple[list[Choice], list[Choice]]] = {}
+    alive: dict[Hashable, list[float]] = {}
+    blocks = []
+    for index, (low, high) in enumerate(ranges):
+        problem = Problem.of(calls[low:high], outside)
+        key = problem.key()
+        if key not in hulls:
+            corners = hull(problem)
+            hulls[key] = corners, between(problem, corners)
+        corners, every = hulls[key]
         names = [call.name for call in problem.calls]
-        start |= {names[i] for i in hull[0].again}
-        for before, after in pairwise(hull):
-            freed, seconds = before.size_bytes - after.size_bytes, after.seconds - before.seconds
-            again = frozenset(names[i] for i in after.again - before.again)
-            saved = frozenset(names[i] for i in before.again - after.again)
-            step = Step(index, freed, seconds, again, saved)
-            steps.append((-freed / max(seconds, 1e-30), index, step))
-    ordered = sorted(steps, key=lambda item: item[:2])
-    return Menu(frozenset(start), tuple(step for _, _, step in ordered), len(blocks))
+        again = [frozenset(names[i] for i in choice.again) for choice in every]
+        like = key, timelines.shape(index)
+        if like not in alive:
+            alive[like] = [timelines.peak_bytes(index, a) for a in again]
+        passing, crossing = timelines.passing_bytes(index), timelines.crossing_bytes(index)
+        blocks.append(_block(corners, every, again, np.array(alive[like]) + passing, crossing))
+    plans = 1 if all(len(b.again) == 1 for b in blocks) else LEVELS
+    return Menu(tuple(blocks), plans if blocks else 0)
+
+
+def _block(
+    corners: Sequence[Choice],
+    every: Sequence[Choice],
+    again: Sequence[frozenset[str]],
+    alive_bytes: Floats,
+    crossing_bytes: float,
+) -> Block:
+    prices = [0.0]
+    for a, b in pairwise(corners):
+        prices.append((b.seconds - a.seconds) / (a.size_bytes - b.size_bytes))
+    saved_bytes = np.array([c.size_bytes for c in every]) + crossing_bytes
+    seconds = np.array([c.seconds for c in every])
+    on_hull = [every.index(c) for c in corners]
+    kept = _undominated(saved_bytes, seconds, alive_bytes, on_hull)
+    numbers = [kept.index(i) for i in on_hull]
+    return Block(
+        again=tuple(again[i] for i in kept),
+        saved_bytes=saved_bytes[kept],
+        seconds=seconds[kept],
+        alive_bytes=alive_bytes[kept],
+        corners=tuple(zip(numbers, prices, strict=True)),
+    )
+
+
+def _undominated(saved: Floats, seconds: Floats, alive: Floats, keep: Sequence[int]) -> list[int]:
+    """Returns the choices that no other is at least as good as in all three, and those to keep."""
+    values = np.stack([saved, seconds, alive], axis=1)
+    found: list[int] = []
+    for i in np.lexsort((alive, saved, seconds)):
+        if i in keep or not (values[found] <= values[i]).all(axis=1).any():
+            found.append(int(i))
+    return found
 
 
 # ---------------------------------------------------------------------------------------- blocks
 
 
-def _blocks(calls: Sequence[Call]) -> list[tuple[int, int]]:
+def _ranges(calls: Sequence[Call]) -> list[tuple[int, int]]:
     """Returns the blocks as (first, after the last), in order; what is not repeated is one each."""
     position = {call.name: i for i, call in enumerate(calls)}
     last_read = [i for i in range(len(calls))]
@@ -168,13 +265,16 @@ def _blocks(calls: Sequence[Call]) -> list[tuple[int, int]]:
         for name in call.reads:
             last_read[position[name]] = i
     borders = {0, len(calls)}
-    for run in repeated_runs([call.kind for call in calls]):
+    runs = repeated_runs([call.kind for call in calls])
+    for run in runs:
         first = min(
             range(run.start, run.start + run.period),
             key=lambda at: _crossing(last_read, at + run.period, run.period),
         )
         borders |= {run.start, run.stop, *range(first, run.stop + 1, run.period)}
     ordered = sorted(borders)
+    if len(ordered) > 2:
+        del ordered[1]
     return [(a, b) for a, b in pairwise(ordered) if b > a]
 
 
@@ -187,103 +287,3 @@ def _read_outside(calls: Sequence[Call], blocks: Sequence[tuple[int, int]]) -> s
     """Names of the values that a block other than their own reads."""
     block_of = {c.name: i for i, (low, high) in enumerate(blocks) for c in calls[low:high]}
     return {name for c in calls for name in c.reads if block_of[name] != block_of[c.name]}
-
-
-# ------------------------------------------------------------------------------------------ cuts
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """One choice for a block; positions are those of its calls."""
-
-    again: frozenset[int]
-    size_bytes: float
-    seconds: float
-
-
-@dataclass(slots=True)
-class _Problem:
-    """The calls of a block that are not read outside of it, and what they read of each other."""
-
-    calls: list[Call]
-    reads: list[tuple[int, ...]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, block: Sequence[Call], outside: set[str]) -> _Problem:
-        calls = [call for call in block if call.name not in outside]
-        position = {call.name: i for i, call in enumerate(calls)}
-        reads = [tuple(position[n] for n in c.reads if n in position) for c in calls]
-        return cls(calls, reads)
-
-    def key(self) -> Hashable:
-        """Equal for blocks that have the same choices."""
-        return tuple(
-            (c.kind, c.seconds, c.size_bytes, c.savable, c.needed, r)
-            for c, r in zip(self.calls, self.reads, strict=True)
-        )
-
-    def cut(self, price: npt.NDArray[np.float64], cost: npt.NDArray[np.float64]) -> _Choice:
-        """Returns the choice of least `price` of what is saved plus `cost` of what is made again.
-
-        Node 2v says that value v is there, node 2v + 1 that it is made again.
-        """
-        n = len(self.calls)
-        source, sink = 2 * n, 2 * n + 1
-        finite = np.concatenate([price[np.isfinite(price)], cost[np.isfinite(cost)]])
-        unit = SCALE / (float(finite.sum()) or 1.0)
-
-        def capacity(value: float) -> int:
-            return min(round(value * unit), INFINITE) if np.isfinite(value) else INFINITE
-
-        edges: dict[tuple[int, int], int] = {}
-        for v, call in enumerate(self.calls):
-            if call.needed:
-                edges[source, 2 * v] = INFINITE
-            edges[2 * v, 2 * v + 1] = capacity(price[v])
-            edges[2 * v + 1, sink] = capacity(cost[v])
-            for u in self.reads[v]:
-                edges[2 * v + 1, 2 * u] = INFINITE
-        rows, columns = zip(*edges, strict=True)
-        graph = csr_matrix(
-            (np.array(list(edges.values()), dtype=np.int32), (rows, columns)),
-            shape=(2 * n + 2, 2 * n + 2),
-        )
-        flow = maximum_flow(graph, source, sink).flow
-        left = (graph - flow).tocsr()
-        left.data = (left.data > 0).astype(np.int32)
-        left.eliminate_zeros()
-        there = set(breadth_first_order(left, source, return_predecessors=False).tolist())
-        saved = {v for v in range(n) if 2 * v in there and 2 * v + 1 not in there}
-        made = [v for v in range(n) if 2 * v + 1 in there]
-        return _Choice(
-            again=frozenset(range(n)) - saved,
-            size_bytes=float(sum(self.calls[v].size_bytes for v in saved)),
-            seconds=float(sum(self.calls[v].seconds for v in made)),
-        )
-
-
-def _hull(problem: _Problem) -> list[_Choice]:
-    """Returns the choices on the lower convex hull, from the fewest seconds to the fewest bytes."""
-    if not problem.calls:
-        return [_Choice(frozenset(), 0.0, 0.0)]
-    seconds = np.array([c.seconds for c in problem.calls])
-    sizes = np.array([c.size_bytes if c.savable else np.inf for c in problem.calls])
-    least_seconds = problem.cut(sizes, np.where(seconds > 0, np.inf, 0.0))
-    tie_break = seconds / max(seconds.sum(), 1e-300) * 1e-6 * sizes[np.isfinite(sizes)].sum()
-    least_bytes = problem.cut(sizes, tie_break)
-
-    def between(low: _Choice, high: _Choice) -> list[_Choice]:
-        """The choices strictly between two of the hull."""
-        freed, added = low.size_bytes - high.size_bytes, high.seconds - low.seconds
-        if freed <= 0 or added <= 0:
-            return []
-        slope = added / freed
-        middle = problem.cut(sizes * slope, seconds)
-        line = low.seconds + slope * low.size_bytes
-        if middle.seconds + slope * middle.size_bytes >= line * (1 - 1e-6):
-            return []
-        return [*between(low, middle), middle, *between(middle, high)]
-
-    if least_bytes.size_bytes >= least_seconds.size_bytes:
-        return [least_seconds]
-    return [least_seconds, *between(least_seconds, least_bytes), least_bytes]

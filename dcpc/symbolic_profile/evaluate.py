@@ -205,6 +205,27 @@ class Meter:
         sizes = [self._rows[v[0].storage_bytes] @ whole if v else 0 for v in values]
         return np.array(seconds, dtype=np.float64), np.array(sizes, dtype=np.float64)
 
+    def memory(
+        self, nodes: Sequence[fx.Node], dims: Mapping[str, int]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[int, float], dict[str, float]]:
+        """Returns the storages of each call's value, their bytes, and what calls need besides.
+
+        Storages of placeholders are left out, as are calls that need nothing besides their outputs.
+        """
+        whole, _ = self._at(dims)
+        facts = self._ledger.facts
+        resident = {t.storage for n in nodes if n.op == "placeholder" for t in facts.of(n)}
+        calls = [n for n in nodes if n.op == "call_function"]
+        held = {n.name: [t for t in facts.of(n) if t.storage not in resident] for n in calls}
+        storages = {name: tuple(dict.fromkeys(t.storage for t in ts)) for name, ts in held.items()}
+        sizes = {t.storage: t.storage_bytes for ts in held.values() for t in ts}
+        transients = {n.name: self._ledger.transient(n) for n in calls}
+        return (
+            storages,
+            {storage: float(self._rows[size] @ whole) for storage, size in sizes.items()},
+            {n: float(self._rows[size] @ whole) for n, size in transients.items() if size != 0},
+        )
+
     def _at(self, dims: Mapping[str, int]) -> tuple[Integers, Floats]:
         """Returns each monomial at these sizes, as an integer and as a float."""
         key = tuple(values_of(self._symbols, dims))

@@ -1,0 +1,236 @@
+"""The choices of one block: which of its values are saved, and which are made again.
+
+A choice is a minimum cut. Every value is either saved (its bytes times a price), or not there, or
+made again (its seconds), which takes that what it reads is there; what backward reads must be
+there. Sweeping the price gives the lower convex hull of (bytes saved, seconds). Between two choices
+of the hull lie others: what the second makes again falls into parts that have nothing to do with
+each other, and some of them may be taken alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+# Capacities of the cut are 32-bit integers: the finite ones add up to at most this.
+SCALE = 1 << 28
+INFINITE = 1 << 29
+# Of a step of the hull that has more parts than this not every subset is tried.
+MOST_PARTS = 4
+PLACES = 8  # in a block at which the first calls may go on to the next choice without the others
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the forward graph, in execution order.
+
+    Attributes:
+        name: of the node.
+        reads: names of the calls whose values it reads; what is always there is left out
+            (parameters, inputs, tables of positions).
+        kind: what tells calls apart: the op and its shapes.
+        seconds: to make it again; 0 for a view.
+        size_bytes: of its value.
+        savable: whether it can be saved: a tensor of its own memory.
+        needed: whether backward reads its value.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    kind: Hashable
+    seconds: float
+    size_bytes: float
+    savable: bool
+    needed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice for a block; positions are those of its calls.
+
+    Attributes:
+        again: what is made again if it is needed.
+        size_bytes: of what is saved.
+        seconds: of what is made again.
+    """
+
+    again: frozenset[int]
+    size_bytes: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class Problem:
+    """The calls of a block that are not read outside of it, and what they read of each other."""
+
+    calls: list[Call]
+    reads: list[tuple[int, ...]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, block: Sequence[Call], outside: set[str]) -> Problem:
+        """Returns the problem of a block.
+
+        Args:
+            block: its calls, in execution order.
+            outside: names of the values that other blocks read.
+        """
+        calls = [call for call in block if call.name not in outside]
+        position = {call.name: i for i, call in enumerate(calls)}
+        reads = [tuple(position[n] for n in c.reads if n in position) for c in calls]
+        return cls(calls, reads)
+
+    def key(self) -> Hashable:
+        """Equal for blocks that have the same choices."""
+        return tuple(
+            (c.kind, c.seconds, c.size_bytes, c.savable, c.needed, r)
+            for c, r in zip(self.calls, self.reads, strict=True)
+        )
+
+    def choice(self, saved: Iterable[int]) -> Choice | None:
+        """Returns the choice that saves these values as far as they are needed, None if none is."""
+        kept, used = set(saved), set()
+        made: set[int] = set()
+        stack = [v for v, call in enumerate(self.calls) if call.needed]
+        while stack:
+            v = stack.pop()
+            if v in used or v in made:
+                continue
+            if v in kept:
+                if not self.calls[v].savable:
+                    return None
+                used.add(v)
+            else:
+                made.add(v)
+                stack.extend(self.reads[v])
+        return Choice(
+            again=frozenset(range(len(self.calls))) - used,
+            size_bytes=float(sum(self.calls[v].size_bytes for v in used)),
+            seconds=float(sum(self.calls[v].seconds for v in made)),
+        )
+
+    def cut(self, price: npt.NDArray[np.float64], cost: npt.NDArray[np.float64]) -> Choice:
+        """Returns the choice of least `price` of what is saved plus `cost` of what is made again.
+
+        Node 2v says that value v is there, node 2v + 1 that it is made again.
+        """
+        n = len(self.calls)
+        source, sink = 2 * n, 2 * n + 1
+        finite = np.concatenate([price[np.isfinite(price)], cost[np.isfinite(cost)]])
+        unit = SCALE / (float(finite.sum()) or 1.0)
+
+        def capacity(value: float) -> int:
+            return min(round(value * unit), INFINITE) if np.isfinite(value) else INFINITE
+
+        edges: dict[tuple[int, int], int] = {}
+        for v, call in enumerate(self.calls):
+            if call.needed:
+                edges[source, 2 * v] = INFINITE
+            edges[2 * v, 2 * v + 1] = capacity(price[v])
+            edges[2 * v + 1, sink] = capacity(cost[v])
+            for u in self.reads[v]:
+                edges[2 * v + 1, 2 * u] = INFINITE
+        rows, columns = zip(*edges, strict=True)
+        graph = csr_matrix(
+            (np.array(list(edges.values()), dtype=np.int32), (rows, columns)),
+            shape=(2 * n + 2, 2 * n + 2),
+        )
+        flow = maximum_flow(graph, source, sink).flow
+        left = (graph - flow).tocsr()
+        left.data = (left.data > 0).astype(np.int32)
+        left.eliminate_zeros()
+        there = set(breadth_first_order(left, source, return_predecessors=False).tolist())
+        found = self.choice(v for v in range(n) if 2 * v in there and 2 * v + 1 not in there)
+        assert found is not None, "a cut never saves what cannot be saved"
+        return found
+
+
+def hull(problem: Problem) -> list[Choice]:
+    """Returns the choices on the lower convex hull, from the fewest seconds to the fewest bytes."""
+    if not problem.calls:
+        return [Choice(frozenset(), 0.0, 0.0)]
+    seconds = np.array([c.seconds for c in problem.calls])
+    sizes = np.array([c.size_bytes if c.savable else np.inf for c in problem.calls])
+    least_seconds = problem.cut(sizes, np.where(seconds > 0, np.inf, 0.0))
+    tie_break = seconds / max(seconds.sum(), 1e-300) * 1e-6 * sizes[np.isfinite(sizes)].sum()
+    least_bytes = problem.cut(sizes, tie_break)
+
+    def between(low: Choice, high: Choice) -> list[Choice]:
+        """The choices strictly between two of the hull."""
+        freed, added = low.size_bytes - high.size_bytes, high.seconds - low.seconds
+        if freed <= 0 or added <= 0:
+            return []
+        slope = added / freed
+        middle = problem.cut(sizes * slope, seconds)
+        line = low.seconds + slope * low.size_bytes
+        if middle.seconds + slope * middle.size_bytes >= line * (1 - 1e-6):
+            return []
+        return [*between(low, middle), middle, *between(middle, high)]
+
+    if least_bytes.size_bytes >= least_seconds.size_bytes:
+        return [least_seconds]
+    return [least_seconds, *between(least_seconds, least_bytes), least_bytes]
+
+
+def between(problem: Problem, corners: Sequence[Choice]) -> list[Choice]:
+    """Returns the choices of the hull and others between them, the fewest seconds first.
+
+    Of two neighbours on the hull some parts of the step are taken, or the step only for calls
+    before some place: what is made of these is used last in backward, when the rest is gone.
+    """
+    found = {c.again: c for c in corners}
+    every = frozenset(range(len(problem.calls)))
+    pairs = [*pairwise(corners)]
+    if len(corners) > 2:
+        pairs.append((corners[0], corners[-1]))
+    for low, high in pairs:
+        changed = low.again ^ high.again
+        for taken in (*_subsets(_parts(problem, changed)), *_prefixes(changed)):
+            again = (low.again - taken) | (high.again & taken)
+            choice = problem.choice(every - again)
+            if choice is not None:
+                found.setdefault(choice.again, choice)
+    return sorted(found.values(), key=lambda c: (c.seconds, c.size_bytes))
+
+
+def _prefixes(changed: frozenset[int]) -> Iterator[frozenset[int]]:
+    """Yields the first so many of the values, at evenly spaced places."""
+    ordered = sorted(changed)
+    for place in range(1, PLACES):
+        yield frozenset(ordered[: len(ordered) * place // PLACES])
+
+
+def _parts(problem: Problem, changed: frozenset[int]) -> list[frozenset[int]]:
+    """Returns the changed values in parts that read nothing of each other."""
+    part = {v: v for v in changed}
+
+    def root(v: int) -> int:
+        while part[v] != v:
+            v = part[v]
+        return v
+
+    for v in changed:
+        for u in problem.reads[v]:
+            if u in part:
+                part[root(v)] = root(u)
+    groups: dict[int, set[int]] = {}
+    for v in sorted(changed):
+        groups.setdefault(root(v), set()).add(v)
+    return [frozenset(group) for group in groups.values()]
+
+
+def _subsets(parts: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
+    """Yields what is in some of the parts, for all subsets where these are few."""
+    counts: Sequence[int] = range(1, len(parts))
+    if len(parts) > MOST_PARTS:
+        counts = (1, len(parts) - 1)
+        for n in range(2, len(parts) - 1):
+            yield frozenset().union(*parts[:n])
+    for n in counts:
+        for taken in combinations(parts, n):
+            yield frozenset().union(*taken)
