@@ -12,10 +12,11 @@ from torch import fx
 
 from dcpc.buckets import BATCH
 from dcpc.codegen import VIEWS, Key, Lowering, Tracer, Variant, decompositions
+from dcpc.folding import FEWEST, Folded, fold
 from dcpc.ir import Partition, Placement, Profile, Program
 from dcpc.passes.placement import PlacementModel, Rates, place
 from dcpc.passes.recompute import Call, Memory, Menu, recompute_menu
-from dcpc.passes.sharding import Sharding
+from dcpc.passes.sharding import Sharding, analyse
 from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, Prediction
 
 Sizes = Mapping[str, int]
@@ -60,6 +61,11 @@ class Variants:
         tensors: gives placeholder name -> parameter, buffer or constant.
         reference: lengths at which choices of recompute are weighed: those of the largest bucket;
             default: those of the trace.
+        folded: what the program stands for, where it is a folded one.
+        fewest: copies of a block from which on three of them are planned for all.
+
+    Attributes:
+        planner: what places and prices: the variants of the folded program, or these themselves.
     """
 
     def __init__(
@@ -70,11 +76,19 @@ class Variants:
         backend: str,
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         reference: Sizes | None = None,
+        folded: Folded | None = None,
+        fewest: int = FEWEST,
     ) -> None:
         self.program, self.sharding, self.device, self.backend = program, sharding, device, backend
-        self._reference = {BATCH: 1, **(reference or program.hints)}
+        self.reference = {BATCH: 1, **(reference or program.hints)}
         self._studies: dict[tuple[object, ...], Study] = {}
         self.tensors = tensors
+        self._fold = folded
+        self.planner = self._folded(fewest) if folded is None else self
+        self._small: dict[int, Placement] = {}
+        self._local_sizes: dict[tuple[object, ...], dict[str, int]] = {}
+        self._keys: dict[int, tuple[Placement, int]] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
         self._placement_model = PlacementModel(program, sharding)
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._tracers: dict[str, Tracer] = {}
@@ -83,15 +97,53 @@ class Variants:
         self._profiles: dict[tuple[object, ...], Profile] = {}
         self._variants: dict[tuple[object, ...], list[Variant]] = {}
 
+    def _folded(self, fewest: int) -> Variants:
+        """Returns what plans: the variants of three copies of each repeated block, or these."""
+        folded = fold(self.program, fewest)
+        if folded is None:
+            return self
+        small = analyse(folded.program, bool(self.sharding.derived))
+        if not folded.agrees(self.sharding, small):
+            return self
+        return Variants(
+            folded.program,
+            small,
+            self.device,
+            self.backend,
+            self.tensors,
+            self.reference,
+            folded,
+        )
+
     def placement(self, sizes: Sizes, sp: int) -> Placement:
         """Returns the placement of least predicted time at these sizes, batch included."""
         key = (sp, tuple(sorted(sizes.items())) if sp > 1 else ())
         if key not in self._placements:
-            rates = self.rates(sp)
-            self._placements[key] = place(
-                self.program, self.sharding, sizes, sp, rates, self._placement_model
-            )
+            self._placements[key] = self._place(sizes, sp)
         return self._placements[key]
+
+    def _place(self, sizes: Sizes, sp: int) -> Placement:
+        planner = self.planner
+        if planner is self:
+            model = self._placement_model
+            copies = None if self._fold is None else self._fold.copies({})
+            return place(self.program, self.sharding, sizes, sp, self.rates(sp), model, copies)
+        assert planner._fold is not None, "a planner that is not this one is of a folded program"
+        small = planner.placement(sizes, sp)
+        lifted = planner._fold.lift(small, self.program, self.sharding)
+        self._small[self._key(lifted)] = small
+        return lifted
+
+    def _planned(self, placement: Placement) -> Placement:
+        """Returns the planner's own placement of what was lifted from it."""
+        return placement if self.planner is self else self._small[self._key(placement)]
+
+    def _key(self, placement: Placement) -> int:
+        """Returns a number that equal placements share; their keys are long."""
+        if id(placement) not in self._keys:
+            number = self._numbers.setdefault(placement.key(), len(self._numbers))
+            self._keys[id(placement)] = placement, number
+        return self._keys[id(placement)][1]
 
     def rates(self, sp: int) -> Rates:
         """Returns what the placement needs to know of the device, for groups of `sp` ranks.
@@ -128,7 +180,7 @@ class Variants:
             backend: default: the model's.
         """
         backend = backend or self.backend
-        key = (placement.key(), hints, backend)
+        key = (self._key(placement), hints, backend)
         if key not in self._lowerings:
             tracer = self._tracer(hints, backend)
             self._lowerings[key] = Lowering(tracer, placement, group_name(placement.sp), backend)
@@ -150,17 +202,16 @@ class Variants:
         backend: str = "",
     ) -> Partition:
         """Returns forward and backward in which `recompute` steps of the menu are taken."""
-        key = (placement.key(), recompute, hints, backend or self.backend)
+        key = (self._key(placement), recompute, hints, backend or self.backend)
         if key not in self._partitions:
             lowering = self.lowering(placement, hints, backend)
-            study = self._study(placement, backend or self.backend)
-            chosen = {study.keys[name] for name in study.menu.made_again(recompute)}
+            chosen = self.made_again(placement, recompute, backend)
             self._partitions[key] = lowering.partition(chosen)
         return self._partitions[key]
 
     def menu(self, placement: Placement) -> Menu:
         """Returns the choices of what backward makes again, cheapest steps first."""
-        return self._study(placement).menu
+        return self.planner._study(self._planned(placement)).menu
 
     def steps(self, placement: Placement) -> int:
         """Returns how many steps of recompute there are, up to making again all that can be."""
@@ -172,31 +223,49 @@ class Variants:
         Made of one trace at sizes that are the same on all ranks: they make the same values again,
         collectives among them.
         """
-        key = (placement.key(), backend or self.backend)
+        key = (self._key(placement), backend or self.backend)
         if key not in self._studies:
             lowering = self.lowering(placement, None, backend)
             fuses = (backend or self.backend) == "inductor"
             ledger = Ledger(lowering.joint.names, placement.sp, fuses=fuses)
             meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
             nodes, needed = lowering.choices()
-            sizes = self.local_sizes(placement, self._reference)
+            sizes = self.local_sizes(placement, self.reference)
             calls = _calls(nodes, needed, *meter.calls(nodes, sizes, self.device))
             keys = {name: key for key, name in lowering.keys().items()}
             menu = recompute_menu(calls, _memory(lowering, meter, sizes))
+            if self._fold is not None:
+                menu = menu.by_ratio()
             self._studies[key] = Study(lowering, ledger, meter, menu, keys, {})
         return self._studies[key]
+
+    def made_again(self, placement: Placement, recompute: int, backend: str = "") -> set[Key]:
+        """Returns what so many steps of recompute make again, of all blocks."""
+        if self.planner is not self:
+            return self.planner.made_again(self._planned(placement), recompute, backend)
+        study = self._study(placement, backend)
+        chosen = {study.keys[name] for name in study.menu.made_again(recompute)}
+        if self._fold is not None:
+            twins = self._fold.twins
+            chosen |= {(twin, *k[1:]) for k in chosen for twin in twins.get(k[0], ())}
+        return chosen
 
     def _costs(self, placement: Placement, recompute: int) -> Costs:
         """Returns what runs if so many steps of recompute are taken, and what it costs."""
         study = self._study(placement)
         if recompute not in study.costs:
             chosen = {study.keys[name] for name in study.menu.made_again(recompute)}
-            study.costs[recompute] = study.ledger.costs(study.lowering.schedule(chosen))
+            owner = study.lowering.joint.owner
+            copies = None if self._fold is None else self._fold.copies(owner)
+            schedule = study.lowering.schedule(chosen)
+            study.costs[recompute] = study.ledger.costs(schedule, copies)
         return study.costs[recompute]
 
     def profile(self, placement: Placement, recompute: int) -> Profile:
         """Returns the symbolic costs of a placement and recompute setting."""
-        key = (placement.key(), recompute)
+        if self.planner is not self:
+            return self.planner.profile(self._planned(placement), recompute)
+        key = (self._key(placement), recompute)
         if key not in self._profiles:
             costs = self._costs(placement, recompute)
             self._profiles[key] = self._study(placement).ledger.profile(costs)
@@ -207,9 +276,14 @@ class Variants:
 
         Rank 0 of a group is the fullest: the first ranks get one element more.
         """
-        lowered = self.lowering(placement).lowered
-        dims = self._dims(sizes)
-        return {i.name: i.value(dims, placement.sp, rank) for i in lowered.integers}
+        if self.planner is not self:
+            return self.planner.local_sizes(self._planned(placement), sizes, rank)
+        key = (self._key(placement), tuple(sizes.items()), rank)
+        if key not in self._local_sizes:
+            dims = self._dims(sizes)
+            integers = self.lowering(placement).lowered.integers
+            self._local_sizes[key] = {i.name: i.value(dims, placement.sp, rank) for i in integers}
+        return self._local_sizes[key]
 
     def _dims(self, sizes: Sizes) -> dict[sympy.Symbol, int]:
         """Symbol -> length; a model without a batch has no symbol for it."""
@@ -218,6 +292,8 @@ class Variants:
 
     def predict(self, placement: Placement, recompute: int, sizes: Sizes) -> Prediction:
         """Returns the costs at given sizes, on the fullest rank."""
+        if self.planner is not self:
+            return self.planner.predict(self._planned(placement), recompute, sizes)
         dims = self.local_sizes(placement, sizes)
         costs = self._costs(placement, recompute)
         return self._study(placement).meter.read(costs, dims, self.device)
@@ -232,7 +308,7 @@ class Variants:
         """
         dims = self._dims(sizes)
         backend = self._backend(placement, dims)
-        key = (placement.key(), recompute, backend)
+        key = (self._key(placement), recompute, backend)
         known = self._variants.setdefault(key, [])
         for variant in known:
             values, broken = variant.integer_values(dims, rank)
