@@ -25,15 +25,17 @@ from dcpc.symbolic_profile import (
     Calibration,
     CalibrationKey,
     Device,
+    OptimizerLike,
     calibrated,
     detect,
     find,
     machine,
+    state_bytes,
 )
 from dcpc.trace import autocast_dtype, casting, checked_dtype, trace
 from dcpc.variants import Variants
 
-# Adam's two moments, in the parameters' dtype; SGD needs less, and says so with optimizer_bytes=.
+# Adam's two moments, in the parameters' dtype: what a plan counts where it is given no optimizer.
 ADAM_STATES = 2
 
 
@@ -47,6 +49,7 @@ def compile(
     sp: int | str | Sequence[int] = "auto",
     recompute: str = "auto",
     backend: str = "inductor",
+    optimizer: OptimizerLike | None = None,
     optimizer_bytes: int | None = None,
     autocast: torch.dtype | None = None,
     derive_rules: bool = True,
@@ -79,14 +82,15 @@ def compile(
             those that do not divide the ranks.
         recompute: "auto" (as little as fits; "pyramid" is the same), "none" or "all".
         backend: "inductor" or "eager".
-        optimizer_bytes: what the optimizer keeps on a rank; default: two tensors for each trainable
-            parameter, as Adam does.
+        optimizer: what will train the model, whose state takes memory: a class of torch.optim, a
+            partial of one (`functools.partial(torch.optim.SGD, momentum=0.9)`), an optimizer, or a
+            class of your own; default: two tensors for each trainable parameter, as Adam has.
+        optimizer_bytes: what the optimizer keeps on a rank, where that is known better.
         autocast: mixed precision, `torch.bfloat16`: the model runs as under `torch.autocast` of it,
             parameters and gradients stay as they are. None: what is active around this call.
         derive_rules: whether an op without a sharding rule is run on small random pieces to find
             one, which is then used with a warning that prints it; else each rank does all of it.
-        zero: the optimizer is `dcpc.zero`'s: a rank keeps only its share of the default of
-            `optimizer_bytes`.
+        zero: the optimizer is `dcpc.zero`'s: a rank keeps only its share of the state.
         calibration: what `dcpc calibrate` measured of this model on this device and these ranks, or
             its file: seconds are predicted by it.
 
@@ -107,6 +111,7 @@ def compile(
         sp=sp,
         recompute=recompute,
         backend=backend,
+        optimizer=optimizer,
         optimizer_bytes=optimizer_bytes,
         autocast=autocast,
         derive_rules=derive_rules,
@@ -128,6 +133,7 @@ def plan(
     sp: int | str | Sequence[int] = "auto",
     recompute: str = "auto",
     backend: str = "inductor",
+    optimizer: OptimizerLike | None = None,
     optimizer_bytes: int | None = None,
     autocast: torch.dtype | None = None,
     derive_rules: bool = True,
@@ -147,6 +153,7 @@ def plan(
         sp: "auto", a degree, or degrees.
         recompute: "auto" ("pyramid" is the same), "none" or "all".
         backend: "inductor" or "eager".
+        optimizer: as for `compile`.
         optimizer_bytes: what the optimizer keeps on a rank.
         autocast: dtype of mixed precision; None: what is active around this call.
         derive_rules: as for `compile`.
@@ -167,7 +174,7 @@ def plan(
     if measured is not None:
         target = calibrated(target, measured.fits)
     memory_bytes = _memory_bytes(memory, target, world)
-    resident = _resident_bytes(model, optimizer_bytes, world if zero else 1)
+    resident = _resident_bytes(model, optimizer, optimizer_bytes, world if zero else 1)
     request = Request(degrees, recompute, memory_bytes, resident, world)
     kind = (_device_of(model) or torch.device("cpu")).type
     kind = "cpu" if kind == "meta" else kind  # what a trace takes meta tensors for
@@ -260,14 +267,24 @@ def _target(device: str | Device) -> Device:
     return detect() if device == "auto" else find(device)
 
 
-def _resident_bytes(model: nn.Module, optimizer_bytes: int | None, shares: int) -> int:
+def _resident_bytes(
+    model: nn.Module, optimizer: OptimizerLike | None, optimizer_bytes: int | None, shares: int
+) -> int:
     """Parameters, buffers, one gradient and the optimizer's state of each trainable parameter."""
     parameters = list(model.parameters())
     trainable = sum(p.nbytes for p in parameters if p.requires_grad)
     fixed = sum(p.nbytes for p in parameters) + sum(b.nbytes for b in model.buffers())
-    states = ADAM_STATES * fullest_share(parameters, shares)
-    states = states if optimizer_bytes is None else optimizer_bytes
-    return fixed + trainable + states
+    if optimizer is not None and optimizer_bytes is not None:
+        raise PlanError(
+            "got optimizer= and optimizer_bytes=; expected one of them: what the optimizer's state "
+            "takes follows from the first, and the second says it; leave one out"
+        )
+    if optimizer_bytes is not None:
+        return fixed + trainable + optimizer_bytes
+    if optimizer is None:
+        return fixed + trainable + ADAM_STATES * fullest_share(parameters, shares)
+    states = state_bytes(optimizer, parameters)
+    return fixed + trainable + fullest_share(parameters, shares, states)
 
 
 def _memory_bytes(memory: int | float | None, device: Device, world: int) -> int:

@@ -1,5 +1,6 @@
 """What a user calls, and what it says when that was wrong."""
 
+import functools
 import re
 
 import pytest
@@ -196,6 +197,28 @@ def test_recompute_is_just_enough():
     assert resident + needs(tight, bucket, k) <= memory < resident + needs(tight, bucket, k - 1)
     inputs = data(4, 256)
     torch.testing.assert_close(tight(**inputs), roomy(**inputs))
+
+
+def test_optimizer_has_its_place_in_the_plan():
+    shapes, model = buckets(32), gpt()
+    size_bytes = sum(p.nbytes for p in model.parameters())
+    counts = len(list(model.parameters()))
+
+    def needed(**options) -> int:
+        planned = dcpc.api.plan(model, shapes, world=2, backend="eager", sp=1, **options)
+        (table,) = planned.tables.values()
+        return table[0].needed_bytes
+
+    none = needed(optimizer_bytes=0)
+    assert needed() - none == 2 * size_bytes
+    assert needed(optimizer=torch.optim.SGD) == none
+    momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert needed(optimizer=momentum) - none == size_bytes
+    assert needed(optimizer=torch.optim.AdamW) - none == 2 * size_bytes + 4 * counts
+    share = needed(optimizer=torch.optim.AdamW(model.parameters()), zero=True) - none
+    assert size_bytes <= share < 1.5 * size_bytes
+    with pytest.raises(dcpc.PlanError, match="expected one of them"):
+        needed(optimizer=momentum, optimizer_bytes=3)
 
 
 def test_a_model_without_memory_is_planned_as_one_with():
