@@ -50,6 +50,8 @@ _LAZY = frozenset(
     }
 )  # fmt: skip
 
+_RESHAPES = frozenset({"aten::view", "aten::_unsafe_view", "aten::reshape"})
+
 
 @dataclass(eq=False, slots=True)
 class Kernel:
@@ -128,6 +130,7 @@ class _Fusion:
                 self.uses[i] = self.uses.get(i, 0) + 1
         self.lazy: dict[fx.Node, _Lazy] = {}
         self.source: dict[fx.Node, fx.Node] = {}  # view -> what it is a view of
+        self.copied: set[fx.Node] = set()  # views that are copies all the same
         self.steps: list[fx.Node | _Draft] = []
         self.region: list[_Draft] = []  # kernels since the last library call
         self.kernel: dict[fx.Node, _Draft] = {}
@@ -208,9 +211,22 @@ class _Fusion:
         source = self.source.get(node)
         if source is not None:
             self._store(source)
-            self.steps.append(node)
+            if self._reshapes(node) > 1:
+                # Inductor cannot say how such a view lies in memory, and copies it.
+                self.copied.add(node)
+                self._member(node, {source: None})
+            else:
+                self.steps.append(node)
         else:
             self._member(node, lazy.reads)
+
+    def _reshapes(self, node: fx.Node) -> int:
+        """Returns how many reshapes lie between a view and the pointwise value it is a view of."""
+        count = 0
+        while node in self.source:
+            count += op_name(node) in _RESHAPES and node not in self.copied
+            node = self.source[node]
+        return count
 
     # -------------------------------------------------------------------------------------- kernels
 
@@ -226,10 +242,13 @@ class _Fusion:
             self.region.append(kernel)
             self.steps.append(kernel)
         inner = [r for r in map(self._root, reads) if r in kernel.members]
-        levels = (kernel.level[r] + (not self._is_pointwise(r)) for r in inner)
+        levels = (kernel.level[r] + self._ends_a_loop(r) for r in inner)
         kernel.level[node] = max(levels, default=0)
         kernel.members[node] = reads
         self.kernel[node] = kernel
+
+    def _ends_a_loop(self, node: fx.Node) -> bool:
+        return node not in self.copied and not self._is_pointwise(node)
 
     def _made_in_region(self, reads: Iterable[fx.Node]) -> list[_Draft]:
         found = (self.kernel.get(self._root(r)) for r in reads)
@@ -255,7 +274,7 @@ class _Fusion:
         if name in _ALONE:
             return name, node
         inputs = [t for i in node.all_input_nodes for t in self.facts.of(i)]
-        if self._is_pointwise(node) or not inputs:
+        if node in self.copied or self._is_pointwise(node) or not inputs:
             return out.numel.expand(), False
         x = inputs[0]
         dims = argument(node, "dim")
@@ -291,7 +310,9 @@ class _Fusion:
         return self.result
 
     def _is_view(self, node: fx.Node) -> bool:
-        return node in self.own and bool(self.facts.of(node)) and not self.facts.fresh(node)
+        if node not in self.own or node in self.copied or not self.facts.of(node):
+            return False
+        return not self.facts.fresh(node)
 
     def _read(self, nodes: Iterable[fx.Node]) -> None:
         """Makes views where they are first read."""
