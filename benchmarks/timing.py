@@ -6,7 +6,7 @@ its rounds, the mean of both ranks. On one rank they are those that its one thre
 other processes do not count; of a group, which waits, those that passed. `disturbed` is what passed
 over what was computed: near 1 on a quiet machine; else a group's seconds say little.
 
-A ranking error is a pair of settings of one shape whose measured seconds differ by more than 10%
+A ranking error is a pair of settings of one shape whose seconds that passed differ by more than 10%
 and whose predicted seconds are in the other order.
 """
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import dcpc
 from benchmarks import harness
+from benchmarks.video_placement import inputs as video_inputs
 from dcpc.acceptance.exactness import example_inputs
 from dcpc.buckets import BATCH
 from dcpc.calibrate import calibrate
@@ -33,6 +34,7 @@ from dcpc.symbolic_profile import evaluator, find
 from dcpc.variants import Variants
 from examples.forced import ForcedVariant
 from models.gpt import GPT, GPTConfig
+from models.stdit import RectifiedFlow, STDiT, STDiTConfig
 
 RANKS = 2
 VOCAB = 258
@@ -48,8 +50,8 @@ class Job:
         model: makes it.
         buckets: to calibrate for.
         shapes: to predict, other than the buckets'.
-        settings: (sp, share of the recompute steps) at each of them.
         backend: "eager" or "inductor".
+        example: returns some of the inputs, as for `dcpc check`.
         rounds: of measuring.
         budget_s: of calibrating.
     """
@@ -57,10 +59,10 @@ class Job:
     model: Callable[[], nn.Module]
     buckets: dcpc.Buckets
     shapes: tuple[Mapping[str, int], ...]
-    settings: tuple[tuple[int, float], ...]
     backend: str
-    rounds: int
-    budget_s: float
+    example: Callable[[Mapping[str, int]], dict[str, Tensor]] | None = None
+    rounds: int = 9
+    budget_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +105,46 @@ def gpt() -> nn.Module:
     return GPT(GPTConfig(vocab_size=VOCAB, dim=256, n_layers=4, n_heads=8))
 
 
-INPUTS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
+def stdit() -> nn.Module:
+    """Returns two spatial and two temporal blocks of STDiT-3, and their loss."""
+    torch.manual_seed(0)
+    return RectifiedFlow(STDiT(VIDEO))
+
+
+def clips(sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Returns the inputs of the STDiT whose values matter: times and sizes above 0."""
+    batch = sizes["batch"]
+    return {
+        "timestep": 1000 * torch.rand(batch),
+        "fps": torch.full((batch,), 24.0),
+        "pixel_height": torch.full((batch,), 8.0 * sizes["height"]),
+        "pixel_width": torch.full((batch,), 8.0 * sizes["width"]),
+    }
+
+
+VIDEO = STDiTConfig(depth=2, dim=96, heads=4, text_dim=48, text_len=12)
+CLIPS = ((4, 11, 15), (8, 16, 17), (8, 23, 24), (16, 24, 31))
+TEXT = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 SETTINGS = ((1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0))
+
+
+def _clip(frames: int, height: int, width: int) -> dict[str, int]:
+    return {"frames": frames, "height": height, "width": width}
 
 
 def jobs(quick: bool) -> dict[str, Job]:
     """Returns the models to measure, by name."""
-    text = dcpc.Buckets(INPUTS, [{"seq": n} for n in (64, 128, 256, 512, 1024)])
+    text = dcpc.Buckets(TEXT, [{"seq": n} for n in (64, 128, 256, 512, 1024)])
     shapes = ({"batch": 1, "seq": 777}, {"batch": 3, "seq": 203}, {"batch": 2, "seq": 450})
-    quick_s = 12.0
     if quick:
-        return {"GPT": Job(gpt, text, shapes, SETTINGS, "eager", 5, quick_s)}
+        return {"GPT": Job(gpt, text, shapes, backend="eager", rounds=5, budget_s=12.0)}
+    video = dcpc.Buckets(video_inputs(VIDEO), [_clip(*clip) for clip in CLIPS])
+    unseen = ((1, 7, 17, 23), (3, 5, 12, 17), (1, 13, 22, 30))
+    videos = tuple({"batch": batch, **_clip(*clip)} for batch, *clip in unseen)
     return {
-        "GPT": Job(gpt, text, shapes, SETTINGS, "eager", 9, 30.0),
-        "GPT, Inductor": Job(gpt, text, shapes, SETTINGS, "inductor", 9, 30.0),
+        "GPT": Job(gpt, text, shapes, "eager"),
+        "GPT, Inductor": Job(gpt, text, shapes, "inductor"),
+        "STDiT": Job(stdit, video, videos, "eager", clips),
     }
 
 
@@ -124,7 +152,9 @@ def on_rank(rank: int, job: Job) -> tuple[list[Point], float, float]:
     """Returns the points, the seconds of calibrating and its own fit error."""
     warnings.simplefilter("ignore")
     model = job.model()
-    found = calibrate(model, job.buckets, backend=job.backend, budget_s=job.budget_s)
+    found = calibrate(
+        model, job.buckets, backend=job.backend, example=job.example, budget_s=job.budget_s
+    )
     planning = {"backend": job.backend, "device": "cpu", "recompute": "none", "memory": 1e12}
     unseen = dcpc.Buckets(
         {name: str(spec) for name, spec in job.buckets.inputs.items()},
@@ -134,10 +164,10 @@ def on_rank(rank: int, job: Job) -> tuple[list[Point], float, float]:
     variants = compiled.variants
     runs: list[tuple[Mapping[str, int], tuple[int, float], ForcedVariant, Mapping[str, Tensor]]]
     runs = []
-    for shape, (sp, share) in itertools.product(job.shapes, job.settings):
+    for shape, (sp, share) in itertools.product(job.shapes, SETTINGS):
         placement = variants.placement(shape, sp)
         forced = ForcedVariant(compiled, placement, round(share * variants.steps(placement)))
-        inputs = example_inputs(compiled.buckets, shape)
+        inputs = example_inputs(compiled.buckets, shape, job.example)
         runs.append((shape, (sp, share), forced, inputs))
     spent = [
         [_seconds(forced, inputs) for *_, forced, inputs in runs] for _ in range(job.rounds + 1)
@@ -174,8 +204,8 @@ def ranking_errors(points: Sequence[Point]) -> tuple[int, int]:
     """Returns how many pairs are in the wrong order, and how many there are to compare."""
     wrong = pairs = 0
     for a, b in itertools.combinations(points, 2):
-        slow, fast = (a, b) if a.measured_s > b.measured_s else (b, a)
-        if a.shape == b.shape and slow.measured_s > DIFFERS * fast.measured_s:
+        slow, fast = (a, b) if a.passed_s > b.passed_s else (b, a)
+        if a.shape == b.shape and slow.passed_s > DIFFERS * fast.passed_s:
             pairs += 1
             wrong += slow.predicted_s <= fast.predicted_s
     return wrong, pairs
