@@ -30,7 +30,6 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from dcpc.codegen.variant import boxed_python
 
-SOLVERS = ("dp", "ilp")
 aten = torch.ops.aten
 
 
@@ -110,12 +109,6 @@ class TorchPartition:
         del gradients
         return loss
 
-    def gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Returns the loss, and the gradient of each trainable primal by its position."""
-        loss, *saved = boxed_python(self.forward)(list(self.joint.primals))
-        found = boxed_python(self.backward)([*saved, torch.ones_like(loss)])
-        return loss, {i: g for i, g in enumerate(found) if g is not None}
-
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     """Returns a copy; a deep copy would copy constants, which are fake while traced."""
@@ -157,7 +150,7 @@ def torch_partition(joint: TorchJoint, ratio: float, solver: str) -> TorchPartit
     Args:
         joint: not changed.
         ratio: of the activations that the least recompute saves, 0 to 1.
-        solver: of the knapsack, one of `SOLVERS`.
+        solver: of the knapsack, "dp" or "ilp".
     """
     gm = _copy(joint.gm)
     listed = _expensive_attention(partitioners.get_default_op_list())
@@ -169,9 +162,3 @@ def torch_partition(joint: TorchJoint, ratio: float, solver: str) -> TorchPartit
             gm, joint.inputs, **joint.options
         )
     return TorchPartition(forward, backward, joint)
-
-
-def save_everything(joint: TorchJoint) -> TorchPartition:
-    """Returns the partition that makes nothing again."""
-    gm = _copy(joint.gm)
-    return TorchPartition(*default_partition(gm, joint.inputs, **joint.options), joint)

@@ -40,6 +40,8 @@ class Block:
         seconds: `[choices]`, of what is made again.
         alive_bytes: `[choices]`, the most that is alive in its part of backward, less what blocks
             before it save.
+        forward_s: of all its calls.
+        crossing_bytes: of what other blocks read.
         corners: the choices on the lower hull of (bytes, seconds): number, and the seconds that a
             byte freed by going on to it costs; 0 for the first.
     """
@@ -48,6 +50,8 @@ class Block:
     saved_bytes: Floats
     seconds: Floats
     alive_bytes: Floats
+    forward_s: float
+    crossing_bytes: float
     corners: tuple[tuple[int, float], ...]
 
 
@@ -214,8 +218,10 @@ def recompute_menu(calls: Sequence[Call], memory: Memory) -> Menu:
         like = key, timelines.shape(index)
         if like not in alive:
             alive[like] = [timelines.peak_bytes(index, a) for a in again]
-        passing, crossing = timelines.passing_bytes(index), timelines.crossing_bytes(index)
-        blocks.append(_block(corners, every, again, np.array(alive[like]) + passing, crossing))
+        total = np.array(alive[like]) + timelines.passing_bytes(index)
+        forward_s = sum(call.seconds for call in calls[low:high])
+        crossing = timelines.crossing_bytes(index)
+        blocks.append(_block(corners, every, again, total, forward_s, crossing))
     plans = 1 if all(len(b.again) == 1 for b in blocks) else LEVELS
     return Menu(tuple(blocks), plans if blocks else 0)
 
@@ -225,6 +231,7 @@ def _block(
     every: Sequence[Choice],
     again: Sequence[frozenset[str]],
     alive_bytes: Floats,
+    forward_s: float,
     crossing_bytes: float,
 ) -> Block:
     prices = [0.0]
@@ -240,6 +247,8 @@ def _block(
         saved_bytes=saved_bytes[kept],
         seconds=seconds[kept],
         alive_bytes=alive_bytes[kept],
+        forward_s=forward_s,
+        crossing_bytes=crossing_bytes,
         corners=tuple(zip(numbers, prices, strict=True)),
     )
 

@@ -93,7 +93,7 @@ def chains(draw):
         saved = np.array([rng.randint(0, 9) for _ in range(n)], dtype=float)
         alive = saved + [rng.randint(0, 9) for _ in range(n)]
         seconds = np.array([rng.randint(0, 9) for _ in range(n)], dtype=float)
-        return Block((frozenset(),) * n, saved, seconds, alive, ((0, 0.0),))
+        return Block((frozenset(),) * n, saved, seconds, alive, 0.0, 0.0, ((0, 0.0),))
 
     return tuple(block() for _ in range(rng.randint(1, 5)))
 
