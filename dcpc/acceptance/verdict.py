@@ -25,6 +25,7 @@ from dcpc.acceptance.exactness import (
 from dcpc.acceptance.split import Split
 from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import DcpcError, TraceError
+from dcpc.garbage import without_collection
 
 LIMIT = 1e-10
 # Where a model rounds to a lower dtype on its way, sums that ranks share differ by roundings of it.
@@ -140,6 +141,7 @@ class Prepared:
     recomputes: tuple[str, ...]
     wide: Split | None = None
 
+    @without_collection()
     def lift(self) -> Split:
         """Returns `wide`, traced and lowered now if it was not."""
         if self.wide is None:
@@ -176,6 +178,7 @@ def examine(
     return found if isinstance(found, Verdict) else compare(found)
 
 
+@without_collection()
 def prepare(
     make: Callable[[], nn.Module],
     buckets: Buckets,
