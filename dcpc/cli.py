@@ -38,7 +38,7 @@ from dcpc.runtime.replay import replay as replayed
 from dcpc.runtime.table import mode_table
 from dcpc.simulate import Request as SimulationRequest
 from dcpc.simulate import default_degrees, read_cost, simulate_cost, simulate_model, source_of
-from dcpc.symbolic_profile import DEVICES, bytes_text, detect, find, seconds_text
+from dcpc.symbolic_profile import DEVICES, bytes_text, seconds_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -273,7 +273,7 @@ def simulate(
         if options.sp == "auto":
             options = replace(options, sp=default_degrees(options.world))
         planned = _planned(factory, buckets, options)
-        device = detect() if options.device == "auto" else find(options.device)
+        device = planned.traces[0].device
         typer.echo(simulate_model(planned, device, drawn, request), nl=False)
 
 
