@@ -10,9 +10,9 @@ pairs of query and key, as torch counts). Both sides minimise FLOPs: torch's run
 ten-thousandth of forward and backward counts as that much on both sides: 0 over 0 is 1.
 
 Rotor's dynamic programme (`rotor_oracle.py`) is the optimum for whole blocks. It gets six budgets
-between the smallest peak that takes no FLOPs of recompute and dcpc's smallest, and each block's bytes and FLOPs as dcpc
-counts them, with what recompute without FLOPs saves already taken; memory of forward alone is not
-held against it.
+between the smallest peak that takes no FLOPs of recompute and dcpc's smallest, and each block's
+bytes and FLOPs as dcpc counts them, with what recompute without FLOPs saves already taken; memory
+of forward alone is not held against it.
 
 `plan_s_stdit_25_buckets` (not with --quick) is the seconds of planning STDiT3-XL/2 on the 25 video
 buckets for 8, 16, ... 1,024 ranks, all together, after the trace.
@@ -56,8 +56,9 @@ FLOPS_ALONE = replace(
 )
 # (solver, ratio) of torch's settings.
 SETTINGS = tuple((s, r) for s in ("dp", "ilp") for r in (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1))
-QUICK_SETTINGS = (("dp", 0.75), ("ilp", 0.5), ("dp", 0.35), ("ilp", 0.2))
+QUICK_SETTINGS = (("dp", 0.6), ("ilp", 0.4), ("dp", 0.25))
 BUDGETS = 6
+QUICK_BUDGETS = 2  # against Rotor
 NOTHING = 10_000  # FLOPs of recompute below base / NOTHING are none
 
 
@@ -220,7 +221,7 @@ def budgets_of(points: Sequence[TorchPoint], count: int) -> list[tuple[int, int]
 
 
 def compare(
-    name: str, sizes: Sizes, settings: Sequence[tuple[str, float]]
+    name: str, sizes: Sizes, settings: Sequence[tuple[str, float]], budgets: int
 ) -> tuple[list[Comparison], list[RotorComparison]]:
     """Returns dcpc against torch and against Rotor on one model and length."""
     subject = SUBJECTS[name]
@@ -245,7 +246,7 @@ def compare(
                 base_flops=base,
             )
         )
-    return found, rotor(trial, name, length)
+    return found, rotor(trial, name, length, budgets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,15 +272,15 @@ class RotorComparison:
         return (f"{self.model} {self.length}", self.budget_bytes / 1e6, peak, *shares, self.ratio)
 
 
-def rotor(trial: OnTrial, name: str, length: str) -> list[RotorComparison]:
-    """Returns dcpc against Rotor at six budgets, each run and measured."""
+def rotor(trial: OnTrial, name: str, length: str, budgets: int) -> list[RotorComparison]:
+    """Returns dcpc against Rotor at some budgets, each run and measured."""
     menu = trial.variants.menu(trial.placement)
     once = sum(block.forward_s for block in menu.blocks)
     free = max(k for k in range(menu.count) if menu.seconds(k) <= once / NOTHING)
     high, low = trial.predicted_peak(free), trial.predicted_peak(menu.count - 1)
     found = []
-    for i in range(BUDGETS):
-        budget = high + (low - high) * (i + 1) // BUDGETS + 16
+    for i in range(budgets):
+        budget = high + (low - high) * (i + 1) // budgets + 16
         k = trial.recompute(budget)
         found.append(
             RotorComparison(
@@ -335,7 +336,9 @@ def main() -> None:
     for name in args.model or SUBJECTS:
         lengths = SUBJECTS[name].lengths
         for sizes in lengths[-1:] if args.quick else lengths:
-            one, other = compare(name, sizes, QUICK_SETTINGS if args.quick else SETTINGS)
+            settings = QUICK_SETTINGS if args.quick else SETTINGS
+            count = QUICK_BUDGETS if args.quick else BUDGETS
+            one, other = compare(name, sizes, settings, count)
             found, against_rotor = found + one, against_rotor + other
     header = ("at torch's peak", "budget MB", "dcpc MB", "dcpc again %", "torch again %", "ratio")
     harness.print_table("recompute FLOPs", header, [c.row() for c in found], digits=3)

@@ -74,8 +74,6 @@ def _video(sizes: Sizes) -> dict[str, Tensor]:
         "fps": torch.full((batch,), 24.0),
         "pixel_height": torch.full((batch,), 8.0 * sizes["height"]),
         "pixel_width": torch.full((batch,), 8.0 * sizes["width"]),
-        "frame_mask": torch.ones(batch, sizes["frames"], dtype=torch.bool),
-        "drop_text": torch.zeros(batch, dtype=torch.bool),
     }
 
 
@@ -93,7 +91,7 @@ SUBJECTS: Mapping[str, Subject] = {
     "Llama": Subject(_llama, TEXT, _tokens, LENGTHS),
     "STDiT": Subject(
         _stdit,
-        video_inputs(VIDEO),
+        {n: s for n, s in video_inputs(VIDEO).items() if n not in ("frame_mask", "drop_text")},
         _video,
         (_clip(4, 3, 18, 32), _clip(1, 8, 24, 30), _clip(1, 30, 18, 20)),
     ),
