@@ -1,15 +1,9 @@
 """What STDiT3-XL/2 costs on each bucket of VideoSys' workload, from dcpc's symbolic profile.
 
-Blocks repeat, so a model of 28 pairs of blocks costs what two shallow ones tell. Steps of recompute
-that all pairs take alike are one *level*. At a level, with d pairs,
-
-    seconds, sent and saved bytes    c + x d
-    peak                             the larger of c1 + b d    when backward begins,
-                                                   c2 + g d    when backward ends,
-
-with b the bytes that a pair saves and g the bytes of its gradients. x, b and g are differences of
-two profiles; c1 and c2 are the least that explain both. `tests/benchmarks/test_stdit_costs.py`
-compares with a deeper trace.
+Blocks repeat, so a model of 28 pairs of blocks costs what a trace of four pairs tells: dcpc plans
+any deep model as the first, a middle and the last of its blocks (`dcpc/folding.py`), exactly; here
+the blocks between are not traced to begin with. `tests/benchmarks/test_stdit_costs.py` compares
+with a deeper trace.
 
 A frame of S patches is traced as a strip of S x 1: the same ops on the same numbers of elements,
 with one symbol fewer.
@@ -26,28 +20,33 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import dcpc
 from benchmarks.harness import timed
-from dcpc.api import plan
-from dcpc.buckets import Bucket
-from dcpc.ir import Placement
+from dcpc.compiled import Held
+from dcpc.folding import fold
+from dcpc.masks import without_masks
+from dcpc.passes.sharding import analyse
+from dcpc.symbolic_profile import find
+from dcpc.trace import trace
 from dcpc.variants import Variants
 from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
 
 DEVICE = "a100-80gb"
 DEGREES = (1, 2, 4, 8)
-DEPTHS = (2, 3)
+DEPTH = 4  # pairs of blocks that are traced: the first is like no other, then first, middle, last
 WORKERS = 2
-# Bytes freed a second of recompute: the levels between nothing and all.
-WORTH = (3e11, 2.05e11, 1.3e11, 1e11, 6e10, 2e10)
+LEVELS = 12  # of recompute, from nothing to all
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build" / "stdit_costs"
 # What a profile depends on: the cache is good as long as these say the same.
-SOURCES = ("dcpc/trace", "dcpc/passes", "dcpc/codegen", "dcpc/symbolic_profile", "dcpc/variants.py",
-           "dcpc/ir.py", "models/stdit.py", "benchmarks/stdit_costs.py")  # fmt: skip
+SOURCES = (
+    "dcpc/trace", "dcpc/passes", "dcpc/codegen", "dcpc/symbolic_profile", "dcpc/variants.py",
+    "dcpc/folding.py", "dcpc/ir.py", "models/stdit.py", "benchmarks/stdit_costs.py",
+)  # fmt: skip
 INPUTS = {
     "latents": "{dtype}[batch, {channels}, frames, tokens*2, 2]",
     "noise": "{dtype}[batch, {channels}, frames, tokens*2, 2]",
@@ -97,103 +96,49 @@ class Cost:
     saved_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """A shallow model at one level of recompute.
-
-    Attributes:
-        sp: degree.
-        depth: pairs of blocks.
-        level: 0: nothing is made again.
-        gradient_bytes: of all parameters.
-        costs: one a point.
-    """
-
-    sp: int
-    depth: int
-    level: int
-    gradient_bytes: float
-    costs: tuple[Cost, ...]
-
-
 def variants_of(config: STDiTConfig, image: bool, dtype: torch.dtype = torch.bfloat16) -> Variants:
-    """Returns what dcpc makes of a model on the meta device: placements, graphs, profiles."""
+    """Returns what dcpc makes of a model on the meta device: placements, graphs, profiles.
+
+    Args:
+        config: of the whole model; four pairs of its blocks are traced.
+        image: whether of one frame.
+        dtype: of the weights.
+    """
     with torch.device("meta"):
-        model = RectifiedFlow(STDiT(config)).to(dtype)
+        model = RectifiedFlow(STDiT(replace(config, depth=min(config.depth, DEPTH)))).to(dtype)
     fields = {**asdict(config), "dtype": str(dtype).removeprefix("torch.")}
     inputs = {name: spec.format(**fields) for name, spec in INPUTS.items()}
     frames = (1,) if image else (2, 120)
     sizes = [{"frames": f, "tokens": t} for f in frames for t in (16, 3600)]
-    planned = plan(model, dcpc.Buckets(inputs, sizes), memory=1e18, device=DEVICE, sp=1)
-    return planned.by_bucket[Bucket.of(sizes[0])]
+    program = without_masks(trace(model, dcpc.Buckets(inputs, sizes)))
+    folded = fold(program, 3)
+    assert folded is not None, f"{DEPTH} pairs of blocks are not told apart from each other"
+    folded = replace(folded, others=(folded.others[0] + config.depth - DEPTH,))
+    return Variants(
+        program, analyse(program), find(DEVICE), "eager", Held(program, model), sizes[-1], folded
+    )
 
 
-def observe(
-    variants: Variants, depth: int, image: bool, sps: Sequence[int], points: Sequence[Point]
-) -> list[Observed]:
-    """Returns the costs of a model of `depth` pairs at each level of recompute."""
+def costs_of_levels(
+    variants: Variants, image: bool, sp: int, points: Sequence[Point]
+) -> tuple[list[list[Cost]], int]:
+    """Returns the costs at each point, one list a level of recompute, and the gradients' bytes.
+
+    All are split as a middle-sized sample is.
+    """
     middle = Point(1, 1620, 1) if image else Point(60, 1620, 1)
+    placement = variants.placement(middle.sizes, sp)
+    most = variants.steps(placement)
+    levels = sorted({round(i * most / (LEVELS - 1)) for i in range(LEVELS)})
     found = []
-    for sp in sps:
-        placement = variants.placement(middle.sizes, sp)
-        for level, k in enumerate(_levels(variants, placement)):
-            costs = []
-            for point in points:
-                p = variants.predict(placement, k, point.sizes)
-                peak = float(p.peak_bytes + p.input_bytes)
-                costs.append(Cost(p.seconds_s, peak, float(p.wire_bytes), float(p.saved_bytes)))
-            gradients = variants.profile(placement, k).gradient_bytes
-            found.append(Observed(sp, depth, level, gradients, tuple(costs)))
-    return found
-
-
-def _levels(variants: Variants, placement: Placement) -> list[int]:
-    """Returns numbers of plans, from none to all: those that free so many bytes a second or more.
-
-    Equal blocks choose alike in them, whatever the depth.
-    """
-    menu = variants.menu(placement)
-    return [0, *(menu.at_price(1 / worth) for worth in WORTH), menu.count]
-
-
-def deeper(observed: Sequence[Observed], depth: int) -> list[tuple[Cost, ...]]:
-    """Returns the costs at each point of a model of `depth` pairs, one list a level.
-
-    Args:
-        observed: of one degree, from two depths that differ by one.
-        depth: pairs of blocks.
-    """
-    low, high = sorted({o.depth for o in observed})
-    first = {o.level: o for o in observed if o.depth == low}
-    second = {o.level: o for o in observed if o.depth == high}
-    assert (high, second.keys()) == (low + 1, first.keys()), (
-        f"depths {low} and {high} have {len(first)} and {len(second)} levels of recompute; "
-        "expected neighbours with as many each"
-    )
-    gradient = second[0].gradient_bytes - first[0].gradient_bytes
-    more = depth - high
-    return [
-        tuple(
-            _extended(a, b, gradient, more)
-            for a, b in zip(first[i].costs, second[i].costs, strict=True)
-        )
-        for i in sorted(first)
-    ]
-
-
-def _extended(a: Cost, b: Cost, gradient: float, more: int) -> Cost:
-    """Returns the cost with `more` pairs than b, which has one more than a."""
-    saved = b.saved_bytes - a.saved_bytes
-    peak = max(
-        min(b.peak_bytes + slope * more, a.peak_bytes + slope * (more + 1))
-        for slope in (saved, gradient)
-    )
-    return Cost(
-        seconds_s=b.seconds_s + (b.seconds_s - a.seconds_s) * more,
-        peak_bytes=peak,
-        wire_bytes=b.wire_bytes + (b.wire_bytes - a.wire_bytes) * more,
-        saved_bytes=b.saved_bytes + saved * more,
-    )
+    for k in levels:
+        costs = []
+        for point in points:
+            p = variants.predict(placement, k, point.sizes)
+            peak = float(p.peak_bytes + p.input_bytes)
+            costs.append(Cost(p.seconds_s, peak, float(p.wire_bytes), float(p.saved_bytes)))
+        found.append(costs)
+    return found, variants.profile(placement, 0).gradient_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,33 +168,31 @@ def price(
         points: what to price; images and videos.
         config: the whole model.
         refresh: whether to profile again although the cache is good.
-        cache: folder; a file for each shallow model and degree, written once it is profiled.
+        cache: folder; a file for images and one for videos, written once they are profiled.
     """
     folder = cache / _key(points, config)
     if refresh and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [
-        (replace(config, depth=depth), image, _of(points, image), folder)
-        for depth in reversed(DEPTHS)
+        (config, image, _of(points, image), folder)
         for image in (False, True)
-        if not all(_file(folder, depth, image, sp).exists() for sp in DEGREES)
+        if not _file(folder, image).exists()
     ]
     if jobs:
-        names = ", ".join(f"{'image' if job[1] else 'video'} {job[0].depth}" for job in jobs)
-        print(f"profiling shallow models ({names}); kept in {folder} ...", flush=True)
+        print(f"profiling STDiT; kept in {folder} ...", flush=True)
         with timed() as watch, ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
             list(pool.map(_job, jobs))
         print(f"profiled in {watch.elapsed_s:.0f} s")
-    return _assemble(points, config, folder)
+    return _assemble(points, folder)
 
 
-def _file(folder: Path, depth: int, image: bool, sp: int) -> Path:
-    return folder / f"{'image' if image else 'video'}_depth{depth}_sp{sp}.json"
+def _file(folder: Path, image: bool) -> Path:
+    return folder / f"{'image' if image else 'video'}.json"
 
 
 def _key(points: Sequence[Point], config: STDiTConfig) -> str:
-    digest = hashlib.sha256(repr((points, config, DEVICE, DEPTHS, torch.__version__)).encode())
+    digest = hashlib.sha256(repr((points, config, DEVICE, DEPTH, torch.__version__)).encode())
     for name in SOURCES:
         path = ROOT / name
         for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
@@ -263,38 +206,29 @@ def _of(points: Sequence[Point], image: bool) -> list[Point]:
 
 
 def _job(job: tuple[STDiTConfig, bool, Sequence[Point], Path]) -> None:
-    """Profiles one shallow model at the degrees that are missing."""
+    """Profiles the model on images or on videos."""
     config, image, points, folder = job
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     variants = variants_of(config, image)
+    found: dict[str, Any] = {"gradient_bytes": 0, "levels": {}}
     for sp in DEGREES:
-        file = _file(folder, config.depth, image, sp)
-        if not file.exists():
-            found = observe(variants, config.depth, image, (sp,), points)
-            whole = file.with_suffix(".part")
-            whole.write_text(json.dumps([asdict(o) for o in found]))
-            whole.rename(file)
+        levels, found["gradient_bytes"] = costs_of_levels(variants, image, sp, points)
+        found["levels"][str(sp)] = [[asdict(c) for c in level] for level in levels]
+    whole = _file(folder, image).with_suffix(".part")
+    whole.write_text(json.dumps(found))
+    whole.rename(_file(folder, image))
 
 
-def _assemble(points: Sequence[Point], config: STDiTConfig, folder: Path) -> Table:
+def _assemble(points: Sequence[Point], folder: Path) -> Table:
     costs: dict[int, dict[Point, tuple[Cost, ...]]] = {sp: {} for sp in DEGREES}
     gradients = 0.0
     for image in (False, True):
-        mine = _of(points, image)
-        observed = [
-            Observed(**{**e, "costs": tuple(Cost(**c) for c in e["costs"])})
-            for depth in DEPTHS
-            for sp in DEGREES
-            for e in json.loads(_file(folder, depth, image, sp).read_text())
-        ]
+        found = json.loads(_file(folder, image).read_text())
+        gradients = max(gradients, float(found["gradient_bytes"]))
         for sp in DEGREES:
-            own = [o for o in observed if o.sp == sp]
-            levels = deeper(own, config.depth)
-            for i, point in enumerate(mine):
+            levels = [[Cost(**c) for c in level] for level in found["levels"][str(sp)]]
+            for i, point in enumerate(_of(points, image)):
                 costs[sp][point] = tuple(level[i] for level in levels)
-            by_depth = sorted({(o.depth, o.gradient_bytes) for o in own})
-            pair = by_depth[1][1] - by_depth[0][1]
-            gradients = by_depth[0][1] + pair * (config.depth - by_depth[0][0])
     # parameters, accumulated gradients and two moments in one dtype, as dcpc.plan counts them
     return Table(tuple(points), costs, 4 * gradients, gradients)

@@ -70,6 +70,8 @@ def _run(sequence: npt.NDArray[np.int64], low: int, high: int, period: int) -> R
 def aligned(run: Run, last_read: Sequence[int]) -> int:
     """Returns where the first block of a run begins: where the fewest values cross the borders.
 
+    Of the places that leave the most whole blocks.
+
     Args:
         run: of calls.
         last_read: of each call the position of the last that reads its value.
@@ -79,5 +81,6 @@ def aligned(run: Run, last_read: Sequence[int]) -> int:
         before = range(max(border - run.period, 0), border)
         return sum(last_read[i] >= border for i in before)
 
-    starts = range(run.start, run.start + run.period)
+    spare = (run.stop - run.start) % run.period
+    starts = range(run.start, run.start + spare + 1)
     return min(starts, key=lambda at: crossing(at + run.period))

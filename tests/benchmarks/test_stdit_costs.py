@@ -1,38 +1,39 @@
-"""What two shallow models tell of a deeper one is what the deeper one's own profile says."""
+"""What a trace of four pairs of blocks tells of a deeper model is what the deeper one costs."""
 
 import warnings
 
 import pytest
+import torch
 
-from benchmarks.stdit_costs import Point, deeper, observe, variants_of
-from models.stdit import STDiTConfig
+import dcpc
+from benchmarks.stdit_costs import DEVICE, INPUTS, Point, costs_of_levels, variants_of
+from dcpc.api import plan
+from models.stdit import RectifiedFlow, STDiT, STDiTConfig
 
 POINTS = (Point(15, 144, 3), Point(30, 920, 1), Point(120, 3600, 1), Point(120, 144, 16))
 
 
-def config(depth: int) -> STDiTConfig:
-    return STDiTConfig(depth=depth, dim=96, heads=4, text_dim=64, text_len=20)
-
-
-def assert_close(found, expected) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert a.seconds_s == pytest.approx(b.seconds_s, rel=1e-9)
-        assert a.saved_bytes == pytest.approx(b.saved_bytes, rel=1e-9)
-        assert a.wire_bytes == pytest.approx(b.wire_bytes, rel=1e-9)
-        assert a.peak_bytes == pytest.approx(b.peak_bytes, rel=1e-9)
-
-
 @pytest.mark.slow
-def test_depths_2_and_3_tell_depth_5():
+def test_four_pairs_tell_six():
     warnings.simplefilter("ignore")
-    observed = {
-        depth: observe(variants_of(config(depth), False), depth, False, (1, 2), POINTS)
-        for depth in (2, 3, 5)
-    }
+    config = STDiTConfig(depth=6, dim=96, heads=4, text_dim=64, text_len=20)
+    with torch.device("meta"):
+        model = RectifiedFlow(STDiT(config)).to(torch.bfloat16)
+    fields = {"channels": 4, "text_len": 20, "text_dim": 64, "dtype": "bfloat16"}
+    inputs = {name: spec.format(**fields) for name, spec in INPUTS.items()}
+    sizes = [{"frames": f, "tokens": t} for f in (2, 120) for t in (16, 3600)]
+    deep = plan(
+        model, dcpc.Buckets(inputs, sizes), memory=1e18, device=DEVICE, sp=1, backend="eager"
+    ).variants
+    shallow = variants_of(config, False)
+    at = Point(60, 1620, 1).sizes
     for sp in (1, 2):
-        shallow = [o for depth in (2, 3) for o in observed[depth] if o.sp == sp]
-        levels = deeper(shallow, 5)
-        own = [o for o in observed[5] if o.sp == sp]
-        assert len(levels) == len(own) > 2
-        for found, expected in zip(levels, own, strict=True):
-            assert_close(found, expected.costs)
+        levels, _ = costs_of_levels(shallow, False, sp, POINTS)
+        placement = deep.placement(at, sp)
+        for k, level in ((0, levels[0]), (deep.steps(placement), levels[-1])):
+            for point, cost in zip(POINTS, level, strict=True):
+                p = deep.predict(placement, k, point.sizes)
+                assert cost.seconds_s == pytest.approx(p.seconds_s, rel=1e-9)
+                assert cost.peak_bytes == p.peak_bytes + p.input_bytes
+                assert cost.saved_bytes == p.saved_bytes
+                assert cost.wire_bytes == p.wire_bytes
