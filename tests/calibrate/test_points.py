@@ -1,7 +1,7 @@
 """Which sizes are timed."""
 
 from dcpc.buckets import Bucket
-from dcpc.calibrate.points import choose_points
+from dcpc.calibrate.points import choose_points, turning_points
 
 LENGTHS = [Bucket.of({"seq": n}) for n in (512, 64, 128, 256, 1024, 2048, 4096)]
 
@@ -35,3 +35,16 @@ def test_without_a_batch_there_are_lengths_alone():
 def test_one_bucket_is_one_length():
     only = [Bucket.of({"seq": 64, "batch": 8})]
     assert chosen(only) == [{"seq": 64, "batch": 1}]
+
+
+def test_turning_points_lie_on_both_sides_of_a_change():
+    found = turning_points({"seq": 512}, {"seq": 1024}, lambda s: s["seq"] >= 768)
+    lengths = [p["seq"] for p in found]
+    assert lengths == sorted(lengths)
+    assert max(n for n in lengths if n < 768) > 755
+    assert min(n for n in lengths if n >= 768) < 780
+
+
+def test_without_a_change_there_are_two_between():
+    found = turning_points({"seq": 64, "batch": 1}, {"seq": 512, "batch": 1}, lambda s: 0)
+    assert found == [{"seq": 128, "batch": 1}, {"seq": 256, "batch": 1}]
