@@ -126,16 +126,17 @@ class Model:
 
     Args:
         name: a key of `SUBJECTS`.
+        found: what is measured of it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, found: Sequence[Setting]) -> None:
         self.name, self.subject = name, SUBJECTS[name]
         torch.manual_seed(0)
         buckets = dcpc.Buckets(self.subject.inputs, list(self.subject.sizes))
         first = Split(self.subject.make(), buckets, self.subject.placed_for, "eager", sp=1)
         hints = first.program.hints
         assert hints not in self.subject.sizes, f"the trace saw {hints}: choose another point"
-        kinds = itertools.product(BACKENDS, (1, RANKS))
+        kinds = dict.fromkeys((s.backend, s.sp) for s in found)
         self.splits = {(backend, sp): first.of(backend, sp) for backend, sp in kinds}
 
     def prepare(self, found: Sequence[Setting]) -> None:
@@ -219,7 +220,7 @@ def measure(name: str, found: Sequence[Setting]) -> list[Point]:
     """Returns the points of one model, of several ranks the worse one."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the models are small: more threads only wait for each other
-    model = Model(name)
+    model = Model(name, found)
     model.prepare(found)
     ranks = run_ranks(_run_rank, RANKS, model, found, timeout_s=TIME_LIMIT_S, fork=True)
     worst: dict[str, Point] = {}

@@ -82,7 +82,8 @@ class Split:
         other = copy(self)
         other.sp = sp
         other.variants = Variants(self.program, self.sharding, SPLITTING, backend, other.held)
-        other.placement = other.variants.placement(self.sizes, sp)
+        if sp != self.sp:  # a placement does not depend on the backend
+            other.placement = other.variants.placement(self.sizes, sp)
         return other
 
     def held(self) -> dict[str, Tensor]:
