@@ -173,7 +173,7 @@ def plan(
     measured = Calibration.of(calibration)
     if measured is not None:
         target = calibrated(target, measured.fits)
-    memory_bytes = _memory_bytes(memory, target, world)
+    memory_bytes = rank_memory_bytes(memory, target, world)
     resident = _resident_bytes(model, optimizer, optimizer_bytes, world if zero else 1)
     request = Request(degrees, recompute, memory_bytes, resident, world)
     kind = (_device_of(model) or torch.device("cpu")).type
@@ -190,7 +190,7 @@ def plan(
         warn_derived({op: v for b in by_bucket.values() for op, v in b.sharding.derived.items()})
     with casting(kind, None):  # what is traced now has its casts already
         plans, tables = plan_buckets(by_bucket, request)
-    return Planned(by_bucket, plans, tables, memory_bytes, autocast)
+    return Planned(by_bucket, plans, tables, request, autocast)
 
 
 def calibration_key(
@@ -287,7 +287,17 @@ def _resident_bytes(
     return fixed + trainable + fullest_share(parameters, shares, states)
 
 
-def _memory_bytes(memory: int | float | None, device: Device, world: int) -> int:
+def rank_memory_bytes(memory: int | float | None, device: Device, world: int) -> int:
+    """Returns the bytes that a rank may use.
+
+    Args:
+        memory: bytes, or a share of what the device has, up to 1.0; None: all of it.
+        device: what is planned for.
+        world: ranks; they share the memory of a CPU.
+
+    Raises:
+        PlanError: `memory` is not a positive number.
+    """
     have_bytes = device.memory_bytes // (world if device.name == "cpu" else 1)
     if memory is None:
         return have_bytes

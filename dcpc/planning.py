@@ -11,6 +11,7 @@ from dcpc.buckets import BATCH, Bucket
 from dcpc.errors import BucketError, PlanError
 from dcpc.ir import BucketPlan, Placement, Profile, Program
 from dcpc.passes.choose import Row, choose
+from dcpc.passes.crossovers import crossover_lines
 from dcpc.source import variant_source
 from dcpc.symbolic_profile import ReportRow, render_report
 from dcpc.variants import Variants
@@ -53,15 +54,39 @@ class Planned:
             share a trace unless a dim is 1 in one of them and not in the other.
         plans: the setting of every bucket.
         tables: the rows each was chosen from.
-        memory_bytes: of one rank.
+        request: what was asked for.
         autocast: what the traces were captured under; None: no autocast.
     """
 
     by_bucket: Mapping[Bucket, Variants]
     plans: Mapping[Bucket, BucketPlan]
     tables: Mapping[Bucket, tuple[Row, ...]]
-    memory_bytes: int
+    request: Request
     autocast: torch.dtype | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one rank."""
+        return self.request.memory_bytes
+
+    @property
+    def report_rows(self) -> tuple[ReportRow, ...]:
+        """What the report says of each bucket: its plan, its profile, and the sizes of a rank."""
+        rows = []
+        for bucket, plan in self.plans.items():
+            sizes = {**bucket.sizes, BATCH: plan.micro_batch}
+            local = self.by_bucket[bucket].local_sizes(self.placement(bucket), sizes)
+            rows.append(ReportRow(plan, self.profile(bucket), local))
+        return tuple(rows)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know besides: of the traces, and of the seconds."""
+        notes = dict.fromkeys(note for v in self.traces for note in v.program.notes)
+        error = self.traces[0].device.seconds_error
+        if error is not None:
+            notes[f"seconds are calibrated: ± {error:.1%} where they were measured"] = None
+        return tuple(notes)
 
     @property
     def traces(self) -> tuple[Variants, ...]:
@@ -87,16 +112,9 @@ class Planned:
 
     def report(self) -> str:
         """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why."""
-        rows = []
-        for bucket, plan in self.plans.items():
-            sizes = {**bucket.sizes, BATCH: plan.micro_batch}
-            local = self.by_bucket[bucket].local_sizes(self.placement(bucket), sizes)
-            rows.append(ReportRow(plan, self.profile(bucket), local))
-        notes = dict.fromkeys(note for v in self.traces for note in v.program.notes)
-        error = self.traces[0].device.seconds_error
-        if error is not None:
-            notes[f"seconds are calibrated: ± {error:.1%} where they were measured"] = None
-        return render_report(rows) + "".join(f"\n{note}" for note in notes) + "\n" * bool(notes)
+        changes = crossover_lines(list(self.plans.values()))
+        text = render_report(self.report_rows) + "".join(f"\n{line}" for line in changes) + "\n"
+        return text + "".join(f"\n{note}" for note in self.notes) + "\n" * bool(self.notes)
 
     def source(self, bucket: Bucket) -> str:
         """Returns the forward and backward that run for a bucket as Python a person can read."""
