@@ -15,7 +15,7 @@ from dcpc.codegen import VIEWS, Key, Lowering, Tracer, Variant, decompositions
 from dcpc.folding import FEWEST, Folded, fold
 from dcpc.ir import Partition, Placement, Profile, Program
 from dcpc.passes.placement import PlacementModel, Rates, place
-from dcpc.passes.recompute import Call, Memory, Menu, recompute_menu
+from dcpc.passes.recompute import Call, Memory, Menu, menu_alike, recompute_menu
 from dcpc.passes.sharding import Sharding, analyse
 from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, Prediction
 
@@ -233,9 +233,10 @@ class Variants:
             sizes = self.local_sizes(placement, self.reference)
             calls = _calls(nodes, needed, *meter.calls(nodes, sizes, self.device))
             keys = {name: key for key, name in lowering.keys().items()}
-            menu = recompute_menu(calls, _memory(lowering, meter, sizes))
-            if self._fold is not None:
-                menu = menu.by_ratio()
+            if self._fold is None:
+                menu = recompute_menu(calls, _memory(lowering, meter, sizes))
+            else:
+                menu = menu_alike(calls)
             self._studies[key] = Study(lowering, ledger, meter, menu, keys, {})
         return self._studies[key]
 
@@ -297,6 +298,19 @@ class Variants:
         dims = self.local_sizes(placement, sizes)
         costs = self._costs(placement, recompute)
         return self._study(placement).meter.read(costs, dims, self.device)
+
+    def live(self, placement: Placement, recompute: int, sizes: Sizes) -> list[tuple[str, int]]:
+        """Returns the points of a forward and a backward, and the bytes alive at each.
+
+        After the point "backward" those of backward come. Of a model planned as three copies of
+        its blocks the points are theirs, at which what the others keep is counted.
+        """
+        if self.planner is not self:
+            return self.planner.live(self._planned(placement), recompute, sizes)
+        costs = self._costs(placement, recompute)
+        dims = self.local_sizes(placement, sizes)
+        live = self._study(placement).meter.live_bytes(costs, dims)
+        return list(zip(costs.timeline.names, map(int, live), strict=True))
 
     def variant(
         self, placement: Placement, recompute: int, sizes: Sizes, rank: int

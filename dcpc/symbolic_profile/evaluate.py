@@ -193,6 +193,16 @@ class Meter:
             seconds_error=device.seconds_error,
         )
 
+    def live_bytes(self, costs: Costs, dims: Mapping[str, int]) -> Integers:
+        """Returns what is alive at each point of a run's timeline, `[points]` bytes.
+
+        Args:
+            costs: of a run, from the ledger.
+            dims: symbol name -> size.
+        """
+        live: Integers = costs.timeline.live(self._matrix(costs) @ self._at(dims)[0])
+        return live
+
     def calls(
         self, nodes: Sequence[fx.Node], dims: Mapping[str, int], device: Device
     ) -> tuple[Floats, Floats]:
