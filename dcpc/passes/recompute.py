@@ -23,7 +23,7 @@ from dcpc.passes.recompute_cuts import Call, Choice, Problem, between, hull
 from dcpc.passes.recompute_peak import Memory, Timelines
 from dcpc.repeats import repeated_runs
 
-__all__ = ["Call", "Memory", "Menu", "recompute_menu"]
+__all__ = ["Call", "Memory", "Menu", "menu_alike", "recompute_menu"]
 
 LEVELS = 255  # peaks of the menu, between that of no recompute and the smallest
 MOST_STATES = 256  # of the dynamic programme after each block: the cheapest of that many sizes
@@ -191,6 +191,30 @@ def smallest_peak(blocks: Sequence[Block], most: float) -> float:
         chosen = cheapest(blocks, middle)
         low, high = (middle, high) if chosen is None else (low, peak_bytes(blocks, chosen))
     return high
+
+
+def menu_alike(calls: Sequence[Call]) -> Menu:
+    """Returns the menu of a forward graph in which equal blocks choose alike.
+
+    Its blocks have their choices on the hull alone, and no peaks.
+
+    Args:
+        calls: those that depend on parameters or activations, in execution order.
+    """
+    ranges = _ranges(calls)
+    outside = _read_outside(calls, ranges)
+    hulls: dict[Hashable, list[Choice]] = {}
+    blocks = []
+    for low, high in ranges:
+        problem = Problem.of(calls[low:high], outside)
+        key = problem.key()
+        if key not in hulls:
+            hulls[key] = hull(problem)
+        names = [call.name for call in problem.calls]
+        again = [frozenset(names[i] for i in choice.again) for choice in hulls[key]]
+        forward_s = sum(call.seconds for call in calls[low:high])
+        blocks.append(_block(hulls[key], hulls[key], again, np.zeros(len(again)), forward_s, 0.0))
+    return Menu(tuple(blocks), 0).by_ratio()
 
 
 def recompute_menu(calls: Sequence[Call], memory: Memory) -> Menu:
