@@ -18,6 +18,7 @@ from dcpc.masks import without_masks
 from dcpc.passes.rules import warn_derived, warn_replicated
 from dcpc.passes.sharding import analyse
 from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_text
+from dcpc.progress import tracked
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.zero import fullest_share
@@ -226,7 +227,7 @@ def _trace_all(
 ) -> dict[Bucket, Variants]:
     """Returns what is made from the trace of each bucket, in the buckets' order."""
     found: dict[Bucket, Variants] = {}
-    for mine in buckets.by_ones().values():
+    for mine in tracked([*buckets.by_ones().values()], "trace", lambda b: f"{len(b)} buckets"):
         program = without_masks(trace(model, mine, autocast))
         sharding = analyse(program, derive_rules)
         held = Held(program, model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,13 +27,23 @@ from torch import nn
 
 from dcpc.acceptance.check import Request, check_model
 from dcpc.api import plan as plan_for
+from dcpc.api import rank_memory_bytes
 from dcpc.buckets import Bucket, Buckets
 from dcpc.calibrate import calibrate_command
 from dcpc.errors import BucketError, DcpcError, PlanError, TraceError
 from dcpc.factories import load_model
 from dcpc.ir import BucketPlan
+from dcpc.page import (
+    crossing_lines,
+    degree_crossings,
+    html_page,
+    overview_png,
+    what_if,
+    what_if_text,
+)
 from dcpc.passes.choose import Row
 from dcpc.planning import Planned
+from dcpc.progress import shown
 from dcpc.runtime.plan_file import PlanFile
 from dcpc.runtime.replay import replay as replayed
 from dcpc.runtime.table import mode_table
@@ -110,15 +121,16 @@ def _options(
 
 
 def _planning(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of `_options`, and passes them as its last argument."""
+    """Gives a command the options of `_options` that it lacks, as its last argument."""
+    own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
+    shared = signature(_options, eval_str=True).parameters.values()
+    more = [p for p in shared if p.name not in {o.name for o in own}]  # else the command's own way
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        shared = {name: given.pop(name) for name in signature(_options).parameters}
-        command(**given, options=_options(**shared))
+        options = {p.name: given.pop(p.name) for p in more}
+        command(**given, options=_options(**options))
 
-    own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
-    more = signature(_options, eval_str=True).parameters.values()
     parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*own, *more)]
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -128,10 +140,51 @@ def _planning(command: Callable[..., None]) -> Callable[..., None]:
 
 @app.command()
 @_planning
-def report(factory: Factory, buckets: BucketFile, options: _Options) -> None:
+def report(
+    factory: Factory,
+    buckets: BucketFile,
+    html: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="the report as a page, with plots")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="the page's plots as one picture")
+    ] = None,
+    memory: Annotated[
+        list[float] | None,
+        typer.Option(help="bytes a rank may use; more than one: what each would change"),
+    ] = None,
+    world: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="ranks to plan for; more than one: what each would change"),
+    ] = None,
+    *,
+    options: _Options,
+) -> None:
     """Print the plan of each bucket, its costs as formulas of the dims, and why."""
-    with _reported():
-        typer.echo(_planned(factory, buckets, options).report(), nl=False)
+    memories: Sequence[float | None] = memory or [None]
+    worlds = world or [1]
+    with _reported(), shown():
+        options = replace(options, memory=memories[0], world=worlds[0])
+        planned = _planned(factory, buckets, options)
+        device = planned.traces[0].device
+        cases = [
+            what_if(planned, rank_memory_bytes(bytes_, device, ranks), ranks)
+            for bytes_, ranks in itertools.product(memories, worlds)
+        ][1:]
+        crossings = degree_crossings(planned)
+        text = [planned.report(), *crossing_lines(planned, crossings)]
+        text += ["", what_if_text(cases)] if cases else []
+        typer.echo("\n".join(line.rstrip("\n") for line in text))
+        if html is not None:
+            _write(html, html_page(planned, factory, cases, crossings).encode())
+        if png is not None:
+            _write(png, overview_png(planned))
+
+
+def _write(file: Path, content: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+    typer.echo(f"wrote {file}", err=True)
 
 
 @app.command()

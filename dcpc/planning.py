@@ -12,6 +12,7 @@ from dcpc.errors import BucketError, PlanError
 from dcpc.ir import BucketPlan, Placement, Profile, Program
 from dcpc.passes.choose import Row, choose
 from dcpc.passes.crossovers import crossover_lines
+from dcpc.progress import tracked
 from dcpc.source import variant_source
 from dcpc.symbolic_profile import ReportRow, render_report
 from dcpc.variants import Variants
@@ -157,7 +158,7 @@ def plan_buckets(
     """
     plans: dict[Bucket, BucketPlan] = {}
     tables: dict[Bucket, tuple[Row, ...]] = {}
-    for bucket, variants in by_bucket.items():
+    for bucket, variants in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
         rows = tuple(_rows(variants, bucket, request))
         tables[bucket] = rows
         # Calls outside of planned steps run on aligned blocks; only the planner uses other degrees.

@@ -66,6 +66,11 @@ XL = STDiTConfig()
 STDIT_3B = STDiTConfig(dim=1872, heads=26)
 
 
+def xl() -> nn.Module:
+    """Returns the training step of an XL/2 in bfloat16, for `dcpc report models.stdit:xl`."""
+    return RectifiedFlow(STDiT(XL)).to(torch.bfloat16)
+
+
 def sinusoid(x: Tensor, width: int) -> Tensor:
     """Returns `[*x.shape, width]`: cosines, then sines, at periods up to 10000, in float32."""
     powers = torch.arange(width // 2, device=x.device, dtype=torch.float32) / (width // 2)

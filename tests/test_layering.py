@@ -26,15 +26,17 @@ ALLOWED: dict[str, set[str]] = {
     "ir": GROUND - {"ir", "random_ops", "attention", "repeats", "garbage"},
     **{phase: GROUND for phase in PHASES},
     "passes": GROUND | {"symbolic_profile"},
+    "progress": set(),
     "source": GROUND,
     "masks": GROUND | PHASES,
     "folding": GROUND | PHASES,
     "variants": GROUND | PHASES | {"folding"},
-    "planning": GROUND | PHASES | {"variants", "source"},
+    "planning": GROUND | PHASES | {"variants", "source", "progress"},
+    "page": GROUND | PHASES | {"planning", "variants"},
     "factories": {"errors"},
     "acceptance": GROUND | PHASES | {"masks", "variants", "factories"},
     "compiled": GROUND | PHASES | {"variants", "planning"},
-    "api": GROUND | PHASES | {"masks", "variants", "planning", "compiled"},
+    "api": GROUND | PHASES | {"masks", "variants", "planning", "compiled", "progress"},
     "__init__": GROUND | PHASES | {"api", "compiled"},
     "calibrate": GROUND
     | PHASES
@@ -43,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": GROUND
     | PHASES
     | {"acceptance", "api", "calibrate", "compiled", "factories", "planning", "simulate"}
-    | {"variants"},
+    | {"variants", "page", "progress"},
     "__main__": {"cli"},
 }
 

@@ -22,9 +22,11 @@ from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, work
 from dcpc.symbolic_profile.report import (
     ReportRow,
     bytes_text,
+    dominating_term,
     formula,
     render_report,
     seconds_text,
+    variant_formulas,
 )
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "calibrate_cpu",
     "calibrated",
     "detect",
+    "dominating_term",
     "evaluator",
     "find",
     "formula",
@@ -56,5 +59,6 @@ __all__ = [
     "render_report",
     "seconds_text",
     "state_bytes",
+    "variant_formulas",
     "work_of",
 ]

@@ -44,15 +44,28 @@ def render_report(rows: Sequence[ReportRow], width: int = 120) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, highlight=False, emoji=False)
     console.print(_table(rows))
+    for title, formulas in variant_formulas(rows):
+        lines = [title, *(f"  {line}" for line in formulas)]
+        console.print("\n".join(["", *lines]), markup=False, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def variant_formulas(rows: Sequence[ReportRow]) -> list[tuple[str, list[str]]]:
+    """Returns title and formulas of each distinct profile, a line a formula.
+
+    Args:
+        rows: one for each bucket.
+    """
     seen: dict[Profile, list[ReportRow]] = {}
     for row in rows:
         seen.setdefault(row.profile, []).append(row)
-    for number, (profile, mine) in enumerate(seen.items(), 1):
-        plan = mine[0].plan
-        title = f"variant {number}: sp {plan.sp}, {_recompute(plan)}"
-        lines = [title, *(f"  {line}" for line in _formulas(profile, mine))]
-        console.print("\n".join(["", *lines]), markup=False, soft_wrap=True)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return [
+        (
+            f"variant {number}: sp {mine[0].plan.sp}, {_recompute(mine[0].plan)}",
+            _formulas(profile, mine),
+        )
+        for number, (profile, mine) in enumerate(seen.items(), 1)
+    ]
 
 
 def formula(size: sympy.Expr) -> str:

@@ -1,0 +1,17 @@
+"""The report as one page of HTML with plots, and what other memory or ranks would change."""
+
+from dcpc.page.document import html_page
+from dcpc.page.plots import Plots, draw_plots, overview_png
+from dcpc.page.what_if import WhatIf, crossing_lines, degree_crossings, what_if, what_if_text
+
+__all__ = [
+    "Plots",
+    "WhatIf",
+    "crossing_lines",
+    "degree_crossings",
+    "draw_plots",
+    "html_page",
+    "overview_png",
+    "what_if",
+    "what_if_text",
+]
