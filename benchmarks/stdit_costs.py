@@ -39,7 +39,7 @@ DEVICE = "a100-80gb"
 DEGREES = (1, 2, 4, 8)
 DEPTH = 4  # pairs of blocks that are traced: the first is like no other, then first, middle, last
 WORKERS = 2
-LEVELS = 12  # of recompute, from nothing to all
+LEVELS = 10  # of recompute, from nothing to all
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build" / "stdit_costs"
 # What a profile depends on: the cache is good as long as these say the same.

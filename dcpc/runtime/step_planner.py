@@ -15,9 +15,9 @@ Pure: equal arguments give equal plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import inf
 
 from dcpc.buckets import Bucket
@@ -122,7 +122,7 @@ def _auto(
     cheapest = {k: min(_area_s(row) for row in table.rows[k]) for k in present}
     floor_s = sum(cheapest[k] for k in keys) / table.world
     tried: dict[Rows, float] = {}
-    price = partial(_priced, table)
+    price = partial(_priced, cache(table.run))
 
     def with_rows(rows: Rows) -> Iterator[StepPlan]:
         if rows in tried:
@@ -148,10 +148,15 @@ def _auto(
             return
 
 
-def _priced(table: PlanTable, mb: PlannedMicroBatch) -> PlannedMicroBatch:
+def _priced(
+    run: Callable[[Bucket, int, int], tuple[TableRow, float]], mb: PlannedMicroBatch
+) -> PlannedMicroBatch:
     """The micro-batch on the smallest row of its degree that holds it."""
-    row, seconds_s = table.run(mb.bucket, mb.sp, len(mb.sample_ids))
-    return replace(mb, seconds_s=seconds_s, micro_batch=row.micro_batch, recompute=row.recompute)
+    row, seconds_s = run(mb.bucket, mb.sp, len(mb.sample_ids))
+    ids = mb.sample_ids
+    return PlannedMicroBatch(
+        mb.bucket, mb.sp, mb.ranks, ids, seconds_s, row.micro_batch, row.recompute
+    )
 
 
 def _neighbours(rows: Rows, table: PlanTable) -> Iterator[Rows]:
