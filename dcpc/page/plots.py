@@ -217,7 +217,7 @@ def _draw_timeline(axes: Axes, planned: Planned, bucket: Bucket) -> None:
     points = live_points(planned, bucket)
     names = [name for name, _ in points]
     live = np.array([size for _, size in points], dtype=np.float64)
-    stays = planned.request.resident_bytes
+    stays = planned.request.resident_bytes + _input_bytes(planned, bucket)
     turn = names.index("backward")
     axes.fill_between(range(len(live)), stays, stays + live, color=BLUE, alpha=0.35, linewidth=0)
     axes.plot(stays + live, color=BLUE, linewidth=0.9)
@@ -235,7 +235,7 @@ def _draw_timeline(axes: Axes, planned: Planned, bucket: Bucket) -> None:
     axes.set(
         xlim=(0, len(live) - 1), ylim=(0, None), ylabel="alive",
         xlabel="allocations in the order they are made; dotted: backward begins; black: memory of "
-        "a rank; grey: model and optimizer",
+        "a rank; grey: model, optimizer and inputs",
     )  # fmt: skip
     axes.set_title(f"live memory, {_title(planned, bucket)}", loc="left", fontsize=10)
 
@@ -244,6 +244,13 @@ def _title(planned: Planned, bucket: Bucket) -> str:
     plan, variants = planned.plans[bucket], planned.by_bucket[bucket]
     text = f"{bucket}, sp {plan.sp}, {plan.recompute} of {plan.steps} steps of recompute"
     return text if variants.planner is variants else f"{text}; of the blocks three are drawn"
+
+
+def _input_bytes(planned: Planned, bucket: Bucket) -> int:
+    plan = planned.plans[bucket]
+    sizes = {**bucket.sizes, BATCH: plan.micro_batch}
+    placement = planned.placement(bucket)
+    return planned.by_bucket[bucket].predict(placement, plan.recompute, sizes).input_bytes
 
 
 def _bytes_text(size: float, _: int) -> str:

@@ -96,17 +96,20 @@ def degree_crossings(planned: Planned) -> dict[tuple[Bucket, Bucket], tuple[Buck
 
     Returns:
         Neighbouring buckets of different degrees -> the longest length known to have the first
-        one's degree and the shortest known to have another, at most 1% apart. Only where the two
-        buckets differ in one dim and share a trace.
+        one's degree and the shortest known to have another, at most 1% apart. Only where one dim
+        tells all buckets apart and the two share a trace: between lengths of several dims there is
+        no one way.
     """
-    found = {}
+    found: dict[tuple[Bucket, Bucket], tuple[Bucket, Bucket]] = {}
+    names = {name for bucket in planned.plans for name, _ in bucket.shape_key}
+    if len(names) != 1:
+        return found
     with _as_traced(planned):
         for a, b in degree_changes(list(planned.plans.values())):
-            names = [n for n, size in a.bucket.shape_key if b.bucket[n] != size]
             same_batch = a.bucket.batch == b.bucket.batch
             shared = planned.by_bucket[a.bucket] is planned.by_bucket[b.bucket]
-            if len(names) == 1 and same_batch and shared:
-                found[a.bucket, b.bucket] = _bisect(planned, a, b, names[0])
+            if same_batch and shared:
+                found[a.bucket, b.bucket] = _bisect(planned, a, b, *names)
     return found
 
 
