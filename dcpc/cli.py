@@ -9,7 +9,6 @@ and the options. `check` runs the model on small shapes, on ranks of its own or 
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,28 +19,24 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from dcpc.acceptance.check import Request, check_model
 from dcpc.api import plan as plan_for
 from dcpc.api import rank_memory_bytes
-from dcpc.buckets import Bucket, Buckets
+from dcpc.buckets import Buckets
 from dcpc.calibrate import calibrate_command
 from dcpc.errors import BucketError, DcpcError, PlanError, TraceError
 from dcpc.factories import load_model
-from dcpc.ir import BucketPlan
 from dcpc.page import (
     crossing_lines,
     degree_crossings,
     html_page,
     overview_png,
+    settings_text,
     what_if,
     what_if_text,
 )
-from dcpc.passes.choose import Row
 from dcpc.planning import Planned
 from dcpc.progress import shown
 from dcpc.runtime.plan_file import PlanFile
@@ -49,7 +44,7 @@ from dcpc.runtime.replay import replay as replayed
 from dcpc.runtime.table import mode_table
 from dcpc.simulate import Request as SimulationRequest
 from dcpc.simulate import default_degrees, read_cost, simulate_cost, simulate_model, source_of
-from dcpc.symbolic_profile import DEVICES, bytes_text, seconds_text
+from dcpc.symbolic_profile import DEVICES
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -192,7 +187,7 @@ def _write(file: Path, content: bytes) -> None:
 def plan(factory: Factory, buckets: BucketFile, options: _Options) -> None:
     """Print every setting that was tried for each bucket: what fits, and which was chosen."""
     with _reported():
-        typer.echo(table(_planned(factory, buckets, options)), nl=False)
+        typer.echo(settings_text(_planned(factory, buckets, options)), nl=False)
 
 
 @app.command()
@@ -392,45 +387,6 @@ def parse_bucket(text: str) -> Mapping[str, int]:
             )
         sizes[name] = int(size)
     return sizes
-
-
-def table(planned: Planned) -> str:
-    """Returns every setting that was tried for each bucket as a table, and why one was chosen."""
-    out = io.StringIO()
-    console = Console(file=out, width=120, color_system=None, highlight=False, emoji=False)
-    rows = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"settings tried per shape bucket; a rank has {bytes_text(planned.memory_bytes)}; "
-        "rank·time is that of all ranks of the group, a sample",
-        title_justify="left",
-    )
-    rows.add_column("bucket", no_wrap=True)
-    for heading in ("sp", "micro-batch", "recompute", "activations", "needed", "time", "rank·time"):
-        rows.add_column(heading, justify="right", no_wrap=True)
-    rows.add_column("", no_wrap=True)
-    for bucket, tried in planned.tables.items():
-        _add_rows(rows, bucket, tried, planned.plans[bucket])
-        rows.add_section()
-    console.print(rows)
-    for bucket, chosen in planned.plans.items():
-        console.print(f"{bucket}: {chosen.reason}", markup=False, soft_wrap=True)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-
-
-def _add_rows(table: Table, bucket: Bucket, rows: Sequence[Row], chosen: BucketPlan) -> None:
-    for i, row in enumerate(rows):
-        is_chosen = (row.sp, row.micro_batch) == (chosen.sp, chosen.micro_batch)
-        table.add_row(
-            "" if i else str(bucket),
-            str(row.sp),
-            str(row.micro_batch),
-            f"{row.recompute}/{row.steps}",
-            bytes_text(row.peak_bytes),
-            bytes_text(row.needed_bytes),
-            seconds_text(row.seconds_s),
-            seconds_text(row.rank_seconds),
-            "chosen" if is_chosen else "" if row.fits else "does not fit",
-        )
 
 
 if __name__ == "__main__":

@@ -62,6 +62,19 @@ def test_report_with_forced_values(folder):
     assert "sent bytes = " in result.stdout
 
 
+def test_report_as_a_page_with_what_ifs(folder):
+    options = ("--memory", "90e6", "--memory", "60e6", "--world", "4", "--html", "out/page.html")
+    result = run("report", "--device", "h200", "--png", "out/page.png", *options)
+    assert result.exit_code == 0, result.output
+    assert "choices by rising length" in result.stdout
+    assert "60.0 MB on 4 ranks" in result.stdout
+    assert re.search(r"sp 1 up to \{batch: 1, seq: \d+\}", result.stdout) is None  # batches differ
+    page = (folder / "out" / "page.html").read_text()
+    assert "<title>dcpc: cli_models:tiny</title>" in page
+    assert "60.0 MB on 4 ranks" in page
+    assert (folder / "out" / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_source_is_python(folder):
     result = run("source", "--bucket", "seq=32", "--device", "h200")
     assert result.exit_code == 0, result.output

@@ -2,6 +2,7 @@
 
 from dcpc.page.document import html_page
 from dcpc.page.plots import Plots, draw_plots, overview_png
+from dcpc.page.settings import settings_text
 from dcpc.page.what_if import WhatIf, crossing_lines, degree_crossings, what_if, what_if_text
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "draw_plots",
     "html_page",
     "overview_png",
+    "settings_text",
     "what_if",
     "what_if_text",
 ]
