@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,11 +83,14 @@ class Planned:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader should know besides: of the traces, and of the seconds."""
-        notes = dict.fromkeys(note for v in self.traces for note in v.program.notes)
+        """What a reader should know besides: of the traces, equal layers said once, and seconds."""
+        alike: dict[str, list[str]] = {}
+        for note in dict.fromkeys(note for v in self.traces for note in v.program.notes):
+            alike.setdefault(re.sub(r"_\d+", "", note), []).append(note)
+        notes = [first + f" (and {len(m)} more like it)" * bool(m) for first, *m in alike.values()]
         error = self.traces[0].device.seconds_error
         if error is not None:
-            notes[f"seconds are calibrated: ± {error:.1%} where they were measured"] = None
+            notes.append(f"seconds are calibrated: ± {error:.1%} where they were measured")
         return tuple(notes)
 
     @property

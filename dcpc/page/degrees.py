@@ -55,6 +55,8 @@ def _cell(planned: Planned, plan: BucketPlan, sp: int) -> Cell:
             over = bytes_text(row.needed_bytes - asked.memory_bytes)
             return Cell(row, False, float("inf"), f"does not fit: {over} too much")
     cost = row.rank_seconds / _row_of(planned, plan).rank_seconds
+    if sp != plan.sp:
+        binds = f"{cost:.2f} times the rank-time of the chosen degree; in itself: {binds}"
     if asked.world % sp:
         binds = f"{binds}; only in planned steps, as {sp} does not divide {asked.world} ranks"
     return Cell(row, sp == plan.sp, cost, binds)

@@ -47,7 +47,6 @@ figcaption { color: var(--soft); font-size: 13px; }
 pre { background: #f6f7f8; padding: .8rem 1rem; overflow-x: auto; font-size: 12.5px; }
 details { margin: .3rem 0; }
 summary { cursor: pointer; }
-@media (prefers-color-scheme: dark) { img { background: #fff; } }
 """
 
 

@@ -15,6 +15,7 @@ from dcpc.ir import BucketPlan, Profile
 from dcpc.symbolic_profile.evaluate import evaluator
 from dcpc.symbolic_profile.polynomials import monomials, values_of
 
+SHORT = 16  # characters of a bucket's name that leave the other columns their room
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
@@ -39,9 +40,11 @@ def render_report(rows: Sequence[ReportRow], width: int = 120) -> str:
 
     Args:
         rows: one for each bucket, in the order to show.
-        width: columns of text.
+        width: columns of text; more where buckets have long names.
     """
     out = io.StringIO()
+    longest = max((len(str(row.plan.bucket)) for row in rows), default=0)
+    width += max(0, longest - SHORT)
     console = Console(file=out, width=width, color_system=None, highlight=False, emoji=False)
     console.print(_table(rows))
     for title, formulas in variant_formulas(rows):

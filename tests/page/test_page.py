@@ -121,6 +121,9 @@ def test_chosen_cell_is_the_plan_and_costs_least(planned):
         assert (row.micro_batch, row.recompute) == (plan_.micro_batch, plan_.recompute)
         assert row.peak_bytes == plan_.peak_bytes
         assert all(cell.cost > 0.95 for cell in found.values())  # choose.WORTH
+        for sp, cell in found.items():
+            again = f"{cell.cost:.2f} times the rank-time" if cell.row.fits else "does not fit: "
+            assert (plan_.reason if sp == plan_.sp else again) in cell.binds
 
 
 def test_report_and_page_have_the_formulas_and_crossovers(page, planned):
