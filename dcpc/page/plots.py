@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from dcpc.buckets import BATCH, Bucket
+from dcpc.page.grid import by_length, draw_settings, short
 from dcpc.passes.crossovers import elements
 from dcpc.planning import LOSS_GRADIENT_BYTES, Planned
 from dcpc.symbolic_profile import bytes_text, evaluator, seconds_text
@@ -69,15 +70,17 @@ def draw_plots(planned: Planned) -> Plots:
 
 
 def overview_png(planned: Planned, dpi: int = 80) -> bytes:
-    """Returns the plots of the page in one PNG, for where a page cannot be shown."""
+    """Returns the page's plots and settings in one PNG, for where a page cannot be shown."""
     degrees = _degrees(planned)
-    figure = Figure(figsize=(12, 7.2 + 0.21 * len(planned.plans)), layout="constrained")
+    figure = Figure(figsize=(14, 7.2 + 0.21 * len(planned.plans)), layout="constrained")
     heights = (3.4, 3.2, 0.21 * len(planned.plans) + 1)
-    grid = figure.add_gridspec(3, len(degrees), height_ratios=heights)
+    grid = figure.add_gridspec(3, 2, height_ratios=heights)
     for i, sp in enumerate(degrees):
-        _draw_peak(figure.add_subplot(grid[0, i]), planned, sp)
+        where = grid[0, i] if len(degrees) > 1 else grid[0, :]
+        _draw_peak(figure.add_subplot(where), planned, sp)
     _draw_timeline(figure.add_subplot(grid[1, :]), planned, fullest(planned))
-    _draw_classes(figure.add_subplot(grid[2, :]), planned)
+    draw_settings(figure.add_subplot(grid[2, 0]), planned)
+    _draw_classes(figure.add_subplot(grid[2, 1]), planned)
     return _png(figure, dpi)
 
 
@@ -186,7 +189,7 @@ def _length_text(planned: Planned) -> str:
 
 
 def _draw_classes(axes: Axes, planned: Planned) -> None:
-    buckets = sorted(planned.plans, key=lambda b: (elements(b), b.shape_key), reverse=True)
+    buckets = by_length(planned)
     seconds = [class_seconds(planned, bucket) for bucket in buckets]
     totals: dict[str, float] = {}
     for each in seconds:
@@ -194,7 +197,7 @@ def _draw_classes(axes: Axes, planned: Planned) -> None:
         for name, s in each.items():
             totals[name] = totals.get(name, 0.0) + s / whole
     left = np.zeros(len(buckets))
-    labels = [_short(bucket) for bucket in buckets]
+    labels = [short(bucket) for bucket in buckets]
     for i, name in enumerate(sorted(totals, key=lambda n: -totals[n])):
         share = np.array([100 * e.get(name, 0.0) / sum(e.values()) for e in seconds])
         axes.barh(labels, share, left=left, color=CLASSES[i % len(CLASSES)], label=name, height=0.8)
@@ -203,14 +206,17 @@ def _draw_classes(axes: Axes, planned: Planned) -> None:
         sample = sum(each.values()) / planned.plans[bucket].micro_batch
         text = f"{seconds_text(sample)}, sp {planned.plans[bucket].sp}"
         axes.text(101, y, text, va="center", fontsize=7)
-    axes.set(xlim=(0, 118), xlabel="% of the predicted time; at the right the time of a sample")
+    axes.set(
+        xlim=(0, 128), ylim=(-0.5, len(buckets) - 0.5),
+        xlabel="% of the predicted time; at the right the time of a sample",
+    )  # fmt: skip
+    axes.set_xticks(range(0, 101, 20))
     axes.tick_params(axis="y", labelsize=7)
-    axes.set_title("time by class of ops", loc="left", fontsize=10)
-    axes.legend(fontsize=7, ncols=1, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def _short(bucket: Bucket) -> str:
-    return " x ".join(str(size) for _, size in bucket.shape_key) or "the batch"
+    axes.set_title("time by class", loc="left", fontsize=9)
+    axes.legend(
+        fontsize=6.5, ncols=6, loc="lower right", bbox_to_anchor=(1.0, 0.99), frameon=False,
+        columnspacing=0.8, handlelength=1.0,
+    )  # fmt: skip
 
 
 def _draw_timeline(axes: Axes, planned: Planned, bucket: Bucket) -> None:
