@@ -135,14 +135,31 @@ def check_result(case: Case, p: int) -> int:
     return count
 
 
+def read_by_another(program: Program) -> Program:
+    """The program with a call that reads its result as it is made: the whole is not asked for."""
+    graph = fx.Graph()
+    graph.graph_copy(program.gm.graph, {})
+    made = next(n for n in graph.nodes if n.name == program.loss)
+    for node, source in zip(graph.nodes, program.gm.graph.nodes, strict=False):
+        node.meta = dict(source.meta)
+    reader = graph.call_function(torch.ops.aten.clone.default, (made,))
+    reader.meta = dict(made.meta)
+    graph.output((reader,))
+    info = {**program.info, reader.name: program.info[program.loss]}
+    return replace(program, gm=SimpleNamespace(graph=graph), info=info, loss=reader.name)
+
+
 def check_pieces(
     case: Case, program: Program, sharding: Sharding, chosen: Alternative, p: int, whole: Tensor
 ) -> None:
     nodes = {n: NodePlacement((), REPLICATED) for n in sharding.factors}
     nodes[program.loss] = NodePlacement(chosen.operands, chosen.output, chosen.name)
-    placement = Placement(p, nodes, sharding.factors, sharding.parents, 0.0, 0, "one call")
-    lowered = lower(program, placement, "no group")
-    local = [n for n in lowered.gm.graph.nodes if n.meta.get("dcpc") == program.loss][-1]
+    reader = read_by_another(program)
+    nodes[reader.loss] = NodePlacement((chosen.output,), chosen.output, "reader")
+    factors = {**sharding.factors, reader.loss: sharding.factors[program.loss]}
+    placement = Placement(p, nodes, factors, sharding.parents, 0.0, 0, "one call")
+    lowered = lower(reader, placement, "no group")
+    local = next(n for n in lowered.gm.graph.nodes if n.meta.get("dcpc") == reader.loss)
     for node in [n for n in reversed(lowered.gm.graph.nodes) if n > local]:
         lowered.gm.graph.erase_node(node)
     lowered.gm.graph.output(local)
