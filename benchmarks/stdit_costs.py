@@ -39,7 +39,7 @@ DEVICE = "a100-80gb"
 DEGREES = (1, 2, 4, 8)
 DEPTH = 4  # pairs of blocks that are traced: the first is like no other, then first, middle, last
 WORKERS = 2
-LEVELS = 10  # of recompute, from nothing to all
+LEVELS = 8  # of recompute, from nothing to all
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build" / "stdit_costs"
 # What a profile depends on: the cache is good as long as these say the same.
@@ -121,8 +121,8 @@ def variants_of(config: STDiTConfig, image: bool, dtype: torch.dtype = torch.bfl
 
 def costs_of_levels(
     variants: Variants, image: bool, sp: int, points: Sequence[Point]
-) -> tuple[list[list[Cost]], int]:
-    """Returns the costs at each point, one list a level of recompute, and the gradients' bytes.
+) -> list[list[Cost]]:
+    """Returns the costs at each point, one list a level of recompute.
 
     All are split as a middle-sized sample is.
     """
@@ -138,7 +138,7 @@ def costs_of_levels(
             peak = float(p.peak_bytes + p.input_bytes)
             costs.append(Cost(p.seconds_s, peak, float(p.wire_bytes), float(p.saved_bytes)))
         found.append(costs)
-    return found, variants.profile(placement, 0).gradient_bytes
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +211,10 @@ def _job(job: tuple[STDiTConfig, bool, Sequence[Point], Path]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     variants = variants_of(config, image)
-    found: dict[str, Any] = {"gradient_bytes": 0, "levels": {}}
+    whole_model = variants.profile(variants.placement(points[0].sizes, 1), 0)
+    found: dict[str, Any] = {"gradient_bytes": whole_model.gradient_bytes, "levels": {}}
     for sp in DEGREES:
-        levels, found["gradient_bytes"] = costs_of_levels(variants, image, sp, points)
+        levels = costs_of_levels(variants, image, sp, points)
         found["levels"][str(sp)] = [[asdict(c) for c in level] for level in levels]
     whole = _file(folder, image).with_suffix(".part")
     whole.write_text(json.dumps(found))

@@ -48,7 +48,7 @@ PUBLISHED = {
     "long": (1.54, 1.64, 1.96, 1.97),
 }
 MOST_TOKENS = 864_000  # of a micro-batch that dcpc may choose
-QUICK_BATCHES = 7  # planned of each mix
+QUICK_BATCHES = 4  # planned of each mix
 
 
 @dataclass(frozen=True, slots=True)

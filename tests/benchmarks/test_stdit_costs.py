@@ -28,7 +28,7 @@ def test_four_pairs_tell_six():
     shallow = variants_of(config, False)
     at = Point(60, 1620, 1).sizes
     for sp in (1, 2):
-        levels, _ = costs_of_levels(shallow, False, sp, POINTS)
+        levels = costs_of_levels(shallow, False, sp, POINTS)
         placement = deep.placement(at, sp)
         for k, level in ((0, levels[0]), (deep.steps(placement), levels[-1])):
             for point, cost in zip(POINTS, level, strict=True):
