@@ -167,7 +167,7 @@ def main() -> None:
     with timed() as analysis:
         sharding = analyse(program)
         model = PlacementModel(program, sharding)
-    solved = list(solve_times(model, repeats=5 if args.quick else 15))
+    solved = list(solve_times(model, repeats=3 if args.quick else 15))
     rows: list[list[Cell]] = []
     for sizes, sp, found, first_s, median_s in solved:
         per_layer = len(activation_changes(program, found)) / LAYERS
@@ -178,7 +178,7 @@ def main() -> None:
     cases = [(LONG, 4, CPU), (LONG, 8, GPU), (LONG, 4, TIGHT), ({"batch": 4, "seq": 64}, 2, CPU)]
     if not args.quick:
         cases += [(sizes, sp, GPU) for sizes, sp in product(SIZES, DEGREES)]
-    random_found, real_found = random_gaps(50 if args.quick else 200), real_gaps(cases)
+    random_found, real_found = random_gaps(30 if args.quick else 200), real_gaps(cases)
     long_sp4 = next(found for sizes, sp, found, _, _ in solved if sizes is LONG and sp == 4)
     figures: dict[str, Cell] = {
         "gpt28_solve_s": max(median_s for *_, median_s in solved),
@@ -191,7 +191,7 @@ def main() -> None:
         "milp_graphs": len(random_found) + len(real_found),
         "gpt_collectives_per_layer": len(activation_changes(program, long_sp4)) / LAYERS,
     }
-    figures |= video(2 if args.quick else XL.depth, repeats=5 if args.quick else 15)
+    figures |= video(2 if args.quick else XL.depth, repeats=3 if args.quick else 15)
     print_table("placement", ["figure", "value"], [[k, v] for k, v in figures.items()], digits=4)
     write_report("placement", figures, args.json)
 

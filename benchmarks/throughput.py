@@ -180,7 +180,7 @@ def main() -> None:
     args = harness.parser("throughput", __doc__.partition("\n")[0]).parse_args()
     run = Run(DEMO, steps=12, repeats=5, limit_s=900.0)
     if args.quick:
-        run = Run(QUICK, steps=4, repeats=3, limit_s=30.0)
+        run = Run(QUICK, steps=3, repeats=3, limit_s=20.0)
     measured = launch(on_rank, WORLD, run)[0]
     figures = figures_of(measured)
     harness.print_table("throughput", ("figure", "value"), list(figures.items()))
