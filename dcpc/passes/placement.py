@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain, pairwise, repeat
 
+from dcpc.garbage import without_collection
 from dcpc.ir import Fold, NodePlacement, Placement, Program
 from dcpc.passes.elimination import CostNetwork
 from dcpc.passes.label_costs import Rates
@@ -53,8 +54,9 @@ def place(
     """
     model = PlacementModel(program, sharding) if model is None else model
     assert model.sharding is sharding, "the prepared model is of another analysis"
-    graph, network = _network(model, sizes, sp, rates, fold)
-    solution = network.minimise()
+    with without_collection():  # the cyclic collector walks a deep model's graphs meanwhile
+        graph, network = _network(model, sizes, sp, rates, fold)
+        solution = network.minimise()
     nodes = {}
     for name, label, states in zip(model.names, solution.labels, graph.classes, strict=False):
         if name in sharding.alternatives:
