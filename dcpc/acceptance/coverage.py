@@ -12,7 +12,7 @@ from torch import fx
 
 from dcpc.acceptance.split import Split
 from dcpc.buckets import BATCH
-from dcpc.codegen.collectives import piece
+from dcpc.codegen.pieces import piece
 from dcpc.ir import tensor_operands
 
 Sizes = Mapping[str, int]

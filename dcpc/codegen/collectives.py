@@ -2,9 +2,7 @@
 
 Each op's backward is its linear transpose: all-gather <-> reduce-scatter, all-to-all <-> all-to-all
 with the dims swapped, narrow <-> widen, all-reduce <-> all-reduce. A piece is described by three
-integers: the dim's whole `size`, the `parent` size that is split evenly (the first ranks get one
-more), and
-the `shift` of the dim's first element in the parent; usually parent == size and shift == 0.
+integers, size, parent and shift: see `pieces.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcpc.codegen.pieces import piece
 from dcpc.errors import CodegenError
 
 
@@ -61,24 +60,6 @@ def _group(name: str) -> dist.ProcessGroup:
             "on every rank"
         )
     return group
-
-
-def piece(size: int, parent: int, shift: int, p: int, rank: int) -> tuple[int, int]:
-    """Returns (start, length) of one rank's piece of a dim.
-
-    Args:
-        size: length of the whole dim.
-        parent: length that is split evenly over the ranks.
-        shift: position of the dim's first element in the parent.
-        p: number of ranks.
-        rank: which of them.
-    """
-    base, extra = divmod(parent, p)
-    first = rank * base + min(rank, extra)
-    last = first + base + (rank < extra)
-    start = min(max(first - shift, 0), size)
-    stop = min(max(last - shift, 0), size)
-    return start, stop - start
 
 
 def _lengths(size: int, parent: int, shift: int, p: int) -> list[int]:

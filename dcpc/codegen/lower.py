@@ -18,10 +18,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-import dcpc.attention
+import dcpc.attention  # registers the op
 import dcpc.random_ops  # noqa: F401 - registers the ops
-from dcpc.codegen.collectives import piece
 from dcpc.codegen.integers import Emitter
+from dcpc.codegen.pieces import piece
 from dcpc.ir import (
     REPLICATED,
     Factor,

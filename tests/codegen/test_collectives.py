@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from dcpc.codegen import bind_group
-from dcpc.codegen.collectives import piece
+from dcpc.codegen.pieces import piece
 from tests.multirank.launch import run_ranks
 
 pytestmark = pytest.mark.multirank

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dcpc.codegen.collectives import piece
+from dcpc.codegen.pieces import piece
 from dcpc.codegen.lower import lower
 from dcpc.ir import REPLICATED, NodePlacement, Placement, Program, TensorInfo
 from dcpc.passes.rule_types import OpSharding
