@@ -68,9 +68,9 @@ def _lengths(size: int, parent: int, shift: int, p: int) -> list[int]:
 
 def _pack(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     """Returns all pieces, flattened, one after the other: one copy, whatever their strides."""
-    packed = like.new_empty(sum(piece.numel() for piece in pieces))
-    for part, piece in zip(packed.split([p.numel() for p in pieces]), pieces, strict=True):
-        part.view(piece.shape).copy_(piece)
+    packed = like.new_empty(sum(x.numel() for x in pieces))
+    for part, x in zip(packed.split([x.numel() for x in pieces]), pieces, strict=True):
+        part.view(x.shape).copy_(x)
     return packed
 
 

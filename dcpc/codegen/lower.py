@@ -19,8 +19,8 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 import dcpc.attention  # registers the op
-import dcpc.codegen.collectives  # noqa: F401 - registers the ops
-import dcpc.random_ops
+import dcpc.codegen.collectives
+import dcpc.random_ops  # noqa: F401 - as these two do
 from dcpc.codegen.integers import Emitter
 from dcpc.codegen.pieces import piece
 from dcpc.ir import (
