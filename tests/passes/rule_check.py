@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dcpc.codegen.pieces import piece
 from dcpc.codegen.lower import lower
+from dcpc.codegen.pieces import piece
 from dcpc.ir import REPLICATED, NodePlacement, Placement, Program, TensorInfo
 from dcpc.passes.rule_types import OpSharding
 from dcpc.passes.sharding import Alternative, Sharding, analyse
