@@ -19,6 +19,7 @@ up: no overlap of collectives with compute, no fusion of ops.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from itertools import chain, pairwise, repeat
 
 from dcpc.garbage import without_collection
@@ -92,13 +93,16 @@ def _network(
         entries[start : start + rows * columns].reshape(rows, columns)
         for start, rows, columns in graph.shapes
     ]
+    weights = _Weights(model, graph, fold)
+    # Equal tables are one array: the elimination works out once what follows from them.
+    weighted = cache(lambda number, count: tables[number] * count)
+    of_states = cache(lambda number, count: unaries[number] * count)
     network = CostNetwork()
     names = chain(model.names, repeat("a value with two consumers"))
-    weights = _Weights(model, graph, fold)
     for variable, (states, name) in enumerate(zip(graph.classes, names, strict=False)):
-        network.add_variable(name, unaries[states] * weights.of(variable))
+        network.add_variable(name, of_states(states, weights.of(variable)))
     for producer, consumer, table in graph.edges:
-        network.add_edge(producer, consumer, tables[table] * weights.between(producer, consumer))
+        network.add_edge(producer, consumer, weighted(table, weights.between(producer, consumer)))
     return graph, network
 
 
@@ -112,11 +116,13 @@ class _Weights:
     def __init__(self, model: PlacementModel, graph: StateGraph, fold: Fold | None) -> None:
         self._fold = fold
         names = list(model.names)
+        self._names = names
+        if fold is None:
+            return
         for producer, consumer, _ in graph.edges:
             if consumer >= len(names):  # the second variable of a value
                 names += [""] * (consumer + 1 - len(names))
                 names[consumer] = names[consumer] or names[producer]
-        self._names = names
 
     def of(self, variable: int) -> int:
         """Returns how often a variable's own cost counts."""

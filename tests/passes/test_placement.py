@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from benchmarks.placement_oracle import Oracle
 from benchmarks.random_programs import BATCH, SEQ, WIDTH, ProgramBuilder, random_program
 from dcpc.buckets import Buckets
+from dcpc.folding import fold
 from dcpc.ir import NodePlacement, Placement, Program, tensor_operands
+from dcpc.passes.elimination import CostNetwork
 from dcpc.passes.placement import PlacementModel, Rates, place
 from dcpc.passes.sharding import Sharding, analyse
 from dcpc.trace import trace
@@ -33,6 +35,13 @@ aten = torch.ops.aten
 def gpt(kv_heads: int = 8) -> tuple[Program, Sharding]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=64, dim=64, n_layers=2, n_heads=8, n_kv_heads=kv_heads))
+    program = trace(model, Buckets(**BUCKETS))
+    return program, analyse(program)
+
+
+@cache
+def deep_gpt(layers: int) -> tuple[Program, Sharding]:
+    model = GPT(GPTConfig(vocab_size=64, dim=32, n_layers=layers, n_heads=2))
     program = trace(model, Buckets(**BUCKETS))
     return program, analyse(program)
 
@@ -119,6 +128,33 @@ def test_place_leaves_the_program_unchanged_and_gives_the_same_twice():
     assert place(program, analyse(program), LONG, 4, CPU).key() == first.key()
     after = str(program.gm.graph), {n.name: dict(n.meta) for n in program.gm.graph.nodes}
     assert after == before
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_tables_are_one_array_when_layers_are_equal(monkeypatch, folded):
+    """The elimination works out once what follows from one array: layers cost next to nothing."""
+
+    def arrays(layers: int) -> int:
+        tables: list[object] = []
+        real = CostNetwork.add_edge
+
+        def kept(self, u, v, table):
+            tables.append(table)
+            real(self, u, v, table)
+
+        program, sharding = deep_gpt(layers)
+        if folded:
+            small = fold(program, 3)
+            assert small is not None, "equal layers are not found"
+            copies, program = small.copies({}), small.program
+            sharding = analyse(program)
+        with monkeypatch.context() as patch:
+            patch.setattr(CostNetwork, "add_edge", kept)
+            place(program, sharding, LONG, 4, GPU, fold=copies if folded else None)
+        assert len(tables) > 100, "there are edges"
+        return len({id(t) for t in tables})
+
+    assert arrays(5) == arrays(4)
 
 
 def test_eight_ranks_take_less_than_a_quarter_of_the_time():
