@@ -117,7 +117,7 @@ def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.No
 
 # ---------------------------------------------------------------------------------------- masks
 
-# Which keys anybody sees, as an expression of tensors by (sample, key): `("get", name, fixed dims
+# Which keys anybody sees, or which sequence a position is of, as an expression of tensors by (sample, key): `("get", name, fixed dims
 # and their positions, dim of the sample or -1, dim of the key or -1)`, or an op and its arguments,
 # each another expression or a number.
 Recipe = tuple[object, ...]
@@ -132,12 +132,15 @@ class MaskDecision:
         after: keys after it; None: all.
         keep: which keys anybody sees; None: all.
         empty: what a query gives that sees no key, see `dcpc.attention`; "" leaves it as it is.
+        segment: which sequence of its row a position is of, an integer: queries see only keys of
+            their own; None: there is one.
     """
 
     before: int | None
     after: int | None
     keep: Recipe | None
     empty: str = ""
+    segment: Recipe | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +213,14 @@ class NodePlacement:
     Attributes:
         operands: one label for each tensor operand, in the order of `tensor_operands`.
         output: label of the value as the node makes it.
-        name: the factor name of the op's sharding rule, "" when replicated.
+        name: the factor name of the op's sharding rule, or "ring"; "" when replicated.
+        across: of a ring: ranks that share its positions, each with some of the heads.
     """
 
     operands: tuple[Label, ...]
     output: Label
     name: str = ""
+    across: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +235,7 @@ class Placement:
         cost_s: predicted seconds of compute and collectives, forward and backward.
         width: largest number of variables that one table of the elimination had.
         graph_hash: the program it was made for.
+        zigzag: factors (none is a slice of another) of which a rank has a chunk from either end.
     """
 
     sp: int
@@ -239,10 +245,16 @@ class Placement:
     cost_s: float
     width: int
     graph_hash: str
+    zigzag: frozenset[int] = frozenset()
 
     def key(self) -> tuple[object, ...]:
         """A hashable identity: equal keys lower to the same graph."""
-        return (self.sp, self.graph_hash, tuple((n, p) for n, p in sorted(self.nodes.items())))
+        nodes = tuple((n, p) for n, p in sorted(self.nodes.items()))
+        return (self.sp, self.graph_hash, nodes, tuple(sorted(self.zigzag)))
+
+    def is_zigzag(self, factor: Factor) -> bool:
+        """Returns whether a rank's piece of a factor is two runs, one from either end."""
+        return (factor.key if factor.parent < 0 else factor.parent) in self.zigzag
 
 
 # ------------------------------------------------------------------------- profile and variants

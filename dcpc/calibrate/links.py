@@ -91,18 +91,18 @@ def _synchronise(device: torch.device) -> None:
 
 def _all_to_all(x: Tensor, sp: int, name: str) -> int:
     rows, mine = len(x), x[: len(x) // sp]
-    torch.ops.dcpc.all_to_all(mine, 0, rows, rows, 0, 1, WIDTH // sp, WIDTH, 0, name)
+    torch.ops.dcpc.all_to_all(mine, 0, rows, rows, 0, False, 1, WIDTH // sp, WIDTH, 0, False, name)
     return mine.nbytes * (sp - 1) // sp
 
 
 def _all_gather(x: Tensor, sp: int, name: str) -> int:
     rows, mine = len(x), x[: len(x) // sp]
-    torch.ops.dcpc.all_gather(mine, 0, rows, rows, 0, name)
+    torch.ops.dcpc.all_gather(mine, 0, rows, rows, 0, False, name)
     return mine.nbytes * (sp - 1)
 
 
 def _reduce_scatter(x: Tensor, sp: int, name: str) -> int:
-    torch.ops.dcpc.reduce_scatter(x, 0, len(x) // sp, len(x), 0, name)
+    torch.ops.dcpc.reduce_scatter(x, 0, len(x) // sp, len(x), 0, False, name)
     return x.nbytes * (sp - 1) // sp
 
 

@@ -1,8 +1,8 @@
 """Collectives as PyTorch ops with autograd, for pieces whose sizes differ by one (or by a cut end).
 
 Each op's backward is its linear transpose: all-gather <-> reduce-scatter, all-to-all <-> all-to-all
-with the dims swapped, narrow <-> widen, all-reduce <-> all-reduce. A piece is described by three
-integers, size, parent and shift: see `pieces.py`.
+with the dims swapped, narrow <-> widen, all-reduce <-> all-reduce. A piece is described by its size,
+parent, shift and whether it is zigzag: see `pieces.py`. What is whole is always in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpc.codegen.pieces import piece
+from dcpc.codegen.pieces import Run, runs
 from dcpc.errors import CodegenError
 
 
@@ -62,8 +62,9 @@ def _group(name: str) -> dist.ProcessGroup:
     return group
 
 
-def _lengths(size: int, parent: int, shift: int, p: int) -> list[int]:
-    return [piece(size, parent, shift, p, r)[1] for r in range(p)]
+def _lengths(size: int, parent: int, shift: int, zigzag: bool, p: int) -> list[int]:
+    every = (runs(size, parent, shift, p, r, zigzag) for r in range(p))
+    return [sum(length for _, length in mine) for mine in every]
 
 
 def _pack(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -72,6 +73,31 @@ def _pack(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     for part, x in zip(packed.split([x.numel() for x in pieces]), pieces, strict=True):
         part.view(x.shape).copy_(x)
     return packed
+
+
+def _scattered(
+    x: Tensor, dim: int, parent: int, shift: int, zigzag: bool, p: int
+) -> tuple[Tensor, ...]:
+    """Returns each rank's piece of a whole dim; memory of x where a piece is one run."""
+    size = x.shape[dim]
+    if not zigzag:
+        return x.split(_lengths(size, parent, shift, False, p), dim)
+    pieces = (runs(size, parent, shift, p, r, zigzag) for r in range(p))
+    return tuple(torch.cat([x.narrow(dim, *run) for run in mine], dim) for mine in pieces)
+
+
+def _gathered(
+    parts: Sequence[Tensor], dim: int, size: int, parent: int, shift: int, zigzag: bool
+) -> Tensor:
+    """Returns a whole dim of each rank's piece of it."""
+    if not zigzag:
+        return torch.cat(list(parts), dim)
+    placed: list[tuple[Run, Tensor]] = []
+    for rank, part in enumerate(parts):
+        mine = runs(size, parent, shift, len(parts), rank, zigzag)
+        placed += zip(mine, part.split([length for _, length in mine], dim), strict=True)
+    placed.sort(key=lambda item: item[0])
+    return torch.cat([part for _, part in placed], dim)
 
 
 def _exchange(
@@ -151,15 +177,57 @@ def _narrow_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 narrow.register_autograd(_narrow_backward, setup_context=_narrow_context)
 
 
+@torch.library.custom_op("dcpc::pick", mutates_args=())
+def pick(x: Tensor, dim: int, first: int, turn: int, second: int, length: int) -> Tensor:
+    """Returns a zigzag piece: `turn` elements from `first` on, then from `second` on, `length`."""
+    runs = (x.narrow(dim, first, turn), x.narrow(dim, second, length - turn))
+    return torch.cat(runs, dim)
+
+
+@pick.register_fake
+def _(x: Tensor, dim: int, first: int, turn: int, second: int, length: int) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, length))
+
+
+@torch.library.custom_op("dcpc::spread", mutates_args=())
+def spread(x: Tensor, dim: int, first: int, turn: int, second: int, size: int) -> Tensor:
+    """Returns zeros of length `size` along dim, with the runs of a zigzag piece in their places."""
+    out = x.new_zeros(_with_dim(x, dim, size))
+    rest = x.shape[dim] - turn
+    out.narrow(dim, first, turn).copy_(x.narrow(dim, 0, turn))
+    out.narrow(dim, second, rest).copy_(x.narrow(dim, turn, rest))
+    return out
+
+
+@spread.register_fake
+def _(x: Tensor, dim: int, first: int, turn: int, second: int, size: int) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, size))
+
+
+def _pick_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, ctx.first, ctx.turn, ctx.second, _ = inputs
+    ctx.size = x.shape[ctx.dim]
+
+
+def _pick_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    where = (ctx.dim, ctx.first, ctx.turn, ctx.second)
+    return torch.ops.dcpc.spread(g, *where, ctx.size), *(None,) * 5
+
+
+pick.register_autograd(_pick_backward, setup_context=_pick_context)
+
+
 # ------------------------------------------------------------------------------------ all-gather
 
 
 @torch.library.custom_op("dcpc::all_gather", mutates_args=())
-def all_gather(x: Tensor, dim: int, size: int, parent: int, shift: int, group: str) -> Tensor:
+def all_gather(
+    x: Tensor, dim: int, size: int, parent: int, shift: int, zigzag: bool, group: str
+) -> Tensor:
     """Returns the whole dim from every rank's piece of it."""
     pg = _group(group)
     p, rank = pg.size(), pg.rank()
-    lengths = _lengths(size, parent, shift, p)
+    lengths = _lengths(size, parent, shift, zigzag, p)
     wire_log.add("all_gather", (p - 1) * x.numel() * x.element_size())
     # Every rank sends as much as the longest piece: gathering equal parts is what all backends do
     # well, and pieces differ by one element of the dim.
@@ -171,7 +239,7 @@ def all_gather(x: Tensor, dim: int, size: int, parent: int, shift: int, group: s
     gathered = x.new_empty((p, *mine.shape))
     dist.all_gather_into_tensor(_wire(gathered.view(-1)), _wire(mine.view(-1)), group=pg)
     parts = [gathered[r].narrow(dim, 0, n) for r, n in enumerate(lengths)]
-    return torch.cat(parts, dim)
+    return _gathered(parts, dim, size, parent, shift, zigzag)
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -182,48 +250,53 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 @all_gather.register_fake
-def _(x: Tensor, dim: int, size: int, parent: int, shift: int, group: str) -> Tensor:
+def _(
+    x: Tensor, dim: int, size: int, parent: int, shift: int, zigzag: bool, group: str
+) -> Tensor:
     return x.new_empty(_with_dim(x, dim, size))
 
 
 @torch.library.custom_op("dcpc::reduce_scatter", mutates_args=())
-def reduce_scatter(x: Tensor, dim: int, length: int, parent: int, shift: int, group: str) -> Tensor:
+def reduce_scatter(
+    x: Tensor, dim: int, length: int, parent: int, shift: int, zigzag: bool, group: str
+) -> Tensor:
     """Returns this rank's piece of the sum of all ranks' x; `length` is the piece's."""
     pg = _group(group)
     p, rank = pg.size(), pg.rank()
-    lengths = _lengths(x.shape[dim], parent, shift, p)
-    sends = x.split(lengths, dim)
+    sends = _scattered(x, dim, parent, shift, zigzag, p)
     _log("reduce_scatter", sends, rank)
     received = _exchange(sends, [sends[rank].numel()] * p, x, pg)
     out = received[0].clone()
     for piece_of_rank in received[1:]:
         out += piece_of_rank
-    return out.view(_with_dim(x, dim, lengths[rank]))
+    return out.view(sends[rank].shape)
 
 
 @reduce_scatter.register_fake
-def _(x: Tensor, dim: int, length: int, parent: int, shift: int, group: str) -> Tensor:
+def _(
+    x: Tensor, dim: int, length: int, parent: int, shift: int, zigzag: bool, group: str
+) -> Tensor:
     return x.new_empty(_with_dim(x, dim, length))
 
 
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim, _, ctx.parent, ctx.shift, ctx.group = inputs
+    x, ctx.dim, _, *ctx.split, ctx.group = inputs
     ctx.length = x.shape[ctx.dim]
 
 
 def _gather_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    out = torch.ops.dcpc.reduce_scatter(g, ctx.dim, ctx.length, ctx.parent, ctx.shift, ctx.group)
-    return out, None, None, None, None, None
+    out = torch.ops.dcpc.reduce_scatter(g, ctx.dim, ctx.length, *ctx.split, ctx.group)
+    return out, *(None,) * 6
 
 
 def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim, _, ctx.parent, ctx.shift, ctx.group = inputs
+    x, ctx.dim, _, *ctx.split, ctx.group = inputs
     ctx.size = x.shape[ctx.dim]
 
 
 def _scatter_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    out = torch.ops.dcpc.all_gather(g, ctx.dim, ctx.size, ctx.parent, ctx.shift, ctx.group)
-    return out, None, None, None, None, None
+    out = torch.ops.dcpc.all_gather(g, ctx.dim, ctx.size, *ctx.split, ctx.group)
+    return out, *(None,) * 6
 
 
 all_gather.register_autograd(_gather_backward, setup_context=_gather_context)
@@ -240,10 +313,12 @@ def all_to_all(
     gather_size: int,
     gather_parent: int,
     gather_shift: int,
+    gather_zigzag: bool,
     scatter_dim: int,
     scatter_length: int,
     scatter_parent: int,
     scatter_shift: int,
+    scatter_zigzag: bool,
     group: str,
 ) -> Tensor:
     """Returns x whole along `gather_dim` and this rank's piece of it along `scatter_dim`.
@@ -254,25 +329,27 @@ def all_to_all(
         gather_size: its whole length.
         gather_parent: its parent's length.
         gather_shift: its shift in the parent.
+        gather_zigzag: whether its pieces are zigzag.
         scatter_dim: dim that becomes a piece.
         scatter_length: this rank's length of it.
         scatter_parent: its parent's length.
         scatter_shift: its shift in the parent.
+        scatter_zigzag: whether its pieces are zigzag.
         group: name of the process group.
     """
     pg = _group(group)
     p, rank = pg.size(), pg.rank()
-    gathers = _lengths(gather_size, gather_parent, gather_shift, p)
-    scatters = _lengths(x.shape[scatter_dim], scatter_parent, scatter_shift, p)
-    sends = x.split(scatters, scatter_dim)
+    gathers = _lengths(gather_size, gather_parent, gather_shift, gather_zigzag, p)
+    sends = _scattered(x, scatter_dim, scatter_parent, scatter_shift, scatter_zigzag, p)
     _log("all_to_all", sends, rank)
     shapes = []
     for length in gathers:
         shape = _with_dim(x, gather_dim, length)
-        shape[scatter_dim] = scatters[rank]
+        shape[scatter_dim] = sends[rank].shape[scatter_dim]
         shapes.append(shape)
     received = _exchange(sends, [_numel(s) for s in shapes], x, pg)
-    return torch.cat([r.view(s) for r, s in zip(received, shapes, strict=True)], gather_dim)
+    parts = [r.view(s) for r, s in zip(received, shapes, strict=True)]
+    return _gathered(parts, gather_dim, gather_size, gather_parent, gather_shift, gather_zigzag)
 
 
 @all_to_all.register_fake
@@ -282,10 +359,12 @@ def _(
     gather_size: int,
     gather_parent: int,
     gather_shift: int,
+    gather_zigzag: bool,
     scatter_dim: int,
     scatter_length: int,
     scatter_parent: int,
     scatter_shift: int,
+    scatter_zigzag: bool,
     group: str,
 ) -> Tensor:
     shape = _with_dim(x, gather_dim, gather_size)
@@ -294,25 +373,17 @@ def _(
 
 
 def _a2a_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.gather_dim, _, ctx.gather_parent, ctx.gather_shift = inputs[:5]
-    ctx.scatter_dim, _, ctx.scatter_parent, ctx.scatter_shift, ctx.group = inputs[5:]
+    x, ctx.gather_dim, _, *gather = inputs[:6]
+    ctx.scatter_dim, _, *scatter, ctx.group = inputs[6:]
+    ctx.gather, ctx.scatter = gather, scatter
     ctx.gather_length, ctx.scatter_size = x.shape[ctx.gather_dim], x.shape[ctx.scatter_dim]
 
 
 def _a2a_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    out = torch.ops.dcpc.all_to_all(
-        g,
-        ctx.scatter_dim,
-        ctx.scatter_size,
-        ctx.scatter_parent,
-        ctx.scatter_shift,
-        ctx.gather_dim,
-        ctx.gather_length,
-        ctx.gather_parent,
-        ctx.gather_shift,
-        ctx.group,
-    )
-    return (out, *[None] * 9)
+    gathered = (ctx.scatter_dim, ctx.scatter_size, *ctx.scatter)
+    scattered = (ctx.gather_dim, ctx.gather_length, *ctx.gather)
+    out = torch.ops.dcpc.all_to_all(g, *gathered, *scattered, ctx.group)
+    return (out, *[None] * 11)
 
 
 all_to_all.register_autograd(_a2a_backward, setup_context=_a2a_context)

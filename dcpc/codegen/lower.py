@@ -22,7 +22,7 @@ import dcpc.attention  # registers the op
 import dcpc.codegen.collectives
 import dcpc.random_ops  # noqa: F401 - as these two do
 from dcpc.codegen.integers import Emitter
-from dcpc.codegen.pieces import piece
+from dcpc.codegen.pieces import Run, runs
 from dcpc.ir import (
     REPLICATED,
     Factor,
@@ -39,16 +39,21 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class IntegerInput:
-    """An integer the lowered graph takes: a dim, or the start or length of this rank's piece.
+    """An integer the lowered graph takes: a dim, or where this rank's piece of a factor is.
+
+    Of a zigzag piece, which is two runs, "turn" is the length of the first and "second" the start
+    of the other. "before" counts the elements that all earlier ranks have, "skip" those of this
+    rank's piece of the parent that come before the factor.
 
     Attributes:
         name: placeholder name.
         symbol: what stands for it in size expressions.
-        role: "dim", "quotient" (of dims, rounded down), "length", "start", or "seed" (of the call's
-            random numbers).
+        role: "dim", "quotient" (of dims, rounded down), "seed" (of the call's random numbers), or
+            of a piece "length", "start", "turn", "second", "before", "skip".
         size: global length (of the dim, or of the factor).
         parent: length that is split evenly.
         shift: position of the factor's first element in the parent.
+        zigzag: whether a rank's piece is a chunk from either end.
     """
 
     name: str
@@ -57,6 +62,7 @@ class IntegerInput:
     size: sympy.Expr
     parent: sympy.Expr
     shift: int = 0
+    zigzag: bool = False
 
     def value(self, dims: Mapping[sympy.Symbol, int], p: int, rank: int) -> int:
         """Returns the integer for one rank, given the length of every dim."""
@@ -65,8 +71,15 @@ class IntegerInput:
         size = int(self.size.subs(dims))
         if self.role in ("dim", "quotient"):
             return size
-        start, length = piece(size, int(self.parent.subs(dims)), self.shift, p, rank)
-        return length if self.role == "length" else start
+        parent = int(self.parent.subs(dims))
+        if self.role == "before" and self.zigzag:
+            return sum(_length(self._runs(size, parent, p, r)) for r in range(rank))
+        if self.role == "skip":
+            whole = runs(parent, parent, 0, p, rank, self.zigzag)
+            return sum(min(max(self.shift - start, 0), length) for start, length in whole)
+        mine = self._runs(size, parent, p, rank)
+        found = {"length": _length(mine), "start": mine[0][0], "turn": mine[0][1]}
+        return found[self.role] if self.role in found else mine[-1][0]
 
     def shortest(self, dims: Mapping[sympy.Symbol, int], p: int) -> int:
         """Returns the length of the shortest piece any rank has, or the length of the dim."""
@@ -75,7 +88,14 @@ class IntegerInput:
         if self.role in ("dim", "quotient"):
             return self.value(dims, p, 0)
         size, parent = int(self.size.subs(dims)), int(self.parent.subs(dims))
-        return min(piece(size, parent, self.shift, p, r)[1] for r in (0, p - 1))
+        return min(_length(self._runs(size, parent, p, r)) for r in (0, p - 1))
+
+    def _runs(self, size: int, parent: int, p: int, rank: int) -> tuple[Run, ...]:
+        return runs(size, parent, self.shift, p, rank, self.zigzag)
+
+
+def _length(mine: tuple[Run, ...]) -> int:
+    return sum(length for _, length in mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +189,7 @@ class _Lowering:
             self.emitter.know(quotient, self.integer_nodes[symbol])
 
     def _piece_integers(self) -> None:
-        """One length and one start for every factor that some value is split along."""
+        """The integers of a piece for every factor that some value is split along."""
         seen: set[int] = set()
         for node in self.program.gm.graph.nodes:
             chosen = self.placement.nodes.get(node.name)
@@ -190,12 +210,14 @@ class _Lowering:
         if f"{base}_start" in taken:
             base = f"{base}{factor.key}"
         parent = self._parent(factor)
-        for role in ("length", "start"):
-            if role == "length" and self._even(factor):
+        zigzag = self.placement.is_zigzag(factor)
+        for role in ("length", "start", "before", *("turn", "second") * zigzag, "skip"):
+            if (role == "length" and self._even(factor)) or (role == "skip" and factor.parent < 0):
                 continue
-            symbol = sympy.Symbol(f"{base}_{role}", integer=True, nonnegative=True)
+            name = f"{base}_{role}"
+            symbol = sympy.Symbol(name, integer=True, nonnegative=True)
             self._integer(
-                IntegerInput(f"{base}_{role}", symbol, role, factor.size, parent, factor.shift)
+                IntegerInput(name, symbol, role, factor.size, parent, factor.shift, zigzag)
             )
             self.pieces[factor.key, role] = symbol
 
@@ -215,9 +237,9 @@ class _Lowering:
             return factor.size / self.placement.sp
         return self.pieces[factor.key, "length"]
 
-    def start(self, factor: Factor) -> sympy.Expr:
-        """Returns the position of this rank's piece in a factor."""
-        return self.pieces[factor.key, "start"]
+    def piece(self, factor: Factor, *roles: str) -> list[int | fx.Node]:
+        """Returns the integers that say where this rank's piece of a factor is."""
+        return [self.emit(self.pieces[factor.key, role]) for role in roles]
 
     def emit(self, expr: sympy.Expr) -> int | fx.Node:
         """Returns an integer expression as a number or as nodes of the graph."""
@@ -297,8 +319,7 @@ class _Lowering:
             args = (x, at[want], self.emit(self.length(target)), *self._origin(target))
             return call(ops.reduce_scatter.default, (*args, self.group))
         if source is None and target is not None:
-            piece_args = (self.emit(self.start(target)), self.emit(self.length(target)))
-            return call(ops.narrow.default, (x, at[want], *piece_args))
+            return self._narrowed(x, at[want], target)
         assert source is not None, f"no way from {have} to {want} for {name}"
         gathered = (at[have], self.emit(source.size), *self._origin(source))
         if target is None:
@@ -306,8 +327,18 @@ class _Lowering:
         scattered = (at[want], self.emit(self.length(target)), *self._origin(target))
         return call(ops.all_to_all.default, (x, *gathered, *scattered, self.group))
 
-    def _origin(self, factor: Factor) -> tuple[int | fx.Node, int]:
-        return self.emit(self._parent(factor)), factor.shift
+    def _narrowed(self, x: fx.Node, dim: int, factor: Factor) -> fx.Node:
+        """Returns this rank's piece of what is whole."""
+        length, call = self.emit(self.length(factor)), self.graph.call_function
+        if not self.placement.is_zigzag(factor):
+            (start,) = self.piece(factor, "start")
+            return call(torch.ops.dcpc.narrow.default, (x, dim, start, length))
+        where = self.piece(factor, "start", "turn", "second")
+        return call(torch.ops.dcpc.pick.default, (x, dim, *where, length))
+
+    def _origin(self, factor: Factor) -> tuple[int | fx.Node, int, bool]:
+        zigzag = self.placement.is_zigzag(factor)
+        return self.emit(self._parent(factor)), factor.shift, zigzag
 
     # ----------------------------------------------------------------------------------- nodes
 
@@ -389,7 +420,7 @@ class _Lowering:
     def random(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
         """Random numbers: of the call's seed, each rank's piece its own."""
         label = self._label(node)
-        salt = self.emit(self.start(self.factor(node.name, label))) if label.sharded else 0
+        salt = self.piece(self.factor(node.name, label), "before")[0] if label.sharded else 0
         size, seed = self.shape(node.name, label), self.integer_nodes[self.integers[-1].symbol]
         assert callable(node.target)
         return self.graph.call_function(node.target, (size, seed, salt, *node.args[3:]))
@@ -402,14 +433,9 @@ class _Lowering:
             whole = info[node.name].shape == info[source].shape
             # A slice of all there is: its end, a whole length, says nothing of a piece.
             return operands[0] if whole and chosen.operands[0] == chosen.output else None
-        have = self.factor(operands_name(node, 0), chosen.operands[0])
         kept = self.factor(node.name, chosen.output)
-        # The piece starts `shift` into the parent, or at its own beginning on every later rank.
-        start = self.graph.call_function(
-            operator.sub, (self.emit(self.start(kept)), self.emit(self.start(have)))
-        )
-        start = self.graph.call_function(operator.add, (start, kept.shift))
-        args = (operands[0], chosen.output.dim, start, self.emit(self.length(kept)))
+        (skipped,) = self.piece(kept, "skip")
+        args = (operands[0], chosen.output.dim, skipped, self.emit(self.length(kept)))
         return self.graph.call_function(torch.ops.dcpc.narrow.default, args)
 
     def attention(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
@@ -423,10 +449,12 @@ class _Lowering:
         outer, *inner = factors[chosen.output.dim]
         if factor.key != outer.key:
             return self._masked_attention(node, operands, band)
-        start = self.start(factor) * sympy.Mul(*(f.size for f in inner))
         assert not node.kwargs.get("start"), f"{node}: its queries are a piece already"
+        roles = ("start", *("turn", "second") * self.placement.is_zigzag(factor))
+        rows = sympy.Mul(*(f.size for f in inner))
+        where = {role: self.emit(self.pieces[factor.key, role] * rows) for role in roles}
         copied = self._copy(node, operands)
-        copied.kwargs = {**copied.kwargs, "start": self.emit(start)}
+        copied.kwargs = {**copied.kwargs, **where}
         return copied
 
     def _masked_attention(
@@ -442,8 +470,7 @@ class _Lowering:
         sizes = [f.size for f in factors[label.dim]]
         rows = call(aten.arange.default, (self.emit(sympy.Mul(*sizes)),), on)
         rows = self._reshape(rows, [self.emit(size) for size in sizes])
-        piece_args = (label.index, self.emit(self.start(factor)), self.emit(self.length(factor)))
-        rows = self._reshape(call(torch.ops.dcpc.narrow.default, (rows, *piece_args)), [-1, 1])
+        rows = self._reshape(self._narrowed(rows, label.index, factor), [-1, 1])
         keys = self.program.info[operands_name(node, 1)].shape[-2]
         columns = call(aten.arange.default, (self.emit(keys),), on)
         distance = call(aten.sub.Tensor, (columns, rows))

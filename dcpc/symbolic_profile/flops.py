@@ -56,6 +56,7 @@ COPIES = frozenset(
         "lift_fresh_copy",
         "masked_select",
         "narrow",
+        "pick",
         "new_empty",
         "new_full",
         "new_ones",
@@ -81,6 +82,7 @@ COPIES = frozenset(
         "unfold_copy",
         "view_copy",
         "widen",
+        "spread",
         "zeros",
         "zeros_like",
     }

@@ -5,13 +5,14 @@ import torch
 import torch.distributed as dist
 
 from dcpc.codegen import bind_group
-from dcpc.codegen.pieces import piece
+from dcpc.codegen.pieces import piece, runs
 from tests.multirank.launch import run_ranks
 
 pytestmark = pytest.mark.multirank
 ops = torch.ops.dcpc
-# (size, parent, shift): even, uneven, shorter than the group, an end cut off, a start cut off.
-DIMS = [(8, 8, 0), (7, 7, 0), (1, 1, 0), (6, 7, 0), (6, 7, 1)]
+# (size, parent, shift, zigzag): even, uneven, shorter than the group, an end or a start cut off.
+SIZES = [(8, 8, 0), (7, 7, 0), (1, 1, 0), (6, 7, 0), (6, 7, 1)]
+DIMS = [(*size, zigzag) for size in SIZES for zigzag in (False, True)]
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool]
 
 
@@ -21,7 +22,19 @@ def whole(shape, dtype, seed=0):
 
 
 def cut(x, dim, origin, rank):
-    return x.narrow(dim, *piece(x.shape[dim], *origin, dist.get_world_size(), rank))
+    *split, zigzag = origin
+    mine = runs(x.shape[dim], *split, dist.get_world_size(), rank, zigzag)
+    return torch.cat([x.narrow(dim, *run) for run in mine], dim)
+
+
+def taken(x, dim, origin, rank):
+    """A rank's piece of what every rank has, and the function that is its transpose."""
+    mine = runs(x.shape[dim], *origin[:2], dist.get_world_size(), rank, origin[2])
+    if len(mine) == 1:
+        return ops.narrow(x, dim, *mine[0]), lambda y: ops.widen(y, dim, mine[0][0], x.shape[dim])
+    (first, turn), (second, rest) = mine
+    back = lambda y: ops.spread(y, dim, first, turn, second, x.shape[dim])  # noqa: E731
+    return ops.pick(x, dim, first, turn, second, turn + rest), back
 
 
 def is_transpose(function, x, out_shape):
@@ -37,16 +50,16 @@ def is_transpose(function, x, out_shape):
     return torch.allclose(sides[0], sides[1], rtol=1e-12, atol=1e-12)
 
 
-def transposes(size, origin, k, start, n, rank):
+def transposes(size, origin, k, n, rank):
     x = torch.randn(size, 2)
     mine = cut(x, 0, origin, rank)
     assert is_transpose(lambda t: ops.all_gather(t, 0, size, *origin, "all"), mine, (size, 2))
     assert is_transpose(lambda t: ops.reduce_scatter(t, 0, n, *origin, "all"), x, (n, 2))
     assert is_transpose(lambda t: ops.all_reduce(t, "all"), x, (size, 2))
-    assert is_transpose(lambda t: ops.narrow(t, 0, start, n), x, (n, 2))
+    assert is_transpose(lambda t: taken(t, 0, origin, rank)[0], x, (n, 2))
     z = torch.randn(n, 2, 7)
     assert is_transpose(
-        lambda t: ops.all_to_all(t, 0, size, *origin, 2, k, 7, 0, "all"), z, (size, 2, k)
+        lambda t: ops.all_to_all(t, 0, size, *origin, 2, k, 7, 0, True, "all"), z, (size, 2, k)
     )
 
 
@@ -54,15 +67,16 @@ def check(rank, world):
     torch.manual_seed(rank)
     bind_group("all", dist.group.WORLD)
     for size, *origin in DIMS:
-        start, n = piece(size, *origin, world, rank)
+        n = sum(length for _, length in runs(size, *origin[:2], world, rank, origin[2]))
         for dtype in DTYPES:
             for dim in (0, 1):
                 x = whole((3, size) if dim else (size, 3), dtype)
                 mine = cut(x, dim, origin, rank)
                 got = ops.all_gather(mine, dim, size, *origin, "all")
                 assert torch.equal(got, x), ("all_gather", dtype, size, origin, dim)
-                assert torch.equal(ops.narrow(x, dim, start, n), mine)
-                back = ops.widen(mine, dim, start, size)
+                got, undo = taken(x, dim, origin, rank)
+                assert torch.equal(got, mine)
+                back = undo(mine)
                 assert torch.equal(cut(back, dim, origin, rank), mine)
                 assert int((back != 0).sum()) == int((mine != 0).sum())
                 for other in DIMS:  # both dims uneven, in every combination
@@ -70,7 +84,7 @@ def check(rank, world):
                     z = whole(shape, dtype, 1)
                     there = 0 if dim else 2
                     here = 2 if dim else 0
-                    n2 = piece(*other, world, rank)[1]
+                    n2 = cut(z, there, other[1:], rank).shape[there]
                     got = ops.all_to_all(
                         cut(z, here, origin, rank), here, size, *origin,
                         there, n2, *other[1:], "all",
@@ -83,7 +97,7 @@ def check(rank, world):
                 got = ops.reduce_scatter(parts[rank], dim, n, *origin, "all")
                 assert torch.equal(got, cut(total, dim, origin, rank)), ("reduce_scatter", dtype)
                 assert torch.equal(ops.all_reduce(parts[rank], "all"), total)
-        transposes(size, origin, piece(7, 7, 0, world, rank)[1], start, n, rank)
+        transposes(size, origin, piece(7, 7, 0, world, rank)[1], n, rank)
     return True
 
 
@@ -103,7 +117,7 @@ def test_group_that_was_not_made_is_named():
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", SIZES)
 def test_pieces_are_in_order_and_cover_the_dim(dim, p):
     pieces = [piece(*dim, p, r) for r in range(p)]
     covered = [i for start, n in pieces for i in range(start, start + n)]
