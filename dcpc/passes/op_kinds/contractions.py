@@ -203,10 +203,10 @@ def attention(call: Call) -> OpSharding:
         (one("b"), one("h"), one("s"), one("e")),
     ]
     masks = list(call.operands[3:])
-    keep = masks.pop() if call.args["keep"] is not None else None
+    given = [name for name in ("keep", "segment") if call.args.get(name) is not None]
+    by_key = [masks.pop() for _ in given]
     operands += [broadcast((*output[:-1], one("s")), mask.shape) for mask in masks]
-    if keep is not None:
-        operands.append(broadcast((one("b"), one("s")), keep.shape))
+    operands += [broadcast((one("b"), one("s")), x.shape) for x in reversed(by_key)]
     work = {"": 0.5, "q": 1.0} if call.args["after"] is not None else {}
     return OpSharding(
         tuple(operands), output, sizes, whole=frozenset({"s", "d", "e"} & sizes.keys()),
