@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dcpc.attention.ids import Ids
 from dcpc.attention.spec import Sight, accumulated, empty_gradient, empty_outputs
 
 ROWS = 128  # queries at a time
@@ -25,14 +26,16 @@ class _Block:
         mask: Tensor | None,
         keep: Tensor | None,
         sight: Sight,
-        at: tuple[int, int],
+        ids: Ids | None,
+        at: tuple[int, int, int],
     ) -> None:
         q, k, v = tensors
-        self.sample, self.first = at
-        self.rows = min(ROWS, q.shape[2] - self.first)
+        self.sample, self.first, self.rows = at
         self.groups = q.shape[1] // k.shape[1]
-        self.sight = sight
+        self.sight, self.ids = sight, ids
         self.keys = sight.keys(self.first, self.rows, k.shape[2])
+        if ids is not None:
+            self.keys = ids.within(self.keys, at)
         self.dtype = accumulated(q.dtype)
         self.q = self.grouped(q)
         self.k = k[self.sample, :, slice(*self.keys)].to(self.dtype)
@@ -65,6 +68,9 @@ class _Block:
         if self.sight.banded:
             hidden = self.sight.hidden(self.first, self.rows, self.keys, scores.device)
             scores.masked_fill_(hidden, float("-inf"))
+        if self.ids is not None:
+            hidden = self.ids.hidden(self.keys, (self.sample, self.first, self.rows))
+            scores.masked_fill_(hidden, float("-inf"))
         return scores
 
     def part(self, mask: Tensor) -> Tensor:
@@ -75,24 +81,58 @@ class _Block:
 
 
 def _blocks(
-    tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, sight: Sight
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    keep: Tensor | None,
+    sight: Sight,
+    ids: Ids | None,
 ) -> Iterator[_Block]:
     for sample in range(tensors[0].shape[0]):
-        for first in range(0, tensors[0].shape[2], ROWS):
-            yield _Block(tensors, mask, keep, sight, (sample, first))
+        for run in sight.runs(tensors[0].shape[2]):
+            stop = run.at + run.length
+            for first in range(run.at, stop, ROWS):
+                at = sample, first, min(ROWS, stop - first)
+                yield _Block(tensors, mask, keep, sight, ids, at)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, sight: Sight
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    sight: Sight,
+    ids: Ids | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns out `[b, h, s, e]` and logsumexp `[b, h, s]`."""
     out, lse = empty_outputs(q, v)
-    for block in _blocks((q, k, v), mask, keep, sight):
-        _forward(block, v, out, lse)
+    for block in _blocks((q, k, v), mask, keep, sight, ids):
+        _forward(block, v, out, (lse,))
     return out, lse
 
 
-def _forward(block: _Block, v: Tensor, out: Tensor, lse: Tensor) -> None:
+def statistics(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    sight: Sight,
+    ids: Ids | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns out, the largest score of each row, and the logarithm of its sum of exp(score - it).
+
+    Of rows that see nothing: 0, -inf and 0. Two numbers, as the sum of both forgets the smaller one
+    where a mask holds the lowest number there is.
+    """
+    out, largest = empty_outputs(q, v)
+    total = torch.empty_like(largest)
+    for block in _blocks((q, k, v), mask, keep, sight, ids):
+        _forward(block, v, out, (largest, total))
+    return out, largest, total
+
+
+def _forward(block: _Block, v: Tensor, out: Tensor, into: tuple[Tensor, ...]) -> None:
     mine = block.sample, slice(None), slice(block.first, block.first + block.rows)
     weights = block.scores()
     if weights.shape[-1]:
@@ -111,8 +151,13 @@ def _forward(block: _Block, v: Tensor, out: Tensor, lse: Tensor) -> None:
         mean = mean.repeat_interleave(block.groups, 0)
         found = torch.where(none, mean, found)
     out[mine].copy_(found)
-    total = total.log_().add_(largest)
-    lse[mine].copy_(total.masked_fill_(none, _lse_of_none(block.sight)).squeeze(-1))
+    total = total.log_()
+    if len(into) > 1:
+        into[0][mine].copy_(largest.masked_fill_(none, float("-inf")).squeeze(-1))
+        into[1][mine].copy_(total.squeeze(-1))
+        return
+    total.add_(largest)
+    into[0][mine].copy_(total.masked_fill_(none, _lse_of_none(block.sight)).squeeze(-1))
 
 
 def _lse_of_none(sight: Sight) -> float:
@@ -129,16 +174,20 @@ def backward(
     out: Tensor,
     lse: Tensor,
     sight: Sight,
+    ids: Ids | None = None,
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of q, k, v, laid out (b, s, h, d), and of the mask if asked for."""
+    """Returns the gradients of q, k, v, laid out (b, s, h, d), and of the mask if asked for.
+
+    `lse` is `[b, h, s]`, or `[2, b, h, s]`: what `statistics` says of all keys.
+    """
     dq, dk, dv = map(empty_gradient, (q, k, v))
     wide = q.dtype != accumulated(q.dtype)
     sum_k, sum_v = (x.to(accumulated(q.dtype)).zero_() for x in (dk, dv))
     dmask = None
     if mask_gradient and mask is not None:  # dense, as the op's fake says, however the mask lies
         dmask = mask.new_zeros(mask.shape, dtype=accumulated(q.dtype))
-    for block in _blocks((q, k, v), mask, keep, sight):
+    for block in _blocks((q, k, v), mask, keep, sight, ids):
         _backward(block, (grad, out, lse), (k, v), (dq, sum_k, sum_v), dmask)
     if wide:
         dk.copy_(sum_k)
@@ -164,7 +213,11 @@ def _backward(
     empty = None
     if block.sight.empty in ("mean", "fixed"):
         empty = (weights == float("-inf")).all(-1, keepdim=True)
-    if block.mask is not None and block.mask.dtype != torch.bool:
+    if lse.dim() == 4:
+        for part in lse:
+            weights.sub_(part[mine].unsqueeze(-1))
+        weights.exp_()
+    elif block.mask is not None and block.mask.dtype != torch.bool:
         # Where a mask drowns all scores of a row, its logsumexp is the mask's number: no use.
         _softmax(weights)
     else:

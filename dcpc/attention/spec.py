@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,20 @@ from torch import Tensor
 EMPTY = ("zero", "nan", "mean", "fixed")
 
 
+class Run(NamedTuple):
+    """Rows of a tensor that have positions one after the other.
+
+    Attributes:
+        at: the first of them.
+        length: how many.
+        position: position of the first.
+    """
+
+    at: int
+    length: int
+    position: int
+
+
 @dataclass(frozen=True, slots=True)
 class Sight:
     """Which keys a query sees: key j is seen by query i if nothing here hides it.
@@ -27,6 +42,9 @@ class Sight:
         after: how many after it: j <= i + start + after (causal: 0); None: all of them.
         start: position of the first query among the keys.
         empty: what a query that sees no key gives, one of EMPTY.
+        turn: how many queries follow the first without a gap; None: all of them. The others follow
+            each other as well (a zigzag piece has two runs).
+        second: position of the query after these.
     """
 
     scale: float
@@ -34,22 +52,42 @@ class Sight:
     after: int | None
     start: int
     empty: str
+    turn: int | None = None
+    second: int = 0
 
     @property
     def banded(self) -> bool:
         """Whether positions hide anything."""
         return self.before is not None or self.after is not None
 
+    def runs(self, queries: int) -> tuple[Run, ...]:
+        """Returns the runs of queries that follow each other, one or two, none of them empty."""
+        turn = queries if self.turn is None else min(max(self.turn, 0), queries)
+        both = Run(0, turn, self.start), Run(turn, queries - turn, self.second)
+        return tuple(run for run in both if run.length)
+
+    def of(self, run: Run) -> Sight:
+        """Returns what the queries of one run see."""
+        return replace(self, start=run.position, turn=None, second=0)
+
+    def position(self, query: int) -> int:
+        """Returns the position of a query among the keys."""
+        if self.turn is None or query < self.turn:
+            return self.start + query
+        return self.second + query - self.turn
+
     def keys(self, first: int, rows: int, length: int) -> tuple[int, int]:
-        """Returns (start, stop) of the keys that some of a run of queries see."""
-        low = 0 if self.before is None else first + self.start - self.before
-        high = length if self.after is None else first + rows + self.start + self.after
+        """Returns (start, stop) of the keys that some queries in a row see."""
+        position = self.position(first)
+        low = 0 if self.before is None else position - self.before
+        high = length if self.after is None else position + rows + self.after
         low = min(max(low, 0), length)
         return low, max(min(high, length), low)
 
     def hidden(self, first: int, rows: int, keys: tuple[int, int], device: torch.device) -> Tensor:
-        """Returns `[rows, keys]`: which keys positions hide from a run of queries."""
-        query = torch.arange(first + self.start, first + self.start + rows, device=device)
+        """Returns `[rows, keys]`: which keys positions hide from some queries in a row."""
+        position = self.position(first)
+        query = torch.arange(position, position + rows, device=device)
         distance = torch.arange(*keys, device=device) - query.unsqueeze(1)
         if self.before is None:
             return distance > (self.after or 0)
@@ -72,10 +110,10 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse.transpose(1, 2) if q.device.type == "cpu" else lse
 
 
-def empty_gradient(x: Tensor) -> Tensor:
+def empty_gradient(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Returns memory for the gradient of x `[b, h, s, d]`, laid out (b, s, h, d)."""
     b, h, s, d = x.shape
-    return x.new_empty((b, s, h, d)).transpose(1, 2)
+    return x.new_empty((b, s, h, d), dtype=dtype or x.dtype).transpose(1, 2)
 
 
 def part_of(mask: Tensor | None, dim: int, index: slice) -> Tensor | None:

@@ -24,14 +24,14 @@ def transients(name: str) -> list[tuple[int, int]]:
     every = (*tensors, mask, keep)
     given = [x.detach() for x in every if x is not None]
     at = {i: n for n, i in enumerate(i for i, x in enumerate(every) if x is not None)}
-    rest = (0.3, s.before, s.after, s.start, s.empty)
+    rest = (0.3, s.before, s.after, s.start, None, 0, s.empty)
 
     def both(*found: Tensor) -> Tensor:
         q, k, v, m, kept = (found[at[i]] if i in at else None for i in range(5))
-        out, lse = torch.ops.dcpc.attention_forward(q, k, v, m, kept, *rest)
+        out, lse = torch.ops.dcpc.attention_forward(q, k, v, m, kept, None, *rest)
         ops = torch.ops.dcpc
         op = ops.attention_mask_backward if s.mask == "bias" else ops.attention_backward
-        return op(out, q, k, v, m, kept, out, lse, *rest)[0]
+        return op(out, q, k, v, m, kept, None, out, lse, *rest)[0]
 
     facts, threads = Facts({}), torch.get_num_threads()
     measured = [m for m in measure_call(both, *given) if "attention" in str(m.node.target)]

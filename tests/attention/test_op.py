@@ -167,7 +167,9 @@ def test_lower_precision_is_within_its_rounding(name, dtype, limit):
 
 def test_statistics_of_half_precision_are_float32():
     x = torch.randn(1, 2, 5, 8, dtype=torch.bfloat16)
-    _, lse = torch.ops.dcpc.attention_forward(x, x, x, None, None, 1.0, None, 0, 0, "zero")
+    _, lse = torch.ops.dcpc.attention_forward(
+        x, x, x, None, None, None, 1.0, None, 0, 0, None, 0, "zero"
+    )
     assert lse.dtype == torch.float32
 
 
@@ -209,13 +211,13 @@ def test_gradcheck(band):
 def test_fake_values_are_laid_out_as_real_ones(name):
     s = SETTINGS[name]
     tensors, mask, keep = make(s)
-    rest = (0.3, s.before, s.after, s.start, s.empty)
+    rest = (0.3, s.before, s.after, s.start, None, 0, s.empty)
     ops = torch.ops.dcpc
 
     def both(*tensors: Tensor) -> list[Tensor]:
-        out, lse = ops.attention_forward(*tensors, mask, keep, *rest)
+        out, lse = ops.attention_forward(*tensors, mask, keep, None, *rest)
         op = ops.attention_mask_backward if s.mask in LEARNED else ops.attention_backward
-        return [out, lse, *op(out, *tensors, mask, keep, out, lse, *rest)]
+        return [out, lse, *op(out, *tensors, mask, keep, None, out, lse, *rest)]
 
     real = both(*tensors)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -26,13 +26,15 @@ def kept_pairs(queries, keys, before, after, start) -> int:
     return int(seen.sum())
 
 
-def attention_flops(q, k, v, mask, keep, scale, before, after, start, empty, **_) -> int:
+def attention_flops(
+    q, k, v, mask, keep, segment, scale, before, after, start, turn, second, empty, **_
+) -> int:
     pairs = kept_pairs(q[2], k[2], before, after, start)
     return 2 * q[0] * q[1] * pairs * (q[3] + v[3])
 
 
 def backward_flops(
-    g, q, k, v, mask, keep, out, lse, scale, before, after, start, empty, **_
+    g, q, k, v, mask, keep, segment, out, lse, scale, before, after, start, turn, second, empty, **_
 ) -> int:
     """Two products of forward's kind and three more: the scores are computed again."""
     pairs = kept_pairs(q[2], k[2], before, after, start)

@@ -1,0 +1,150 @@
+"""Cuts attention into rectangles: a run of queries against a run of keys, of one sample or of all.
+
+Queries of a rank may lie in several runs of positions, keys that come from another rank as well,
+and a packed row holds several sequences. A rectangle has none of that: its queries and its keys
+follow each other and may see each other, so the kernels know it by one number, the position of
+its first query among its keys. What nobody sees has no rectangle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dcpc.attention.spec import Run, Sight
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Queries and keys that both follow each other.
+
+    Attributes:
+        samples: which samples.
+        queries: rows of the queries' tensor, with their positions.
+        keys: rows of the keys' tensor, with their positions.
+        sight: who sees whom; limits that hide nothing here are left out.
+        first: whether it is the first of its list with any of its queries.
+    """
+
+    samples: slice
+    queries: Run
+    keys: Run
+    sight: Sight
+    first: bool
+
+    @property
+    def rows(self) -> slice:
+        """Which rows of the queries' tensor these are."""
+        return slice(self.queries.at, self.queries.at + self.queries.length)
+
+    @property
+    def columns(self) -> slice:
+        """Which rows of the keys' tensor these are."""
+        return slice(self.keys.at, self.keys.at + self.keys.length)
+
+    @property
+    def positions(self) -> slice:
+        """Which of all keys these are."""
+        return slice(self.keys.position, self.keys.position + self.keys.length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """A run of rows of one sequence, None where rows are not packed."""
+
+    run: Run
+    id: int | None
+
+
+class Cut:
+    """Cuts one rank's queries against any runs of keys.
+
+    Args:
+        queries: the runs of queries.
+        sight: limits by position.
+        segment: `[b or 1, n]`, what sequence each position belongs to; None: all see each other.
+    """
+
+    def __init__(self, queries: Sequence[Run], sight: Sight, segment: Tensor | None) -> None:
+        self._sight = sight
+        self._samples = [slice(None)]
+        self._stretches: list[list[Run] | None] = [None]
+        self._ids: list[list[int]] = [[]]
+        if segment is not None:
+            if segment.shape[0] > 1:
+                self._samples = [slice(i, i + 1) for i in range(segment.shape[0])]
+            found = [_stretches(ids) for ids in segment]
+            self._stretches = [runs for runs, _ in found]
+            self._ids = [ids for _, ids in found]
+        self._queries = [list(self._cut(queries, i)) for i in range(len(self._samples))]
+
+    def against(self, keys: Sequence[Run]) -> list[Rectangle]:
+        """Returns the rectangles of all queries and some keys, those of a query in a row."""
+        found: list[Rectangle] = []
+        for i, samples in enumerate(self._samples):
+            by_id: dict[int | None, list[Run]] = defaultdict(list)
+            for stretch in self._cut(keys, i):
+                by_id[stretch.id].append(stretch.run)
+            for stretch in self._queries[i]:
+                first = True
+                for run in by_id.get(stretch.id, ()):
+                    rectangle = _trimmed(stretch.run, run, self._sight)
+                    if rectangle is not None:
+                        found.append(replace(rectangle, samples=samples, first=first))
+                        first = False
+        return found
+
+    def _cut(self, runs: Iterable[Run], sample: int) -> Iterator[_Stretch]:
+        stretches, ids = self._stretches[sample], self._ids[sample]
+        for run in runs:
+            if not run.length:
+                continue
+            if stretches is None:
+                yield _Stretch(run, None)
+                continue
+            for stretch, name in zip(stretches, ids, strict=True):
+                start = max(run.position, stretch.position)
+                stop = min(run.position + run.length, stretch.position + stretch.length)
+                if start < stop:
+                    yield _Stretch(Run(run.at + start - run.position, stop - start, start), name)
+
+
+def _stretches(ids: Tensor) -> tuple[list[Run], list[int]]:
+    names, counts = torch.unique_consecutive(ids, return_counts=True)
+    runs, position = [], 0
+    for count in counts.tolist():
+        runs.append(Run(position, count, position))
+        position += count
+    return runs, names.tolist()
+
+
+def _trimmed(queries: Run, keys: Run, sight: Sight) -> Rectangle | None:
+    """Returns what of the queries sees anything and what of the keys is seen, None if nothing."""
+    before, after = sight.before, sight.after
+    low, high = queries.position, queries.position + queries.length - 1
+    first, last = keys.position, keys.position + keys.length - 1
+    if after is not None:
+        low = max(low, first - after)
+    if before is not None:
+        high = min(high, last + before)
+    if low > high:
+        return None
+    if after is not None:
+        last = min(last, high + after)
+    if before is not None:
+        first = max(first, low - before)
+    if first > last:
+        return None
+    after = None if after is None or last <= low + after else after
+    before = None if before is None or first >= high - before else before
+    return Rectangle(
+        slice(None),
+        Run(queries.at + low - queries.position, high - low + 1, low),
+        Run(keys.at + first - keys.position, last - first + 1, first),
+        replace(sight, before=before, after=after, start=low - first, turn=None, second=0),
+        True,
+    )

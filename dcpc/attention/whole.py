@@ -1,0 +1,168 @@
+"""Attention whose keys are all here: by one call of a kernel where that can be."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dcpc.attention import blocks, cuda, flash
+from dcpc.attention.ids import Ids
+from dcpc.attention.kernels import kernel_name
+from dcpc.attention.partial import Backward, Forward, Operands
+from dcpc.attention.spec import (
+    Run,
+    Sight,
+    accumulated,
+    empty_gradient,
+    empty_outputs,
+    part_of,
+)
+
+# Fewer queries to a call of a fused kernel than this on average, and blocks are faster.
+SHORTEST = 16
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    segment: Tensor | None,
+    sight: Sight,
+) -> tuple[Tensor, Tensor]:
+    """Returns out `[b, h, s, e]` and logsumexp `[b, h, s]`."""
+    kernel = _kernel(q, v, mask, keep, segment, sight)
+    runs = sight.runs(q.shape[2])
+    if kernel != "blocks" and segment is not None:
+        given = _operands(q, k, keep, segment, sight)
+        if _long_enough(given, q):
+            state = Forward(given, q, v)
+            state.add(k, v, [Run(0, k.shape[2], 0)])
+            return state.finish()
+        kernel = "blocks"
+    if kernel == "blocks":
+        return blocks.forward(q, k, v, mask, keep, sight, ids_of(segment, q, sight))
+    if len(runs) == 1:
+        return _fused(kernel, q, k, v, mask, keep, sight.of(runs[0]))
+    out, lse = empty_outputs(q, v)
+    for run in runs:
+        rows = slice(run.at, run.at + run.length)
+        given_mask = part_of(mask, 2, rows)
+        found = _fused(kernel, q[:, :, rows], k, v, given_mask, keep, sight.of(run))
+        out[:, :, rows].copy_(found[0])
+        lse[:, :, rows].copy_(found[1])
+        del found
+    return out, lse
+
+
+def _fused(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    sight: Sight,
+) -> tuple[Tensor, Tensor]:
+    if kernel == "flash":
+        return flash.forward(q, k, v, mask, keep, sight)
+    if cuda.able(q, k, sight):
+        return cuda.forward(q, k, v, sight)
+    return blocks.forward(q, k, v, mask, keep, sight)
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    segment: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sight: Sight,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k and v, laid out (b, s, h, d)."""
+    kernel = _kernel(q, v, mask, keep, segment, sight)
+    runs = sight.runs(q.shape[2])
+    if kernel != "blocks" and segment is not None:
+        given = _operands(q, k, keep, segment, sight)
+        if _long_enough(given, q):
+            return _added_up(Backward(given, grad, q, out, lse), k, v)
+        kernel = "blocks"
+    if kernel == "blocks":
+        tensors = (grad, q, k, v, mask, keep, out, lse)
+        return blocks.backward(*tensors, sight, ids_of(segment, q, sight))[:3]
+    if len(runs) == 1:
+        return _fused_backward(kernel, (grad, q, k, v, out, lse), mask, keep, sight.of(runs[0]))
+    dq = empty_gradient(q)
+    dk, dv = (empty_gradient(x, accumulated(x.dtype)).zero_() for x in (k, v))
+    for run in runs:
+        rows = slice(run.at, run.at + run.length)
+        mine = [x[:, :, rows] for x in (grad, q, out, lse)]
+        one = _fused_backward(
+            kernel, (*mine[:2], k, v, *mine[2:]), part_of(mask, 2, rows), keep, sight.of(run)
+        )
+        dq[:, :, rows].copy_(one[0])
+        dk.add_(one[1])
+        dv.add_(one[2])
+        del one, mine
+    return dq, _as(k, dk), _as(v, dv)
+
+
+def _fused_backward(
+    kernel: str,
+    tensors: tuple[Tensor, ...],
+    mask: Tensor | None,
+    keep: Tensor | None,
+    sight: Sight,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, q, k, v, out, lse = tensors
+    if kernel == "flash":
+        return flash.backward(grad, q, k, v, mask, keep, out, lse, sight)
+    if cuda.able(q, k, sight):
+        return cuda.backward(grad, q, k, v, out, lse.contiguous(), sight)
+    return blocks.backward(grad, q, k, v, mask, keep, out, lse, sight)[:3]
+
+
+def _added_up(state: Backward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dk, dv = (empty_gradient(x, accumulated(x.dtype)).zero_() for x in (k, v))
+    state.add(k, v, [Run(0, k.shape[2], 0)], dk, dv)
+    return state.finish(), _as(k, dk), _as(v, dv)
+
+
+def _as(x: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a gradient in its tensor's precision."""
+    return gradient if gradient.dtype == x.dtype else empty_gradient(x).copy_(gradient)
+
+
+def _kernel(
+    q: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    segment: Tensor | None,
+    sight: Sight,
+) -> str:
+    return kernel_name(
+        q.device.type, q.shape[-1] == v.shape[-1], None if mask is None else mask.dtype,
+        keep is not None, sight.before, sight.after, sight.empty, segment is not None,
+    )  # fmt: skip
+
+
+def _operands(q: Tensor, k: Tensor, keep: Tensor | None, segment: Tensor, sight: Sight) -> Operands:
+    return Operands(None, keep, segment, sight, sight.runs(q.shape[2]), k.shape[2])
+
+
+def _long_enough(given: Operands, q: Tensor) -> bool:
+    rectangles = given.cut().against([Run(0, given.keys, 0)])
+    samples = 1 if given.segment is None else given.segment.shape[0]
+    return len(rectangles) <= samples * max(1, q.shape[2] // SHORTEST)
+
+
+def ids_of(segment: Tensor | None, q: Tensor, sight: Sight) -> Ids | None:
+    """Returns which sequences the queries q and all keys belong to, None where none are packed."""
+    if segment is None:
+        return None
+    return Ids(segment, sight.runs(q.shape[2]), [Run(0, segment.shape[1], 0)])
