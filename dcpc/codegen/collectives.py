@@ -51,7 +51,7 @@ def bind_group(name: str, group: dist.ProcessGroup) -> None:
     _groups[name] = group
 
 
-def _group(name: str) -> dist.ProcessGroup:
+def group_named(name: str) -> dist.ProcessGroup:
     group = _groups.get(name)
     if group is None:
         raise CodegenError(
@@ -107,12 +107,12 @@ def _exchange(
     packed = _pack(sends, like)
     received = like.new_empty(sum(receive_numels))
     send_numels = [s.numel() for s in sends]
-    dist.all_to_all_single(_wire(received), _wire(packed), receive_numels, send_numels, group=group)
+    dist.all_to_all_single(on_wire(received), on_wire(packed), receive_numels, send_numels, group=group)
     parts: tuple[Tensor, ...] = received.split(receive_numels)
     return parts
 
 
-def _wire(x: Tensor) -> Tensor:
+def on_wire(x: Tensor) -> Tensor:
     """Returns a dense tensor's elements as a backend takes them: booleans as bytes.
 
     On the CPU it is the same memory under another owner. Gloo's threads let go of what they sent
@@ -225,7 +225,7 @@ def all_gather(
     x: Tensor, dim: int, size: int, parent: int, shift: int, zigzag: bool, group: str
 ) -> Tensor:
     """Returns the whole dim from every rank's piece of it."""
-    pg = _group(group)
+    pg = group_named(group)
     p, rank = pg.size(), pg.rank()
     lengths = _lengths(size, parent, shift, zigzag, p)
     wire_log.add("all_gather", (p - 1) * x.numel() * x.element_size())
@@ -237,7 +237,7 @@ def all_gather(
         mine = x.new_zeros(_with_dim(x, dim, longest))
         mine.narrow(dim, 0, lengths[rank]).copy_(x)
     gathered = x.new_empty((p, *mine.shape))
-    dist.all_gather_into_tensor(_wire(gathered.view(-1)), _wire(mine.view(-1)), group=pg)
+    dist.all_gather_into_tensor(on_wire(gathered.view(-1)), on_wire(mine.view(-1)), group=pg)
     parts = [gathered[r].narrow(dim, 0, n) for r, n in enumerate(lengths)]
     return _gathered(parts, dim, size, parent, shift, zigzag)
 
@@ -261,7 +261,7 @@ def reduce_scatter(
     x: Tensor, dim: int, length: int, parent: int, shift: int, zigzag: bool, group: str
 ) -> Tensor:
     """Returns this rank's piece of the sum of all ranks' x; `length` is the piece's."""
-    pg = _group(group)
+    pg = group_named(group)
     p, rank = pg.size(), pg.rank()
     sends = _scattered(x, dim, parent, shift, zigzag, p)
     _log("reduce_scatter", sends, rank)
@@ -337,7 +337,7 @@ def all_to_all(
         scatter_zigzag: whether its pieces are zigzag.
         group: name of the process group.
     """
-    pg = _group(group)
+    pg = group_named(group)
     p, rank = pg.size(), pg.rank()
     gathers = _lengths(gather_size, gather_parent, gather_shift, gather_zigzag, p)
     sends = _scattered(x, scatter_dim, scatter_parent, scatter_shift, scatter_zigzag, p)
@@ -395,11 +395,11 @@ all_to_all.register_autograd(_a2a_backward, setup_context=_a2a_context)
 @torch.library.custom_op("dcpc::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, group: str) -> Tensor:
     """Returns the sum of all ranks' x."""
-    pg = _group(group)
+    pg = group_named(group)
     out = x.clone(memory_format=torch.contiguous_format)
     p = pg.size()
     wire_log.add("all_reduce", 2 * out.numel() * out.element_size() * (p - 1) // p)
-    dist.all_reduce(_wire(out), group=pg)
+    dist.all_reduce(on_wire(out), group=pg)
     return out
 
 
