@@ -1,8 +1,8 @@
 """Collectives as PyTorch ops with autograd, for pieces whose sizes differ by one (or by a cut end).
 
 Each op's backward is its linear transpose: all-gather <-> reduce-scatter, all-to-all <-> all-to-all
-with the dims swapped, narrow <-> widen, all-reduce <-> all-reduce. A piece is described by its size,
-parent, shift and whether it is zigzag: see `pieces.py`. What is whole is always in order.
+with the dims swapped, narrow <-> widen, all-reduce <-> all-reduce. A piece is described by its
+size, parent, shift and whether it is zigzag: see `pieces.py`. What is whole is always in order.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def bind_group(name: str, group: dist.ProcessGroup) -> None:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
+    """Returns the process group that compiled graphs call by this name."""
     group = _groups.get(name)
     if group is None:
         raise CodegenError(
@@ -107,7 +108,9 @@ def _exchange(
     packed = _pack(sends, like)
     received = like.new_empty(sum(receive_numels))
     send_numels = [s.numel() for s in sends]
-    dist.all_to_all_single(on_wire(received), on_wire(packed), receive_numels, send_numels, group=group)
+    dist.all_to_all_single(
+        on_wire(received), on_wire(packed), receive_numels, send_numels, group=group
+    )
     parts: tuple[Tensor, ...] = received.split(receive_numels)
     return parts
 
@@ -250,9 +253,7 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 @all_gather.register_fake
-def _(
-    x: Tensor, dim: int, size: int, parent: int, shift: int, zigzag: bool, group: str
-) -> Tensor:
+def _(x: Tensor, dim: int, size: int, parent: int, shift: int, zigzag: bool, group: str) -> Tensor:
     return x.new_empty(_with_dim(x, dim, size))
 
 
