@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from math import inf, prod
+from math import inf, lcm, prod
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -81,6 +81,8 @@ class Oracle:
         size = next(f for f in split if f.key == alternative.factor).size
         if alternative.nonempty and not (size.is_Integer and size >= self.sp):
             return False
+        if alternative.across and (self.sp % alternative.across or self.sp == alternative.across):
+            return False
         return self.sp > 1 and int(size.subs(self.dims)) > 1
 
     def change(self, name: str, have: Label, want: Label) -> float:
@@ -129,10 +131,39 @@ class Oracle:
                     flops *= self.label_share(t, lab)
                     break
         seconds = max(moved / rates.bytes_per_s, flops / rates.flops_per_s) + rates.overhead_s
-        if not self.program.info[name].requires_grad:
+        grad = self.program.info[name].requires_grad
+        if alternative.across:
+            held = self.bytes(name) * self.label_share(name, alternative.output)
+            kept_s = grad * held * rates.held_s_per_byte
+            return seconds * (3 if grad else 1) + self.ring(name, alternative) + kept_s
+        if not grad:
             return seconds
         held = self.bytes(name) * self.label_share(name, alternative.output)
         return 3 * seconds + held * rates.held_s_per_byte
+
+    def ring(self, name: str, alternative: Alternative) -> float:
+        """Seconds of what attention sends by itself, nothing of it hidden behind its work."""
+        ring = self.sharding.rules[name].ring
+        assert ring is not None
+        a, rates, size = alternative.across, self.rates, self.program.info[name].dtype.itemsize
+        grad = self.program.info[name].requires_grad
+        tensors = list(zip(self.operands[name], alternative.operands, strict=True))
+        repeats = lcm(ring.heads[1], a) // ring.heads[1]
+        turned = repeats * sum(
+            self.bytes(t) * self.label_share(t, at) for t, at in (tensors[i] for i in ring.rotated)
+        )
+        steps = self.sp // a
+        seconds = (steps - 1) * (rates.link_latency_s + turned / rates.link_bytes_per_s)
+        if grad:
+            wide = turned * max(1, 4 // size) / rates.link_bytes_per_s
+            seconds = 2 * seconds + steps * (rates.link_latency_s + wide)
+        if a > 1:
+            ends = (tensors[0], (name, alternative.output))
+            moved = turned + sum(self.bytes(t) * self.label_share(t, at) for t, at in ends)
+            sent = moved * (a - 1) / a / rates.link_bytes_per_s
+            swaps = 4 * rates.link_latency_s + sent + 4 * moved / rates.bytes_per_s
+            seconds += swaps * (2 if grad else 1)
+        return seconds
 
     def cost(self, placement: Mapping[str, NodePlacement | Alternative]) -> float:
         """Returns the seconds of a placement: every changed value paid once."""
@@ -142,7 +173,8 @@ class Oracle:
             match = [
                 a
                 for a in self.sharding.alternatives[name]
-                if (a.operands, a.output, a.name) == (chosen.operands, chosen.output, chosen.name)
+                if (a.operands, a.output, a.name, max(a.across, 1))
+                == (chosen.operands, chosen.output, chosen.name, max(chosen.across, 1))
             ]
             assert any(self.usable(name, a) for a in match), f"{name} cannot be {chosen}"
             total += self.compute(name, match[0])

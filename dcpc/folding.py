@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from dcpc.ir import Fold, NodePlacement, Placement, Program
+from dcpc.passes.placement import zigzag
 from dcpc.passes.sharding import Sharding
 from dcpc.repeats import aligned, repeated_runs
 
@@ -61,6 +62,7 @@ class Folded:
             factors=sharding.factors,
             parents=sharding.parents,
             graph_hash=whole.graph_hash,
+            zigzag=zigzag(nodes, sharding),
         )
 
     def agrees(self, whole: Sharding, small: Sharding) -> bool:

@@ -82,7 +82,7 @@ def _scattered(
     """Returns each rank's piece of a whole dim; memory of x where a piece is one run."""
     size = x.shape[dim]
     if not zigzag:
-        return x.split(_lengths(size, parent, shift, False, p), dim)
+        return tuple(torch.split(x, _lengths(size, parent, shift, False, p), dim))
     pieces = (runs(size, parent, shift, p, r, zigzag) for r in range(p))
     return tuple(torch.cat([x.narrow(dim, *run) for run in mine], dim) for mine in pieces)
 

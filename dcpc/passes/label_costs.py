@@ -37,6 +37,9 @@ class Rates:
         held_s_per_byte: price of a byte of an activation that a rank keeps for backward. Zero asks
             for the least time alone, which at short lengths or over slow links is to replicate
             everything; a group is formed to split memory.
+        overlaps: whether a ring sends its next keys while it computes with these.
+        near_ranks: ranks that `near_bytes_per_s` joins; 0: one link for all.
+        near_bytes_per_s: what one rank sends to such near ones.
     """
 
     flops_per_s: float
@@ -45,6 +48,13 @@ class Rates:
     link_latency_s: float
     overhead_s: float
     held_s_per_byte: float = 0.0
+    overlaps: bool = False
+    near_ranks: int = 0
+    near_bytes_per_s: float = 0.0
+
+    def swap_bytes_per_s(self, ranks: int) -> float:
+        """Returns what one rank sends to the others of so many consecutive ones."""
+        return self.near_bytes_per_s if ranks <= self.near_ranks else self.link_bytes_per_s
 
 
 class Kind(IntEnum):
@@ -83,6 +93,25 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Rotation:
+    """What a ring sends: keys and values forward, and their gradients backward.
+
+    Attributes:
+        rotated: (value, share) of keys and of values.
+        swapped: (value, share) of what changes between rows and heads beside these.
+        across: ranks that share one piece of the rows.
+        repeats: how often a key head is there, so that `across` divides them.
+        wider: bytes of an element of a gradient that goes round, in those of a key's.
+    """
+
+    rotated: tuple[tuple[int, int], ...]
+    swapped: tuple[tuple[int, int], ...]
+    across: int
+    repeats: int
+    wider: int
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What the fullest rank does for one node.
 
@@ -92,6 +121,7 @@ class Work:
         part: part of that product that is really computed.
         share: catalogue index of the share of it that is this rank's.
         backward: whether there is a backward, of twice the time.
+        rotation: what it sends by itself.
     """
 
     moved: tuple[tuple[int, int], ...]
@@ -99,6 +129,7 @@ class Work:
     part: float
     share: int
     backward: bool
+    rotation: Rotation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +198,7 @@ class Catalogue:
         )
         return Prices(
             self._changes_s(values_bytes, shares, sp, rates),
-            self._works_s(values_bytes, numbers, shares, rates),
+            self._works_s(values_bytes, numbers, shares, sp, rates),
         )
 
     def _changes_s(self, values_bytes: Costs, shares: Costs, sp: int, rates: Rates) -> Costs:
@@ -198,7 +229,7 @@ class Catalogue:
         return seconds
 
     def _works_s(
-        self, values_bytes: Costs, numbers: Costs, shares: Costs, rates: Rates
+        self, values_bytes: Costs, numbers: Costs, shares: Costs, sp: int, rates: Rates
     ) -> Costs:
         if not self._works:
             return np.zeros(1)
@@ -215,10 +246,56 @@ class Catalogue:
         backward = np.array([w.backward for w in self._works])
         made = moved[np.append(starts[1:], len(moved)) - 1]  # the last tensor is the output
         held = values_bytes[made[:, 0]] * shares[made[:, 1]] * rates.held_s_per_byte
-        seconds = (seconds + rates.overhead_s) * np.where(backward, 3.0, 1.0)
+        once = seconds + rates.overhead_s
+        seconds = once * np.where(backward, 3.0, 1.0)
+        for i, work in enumerate(self._works):
+            if work.rotation is not None:
+                pieces = values_bytes, shares
+                seconds[i] = _ring_s(work.rotation, once[i], work.backward, pieces, sp, rates)
         seconds = seconds + np.where(backward, held, 0.0)
         result: Costs = np.concatenate([[0.0], seconds])
         return result
+
+
+def _ring_s(
+    ring: Rotation,
+    compute_s: float,
+    backward: bool,
+    pieces: tuple[Costs, Costs],
+    sp: int,
+    rates: Rates,
+) -> float:
+    """Returns the seconds of attention whose keys and values go round, with what it sends.
+
+    Args:
+        ring: what goes round.
+        compute_s: of forward; backward is twice as much.
+        backward: whether there is one.
+        pieces: bytes of every value, and every share.
+        sp: ranks of the group.
+        rates: the machine.
+    """
+    if sp % ring.across or sp == ring.across:
+        return np.inf
+    values_bytes, shares = pieces
+    steps = sp // ring.across
+    turned = ring.repeats * sum(float(values_bytes[v] * shares[s]) for v, s in ring.rotated)
+    step_s = rates.link_latency_s + turned / rates.link_bytes_per_s
+    wide_s = rates.link_latency_s + turned * ring.wider / rates.link_bytes_per_s
+
+    def both(compute_s: float, sent_s: float) -> float:
+        return max(compute_s, sent_s) if rates.overlaps else compute_s + sent_s
+
+    total = both(compute_s, (steps - 1) * step_s)
+    if backward:
+        total += both(2 * compute_s, (steps - 1) * step_s + steps * wide_s)
+    if ring.across > 1:
+        moved = turned + sum(float(values_bytes[v] * shares[s]) for v, s in ring.swapped)
+        away = (ring.across - 1) / ring.across / rates.swap_bytes_per_s(ring.across)
+        count = len(ring.rotated) + len(ring.swapped)
+        swap_s = count * rates.link_latency_s + moved * (away + 4 / rates.bytes_per_s)
+        total += swap_s * (1 + backward)
+    return total
 
 
 def _fullest(size: float, parent: float, shift: int, sp: int) -> float:

@@ -62,7 +62,8 @@ def place(
     for name, label, states in zip(model.names, solution.labels, graph.classes, strict=False):
         if name in sharding.alternatives:
             chosen = sharding.alternatives[name][graph.options[states][label]]
-            nodes[name] = NodePlacement(chosen.operands, chosen.output, chosen.name)
+            across = max(chosen.across, 1)
+            nodes[name] = NodePlacement(chosen.operands, chosen.output, chosen.name, across)
     return Placement(
         sp=sp,
         nodes=nodes,
@@ -71,7 +72,29 @@ def place(
         cost_s=solution.cost,
         width=solution.width,
         graph_hash=program.graph_hash,
+        zigzag=zigzag(nodes, sharding),
     )
+
+
+def zigzag(nodes: Mapping[str, NodePlacement], sharding: Sharding) -> frozenset[int]:
+    """Returns the factors of which each rank gets a chunk from either end.
+
+    Those of queries that see the keys before them: in order, the last rank would have nearly twice
+    the work of the mean.
+
+    Args:
+        nodes: the alternatives that were chosen.
+        sharding: of the program.
+    """
+    found = set()
+    for name, rule in sharding.rules.items():
+        chosen = nodes.get(name)
+        if chosen is None or not rule.later or chosen.name not in (rule.later, "ring"):
+            continue
+        if chosen.output.index == 0:
+            factor = sharding.factors[name][chosen.output.dim][0]
+            found.add(factor.key if factor.parent < 0 else factor.parent)
+    return frozenset(found)
 
 
 def _network(

@@ -6,11 +6,13 @@ Nodes that can do the same at the same cost, as those of repeated layers, are on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 from torch import fx
 
 from dcpc.ir import Factor, Label, Program, call_of, is_tuple, tensor_operands
-from dcpc.passes.label_costs import NO_WORK, WHOLE, Catalogue, Costs, Work
+from dcpc.passes.label_costs import NO_WORK, WHOLE, Catalogue, Costs, Rotation, Work
+from dcpc.passes.rule_types import Ring
 from dcpc.passes.sharding import Alternative, Sharding
 from dcpc.passes.state_graph import (
     FIRST_SHARDED,
@@ -22,6 +24,7 @@ from dcpc.passes.state_graph import (
     Option,
     StateGraph,
     build_graph,
+    is_ring,
 )
 
 
@@ -35,6 +38,14 @@ def _unplaced(operands: int) -> NodeKind:
     """The kind of a node whose result is no tensor: it takes its operands whole."""
     option = Option((REPLICATED,) * operands, REPLICATED, NO_WORK, WHOLE, -1)
     return NodeKind(0, (), False, False, False, (option,))
+
+
+def _rotation(ring: Ring, across: int, moved: Sequence[tuple[int, int]], wider: int) -> Rotation:
+    """What a ring sends, of what its operands and output are."""
+    rotated = tuple(moved[i] for i in ring.rotated)
+    swapped = (moved[0], moved[-1]) if across > 1 else ()
+    key_heads = ring.heads[1]
+    return Rotation(rotated, swapped, across, lcm(key_heads, across) // key_heads, wider)
 
 
 class PlacementModel:
@@ -148,11 +159,18 @@ class PlacementModel:
                 )
                 part = rule.work.get(alternative.name, rule.work.get("", 1.0)) if sizes else 0.0
                 piece = split if sizes else WHOLE
-                work = self.catalogue.work(Work(moved, sizes, part, piece, grad))
-            options.append(
-                Option(tuple(codes[:-1]), codes[-1], work, split, self._need(alternative))
-            )
+                turned = None
+                if alternative.across and rule.ring is not None:
+                    turned = _rotation(rule.ring, alternative.across, moved, self._wider(name))
+                work = self.catalogue.work(Work(moved, sizes, part, piece, grad, turned))
+            least, across = self._need(alternative), alternative.across
+            options.append(Option(tuple(codes[:-1]), codes[-1], work, split, least, across))
         return tuple(options)
+
+    def _wider(self, name: str) -> int:
+        """Bytes of an element of a gradient that is added up, in those of the value's."""
+        size = self.program.info[name].dtype.itemsize
+        return max(1, 4 // size)
 
     def _need(self, alternative: Alternative) -> int:
         return self._least.get(alternative.factor, 0) if alternative.nonempty else -1
@@ -166,7 +184,9 @@ class PlacementModel:
         """
         splits = tuple((shares < 1.0).tolist())
         least = {o.least for kind in self._kind_list for o in kind.options}
-        key = (sp == 1, splits, tuple(sorted(n for n in least if n < 0 or n >= sp)))
+        rings = {o.across for kind in self._kind_list for o in kind.options}
+        usable = tuple(sorted(a for a in rings if is_ring(a, sp)))
+        key = (sp == 1, splits, tuple(sorted(n for n in least if n < 0 or n >= sp)), usable)
         if key not in self._graphs:
             self._graphs[key] = build_graph(
                 self._nodes, self._kind_list, self.catalogue, splits, sp

@@ -17,6 +17,25 @@ Linear = Literal["none", "one", "all", "first"]
 
 
 @dataclass(frozen=True, slots=True)
+class Ring:
+    """How attention runs with queries and keys both split: keys and values go round the ranks.
+
+    Attributes:
+        operands: name that each operand is split along, "" where every rank has all of it.
+        output: name that the output is split along.
+        rotated: positions of the operands that go round.
+        heads: how many query heads and key heads there are.
+        across: how many ranks may share one piece of the rows, each with a part of the heads.
+    """
+
+    operands: tuple[str, ...]
+    output: str
+    rotated: tuple[int, ...]
+    heads: tuple[int, int]
+    across: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OpSharding:
     """One node's rule, in names that are the node's own.
 
@@ -37,6 +56,8 @@ class OpSharding:
             elements moved.
         work: part of that product that is really computed when a name is sharded, or "" for all
             other ways (causal attention: 1/2, but all of it where the queries are sharded).
+        ring: how it runs with two names split at once; None: it cannot.
+        later: name whose later elements are more work (queries that see the keys before them).
         is_view: whether the output is the operand's memory.
         nonempty: names of which every rank needs an element: the op's kernels refuse empty tensors.
         reason: why everything is replicated, "" where a rule applies.
@@ -52,6 +73,8 @@ class OpSharding:
     slices: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     multiplies: bool = False
     work: Mapping[str, float] = field(default_factory=dict)
+    ring: Ring | None = None
+    later: str = ""
     is_view: bool = False
     nonempty: frozenset[str] = frozenset()
     reason: str = ""

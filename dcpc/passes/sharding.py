@@ -25,6 +25,8 @@ class Alternative:
         factor: key of the factor each rank has a piece of, -1 where each does all the work.
         name: that factor's name in the op's rule, "" where there is none.
         nonempty: whether every rank needs an element of the factor.
+        across: ranks that share one piece of the rows, each with a part of the heads, where keys
+            and values go round; 0: they do not.
     """
 
     operands: tuple[Label, ...]
@@ -32,6 +34,7 @@ class Alternative:
     factor: int
     name: str = ""
     nonempty: bool = False
+    across: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,7 @@ def _alternatives(
         where = [_positions(table, t, n, names[node.name]) for t, n in known]
         for name in rule.sizes:
             found += _shard(table, rule, name, names[node.name], where, slices)
+        found += _rings(table, rule, names[node.name], where)
         found += _partial(rule, len(operands))
         result[node.name] = tuple(dict.fromkeys(found))
     return result
@@ -217,6 +221,30 @@ def _shard(
         nonempty = name in rule.nonempty
         found.append(Alternative(tuple(labels[:-1]), output, key, name, nonempty))
     return found
+
+
+def _rings(
+    table: FactorTable,
+    rule: OpSharding,
+    keys: Mapping[str, int],
+    where: list[dict[str, tuple[int, int]]],
+) -> list[Alternative]:
+    """The alternatives in which keys and values go round: split along the outer factor of rows."""
+    if rule.ring is None:
+        return []
+    split = (*rule.ring.operands, rule.ring.output)
+    if any(name and name not in of for name, of in zip(split, where, strict=True)):
+        return []
+    if any(len(table.atoms([keys[name]])) > 1 for name in split if name):
+        return []
+    labels = [
+        Label(*of[name]) if name else REPLICATED for name, of in zip(split, where, strict=True)
+    ]
+    factor = table.atoms([keys[rule.ring.output]])[0]
+    return [
+        Alternative(tuple(labels[:-1]), labels[-1], factor, "ring", across=across)
+        for across in rule.ring.across
+    ]
 
 
 def _partial(rule: OpSharding, operands: int) -> list[Alternative]:

@@ -59,6 +59,7 @@ class Option(NamedTuple):
         split: catalogue index of the share it splits the work into, WHOLE where it does not.
         least: elements of the split factor, where each rank needs one (0: not known before the
             variant runs); -1 where none does.
+        across: ranks that share one piece of the rows of a ring; 0: it is none.
     """
 
     operands: tuple[int, ...]
@@ -66,6 +67,7 @@ class Option(NamedTuple):
     work: int
     split: int
     least: int
+    across: int = 0
 
 
 class NodeKind(NamedTuple):
@@ -156,6 +158,11 @@ class StateGraph:
     edges: list[tuple[int, int, int]]
     tables: Indices
     shapes: list[tuple[int, int, int]]
+
+
+def is_ring(across: int, sp: int) -> bool:
+    """Returns whether keys and values can go round groups of `across` of `sp` ranks."""
+    return across > 0 and sp % across == 0 and sp > across
 
 
 # (usable kind, (usable kind, operand position) of each consumer): nodes that agree in it are alike
@@ -267,6 +274,7 @@ class _Builder:
             if (
                 (i == 0 or option.split == WHOLE or self.splits[option.split])
                 and (option.least < 0 or option.least >= self.sp)
+                and (not option.across or is_ring(option.across, self.sp))
                 and all(made or want != PARTIAL for want, made in wanted)
             ):
                 yield i

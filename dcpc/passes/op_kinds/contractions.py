@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from sympy import divisors
+
 from dcpc.passes.factors import quotient
 from dcpc.passes.op_kinds.call import (
     Call,
@@ -15,7 +17,7 @@ from dcpc.passes.op_kinds.call import (
     own,
     unrelated,
 )
-from dcpc.passes.rule_types import Names, OpSharding
+from dcpc.passes.rule_types import Names, OpSharding, Ring
 
 
 def matmul(call: Call) -> OpSharding:
@@ -179,7 +181,7 @@ def embedding(call: Call) -> OpSharding:
 
 
 def attention(call: Call) -> OpSharding:
-    """dcpc::attention: batch, heads and queries are free; keys are whole.
+    """dcpc::attention: batch, heads and queries are free; keys are whole, or go round.
 
     With grouped queries a head dim is (key/value head, query in its group).
     """
@@ -207,8 +209,29 @@ def attention(call: Call) -> OpSharding:
     by_key = [masks.pop() for _ in given]
     operands += [broadcast((*output[:-1], one("s")), mask.shape) for mask in masks]
     operands += [broadcast((one("b"), one("s")), x.shape) for x in reversed(by_key)]
-    work = {"": 0.5, "q": 1.0} if call.args["after"] is not None else {}
+    # Half of the pairs, by any piece: where later queries see more, pieces are zigzag.
+    work = {"": 0.5} if call.args["after"] is not None else {}
+    later = "q" if call.args["after"] is not None and call.args["before"] is None else ""
     return OpSharding(
         tuple(operands), output, sizes, whole=frozenset({"s", "d", "e"} & sizes.keys()),
-        multiplies=True, work=work,
+        multiplies=True, work=work, later=later, ring=None and _ring(call, sizes, len(masks)),
     )  # fmt: skip
+
+
+def _ring(call: Call, sizes: Sizes, masks: int) -> Ring | None:
+    """Returns how keys and values go round, None where they cannot.
+
+    A mask's gradient is the sum of all ranks', and of one key (or query) there are no pieces.
+    """
+    q, k = (o.shape for o in call.operands[:2])
+    if not {"q", "s"} <= sizes.keys() or any(o.requires_grad for o in call.operands[3:]):
+        return None
+    given = [o.shape for o in call.operands[3 : 3 + masks]]
+    rows = ["q" if shape[-2] != 1 else "" for shape in given]
+    others = [""] * (len(call.operands) - 3 - masks)
+    across = [1]
+    if q[1].is_Integer and k[1].is_Integer and not given:
+        across += divisors(int(q[1]))[1:]
+    heads = (int(q[1]), int(k[1])) if len(across) > 1 else (1, 1)
+    operands = ("q", "s", "s", *rows, *others)
+    return Ring(operands, "q", (1, 2), heads, tuple(across))
