@@ -117,9 +117,9 @@ def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.No
 
 # ---------------------------------------------------------------------------------------- masks
 
-# Which keys anybody sees, or which sequence a position is of, as an expression of tensors by (sample, key): `("get", name, fixed dims
-# and their positions, dim of the sample or -1, dim of the key or -1)`, or an op and its arguments,
-# each another expression or a number.
+# Which keys anybody sees, or which sequence a position is of, as an expression of tensors by
+# (sample, key): `("get", name, fixed dims and their positions, dim of the sample or -1, dim of the
+# key or -1)`, or an op and its arguments, each another expression or a number.
 Recipe = tuple[object, ...]
 
 
@@ -154,6 +154,21 @@ class MaskPlan:
 
     decisions: Mapping[str, MaskDecision]
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packable:
+    """Whether a row of a model's inputs may hold several sequences, and by what it knows them.
+
+    Attributes:
+        marks: inputs that its attentions tell the sequences of a row apart by.
+        dropped: input -> elements at the beginning of a row that the loss does not depend on.
+        reason: why sequences of one row would not be as they are alone; "" where they are.
+    """
+
+    marks: tuple[str, ...]
+    dropped: Mapping[str, int]
+    reason: str = ""
 
 
 # ------------------------------------------------------------------------------------ placement

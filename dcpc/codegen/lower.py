@@ -439,11 +439,15 @@ class _Lowering:
         return self.graph.call_function(torch.ops.dcpc.narrow.default, args)
 
     def attention(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-        """Attention of a piece of the queries, some keys hidden by position: where it starts."""
+        """Attention of a piece of the queries, some keys hidden by position: where it starts.
+
+        So it is for those of other sequences: what a query's is is looked up at its position.
+        """
         chosen = self.placement.nodes[node.name]
         given = {k: node.kwargs.get(k) for k in ("before", "after")}
         band = {k: v for k, v in given.items() if isinstance(v, int)}
-        if chosen.name != "q" or not band:
+        packed = len(node.args) > 5 and node.args[5] is not None
+        if chosen.name != "q" or not (band or packed):
             return None
         factor, factors = self.factor(node.name, chosen.output), self.placement.factors[node.name]
         outer, *inner = factors[chosen.output.dim]
@@ -482,7 +486,11 @@ class _Lowering:
             mask = call(aten.logical_and.default, (mask, near))
         mask = call(aten.unsqueeze.default, (call(aten.unsqueeze.default, (mask, 0)), 0))
         copied = self._copy(node, operands)
-        args: list[Any] = [*copied.args, None, None][:5]
+        args: list[Any] = [*copied.args, None, None]
+        if len(copied.args) > 5 and copied.args[5] is not None:
+            with self.graph.inserting_before(copied):
+                mask = self._same_segment(mask, copied.args[5], rows)
+        args = args[:5]
         if args[3] is not None:
             given = args[3]
             truth = self.program.info[operands_name(node, 3)].dtype == torch.bool
@@ -495,6 +503,14 @@ class _Lowering:
         copied.kwargs = {k: v for k, v in copied.kwargs.items() if k not in band}
         return copied
 
+    def _same_segment(self, mask: fx.Node, segment: Any, rows: fx.Node) -> fx.Node:
+        """A mask [1, 1, rows, keys] that hides other sequences, too: [b or 1, 1, rows, keys]."""
+        call = self.graph.call_function
+        own = call(aten.index_select.default, (segment, 1, self._reshape(rows, [-1])))
+        own = call(aten.unsqueeze.default, (call(aten.unsqueeze.default, (own, 1)), 3))
+        keys = call(aten.unsqueeze.default, (call(aten.unsqueeze.default, (segment, 1)), 2))
+        same = call(aten.eq.Tensor, (own, keys))
+        return call(aten.logical_and.default, (mask, same))
 
     def grouped(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
         """Convolution and norm in groups: of a piece of them a rank has so many."""

@@ -39,11 +39,13 @@ def apply_masks(program: Program, plan: MaskPlan) -> Program:
     for name, decision in plan.decisions.items():
         node = applied.nodes[name]
         keep = None if decision.keep is None else applied.keep(node, decision.keep)
+        segment = None if decision.segment is None else applied.value(node, decision.segment)
         limits = {"before": decision.before, "after": decision.after}
         kwargs = {k: v for k, v in node.kwargs.items() if k not in limits}
         kwargs |= {k: v for k, v in limits.items() if v is not None}
         kwargs |= {"empty": decision.empty} if decision.empty else {}
-        node.args = (*node.args[:3], *([] if keep is None else [None, keep]))
+        operands = [None, keep, segment] if segment else [None, keep] if keep else []
+        node.args = (*node.args[:3], *operands)
         node.kwargs = kwargs
     graph = applied.graph
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
@@ -68,12 +70,20 @@ class _Applied:
 
     def keep(self, before: fx.Node, recipe: Recipe) -> fx.Node:
         """Returns which keys anybody sees, `[batch or 1, keys]`, made once for all attentions."""
+        found = self.value(before, recipe)
+        if self.info[found.name].dtype == torch.bool:
+            return found
+        truth = ("truth", recipe)
+        if truth not in self.made:
+            with self.graph.inserting_before(before):
+                self.made[truth] = self._call(aten.ne.Scalar, found, 0)
+        return self.made[truth]
+
+    def value(self, before: fx.Node, recipe: Recipe) -> fx.Node:
+        """Returns an expression by (sample, key), `[batch or 1, keys]`, made once for all."""
         if recipe not in self.made:
             with self.graph.inserting_before(before):
-                found: fx.Node = self._emit(recipe)
-                if self.info[found.name].dtype != torch.bool:
-                    found = self._call(aten.ne.Scalar, found, 0)
-            self.made[recipe] = found
+                self.made[recipe] = self._emit(recipe)
         return self.made[recipe]
 
     def _emit(self, recipe: Any) -> Any:

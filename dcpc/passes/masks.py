@@ -5,9 +5,10 @@ is mostly "keys at most here, at least there, and no padding", which `dcpc::atte
 positions and a truth value a key. The element (b, h, i, j) of a mask is read off the graph as an
 expression (`mask_graph.py`) and normalised here to
 
-    j <= i + after  and  j >= i - before  and  keep[b, j]
+    j <= i + after  and  j >= i - before  and  keep[b, j]  and  segment[b, i] == segment[b, j]
 
-or left as it is, with the reason in the report.
+or left as it is, with the reason in the report. The last of them is of sequences packed in one row
+(`segments.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dcpc.passes.mask_values import (
     negation,
     truth_of,
 )
+from dcpc.passes.segments import segment_of, within
 
 # A number added to a score that leaves nothing of its weight: e to the power of it is 0.
 LOW = -1e4
@@ -53,6 +55,7 @@ class _Band:
     before: int | None = None
     after: int | None = None
     keep: Recipe | None = None
+    segment: Recipe | None = None
 
     def limit(self, before: int | None = None, after: int | None = None) -> None:
         """Adds a limit."""
@@ -133,6 +136,7 @@ class _Mask:
         else:
             seen, lows = self._seen(value)
         band = _Band()
+        seen, band.segment = self._without_segment(seen)
         for part in seen.members if seen.kind == "all" else (seen,):
             self._take(part, band)
         given = self.node.kwargs.get("after")
@@ -140,7 +144,21 @@ class _Mask:
             band.limit(after=given)
         if band.keep is not None and not any(get[4] >= 0 for get in _gets(band.keep)):
             raise _RefusedError("it hides all keys of a sample or none")
-        return MaskDecision(band.before, band.after, band.keep, self._empty(band, lows))
+        empty = self._empty(band, lows)
+        return MaskDecision(band.before, band.after, band.keep, empty, band.segment)
+
+    def _without_segment(self, seen: Truth) -> tuple[Truth, Recipe | None]:
+        """What a mask says of queries and keys of one sequence; which these are, None: one only."""
+        parts = seen.members if seen.kind == "all" else (seen,)
+        found = [segment_of(self.program, part) for part in parts]
+        segment = next((s for s in found if s is not None), None)
+        if segment is None:
+            return seen, None
+        if self.sizes["i"] != self.sizes["j"]:
+            raise _RefusedError("it compares sequences of queries and keys of different lengths")
+        rest = [p for p, own in zip(parts, found, strict=True) if own != segment]
+        recipe: Recipe = self._looked_up(segment)
+        return both(*(within(self.reader, segment, part) for part in rest)), recipe
 
     # ------------------------------------------------------------------------- numbers to truth
 
@@ -191,6 +209,8 @@ class _Mask:
         if band.keep is not None:
             return False
         before, after = band.before, band.after
+        if band.segment is not None:  # its own key is of its own sequence
+            return (after is None or after >= 0) and (before is None or before >= 0)
         own = self.sizes["i"] == self.sizes["j"] and (before is None or before >= 0)
         return (after is None or after >= 0) and (before is None or own)
 

@@ -22,6 +22,7 @@ from tests.multirank.launch import run_ranks
 INPUTS = {"x": "float64[batch, seq, 8]", "keep": "bool[batch, seq]", "ids": "int64[batch, seq]"}
 BUCKETS = dcpc.Buckets(inputs=INPUTS, sizes=[{"seq": 12}, {"seq": 41}])
 KEEP = ("get", "args_1", (), 0, 1)
+IDS = ("get", "args_2", (), 0, 1)
 LOW = torch.finfo(torch.float64).min
 
 
@@ -64,8 +65,48 @@ def low_and_causal(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
     return torch.where(c <= r, 0.0, -1e9).double().expand(keep.shape[0], 1, -1, -1)
 
 
-def hit(before: int | None, after: int | None, keep: object = None, empty: str = "") -> object:
-    return MaskDecision(before, after, keep, empty)
+def same_document(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c <= r) & (ids[:, None, :, None] == ids[:, None, None, :])
+
+
+def documents_and_padding(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    same = ids[:, None, :, None] - ids[:, None, None, :] == 0
+    return same & (ids != 0)[:, None, :, None]
+
+
+def documents_and_kept_keys(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return keep[:, None, None] & ~(ids[:, None, :, None] != ids[:, None, None, :]) & (c >= r - 4)
+
+
+def documents_of_numbers(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    seen = same_document(r, c, keep, ids)
+    return torch.where(seen, torch.zeros((), dtype=torch.float64), LOW)
+
+
+def ends(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    """Sequences end at a token; they are found by counting these in the graph."""
+    count = (ids == 1).cumsum(-1)
+    return (c <= r) & (count[:, None, :, None] == count[:, None, None])
+
+
+def restarts(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    """As transformers' masking_utils: counts where positions do not go on, and compares these."""
+    steps = torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1)
+    count = (steps != 1).cumsum(-1)
+    row = torch.arange(ids.shape[0])[:, None, None, None]
+    i, j = r[None, None], c[None, None]
+    close = (ids[row, j] <= ids[row, i]) & (ids[row, j] > ids[row, i] - 3)
+    return close & (count[row, i] == count[row, j])
+
+
+def hit(
+    before: int | None,
+    after: int | None,
+    keep: object = None,
+    empty: str = "",
+    segment: object = None,
+) -> object:
+    return MaskDecision(before, after, keep, empty, segment)
 
 
 HITS = {
@@ -78,6 +119,12 @@ HITS = {
     padding_of_ids: hit(None, 0, ("and", ("ne", ("get", "args_2", (), 0, 1), 0), KEEP)),
     lowest: hit(None, 0, KEEP, "mean"),
     low_and_causal: hit(None, 0),
+    same_document: hit(None, 0, segment=IDS),
+    documents_and_padding: hit(None, None, ("ne", IDS, 0), segment=IDS),
+    documents_and_kept_keys: hit(4, None, KEEP, segment=IDS),
+    documents_of_numbers: hit(None, 0, segment=IDS),
+    ends: hit(None, 0, segment=("get", "cumsum", (), 0, 1)),
+    restarts: hit(2, 0, segment=("get", "cumsum", (), 0, 1)),
 }
 
 
@@ -85,8 +132,23 @@ def prefix(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
     return (c <= r) | keep[:, None, None]
 
 
-def same_document(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
-    return (c <= r) & (ids[:, None, :, None] == ids[:, None, None, :])
+def documents_or_near(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c == r) | (ids[:, None, :, None] == ids[:, None, None, :])
+
+
+def other_documents(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c == r) | (ids[:, None, :, None] != ids[:, None, None, :])
+
+
+def documents_of_others(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c <= r) & (ids[:, None, :, None] == ids.flip(1)[:, None, None, :])
+
+
+def positions_of_other_counts(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    """Not all positions of one count go up by 1, so their distances are not those in the row."""
+    count = (ids == 1).cumsum(-1)
+    near = ids[:, None, None, :] <= ids[:, None, :, None]
+    return near & (count[:, None, :, None] == count[:, None, None])
 
 
 def distances(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
@@ -117,7 +179,10 @@ def by_a_length(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
 
 MISSES = {
     prefix: "holds either by position",
-    same_document: r"reads node args_2 \(args_2\) at .*query",
+    documents_or_near: "holds either by position",
+    other_documents: "holds either by position",
+    documents_of_others: r"reads node args_2 \(args_2\) at .*query",
+    positions_of_other_counts: r"reads node args_2 \(args_2\) at .*query",
     distances: "adds numbers to scores: those of node neg",
     padding_queries: "reads node args_1",
     numbers_of_the_user: "adds numbers to scores: those of node args_2",
@@ -167,8 +232,9 @@ def data(seq: int) -> dict[str, Tensor]:
     return {"x": x, "keep": keep, "ids": ids}
 
 
-SPELLED = (triangle_of_numbers, window, lowest)
-SETTINGS = [(m, False) for m in HITS if m is not lowest] + [(m, True) for m in SPELLED]
+SPELLED = (triangle_of_numbers, window, lowest, documents_of_numbers)
+FUSED = [m for m in HITS if m not in (lowest, documents_of_numbers)]
+SETTINGS = [(m, False) for m in FUSED] + [(m, True) for m in SPELLED]
 
 
 @pytest.mark.parametrize(("mask", "spelled"), SETTINGS, ids=lambda m: getattr(m, "__name__", m))
@@ -214,7 +280,7 @@ def test_mask_that_says_something_else_stays_and_says_why(mask):
 def errors_over_ranks(rank: int) -> dict[str, float]:
     warnings.simplefilter("ignore")
     found = {}
-    for mask in (window, padding_of_ids, lowest):
+    for mask in (window, padding_of_ids, lowest, documents_and_padding, restarts):
         model = Masked(mask, spelled=mask is lowest)
         split = Split(model, BUCKETS, {"batch": 1, "seq": 41}, "eager")
         points = [({"batch": 3, "seq": n}, data(n)) for n in (12, 41)]
