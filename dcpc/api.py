@@ -15,6 +15,7 @@ from dcpc.codegen.backends import decompositions
 from dcpc.compiled import CompiledModel, Held
 from dcpc.errors import PlanError
 from dcpc.masks import without_masks
+from dcpc.passes.lowerings import restricted
 from dcpc.passes.rules import warn_derived, warn_replicated
 from dcpc.passes.sharding import analyse
 from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_text
@@ -56,6 +57,7 @@ def compile(
     derive_rules: bool = True,
     zero: bool = False,
     calibration: str | Path | Calibration | None = None,
+    attention: str = "auto",
 ) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
 
@@ -94,6 +96,8 @@ def compile(
         zero: the optimizer is `dcpc.zero`'s: a rank keeps only its share of the state.
         calibration: what `dcpc calibrate` measured of this model on this device and these ranks, or
             its file: seconds are predicted by it.
+        attention: how attention is split: "auto" (each as costs least), or "heads", "gathered",
+            "ring", "hybrid" wherever an attention can have it (`passes/lowerings.py`).
 
     Raises:
         TraceError: the model cannot be captured.
@@ -118,6 +122,7 @@ def compile(
         derive_rules=derive_rules,
         zero=zero,
         calibration=calibration,
+        attention=attention,
     )
     hashes = " ".join(v.program.graph_hash for v in planned.traces)
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
@@ -140,6 +145,7 @@ def plan(
     derive_rules: bool = True,
     zero: bool = False,
     calibration: str | Path | Calibration | None = None,
+    attention: str = "auto",
 ) -> Planned:
     """Returns the plan of every bucket for `world` ranks, from one process and no process group.
 
@@ -161,6 +167,7 @@ def plan(
         zero: the optimizer's state is spread over the ranks.
         calibration: as for `compile`; with `device="auto"` it must be of this very machine, with a
             named device of any that has it.
+        attention: as for `compile`.
 
     Raises:
         TraceError: the model cannot be captured.
@@ -180,7 +187,9 @@ def plan(
     kind = (_device_of(model) or torch.device("cpu")).type
     kind = "cpu" if kind == "meta" else kind  # what a trace takes meta tensors for
     autocast = checked_dtype(autocast or autocast_dtype(kind))
-    by_bucket = _trace_all(model, buckets, target, backend, autocast, world > 1 and derive_rules)
+    by_bucket = _trace_all(
+        model, buckets, target, backend, autocast, world > 1 and derive_rules, attention
+    )
     if measured is not None:
         traces = tuple({id(v): v for v in by_bucket.values()}.values())
         wanted = calibration_key(traces, target, _device_of(model), world)
@@ -224,12 +233,13 @@ def _trace_all(
     backend: str,
     autocast: torch.dtype | None,
     derive_rules: bool,
+    attention: str,
 ) -> dict[Bucket, Variants]:
     """Returns what is made from the trace of each bucket, in the buckets' order."""
     found: dict[Bucket, Variants] = {}
     for mine in tracked([*buckets.by_ones().values()], "trace", lambda b: f"{len(b)} buckets"):
         program = without_masks(trace(model, mine, autocast))
-        sharding = analyse(program, derive_rules)
+        sharding = restricted(program, analyse(program, derive_rules), attention)
         held = Held(program, model)
         longest = max(mine, key=lambda bucket: math.prod(n for _, n in bucket.shape_key))
         variants = Variants(program, sharding, device, backend, held, longest.sizes)

@@ -14,6 +14,7 @@ from dcpc.buckets import BATCH
 from dcpc.codegen import VIEWS, Key, Lowering, Tracer, Variant, decompositions
 from dcpc.folding import FEWEST, Folded, fold
 from dcpc.ir import Partition, Placement, Profile, Program
+from dcpc.passes.lowerings import restricted
 from dcpc.passes.placement import PlacementModel, Rates, place
 from dcpc.passes.recompute import Call, Memory, Menu, menu_alike, recompute_menu
 from dcpc.passes.sharding import Sharding, analyse
@@ -103,6 +104,7 @@ class Variants:
         if folded is None:
             return self
         small = analyse(folded.program, bool(self.sharding.derived))
+        small = restricted(folded.program, small, self.sharding.attention)
         if not folded.agrees(self.sharding, small):
             return self
         return Variants(
@@ -160,6 +162,9 @@ class Variants:
             link_latency_s=TIE_BREAK_S,
             overhead_s=self.device.launch_s,
             held_s_per_byte=1.0 / link.bytes_per_s,
+            overlaps=self.device.overlaps,
+            near_ranks=self.device.node_ranks,
+            near_bytes_per_s=self.device.inside.bytes_per_s,
         )
 
     def compute_dtype(self) -> torch.dtype:

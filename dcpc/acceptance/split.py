@@ -22,6 +22,7 @@ from dcpc.buckets import Buckets
 from dcpc.codegen import bind_group
 from dcpc.ir import Placement, Program
 from dcpc.masks import without_masks
+from dcpc.passes.lowerings import restricted
 from dcpc.passes.sharding import Sharding, analyse
 from dcpc.symbolic_profile import Device
 from dcpc.symbolic_profile.hardware import Link
@@ -56,6 +57,7 @@ class Split:
         sizes: Sizes,
         backend: str = "eager",
         sp: int | None = None,
+        attention: str = "auto",
     ) -> None:
         """Traces and places.
 
@@ -65,6 +67,7 @@ class Split:
             sizes: the shape that the placement is made for, batch included.
             backend: "eager" or "inductor".
             sp: ranks of the group; default: all there are.
+            attention: how attention is split, see `passes/lowerings.py`.
         """
         self.model = model
         self.sp = sp or (dist.get_world_size() if dist.is_initialized() else 1)
@@ -72,17 +75,19 @@ class Split:
         self.program: Program = without_masks(trace(model, buckets))
         self.trace_s = time.perf_counter() - start_s
         self.nodes = {n.name: n for n in self.program.gm.graph.nodes}
-        self.sharding: Sharding = analyse(self.program)
+        self.sharding: Sharding = restricted(self.program, analyse(self.program), attention)
         self.variants = Variants(self.program, self.sharding, SPLITTING, backend, self.held)
         self.sizes = dict(sizes)
         self.placement: Placement = self.variants.placement(sizes, self.sp)
 
-    def of(self, backend: str, sp: int) -> Split:
-        """Returns the same trace by another backend or for another number of ranks."""
+    def of(self, backend: str, sp: int, attention: str = "auto") -> Split:
+        """Returns the same trace by another backend, number of ranks or lowering of attention."""
         other = copy(self)
         other.sp = sp
-        other.variants = Variants(self.program, self.sharding, SPLITTING, backend, other.held)
-        if sp != self.sp:  # a placement does not depend on the backend
+        if attention != self.sharding.attention:
+            other.sharding = restricted(self.program, analyse(self.program), attention)
+        other.variants = Variants(self.program, other.sharding, SPLITTING, backend, other.held)
+        if sp != self.sp or attention != self.sharding.attention:
             other.placement = other.variants.placement(self.sizes, sp)
         return other
 

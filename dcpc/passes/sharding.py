@@ -48,6 +48,7 @@ class Sharding:
         parents: factors that others are slices of, by key.
         replicated: reason -> nodes without a usable rule.
         derived: op without a line -> line that was derived -> nodes that use it.
+        attention: the only lowering that attention may have, "auto" for all.
     """
 
     factors: Mapping[str, tuple[tuple[Factor, ...], ...]]
@@ -56,6 +57,7 @@ class Sharding:
     parents: Mapping[int, Factor]
     replicated: Mapping[str, list[str]]
     derived: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
+    attention: str = "auto"
 
 
 def analyse(program: Program, derive_rules: bool = True) -> Sharding:

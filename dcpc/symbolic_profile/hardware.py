@@ -46,6 +46,7 @@ class Device:
         node_ranks: ranks that `inside` joins; a larger group uses `across`.
         inside: link within a node.
         across: link between nodes.
+        overlaps: whether it sends while it computes, as a GPU does.
         fits: what `dcpc calibrate` measured on it; None: seconds are the figures' roofline.
     """
 
@@ -58,6 +59,7 @@ class Device:
     node_ranks: int
     inside: Link
     across: Link
+    overlaps: bool = True
     fits: Fits | None = None
 
     @property
@@ -154,6 +156,7 @@ CPU_CORE = Device(
     node_ranks=1 << 20,
     inside=Link(800e-6, 0.9e9),
     across=Link(800e-6, 0.9e9),
+    overlaps=False,  # gloo's threads and copies take the cores that compute
 )
 DEVICES = (H200, H100, A100_80GB, A100_40GB, CPU_CORE)
 
