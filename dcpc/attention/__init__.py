@@ -3,5 +3,21 @@
 from dcpc.attention.blocks import ROWS
 from dcpc.attention.kernels import kernel_name
 from dcpc.attention.op import EMPTY
+from dcpc.attention.partial import Backward, Forward, Operands
+from dcpc.attention.rectangles import sees
+from dcpc.attention.spec import Run, Sight, accumulated, empty_gradient, empty_outputs
 
-__all__ = ["EMPTY", "ROWS", "kernel_name"]
+__all__ = [
+    "EMPTY",
+    "ROWS",
+    "Backward",
+    "Forward",
+    "Operands",
+    "Run",
+    "Sight",
+    "accumulated",
+    "empty_gradient",
+    "empty_outputs",
+    "kernel_name",
+    "sees",
+]

@@ -51,7 +51,12 @@ class _Block:
 
     def heads(self, x: Tensor) -> Tensor:
         """Returns `[key heads, group * rows, n]` as `[heads, rows, n]`."""
-        return x.view(-1, self.rows, x.shape[-1]) if self.groups > 1 else x
+        heads = x.shape[0] * x.shape[1] // self.rows
+        return x.view(heads, self.rows, x.shape[-1]) if self.groups > 1 else x
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Returns `[heads, rows, n]` as `[key heads, group * rows, n]`."""
+        return x.view(self.k.shape[0], self.groups * self.rows, x.shape[-1])
 
     def scores(self) -> Tensor:
         """Returns the scores `[heads, rows, keys]`, -inf where a key is hidden."""
@@ -144,7 +149,7 @@ def _forward(block: _Block, v: Tensor, out: Tensor, into: tuple[Tensor, ...]) ->
     total = weights.sum(-1, keepdim=True)
     if block.sight.empty != "nan":
         total.masked_fill_(none, 1.0)
-    found = block.heads(torch.bmm(weights.view(block.k.shape[0], -1, weights.shape[-1]), block.v))
+    found = block.heads(torch.bmm(block.flat(weights), block.v))
     found.div_(total)
     if block.sight.empty in ("mean", "fixed") and none.any():
         mean = v[block.sample].to(block.dtype).mean(1, keepdim=True)
@@ -222,7 +227,7 @@ def _backward(
         _softmax(weights)
     else:
         weights.sub_(lse[mine].unsqueeze(-1)).exp_()
-    flat = weights.view(block.k.shape[0], -1, weights.shape[-1])
+    flat = block.flat(weights)
     keys = block.sample, slice(None), slice(*block.keys)
     sums[2][keys].add_(torch.bmm(flat.transpose(1, 2), g))
     scores = block.heads(torch.bmm(g, block.v.transpose(1, 2)))
@@ -232,7 +237,7 @@ def _backward(
         into = block.part(dmask)
         into.add_(scores.sum_to_size(into.shape))
     scores.mul_(block.sight.scale)
-    flat = scores.view(block.k.shape[0], -1, scores.shape[-1])
+    flat = block.flat(scores)
     sums[1][keys].add_(torch.bmm(flat.transpose(1, 2), block.q))
     sums[0][mine].copy_(block.heads(torch.bmm(flat, block.k)))
     if empty is not None and bool(empty.any()):

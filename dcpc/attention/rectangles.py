@@ -122,6 +122,12 @@ def _stretches(ids: Tensor) -> tuple[list[Run], list[int]]:
     return runs, names.tolist()
 
 
+def sees(queries: Run, keys: Run, before: int | None, after: int | None) -> bool:
+    """Returns whether some of the queries may see some of the keys."""
+    nothing_else = Sight(1.0, before, after, 0, "zero")
+    return _trimmed(queries, keys, nothing_else) is not None
+
+
 def _trimmed(queries: Run, keys: Run, sight: Sight) -> Rectangle | None:
     """Returns what of the queries sees anything and what of the keys is seen, None if nothing."""
     before, after = sight.before, sight.after

@@ -1,0 +1,396 @@
+"""`dcpc::ring_attention`: queries, keys, values and output all split along the sequence.
+
+    dcpc::ring_attention(q, k, v, mask, keep, segment, ...) -> out
+        dcpc::ring_attention_forward  -> out, logsumexp
+        dcpc::ring_attention_backward(grad, q, k, v, mask, keep, segment, out, logsumexp, ...)
+            -> dq, dk, dv
+
+Keys and values go round the ring in one buffer, the next step's while this one computes, so two are
+alive; attention to each is merged by the logsumexp. Backward sends them round again, and their
+gradients a step behind; these go home from the last rank that has added to them.
+
+Source of the idea: Li et al., "Sequence Parallelism: Long Sequence Training from System
+Perspective" (ring self-attention), with online softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpc.attention import (
+    Backward,
+    Forward,
+    Operands,
+    Sight,
+    accumulated,
+    empty_gradient,
+    empty_outputs,
+)
+from dcpc.codegen.collectives import group_named, on_wire, wire_log
+from dcpc.codegen.ring_route import Route, Split, route
+from dcpc.errors import CodegenError
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Keys and values, or their gradients: both in one buffer."""
+
+    buffer: Tensor
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def empty(k: Tensor, v: Tensor, rows: int, dtype: torch.dtype) -> _Rows:
+        """Returns memory for so many rows of keys and values like these."""
+        shapes = [(*x.shape[:2], rows, x.shape[3]) for x in (k, v)]
+        sizes = [a * b * c * d for a, b, c, d in shapes]
+        buffer = k.new_empty(sum(sizes), dtype=dtype)
+        parts = buffer.split(sizes)
+        return _Rows(buffer, *(x.view(s) for x, s in zip(parts, shapes, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """Messages that were started, and the memory to hold until they have arrived."""
+
+    works: list[dist.Work]
+    memory: list[Tensor]
+
+    def wait(self) -> None:
+        """Waits for all of them, and lets go of the memory."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        self.memory.clear()
+
+
+class _Ring:
+    """One rank's place in the ring, and what is under way."""
+
+    def __init__(self, way: Route, group: str, k: Tensor, v: Tensor) -> None:
+        self._pg = group_named(group)
+        self._rank = self._pg.rank()
+        self.way, self._k, self._v = way, k, v
+        assert self._pg.size() == way.p, f"a ring of {way.p} ranks, a group of {self._pg.size()}"
+        self.position = self._rank // way.across
+        self.last = max(way.hops)
+        self._sent = 0
+
+    def owner(self, step: int) -> int | None:
+        """Returns whose keys this rank has after some steps."""
+        return self.way.held(self.position, step) if step <= self.last else None
+
+    def passes_on(self, step: int) -> bool:
+        """Returns whether this rank sends on what it has at a step."""
+        owner = self.owner(step)
+        return owner is not None and step < self.way.hops[owner]
+
+    def empty(self, owner: int, dtype: torch.dtype) -> _Rows:
+        """Returns memory for some position's rows."""
+        return _Rows.empty(self._k, self._v, self.way.rows(owner), dtype)
+
+    def post(self, *messages: tuple[_Rows | None, int, bool]) -> _UnderWay:
+        """Starts messages: (what, positions from here to the other, whether to send)."""
+        ops, held = [], []
+        for rows, distance, send in messages:
+            if rows is None or not rows.buffer.numel():
+                continue
+            peer = (self._rank + distance * self.way.across) % self.way.p
+            wire = on_wire(rows.buffer)
+            kind = dist.isend if send else dist.irecv
+            ops.append(dist.P2POp(kind, wire, group=self._pg, group_peer=peer))
+            held.append(rows.buffer)
+            self._sent += rows.buffer.nbytes if send else 0
+        return _UnderWay(dist.batch_isend_irecv(ops) if ops else [], held)
+
+    def log(self) -> None:
+        """Counts what was sent."""
+        wire_log.add("ring", self._sent)
+
+
+def _packed(ring: _Ring, k: Tensor, v: Tensor) -> _Rows | None:
+    """Returns this rank's own keys and values as they are sent, None if they are not."""
+    if not ring.passes_on(0):
+        return None
+    mine = ring.empty(ring.position, k.dtype)
+    mine.k.copy_(k)
+    mine.v.copy_(v)
+    return mine
+
+
+def _next(
+    ring: _Ring, step: int, held: _Rows | None, dtype: torch.dtype
+) -> tuple[_Rows | None, _UnderWay]:
+    """Starts the next step's exchange of keys and values; returns what comes."""
+    owner = ring.owner(step + 1)
+    coming = None if owner is None else ring.empty(owner, dtype)
+    sent = held if ring.passes_on(step) else None
+    return coming, ring.post((sent, 1, True), (coming, -1, False))
+
+
+# ------------------------------------------------------------------------------------- the op
+
+
+@torch.library.custom_op("dcpc::ring_attention_forward", mutates_args=())
+def ring_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    segment: Tensor | None,
+    scale: float,
+    before: int | None,
+    after: int | None,
+    empty: str,
+    query_size: int,
+    query_parent: int,
+    query_shift: int,
+    key_size: int,
+    key_parent: int,
+    key_shift: int,
+    query_zigzag: bool,
+    key_zigzag: bool,
+    across: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """Returns this rank's out `[b, h, s, e]` and its logsumexp in float32 or better.
+
+    That is `[b, h, s]`; `[2, b, h, s]`, the largest score and the logarithm of the sum of
+    exp(score - it), if the mask is numbers.
+
+    Args:
+        query: this rank's `[b, h, s, d]`.
+        key: its `[b, g, t, d]`.
+        value: its `[b, g, t, e]`.
+        mask: of its queries and all keys, broadcast to `[b, h, s, key_size]`.
+        keep: `[b or 1, key_size]`, which keys anybody sees.
+        segment: `[b or 1, key_size]`, what sequence each position belongs to.
+        scale: of the products of queries and keys.
+        before: how many keys before its own position a query sees, None: all.
+        after: how many after it, None: all.
+        empty: what a query gets that sees no key, see `dcpc.attention`.
+        query_size: how many queries there are in all.
+        query_parent: length that is split evenly, see `pieces.py`.
+        query_shift: position of the first query in it.
+        key_size: how many keys there are in all.
+        key_parent: as of the queries.
+        key_shift: as of the queries.
+        query_zigzag: whether a rank has a chunk of the queries from either end.
+        key_zigzag: whether it has so of the keys.
+        across: consecutive ranks that have one piece of rows between them, each other heads.
+        group: name of the process group.
+    """
+    splits = _splits(
+        query_size, query_parent, query_shift, key_size, key_parent, key_shift,
+        query_zigzag, key_zigzag,
+    )  # fmt: skip
+    sight = Sight(scale, before, after, 0, empty)
+    out, lse = _empty_results(query, value, mask)
+    if _nothing(query, key, value) or not key_size:
+        return out.zero_(), lse.zero_()
+    ring, given = _setup((query, key, value), mask, keep, segment, sight, splits, across, group)
+    state = Forward(given, query, value)
+    held = _packed(ring, key, value)
+    for step in range(ring.last + 1):
+        coming, under_way = _next(ring, step, held, key.dtype)
+        owner = ring.owner(step)
+        if step == 0:
+            state.add(key, value, ring.way.keys[ring.position])
+        elif owner is not None and held is not None:
+            state.add(held.k, held.v, ring.way.keys[owner])
+        under_way.wait()
+        held = coming
+    ring.log()
+    return state.finish()
+
+
+@ring_attention_forward.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return _empty_results(query, value, mask)
+
+
+def _empty_results(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse = empty_outputs(q, v)
+    if mask is not None and mask.dtype != torch.bool:
+        lse = lse.new_empty((2, *lse.shape))
+    return out, lse
+
+
+def _splits(*given: Any) -> tuple[Split, Split]:
+    *sizes, query_zigzag, key_zigzag = given
+    queries, keys = ([*part] for part in (sizes[:3], sizes[3:]))
+    return Split(*queries, zigzag=query_zigzag), Split(*keys, zigzag=key_zigzag)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether there is nothing to compute on any rank."""
+    return 0 in (*q.shape[:2], *k.shape[:2], q.shape[3], v.shape[3])
+
+
+def _setup(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    keep: Tensor | None,
+    segment: Tensor | None,
+    sight: Sight,
+    splits: tuple[Split, Split],
+    across: int,
+    group: str,
+) -> tuple[_Ring, Operands]:
+    pg, (queries, keys), (q, k, v) = group_named(group), splits, tensors
+    everywhere = sight.empty in ("mean", "fixed") and (mask is not None or keep is not None)
+    way = route(queries, keys, pg.size(), across, sight.before, sight.after, everywhere)
+    ring = _Ring(way, group, k, v)
+    mine = way.queries[ring.position]
+    expected = sum(run.length for run in mine), way.rows(ring.position)
+    got = q.shape[2], k.shape[2]
+    assert got == expected, f"rows of queries and keys here: got {got}, expected {expected}"
+    return ring, Operands(mask, keep, segment, sight, mine, keys.size)
+
+
+@torch.library.custom_op("dcpc::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    segment: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+    before: int | None,
+    after: int | None,
+    empty: str,
+    query_size: int,
+    query_parent: int,
+    query_shift: int,
+    key_size: int,
+    key_parent: int,
+    key_shift: int,
+    query_zigzag: bool,
+    key_zigzag: bool,
+    across: int,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of this rank's queries, keys and values, laid out (b, s, h, d)."""
+    splits = _splits(
+        query_size, query_parent, query_shift, key_size, key_parent, key_shift,
+        query_zigzag, key_zigzag,
+    )  # fmt: skip
+    sight = Sight(scale, before, after, 0, empty)
+    if _nothing(query, key, value) or not key_size:
+        dq, dk, dv = (empty_gradient(x).zero_() for x in (query, key, value))
+        return dq, dk, dv
+    tensors = query, key, value
+    ring, given = _setup(tensors, mask, keep, segment, sight, splits, across, group)
+    state = Backward(given, grad_out, query, out, logsumexp)
+    mine = _backward_round(ring, state, key, value)
+    ring.log()
+    dk, dv = empty_gradient(key), empty_gradient(value)
+    return state.finish(), dk.copy_(mine.k), dv.copy_(mine.v)
+
+
+def _backward_round(ring: _Ring, state: Backward, k: Tensor, v: Tensor) -> _Rows:
+    """Returns the gradients of this rank's keys and values, from all ranks."""
+    dtype, hops = accumulated(k.dtype), ring.way.hops
+    held = _packed(ring, k, v)
+    found = before = None
+    behind = _UnderWay([], [])
+    for step in range(ring.last + 1):
+        coming, under_way = _next(ring, step, held, k.dtype)
+        owner, more = ring.owner(step), None
+        if owner is not None:
+            more = ring.empty(owner, dtype)
+            more.buffer.zero_()
+            if step == 0:
+                state.add(k, v, ring.way.keys[owner], more.k, more.v)
+            elif held is not None:
+                state.add(held.k, held.v, ring.way.keys[owner], more.k, more.v)
+        under_way.wait()
+        held = coming
+        behind.wait()  # the gradients so far of what this rank has, from the one before it
+        if more is not None and before is not None:
+            more.buffer.add_(before.buffer)
+        if step == hops[ring.position]:
+            found = more if step == 0 else ring.empty(ring.position, dtype)
+        following = ring.owner(step + 1)
+        before = None if following is None else ring.empty(following, dtype)
+        on = ring.passes_on(step)
+        behind = ring.post(
+            (more if on else None, 1, True),
+            (more if step and not on else None, -step, True),
+            (before, -1, False),
+            (found if step and step == hops[ring.position] else None, step, False),
+        )
+    behind.wait()
+    assert found is not None, "gradients have come home after the last step"
+    return found
+
+
+@ring_attention_backward.register_fake
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    return empty_gradient(query), empty_gradient(key), empty_gradient(value)
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.rest = inputs[:6], inputs[6:]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    if ctx.needs_input_grad[3]:
+        raise CodegenError(
+            "ring attention: its mask needs a gradient, which no lowering to a ring gives; split "
+            "this attention by heads or by queries"
+        )
+    found = torch.ops.dcpc.ring_attention_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    return (*found, *(None,) * (3 + len(ctx.rest)))
+
+
+ring_attention_forward.register_autograd(_backward, setup_context=_context)
+
+_library = torch.library.Library("dcpc", "FRAGMENT")
+_library.define(
+    "ring_attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, Tensor? keep=None, "
+    "Tensor? segment=None, *, float scale, SymInt? before=None, SymInt? after=None, "
+    "str empty='zero', SymInt query_size, SymInt query_parent, SymInt query_shift, "
+    "SymInt key_size, SymInt key_parent, SymInt key_shift, bool query_zigzag, bool key_zigzag, "
+    "int across, str group) -> Tensor"
+)
+
+
+def _ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    keep: Tensor | None = None,
+    segment: Tensor | None = None,
+    *,
+    scale: float,
+    before: int | None = None,
+    after: int | None = None,
+    empty: str = "zero",
+    **split: Any,
+) -> Tensor:
+    names = (
+        *("query_size", "query_parent", "query_shift", "key_size", "key_parent", "key_shift"),
+        *("query_zigzag", "key_zigzag", "across", "group"),
+    )
+    rest = (scale, before, after, empty, *(split[name] for name in names))
+    op = torch.ops.dcpc.ring_attention_forward
+    return op(query, key, value, mask, keep, segment, *rest)[0]  # type: ignore[no-any-return]
+
+
+_library.impl("ring_attention", _ring_attention, "CompositeImplicitAutograd")

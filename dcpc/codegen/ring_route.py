@@ -1,0 +1,147 @@
+"""Which keys go round a ring of ranks, how far, and what that sends.
+
+A ring has p / across positions: `across` consecutive ranks stand at one position, with one piece of
+the rows between them (each has other heads), and rank r passes on what it has to rank r + across.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcpc.attention import Run, sees
+from dcpc.codegen.pieces import runs
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a dim of rows is split, see `pieces.py`.
+
+    Attributes:
+        size: length of the whole dim.
+        parent: length that is split evenly over the ranks.
+        shift: position of the dim's first element in the parent.
+        zigzag: whether a rank has a chunk from either end.
+    """
+
+    size: int
+    parent: int
+    shift: int
+    zigzag: bool
+
+    def runs(self, p: int, across: int, position: int) -> tuple[Run, ...]:
+        """Returns the runs of rows at one position: its ranks' together, in order."""
+        ranks = range(position * across, (position + 1) * across)
+        every = (runs(self.size, self.parent, self.shift, p, r, self.zigzag) for r in ranks)
+        found: list[Run] = []
+        for start, length in sorted(run for mine in every for run in mine if run[1]):
+            if found and found[-1].position + found[-1].length == start:
+                found[-1] = found[-1]._replace(length=found[-1].length + length)
+            else:
+                at = sum(run.length for run in found)
+                found.append(Run(at, length, start))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where each position's keys go.
+
+    Attributes:
+        p: ranks of the group.
+        across: ranks at a position.
+        queries: runs of queries, by position.
+        keys: runs of keys, by position.
+        hops: how far each position's keys are passed on: to the last position with a query that
+            may see one of them, and no further.
+    """
+
+    p: int
+    across: int
+    queries: tuple[tuple[Run, ...], ...]
+    keys: tuple[tuple[Run, ...], ...]
+    hops: tuple[int, ...]
+
+    @property
+    def positions(self) -> int:
+        """How many positions the ring has."""
+        return self.p // self.across
+
+    def held(self, position: int, step: int) -> int | None:
+        """Returns whose keys a position has after some steps, None if they do not come so far."""
+        owner = (position - step) % self.positions
+        return owner if step <= self.hops[owner] else None
+
+    def rows(self, owner: int) -> int:
+        """Returns how many keys a position has."""
+        return sum(run.length for run in self.keys[owner])
+
+
+def route(
+    queries: Split,
+    keys: Split,
+    p: int,
+    across: int = 1,
+    before: int | None = None,
+    after: int | None = None,
+    everywhere: bool = False,
+) -> Route:
+    """Returns where keys go, the same on all ranks.
+
+    Args:
+        queries: how the queries are split.
+        keys: how the keys are split.
+        p: ranks of the group.
+        across: ranks at a position.
+        before: how many keys before its own position a query sees, None: all.
+        after: how many after it, None: all.
+        everywhere: whether all keys must pass all positions, as where a query that sees no key
+            gets the mean of all values.
+    """
+    positions = p // across
+    assert positions * across == p, f"a ring of {p} ranks, {across} at a position"
+    asked, held = (
+        tuple(split.runs(p, across, c) for c in range(positions)) for split in (queries, keys)
+    )
+
+    def needed(owner: int, hop: int) -> bool:
+        there = asked[(owner + hop) % positions]
+        return any(sees(q, k, before, after) for q in there for k in held[owner])
+
+    def last(owner: int) -> int:
+        if not held[owner]:
+            return 0
+        if everywhere:
+            return positions - 1
+        return max((hop for hop in range(positions) if needed(owner, hop)), default=0)
+
+    return Route(p, across, asked, held, tuple(map(last, range(positions))))
+
+
+def sent_bytes(way: Route, rank: int, row_bytes: int, gradient_row_bytes: int) -> tuple[int, int]:
+    """Returns the bytes that a rank sends in forward, and in backward.
+
+    Forward: a row of keys and values for each key that it passes on. Backward: the same, and a row
+    of their gradients for each key that it passes on, or that it is the last to have and whose
+    gradients it sends home. With n keys in even pieces that all go round, m = p / across positions:
+
+        forward    (m - 1) * n / m * row_bytes
+        backward   (m - 1) * n / m * row_bytes + m * n / m * gradient_row_bytes
+
+    Args:
+        way: where keys go.
+        rank: which rank of the group.
+        row_bytes: of one key and one value, all samples and heads of the rank: for keys
+            `[b, g, t, d]` and values `[b, g, t, e]`, b * g * (d + e) elements.
+        gradient_row_bytes: of their gradients, in float32 or better.
+    """
+    position = rank // way.across
+    passed = home = 0
+    for step in range(way.positions):
+        owner = way.held(position, step)
+        if owner is None:
+            continue
+        if step < way.hops[owner]:
+            passed += way.rows(owner)
+        elif step:
+            home += way.rows(owner)
+    return passed * row_bytes, passed * row_bytes + (passed + home) * gradient_row_bytes
