@@ -164,11 +164,15 @@ class Packable:
         marks: inputs that its attentions tell the sequences of a row apart by.
         dropped: input -> elements at the beginning of a row that the loss does not depend on.
         reason: why sequences of one row would not be as they are alone; "" where they are.
+        by_positions: whether these inputs may hold positions that begin at 0 in each sequence.
+        by_numbers: whether they may hold the number of each sequence, from 1.
     """
 
     marks: tuple[str, ...]
     dropped: Mapping[str, int]
     reason: str = ""
+    by_positions: bool = False
+    by_numbers: bool = False
 
 
 # ------------------------------------------------------------------------------------ placement
@@ -367,6 +371,7 @@ class Work:
         bytes_moved: bytes one call reads and writes.
         wire_bytes: bytes this rank sends in one call.
         op: which collective, such as "dcpc::all_to_all"; "" for other calls.
+        messages: how often it sends and waits for an answer: once, a ring at every step.
     """
 
     op_class: str
@@ -378,6 +383,7 @@ class Work:
     bytes_moved: sympy.Expr
     wire_bytes: sympy.Expr
     op: str = ""
+    messages: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,6 +22,7 @@ import dcpc.attention  # registers the op
 import dcpc.codegen.collectives
 import dcpc.random_ops  # noqa: F401 - as these two do
 from dcpc.codegen.integers import Emitter
+from dcpc.codegen.local_attention import local_attention
 from dcpc.codegen.pieces import Run, runs
 from dcpc.ir import (
     REPLICATED,
@@ -49,11 +50,12 @@ class IntegerInput:
         name: placeholder name.
         symbol: what stands for it in size expressions.
         role: "dim", "quotient" (of dims, rounded down), "seed" (of the call's random numbers), or
-            of a piece "length", "start", "turn", "second", "before", "skip".
+            of a piece "length", "start", "turn", "second", "before", "skip", "shared".
         size: global length (of the dim, or of the factor).
         parent: length that is split evenly.
         shift: position of the factor's first element in the parent.
         zigzag: whether a rank's piece is a chunk from either end.
+        across: ranks that share their pieces.
     """
 
     name: str
@@ -63,6 +65,7 @@ class IntegerInput:
     parent: sympy.Expr
     shift: int = 0
     zigzag: bool = False
+    across: int = 1
 
     def value(self, dims: Mapping[sympy.Symbol, int], p: int, rank: int) -> int:
         """Returns the integer for one rank, given the length of every dim."""
@@ -74,6 +77,10 @@ class IntegerInput:
         parent = int(self.parent.subs(dims))
         if self.role == "before" and self.zigzag:
             return sum(_length(self._runs(size, parent, p, r)) for r in range(rank))
+        if self.role == "shared":
+            first = rank // self.across * self.across
+            ranks = range(first, first + self.across)
+            return sum(_length(self._runs(size, parent, p, r)) for r in ranks)
         if self.role == "skip":
             whole = runs(parent, parent, 0, p, rank, self.zigzag)
             return sum(min(max(self.shift - start, 0), length) for start, length in whole)
@@ -190,7 +197,7 @@ class _Lowering:
 
     def _piece_integers(self) -> None:
         """The integers of a piece for every factor that some value is split along."""
-        seen: set[int] = set()
+        seen: dict[int, str] = {}
         for node in self.program.gm.graph.nodes:
             chosen = self.placement.nodes.get(node.name)
             if chosen is None:
@@ -199,18 +206,25 @@ class _Lowering:
             wanted = zip((*sources, node), (*chosen.operands, chosen.output), strict=True)
             for tensor, label in wanted:
                 if label.sharded:
-                    self._piece_integer(self.factor(tensor.name, label), seen)
+                    self._piece_integer(self.factor(tensor.name, label), seen, chosen.across)
 
-    def _piece_integer(self, factor: Factor, seen: set[int]) -> None:
+    def _piece_integer(self, factor: Factor, seen: dict[int, str], across: int) -> None:
+        """Makes the integers of a factor's piece, those that ranks share with some for these."""
+        parent, zigzag = self.parent(factor), self.placement.is_zigzag(factor)
+        if across > 1 and (factor.key, f"shared{across}") not in self.pieces:
+            self._piece_integer(factor, seen, 1)
+            name = f"{seen[factor.key]}_shared{across}"
+            symbol = sympy.Symbol(name, integer=True, nonnegative=True)
+            where = (factor.size, parent, factor.shift, zigzag, across)
+            self._integer(IntegerInput(name, symbol, "shared", *where))
+            self.pieces[factor.key, f"shared{across}"] = symbol
         if factor.key in seen:
             return
-        seen.add(factor.key)
         base = str(factor.size) if factor.size.is_Symbol else f"factor{factor.key}"
         taken = {i.name for i in self.integers}
         if f"{base}_start" in taken:
             base = f"{base}{factor.key}"
-        parent = self._parent(factor)
-        zigzag = self.placement.is_zigzag(factor)
+        seen[factor.key] = base
         for role in ("length", "start", "before", *("turn", "second") * zigzag, "skip"):
             if (role == "length" and self._even(factor)) or (role == "skip" and factor.parent < 0):
                 continue
@@ -228,7 +242,8 @@ class _Lowering:
             and int(factor.size) % self.placement.sp == 0
         )
 
-    def _parent(self, factor: Factor) -> sympy.Expr:
+    def parent(self, factor: Factor) -> sympy.Expr:
+        """Returns the length that is split evenly where a factor is split."""
         return factor.size if factor.parent < 0 else self.placement.parents[factor.parent].size
 
     def length(self, factor: Factor) -> sympy.Expr:
@@ -280,12 +295,13 @@ class _Lowering:
         dims = [d for d in {have.dim, want.dim} if d >= 0]
         composite = any(len(self.placement.factors[name][d]) > 1 for d in dims)
         if composite:
-            x = self._reshape(x, self._split_shape(name, dims, have))
+            x = self.reshape(x, self._split_shape(name, dims, have))
         at = {label: self._position(name, dims, label) for label in (have, want) if label.sharded}
         x = self._collective(x, name, have, want, at)
-        return self._reshape(x, self.shape(name, want)) if composite else x
+        return self.reshape(x, self.shape(name, want)) if composite else x
 
-    def _reshape(self, x: fx.Node, shape: list[int | fx.Node]) -> fx.Node:
+    def reshape(self, x: fx.Node, shape: list[int | fx.Node]) -> fx.Node:
+        """Returns a value of this rank in another shape."""
         return self.graph.call_function(aten.reshape.default, (x, shape))
 
     def _split_shape(self, name: str, dims: list[int], label: Label) -> list[int | fx.Node]:
@@ -319,7 +335,7 @@ class _Lowering:
             args = (x, at[want], self.emit(self.length(target)), *self._origin(target))
             return call(ops.reduce_scatter.default, (*args, self.group))
         if source is None and target is not None:
-            return self._narrowed(x, at[want], target)
+            return self.narrowed(x, at[want], target)
         assert source is not None, f"no way from {have} to {want} for {name}"
         gathered = (at[have], self.emit(source.size), *self._origin(source))
         if target is None:
@@ -327,7 +343,7 @@ class _Lowering:
         scattered = (at[want], self.emit(self.length(target)), *self._origin(target))
         return call(ops.all_to_all.default, (x, *gathered, *scattered, self.group))
 
-    def _narrowed(self, x: fx.Node, dim: int, factor: Factor) -> fx.Node:
+    def narrowed(self, x: fx.Node, dim: int, factor: Factor) -> fx.Node:
         """Returns this rank's piece of what is whole."""
         length, call = self.emit(self.length(factor)), self.graph.call_function
         if not self.placement.is_zigzag(factor):
@@ -338,7 +354,7 @@ class _Lowering:
 
     def _origin(self, factor: Factor) -> tuple[int | fx.Node, int, bool]:
         zigzag = self.placement.is_zigzag(factor)
-        return self.emit(self._parent(factor)), factor.shift, zigzag
+        return self.emit(self.parent(factor)), factor.shift, zigzag
 
     # ----------------------------------------------------------------------------------- nodes
 
@@ -347,7 +363,7 @@ class _Lowering:
             return  # made from its expression where it is used
         if node.name not in self.placement.nodes:
             if not is_tuple(node, self.program.info):  # those are made for each of their tensors
-                self.others[node.name] = self._copy(node, None)
+                self.others[node.name] = self.copy(node, None)
             return
         chosen = self.placement.nodes[node.name]
         sources = tensor_operands(node, self.program.info)
@@ -358,7 +374,7 @@ class _Lowering:
         special = _SPECIAL.get(node.target)  # type: ignore[call-overload]
         made = special(self, node, operands) if special is not None else None
         if made is None:
-            made = self._copy(node, operands)
+            made = self.copy(node, operands)
         self.values[node.name, chosen.output] = made
 
     def _tag(self, name: str) -> None:
@@ -372,10 +388,11 @@ class _Lowering:
         """One of several results; the call is made once for all that want the same operands."""
         key = (call_of(node).name, tuple(operands))
         if key not in self.tuples:
-            self.tuples[key] = self._copy(call_of(node), operands)
+            self.tuples[key] = self.copy(call_of(node), operands)
         return self.graph.call_function(operator.getitem, (self.tuples[key], node.args[1]))
 
-    def _copy(self, node: fx.Node, operands: list[fx.Node] | None) -> fx.Node:
+    def copy(self, node: fx.Node, operands: list[fx.Node] | None) -> fx.Node:
+        """Returns the same call of a rank's operands, or of whole ones where none are given."""
         queue = list(operands or [])
 
         def argument(leaf: Any) -> Any:
@@ -391,35 +408,36 @@ class _Lowering:
         assert callable(node.target)
         return self.graph.call_function(node.target, args, kwargs)
 
-    def _label(self, node: fx.Node) -> Label:
+    def label(self, node: fx.Node) -> Label:
+        """Returns where a node's value is as it makes it."""
         return self.placement.nodes[node.name].output
 
     def resize(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
         """reshape, expand: the size argument becomes the local shape."""
         assert callable(node.target)
-        shape = self.shape(node.name, self._label(node))
+        shape = self.shape(node.name, self.label(node))
         return self.graph.call_function(node.target, (operands[0], shape), dict(node.kwargs))
 
     def fill(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
         """full, zeros, new_ones, ...: the size argument becomes the local shape."""
-        copied = self._copy(node, operands)
+        copied = self.copy(node, operands)
         position = 1 if operands else 0
         args = list(copied.args)
-        args[position] = self.shape(node.name, self._label(node))
+        args[position] = self.shape(node.name, self.label(node))
         copied.args = tuple(args)
         return copied
 
     def arange(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
         """Positions: this rank's piece of them, of one factor where they have several."""
-        label = self._label(node)
+        label = self.label(node)
         if not label.sharded:
             return None
-        self.values[node.name, REPLICATED] = self._copy(node, operands)
+        self.values[node.name, REPLICATED] = self.copy(node, operands)
         return self._change(node.name, REPLICATED, label)
 
     def random(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
         """Random numbers: of the call's seed, each rank's piece its own."""
-        label = self._label(node)
+        label = self.label(node)
         salt = self.piece(self.factor(node.name, label), "before")[0] if label.sharded else 0
         size, seed = self.shape(node.name, label), self.integer_nodes[self.integers[-1].symbol]
         assert callable(node.target)
@@ -438,86 +456,12 @@ class _Lowering:
         args = (operands[0], chosen.output.dim, skipped, self.emit(self.length(kept)))
         return self.graph.call_function(torch.ops.dcpc.narrow.default, args)
 
-    def attention(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-        """Attention of a piece of the queries, some keys hidden by position: where it starts.
-
-        So it is for those of other sequences: what a query's is is looked up at its position.
-        """
-        chosen = self.placement.nodes[node.name]
-        given = {k: node.kwargs.get(k) for k in ("before", "after")}
-        band = {k: v for k, v in given.items() if isinstance(v, int)}
-        packed = len(node.args) > 5 and node.args[5] is not None
-        if chosen.name != "q" or not (band or packed):
-            return None
-        factor, factors = self.factor(node.name, chosen.output), self.placement.factors[node.name]
-        outer, *inner = factors[chosen.output.dim]
-        if factor.key != outer.key:
-            return self._masked_attention(node, operands, band)
-        assert not node.kwargs.get("start"), f"{node}: its queries are a piece already"
-        roles = ("start", *("turn", "second") * self.placement.is_zigzag(factor))
-        rows = sympy.Mul(*(f.size for f in inner))
-        where = {role: self.emit(self.pieces[factor.key, role] * rows) for role in roles}
-        copied = self._copy(node, operands)
-        copied.kwargs = {**copied.kwargs, **where}
-        return copied
-
-    def _masked_attention(
-        self, node: fx.Node, operands: list[fx.Node], band: Mapping[str, int]
-    ) -> fx.Node:
-        """Attention by positions of queries that do not follow each other: a mask says what.
-
-        The piece is one of an inner factor, such as each frame's first patches.
-        """
-        call, label = self.graph.call_function, self._label(node)
-        on = {"device": node.meta["val"].device}
-        factor, factors = self.factor(node.name, label), self.placement.factors[node.name]
-        sizes = [f.size for f in factors[label.dim]]
-        rows = call(aten.arange.default, (self.emit(sympy.Mul(*sizes)),), on)
-        rows = self._reshape(rows, [self.emit(size) for size in sizes])
-        rows = self._reshape(self._narrowed(rows, label.index, factor), [-1, 1])
-        keys = self.program.info[operands_name(node, 1)].shape[-2]
-        columns = call(aten.arange.default, (self.emit(keys),), on)
-        distance = call(aten.sub.Tensor, (columns, rows))
-        mask = call(aten.ones_like.default, (distance,), {"dtype": torch.bool})
-        if "after" in band:
-            mask = call(aten.le.Scalar, (distance, band["after"]))
-        if "before" in band:
-            near = call(aten.ge.Scalar, (distance, -band["before"]))
-            mask = call(aten.logical_and.default, (mask, near))
-        mask = call(aten.unsqueeze.default, (call(aten.unsqueeze.default, (mask, 0)), 0))
-        copied = self._copy(node, operands)
-        args: list[Any] = [*copied.args, None, None]
-        if len(copied.args) > 5 and copied.args[5] is not None:
-            with self.graph.inserting_before(copied):
-                mask = self._same_segment(mask, copied.args[5], rows)
-        args = args[:5]
-        if args[3] is not None:
-            given = args[3]
-            truth = self.program.info[operands_name(node, 3)].dtype == torch.bool
-            both = (aten.logical_and.default, (mask, given))
-            some = (aten.where.ScalarOther, (mask, given, float("-inf")))
-            with self.graph.inserting_before(copied):
-                mask = call(*(both if truth else some))
-        args[3] = mask
-        copied.args = tuple(args)
-        copied.kwargs = {k: v for k, v in copied.kwargs.items() if k not in band}
-        return copied
-
-    def _same_segment(self, mask: fx.Node, segment: Any, rows: fx.Node) -> fx.Node:
-        """A mask [1, 1, rows, keys] that hides other sequences, too: [b or 1, 1, rows, keys]."""
-        call = self.graph.call_function
-        own = call(aten.index_select.default, (segment, 1, self._reshape(rows, [-1])))
-        own = call(aten.unsqueeze.default, (call(aten.unsqueeze.default, (own, 1)), 3))
-        keys = call(aten.unsqueeze.default, (call(aten.unsqueeze.default, (segment, 1)), 2))
-        same = call(aten.eq.Tensor, (own, keys))
-        return call(aten.logical_and.default, (mask, same))
-
     def grouped(self, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
         """Convolution and norm in groups: of a piece of them a rank has so many."""
         chosen = self.placement.nodes[node.name]
         if chosen.name != "g":
             return None
-        copied = self._copy(node, operands)
+        copied = self.copy(node, operands)
         names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
         at = next(i for i, name in enumerate(names) if name in ("groups", "num_groups"))
         local = self.emit(self.length(self.factor(node.name, chosen.output)))
@@ -556,5 +500,5 @@ _SPECIAL = {
     aten.slice.Tensor: _Lowering.cut,
     torch.ops.dcpc.uniform.default: _Lowering.random,
     torch.ops.dcpc.normal.default: _Lowering.random,
-    torch.ops.dcpc.attention.default: _Lowering.attention,
+    torch.ops.dcpc.attention.default: local_attention,
 }

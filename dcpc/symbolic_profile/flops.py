@@ -156,6 +156,7 @@ class Cost:
     wire_bytes: sympy.Expr = ZERO
     ranks: int = 1
     op: str = ""
+    messages: int = 1
 
 
 def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
@@ -175,8 +176,11 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
     bytes_moved = _bytes_moved(node, facts, fresh)
     sent = WIRE.get(name)
     if sent is not None:
-        ranks = sp if isinstance(sp, int) else sp(str(node.args[-1]))
+        ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group", node.args[-1])))
         return Cost("collective", ZERO, bytes_moved, sent(node, facts, ranks), ranks, name)
+    if name in RINGS:
+        ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group")))
+        return _ring(node, facts, ranks, bytes_moved)
     op_class, flops = _flops(node, facts, name.split("::")[1], fresh)
     return Cost(op_class, flops, bytes_moved)
 
@@ -293,12 +297,49 @@ def _twice(node: fx.Node, facts: Facts, ranks: int) -> sympy.Expr:
     return 2 * _pieces(node, facts, ranks)
 
 
+def _swapped(node: fx.Node, facts: Facts, ranks: int) -> sympy.Expr:
+    """Every piece but the own one of those that the ranks of a position swap."""
+    return _pieces(node, facts, argument(node, "across"))
+
+
+RINGS = frozenset({"dcpc::ring_attention_forward", "dcpc::ring_attention_backward"})
+
+
+def _ring(node: fx.Node, facts: Facts, ranks: int, bytes_moved: sympy.Expr) -> Cost:
+    """Attention whose keys and values go round, once, and their gradients, once and home.
+
+    Source of the bytes: `sent_bytes` of codegen/ring_route.py, of even pieces. Where only so many
+    keys before a query are seen, and pieces are in order, keys go no further than that.
+    """
+    query, key, value = (facts.of(argument(node, n))[0] for n in ("query", "key", "value"))
+    steps = ranks // argument(node, "across")
+    keys = facts.size(argument(node, "key_size"))
+    before, after = argument(node, "before"), argument(node, "after")
+    rows = key.shape[2]
+    turned = (steps - 1) * rows
+    if before is not None and after is not None and not argument(node, "key_zigzag"):
+        turned = sympy.Min(turned, rows + before + after)
+    seen = keys if after is None else (keys + 1) / 2
+    if before is not None and after is not None:
+        seen = sympy.Min(keys, before + after + 1)
+    backward = op_name(node).endswith("_backward")
+    flops = _widths(node, facts, query.shape[2] * seen)
+    row_bytes = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
+    wire = turned * row_bytes * key.dtype.itemsize
+    if backward:
+        wire += (turned + rows) * row_bytes * max(4, key.dtype.itemsize)
+    messages = (2 * steps - 1 if backward else steps - 1) or 1
+    wire = sympy.expand(wire) if steps > 1 else ZERO
+    return Cost("attention", flops, bytes_moved, wire, ranks, op_name(node), messages)
+
+
 # op -> bytes one rank sends, by ring or pairwise exchange.
 WIRE: dict[str, Callable[[fx.Node, Facts, int], sympy.Expr]] = {
     "dcpc::all_to_all": _pieces,
     "dcpc::all_gather": _whole,
     "dcpc::reduce_scatter": _pieces,
     "dcpc::all_reduce": _twice,
+    "dcpc::swap": _swapped,
     "_c10d_functional::all_to_all_single": _pieces,
     "_c10d_functional::all_gather_into_tensor": _whole,
     "_c10d_functional::reduce_scatter_tensor": _pieces,

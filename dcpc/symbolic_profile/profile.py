@@ -210,6 +210,7 @@ def work_of(node: fx.Node, facts: Facts, sp: GroupSize, *, forward: bool) -> Wor
         flops=cost.flops,
         bytes_moved=cost.bytes_moved,
         wire_bytes=cost.wire_bytes,
+        messages=cost.messages,
         op=cost.op,
     )
 

@@ -2,6 +2,7 @@
 
 compute     max(FLOPs / FLOP/s, bytes / bytes/s) + launch
 collective  alpha + sent bytes / link's bytes/s, and its local copies' bytes
+ring        the longer of compute and what it sends, on a device that does both at once; their sum
 calibrated  launch + FLOPs * seconds a FLOP + bytes * seconds a byte, of the call's class
 """
 
@@ -31,6 +32,7 @@ class _Rates:
         per_wire_byte: sent.
         fixed: at least.
         overlap: groups whose arithmetic hides their memory traffic or the other way round.
+        hides: groups that send while they compute.
         curves: groups whose seconds a FLOP depend on the FLOPs a byte, and their fit.
     """
 
@@ -39,6 +41,7 @@ class _Rates:
     per_wire_byte: Floats
     fixed: Floats
     overlap: Floats
+    hides: Floats
     curves: tuple[tuple[int, ClassFit], ...]
 
 
@@ -83,28 +86,35 @@ class Roofline:
         wire_s = (self._wire @ monomials) * column(rates.per_wire_byte)
         longer = np.maximum(flops_s, bytes_s)
         busy_s = np.where(column(rates.overlap) > 0, longer, flops_s + bytes_s)
-        return np.asarray(column(self._count) * (busy_s + wire_s + column(rates.fixed)))
+        sent_s = np.where(column(rates.hides) > 0, np.maximum(busy_s, wire_s) - busy_s, wire_s)
+        return np.asarray(column(self._count) * (busy_s + sent_s + column(rates.fixed)))
 
     def _of(self, device: Device) -> _Rates:
         rows = [_row(w, device) for w in self.work]
-        flop, byte, sent, fixed, both = np.array(rows, dtype=np.float64).reshape(len(rows), 5).T
+        table = np.array(rows, dtype=np.float64).reshape(len(rows), 6)
+        flop, byte, sent, fixed, both, hides = table.T
         fits = [None if device.fits is None else device.fits.of(w) for w in self.work]
         curves = tuple((i, f) for i, f in enumerate(fits) if f is not None and f.knots)
-        return _Rates(flop, byte, sent, fixed, both, curves)
+        return _Rates(flop, byte, sent, fixed, both, hides, curves)
 
 
-def _row(w: Work, device: Device) -> tuple[float, float, float, float, bool]:
+def _row(w: Work, device: Device) -> tuple[float, float, float, float, bool, bool]:
     """Returns the seconds of `_Rates` for one group of calls."""
     collective = w.op_class == "collective" and w.ranks > 1
     if device.fits is not None and collective:
         sent = device.fits.collective(w.op, w.ranks)
         if sent is not None:
-            return 0.0, 0.0, sent.s_per_byte, sent.alpha_s, False
+            return 0.0, 0.0, sent.s_per_byte, sent.alpha_s, False, False
+    link = device.link(w.ranks)
+    ring = w.op_class != "collective" and w.ranks > 1
+    waits_s = w.messages * link.alpha_s if ring else 0.0
+    hides = ring and device.overlaps
     fit = None if device.fits is None else device.fits.of(w)
     if fit is not None:
-        return fit.s_per_flop, fit.s_per_byte, 0.0, fit.launch_s, False
-    link = device.link(w.ranks)
+        fixed_s = fit.launch_s + waits_s
+        return fit.s_per_flop, fit.s_per_byte, 1 / link.bytes_per_s, fixed_s, False, hides
     matmul = w.op_class in _MATMUL_CLASSES
     rate = device.matmul_flops_per_s(w.dtype) if matmul else device.vector_flops_per_s
-    fixed_s = device.launch_s + (link.alpha_s if collective else 0.0)
-    return 1 / rate, 1 / device.memory_bytes_per_s, 1 / link.bytes_per_s, fixed_s, True
+    fixed_s = device.launch_s + (link.alpha_s if collective else waits_s)
+    per_byte = 1 / device.memory_bytes_per_s
+    return 1 / rate, per_byte, 1 / link.bytes_per_s, fixed_s, True, hides

@@ -214,7 +214,7 @@ def attention(call: Call) -> OpSharding:
     later = "q" if call.args["after"] is not None and call.args["before"] is None else ""
     return OpSharding(
         tuple(operands), output, sizes, whole=frozenset({"s", "d", "e"} & sizes.keys()),
-        multiplies=True, work=work, later=later, ring=None and _ring(call, sizes, len(masks)),
+        multiplies=True, work=work, later=later, ring=_ring(call, sizes, len(masks)),
     )  # fmt: skip
 
 

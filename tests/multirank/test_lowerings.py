@@ -1,0 +1,85 @@
+"""Unmodified models with every way to split attention forced: the plain model's numbers."""
+
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import dcpc
+from dcpc.passes.lowerings import LOWERINGS, attentions, lowering_of
+from tests.multirank import language_models
+from tests.multirank.exactness import Split, wrong
+from tests.multirank.launch import run_ranks
+from tests.multirank.small_models import CASES
+from tests.multirank.test_small_models import sizes
+
+pytestmark = pytest.mark.multirank
+
+LENGTHS = (1, 2, 3, 5, 16, 37)
+
+
+def language_errors(rank: int, names: Sequence[str], sp: int) -> dict[str, float]:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        sizes = [{"batch": 1, "seq": n} for n in LENGTHS if n > 1] + [{"batch": 2, "seq": 21}]
+        buckets = dcpc.Buckets(inputs=language_models.inputs(name), sizes=sizes)
+        free = Split(language_models.model(name), buckets, {"batch": 1, "seq": 64})
+        for lowering in LOWERINGS:
+            split = free.of("eager", sp, lowering)
+            got = {lowering_of(split.placement.nodes[n.name]) for n in attentions(split.program)}
+            if lowering == "hybrid" and sp == 2:
+                continue  # two axes need at least four ranks
+            assert got == {lowering}, (name, lowering, got)
+            assert bool(split.placement.zigzag) == (name != "bert" and lowering != "heads")
+            points = [(s, language_models.data(name, s)) for s in sizes]
+            found |= split.errors(f"{name} {lowering}", points)
+    return found
+
+
+@pytest.mark.parametrize(("names", "sp"), [(("gpt_grouped", "bert"), 2), (("llama",), 4)])
+def test_language_models_by_every_lowering(names, sp):
+    assert wrong(run_ranks(language_errors, sp, names, sp), 1e-10) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("names", "sp"), [(language_models.NAMES, 3), (language_models.NAMES, 4)])
+def test_all_language_models_by_every_lowering(names, sp):
+    assert wrong(run_ranks(language_errors, sp, names, sp, timeout_s=900), 1e-10) == {}
+
+
+def small_errors(rank: int, names: Sequence[str], sp: int) -> dict[str, float]:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        case, points = CASES[name], sizes(name)
+        buckets = dcpc.Buckets(inputs=case.inputs, sizes=points)
+        at = {**points[1], "batch": 1}
+        free = Split(case.model(), buckets, at)
+        kinds = {
+            lowering_of(a)
+            for n in attentions(free.program)
+            for a in free.sharding.alternatives[n.name]
+        }
+        for lowering in sorted(kinds & set(LOWERINGS)):
+            split = free.of("eager", sp, lowering)
+            found |= split.errors(f"{name} {lowering}", [(p, case.data(p)) for p in points])
+    return found
+
+
+WITH_ATTENTION = ("Alibi", "CrossAttention", "SixHeads", "SpaceTime")
+
+
+@pytest.mark.parametrize("sp", [2])
+def test_small_models_by_every_lowering(sp):
+    assert wrong(run_ranks(small_errors, sp, WITH_ATTENTION, sp), 1e-10) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sp", [3, 4])
+def test_all_small_models_by_every_lowering(sp):
+    names = tuple(CASES)
+    assert wrong(run_ranks(small_errors, sp, names, sp, timeout_s=900), 1e-10) == {}
