@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dcpc.symbolic_profile.facts import Facts
 from dcpc.symbolic_profile.transients import transient_bytes
-from tests.attention.test_op import SETTINGS, make
+from tests.attention.test_op import SETTINGS, make, segment_of
 from tests.symbolic_profile.joint_graphs import measure_call
 
 NAMES = (
@@ -21,17 +21,16 @@ def transients(name: str) -> list[tuple[int, int]]:
     """(measured, predicted) bytes of forward and backward."""
     s = SETTINGS[name]
     tensors, mask, keep = make(s)
-    every = (*tensors, mask, keep)
+    every = (*tensors, mask, keep, segment_of(s))
     given = [x.detach() for x in every if x is not None]
     at = {i: n for n, i in enumerate(i for i, x in enumerate(every) if x is not None)}
-    rest = (0.3, s.before, s.after, s.start, None, 0, s.empty)
 
     def both(*found: Tensor) -> Tensor:
-        q, k, v, m, kept = (found[at[i]] if i in at else None for i in range(5))
-        out, lse = torch.ops.dcpc.attention_forward(q, k, v, m, kept, None, *rest)
+        q, k, v, m, kept, ids = (found[at[i]] if i in at else None for i in range(6))
+        out, lse = torch.ops.dcpc.attention_forward(q, k, v, m, kept, ids, *s.rest)
         ops = torch.ops.dcpc
         op = ops.attention_mask_backward if s.mask == "bias" else ops.attention_backward
-        return op(out, q, k, v, m, kept, None, out, lse, *rest)[0]
+        return op(out, q, k, v, m, kept, ids, out, lse, *s.rest)[0]
 
     facts, threads = Facts({}), torch.get_num_threads()
     measured = [m for m in measure_call(both, *given) if "attention" in str(m.node.target)]
