@@ -226,9 +226,10 @@ def check(case: Case, world: int, rank: int) -> dict[str, float]:
     return errors
 
 
-def worst(rank: int, world: int, cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
-    """Every case that is off, with its errors: on one rank of a launch."""
-    assert dist.group.WORLD is not None
-    bind_group(GROUP, dist.group.WORLD)
-    results: list[Any] = [(case, check(case, world, rank)) for case in cases]
+def worst(
+    rank: int, group: dist.ProcessGroup, cases: list[Case]
+) -> list[tuple[Case, dict[str, float]]]:
+    """Every case that is off, with its errors, on one rank of a group."""
+    bind_group(GROUP, group)
+    results: list[Any] = [(case, check(case, group.size(), rank)) for case in cases]
     return [(case, e) for case, e in results if not max(e.values()) < 1e-10]

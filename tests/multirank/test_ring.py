@@ -1,0 +1,209 @@
+"""Ring attention on several ranks: numbers, bytes, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from dcpc.codegen.collectives import bind_group
+from tests.multirank import rsa
+from tests.multirank.launch import run_ranks
+from tests.multirank.ring_cases import (
+    GROUP,
+    SCALE,
+    Case,
+    dense,
+    drawn,
+    error,
+    positions,
+    ring,
+    whole,
+    worst,
+)
+
+pytestmark = pytest.mark.multirank
+
+PLAIN = Case((41, 41), (4, 2), after=0)
+EXTREMES = (
+    replace(PLAIN, lengths=(1, 1), heads=(1, 1)),
+    replace(PLAIN, lengths=(2, 300), heads=(8, 1), after=None),
+    replace(PLAIN, lengths=(300, 300), heads=(8, 1), zigzag=(True, True)),
+    replace(PLAIN, lengths=(257, 257), before=30, zigzag=(False, False)),
+    replace(PLAIN, lengths=(130, 130), segment="sorted", zigzag=(True, True)),
+    replace(PLAIN, lengths=(64, 64), keep=True, empty="mean"),
+    replace(PLAIN, lengths=(300, 300), after=None, mask="drowned"),
+)
+HYBRIDS = (
+    replace(PLAIN, across=2),
+    replace(PLAIN, lengths=(96, 96), across=2, zigzag=(True, True), segment="sorted"),
+    replace(PLAIN, lengths=(3, 3), across=2, heads=(2, 2), after=None),
+    replace(PLAIN, lengths=(55, 90), across=2, heads=(8, 2), after=None, mask="numbers"),
+)
+
+
+def in_groups(rank: int, worlds: list[int], count: int, cases: list[Case]) -> dict[int, Any]:
+    """What is off in each world, which the first ranks make."""
+    found = {}
+    for world in worlds:
+        group = dist.new_group(list(range(world)))
+        if rank < world:
+            fitting = [c for c in cases if world % c.across == 0]
+            found[world] = worst(rank, group, [*fitting, *drawn(world, count)])
+    if rank < worlds[-1]:
+        bind_group(GROUP, group)
+        found |= {check.__name__: check(worlds[-1], rank, group) for check in CHECKS}
+    return found
+
+
+def agrees_with_rsa(world: int, rank: int, group: dist.ProcessGroup) -> float:
+    """Largest relative error of output and gradients against Ring Self-Attention."""
+    errors = []
+    for case in (PLAIN, replace(PLAIN, lengths=(3, 3)), replace(PLAIN, zigzag=(True, True))):
+        case = replace(case, heads=(2, 2))
+        x = whole(case)
+        every = [positions(split, world, 1, r) for split in case.splits()[:1] for r in range(world)]
+        mine = every[rank]
+        order = torch.cat(every)  # of all keys, rank after rank
+        local = [y[:, :, mine].requires_grad_() for y in (x.q, x.k, x.v)]
+        rows = [len(at) for at in every]
+        want = rsa.attention(*local, order > mine[:, None], SCALE, rows, group)
+        found = ring(case, x, local, world, rank)
+        pairs = [(found, want)]
+        gradients = [torch.autograd.grad(y, local, x.grad[:, :, mine]) for y in (found, want)]
+        pairs += zip(*gradients, strict=True)
+        errors += [error(a.detach(), b.detach(), 1.0) for a, b in pairs]
+    return max(errors)
+
+
+def saves_its_piece(world: int, rank: int, group: dist.ProcessGroup) -> float:
+    """Elements saved for backward over those of the rank's q, k, v, out and logsumexp."""
+    case = replace(PLAIN, lengths=(200, 200))
+    x = whole(case)
+    mine = positions(case.splits()[0], world, 1, rank)
+    local = [y[:, :, mine].requires_grad_() for y in (x.q, x.k, x.v)]
+    saved: dict[int, Tensor] = {}
+
+    def note(y: Tensor) -> Tensor:
+        saved[y.data_ptr()] = y
+        return y
+
+    with saved_tensors_hooks(note, lambda y: y):
+        out = ring(case, x, local, world, rank)
+    expected = 2 * local[0].numel() + 2 * local[1].numel() + out[..., 0].numel()
+    return sum(y.numel() for y in saved.values()) / expected
+
+
+def lower_precision(world: int, rank: int, group: dist.ProcessGroup) -> dict[str, float]:
+    """Error of each dtype's gradients over its limit."""
+    found = {}
+    limits = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.005}
+    for dtype, limit in limits.items():
+        case = replace(PLAIN, lengths=(90, 90), dtype=dtype, zigzag=(True, True))
+        x, exact = whole(case), whole(case)
+        for name in ("q", "k", "v", "grad"):
+            setattr(exact, name, getattr(x, name).double())
+        leaves = [y.requires_grad_() for y in (exact.q, exact.k, exact.v)]
+        wanted = torch.autograd.grad(dense(case, exact), leaves, exact.grad)
+        mine = positions(case.splits()[0], world, 1, rank)
+        local = [y[:, :, mine].requires_grad_() for y in (x.q, x.k, x.v)]
+        out = ring(case, x, local, world, rank)
+        got = torch.autograd.grad(out, local, x.grad[:, :, mine])
+        errors = [
+            error(a.double(), b[:, :, mine], float(b.abs().max()))
+            for a, b in zip(got, wanted, strict=True)
+        ]
+        found[str(dtype)] = max(errors) / limit
+    return found
+
+
+def rows_of_nan(world: int, rank: int, group: dist.ProcessGroup) -> bool:
+    """Whether queries that see no key are not a number where the model has it so, and no others."""
+    case = replace(PLAIN, keep=True, empty="nan")
+    x = whole(case)
+    mine = positions(case.splits()[0], world, 1, rank)
+    local = [y[:, :, mine] for y in (x.q, x.k, x.v)]
+    found = ring(case, x, local, world, rank)
+    want = dense(case, x)[:, :, mine]
+    assert rank or want.isnan().any(), "a case in which a query sees no key"
+    return torch.allclose(found, want, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+def fakes_lie_as_real_ones(world: int, rank: int, group: dist.ProcessGroup) -> list[Any]:
+    """What differs between fake and real results."""
+    differ = []
+    ops = torch.ops.dcpc
+    for case in (PLAIN, replace(PLAIN, mask="numbers"), replace(PLAIN, dtype=torch.bfloat16)):
+        x = whole(case)
+        mine = positions(case.splits()[0], world, 1, rank)
+        tensors = [y[:, :, mine] for y in (x.q, x.k, x.v)]
+        mask = None if x.mask is None else x.mask[:, :, mine]
+        rest = (SCALE, None, 0, "zero", *(41, 41, 0) * 2, False, False, 1, GROUP)
+
+        def both(*given: Tensor, mask: Tensor | None, n: int = len(mine), rest: Any = rest) -> Any:
+            out, lse = ops.ring_attention_forward(*given, mask, None, None, *rest)
+            tensors = (out, *given, mask, None, None, out, lse)
+            back = ops.ring_attention_backward(*tensors, *rest)
+            swap = (41, 41, 0, False)
+            there = ops.swap(out, True, *swap, 41, 4, world, GROUP)
+            here = ops.swap(there, False, *swap, n, 4, world, GROUP)
+            return [out, lse, *back, there, here]
+
+        real = both(*tensors, mask=mask)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake_mask = None if mask is None else mode.from_tensor(mask)
+            fake = both(*map(mode.from_tensor, tensors), mask=fake_mask)
+        for a, b in zip(real, fake, strict=True):
+            if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
+                differ.append((case, a.shape, a.stride(), b.shape, b.stride()))
+        assert torch.equal(real[-1], real[0]), "there and back"
+    return differ
+
+
+CHECKS = (agrees_with_rsa, saves_its_piece, lower_precision, rows_of_nan, fakes_lie_as_real_ones)
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[Any, Any]]:
+    cases = [*EXTREMES, *HYBRIDS, replace(PLAIN, lengths=(50, 50), across=4, heads=(8, 4))]
+    return run_ranks(in_groups, 4, [2, 3, 4], 30, cases, timeout_s=200.0)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ring_is_dense_attention_and_sends_what_the_formula_says(four, world):
+    for rank in range(world):
+        assert four[rank][world] == []
+
+
+def test_ring_agrees_with_ring_self_attention(four):
+    assert max(found["agrees_with_rsa"] for found in four) < 1e-12
+
+
+def test_a_rank_saves_its_piece_alone(four):
+    assert {found["saves_its_piece"] for found in four} == {1.0}
+
+
+def test_lower_precision_is_within_its_rounding(four):
+    assert max(max(found["lower_precision"].values()) for found in four) < 1
+
+
+def test_queries_that_see_nothing_can_be_no_numbers(four):
+    assert all(found["rows_of_nan"] for found in four)
+
+
+def test_fake_values_are_laid_out_as_real_ones(four):
+    assert [found["fakes_lie_as_real_ones"] for found in four] == [[]] * 4
+
+
+@pytest.mark.slow
+def test_rings_of_five_and_eight():
+    hybrids = [replace(c, across=a, heads=(8, 4)) for c in HYBRIDS for a in (2, 4)]
+    found = run_ranks(in_groups, 8, [5, 8], 40, [*EXTREMES, *hybrids], timeout_s=280.0)
+    for rank, results in enumerate(found):
+        assert results[8] == [], rank
+        assert results.get(5, []) == [], rank
