@@ -187,9 +187,9 @@ def ring_attention_forward(
         group: name of the process group.
     """
     splits = _splits(
-        query_size, query_parent, query_shift, key_size, key_parent, key_shift,
-        query_zigzag, key_zigzag,
-    )  # fmt: skip
+        (query_size, query_parent, query_shift, query_zigzag),
+        (key_size, key_parent, key_shift, key_zigzag),
+    )
     sight = Sight(scale, before, after, 0, empty)
     out, lse = _empty_results(query, value, mask)
     if _nothing(query, key, value) or not key_size:
@@ -224,10 +224,8 @@ def _empty_results(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, T
     return out, lse
 
 
-def _splits(*given: Any) -> tuple[Split, Split]:
-    *sizes, query_zigzag, key_zigzag = given
-    queries, keys = ([*part] for part in (sizes[:3], sizes[3:]))
-    return Split(*queries, zigzag=query_zigzag), Split(*keys, zigzag=key_zigzag)
+def _splits(q: tuple[int, int, int, bool], k: tuple[int, int, int, bool]) -> tuple[Split, Split]:
+    return Split(*q), Split(*k)
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -284,9 +282,9 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of this rank's queries, keys and values, laid out (b, s, h, d)."""
     splits = _splits(
-        query_size, query_parent, query_shift, key_size, key_parent, key_shift,
-        query_zigzag, key_zigzag,
-    )  # fmt: skip
+        (query_size, query_parent, query_shift, query_zigzag),
+        (key_size, key_parent, key_shift, key_zigzag),
+    )
     sight = Sight(scale, before, after, 0, empty)
     if _nothing(query, key, value) or not key_size:
         dq, dk, dv = (empty_gradient(x).zero_() for x in (query, key, value))
