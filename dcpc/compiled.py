@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import Variant, bind_group, delivering, wire_log
 from dcpc.errors import DispatchError
-from dcpc.ir import Placement, Profile, Program
+from dcpc.ir import Packable, Placement, Profile, Program
+from dcpc.passes.packable import packable
 from dcpc.planning import Planned
 from dcpc.random_ops import mix
 from dcpc.runtime.agreement import agree
@@ -189,6 +190,15 @@ class CompiledModel(nn.Module):
         variants = self.planned.by_bucket[bucket]
         placement = self._placement(bucket, sizes, self._setting(bucket))
         return variants.predict(placement, plan.recompute, sizes)
+
+    @property
+    def packable(self) -> Packable:
+        """Whether a row may hold several sequences, for `DataLoader(packing=)`; else why not."""
+        traces = self.planned.traces
+        # A trace of rows of one token has no length: there is nothing to pack.
+        longer = [v for v in traces if set(v.program.symbols) - {BATCH}] or traces
+        found = [packable(v.program, v.sharding.rules) for v in longer]
+        return next((p for p in found if p.reason), found[0])
 
     @property
     def node_ranks(self) -> int:

@@ -92,13 +92,13 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
 
 def _note(program: Program, mask: str, reason: str, nodes: list[str]) -> str:
     node = next(n for n in program.gm.graph.nodes if n.name == mask)
-    line = _source_line(node)
+    line = source_line(node)
     count = f"{len(nodes)} attentions" if len(nodes) > 1 else nodes[0]
     return f"mask {mask} of {count} stays a tensor: {reason}{f' ({line})' if line else ''}"
 
 
-def _source_line(node: fx.Node) -> str:
-    """The user's line that made a node, as `file:line`."""
+def source_line(node: fx.Node) -> str:
+    """Returns the user's line that made a node, as `file:line`; "" where that is not known."""
     trace = str(node.meta.get("stack_trace", ""))
     files = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     if not files:

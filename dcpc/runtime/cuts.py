@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from dcpc.buckets import Bucket
 from dcpc.errors import DataError
+from dcpc.runtime.packing import pack
 from dcpc.runtime.plan_file import plan_json, plan_of
 from dcpc.runtime.plans import Mode, StepPlan
 from dcpc.runtime.samples import Fit
@@ -17,6 +20,8 @@ from dcpc.runtime.window import Batch, Position, take
 
 # Batches tried until the number of micro-batches is within its bounds.
 _TRIES = 32
+
+Rows = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +33,20 @@ class Recipe:
         window: places by which the order may differ from the epoch's (window.py).
         mode: of the planner.
         allowed: what else holds.
+        packs: samples follow each other in rows, which are what is planned.
     """
 
     tokens: int
     window: int
     mode: Mode
     allowed: Allowed
+    packs: bool = False
 
     def text(self) -> str:
         """What all ranks must have alike."""
         return (
             f"tokens_per_step={self.tokens}, window={self.window}, mode={self.mode}, "
-            f"{self.allowed}"
+            f"{self.allowed}, packs={self.packs}"
         )
 
 
@@ -54,6 +61,7 @@ class Cut:
         skipped: samples longer than every bucket that were passed by.
         after: where the epoch is once the step is done.
         plan_s: seconds that forming and planning took, on the rank that did.
+        rows: packed: the samples of each row, which is what the plan calls a sample.
     """
 
     index: int
@@ -62,11 +70,28 @@ class Cut:
     skipped: tuple[int, ...]
     after: Position
     plan_s: float
+    rows: Rows = ()
 
     @property
     def samples(self) -> int:
         """Number of all ranks' samples."""
-        return sum(len(mb.sample_ids) for mb in self.plan.micro_batches) if self.plan else 0
+        return len(self.ids(mb.sample_ids for mb in self.plan.micro_batches)) if self.plan else 0
+
+    @property
+    def padding(self) -> int:
+        """Tokens of all ranks' micro-batches that are no sample's."""
+        micro_batches = self.plan.micro_batches if self.plan else ()
+        sizes = (
+            len(mb.sample_ids) * prod(n for _, n in mb.bucket.shape_key) for mb in micro_batches
+        )
+        return sum(sizes) - self.tokens
+
+    def ids(self, planned: Iterable[Sequence[int]]) -> tuple[int, ...]:
+        """Returns the indices in the dataset of what a plan calls samples."""
+        every = [i for ids in planned for i in ids]
+        if not self.rows:
+            return tuple(every)
+        return tuple(i for row in every for i in self.rows[row])
 
     def message(self, table: PlanTable, job: str) -> dict[str, Any]:
         """Returns it as plain data; `job` is what all ranks must have alike."""
@@ -79,6 +104,7 @@ class Cut:
             "start": self.after.start,
             "ahead": sorted(self.after.ahead),
             "plan_s": self.plan_s,
+            "rows": [list(row) for row in self.rows],
         }
 
     @classmethod
@@ -102,6 +128,7 @@ class Cut:
             tuple(message["skipped"]),
             Position(message["start"], frozenset(message["ahead"])),
             message["plan_s"],
+            tuple(tuple(row) for row in message["rows"]),
         )
 
 
@@ -125,10 +152,10 @@ def cut_epoch(
     """
     while position.start < len(order):
         begin_s = time.perf_counter()
-        batch, plan = _bounded(order, fit, table, recipe, position)
+        batch, plan, rows = _bounded(order, fit, table, recipe, position)
         position = batch.after
         took_s = time.perf_counter() - begin_s
-        yield Cut(index, plan, batch.tokens, batch.skipped, position, took_s)
+        yield Cut(index, plan, batch.tokens, batch.skipped, position, took_s, rows)
         index += 1
 
 
@@ -138,15 +165,18 @@ def _bounded(
     table: PlanTable,
     recipe: Recipe,
     position: Position,
-) -> tuple[Batch, StepPlan | None]:
-    """Returns the next batch, larger or smaller until its micro-batches are within the bounds."""
+) -> tuple[Batch, StepPlan | None, Rows]:
+    """Returns the next batch, larger or smaller until its micro-batches are within the bounds.
+
+    With its plan, and the rows that it is a plan of.
+    """
     limit, allowed = recipe.tokens, recipe.allowed
     batch = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
     if not batch.samples:
-        return batch, None
+        return batch, None, ()
     shrinks = False
     for _ in range(_TRIES):
-        plan = plan_step(batch.samples, table, recipe.mode, allowed)
+        plan, rows = _planned(batch, fit, table, recipe)
         if not allowed.holds(plan) and len(batch.samples) > 1:
             shrinks = True
             share = allowed.most / plan.accumulation
@@ -160,5 +190,23 @@ def _bounded(
             break  # no more samples within the window, or none left
         batch = other
     else:
-        plan = plan_step(batch.samples, table, recipe.mode, allowed)
-    return batch, plan
+        plan, rows = _planned(batch, fit, table, recipe)
+    return batch, plan, rows
+
+
+def _planned(
+    batch: Batch, fit: Callable[[int], Fit], table: PlanTable, recipe: Recipe
+) -> tuple[StepPlan, Rows]:
+    """Returns the plan of a batch, and the rows that it is of."""
+    if not recipe.packs:
+        return plan_step(batch.samples, table, recipe.mode, recipe.allowed), ()
+
+    def row_s(bucket: Bucket) -> float:
+        rows = table.rows[table.key(bucket)]
+        usable = rows if recipe.mode == "auto" else rows[:1]
+        return min(row.seconds_s * row.sp / row.micro_batch for row in usable)
+
+    one = recipe.mode == "intra"
+    packed = pack(batch.samples, lambda i: fit(i).tokens, table.buckets, row_s, one)
+    numbered = list(enumerate(packed.buckets))
+    return plan_step(numbered, table, recipe.mode, recipe.allowed), packed.rows

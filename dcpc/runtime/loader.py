@@ -14,7 +14,7 @@ import hashlib
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -23,13 +23,14 @@ import torch
 
 from dcpc.errors import DataError
 from dcpc.runtime.ahead import ahead
+from dcpc.runtime.arguments import allowed_steps, check_choice, check_count
 from dcpc.runtime.cuts import Cut, Recipe, cut_epoch
+from dcpc.runtime.packing import Rows
 from dcpc.runtime.plan_file import PlanFile
 from dcpc.runtime.plans import MODES, Mode, StepPlan
 from dcpc.runtime.protocol import Compiled
 from dcpc.runtime.relay import Relay
 from dcpc.runtime.samples import Dataset, Samples
-from dcpc.runtime.step_planner import Allowed
 from dcpc.runtime.steps import MicroBatch, Step
 from dcpc.runtime.table import PlanTable, mode_table
 from dcpc.runtime.weights import SAMPLES, Weight, checked, weight_function
@@ -49,12 +50,16 @@ class LoaderStats:
         waited_s: seconds the loop here waited for a step that was not ready, the first of each
             iteration left out: nothing runs before it.
         first_s: seconds it waited for these first steps.
+        tokens: of all ranks' samples.
+        padding: tokens that all ranks' micro-batches had beside them.
     """
 
     steps: int = 0
     plan_s: float = 0.0
     waited_s: float = 0.0
     first_s: float = 0.0
+    tokens: int = 0
+    padding: int = 0
 
 
 class DataLoader:
@@ -80,6 +85,7 @@ class DataLoader:
         shuffle: bool = True,
         pad: Mapping[str, int | float] | None = None,
         pad_to_longer: bool = False,
+        packing: bool | str = False,
         weight: Weight = SAMPLES,
         on_too_long: Literal["error", "skip"] = "error",
         lookahead: int = 1,
@@ -111,6 +117,11 @@ class DataLoader:
                 own where that ends the step earlier (many small kernels, few samples a bucket).
                 Only for models whose result padding does not change: causal ones with ignored
                 labels, or with masks. Needs `pad`.
+            packing: several sequences in one row, one after the other, so that short ones pad
+                nothing: True where the model takes `position_ids`, which restart in each; the name
+                of the input that gets the sequences' numbers (1, 2, ...) where it takes these. Both
+                are made here: samples have the other inputs alone. Needs a model whose attention
+                keeps sequences apart, and `weight`; see `runtime/packing.py`.
             weight: what the model's loss is a mean over: "samples", the name of the input with the
                 labels (those not -100 count), `CountLabels`, or a function of a micro-batch's
                 inputs.
@@ -120,23 +131,24 @@ class DataLoader:
             plan_timeout_s: how long a rank waits for rank 0's plan; default: as for its peers.
 
         Raises:
-            DataError: an argument is wrong, or the dataset is empty.
+            DataError: an argument is wrong, the dataset is empty, or the model would mix sequences
+                that are packed.
             PlanError: a bucket has no setting that fits.
         """
-        _check_count("tokens_per_step", tokens_per_step, 1)
-        _check_count("min_grad_accumulation_steps", min_grad_accumulation_steps, 1)
-        _check_count("lookahead", lookahead, 0)
-        _check_count("window", window, 0)
-        _check_count("seed", seed, 0)
-        _check_choice("on_too_long", on_too_long, ("error", "skip"))
-        _check_choice("mode", mode, MODES)
+        check_count("tokens_per_step", tokens_per_step, 1)
+        check_count("min_grad_accumulation_steps", min_grad_accumulation_steps, 1)
+        check_count("lookahead", lookahead, 0)
+        check_count("window", window, 0)
+        check_count("seed", seed, 0)
+        check_choice("on_too_long", on_too_long, ("error", "skip"))
+        check_choice("mode", mode, MODES)
         if pad_to_longer and (pad is None or mode != "auto"):
             raise DataError(
                 f"pad_to_longer: got mode={mode!r} and pad={pad}; expected mode='auto' and a value "
                 "to fill up each input with; give both, or leave it out"
             )
         allowed = replace(
-            _allowed(mode, min_grad_accumulation_steps, max_grad_accumulation_steps),
+            allowed_steps(mode, min_grad_accumulation_steps, max_grad_accumulation_steps),
             pads=pad_to_longer,
         )
         self.compiled = compiled
@@ -144,10 +156,13 @@ class DataLoader:
         self.on_too_long = on_too_long
         self.lookahead = lookahead
         self.calculate_imbalance = calculate_imbalance
-        self.recipe = Recipe(tokens_per_step, window, mode, allowed)
+        self.recipe = Recipe(tokens_per_step, window, mode, allowed, bool(packing))
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
-        self._samples = Samples(dataset, compiled.buckets, pad)
+        buckets = compiled.buckets
+        self._rows = Rows(buckets, packing, compiled.packable, weight, pad) if packing else None
+        given = buckets if self._rows is None else self._rows.given(buckets)
+        self._samples = Samples(dataset, given, pad)
         self._weigh = weight_function(weight, compiled.buckets.inputs)
         self._seed = seed
         self._epoch = self._index = 0
@@ -182,7 +197,7 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration that of `epoch`; the epoch it is in already goes on as it is."""
-        _check_count("epoch", epoch, 0)
+        check_count("epoch", epoch, 0)
         if epoch != self._epoch:
             self._epoch, self._position, self._index = epoch, Position(), 0
             self._resumed = False
@@ -216,7 +231,7 @@ class DataLoader:
                 f"loader state: got fields {', '.join(map(str, state))}; expected "
                 f"{', '.join(fields)}; pass what state_dict() returned"
             )
-        counts = {n: _check_count(f"loader state '{n}'", state[n], 0)
+        counts = {n: check_count(f"loader state '{n}'", state[n], 0)
                   for n in ("epoch", "consumed", "step", "seed")}  # fmt: skip
         places = state["ahead"]
         if not isinstance(places, list):
@@ -224,7 +239,7 @@ class DataLoader:
                 f"loader state 'ahead': got {places!r}; expected a list of places; pass what "
                 "state_dict() returned"
             )
-        done = frozenset(_check_count("loader state 'ahead'", p, 0) for p in places)
+        done = frozenset(check_count("loader state 'ahead'", p, 0) for p in places)
         for name in ("samples", "shuffle"):
             if state[name] != fields[name]:
                 raise DataError(
@@ -277,9 +292,9 @@ class DataLoader:
 
         `dcpc replay FILE` prints it and plans it again.
         """
-        ids = sorted(i for mb in step.plan.micro_batches for i in mb.sample_ids)
-        fits = [(i, self._samples.fit(i).bucket) for i in ids]
-        samples = tuple((i, bucket) for i, bucket in fits if bucket is not None)
+        placed = {i: mb.bucket for mb in step.plan.micro_batches for i in mb.sample_ids}
+        own = {} if step.rows else {i: self._samples.fit(i).bucket for i in placed}
+        samples = tuple((i, own.get(i) or placed[i]) for i in sorted(placed))
         PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(file)
 
     def _timed(
@@ -300,6 +315,9 @@ class DataLoader:
             first = False
             stats.plan_s += found[0].plan_s
             stats.steps += found[1] is not None
+            if found[1] is not None:
+                stats.tokens += found[0].tokens
+                stats.padding += found[0].padding
             yield found
 
     def _relay(self) -> Relay | None:
@@ -324,7 +342,7 @@ class DataLoader:
         for cut in cuts:
             step = None if cut.plan is None else self._step(epoch, cut, cut.plan)
             done = () if cut.plan is None else cut.plan.micro_batches
-            self._samples.forget(i for mb in done for i in mb.sample_ids)
+            self._samples.forget(cut.ids(mb.sample_ids for mb in done))
             self._samples.forget(cut.skipped)
             yield cut, step
 
@@ -365,17 +383,22 @@ class DataLoader:
         for number, mb in enumerate(plan.micro_batches):
             if self.compiled.groups.rank not in mb.ranks:
                 continue
-            inputs = self._samples.collate(mb.sample_ids, mb.bucket)
-            weight = float(len(mb.sample_ids))
+            ids = cut.ids([mb.sample_ids])
+            if self._rows is None:
+                inputs = self._samples.collate(ids, mb.bucket)
+            else:
+                rows = [cut.rows[row] for row in mb.sample_ids]
+                inputs = self._rows.collate(self._samples, rows, mb.bucket)
+            weight = float(len(ids))
             if self._weigh is not None:
-                weight = checked(self._weigh(inputs), mb.sample_ids)
+                weight = checked(self._weigh(inputs), ids)
             micro_batches.append(
                 MicroBatch(
                     bucket=mb.bucket,
                     sp=mb.sp,
                     inputs=inputs,
                     weight=weight,
-                    samples=mb.sample_ids,
+                    samples=ids,
                     ranks=mb.ranks,
                     micro_batch=mb.micro_batch,
                     recompute=mb.recompute,
@@ -384,8 +407,9 @@ class DataLoader:
             )
         total = float(cut.samples) if self._weigh is None else None
         return Step(
-            epoch, cut.index, plan, tuple(micro_batches), total, cut.tokens, cut.samples, cut.plan_s
-        )
+            epoch, cut.index, plan, tuple(micro_batches), total, cut.tokens, cut.samples,
+            cut.plan_s, cut.rows,
+        )  # fmt: skip
 
     def _order(self, epoch: int) -> list[int]:
         n = len(self._samples)
@@ -403,30 +427,3 @@ class DataLoader:
             f"{self._samples.describe_largest()}; add a larger bucket, cut the sample, or pass "
             "on_too_long='skip'"
         )
-
-
-def _allowed(mode: Mode, least: int, most: int | None) -> Allowed:
-    if most is not None:
-        _check_count("max_grad_accumulation_steps", most, least)
-    if mode == "intra" and (least > 1 or most is not None):
-        raise DataError(
-            f"min_grad_accumulation_steps={least}, max_grad_accumulation_steps={most}: got mode "
-            "'intra', whose steps have one bucket; expected none of both; leave them out, or "
-            "choose mode='inter'"
-        )
-    return Allowed(least, most or 0)
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        named = " or ".join(map(repr, choices))
-        raise DataError(f"{name}=: got {value!r}; expected {named}; choose one")
-
-
-def _check_count(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise DataError(
-            f"{name}: got {value!r}; expected an integer >= {least}; pass one that is at least "
-            f"{least}"
-        )
-    return value

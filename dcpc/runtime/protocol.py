@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dcpc.buckets import Bucket, Buckets
-from dcpc.ir import BucketPlan
+from dcpc.ir import BucketPlan, Packable
 from dcpc.runtime.groups import Groups
 
 
@@ -50,6 +50,10 @@ class Compiled(Source, Protocol):
     @property
     def buckets(self) -> Buckets:
         """The shape buckets and the input specs."""
+
+    @property
+    def packable(self) -> Packable:
+        """What its model makes of several sequences in one row."""
 
     @property
     def groups(self) -> Groups:

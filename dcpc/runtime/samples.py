@@ -110,7 +110,7 @@ class Samples:
             if isinstance(self.dataset, HasDims):
                 dims = self._declared(index, self.dataset.dims(index))
             else:
-                self._load(index)
+                self.load(index)
                 dims = self._dims[index]
             self._dims[index] = dims
         fit = self._fits.get(dims)
@@ -135,7 +135,7 @@ class Samples:
         Raises:
             DataError: a sample contradicts the specs, or needs a pad value that was not given.
         """
-        samples = [self._load(i) for i in ids]
+        samples = [self.load(i) for i in ids]
         sizes = {**bucket.sizes, BATCH: len(ids)}
         return {
             name: self._stack(name, spec, ids, [s[name] for s in samples], sizes)
@@ -158,7 +158,10 @@ class Samples:
         """Returns one input of a micro-batch: `tensors` at the end filled up to `sizes`."""
         at = next((k for k, dim in enumerate(spec.dims) if dim.name == BATCH), None)
         shape = [dim.evaluate(sizes) for dim in spec.dims if dim.name != BATCH]
-        filled = [self._fill(name, i, x, shape) for i, x in zip(ids, tensors, strict=True)]
+        filled = [
+            self.filled(name, f"sample {i}", x, shape, self.pad)
+            for i, x in zip(ids, tensors, strict=True)
+        ]
         if at is not None:
             return torch.stack(filled, at)
         for i, x in zip(ids, filled, strict=True):
@@ -170,22 +173,41 @@ class Samples:
                 )
         return filled[0]
 
-    def _fill(self, name: str, index: int, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    def filled(
+        self,
+        name: str,
+        where: str,
+        x: torch.Tensor,
+        shape: Sequence[int],
+        pad: Mapping[str, int | float],
+    ) -> torch.Tensor:
+        """Returns an input filled up at its end.
+
+        Args:
+            name: of the input.
+            where: whose it is, for an error.
+            x: as it is.
+            shape: as it is to be.
+            pad: what to fill each input with.
+
+        Raises:
+            DataError: `pad` does not say.
+        """
         if list(x.shape) == list(shape):
             return x
-        if name not in self.pad:
+        if name not in pad:
             suggested = -100 if "label" in name or "target" in name else 0
             raise DataError(
-                f"sample {index}, input '{name}': got shape {tuple(x.shape)}; expected "
+                f"{where}, input '{name}': got shape {tuple(x.shape)}; expected "
                 f"{tuple(shape)}, its bucket's; pass pad={{'{name}': {suggested}}} to fill up its "
                 "end (0 for ids and attention masks, -100 for labels that the loss ignores), or "
                 "add buckets of the exact lengths"
             )
-        out = x.new_full(list(shape), self.pad[name])
+        out = x.new_full(list(shape), pad[name])
         out[tuple(slice(0, size) for size in x.shape)] = x
         return out
 
-    def _load(self, index: int) -> dict[str, torch.Tensor]:
+    def load(self, index: int) -> dict[str, torch.Tensor]:
         """Returns a checked sample; its lengths are known from then on."""
         if index in self._loaded:
             return self._loaded[index]

@@ -19,7 +19,7 @@ class MicroBatch:
         sp: number of ranks that get this same micro-batch.
         inputs: the model's arguments, on the CPU.
         weight: how much it counts in the step's loss.
-        samples: indices in the dataset.
+        samples: indices in the dataset; packed: of all rows, one row after the other.
         ranks: the ranks that get it, consecutive.
         micro_batch: samples of the row of the plan table that it runs.
         recompute: steps of recompute that the row takes.
@@ -50,6 +50,7 @@ class Step:
         tokens: tokens of all ranks' samples, padding left out.
         samples: number of all ranks' samples.
         plan_s: seconds that forming and planning the batch took, on the rank that did.
+        rows: packed: the samples of each row; what the plan calls samples are numbers of rows.
     """
 
     epoch: int
@@ -60,3 +61,4 @@ class Step:
     tokens: int
     samples: int
     plan_s: float
+    rows: tuple[tuple[int, ...], ...] = ()

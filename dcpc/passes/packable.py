@@ -1,0 +1,357 @@
+"""Whether rows of a model may hold several sequences, each with the loss it has alone.
+
+Three things have to hold, and each is looked up in the graph:
+
+* every attention along the sequence has a `segment`, made of one input, that tells sequences apart
+  as they are: it is computed for a few rows;
+* nothing else joins positions: by its sharding rule an op has the sequence free, except for what
+  adds up the loss at the end, and nothing counts positions in the row;
+* what is computed of one input alone (shifted labels, masks of them) stays at its place, or a fixed
+  number of places before it: each element is changed in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from dcpc.buckets import BATCH
+from dcpc.ir import Packable, Program, call_of, tensor_operands
+from dcpc.passes.masks import source_line
+from dcpc.passes.op_kinds import arguments
+from dcpc.passes.rule_types import OpSharding
+
+# Lengths of the sequences of the rows that segments are computed for.
+_ROWS = ((3, 1, 1, 4, 2), (1, 6, 4), (11,), (5, 6), (2, 2, 2, 2, 3))
+_SIZE, _BATCH = 11, 2
+_GENERATORS = ("arange", "linspace", "eye", "tril_indices", "triu_indices")
+
+
+class _MixedError(Exception):
+    """What joins the sequences of a row."""
+
+
+def packable(program: Program, rules: Mapping[str, OpSharding]) -> Packable:
+    """Returns what a model makes of several sequences in one row.
+
+    Args:
+        program: the traced model, its masks recognised.
+        rules: node name -> its sharding rule.
+    """
+    names = [name for name in program.symbols if name != BATCH]
+    if len(names) != 1:
+        return Packable((), {}, "its buckets have not one named dim besides the batch")
+    looked = _Rows(program, rules, names[0])
+    found = Packable((), {})
+    try:
+        found = replace(found, marks=looked.marks())
+        looked.check_nodes()
+        found = replace(found, dropped=looked.dropped())
+        by_positions, by_numbers = looked.kinds()
+        return replace(found, by_positions=by_positions, by_numbers=by_numbers)
+    except _MixedError as reason:
+        return replace(found, reason=str(reason))
+
+
+class _Rows:
+    def __init__(self, program: Program, rules: Mapping[str, OpSharding], dim: str) -> None:
+        self.program, self.rules, self.dim = program, rules, dim
+        self.length = program.symbols[dim]
+        self.nodes = list(program.gm.graph.nodes)
+        self.sources = self._sources()
+        self.live = self._live()
+
+    # ------------------------------------------------------------------------------ attention
+
+    @cached_property
+    def attentions(self) -> list[fx.Node]:
+        """Attentions whose queries or keys are along the sequence."""
+        found = []
+        for node in self.nodes:
+            if str(node.target) == "dcpc.attention.default":
+                q, k = (self.program.info[x.name].shape[2] for x in node.all_input_nodes[:2])
+                if self._along(q) or self._along(k):
+                    found.append(node)
+        return found
+
+    def marks(self) -> tuple[str, ...]:
+        """The input that every attention tells sequences apart by."""
+        if not self.attentions:
+            raise _MixedError("it has no attention that dcpc knows, and so nothing to keep apart")
+        found: set[str] = set()
+        for node in self.attentions:
+            if _segment(node) is None:
+                text = "sees all of a row, whatever sequence it is of"
+                raise _MixedError(f"{self._where(node)} {text}")
+            if self.program.info[node.all_input_nodes[0].name].shape[2] != self.length:
+                raise _MixedError(f"{self._where(node)} has queries of a part of the row")
+            found |= self.sources[_named(_segment(node))]
+        inputs = tuple(sorted(self.program.inputs[p] for p in found if p in self.program.inputs))
+        if len(inputs) != len(found) or len(inputs) != 1:
+            told = ", ".join(sorted(found)) or "nothing that is an input"
+            raise _MixedError(f"its attentions tell sequences apart by {told}, not by one input")
+        return inputs
+
+    def kinds(self) -> tuple[bool, bool]:
+        """Whether the input may hold positions that restart, and the sequences' numbers."""
+        (name,) = self.marks()
+        placeholder = next(p for p, n in self.program.inputs.items() if n == name)
+        by_positions = all(
+            self._tells_apart(placeholder, row, positions_of(row)) for row in _ROWS
+        )
+        by_numbers = all(self._tells_apart(placeholder, row, numbers_of(row)) for row in _ROWS)
+        # A number says which sequence it is: beside the attentions nothing may depend on it.
+        by_numbers = by_numbers and not self._changed(placeholder, (1, 2, 3))
+        if not by_positions and not by_numbers:
+            raise _MixedError(
+                f"neither positions that restart in each sequence nor its number, given as {name}, "
+                "make its attentions keep sequences apart"
+            )
+        return by_positions, by_numbers
+
+    def _tells_apart(self, placeholder: str, lengths: Sequence[int], given: Tensor) -> bool:
+        """Whether all segments are equal just where two positions are of one sequence."""
+        own = numbers_of(lengths)
+        expected = own.unsqueeze(1) == own.unsqueeze(0)
+        value = given.to(self.program.info[placeholder].dtype).expand(_BATCH, -1)
+        segments = {_named(_segment(node)) for node in self.attentions}
+        values = self._values(placeholder, value, segments)
+        return all(
+            bool(((x.unsqueeze(2) == x.unsqueeze(1)) == expected).all()) for x in values.values()
+        )
+
+    # ---------------------------------------------------------------------------- other nodes
+
+    def check_nodes(self) -> None:
+        """Looks at every op that the loss depends on, but for what tells sequences apart.
+
+        Raises:
+            _MixedError: one joins positions.
+        """
+        for node in self.nodes:
+            if node.name not in self.live or node.op != "call_function":
+                continue
+            info = self.program.info.get(node.name)
+            if info is None or (node in self.attentions):
+                continue
+            if len(self.sources[node.name]) == 1 and self._of_input(node):
+                continue  # see `dropped`
+            operands = tensor_operands(node, self.program.info)
+            shapes = [self.program.info[x.name].shape for x in (*operands, node)]
+            if not any(self._along(size) for shape in shapes for size in shape):
+                continue
+            problem = self._problem(node, operands)
+            if problem:
+                raise _MixedError(f"{self._where(node)} {problem}")
+
+    def _problem(self, node: fx.Node, operands: Sequence[fx.Node]) -> str:
+        """How a node joins positions, "" where it does not."""
+        info = self.program.info[node.name]
+        rule = self.rules[node.name]
+        if not operands:
+            made = getattr(call_of(node).target, "_opname", "") in _GENERATORS
+            return "counts positions in the row, not in each sequence" if made else ""
+        if not info.shape:
+            return ""  # adds up the loss, or what it is divided by
+        if rule.reason:
+            return f"has no rule by which a position is by itself ({rule.reason})"
+        along = {name for name, size in rule.sizes.items() if self._along(size)}
+        if any(rule.slices[cut][1] for cut in rule.slices if cut in along):
+            return "moves positions"
+        inputs = {name for dims in rule.operands for dim in dims for name in dim}
+        output = [name for dim in rule.output for name in dim]
+        sliced = {name for pair in rule.slices.items() for name in (pair[0], pair[1][0])}
+        if (along & rule.whole) - sliced or (along & inputs) - set(output) - sliced:
+            return "joins positions"
+        if sum(name in along for name in output) > 1:
+            return "pairs positions"
+        return ""
+
+    # ------------------------------------------------------------------ what one input becomes
+
+    def dropped(self) -> dict[str, int]:
+        """How many elements at the beginning of a row the loss does not depend on, by input.
+
+        Raises:
+            _MixedError: what is computed of an input alone joins positions.
+        """
+        found = {}
+        for placeholder, name in self.program.inputs.items():
+            if self.length in self.program.info[placeholder].shape:
+                found[name] = self._shift(placeholder, name)
+        return found
+
+    def _shift(self, placeholder: str, name: str) -> int:
+        """By how many places what is used of an input lies before its own place."""
+        shifts = set()
+        for node in self._frontier(placeholder):
+            if not self.program.info[node.name].shape:
+                continue  # how many labels count
+            moved = self._moved(placeholder, node)
+            used = sorted(t for t, places in moved.items() if places)
+            k = used[0] if used else 0
+            late = range(k, _SIZE)
+            if used != list(late) or any(moved[t] != {t - k} for t in late):
+                raise _MixedError(
+                    f"{self._where(node)} has what it reads of '{name}' at other places"
+                )
+            shifts.add(k)
+        if len(shifts) > 1:
+            raise _MixedError(
+                f"it reads '{name}' at its own place and {max(shifts)} places on, which in a row "
+                "is the next sequence's"
+            )
+        return shifts.pop() if shifts else 0
+
+    def _moved(self, placeholder: str, node: fx.Node) -> dict[int, set[int]]:
+        """Place in the row that is changed -> places at which a node's value changes."""
+        found: dict[int, set[int]] = {}
+        info = self.program.info[placeholder]
+        dim = info.shape.index(self.length)
+        signed = info.dtype.is_signed
+        value = self._filled(placeholder, 1)
+        before = self._values(placeholder, value, [node.name])[node.name]
+        for t in range(_SIZE):
+            found[t] = set()
+            for number in (0, 2, -100) if signed else (0, 2):
+                changed = value.clone()
+                changed.select(dim, t).fill_(number)
+                after = self._values(placeholder, changed, [node.name])[node.name]
+                found[t] |= self._places(node, before != after)
+        return found
+
+    def _places(self, node: fx.Node, differs: Tensor) -> set[int]:
+        """The places in the row of the elements that are true."""
+        shape = self.program.info[node.name].shape
+        dims = [d for d, size in enumerate(shape) if self._along(size)]
+        if len(dims) != 1:
+            return set(range(_SIZE)) if differs.any() else set()
+        (dim,) = dims
+        rows = sympy.Poly(shape[dim], *shape[dim].free_symbols)
+        batch = self.program.symbols.get(BATCH)
+        size = differs.shape[dim] // (_BATCH if batch in rows.gens else 1)
+        at = differs.nonzero()[:, dim] % size
+        return {int(i) for i in at}
+
+    def _changed(self, placeholder: str, numbers: Iterable[int]) -> bool:
+        """Whether what is used of an input beside the attentions depends on which number it is."""
+        names = {node.name for node in self._frontier(placeholder)}
+        seen = [
+            self._values(placeholder, self._filled(placeholder, n), names) for n in numbers
+        ]
+        return any(not torch.equal(seen[0][n], other[n]) for other in seen[1:] for n in names)
+
+    def _filled(self, placeholder: str, number: int) -> Tensor:
+        info = self.program.info[placeholder]
+        return torch.full(self._sizes(info.shape), number).to(info.dtype)
+
+    def _frontier(self, placeholder: str) -> list[fx.Node]:
+        """The last values that are made of an input alone, as far as the loss depends on them."""
+        mine = frozenset({placeholder})
+        found = []
+        for node in self.nodes:
+            own = self.sources.get(node.name) == mine and node.name in self.program.info
+            users = [
+                u for u in node.users
+                if u.name in self.live and u.name not in self.program.scalars
+                and not _is_segment(node, u)
+            ]  # fmt: skip
+            if own and any(self.sources[u.name] != mine for u in users):
+                found.append(node)
+        return found
+
+    # ---------------------------------------------------------------------------------- graph
+
+    def _of_input(self, node: fx.Node) -> bool:
+        return self.sources[node.name] <= self.program.inputs.keys()
+
+    def _sources(self) -> dict[str, frozenset[str]]:
+        """Placeholders that each node's value depends on; of a size none."""
+        found: dict[str, frozenset[str]] = {}
+        for node in self.nodes:
+            if node.op == "placeholder":
+                found[node.name] = frozenset({node.name})
+            elif node.name in self.program.scalars:
+                found[node.name] = frozenset()
+            else:
+                found[node.name] = frozenset().union(
+                    *(found[n.name] for n in node.all_input_nodes)
+                )
+        return found
+
+    def _live(self) -> set[str]:
+        """Nodes that the loss depends on other than by telling sequences apart."""
+        found = {self.program.loss, "output"}
+        for node in reversed(self.nodes):
+            if any(u.name in found and not _is_segment(node, u) for u in node.users):
+                found.add(node.name)
+        return found
+
+    def _values(self, placeholder: str, value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+        """The values of nodes that are made of one input alone."""
+        mine = frozenset({placeholder})
+        known: dict[fx.Node, object] = {}
+        for node in self.nodes:
+            if node.name == placeholder:
+                known[node] = value
+            elif node.name in self.program.scalars:
+                known[node] = self._sizes((self.program.scalars[node.name],))[0]
+            elif (
+                node.op == "call_function"
+                and self.sources[node.name] <= mine
+                and all(n in known for n in node.all_input_nodes)
+            ):
+                given = (node.args, {**node.kwargs})
+                args, kwargs = tree_map(
+                    lambda x: known[x] if isinstance(x, fx.Node) else x, given
+                )
+                known[node] = node.target(*args, **kwargs)
+        by_name = {node.name: x for node, x in known.items() if isinstance(x, Tensor)}
+        return {name: by_name[name] for name in names}
+
+    def _sizes(self, shape: Iterable[sympy.Expr]) -> list[int]:
+        sizes = {self.length: _SIZE}
+        if BATCH in self.program.symbols:
+            sizes[self.program.symbols[BATCH]] = _BATCH
+        return [int(sympy.sympify(s).subs(sizes)) for s in shape]
+
+    def _along(self, size: sympy.Expr) -> bool:
+        return self.length in sympy.sympify(size).free_symbols
+
+    def _where(self, node: fx.Node) -> str:
+        line = source_line(node)
+        return f"node {node.name} ({node.target}{f', {line}' if line else ''})"
+
+
+def positions_of(lengths: Iterable[int]) -> Tensor:
+    """Returns 0, 1, 2, ... for each sequence, one after the other."""
+    return torch.cat([torch.arange(n) for n in lengths])
+
+
+def numbers_of(lengths: Sequence[int]) -> Tensor:
+    """Returns the number of its sequence for each position, from 1."""
+    return torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+
+
+def _segment(node: fx.Node) -> fx.Node | None:
+    found = arguments(node)["segment"]
+    return found if isinstance(found, fx.Node) else None
+
+
+def _named(node: fx.Node | None) -> str:
+    assert node is not None, "an attention without segments is refused before"
+    return node.name
+
+
+def _is_segment(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a node is used to tell sequences apart and for nothing else."""
+    if str(user.target) != "dcpc.attention.default":
+        return False
+    others = [x for x in user.all_input_nodes[:3] if x is node]
+    return _segment(user) is node and not others and arguments(user)["keep"] is not node

@@ -1,0 +1,165 @@
+"""Which models keep the sequences of a row as they are alone, and why the others do not."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dcpc
+from dcpc.ir import Packable
+from dcpc.masks import without_masks
+from dcpc.passes.packable import packable
+from dcpc.passes.sharding import analyse
+from dcpc.trace import trace
+
+INPUTS = dict.fromkeys(("ids", "segments", "positions", "labels"), "int64[batch, seq]")
+BUCKETS = dcpc.Buckets(inputs=INPUTS, sizes=[{"seq": 12}, {"seq": 41}])
+
+
+class Small(nn.Module):
+    """One attention; what comes before and after it is for the cases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(16, 8), nn.Embedding(64, 8)
+        self.numbers, self.qkv = nn.Embedding(16, 8), nn.Linear(8, 24)
+        self.short = nn.Conv1d(8, 8, 3, padding=1)
+
+    def embed(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
+        return self.table(ids) + self.places(positions)
+
+    def same(self, segments: Tensor, positions: Tensor) -> Tensor | None:
+        n = segments.shape[1]
+        causal = torch.ones(n, n, dtype=torch.bool).tril()
+        return (segments[:, :, None] == segments[:, None, :]) & causal
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = x @ self.table.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def forward(
+        self, ids: Tensor, segments: Tensor, positions: Tensor, labels: Tensor
+    ) -> Tensor:
+        x = self.embed(ids, segments, positions)
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        mask = self.same(segments, positions)
+        mask = mask if mask is None else mask[:, None]
+        x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0]
+        return self.loss(x, labels)
+
+
+class Shifted(Small):
+    def loss(self, x, labels):
+        return super().loss(x[:, :-1], labels[:, 1:])
+
+
+class Counted(Small):
+    """Sequences are counted in the graph, from positions that restart."""
+
+    def same(self, segments, positions):
+        count = (positions == 0).cumsum(1)
+        return super().same(count, positions)
+
+
+class Everything(Small):
+    def same(self, segments, positions):
+        return None
+
+
+class RowPositions(Small):
+    def embed(self, ids, segments, positions):
+        return self.table(ids) + self.places(torch.arange(ids.shape[1]))
+
+
+class Convolved(Small):
+    def embed(self, ids, segments, positions):
+        return self.short(self.table(ids).transpose(1, 2)).transpose(1, 2)
+
+
+class TokensShifted(Small):
+    def embed(self, ids, segments, positions):
+        x = self.table(ids)
+        return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Pooled(Small):
+    def loss(self, x, labels):
+        return x.mean(1).square().sum(-1).mean() + super().loss(x, labels)
+
+
+class Numbered(Small):
+    """A sequence's number changes its activations: alone it would be the first."""
+
+    def embed(self, ids, segments, positions):
+        return self.table(ids) + self.numbers(segments)
+
+
+class TwoLabels(Small):
+    def loss(self, x, labels):
+        far = [F.pad(labels, (0, k), value=-100)[:, k:] for k in (1, 2)]
+        return super().loss(x, far[0]) + super().loss(x, far[1])
+
+
+class OwnTargets(Small):
+    """Tokens are inputs and, shifted, labels: a label cannot be left out of its own sequence."""
+
+    def forward(self, ids, segments, positions, labels):
+        return super().forward(ids, segments, positions, ids.roll(-1, 1))
+
+
+class WrongCount(Small):
+    """Sequences would be told apart by their even positions."""
+
+    def same(self, segments, positions):
+        return super().same((positions % 2 == 0).cumsum(1), positions)
+
+
+class OfTokens(Small):
+    def same(self, segments, positions):
+        return super().same(self.ends, positions)
+
+    def embed(self, ids, segments, positions):
+        self.ends = (ids == 1).cumsum(1)
+        return super().embed(ids, segments, positions)
+
+
+def looked_at(model: nn.Module) -> Packable:
+    torch.manual_seed(0)
+    program = without_masks(trace(model, BUCKETS))
+    return packable(program, analyse(program).rules)
+
+
+SAME = {"ids": 0, "segments": 0, "positions": 0, "labels": 0}
+HITS = {
+    Small: Packable(("segments",), SAME, by_numbers=True),
+    Shifted: Packable(("segments",), {**SAME, "labels": 1}, by_numbers=True),
+    Counted: Packable(("positions",), SAME, by_positions=True),
+}
+
+
+@pytest.mark.parametrize("model", HITS)
+def test_model_that_keeps_sequences_apart_is_known(model):
+    assert looked_at(model()) == HITS[model]
+
+
+MISSES = {
+    Everything: r"node attention_default \(.*, test_packable.py:\d+\) sees all of a row",
+    RowPositions: r"node arange \(.*test_packable.py.*\) counts positions in the row",
+    Convolved: "joins positions|has no rule",
+    TokensShifted: "joins positions|moves positions",
+    Pooled: "joins positions",
+    Numbered: "neither positions that restart in each sequence nor its number, given as segments",
+    TwoLabels: "reads 'labels' at its own place and 2 places on",
+    OwnTargets: "what it reads of 'ids' at other places|reads 'ids' at its own place",
+    WrongCount: "neither positions that restart",
+    OfTokens: "neither positions that restart in each sequence nor its number, given as ids",
+}
+
+
+@pytest.mark.parametrize("model", MISSES)
+def test_model_that_would_mix_them_says_where(model):
+    found = looked_at(model())
+    assert re.search(MISSES[model], found.reason), found
+    assert (found.by_positions, found.by_numbers) == (False, False)
