@@ -110,7 +110,10 @@ class Oracle:
             + sent * (p - 1) / p / rates.link_bytes_per_s
             + 2 * copied / rates.bytes_per_s
         )
-        return seconds * (2 if grad else 1)
+        kept = whole * (1 - self.label_share(name, have)) if have.sharded else 0.0
+        if want.sharded:
+            kept = 0.0
+        return seconds * (2 if grad else 1) + grad * kept * rates.held_s_per_byte
 
     def compute(self, name: str, alternative: Alternative) -> float:
         """Seconds of one node on the fullest rank."""

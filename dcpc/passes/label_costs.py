@@ -151,6 +151,7 @@ class Catalogue:
         free, never = (Change(kind, 0, WHOLE, WHOLE, False) for kind in (Kind.NONE, Kind.NEVER))
         self._changes: dict[Change, int] = {free: FREE, never: FORBIDDEN}
         self._works: dict[Work, int] = {}
+        self._numbers: dict[tuple[object, ...], Costs] = {}
 
     def size(self, expr: sympy.Expr) -> int:
         """Returns the index of a size."""
@@ -177,10 +178,11 @@ class Catalogue:
 
     def numbers(self, sizes: Mapping[sympy.Symbol, int]) -> Costs:
         """Returns the value of every size at one bucket's lengths."""
-        given = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
-        return np.array(
-            [float(e) if e.is_Integer else float(e.subs(given)) for e in self._sizes], np.float64
-        )
+        key = (len(self._sizes), *sorted((s.name, n) for s, n in sizes.items()))
+        if key not in self._numbers:
+            given = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
+            self._numbers[key] = np.array([float(e.xreplace(given)) for e in self._sizes])
+        return self._numbers[key]
 
     def shares(self, numbers: Costs, sp: int) -> Costs:
         """Returns every share: above 1/sp where sp does not divide the factor, at most 1."""
@@ -219,7 +221,9 @@ class Catalogue:
             Kind.NONE: np.zeros(len(rows)),
             Kind.NEVER: np.full(len(rows), np.inf),
             Kind.ALL_TO_ALL: wire(piece, 4 * piece),
-            Kind.ALL_GATHER: wire(whole, 2 * whole),
+            # What is gathered is kept for backward, in whole.
+            Kind.ALL_GATHER: wire(whole, 2 * whole)
+            + backward * (whole - whole * shares[have]) * rates.held_s_per_byte,
             Kind.REDUCE_SCATTER: wire(whole, 2 * whole),
             Kind.ALL_REDUCE: wire(2 * whole, 2 * whole),
             Kind.SLICE: rates.overhead_s + 2 * cut / rates.bytes_per_s + backward * padding,
