@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sympy
 from torch import fx
+from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.attention import ROWS, kernel_name
 from dcpc.symbolic_profile.facts import Call, Facts, TensorFacts, argument
@@ -17,7 +18,9 @@ BSHD = (0, 2, 1, 3)  # the order of dims in memory in which kernels take and giv
 ZERO = sympy.Integer(0)
 
 
-def _kernel_blocks(call: Call) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+def _kernel_blocks(
+    call: Call, rows: sympy.Expr | None
+) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     """Queries and keys of a block, and bytes of an element beside its float32 (0 in float32).
 
     Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
@@ -25,28 +28,35 @@ def _kernel_blocks(call: Call) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     query, key = call.tensor("query"), call.tensor("key")
     keys = sympy.Min(512, key.shape[2])
     reduced = query.dtype.itemsize if query.dtype.itemsize < 4 else 0
-    return QueryBlock(query.shape[2]), keys, sympy.Integer(reduced)
+    return QueryBlock(query.shape[2] if rows is None else rows), keys, sympy.Integer(reduced)
 
 
-def kernel(call: Call) -> sympy.Expr:
-    """Returns the bytes of a thread's scores of a block, row maxima and sums, output: each one."""
-    queries, keys, reduced = _kernel_blocks(call)
+def kernel(call: Call, rows: sympy.Expr | None = None) -> sympy.Expr:
+    """Returns the bytes of a thread's scores of a block, row maxima and sums, output: each one.
+
+    Args:
+        call: of the kernel, or of an op that calls it.
+        rows: how many queries it is called for, None: all.
+    """
+    queries, keys, reduced = _kernel_blocks(call, rows)
     width = call.tensor("query").shape[3]
     accumulator = max(call.tensor("query").dtype.itemsize, 4)
     buffer = queries * (keys + 2 + width) * accumulator + queries * keys * reduced
     return call.threads * buffer
 
 
-def kernel_backward(call: Call) -> sympy.Expr:
+def kernel_backward(call: Call, rows: sympy.Expr | None = None) -> sympy.Expr:
     """Returns the bytes of a thread's scores and their gradients, one row sum, grad_out's copy.
 
-    That is made unless it lies (b, s, h, d).
+    That is made unless it lies (b, s, h, d); of some rows always.
     """
-    queries, keys, reduced = _kernel_blocks(call)
+    queries, keys, reduced = _kernel_blocks(call, rows)
     accumulator = max(call.tensor("query").dtype.itemsize, 4)
     buffer = 2 * queries * keys * (accumulator + reduced)
     grad = call.tensor("grad_out")
-    copy = 0 if grad.contiguous(BSHD) else grad.size_bytes
+    copy = grad.size_bytes if rows is None else grad.size_bytes * rows / grad.shape[2]
+    if rows is None and grad.contiguous(BSHD):
+        copy = ZERO
     return call.threads * buffer + queries * accumulator + copy
 
 
@@ -56,49 +66,93 @@ def kernel_backward(call: Call) -> sympy.Expr:
 def pairs(node: fx.Node, facts: Facts) -> sympy.Expr:
     """Returns the pairs of query and key of one head that are computed.
 
-    Of causal attention over a piece of the queries that is all of them, as on the last rank.
+    Of causal attention over a piece of the queries that is all of them, as on the last rank; over a
+    zigzag piece as many as any rank has (exact where 2p divides the length). Packed sequences count
+    as one, which is the most there can be.
     """
     query, key = (facts.of(argument(node, name))[0] for name in ("query", "key"))
     queries, keys = query.shape[2], key.shape[2]
     before, after = argument(node, "before"), argument(node, "after")
     if before is not None and after is not None:
         return queries * sympy.Min(keys, before + after + 1)
-    if after is None or argument(node, "start", 0) != 0:
+    if after is None:
+        return queries * keys
+    if argument(node, "turn") is not None:
+        return queries * (keys + 1) / 2
+    if argument(node, "start", 0) != 0:
         return queries * keys
     short = queries if queries == keys else sympy.Min(queries, keys)
     return short * (short + 1) / 2 + (queries - short) * keys
 
 
 def forward(call: Call) -> sympy.Expr:
-    """Returns the bytes that attention's forward holds beyond its inputs and outputs."""
+    """Returns the bytes that attention's forward holds beyond its inputs and outputs.
+
+    An upper bound where sequences are packed: as if one were as long as the row, or all short.
+    """
     if not _by_flash(call):
         return _blocks(call)
     query, groups = call.tensor("query"), _groups(call)
+    rows = _run(call)
+    share = rows / query.shape[2]
     lse_bytes = query.numel / query.shape[3] * _accumulator(query)
-    held = kernel(call)
+    held = kernel(call, rows)
     if _split(call):  # two parts, merged; the first is the result if heads are not grouped
-        held += (query.size_bytes + 2 * lse_bytes) / groups
+        held += (query.size_bytes + 2 * lse_bytes) * share / groups
     if groups != 1:
-        held += (query.size_bytes + lse_bytes) / groups
-    return _with_added(call, held)
+        held += (query.size_bytes + lse_bytes) * share / groups
+    if call.given("segment") is not None:
+        return sympy.Max(held + _merged(query, query.numel, lse_bytes), _blocks(call))
+    if argument(call.node, "turn") is not None:  # a run's own results, before they are copied
+        held += (query.size_bytes + lse_bytes) * share
+    return _with_added(call, held, share)
+
+
+def _merged(query: TensorFacts, numel: sympy.Expr, lse_bytes: sympy.Expr) -> sympy.Expr:
+    """A part's output and logsumexp, and what merging them makes; all outputs wide, if half."""
+    wide = query.numel * _accumulator(query) if query.dtype.itemsize < 4 else ZERO
+    return wide + numel * (query.dtype.itemsize + _accumulator(query)) + 5 * lse_bytes
 
 
 def backward(call: Call) -> sympy.Expr:
-    """Returns the bytes that attention's backward holds beyond its inputs and outputs."""
+    """Returns the bytes that attention's backward holds beyond its inputs and outputs.
+
+    An upper bound where sequences are packed, as of forward.
+    """
     if not _by_flash(call) or call.node.target._opname == "attention_mask_backward":  # type: ignore[union-attr]
         return _blocks_backward(call)
     query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
-    groups = _groups(call)
-    held = kernel_backward(call)
+    rows, groups = _run(call), _groups(call)
+    parts = call.given("segment") is not None or argument(call.node, "turn") is not None
+    share = rows / query.shape[2]
+    held = kernel_backward(call, rows if parts else None)
     if groups != 1:
-        grad = call.tensor("grad_out")
-        if grad.contiguous(BSHD):  # whole it needs no copy, one query of each group does
-            held += grad.size_bytes
-        held -= grad.size_bytes * (1 - sympy.Rational(1, groups))
-        held += query.size_bytes / groups + key.size_bytes + value.size_bytes
+        if not parts:
+            grad = call.tensor("grad_out")
+            if grad.contiguous(BSHD):  # whole it needs no copy, one query of each group does
+                held += grad.size_bytes
+            held -= grad.size_bytes * (1 - sympy.Rational(1, groups))
+        else:
+            held -= call.tensor("grad_out").size_bytes * share * (1 - sympy.Rational(1, groups))
+        held += query.size_bytes * share / groups + key.size_bytes + value.size_bytes
     if _split(call):
-        held += query.size_bytes / groups + key.size_bytes + value.size_bytes
-    return _with_added(call, held)
+        held += query.size_bytes * share / groups + key.size_bytes + value.size_bytes
+    if parts:  # a part's own gradients, before they are added up, in float32 if half
+        held += query.size_bytes * share + key.size_bytes + value.size_bytes
+        if query.dtype.itemsize < 4:
+            wide = key.numel + value.numel
+            wide += query.numel if call.given("segment") is not None else 0
+            held += wide * _accumulator(query)
+    if call.given("segment") is not None:
+        return sympy.Max(held, _blocks_backward(call))
+    return _with_added(call, held, share)
+
+
+def _run(call: Call) -> sympy.Expr:
+    """The most queries that a kernel is called for."""
+    rows = call.tensor("query").shape[2]
+    cut = argument(call.node, "turn") is not None and call.given("segment") is None
+    return CeilDiv(rows, 2) if cut else rows
 
 
 def _by_flash(call: Call) -> bool:
@@ -111,28 +165,33 @@ def _by_flash(call: Call) -> bool:
         argument(call.node, "before"),
         argument(call.node, "after"),
         argument(call.node, "empty"),
+        call.given("segment") is not None,
     )
     return name == "flash"
 
 
-def _with_added(call: Call, held: sympy.Expr) -> sympy.Expr:
+def _with_added(call: Call, held: sympy.Expr, share: sympy.Expr) -> sympy.Expr:
     """Adds the mask as the kernel wants it: numbers, of truth values first their opposites."""
     query, mask, keep = call.tensor("query"), call.given("mask"), call.given("keep")
     given = mask or keep
     if given is None or given.dtype == query.dtype:
         return held
-    added = given.numel * query.dtype.itemsize
-    return added + (sympy.Max(held, given.numel) if given.dtype.itemsize == 1 else held)
+    numel = given.numel
+    if mask is not None and mask.shape[2] != 1:
+        numel *= share
+    added = numel * query.dtype.itemsize
+    return added + (sympy.Max(held, numel) if given.dtype.itemsize == 1 else held)
 
 
 def _split(call: Call) -> bool:
     """Whether the keys before the first query are a part of their own."""
-    start = argument(call.node, "start", 0)
-    return argument(call.node, "after") is not None and start != 0
+    later = argument(call.node, "start", 0) != 0 or argument(call.node, "turn") is not None
+    return argument(call.node, "after") is not None and later
 
 
-def _groups(call: Call) -> int:
-    return int(call.tensor("query").shape[1] / call.tensor("key").shape[1])
+def _groups(call: Call) -> sympy.Expr:
+    """Queries of a key head; a symbol where each rank has its own number of them."""
+    return sympy.sympify(call.tensor("query").shape[1]) / call.tensor("key").shape[1]
 
 
 def _accumulator(x: TensorFacts) -> int:
@@ -166,7 +225,17 @@ def _hiding(call: Call, rows: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
     both = [argument(call.node, name) is not None for name in ("before", "after")]
     if any(both):
         held = rows * keys * (8 + 1 + 2 * all(both)) + 8 * rows
+    if call.given("segment") is not None:
+        held = sympy.Max(held, rows * keys)
     return held
+
+
+def _ids(call: Call) -> sympy.Expr:
+    """The first and last key of each query's sequence."""
+    segment = call.given("segment")
+    if segment is None:
+        return ZERO
+    return segment.shape[0] * call.tensor("query").shape[2] * 2 * 8
 
 
 def _blocks(call: Call) -> sympy.Expr:
@@ -175,7 +244,7 @@ def _blocks(call: Call) -> sympy.Expr:
     heads, size = query.shape[1], _accumulator(query)
     column = heads * rows
     later = column * (2 * size + 1) + column * value.shape[3] * size
-    return held + column * keys * size + sympy.Max(_hiding(call, rows, keys), later)
+    return held + _ids(call) + column * keys * size + sympy.Max(_hiding(call, rows, keys), later)
 
 
 def _blocks_backward(call: Call) -> sympy.Expr:
@@ -189,4 +258,10 @@ def _blocks_backward(call: Call) -> sympy.Expr:
         held += column * value.shape[3] * size
     scores = column * keys * size
     widest = key.shape[1] * keys * max(value.shape[3], query.shape[3]) * size
-    return held + column * size + scores + sympy.Max(scores, widest, _hiding(call, rows, keys))
+    return (
+        held
+        + _ids(call)
+        + column * size
+        + scores
+        + sympy.Max(scores, widest, _hiding(call, rows, keys))
+    )
