@@ -1,0 +1,122 @@
+"""Training on packed rows against the plain model on the same sequences, each alone."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dcpc
+from dcpc.masks import without_masks
+from dcpc.passes.sharding import analyse
+from dcpc.trace import trace
+from dcpc.variants import Variants
+from tests.multirank.exactness import SPLITTING, gradient_error, loss_error
+from tests.multirank.launch import run_ranks
+from tests.multirank.packed_models import (
+    NUMBERS,
+    POSITIONS,
+    Documents,
+    Sequences,
+    alone,
+    transformers_model,
+)
+
+LENGTHS = [3, 9, 5, 30, 12, 2, 7, 41, 1, 19, 8, 8, 4, 6, 25, 11, 2, 3]
+SIZES = [{"seq": 12}, {"seq": 41}]
+# name -> model, its inputs, what the loader makes for it
+CASES = {
+    "llama": (lambda: transformers_model("llama"), POSITIONS, True),
+    "llama eager": (
+        lambda: transformers_model("llama", attn_implementation="eager"), POSITIONS, True,
+    ),
+    "qwen2": (lambda: transformers_model("qwen2"), POSITIONS, True),
+    "mistral": (lambda: transformers_model("mistral"), POSITIONS, True),
+    "documents": (Documents, NUMBERS, "segment_ids"),
+    "documents, both ways": (lambda: Documents(causal=False), NUMBERS, "segment_ids"),
+}  # fmt: skip
+
+
+def errors(case: str, **options: object) -> dict[str, float]:
+    """Trains an epoch of packed rows, and the plain model on single sequences; all errors."""
+    warnings.simplefilter("ignore")
+    make, inputs, packing = CASES[case]
+    model = make()
+    plain = copy.deepcopy(model)
+    data = Sequences(LENGTHS)
+    buckets = dcpc.Buckets(inputs=inputs, sizes=SIZES)
+    compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING, **options)
+    loader = dcpc.DataLoader(
+        data, compiled, tokens_per_step=100, packing=packing, weight="labels", lookahead=0
+    )
+    both = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    found, seen = {}, []
+    for step in loader:
+        for optimizer in both:
+            optimizer.zero_grad()
+        ids = [i for row in step.rows for i in row]
+        result = compiled.train_step(step)
+        expected = alone(plain, data, ids, list(inputs))
+        expected.backward()
+        gradients = {n: p.grad for n, p in plain.named_parameters()}
+        found[f"{case}, loss {step.index}"] = loss_error(result.loss, expected.detach())
+        found[f"{case}, gradients {step.index}"] = gradient_error(model, gradients)
+        seen += ids
+        for optimizer in both:
+            optimizer.step()
+    found[f"{case}, parameters"] = difference(model, plain)
+    assert len(found) > 4, "there are at least two steps"
+    assert sorted(seen) == list(range(len(LENGTHS)))
+    assert max(len(row) for row in step.rows) > 1
+    return found
+
+
+def difference(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
+
+
+def check(found: dict[str, float]) -> None:
+    assert not {what: error for what, error in found.items() if not error < 1e-10}
+
+
+@pytest.mark.parametrize("case", ["llama", "documents, both ways"])
+def test_training_on_packed_rows_is_training_on_single_sequences(case):
+    check(errors(case))
+
+
+def errors_over_ranks(rank: int, cases: dict[str, list[object]]) -> dict[str, float]:
+    found = {}
+    for case, degrees in cases.items():
+        for sp in degrees:
+            found |= {f"sp {sp}: {k}": e for k, e in errors(case, sp=sp).items()}
+    return found
+
+
+@pytest.mark.multirank
+def test_training_on_packed_rows_over_two_ranks():
+    cases = {"llama": [1, 2], "documents": [2]}
+    for found in run_ranks(errors_over_ranks, 2, cases, timeout_s=280):
+        check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_every_packed_model_over_four_ranks():
+    for found in run_ranks(errors_over_ranks, 4, {c: [2, 4] for c in CASES}, timeout_s=580):
+        check(found)
+
+
+def test_finding_the_sequences_sends_nothing():
+    """The same model without looking for sequences is split alike, and sends the same bytes."""
+    sent = []
+    for cache in (False, True):
+        model = transformers_model("llama", use_cache=cache, num_hidden_layers=1)
+        program = without_masks(trace(model, dcpc.Buckets(inputs=POSITIONS, sizes=SIZES)))
+        variants = Variants(program, analyse(program), SPLITTING, "eager", lambda: {})
+        sizes = {"seq": 41, "batch": 1}
+        placement = variants.placement(sizes, 2)
+        assert ("cumsum" in placement.nodes) == (not cache)
+        sent.append(variants.predict(placement, 0, sizes).wire_bytes)
+    assert sent[0] == sent[1] > 0
