@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dcpc.attention_report import attention_lines
 from dcpc.buckets import BATCH, Bucket
 from dcpc.errors import BucketError, PlanError
 from dcpc.ir import BucketPlan, Placement, Profile, Program
@@ -119,7 +120,13 @@ class Planned:
         """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why."""
         changes = crossover_lines(list(self.plans.values()))
         text = render_report(self.report_rows) + "".join(f"\n{line}" for line in changes) + "\n"
+        text += "".join(f"\n{line}" for line in self.attention) + "\n" * bool(self.attention)
         return text + "".join(f"\n{note}" for note in self.notes) + "\n" * bool(self.notes)
+
+    @property
+    def attention(self) -> list[str]:
+        """How the attentions of split buckets are split, what each way costs, and why; lines."""
+        return attention_lines(self.by_bucket, self.plans)
 
     def source(self, bucket: Bucket) -> str:
         """Returns the forward and backward that run for a bucket as Python a person can read."""

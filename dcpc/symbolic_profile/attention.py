@@ -131,9 +131,10 @@ def backward(call: Call) -> sympy.Expr:
             grad = call.tensor("grad_out")
             if grad.contiguous(BSHD):  # whole it needs no copy, one query of each group does
                 held += grad.size_bytes
-            held -= grad.size_bytes * (1 - sympy.Rational(1, groups))
+            held -= sympy.expand(grad.size_bytes - grad.size_bytes / groups)
         else:
-            held -= call.tensor("grad_out").size_bytes * share * (1 - sympy.Rational(1, groups))
+            used = call.tensor("grad_out").size_bytes * share
+            held -= sympy.expand(used - used / groups)
         held += query.size_bytes * share / groups + key.size_bytes + value.size_bytes
     if _split(call):
         held += query.size_bytes * share / groups + key.size_bytes + value.size_bytes
