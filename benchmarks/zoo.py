@@ -3,6 +3,7 @@
 A row a model: which dims its one trace keeps symbolic, the largest relative difference of loss and
 gradients from the plain model's in float64 (batch 1, lengths the ranks do not divide), the share of
 its FLOPs that is split, collectives in forward, ops that are replicated for want of a rule.
+Each is run again with every way to split attention that applies (`dcpc/passes/lowerings.py`).
 `--quick` takes models of one layer instead of two, at sp 2 alone.
 `--more` runs other architectures of the same libraries too; the figures are of the named ones.
 """
@@ -48,6 +49,7 @@ def prepared(model: ZooModel, sp: int) -> Prepared | Verdict:
         sp,
         large=model.coverage_sizes,
         example=model.example,
+        lowerings=True,
     )
 
 
@@ -115,7 +117,7 @@ def alone(which: str, name: str, sp: int, timeout_s: float) -> Verdict:
 def row(name: str, v: Verdict) -> list[Cell]:
     """Returns a verdict as a row of the table."""
     if v.error:
-        return [name, v.sp, v.error.splitlines()[0][:60], *[None] * 6, "no"]
+        return [name, v.sp, v.error.splitlines()[0][:60], *[None] * 7, "no"]
     share = None if v.coverage is None else v.coverage.sharded_share
     return [
         name,
@@ -123,6 +125,7 @@ def row(name: str, v: Verdict) -> list[Cell]:
         ", ".join(v.symbolic),
         f"{v.worst:.1e}" + (f" ({v.low})" if v.lifted else ""),
         f"{v.worst_in_float64:.1e}",
+        ", ".join(v.lowerings) or "-",
         share,
         None if v.coverage is None else v.coverage.collectives,
         None if v.coverage is None else len(v.coverage.blocked),
@@ -132,8 +135,8 @@ def row(name: str, v: Verdict) -> list[Cell]:
 
 
 HEADER = [
-    *("model", "sp", "symbolic dims", "difference", "in float64", "FLOPs split", "collectives"),
-    *("replicated", "trace s", "ok"),
+    *("model", "sp", "symbolic dims", "difference", "in float64", "attention also by"),
+    *("FLOPs split", "collectives", "replicated", "trace s", "ok"),
 ]
 
 
@@ -189,6 +192,8 @@ def figures_of(names: Sequence[str], found: Mapping[tuple[str, int], Verdict]) -
         "models_total": len(names),
         "worst_relative_error": max((v.worst_in_float64 for v in run), default=None),
         "worst_relative_error_as_is": max((v.worst for v in run), default=None),
+        "lowerings_run": sum(len(v.lowerings) for v in run),
+        "worst_lowering_error": max((v.worst_by_lowering for v in run), default=None),
         "min_sharded_flops_share": min(shares, default=None),
         "ops_replicated": sum(len(v.coverage.blocked) for v in run if v.coverage is not None),
         "max_trace_s": max((v.trace_s for v in run), default=None),

@@ -37,6 +37,7 @@ from dcpc.page import (
     what_if,
     what_if_text,
 )
+from dcpc.passes.lowerings import LOWERINGS
 from dcpc.planning import Planned
 from dcpc.progress import shown
 from dcpc.runtime.plan_file import PlanFile
@@ -76,6 +77,10 @@ Memory = Annotated[
 ]
 Degree = Annotated[str, typer.Option("--sp", help="auto, or a degree for every bucket")]
 Recompute = Annotated[str, typer.Option("--recompute", help="auto, none or all")]
+Attention = Annotated[
+    str,
+    typer.Option("--attention", help=f"how it is split: auto, or one of {', '.join(LOWERINGS)}"),
+]
 Backend = Annotated[str, typer.Option("--backend", help="inductor or eager")]
 OptimizerBytes = Annotated[
     int | None,
@@ -99,6 +104,7 @@ class _Options:
     backend: str
     optimizer_bytes: int | None
     calibration: Path | None = None
+    attention: str = "auto"
 
 
 def _options(
@@ -110,9 +116,12 @@ def _options(
     backend: Backend = "inductor",
     optimizer_bytes: OptimizerBytes = None,
     calibration: CalibrationFile = None,
+    attention: Attention = "auto",
 ) -> _Options:
     """Returns the options that every command which plans has."""
-    return _Options(device, world, memory, sp, recompute, backend, optimizer_bytes, calibration)
+    return _Options(
+        device, world, memory, sp, recompute, backend, optimizer_bytes, calibration, attention
+    )
 
 
 def _planning(command: Callable[..., None]) -> Callable[..., None]:
@@ -225,10 +234,12 @@ def check(
         list[str] | None,
         typer.Option(metavar="DIM=SIZE,...", help="a shape to compare at; may be repeated"),
     ] = None,
+    attention: Attention = "auto",
     timeout: Annotated[float, typer.Option(min=1.0, help="seconds until ranks are ended")] = 600.0,
 ) -> None:
     """Check that a model traces, is split, and has its own numbers in float64; exit 1 if not."""
-    request = Request(factory, str(buckets), sp, example, tuple(map(parse_bucket, at or ())))
+    points = tuple(map(parse_bucket, at or ()))
+    request = Request(factory, str(buckets), sp, example, points, attention)
     with _reported():
         text, accepted = check_model(request, timeout)
         typer.echo(text, nl=False)
@@ -360,6 +371,7 @@ def _plan(model: nn.Module, buckets: Buckets, options: _Options) -> Planned:
         backend=options.backend,
         optimizer_bytes=options.optimizer_bytes,
         calibration=options.calibration,
+        attention=options.attention,
     )
 
 

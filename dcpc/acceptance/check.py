@@ -33,6 +33,7 @@ class Request:
         sp: ranks; 0: two alone, all there are by torchrun.
         example: `module:function` of the inputs, or None.
         at: shapes to compare at; (): near the smallest bucket.
+        attention: how attention is split, see `passes/lowerings.py`.
     """
 
     factory: str
@@ -40,6 +41,7 @@ class Request:
     sp: int = 0
     example: str | None = None
     at: tuple[Mapping[str, int], ...] = ()
+    attention: str = "auto"
 
 
 def check_model(request: Request, timeout_s: float) -> tuple[str, bool]:
@@ -82,7 +84,10 @@ def on_rank(rank: int, request: Request) -> list[Verdict]:
         for mine in buckets.by_ones().values():
             shapes = _shapes(request, mine, sp)
             if shapes:
-                found.append(examine(make, mine, shapes, example=example, recomputes=both))
+                way = request.attention
+                found.append(
+                    examine(make, mine, shapes, example=example, recomputes=both, attention=way)
+                )
     return found
 
 

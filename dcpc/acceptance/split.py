@@ -22,8 +22,9 @@ from dcpc.buckets import Buckets
 from dcpc.codegen import bind_group
 from dcpc.ir import Placement, Program
 from dcpc.masks import without_masks
-from dcpc.passes.lowerings import restricted
+from dcpc.passes.lowerings import LOWERINGS, attentions, lowering_of, restricted
 from dcpc.passes.sharding import Sharding, analyse
+from dcpc.passes.state_graph import is_ring
 from dcpc.symbolic_profile import Device
 from dcpc.symbolic_profile.hardware import Link
 from dcpc.trace import trace
@@ -90,6 +91,17 @@ class Split:
         if sp != self.sp or attention != self.sharding.attention:
             other.placement = other.variants.placement(self.sizes, sp)
         return other
+
+    def lowerings(self) -> list[str]:
+        """Returns the lowerings that some attention can have on so many ranks."""
+        usable = [
+            a
+            for node in attentions(self.program)
+            for a in self.sharding.alternatives[node.name]
+            if not a.across or is_ring(a.across, self.sp)
+        ]
+        found = {lowering_of(a) for a in usable}
+        return [way for way in LOWERINGS if way in found and self.sp > 1]
 
     def held(self) -> dict[str, Tensor]:
         """Returns placeholder name -> parameter, buffer or constant."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
@@ -52,6 +52,7 @@ class Verdict:
             1e-10; these must not.
         skipped: shapes that the plain model itself refuses, and why.
         error: what dcpc, or the model, said; "" if nothing.
+        lowerings: differences by each lowering of attention that was tried besides.
     """
 
     sp: int
@@ -66,6 +67,7 @@ class Verdict:
     lifted: tuple[Difference, ...] = ()
     skipped: tuple[str, ...] = ()
     error: str = ""
+    lowerings: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
 
     @property
     def worst(self) -> float:
@@ -76,6 +78,11 @@ class Verdict:
     def worst_in_float64(self) -> float:
         """The same, without casts to lower dtypes where those made a difference."""
         return _worst(self.lifted or self.differences)
+
+    @property
+    def worst_by_lowering(self) -> float:
+        """The largest of all lowerings of attention that were tried besides."""
+        return _worst([d for found in self.lowerings.values() for d in found])
 
     @property
     def may_be_rounding(self) -> bool:
@@ -95,6 +102,7 @@ class Verdict:
             yield f"differs from the plain model by {self.worst:.1e}, more than {self.limit:.1e}"
         if not self.worst_in_float64 <= LIMIT:
             yield f"differs by {self.worst_in_float64:.1e} in float64, more than {LIMIT:.0e}"
+        yield from self._wrong_lowerings()
         if self.coverage is not None:
             for unsplit in self.coverage.blocked:
                 yield f"replicated: {unsplit}"
@@ -103,6 +111,12 @@ class Verdict:
                     f"{self.coverage.sharded_share:.1%} of its FLOPs are split, expected at least "
                     f"{LEAST_SHARE:.0%}"
                 )
+
+    def _wrong_lowerings(self) -> Iterator[str]:
+        limit = LIMIT if self.lifted else self.limit
+        for way, found in self.lowerings.items():
+            if not _worst(found) <= limit:
+                yield f"attention by {way}: differs by {_worst(found):.1e}, more than {limit:.1e}"
 
     @property
     def accepted(self) -> bool:
@@ -129,6 +143,7 @@ class Prepared:
         example: see `exactness.example_inputs`.
         recomputes: "none" and "all", or one of them.
         wide: the model without casts to lower dtypes, traced and placed too; None if not (yet).
+        others: the same trace by each lowering of attention.
     """
 
     model: nn.Module
@@ -140,15 +155,22 @@ class Prepared:
     example: Example | None
     recomputes: tuple[str, ...]
     wide: Split | None = None
+    others: Mapping[str, Split] = field(default_factory=dict)
 
     @without_collection()
     def lift(self) -> Split:
         """Returns `wide`, traced and lowered now if it was not."""
         if self.wide is None:
             model = InFloat64(self.model)
-            self.wide = Split(model, self.buckets, self.large, sp=self.split.sp)
-            for sizes, recompute in product(self.shapes, self.recomputes):
-                self.wide.ready(sizes, recompute)
+            sharding = self.split.sharding
+            self.wide = Split(
+                model, self.buckets, self.large, sp=self.split.sp, attention=sharding.attention
+            )
+            sp = self.split.sp
+            self.others = {way: self.wide.of("eager", sp, way) for way in self.others}
+            every = (self.wide, *self.others.values())
+            for sizes, recompute, split in product(self.shapes, self.recomputes, every):
+                split.ready(sizes, recompute)
         return self.wide
 
 
@@ -161,6 +183,7 @@ def examine(
     large: Sizes | None = None,
     example: Example | None = None,
     recomputes: Sequence[str] = ("none",),
+    attention: str = "auto",
 ) -> Verdict:
     """Returns the verdict on one model; every rank of the group calls this with the same model.
 
@@ -172,9 +195,19 @@ def examine(
         large: the shape whose placement is used and whose FLOPs are counted.
         example: see `exactness.example_inputs`.
         recomputes: "none" and "all", or one of them.
+        attention: how attention is split, see `passes/lowerings.py`.
     """
     sp = sp or (dist.get_world_size() if dist.is_initialized() else 1)
-    found = prepare(make, buckets, shapes, sp, large=large, example=example, recomputes=recomputes)
+    found = prepare(
+        make,
+        buckets,
+        shapes,
+        sp,
+        large=large,
+        example=example,
+        recomputes=recomputes,
+        attention=attention,
+    )
     return found if isinstance(found, Verdict) else compare(found)
 
 
@@ -188,6 +221,8 @@ def prepare(
     large: Sizes | None = None,
     example: Example | None = None,
     recomputes: Sequence[str] = ("none",),
+    attention: str = "auto",
+    lowerings: bool = False,
 ) -> Prepared | Verdict:
     """Returns a model ready to be compared, or the verdict that it cannot be; needs no group.
 
@@ -201,6 +236,8 @@ def prepare(
             of `shapes`.
         example: see `exactness.example_inputs`.
         recomputes: "none" and "all", or one of them.
+        attention: how attention is split, see `passes/lowerings.py`.
+        lowerings: whether it is also compared by every lowering that some attention can have.
     """
     try:
         torch.manual_seed(0)
@@ -208,11 +245,15 @@ def prepare(
         wide = float64_specs(buckets)
         taken, skipped = _taken(model, wide, shapes, example)
         at = large or _largest(shapes)
-        split = Split(model, wide, at, sp=sp)
+        split = Split(model, wide, at, sp=sp, attention=attention)
         _refuse_draws(split)
+        others = {way: split.of("eager", sp, way) for way in split.lowerings()} if lowerings else {}
         for sizes, recompute in product(taken, recomputes):
             split.ready(sizes, recompute)
-        return Prepared(model, wide, split, at, taken, skipped, example, tuple(recomputes))
+            for other in others.values():
+                other.ready(sizes, recompute)
+        tried = tuple(recomputes)
+        return Prepared(model, wide, split, at, taken, skipped, example, tried, others=others)
     except DcpcError as error:
         return Verdict(sp, error=f"{type(error).__name__}: {error}")
 
@@ -233,6 +274,8 @@ def compare(prepared: Prepared, lift: bool = True) -> Verdict:
         lifted: tuple[Difference, ...] = ()
         if (lift or prepared.wide) and low is not None and not _worst(differences) <= LIMIT:
             lifted = tuple(_differences(prepared.lift(), prepared))
+        ways = prepared.others.items()
+        lowerings = {way: tuple(_differences(other, prepared)) for way, other in ways}
     except DcpcError as error:
         return Verdict(split.sp, error=f"{type(error).__name__}: {error}")
     dims = [n for n in buckets.names if n in split.program.symbols]
@@ -250,6 +293,7 @@ def compare(prepared: Prepared, lift: bool = True) -> Verdict:
         limit=LIMIT if low is None else ROUNDINGS * torch.finfo(low).eps,
         lifted=lifted,
         skipped=tuple(prepared.skipped),
+        lowerings=lowerings,
     )
 
 

@@ -209,8 +209,8 @@ def attention(call: Call) -> OpSharding:
     by_key = [masks.pop() for _ in given]
     operands += [broadcast((*output[:-1], one("s")), mask.shape) for mask in masks]
     operands += [broadcast((one("b"), one("s")), x.shape) for x in reversed(by_key)]
-    # Of the product of all names the work is the part d + e of d * e: two matmuls. Causal, it is half
-    # of the pairs, by any piece: where later queries see more, pieces are zigzag.
+    # Of the product of all names the work is the part d + e of d * e: two matmuls. Causal, it is
+    # half of the pairs, by any piece: where later queries see more, pieces are zigzag.
     d, e = q[3], v[3]
     widths = float(1 / d + 1 / e) if d.is_Integer and e.is_Integer else 1.0
     work = {"": widths * (0.5 if call.args["after"] is not None else 1.0)}
