@@ -6,10 +6,12 @@ from dcpc.attention.op import EMPTY
 from dcpc.attention.partial import Backward, Forward, Operands
 from dcpc.attention.rectangles import sees
 from dcpc.attention.spec import Run, Sight, accumulated, empty_gradient, empty_outputs
+from dcpc.attention.whole import WIDEST
 
 __all__ = [
     "EMPTY",
     "ROWS",
+    "WIDEST",
     "Backward",
     "Forward",
     "Operands",

@@ -92,12 +92,23 @@ def _blocks(
     sight: Sight,
     ids: Ids | None,
 ) -> Iterator[_Block]:
-    for sample in range(tensors[0].shape[0]):
-        for run in sight.runs(tensors[0].shape[2]):
+    for at in _places(tensors[0], sight):
+        yield _Block(tensors, mask, keep, sight, ids, at)
+
+
+def _places(q: Tensor, sight: Sight) -> Iterator[tuple[int, int, int]]:
+    """Yields each block's sample, first query and number of queries."""
+    for sample in range(q.shape[0]):
+        for run in sight.runs(q.shape[2]):
             stop = run.at + run.length
             for first in range(run.at, stop, ROWS):
-                at = sample, first, min(ROWS, stop - first)
-                yield _Block(tensors, mask, keep, sight, ids, at)
+                yield sample, first, min(ROWS, stop - first)
+
+
+def widest(q: Tensor, keys: int, sight: Sight, ids: Ids) -> int:
+    """Returns how many keys a block has at the most, of packed sequences."""
+    found = [ids.within(sight.keys(*at[1:], keys), at) for at in _places(q, sight)]
+    return max((high - low for low, high in found), default=0)
 
 
 def forward(

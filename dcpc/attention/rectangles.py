@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -82,9 +82,8 @@ class Cut:
             self._ids = [ids for _, ids in found]
         self._queries = [list(self._cut(queries, i)) for i in range(len(self._samples))]
 
-    def against(self, keys: Sequence[Run]) -> list[Rectangle]:
-        """Returns the rectangles of all queries and some keys, those of a query in a row."""
-        found: list[Rectangle] = []
+    def against(self, keys: Sequence[Run]) -> Iterator[Rectangle]:
+        """Yields the rectangles of all queries and some keys, those of a query in a row."""
         for i, samples in enumerate(self._samples):
             by_id: dict[int | None, list[Run]] = defaultdict(list)
             for stretch in self._cut(keys, i):
@@ -92,11 +91,10 @@ class Cut:
             for stretch in self._queries[i]:
                 first = True
                 for run in by_id.get(stretch.id, ()):
-                    rectangle = _trimmed(stretch.run, run, self._sight)
-                    if rectangle is not None:
-                        found.append(replace(rectangle, samples=samples, first=first))
+                    found = _trimmed(stretch.run, run, self._sight, samples, first)
+                    if found is not None:
+                        yield found
                         first = False
-        return found
 
     def _cut(self, runs: Iterable[Run], sample: int) -> Iterator[_Stretch]:
         stretches, ids = self._stretches[sample], self._ids[sample]
@@ -125,10 +123,12 @@ def _stretches(ids: Tensor) -> tuple[list[Run], list[int]]:
 def sees(queries: Run, keys: Run, before: int | None, after: int | None) -> bool:
     """Returns whether some of the queries may see some of the keys."""
     nothing_else = Sight(1.0, before, after, 0, "zero")
-    return _trimmed(queries, keys, nothing_else) is not None
+    return _trimmed(queries, keys, nothing_else, slice(None), True) is not None
 
 
-def _trimmed(queries: Run, keys: Run, sight: Sight) -> Rectangle | None:
+def _trimmed(
+    queries: Run, keys: Run, sight: Sight, samples: slice, first_of_queries: bool
+) -> Rectangle | None:
     """Returns what of the queries sees anything and what of the keys is seen, None if nothing."""
     before, after = sight.before, sight.after
     low, high = queries.position, queries.position + queries.length - 1
@@ -148,9 +148,9 @@ def _trimmed(queries: Run, keys: Run, sight: Sight) -> Rectangle | None:
     after = None if after is None or last <= low + after else after
     before = None if before is None or first >= high - before else before
     return Rectangle(
-        slice(None),
+        samples,
         Run(queries.at + low - queries.position, high - low + 1, low),
         Run(keys.at + first - keys.position, last - first + 1, first),
-        replace(sight, before=before, after=after, start=low - first, turn=None, second=0),
-        True,
+        Sight(sight.scale, before, after, low - first, sight.empty),
+        first_of_queries,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from torch import Tensor
 
 from dcpc.attention import blocks, cuda, flash
@@ -17,8 +19,13 @@ from dcpc.attention.spec import (
     part_of,
 )
 
-# Fewer queries to a call of a fused kernel than this on average, and blocks are faster.
+# With fewer queries to a call of a fused kernel than this on average blocks are faster. They are
+# used then if no run of their queries has more keys than WIDEST between the first and the last one
+# seen, which bounds what they hold; or if calls are so many (sequences that alternate) that they
+# would take minutes.
 SHORTEST = 16
+WIDEST = 1024
+MOST_CALLS = 8  # for each query
 
 
 def forward(
@@ -35,7 +42,7 @@ def forward(
     runs = sight.runs(q.shape[2])
     if kernel != "blocks" and segment is not None:
         given = _operands(q, k, keep, segment, sight)
-        if _long_enough(given, q):
+        if not _in_blocks(given, q):
             state = Forward(given, q, v)
             state.add(k, v, [Run(0, k.shape[2], 0)])
             return state.finish()
@@ -88,7 +95,7 @@ def backward(
     runs = sight.runs(q.shape[2])
     if kernel != "blocks" and segment is not None:
         given = _operands(q, k, keep, segment, sight)
-        if _long_enough(given, q):
+        if not _in_blocks(given, q):
             return _added_up(Backward(given, grad, q, out, lse), k, v)
         kernel = "blocks"
     if kernel == "blocks":
@@ -155,10 +162,19 @@ def _operands(q: Tensor, k: Tensor, keep: Tensor | None, segment: Tensor, sight:
     return Operands(None, keep, segment, sight, sight.runs(q.shape[2]), k.shape[2])
 
 
-def _long_enough(given: Operands, q: Tensor) -> bool:
-    rectangles = given.cut().against([Run(0, given.keys, 0)])
-    samples = 1 if given.segment is None else given.segment.shape[0]
-    return len(rectangles) <= samples * max(1, q.shape[2] // SHORTEST)
+def _in_blocks(given: Operands, q: Tensor) -> bool:
+    """Returns whether sequences are so short that blocks compute them."""
+    assert given.segment is not None, "only packed sequences are short"
+    rows = given.segment.shape[0] * q.shape[2]
+    every = given.cut().against([Run(0, given.keys, 0)])
+    calls = sum(1 for _ in islice(every, MOST_CALLS * rows + 1))
+    if calls * SHORTEST <= max(rows, SHORTEST * given.segment.shape[0]):
+        return False
+    if calls > MOST_CALLS * rows:
+        return True
+    ids = ids_of(given.segment, q, given.sight)
+    assert ids is not None
+    return blocks.widest(q, given.keys, given.sight, ids) <= WIDEST
 
 
 def ids_of(segment: Tensor | None, q: Tensor, sight: Sight) -> Ids | None:

@@ -10,7 +10,7 @@ import sympy
 from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
-from dcpc.attention import ROWS, kernel_name
+from dcpc.attention import ROWS, WIDEST, kernel_name
 from dcpc.symbolic_profile.facts import Call, Facts, TensorFacts, argument
 from dcpc.symbolic_profile.polynomials import QueryBlock
 
@@ -207,6 +207,8 @@ def _block(call: Call) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     keys = key.shape[2]
     if before is not None and after is not None:
         keys = sympy.Min(keys, rows + before + after)
+    if call.given("segment") is not None and _by_flash(call):  # blocks for short sequences alone
+        keys = sympy.Min(keys, WIDEST)
     size = _accumulator(query)
     copies = ZERO
     if query.dtype.itemsize < size:

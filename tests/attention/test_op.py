@@ -31,7 +31,9 @@ class Setting:
     dtype: torch.dtype = torch.float64
     turn: int | None = None
     second: int = 0
-    segment: str = ""  # "sorted", "repeated" (in stretches), "ones", "alternating", "one row"
+    segment: str = (
+        ""  # "sorted", "repeated" (in stretches), "ones", "alternating", "one row", "one long"
+    )
 
     @property
     def rest(self) -> tuple:
@@ -85,7 +87,8 @@ def segment_of(s: Setting) -> Tensor | None:
     if s.segment == "repeated":
         ids = torch.randint(0, 3, (2, t // 11 + 1), generator=generator)
         return ids.repeat_interleave(11, 1)[:, :t]
-    every = {"ones": torch.arange(t).flip(0), "alternating": torch.arange(t) % 3}
+    long = torch.arange(t).clamp(min=t - 100) - (torch.arange(t) == 0).long()
+    every = {"one long": long, "ones": torch.arange(t).flip(0), "alternating": torch.arange(t) % 3}
     return every[s.segment].expand(2, t) if s.segment else None
 
 
@@ -191,6 +194,8 @@ SETTINGS = {
     "zigzag padding": Setting(
         lengths=(40, 90), after=0, start=10, turn=22, second=63, keep="left", heads=(4, 2)
     ),
+    "zigzag in halves": Setting(lengths=(40, 90), turn=20, second=63, heads=(4, 2)),
+    "zigzag in halves, causal": Setting(lengths=(80, 90), turn=40, second=50, after=0),
     "zigzag window": Setting(lengths=(300, 600), before=9, after=3, start=5, turn=150, second=450),
     "zigzag learned bias": Setting(
         lengths=(160, 90), after=0, turn=81, second=11, mask="bias", heads=(4, 2)
@@ -203,6 +208,10 @@ SETTINGS = {
     "packed, ids come again, not causal": Setting(segment="repeated", lengths=(190, 190)),
     "packed sequences of one": Setting(segment="ones", after=0, heads=(4, 2)),
     "packed alternating": Setting(segment="alternating", after=0, lengths=(300, 300)),
+    "packed long": Setting(segment="sorted", after=0, lengths=(300, 300), heads=(4, 2)),
+    "packed, one long among short": Setting(
+        segment="one long", after=0, lengths=(1200, 1200), heads=(2, 1)
+    ),
     "packed window": Setting(segment="repeated", before=15, after=0, lengths=(190, 190)),
     "packed wide values": Setting(segment="sorted", after=0, widths=(8, 5), heads=(4, 2)),
     "packed padding": Setting(segment="repeated", keep="left", after=0, lengths=(190, 190)),
