@@ -144,38 +144,52 @@ def _ring(
     on: Lowering, node: fx.Node, operands: list[fx.Node], chosen: NodePlacement
 ) -> fx.Node:
     """Attention whose keys and values go round, between groups of ranks that share heads."""
-    call, across = on.graph.call_function, chosen.across
+    call, across, swap = on.graph.call_function, chosen.across, torch.ops.dcpc.swap.default
     copied = on.copy(node, operands)
     query, key, value, mask, keep, segment = _tensors(copied)
     given = dict(copied.kwargs)
     on.graph.erase_node(copied)
     sources = tensor_operands(node, on.program.info)[:2]
     rows = [on.factor(s.name, w) for s, w in zip(sources, chosen.operands, strict=False)]
+    inner = [_inner(on, s.name, w) for s, w in zip(sources, chosen.operands, strict=False)]
+    each = [on.emit(size) for size in inner]
     splits = [(on.emit(f.size), on.emit(on.parent(f)), f.shift) for f in rows]
     zigzag = [on.placement.is_zigzag(f) for f in rows]
     swaps = [(*s, z) for s, z in zip(splits, zigzag, strict=True)]
     heads = [int(on.program.info[s.name].shape[HEADS]) if across > 1 else 0 for s in sources]
     if across > 1:
         repeats = lcm(heads[1], across) // heads[1]
-        shared = [on.emit(on.pieces[f.key, f"shared{across}"]) for f in rows]
+        pieces = [on.pieces[f.key, f"shared{across}"] for f in rows]
+        shared = [on.emit(piece * n) for piece, n in zip(pieces, inner, strict=True)]
         key, value = (_repeated(on, x, repeats) for x in (key, value))
         ends = [(*s, n) for s, n in zip(swaps, shared, strict=True)]
         counts = (heads[0], heads[1] * repeats, heads[1] * repeats)
-        turned = zip((query, key, value), (ends[0], ends[1], ends[1]), counts, strict=True)
-        swap = torch.ops.dcpc.swap.default
-        query, key, value = (call(swap, (x, True, *e, n, across, on.group)) for x, e, n in turned)
+        moved = ((query, 0), (key, 1), (value, 1))
+        query, key, value = (
+            call(swap, (x, True, *ends[i], n, across, on.group, each[i]))
+            for (x, i), n in zip(moved, counts, strict=True)
+        )
     names = ("scale", "before", "after", "empty")
     kept = {k: v for k, v in given.items() if k in names}
     for name, (size, parent, shift), z in zip(("query", "key"), splits, zigzag, strict=True):
         kept |= {f"{name}_size": size, f"{name}_parent": parent, f"{name}_shift": shift}
         kept |= {f"{name}_zigzag": z}
+    kept |= {"query_rows": each[0], "key_rows": each[1]}
     kept |= {"across": across, "group": on.group}
     tensors = (query, key, value, mask, keep, segment)
     out = call(torch.ops.dcpc.ring_attention.default, tensors, kept)
     if across == 1:
         return out
-    where = (*swaps[0], on.emit(on.length(rows[0])), heads[0], across, on.group)
-    return call(torch.ops.dcpc.swap.default, (out, False, *where))
+    length = on.emit(on.length(rows[0]) * inner[0])
+    where = (*swaps[0], length, heads[0], across, on.group, each[0])
+    return call(swap, (out, False, *where))
+
+
+def _inner(on: Lowering, name: str, label: Label) -> sympy.Expr:
+    """Returns how many rows each element of the outer factor of a dim is."""
+    outer, *inner = on.placement.factors[name][label.dim]
+    assert outer.key == on.factor(name, label).key, f"{name}: split along an inner factor"
+    return sympy.Mul(*(f.size for f in inner))
 
 
 def _repeated(on: Lowering, x: fx.Node, repeats: int) -> fx.Node:

@@ -156,6 +156,8 @@ def ring_attention_forward(
     key_shift: int,
     query_zigzag: bool,
     key_zigzag: bool,
+    query_rows: int,
+    key_rows: int,
     across: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
@@ -183,16 +185,18 @@ def ring_attention_forward(
         key_shift: as of the queries.
         query_zigzag: whether a rank has a chunk of the queries from either end.
         key_zigzag: whether it has so of the keys.
+        query_rows: rows of each of the query_size, as of the outer of a dim's several factors.
+        key_rows: as of the queries.
         across: consecutive ranks that have one piece of rows between them, each other heads.
         group: name of the process group.
     """
     splits = _splits(
-        (query_size, query_parent, query_shift, query_zigzag),
-        (key_size, key_parent, key_shift, key_zigzag),
+        (query_size, query_parent, query_shift, query_zigzag, query_rows),
+        (key_size, key_parent, key_shift, key_zigzag, key_rows),
     )
     sight = Sight(scale, before, after, 0, empty)
-    out, lse = _empty_results(query, value, mask)
     if _nothing(query, key, value) or not key_size:
+        out, lse = _empty_results(query, value, mask)
         return out.zero_(), lse.zero_()
     ring, given = _setup((query, key, value), mask, keep, segment, sight, splits, across, group)
     state = Forward(given, query, value)
@@ -224,8 +228,9 @@ def _empty_results(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, T
     return out, lse
 
 
-def _splits(q: tuple[int, int, int, bool], k: tuple[int, int, int, bool]) -> tuple[Split, Split]:
-    return Split(*q), Split(*k)
+def _splits(*given: tuple[int, int, int, bool, int]) -> tuple[Split, Split]:
+    queries, keys = (Split(*split) for split in given)
+    return queries, keys
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -251,7 +256,7 @@ def _setup(
     expected = sum(run.length for run in mine), way.rows(ring.position)
     got = q.shape[2], k.shape[2]
     assert got == expected, f"rows of queries and keys here: got {got}, expected {expected}"
-    return ring, Operands(mask, keep, segment, sight, mine, keys.size)
+    return ring, Operands(mask, keep, segment, sight, mine, keys.size * keys.rows)
 
 
 @torch.library.custom_op("dcpc::ring_attention_backward", mutates_args=())
@@ -277,13 +282,15 @@ def ring_attention_backward(
     key_shift: int,
     query_zigzag: bool,
     key_zigzag: bool,
+    query_rows: int,
+    key_rows: int,
     across: int,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of this rank's queries, keys and values, laid out (b, s, h, d)."""
     splits = _splits(
-        (query_size, query_parent, query_shift, query_zigzag),
-        (key_size, key_parent, key_shift, key_zigzag),
+        (query_size, query_parent, query_shift, query_zigzag, query_rows),
+        (key_size, key_parent, key_shift, key_zigzag, key_rows),
     )
     sight = Sight(scale, before, after, 0, empty)
     if _nothing(query, key, value) or not key_size:
@@ -319,6 +326,7 @@ def _backward_round(ring: _Ring, state: Backward, k: Tensor, v: Tensor) -> _Rows
         behind.wait()  # the gradients so far of what this rank has, from the one before it
         if more is not None and before is not None:
             more.buffer.add_(before.buffer)
+        before = None
         if step == hops[ring.position]:
             found = more if step == 0 else ring.empty(ring.position, dtype)
         following = ring.owner(step + 1)
@@ -364,7 +372,7 @@ _library.define(
     "Tensor? segment=None, *, float scale, SymInt? before=None, SymInt? after=None, "
     "str empty='zero', SymInt query_size, SymInt query_parent, SymInt query_shift, "
     "SymInt key_size, SymInt key_parent, SymInt key_shift, bool query_zigzag, bool key_zigzag, "
-    "int across, str group) -> Tensor"
+    "SymInt query_rows=1, SymInt key_rows=1, int across, str group) -> Tensor"
 )
 
 
@@ -384,8 +392,9 @@ def _ring_attention(
 ) -> Tensor:
     names = (
         *("query_size", "query_parent", "query_shift", "key_size", "key_parent", "key_shift"),
-        *("query_zigzag", "key_zigzag", "across", "group"),
+        *("query_zigzag", "key_zigzag", "query_rows", "key_rows", "across", "group"),
     )
+    split = {"query_rows": 1, "key_rows": 1, **split}
     rest = (scale, before, after, empty, *(split[name] for name in names))
     op = torch.ops.dcpc.ring_attention_forward
     return op(query, key, value, mask, keep, segment, *rest)[0]  # type: ignore[no-any-return]

@@ -21,19 +21,22 @@ class Split:
         parent: length that is split evenly over the ranks.
         shift: position of the dim's first element in the parent.
         zigzag: whether a rank has a chunk from either end.
+        rows: how many rows each element is, as of the outer of a dim's several factors.
     """
 
     size: int
     parent: int
     shift: int
     zigzag: bool
+    rows: int = 1
 
     def runs(self, p: int, across: int, position: int) -> tuple[Run, ...]:
         """Returns the runs of rows at one position: its ranks' together, in order."""
         ranks = range(position * across, (position + 1) * across)
         every = (runs(self.size, self.parent, self.shift, p, r, self.zigzag) for r in ranks)
         found: list[Run] = []
-        for start, length in sorted(run for mine in every for run in mine if run[1]):
+        elements = sorted(run for mine in every for run in mine if run[1])
+        for start, length in ((s * self.rows, n * self.rows) for s, n in elements):
             if found and found[-1].position + found[-1].length == start:
                 found[-1] = found[-1]._replace(length=found[-1].length + length)
             else:

@@ -30,6 +30,7 @@ def swap(
     heads: int,
     across: int,
     group: str,
+    rows_each: int = 1,
     rows_dim: int = 2,
     heads_dim: int = 1,
 ) -> Tensor:
@@ -47,12 +48,13 @@ def swap(
         heads: how many heads there are in all, a multiple of `across`.
         across: how many consecutive ranks change among themselves.
         group: name of the process group.
+        rows_each: rows of each of the rows_size, as of the outer of a dim's several factors.
         rows_dim: dim of the rows.
         heads_dim: dim of the heads.
     """
     pg = group_named(group)
     p, rank = pg.size(), pg.rank()
-    split = Split(rows_size, rows_parent, rows_shift, zigzag)
+    split = Split(rows_size, rows_parent, rows_shift, zigzag, rows_each)
     first = rank - rank % across
     pieces = [split.runs(p, 1, r) for r in range(first, first + across)]
     dims = rows_dim, heads_dim
@@ -80,6 +82,7 @@ def _(
     heads: int,
     across: int,
     group: str,
+    rows_each: int = 1,
     rows_dim: int = 2,
     heads_dim: int = 1,
 ) -> Tensor:
@@ -141,12 +144,12 @@ def _exchanged(
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.to_heads, *ctx.rows = inputs[:6]
     ctx.rest = inputs[7:]
-    ctx.length = x.shape[ctx.rest[3]]
+    ctx.length = x.shape[ctx.rest[4]]
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     back = torch.ops.dcpc.swap(g, not ctx.to_heads, *ctx.rows, ctx.length, *ctx.rest)
-    return (back, *(None,) * 11)
+    return (back, *(None,) * 12)
 
 
 swap.register_autograd(_backward, setup_context=_context)

@@ -95,4 +95,4 @@ def _why_no_ring(one: bool, masks: Sequence[TensorInfo]) -> str:
         return "it has one query or one key"
     if any(mask.requires_grad for mask in masks):
         return "its mask has a gradient, which is the sum over all queries and keys"
-    return "its rows are several factors of which pieces would not follow each other"
+    return "its queries or keys are no dim of their own"

@@ -237,8 +237,6 @@ def _rings(
     split = (*rule.ring.operands, rule.ring.output)
     if any(name and name not in of for name, of in zip(split, where, strict=True)):
         return []
-    if any(len(table.atoms([keys[name]])) > 1 for name in split if name):
-        return []
     labels = [
         Label(*of[name]) if name else REPLICATED for name, of in zip(split, where, strict=True)
     ]

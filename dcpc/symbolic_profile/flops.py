@@ -313,7 +313,7 @@ def _ring(node: fx.Node, facts: Facts, ranks: int, bytes_moved: sympy.Expr) -> C
     """
     query, key, value = (facts.of(argument(node, n))[0] for n in ("query", "key", "value"))
     steps = ranks // argument(node, "across")
-    keys = facts.size(argument(node, "key_size"))
+    keys = facts.size(argument(node, "key_size")) * facts.size(argument(node, "key_rows"))
     before, after = argument(node, "before"), argument(node, "after")
     rows = key.shape[2]
     turned = (steps - 1) * rows
