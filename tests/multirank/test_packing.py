@@ -9,6 +9,7 @@ from torch import nn
 
 import dcpc
 from dcpc.masks import without_masks
+from dcpc.passes.lowerings import lowering_of
 from dcpc.passes.sharding import analyse
 from dcpc.trace import trace
 from dcpc.variants import Variants
@@ -47,6 +48,8 @@ def errors(case: str, **options: object) -> dict[str, float]:
     data = Sequences(LENGTHS)
     buckets = dcpc.Buckets(inputs=inputs, sizes=SIZES)
     compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING, **options)
+    if options.get("attention", "auto") != "auto":
+        assert lowerings(compiled) == {options["attention"]}
     loader = dcpc.DataLoader(
         data, compiled, tokens_per_step=100, packing=packing, weight="labels", lookahead=0
     )
@@ -72,6 +75,14 @@ def errors(case: str, **options: object) -> dict[str, float]:
     return found
 
 
+def lowerings(compiled: dcpc.CompiledModel) -> set[str]:
+    """How the attentions of the longest rows are split."""
+    plan = compiled.plans[compiled.buckets.buckets[-1]]
+    sizes = {**plan.bucket.sizes, "batch": plan.micro_batch}
+    nodes = compiled.variants.placement(sizes, plan.sp).nodes
+    return {lowering_of(x) for name, x in nodes.items() if name.startswith("attention_default")}
+
+
 def difference(a: nn.Module, b: nn.Module) -> float:
     pairs = zip(a.parameters(), b.parameters(), strict=True)
     return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
@@ -86,25 +97,28 @@ def test_training_on_packed_rows_is_training_on_single_sequences(case):
     check(errors(case))
 
 
-def errors_over_ranks(rank: int, cases: dict[str, list[object]]) -> dict[str, float]:
+def errors_over_ranks(rank: int, runs: list[tuple[str, int, str]]) -> dict[str, float]:
     found = {}
-    for case, degrees in cases.items():
-        for sp in degrees:
-            found |= {f"sp {sp}: {k}": e for k, e in errors(case, sp=sp).items()}
+    for case, sp, attention in runs:
+        some = errors(case, sp=sp, attention=attention)
+        found |= {f"sp {sp}, {attention}: {what}": error for what, error in some.items()}
     return found
 
 
 @pytest.mark.multirank
-def test_training_on_packed_rows_over_two_ranks():
-    cases = {"llama": [1, 2], "documents": [2]}
-    for found in run_ranks(errors_over_ranks, 2, cases, timeout_s=280):
+def test_training_on_packed_rows_over_two_ranks_under_every_lowering():
+    runs = [("llama", 1, "auto"), ("llama", 2, "ring"), ("documents", 2, "heads")]
+    runs += [("documents, both ways", 2, "gathered")]
+    for found in run_ranks(errors_over_ranks, 2, runs, timeout_s=280):
         check(found)
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_every_packed_model_over_four_ranks():
-    for found in run_ranks(errors_over_ranks, 4, {c: [2, 4] for c in CASES}, timeout_s=580):
+    runs = [(case, 4, "hybrid") for case in CASES]
+    runs += [(case, 4, "ring") for case in ("llama eager", "mistral", "documents, both ways")]
+    for found in run_ranks(errors_over_ranks, 4, runs, timeout_s=580):
         check(found)
 
 
