@@ -189,12 +189,12 @@ _LSE_OF_NONE = {"zero": 0.0, "nan": float("nan"), "mean": float("inf"), "fixed":
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merges two attentions into the first; -inf is the logsumexp of no keys."""
+    """Merges two attentions into the first, in place of both; -inf is no keys' logsumexp."""
     merged = torch.logaddexp(lse, more_lse)
     finite = merged.masked_fill(merged == NONE, 0.0)
     out.mul_(lse.sub(finite).exp_().unsqueeze(-1))
     weight = more_lse.sub(finite).exp_().unsqueeze(-1)
-    out.add_(more * weight)
+    out.add_(more.to(out.dtype).mul_(weight))
     lse.copy_(merged)
 
 

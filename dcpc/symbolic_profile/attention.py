@@ -110,7 +110,9 @@ def forward(call: Call) -> sympy.Expr:
 
 def _merged(query: TensorFacts, numel: sympy.Expr, lse_bytes: sympy.Expr) -> sympy.Expr:
     """A part's output and logsumexp, and what merging them makes; all outputs wide, if half."""
-    wide = query.numel * _accumulator(query) if query.dtype.itemsize < 4 else ZERO
+    if query.dtype.itemsize >= 4:
+        return numel * query.dtype.itemsize + 5 * lse_bytes
+    wide = query.numel * _accumulator(query)
     return wide + numel * (query.dtype.itemsize + _accumulator(query)) + 5 * lse_bytes
 
 
@@ -268,3 +270,68 @@ def _blocks_backward(call: Call) -> sympy.Expr:
         + scores
         + sympy.Max(scores, widest, _hiding(call, rows, keys))
     )
+
+
+# -------------------------------------------------------------------------- dcpc::ring_attention
+
+
+def ring_forward(call: Call) -> sympy.Expr:
+    """Returns the bytes that a ring's forward holds beyond its inputs and outputs.
+
+    An upper bound: keys that come and keys that go, and what merging all queries takes (those of a
+    zigzag piece are one run on the last rank).
+    """
+    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    groups, outputs = _groups(call), query.numel / query.shape[3] * value.shape[3]
+    lse_bytes = query.numel / query.shape[3] * _accumulator(query)
+    held = 2 * (key.size_bytes + value.size_bytes) + 5 * lse_bytes
+    held += outputs * query.dtype.itemsize
+    if query.dtype.itemsize < 4:  # all outputs in float32, of which later only the others are left
+        held += outputs * (2 * _accumulator(query) - query.dtype.itemsize)
+    if not _ring_by_flash(call):
+        return held + lse_bytes + _blocks(call)
+    if groups != 1:
+        held += (query.size_bytes + lse_bytes) / groups
+    return _with_added(call, held + kernel(call), sympy.Integer(1))
+
+
+def ring_backward(call: Call) -> sympy.Expr:
+    """Returns the bytes that a ring's backward holds beyond its inputs and outputs.
+
+    An upper bound: keys that come and keys that go, gradients that come, that go and that are
+    added to, a rank's own if the others' keys come after, and what the largest part takes.
+    """
+    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    groups, accumulator = _groups(call), _accumulator(query)
+    both_bytes = key.size_bytes + value.size_bytes
+    later = argument(call.node, "after") is not None and not argument(call.node, "key_zigzag")
+    held = 2 * both_bytes + (3 + later) * (key.numel + value.numel) * accumulator
+    held -= both_bytes  # the outputs, made when all this is gone
+    if query.dtype.itemsize < 4:
+        held += query.numel * accumulator - query.size_bytes
+    held += query.size_bytes + both_bytes + query.numel / query.shape[3]
+    if not _ring_by_flash(call):
+        return held + _blocks_backward(call)
+    if groups != 1:
+        used = call.tensor("grad_out").size_bytes
+        held -= sympy.expand(used - used / groups)
+        held += query.size_bytes / groups + both_bytes
+    return _with_added(call, held + kernel_backward(call, query.shape[2]), sympy.Integer(1))
+
+
+def _ring_by_flash(call: Call) -> bool:
+    """Whether the parts of a ring are the kernel's."""
+    widths = call.tensor("query").shape[3] == call.tensor("value").shape[3]
+    before, after = (argument(call.node, name) for name in ("before", "after"))
+    name = kernel_name("cpu", widths, None, False, before, after, "zero")
+    return name == "flash" and call.given("mask") is None
+
+
+def swap(call: Call) -> sympy.Expr:
+    """Returns the bytes that a swap holds beyond its input and output: what is sent, or comes.
+
+    Back from heads the rows of zigzag pieces are picked first.
+    """
+    picked = argument(call.node, "zigzag") and not argument(call.node, "to_heads")
+    held = sympy.Max(call.inputs_bytes, call.output_bytes)
+    return held + call.inputs_bytes if picked else held

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from dcpc.codegen.collectives import bind_group
+from dcpc.symbolic_profile.facts import Facts
+from dcpc.symbolic_profile.transients import transient_bytes
 from tests.multirank import rsa
 from tests.multirank.launch import run_ranks
 from tests.multirank.ring_cases import (
@@ -26,8 +28,11 @@ from tests.multirank.ring_cases import (
     whole,
     worst,
 )
+from tests.symbolic_profile.joint_graphs import measure_call
 
 pytestmark = pytest.mark.multirank
+ops = torch.ops.dcpc
+SCALARS_BYTES = 64
 
 PLAIN = Case((41, 41), (4, 2), after=0)
 EXTREMES = (
@@ -38,6 +43,14 @@ EXTREMES = (
     replace(PLAIN, lengths=(130, 130), segment="sorted", zigzag=(True, True)),
     replace(PLAIN, lengths=(64, 64), keep=True, empty="mean"),
     replace(PLAIN, lengths=(300, 300), after=None, mask="drowned"),
+)
+EVEN = replace(PLAIN, lengths=(512, 512), heads=(4, 4), widths=(16, 16))
+HELD = (
+    EVEN,
+    replace(EVEN, after=None, dtype=torch.float32),
+    replace(EVEN, heads=(4, 2)),
+    replace(EVEN, zigzag=(True, True), heads=(4, 1)),
+    replace(EVEN, before=40, widths=(16, 8)),
 )
 HYBRIDS = (
     replace(PLAIN, across=2),
@@ -137,13 +150,12 @@ def rows_of_nan(world: int, rank: int, group: dist.ProcessGroup) -> bool:
 def fakes_lie_as_real_ones(world: int, rank: int, group: dist.ProcessGroup) -> list[Any]:
     """What differs between fake and real results."""
     differ = []
-    ops = torch.ops.dcpc
     for case in (PLAIN, replace(PLAIN, mask="numbers"), replace(PLAIN, dtype=torch.bfloat16)):
         x = whole(case)
         mine = positions(case.splits()[0], world, 1, rank)
         tensors = [y[:, :, mine] for y in (x.q, x.k, x.v)]
         mask = None if x.mask is None else x.mask[:, :, mine]
-        rest = (SCALE, None, 0, "zero", *(41, 41, 0) * 2, False, False, 1, GROUP)
+        rest = (SCALE, None, 0, "zero", *(41, 41, 0) * 2, False, False, 1, 1, 1, GROUP)
 
         def both(*given: Tensor, mask: Tensor | None, n: int = len(mine), rest: Any = rest) -> Any:
             out, lse = ops.ring_attention_forward(*given, mask, None, None, *rest)
@@ -165,7 +177,40 @@ def fakes_lie_as_real_ones(world: int, rank: int, group: dist.ProcessGroup) -> l
     return differ
 
 
-CHECKS = (agrees_with_rsa, saves_its_piece, lower_precision, rows_of_nan, fakes_lie_as_real_ones)
+def held(world: int, rank: int, group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
+    """(op, measured, predicted) bytes that each op holds while it runs."""
+    found, facts = [], Facts({})
+    for case in HELD:
+        x = whole(case)
+        size = case.lengths[0]
+        mine = positions(case.splits()[0], world, 1, rank)
+        local = [y[:, :, mine].contiguous() for y in (x.q, x.k, x.v)]
+
+        def both(*given: Tensor, c: Case = case, size: int = size, n: int = len(mine)) -> Any:
+            rows = (size, size, 0)
+            rest = (c.before, c.after, "zero", *rows, *rows, *c.zigzag, 1, 1, 1, GROUP)
+            out, lse = ops.ring_attention_forward(*given, None, None, None, SCALE, *rest)
+            tensors = (out, *given, None, None, None, out, lse)
+            back = ops.ring_attention_backward(*tensors, SCALE, *rest)
+            swap = (*rows, c.zigzag[0])
+            there = ops.swap(given[0], True, *swap, size, 4, world, GROUP)
+            return back[0], ops.swap(there, False, *swap, n, 4, world, GROUP)
+
+        for m in measure_call(both, *local):
+            if m.node.op == "call_function" and "dcpc" in str(m.node.target):
+                predicted = int(transient_bytes(m.node, facts, 1).doit())
+                found.append((f"{case} {m.node.target}", m.transient_bytes, predicted))
+    return found
+
+
+CHECKS = (
+    agrees_with_rsa,
+    saves_its_piece,
+    lower_precision,
+    rows_of_nan,
+    fakes_lie_as_real_ones,
+    held,
+)
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +243,13 @@ def test_queries_that_see_nothing_can_be_no_numbers(four):
 
 def test_fake_values_are_laid_out_as_real_ones(four):
     assert [found["fakes_lie_as_real_ones"] for found in four] == [[]] * 4
+
+
+def test_a_rank_holds_no_more_than_the_table_says(four):
+    """Of one piece: its own keys and two more, their gradients thrice, and a block of scores."""
+    for found in four:
+        for name, measured, predicted in found["held"]:
+            assert measured <= predicted + SCALARS_BYTES, name
 
 
 @pytest.mark.slow
