@@ -76,11 +76,17 @@ def aligned(run: Run, last_read: Sequence[int]) -> int:
         run: of calls.
         last_read: of each call the position of the last that reads its value.
     """
-
-    def crossing(border: int) -> int:
-        before = range(max(border - run.period, 0), border)
-        return sum(last_read[i] >= border for i in before)
-
     spare = (run.stop - run.start) % run.period
     starts = range(run.start, run.start + spare + 1)
-    return min(starts, key=lambda at: crossing(at + run.period))
+    return min(starts, key=lambda at: crossing(last_read, at + run.period, run.period))
+
+
+def crossing(last_read: Sequence[int], border: int, period: int) -> int:
+    """Returns how many values of the block before a border the blocks after it read.
+
+    Args:
+        last_read: of each call the position of the last that reads its value.
+        border: position of the first call after it.
+        period: calls of a block.
+    """
+    return sum(last_read[i] >= border for i in range(max(border - period, 0), border))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from dcpc.buckets import Buckets
@@ -20,7 +18,7 @@ from dcpc.errors import PlanError
 from dcpc.factories import load_function, load_model
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.local_ranks import run_ranks
-from dcpc.symbolic_profile import Calibration
+from dcpc.symbolic_profile import Calibration, as_text
 
 LIMIT_S = 600.0  # ranks of its own are ended after this
 DEFAULT_FILE = Path("calibration.json")
@@ -120,8 +118,6 @@ def on_rank(rank: int, request: Request) -> Calibration:
 def calibration_text(found: Calibration) -> str:
     """Returns what a person reads: the rates that were found, and how far they may be off."""
     key, fits = found.key, found.fits
-    out = io.StringIO()
-    console = Console(file=out, width=100, color_system=None, highlight=False, emoji=False)
     title = f"{key.device}: {key.machine}; {key.world} ranks, {key.dtype}, {key.backend}"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for heading in ("class", "direction", "dtype"):
@@ -139,8 +135,7 @@ def calibration_text(found: Calibration) -> str:
     for link in fits.collectives:
         sent = f"{1e-9 / link.s_per_byte:.2f}"
         table.add_row(link.op, f"{link.ranks} ranks", "", f"{1e6 * link.alpha_s:.1f}", "", sent)
-    console.print(table)
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    lines = as_text(table, width=100).splitlines()
     for p in found.points:
         sizes = ", ".join(f"{n} {s}" for n, s in p.sizes.items())
         lines.append(

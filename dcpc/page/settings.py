@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from dcpc.buckets import Bucket
 from dcpc.ir import BucketPlan
 from dcpc.passes.choose import Row
 from dcpc.planning import Planned
-from dcpc.symbolic_profile import bytes_text, seconds_text
+from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
 
 
 def settings_text(planned: Planned) -> str:
     """Returns every setting that was tried for each bucket as a table, and why one was chosen."""
-    out = io.StringIO()
-    console = Console(file=out, width=120, color_system=None, highlight=False, emoji=False)
     rows = Table(
         box=box.SIMPLE_HEAD,
         title=f"settings tried per shape bucket; a rank has {bytes_text(planned.memory_bytes)}; "
@@ -33,10 +29,7 @@ def settings_text(planned: Planned) -> str:
     for bucket, tried in planned.tables.items():
         _add_rows(rows, bucket, tried, planned.plans[bucket])
         rows.add_section()
-    console.print(rows)
-    for bucket, chosen in planned.plans.items():
-        console.print(f"{bucket}: {chosen.reason}", markup=False, soft_wrap=True)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return as_text(rows, *(f"{bucket}: {plan.reason}" for bucket, plan in planned.plans.items()))
 
 
 def _add_rows(table: Table, bucket: Bucket, rows: Sequence[Row], chosen: BucketPlan) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from dcpc.buckets import Bucket
@@ -16,7 +14,7 @@ from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan
 from dcpc.passes.crossovers import degree_changes
 from dcpc.planning import Planned, Request, check_forced, plan_buckets
-from dcpc.symbolic_profile import bytes_text, seconds_text
+from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
 from dcpc.trace import casting
 
 # A crossover is looked for until the lengths on both sides are this close.
@@ -151,8 +149,6 @@ def cell_text(plan: BucketPlan | None) -> str:
 
 def what_if_text(cases: Sequence[WhatIf], width: int = 120) -> str:
     """Returns a table of what each case chooses for each bucket, `seconds` being a sample's."""
-    out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, highlight=False, emoji=False)
     table = Table(
         box=box.SIMPLE_HEAD,
         title="what if: sp, micro-batch, steps of recompute, time of a sample",
@@ -163,5 +159,4 @@ def what_if_text(cases: Sequence[WhatIf], width: int = 120) -> str:
         table.add_column(case.title)
     for bucket in cases[0].plans:
         table.add_row(str(bucket), *(cell_text(case.plans[bucket]) for case in cases))
-    console.print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return as_text(table, width=width)

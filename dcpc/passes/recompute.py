@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dcpc.passes.recompute_cuts import Call, Choice, Problem, between, hull
 from dcpc.passes.recompute_peak import Memory, Timelines
-from dcpc.repeats import repeated_runs
+from dcpc.repeats import crossing, repeated_runs
 
 __all__ = ["Call", "Memory", "Menu", "menu_alike", "recompute_menu"]
 
@@ -302,18 +302,13 @@ def _ranges(calls: Sequence[Call]) -> list[tuple[int, int]]:
     for run in runs:
         first = min(
             range(run.start, run.start + run.period),
-            key=lambda at: _crossing(last_read, at + run.period, run.period),
+            key=lambda at: crossing(last_read, at + run.period, run.period),
         )
         borders |= {run.start, run.stop, *range(first, run.stop + 1, run.period)}
     ordered = sorted(borders)
     if len(ordered) > 2:
         del ordered[1]
     return [(a, b) for a, b in pairwise(ordered) if b > a]
-
-
-def _crossing(last_read: Sequence[int], border: int, period: int) -> int:
-    """Returns how many values of the block before a border the blocks after it read."""
-    return sum(last_read[i] >= border for i in range(max(border - period, 0), border))
 
 
 def _read_outside(calls: Sequence[Call], blocks: Sequence[tuple[int, int]]) -> set[str]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from dcpc.runtime.planner import BatchPlan
 from dcpc.runtime.plans import StepPlan
 from dcpc.simulate.costs import ModelCosts
 from dcpc.simulate.timeline import Timeline, of_batch, of_step
-from dcpc.symbolic_profile import bytes_text, seconds_text
+from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +162,6 @@ def of_batches(
 
 def outcomes_text(title: str, outcomes: Sequence[Outcome], first: str = "dcpc") -> str:
     """Returns a table, each system's tokens a second also relative to `first`'s."""
-    out = io.StringIO()
-    console = Console(file=out, width=140, color_system=None, highlight=False, emoji=False)
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("system", no_wrap=True)
     for heading in ("steps", "mean step", "tokens/s", f"{first} is", "imbalance", "sent a step",
@@ -174,8 +170,7 @@ def outcomes_text(title: str, outcomes: Sequence[Outcome], first: str = "dcpc") 
     best = next((o.tokens_per_s for o in outcomes if o.name == first), 0.0)
     for o in outcomes:
         table.add_row(*_cells(o, best, o.name == first))
-    console.print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return as_text(table, width=140)
 
 
 def _cells(o: Outcome, best: float, own: bool) -> Iterator[str]:

@@ -21,6 +21,7 @@ from dcpc.symbolic_profile.optimizer import OptimizerLike, state_bytes
 from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, work_of
 from dcpc.symbolic_profile.report import (
     ReportRow,
+    as_text,
     bytes_text,
     dominating_term,
     formula,
@@ -46,6 +47,7 @@ __all__ = [
     "OptimizerLike",
     "Prediction",
     "ReportRow",
+    "as_text",
     "bytes_text",
     "calibrate_cpu",
     "calibrated",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import sympy
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from dcpc.ir import BucketPlan, Profile
@@ -35,6 +35,15 @@ class ReportRow:
     dims: Mapping[str, int]
 
 
+def as_text(*items: RenderableType, width: int = 120) -> str:
+    """Returns tables and lines as plain text of so many columns, without spaces at line ends."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, highlight=False, emoji=False)
+    for item in items:
+        console.print(item, markup=False, soft_wrap=isinstance(item, str))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
 def render_report(rows: Sequence[ReportRow], width: int = 120) -> str:
     """Returns the report: a table of the rows, then each distinct profile's formulas.
 
@@ -42,15 +51,13 @@ def render_report(rows: Sequence[ReportRow], width: int = 120) -> str:
         rows: one for each bucket, in the order to show.
         width: columns of text; more where buckets have long names.
     """
-    out = io.StringIO()
     longest = max((len(str(row.plan.bucket)) for row in rows), default=0)
     width += max(0, longest - SHORT)
-    console = Console(file=out, width=width, color_system=None, highlight=False, emoji=False)
-    console.print(_table(rows))
-    for title, formulas in variant_formulas(rows):
-        lines = [title, *(f"  {line}" for line in formulas)]
-        console.print("\n".join(["", *lines]), markup=False, soft_wrap=True)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    variants = [
+        "\n".join(["", title, *(f"  {line}" for line in formulas)])
+        for title, formulas in variant_formulas(rows)
+    ]
+    return as_text(_table(rows), *variants, width=width)
 
 
 def variant_formulas(rows: Sequence[ReportRow]) -> list[tuple[str, list[str]]]:

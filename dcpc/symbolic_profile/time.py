@@ -18,8 +18,9 @@ from dcpc.symbolic_profile.fits import ClassFit
 from dcpc.symbolic_profile.hardware import Device
 from dcpc.symbolic_profile.polynomials import Basis, Floats
 
-# Classes that run at the matmul rate of their dtype; the others at the vector rate.
-_MATMUL_CLASSES = frozenset({"matmul", "attention", "convolution"})
+# Classes that run at the matmul rate of their dtype, and whose FLOPs count as the model's; the
+# others run at the vector rate.
+MATMUL_CLASSES = frozenset({"matmul", "attention", "convolution"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def _row(w: Work, device: Device) -> tuple[float, float, float, float, bool, boo
     if fit is not None:
         fixed_s = fit.launch_s + waits_s
         return fit.s_per_flop, fit.s_per_byte, 1 / link.bytes_per_s, fixed_s, False, hides
-    matmul = w.op_class in _MATMUL_CLASSES
+    matmul = w.op_class in MATMUL_CLASSES
     rate = device.matmul_flops_per_s(w.dtype) if matmul else device.vector_flops_per_s
     fixed_s = device.launch_s + (link.alpha_s if collective else waits_s)
     per_byte = 1 / device.memory_bytes_per_s
