@@ -7,6 +7,7 @@ the rows between them (each has other heads), and rank r passes on what it has t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dcpc.attention import Run, sees
 from dcpc.codegen.pieces import runs
@@ -79,6 +80,7 @@ class Route:
         return sum(run.length for run in self.keys[owner])
 
 
+@lru_cache(maxsize=256)  # every layer asks for the same, and pairs of positions are looked at
 def route(
     queries: Split,
     keys: Split,
