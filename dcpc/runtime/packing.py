@@ -10,6 +10,7 @@ one more sequence, of padding, that no other one sees and whose labels do not co
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,24 +91,25 @@ def fill_rows(
         lengths: id and length of each sequence.
         capacity: id -> length of the row that this sequence begins.
     """
-    left = sorted(lengths, key=lambda pair: -pair[1])
+    pairs = sorted(lengths, key=lambda pair: pair[1])  # the longest is the last
+    ids, left = [i for i, _ in pairs], [n for _, n in pairs]
     rows = []
     while left:
-        (first, n), *left = left
-        chosen = _fullest([m for _, m in left], capacity[first] - n)
-        rows.append((first, *(left[k][0] for k in chosen)))
-        taken = set(chosen)
-        left = [pair for k, pair in enumerate(left) if k not in taken]
+        first, room = ids.pop(), left.pop()
+        chosen = _fullest(left, capacity[first] - room)
+        rows.append((first, *(ids[k] for k in chosen)))
+        for k in chosen:  # in descending order, so that the others' numbers stay
+            del ids[k], left[k]
     return rows
 
 
 def _fullest(lengths: Sequence[int], room: int) -> list[int]:
-    """Returns which of these lengths, in descending order, together fill a room most.
+    """Returns which of these lengths, in ascending order, together fill a room most; longest first.
 
     Sums that can be reached are the bits of one integer, a subset-sum; it stops once the room is
     full, which takes few of many lengths. Of too many some are tried, evenly.
     """
-    fitting = [k for k, n in enumerate(lengths) if n <= room]
+    fitting = list(range(bisect_right(lengths, room)))[::-1]
     if len(fitting) > _TRIED:
         fitting = [fitting[k * len(fitting) // _TRIED] for k in range(_TRIED)]
     inside = (1 << (room + 1)) - 1

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dcpc.runtime.plan_file import PlanFile
 from dcpc.runtime.weights import CountLabels
 from tests.runtime.fakes import FakeCompiled, RaggedWithDims, plan_for
 
+LENGTHS_FILE = Path(__file__).parents[3] / "shared" / "data" / "lengths" / "wikipedia_192k_03.json"
 SETTINGS = {4: (1, 3), 16: (1, 2), 32: (1, 1)}
 PACKABLE = Packable(("position_ids",), {"input_ids": 0, "labels": 1}, by_positions=True)
 LENGTHS = [4, 2, 16, 7, 5, 1, 30, 12, 4, 4, 3, 7, 9, 2, 2, 1, 11]
@@ -214,3 +216,16 @@ def test_labels_that_a_function_counts_need_a_value_that_does_not():
     other = loader_for(weight=CountLabels("labels", ignore_index=-1))
     step = next(iter(other))
     assert all((mb.inputs["labels"][:, 0] == -1).all() for mb in step.micro_batches)
+
+
+@pytest.mark.skipif(not LENGTHS_FILE.exists(), reason=f"{LENGTHS_FILE} is not there")
+def test_real_lengths_leave_next_to_nothing_empty():
+    """Documents of Wikipedia, up to buckets of powers of two; padded alone a third is empty."""
+    lengths = json.loads(LENGTHS_FILE.read_text())["lens"]
+    buckets = [Bucket.of({"seq": 2**k}) for k in range(9, 18)]
+    own = [next(b for b in buckets if b["seq"] >= n) for n in lengths]
+    found = pack(list(enumerate(own)), lengths.__getitem__, buckets, lambda b: float(b["seq"]))
+    assert sorted(i for row in found.rows for i in row) == list(range(len(lengths)))
+    tokens = sum(lengths)
+    assert sum(b["seq"] for b in own) > 1.4 * tokens
+    assert sum(b["seq"] for b in found.buckets) < 1.001 * tokens
