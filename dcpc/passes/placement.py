@@ -25,7 +25,8 @@ from itertools import chain, pairwise, repeat
 from dcpc.garbage import without_collection
 from dcpc.ir import Fold, NodePlacement, Placement, Program
 from dcpc.passes.elimination import CostNetwork
-from dcpc.passes.label_costs import Rates
+from dcpc.passes.label_costs import Prices, Rates
+from dcpc.passes.near_ties import NearTies
 from dcpc.passes.placement_model import PlacementModel
 from dcpc.passes.sharding import Sharding
 from dcpc.passes.state_graph import StateGraph
@@ -41,6 +42,7 @@ def place(
     rates: Rates,
     model: PlacementModel | None = None,
     fold: Fold | None = None,
+    near: NearTies | None = None,
 ) -> Placement:
     """Returns the placement of least predicted time for one bucket's sizes.
 
@@ -52,24 +54,32 @@ def place(
         rates: the machine.
         model: what was prepared of the two before, for several buckets; None: prepared here.
         fold: which copies of blocks stand for more, split as they are: their costs count as often.
+        near: choices made of the model before, one of which is taken where it costs hardly more;
+            None: the least.
     """
     model = PlacementModel(program, sharding) if model is None else model
     assert model.sharding is sharding, "the prepared model is of another analysis"
     with without_collection():  # the cyclic collector walks a deep model's graphs meanwhile
-        graph, network = _network(model, sizes, sp, rates, fold)
+        symbols = program.symbols
+        lengths = {symbols[n]: s for n, s in sizes.items() if n in symbols}
+        numbers = model.catalogue.numbers(lengths)
+        shares = model.catalogue.shares(numbers, sp)
+        graph = model.graph(shares, sp)
+        prices = model.catalogue.prices(numbers, shares, sp, rates)
+        network = _network(model, graph, prices, fold)
         solution = network.minimise()
-    nodes = {}
-    for name, label, states in zip(model.names, solution.labels, graph.classes, strict=False):
-        if name in sharding.alternatives:
-            chosen = sharding.alternatives[name][graph.options[states][label]]
-            across = max(chosen.across, 1)
-            nodes[name] = NodePlacement(chosen.operands, chosen.output, chosen.name, across)
+    pairs = zip(model.names, solution.labels, graph.classes, strict=False)
+    options = tuple(graph.options[states][label] for _, label, states in pairs)
+    cost_s = solution.cost
+    if near is not None and sp > 1:
+        options, cost_s = near.instead(options, cost_s, prices, shares, sp)
+    nodes = model.placed(options)
     return Placement(
         sp=sp,
         nodes=nodes,
         factors=sharding.factors,
         parents=sharding.parents,
-        cost_s=solution.cost,
+        cost_s=cost_s,
         width=solution.width,
         graph_hash=program.graph_hash,
         zigzag=zigzag(nodes, sharding),
@@ -98,17 +108,8 @@ def zigzag(nodes: Mapping[str, NodePlacement], sharding: Sharding) -> frozenset[
 
 
 def _network(
-    model: PlacementModel,
-    sizes: Mapping[str, int],
-    sp: int,
-    rates: Rates,
-    fold: Fold | None,
-) -> tuple[StateGraph, CostNetwork]:
-    symbols = model.program.symbols
-    numbers = model.catalogue.numbers({symbols[n]: s for n, s in sizes.items() if n in symbols})
-    shares = model.catalogue.shares(numbers, sp)
-    graph = model.graph(shares, sp)
-    prices = model.catalogue.prices(numbers, shares, sp, rates)
+    model: PlacementModel, graph: StateGraph, prices: Prices, fold: Fold | None
+) -> CostNetwork:
     costs = prices.works_s[graph.works] + prices.changes_s[graph.changes].sum(axis=1)
     unaries = [costs[start:end] for start, end in pairwise(graph.bounds)]
     entries = prices.changes_s[graph.tables]
@@ -126,7 +127,7 @@ def _network(
         network.add_variable(name, of_states(states, weights.of(variable)))
     for producer, consumer, table in graph.edges:
         network.add_edge(producer, consumer, weighted(table, weights.between(producer, consumer)))
-    return graph, network
+    return network
 
 
 class _Weights:

@@ -5,12 +5,12 @@ Nodes that can do the same at the same cost, as those of repeated layers, are on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import lcm
 
 from torch import fx
 
-from dcpc.ir import Factor, Label, Program, call_of, is_tuple, tensor_operands
+from dcpc.ir import Factor, Label, NodePlacement, Program, call_of, is_tuple, tensor_operands
 from dcpc.passes.label_costs import NO_WORK, WHOLE, Catalogue, Costs, Rotation, Work
 from dcpc.passes.rule_types import Ring
 from dcpc.passes.sharding import Alternative, Sharding
@@ -55,16 +55,18 @@ class PlacementModel:
         program: the traced model.
         sharding: its factors and alternatives.
         catalogue: everything that has a price.
-        names: the variables that are nodes, in graph order; some may not be in `sharding`.
+        nodes: the variables that are nodes, in graph order; some may not be in `sharding`.
+        kinds: what the nodes' kinds are.
     """
 
     def __init__(self, program: Program, sharding: Sharding) -> None:
         """Reads every alternative once."""
         self.program, self.sharding = program, sharding
         self.catalogue = Catalogue()
-        self._nodes = Nodes()
+        self.nodes = Nodes()
         self._kinds: Interned[NodeKind] = Interned()
         self._graphs: dict[tuple[object, ...], StateGraph] = {}
+        self._placed: dict[tuple[int, ...], dict[str, NodePlacement]] = {}
         self._shares = {-1: WHOLE}
         self._least: dict[int, int] = {}
         for dims in sharding.factors.values():
@@ -72,12 +74,41 @@ class PlacementModel:
                 if factor.key not in self._shares:
                     self._add_factor(factor)
         self._read()
-        self._kind_list = list(self._kinds)
+        self.kinds = list(self._kinds)
 
     @property
     def names(self) -> Sequence[str]:
         """The variables that are nodes, in graph order."""
-        return self._nodes.names
+        return self.nodes.names
+
+    def placed(self, options: tuple[int, ...]) -> Mapping[str, NodePlacement]:
+        """Returns what each node does, the same object for the same options.
+
+        Args:
+            options: of each variable: position in its alternatives.
+        """
+        if options not in self._placed:
+            nodes = self._placed[options] = {}
+            for name, option in zip(self.names, options, strict=True):
+                if name in self.sharding.alternatives:
+                    chosen = self.sharding.alternatives[name][option]
+                    across = max(chosen.across, 1)
+                    made = NodePlacement(chosen.operands, chosen.output, chosen.name, across)
+                    nodes[name] = made
+        return self._placed[options]
+
+    def options_of(self, chosen: Mapping[str, NodePlacement]) -> tuple[int, ...]:
+        """Returns the position of each node's chosen alternative, 0 where it has none.
+
+        Args:
+            chosen: of the nodes in `sharding`.
+        """
+        found = []
+        for name in self.names:
+            options = self.sharding.alternatives.get(name, ())
+            made = [NodePlacement(a.operands, a.output, a.name, max(a.across, 1)) for a in options]
+            found.append(made.index(chosen[name]) if made else 0)
+        return tuple(found)
 
     def _add_factor(self, factor: Factor) -> None:
         self._shares[factor.key] = self.catalogue.share(factor, self.sharding.parents)
@@ -96,8 +127,8 @@ class PlacementModel:
             if placed and self._is_cheap(node, cheap):
                 cheap.add(node.name)
             position[node.name] = len(position)
-            self._nodes.names.append(node.name)
-            self._nodes.sources.append(sources)
+            self.nodes.names.append(node.name)
+            self.nodes.sources.append(sources)
             if placed:
                 info = self.program.info[node.name]
                 values.append(self.catalogue.value(info.shape, info.dtype.itemsize))
@@ -105,7 +136,7 @@ class PlacementModel:
             else:
                 values.append(-1)
                 kind = _unplaced(len(sources))
-            self._nodes.kinds.append(self._kinds[kind])
+            self.nodes.kinds.append(self._kinds[kind])
 
     def _is_cheap(self, node: fx.Node, cheap: set[str]) -> bool:
         """Whether a value is made of inputs, positions and frozen parameters alone: a mask, labels.
@@ -122,7 +153,7 @@ class PlacementModel:
 
     def _kind(self, name: str, sources: list[int], values: list[int], cheap: bool) -> NodeKind:
         tensors = [*sources, len(values) - 1]
-        shares = [self._label_shares(self._nodes.names[t]) for t in tensors]
+        shares = [self._label_shares(self.nodes.names[t]) for t in tensors]
         return NodeKind(
             value=values[-1],
             shares=tuple(shares[-1].items()),
@@ -183,12 +214,12 @@ class PlacementModel:
             sp: ranks of the group.
         """
         splits = tuple((shares < 1.0).tolist())
-        least = {o.least for kind in self._kind_list for o in kind.options}
-        rings = {o.across for kind in self._kind_list for o in kind.options}
+        least = {o.least for kind in self.kinds for o in kind.options}
+        rings = {o.across for kind in self.kinds for o in kind.options}
         usable = tuple(sorted(a for a in rings if is_ring(a, sp)))
         key = (sp == 1, splits, tuple(sorted(n for n in least if n < 0 or n >= sp)), usable)
         if key not in self._graphs:
             self._graphs[key] = build_graph(
-                self._nodes, self._kind_list, self.catalogue, splits, sp
+                self.nodes, self.kinds, self.catalogue, splits, sp
             )
         return self._graphs[key]

@@ -165,6 +165,32 @@ def is_ring(across: int, sp: int) -> bool:
     return across > 0 and sp % across == 0 and sp > across
 
 
+def change_between(kind: NodeKind, catalogue: Catalogue, have: int, want: int) -> int:
+    """Returns the catalogue's index of one change of a value.
+
+    Args:
+        kind: of the value's node.
+        catalogue: takes in the change.
+        have: its label.
+        want: the label it is to have.
+    """
+    sharded, wants_sharded = have >= FIRST_SHARDED, want >= FIRST_SHARDED
+    if have == want or (kind.cheap and have == REPLICATED and wants_sharded):
+        return FREE
+    if want == PARTIAL or (kind.cheap and sharded):
+        return FORBIDDEN
+    if have == PARTIAL:
+        way = Kind.REDUCE_SCATTER if wants_sharded else Kind.ALL_REDUCE
+    elif sharded:
+        way = Kind.ALL_TO_ALL if wants_sharded else Kind.ALL_GATHER
+    else:
+        way = Kind.SLICE
+    at = dict(kind.shares)
+    return catalogue.change(
+        Change(way, kind.value, at.get(have, WHOLE), at.get(want, WHOLE), kind.backward)
+    )
+
+
 # (usable kind, (usable kind, operand position) of each consumer): nodes that agree in it are alike
 _Place = tuple[int, tuple[tuple[int, int], ...]]
 
@@ -195,7 +221,6 @@ class _Builder:
     ) -> None:
         self.nodes, self.kinds, self.catalogue = nodes, kinds, catalogue
         self.splits, self.sp = splits, sp
-        self.shares = [dict(kind.shares) for kind in kinds]
         self.steps: dict[tuple[int, int, int], int] = {}
         self.usable: list[tuple[int, tuple[int, ...]]] = []  # (kind, positions of its options)
         self.states: list[_States] = []
@@ -339,23 +364,7 @@ class _Builder:
         return self.steps[key]
 
     def _new_step(self, kind: int, have: int, want: int) -> int:
-        sharded, wants_sharded = have >= FIRST_SHARDED, want >= FIRST_SHARDED
-        cheap = self.kinds[kind].cheap
-        if have == want or (cheap and have == REPLICATED and wants_sharded):
-            return FREE
-        if want == PARTIAL or (cheap and sharded):
-            return FORBIDDEN
-        if have == PARTIAL:
-            way = Kind.REDUCE_SCATTER if wants_sharded else Kind.ALL_REDUCE
-        elif sharded:
-            way = Kind.ALL_TO_ALL if wants_sharded else Kind.ALL_GATHER
-        else:
-            way = Kind.SLICE
-        at = self.shares[kind]
-        value, backward = self.kinds[kind].value, self.kinds[kind].backward
-        return self.catalogue.change(
-            Change(way, value, at.get(have, WHOLE), at.get(want, WHOLE), backward)
-        )
+        return change_between(self.kinds[kind], self.catalogue, have, want)
 
     def _paid(self, states: _States) -> Iterator[tuple[int, list[int]]]:
         """Yields the work and the changes that each state pays for; the loss is gathered."""
