@@ -36,6 +36,7 @@ class Operands:
         sight: limits by position; where the queries are is said by their runs alone.
         queries: the runs of queries.
         keys: how many keys there are in all, n.
+        averages: whether a query may get the mean of all values.
     """
 
     mask: Tensor | None
@@ -44,17 +45,12 @@ class Operands:
     sight: Sight
     queries: tuple[Run, ...]
     keys: int
+    averages: bool
 
     @property
     def numbers(self) -> bool:
         """Whether the mask is added to the scores."""
         return self.mask is not None and self.mask.dtype != torch.bool
-
-    @property
-    def averages(self) -> bool:
-        """Whether a query may get the mean of all values."""
-        hides = self.mask is not None or self.keep is not None
-        return hides and self.sight.empty in ("mean", "fixed")
 
     def cut(self) -> Cut:
         """Returns what cuts rectangles: by sequences unless blocks compute them, which hide."""

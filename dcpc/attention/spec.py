@@ -60,6 +60,12 @@ class Sight:
         """Whether positions hide anything."""
         return self.before is not None or self.after is not None
 
+    def misses(self, queries: int, keys: int) -> bool:
+        """Returns whether positions hide all keys from one of some first queries."""
+        before = keys if self.before is None else self.before
+        after = keys if self.after is None else self.after
+        return after < 0 or before + after < 0 or queries - 1 - before > keys - 1
+
     def runs(self, queries: int) -> tuple[Run, ...]:
         """Returns the runs of queries that follow each other, one or two, none of them empty."""
         turn = queries if self.turn is None else min(max(self.turn, 0), queries)

@@ -159,7 +159,10 @@ def _kernel(
 
 
 def _operands(q: Tensor, k: Tensor, keep: Tensor | None, segment: Tensor, sight: Sight) -> Operands:
-    return Operands(None, keep, segment, sight, sight.runs(q.shape[2]), k.shape[2])
+    runs = sight.runs(q.shape[2])
+    last = max((run.position + run.length for run in runs), default=0)
+    averages = sight.empty in ("mean", "fixed") and sight.misses(last, k.shape[2])
+    return Operands(None, keep, segment, sight, runs, k.shape[2], averages)
 
 
 def _in_blocks(given: Operands, q: Tensor) -> bool:

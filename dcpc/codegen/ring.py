@@ -249,14 +249,17 @@ def _setup(
     group: str,
 ) -> tuple[_Ring, Operands]:
     pg, (queries, keys), (q, k, v) = group_named(group), splits, tensors
-    everywhere = sight.empty in ("mean", "fixed") and (mask is not None or keep is not None)
+    misses = sight.misses(queries.size * queries.rows, keys.size * keys.rows)
+    hides = mask is not None or keep is not None or misses
+    everywhere = sight.empty in ("mean", "fixed") and hides
     way = route(queries, keys, pg.size(), across, sight.before, sight.after, everywhere)
     ring = _Ring(way, group, k, v)
     mine = way.queries[ring.position]
     expected = sum(run.length for run in mine), way.rows(ring.position)
     got = q.shape[2], k.shape[2]
     assert got == expected, f"rows of queries and keys here: got {got}, expected {expected}"
-    return ring, Operands(mask, keep, segment, sight, mine, keys.size * keys.rows)
+    size = keys.size * keys.rows
+    return ring, Operands(mask, keep, segment, sight, mine, size, everywhere)
 
 
 @torch.library.custom_op("dcpc::ring_attention_backward", mutates_args=())

@@ -121,20 +121,26 @@ def whole(case: Case) -> Whole:
     return Whole(*tensors, mask, keep, segment, floats(b, h, s, e))
 
 
-def dense(case: Case, x: Whole) -> Tensor:
-    """Attention as its formula."""
-    k, v = (y.repeat_interleave(case.heads[0] // case.heads[1], 1) for y in (x.k, x.v))
-    scores = x.q @ k.transpose(-1, -2) * SCALE
-    at, keys = torch.arange(x.q.shape[2])[:, None], torch.arange(k.shape[2])
-    seen = torch.ones(scores.shape, dtype=torch.bool)
+def near(case: Case) -> Tensor:
+    """Which keys positions let a query see, `[s, t]`."""
+    at, keys = torch.arange(case.lengths[0])[:, None], torch.arange(case.lengths[1])
+    seen = torch.ones((len(at), len(keys)), dtype=torch.bool)
     if case.before is not None:
         seen &= keys >= at - case.before
     if case.after is not None:
         seen &= keys <= at + case.after
+    return seen
+
+
+def dense(case: Case, x: Whole) -> Tensor:
+    """Attention as its formula."""
+    k, v = (y.repeat_interleave(case.heads[0] // case.heads[1], 1) for y in (x.k, x.v))
+    scores = x.q @ k.transpose(-1, -2) * SCALE
+    seen = near(case).expand(scores.shape)
     if x.keep is not None:
-        seen &= x.keep[:, None, None]
+        seen = seen & x.keep[:, None, None]
     if x.segment is not None:
-        seen &= (x.segment[:, :, None] == x.segment[:, None])[:, None]
+        seen = seen & (x.segment[:, :, None] == x.segment[:, None])[:, None]
     if x.mask is not None:
         seen = seen & x.mask if x.mask.dtype == torch.bool else seen
         scores = scores if x.mask.dtype == torch.bool else scores + x.mask
@@ -218,7 +224,8 @@ def check(case: Case, world: int, rank: int) -> dict[str, float]:
     errors = {
         name: error(a, b[:, :, at], float(b.abs().max())) for name, (a, b, at) in pairs.items()
     }
-    everywhere = case.empty in ("mean", "fixed") and (case.keep or bool(case.mask))
+    hides = case.keep or bool(case.mask) or not bool(near(case).any(-1).all())
+    everywhere = case.empty in ("mean", "fixed") and hides
     way = route(queries, keys, world, case.across, case.before, case.after, everywhere)
     row = case.batch * case.heads[1] // case.across * sum(case.widths) * x.q.element_size()
     sent = sent_bytes(way, rank, row, row)

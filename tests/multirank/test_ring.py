@@ -43,6 +43,8 @@ EXTREMES = (
     replace(PLAIN, lengths=(130, 130), segment="sorted", zigzag=(True, True)),
     replace(PLAIN, lengths=(64, 64), keep=True, empty="mean"),
     replace(PLAIN, lengths=(300, 300), after=None, mask="drowned"),
+    replace(PLAIN, after=-2, empty="mean"),
+    replace(PLAIN, lengths=(90, 20), before=5, empty="fixed"),
 )
 EVEN = replace(PLAIN, lengths=(512, 512), heads=(4, 4), widths=(16, 16))
 HELD = (
