@@ -66,6 +66,26 @@ class Documents(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Frames(nn.Module):
+    """Attention over patches of frames in one row, within the sequences that patches are of."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.causal = causal
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.double()
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        own = ids.flatten(1)
+        q, k, v = (t[:, None] for t in self.qkv(x.flatten(1, 2)).chunk(3, -1))
+        mask = (own[:, :, None] == own[:, None]) & (own != 0)[:, None]
+        if self.causal:
+            mask = mask & torch.ones(own.shape[1], own.shape[1], dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])[:, 0]
+        return self.out(y).unflatten(1, x.shape[1:3]).square().mean()
+
+
 class Sequences:
     """Sequences of the given lengths, some labels ignored; sample i is made from i alone."""
 

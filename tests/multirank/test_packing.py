@@ -13,12 +13,13 @@ from dcpc.passes.lowerings import lowering_of
 from dcpc.passes.sharding import analyse
 from dcpc.trace import trace
 from dcpc.variants import Variants
-from tests.multirank.exactness import SPLITTING, gradient_error, loss_error
+from tests.multirank.exactness import SPLITTING, Split, gradient_error, loss_error
 from tests.multirank.launch import run_ranks
 from tests.multirank.packed_models import (
     NUMBERS,
     POSITIONS,
     Documents,
+    Frames,
     Sequences,
     alone,
     transformers_model,
@@ -106,10 +107,43 @@ def errors_over_ranks(rank: int, runs: list[tuple[str, int, str]]) -> dict[str, 
 
 
 @pytest.mark.multirank
-def test_training_on_packed_rows_over_two_ranks_under_every_lowering():
-    runs = [("llama", 1, "auto"), ("llama", 2, "ring"), ("documents", 2, "heads")]
-    runs += [("documents, both ways", 2, "gathered")]
+def test_training_on_packed_rows_over_two_ranks():
+    runs = [("llama", 1, "auto"), ("documents", 2, "heads"), ("documents, both ways", 2, "ring")]
     for found in run_ranks(errors_over_ranks, 2, runs, timeout_s=280):
+        check(found)
+
+
+def errors_of_frames(rank: int, causals: tuple[bool, ...]) -> dict[str, float]:
+    """A rank's queries are some patches of every frame, and do not follow each other."""
+    warnings.simplefilter("ignore")
+    buckets = dcpc.Buckets(
+        inputs={
+            "x": "float64[batch, frames, patches, 8]", "ids": "int64[batch, frames, patches]",
+        },
+        sizes=[{"frames": 3, "patches": 16}, {"frames": 5, "patches": 40}],
+    )  # fmt: skip
+    found = {}
+    for causal in causals:
+        split = Split(Frames(causal), buckets, {"batch": 1, "frames": 3, "patches": 40}, "eager")
+        (chosen,) = [
+            x for name, x in split.placement.nodes.items() if name.startswith("attention")
+        ]
+        assert (chosen.name, chosen.output.index) == ("q", 1)
+        for batch, frames, patches in ((1, 3, 40), (2, 5, 7)):
+            generator = torch.Generator().manual_seed(0)
+            shape = (batch, frames, patches)
+            x = torch.randn(*shape, 8, generator=generator, dtype=torch.float64)
+            ids = torch.randint(0, 3, shape, generator=generator)
+            sizes = {"batch": batch, "frames": frames, "patches": patches}
+            some = split.errors("frames", [(sizes, {"x": x, "ids": ids})])
+            found |= {f"causal {causal}, {what}": error for what, error in some.items()}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_sequences_of_queries_that_do_not_follow_each_other():
+    for found in run_ranks(errors_of_frames, 4, (True, False), timeout_s=280):
         check(found)
 
 
