@@ -61,7 +61,8 @@ def _chosen(variants: Variants, bucket: Bucket, plan: BucketPlan) -> str:
         way = f"hybrid {chosen.across}" if chosen.across > 1 else lowering_of(chosen)
         counts[way] = counts.get(way, 0) + 1
     shown = ", ".join(f"{count} by {way}" for way, count in counts.items())
-    return f"attention of {bucket}, sp {plan.sp}: {shown}"
+    width = f"elimination of width {placement.width}"
+    return f"attention of {bucket}, sp {plan.sp}: {shown} ({width})"
 
 
 def _crossovers(

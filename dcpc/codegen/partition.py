@@ -264,4 +264,5 @@ _HEAVY = {
     torch.ops.dcpc.all_to_all.default, torch.ops.dcpc.all_reduce.default,
     torch.ops.dcpc.reduce_scatter.default, torch.ops.dcpc.uniform.default,
     torch.ops.dcpc.normal.default, torch.ops.dcpc.attention_forward.default,
+    torch.ops.dcpc.ring_attention_forward.default, torch.ops.dcpc.swap.default,
 }  # fmt: skip

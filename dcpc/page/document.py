@@ -67,6 +67,7 @@ def html_page(
         plots: if they were drawn already.
     """
     plots = draw_plots(planned) if plots is None else plots
+    attention = _lines(planned.attention)
     body = [
         _head(planned, title),
         _section("Settings: buckets and degrees", SETTINGS_NOTE, _settings(planned)),
@@ -75,6 +76,7 @@ def html_page(
         _section("Time by class of ops", CLASSES_NOTE, _image(plots.classes, "time by class")),
         _section("Live memory", TIMELINE_NOTE, _image(plots.timeline, plots.timeline_note)),
         *([_section("What if", WHAT_IF_NOTE, _cases(planned, cases))] if cases else []),
+        *([_section("Attention", ATTENTION_NOTE, attention)] if attention else []),
         _section("Costs of the chosen settings", COSTS_NOTE, _costs(planned)),
         _section("Formulas", FORMULAS_NOTE, _formulas(planned)),
     ]
@@ -101,6 +103,10 @@ PEAK_NOTE = (
 CLASSES_NOTE = "Predicted seconds of forward and backward in the chosen setting."
 TIMELINE_NOTE = "The bucket that needs most memory, in its chosen setting."
 WHAT_IF_NOTE = "The same model with other memory or ranks; marked cells differ from the plan."
+ATTENTION_NOTE = (
+    "Of the buckets that are split: seconds of one attention, forward and backward, by each way to "
+    "split it, with everything around it split along the sequence."
+)
 COSTS_NOTE = "Of one full micro-batch on one rank; the term that most of the peak is."
 FORMULAS_NOTE = (
     "As expressions of the dims and of a rank's pieces of them; they hold at every length. Of the "
@@ -219,6 +225,10 @@ def _costs(planned: Planned) -> str:
         rows.append("".join(f"<td>{escape(text)}</td>" for text in texts))
     header = ("bucket", "setting", "peak", "saved", "sent", "TFLOP", "time", "dominating term")
     return _table(header, rows)
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return "<pre>" + escape("\n".join(lines)) + "</pre>" if lines else ""
 
 
 def _formulas(planned: Planned) -> str:
