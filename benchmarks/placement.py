@@ -134,7 +134,9 @@ def video(depth: int, repeats: int) -> dict[str, Cell]:
             bytes_ratio /= sent_bytes(program, other, sizes)
         where = ", ".join(f"{k} {v}" for k, v in sizes.items())
         per_pair = len(switches(program, found, sizes)) / depth
-        collectives = len(changes(program, found))
+        rings = sum(chosen.name == "ring" for chosen in found.nodes.values())
+        per_pair += rings / depth
+        collectives = len(changes(program, found)) + rings
         median_s = statistics.median(seconds[1:])
         rows.append(
             [where, sp, seconds[0], median_s, found.width, per_pair, collectives, bytes_ratio]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import lcm
 
 import sympy
 import torch
@@ -99,7 +100,25 @@ def sent_bytes(program: Program, placement: Placement, sizes: Mapping[str, int])
             total += 2 * whole * (p - 1)
         else:
             total += whole * (p - 1)
+    for name, chosen in placement.nodes.items():
+        if chosen.name == "ring":
+            total += _ring_bytes(program, name, p, chosen.across, dims)
     return total
+
+
+def _ring_bytes(
+    program: Program, name: str, p: int, across: int, dims: Mapping[sympy.Symbol, int]
+) -> float:
+    """Returns the bytes all ranks send for keys and values that go round, and to swap heads."""
+    node = next(n for n in program.gm.graph.nodes if n.name == name)
+    operands = tensor_operands(node, program.info)[:3]
+    query, key, value, out = (
+        float(program.info[n].size_bytes.subs(dims)) for n in (*(o.name for o in operands), name)
+    )
+    heads = int(program.info[operands[1].name].shape[1])
+    turned = (key + value) * (lcm(heads, across) // heads)
+    swapped = (query + turned + out) * (across - 1) / across
+    return turned * (p // across - 1) + swapped
 
 
 def _shares(
@@ -123,7 +142,7 @@ def ulysses(program: Program, sharding: Sharding) -> Sharding:
         if node.name not in kept or node.op != "call_function":
             continue
         given = kept[node.name]
-        split = [a for a in given if a.factor == rows]
+        split = [a for a in given if a.factor == rows and not a.across]
         if not split or split[0].nonempty:
             continue
         operands = tensor_operands(node, program.info)
