@@ -15,11 +15,9 @@ Perspective" (ring self-attention), with online softmax.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dcpc.attention import (
@@ -27,111 +25,13 @@ from dcpc.attention import (
     Forward,
     Operands,
     Sight,
-    accumulated,
     empty_gradient,
     empty_outputs,
 )
-from dcpc.codegen.collectives import group_named, on_wire, wire_log
-from dcpc.codegen.ring_route import Route, Split, route
+from dcpc.codegen.collectives import group_named
+from dcpc.codegen.ring_passing import Ring, pass_backward, pass_forward
+from dcpc.codegen.ring_route import Split, route
 from dcpc.errors import CodegenError
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Keys and values, or their gradients: both in one buffer."""
-
-    buffer: Tensor
-    k: Tensor
-    v: Tensor
-
-    @staticmethod
-    def empty(k: Tensor, v: Tensor, rows: int, dtype: torch.dtype) -> _Rows:
-        """Returns memory for so many rows of keys and values like these."""
-        shapes = [(*x.shape[:2], rows, x.shape[3]) for x in (k, v)]
-        sizes = [a * b * c * d for a, b, c, d in shapes]
-        buffer = k.new_empty(sum(sizes), dtype=dtype)
-        parts = buffer.split(sizes)
-        return _Rows(buffer, *(x.view(s) for x, s in zip(parts, shapes, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """Messages that were started, and the memory to hold until they have arrived."""
-
-    works: list[dist.Work]
-    memory: list[Tensor]
-
-    def wait(self) -> None:
-        """Waits for all of them, and lets go of the memory."""
-        for work in self.works:
-            work.wait()
-        self.works.clear()
-        self.memory.clear()
-
-
-class _Ring:
-    """One rank's place in the ring, and what is under way."""
-
-    def __init__(self, way: Route, group: str, k: Tensor, v: Tensor) -> None:
-        self._pg = group_named(group)
-        self._rank = self._pg.rank()
-        self.way, self._k, self._v = way, k, v
-        assert self._pg.size() == way.p, f"a ring of {way.p} ranks, a group of {self._pg.size()}"
-        self.position = self._rank // way.across
-        self.last = max(way.hops)
-        self._sent = 0
-
-    def owner(self, step: int) -> int | None:
-        """Returns whose keys this rank has after some steps."""
-        return self.way.held(self.position, step) if step <= self.last else None
-
-    def passes_on(self, step: int) -> bool:
-        """Returns whether this rank sends on what it has at a step."""
-        owner = self.owner(step)
-        return owner is not None and step < self.way.hops[owner]
-
-    def empty(self, owner: int, dtype: torch.dtype) -> _Rows:
-        """Returns memory for some position's rows."""
-        return _Rows.empty(self._k, self._v, self.way.rows(owner), dtype)
-
-    def post(self, *messages: tuple[_Rows | None, int, bool]) -> _UnderWay:
-        """Starts messages: (what, positions from here to the other, whether to send)."""
-        ops, held = [], []
-        for rows, distance, send in messages:
-            if rows is None or not rows.buffer.numel():
-                continue
-            peer = (self._rank + distance * self.way.across) % self.way.p
-            wire = on_wire(rows.buffer)
-            kind = dist.isend if send else dist.irecv
-            ops.append(dist.P2POp(kind, wire, group=self._pg, group_peer=peer))
-            held.append(rows.buffer)
-            self._sent += rows.buffer.nbytes if send else 0
-        return _UnderWay(dist.batch_isend_irecv(ops) if ops else [], held)
-
-    def log(self) -> None:
-        """Counts what was sent."""
-        wire_log.add("ring", self._sent)
-
-
-def _packed(ring: _Ring, k: Tensor, v: Tensor) -> _Rows | None:
-    """Returns this rank's own keys and values as they are sent, None if they are not."""
-    if not ring.passes_on(0):
-        return None
-    mine = ring.empty(ring.position, k.dtype)
-    mine.k.copy_(k)
-    mine.v.copy_(v)
-    return mine
-
-
-def _next(
-    ring: _Ring, step: int, held: _Rows | None, dtype: torch.dtype
-) -> tuple[_Rows | None, _UnderWay]:
-    """Starts the next step's exchange of keys and values; returns what comes."""
-    owner = ring.owner(step + 1)
-    coming = None if owner is None else ring.empty(owner, dtype)
-    sent = held if ring.passes_on(step) else None
-    return coming, ring.post((sent, 1, True), (coming, -1, False))
-
 
 # ------------------------------------------------------------------------------------- the op
 
@@ -200,16 +100,7 @@ def ring_attention_forward(
         return out.zero_(), lse.zero_()
     ring, given = _setup((query, key, value), mask, keep, segment, sight, splits, across, group)
     state = Forward(given, query, value)
-    held = _packed(ring, key, value)
-    for step in range(ring.last + 1):
-        coming, under_way = _next(ring, step, held, key.dtype)
-        owner = ring.owner(step)
-        if step == 0:
-            state.add(key, value, ring.way.keys[ring.position])
-        elif owner is not None and held is not None:
-            state.add(held.k, held.v, ring.way.keys[owner])
-        under_way.wait()
-        held = coming
+    pass_forward(ring, state)
     ring.log()
     return state.finish()
 
@@ -247,13 +138,13 @@ def _setup(
     splits: tuple[Split, Split],
     across: int,
     group: str,
-) -> tuple[_Ring, Operands]:
+) -> tuple[Ring, Operands]:
     pg, (queries, keys), (q, k, v) = group_named(group), splits, tensors
     misses = sight.misses(queries.size * queries.rows, keys.size * keys.rows)
     hides = mask is not None or keep is not None or misses
     everywhere = sight.empty in ("mean", "fixed") and hides
     way = route(queries, keys, pg.size(), across, sight.before, sight.after, everywhere)
-    ring = _Ring(way, group, k, v)
+    ring = Ring(way, group, k, v)
     mine = way.queries[ring.position]
     expected = sum(run.length for run in mine), way.rows(ring.position)
     got = q.shape[2], k.shape[2]
@@ -302,48 +193,10 @@ def ring_attention_backward(
     tensors = query, key, value
     ring, given = _setup(tensors, mask, keep, segment, sight, splits, across, group)
     state = Backward(given, grad_out, query, out, logsumexp)
-    mine = _backward_round(ring, state, key, value)
+    mine = pass_backward(ring, state)
     ring.log()
     dk, dv = empty_gradient(key), empty_gradient(value)
     return state.finish(), dk.copy_(mine.k), dv.copy_(mine.v)
-
-
-def _backward_round(ring: _Ring, state: Backward, k: Tensor, v: Tensor) -> _Rows:
-    """Returns the gradients of this rank's keys and values, from all ranks."""
-    dtype, hops = accumulated(k.dtype), ring.way.hops
-    held = _packed(ring, k, v)
-    found = before = None
-    behind = _UnderWay([], [])
-    for step in range(ring.last + 1):
-        coming, under_way = _next(ring, step, held, k.dtype)
-        owner, more = ring.owner(step), None
-        if owner is not None:
-            more = ring.empty(owner, dtype)
-            more.buffer.zero_()
-            if step == 0:
-                state.add(k, v, ring.way.keys[owner], more.k, more.v)
-            elif held is not None:
-                state.add(held.k, held.v, ring.way.keys[owner], more.k, more.v)
-        under_way.wait()
-        held = coming
-        behind.wait()  # the gradients so far of what this rank has, from the one before it
-        if more is not None and before is not None:
-            more.buffer.add_(before.buffer)
-        before = None
-        if step == hops[ring.position]:
-            found = more if step == 0 else ring.empty(ring.position, dtype)
-        following = ring.owner(step + 1)
-        before = None if following is None else ring.empty(following, dtype)
-        on = ring.passes_on(step)
-        behind = ring.post(
-            (more if on else None, 1, True),
-            (more if step and not on else None, -step, True),
-            (before, -1, False),
-            (found if step and step == hops[ring.position] else None, step, False),
-        )
-    behind.wait()
-    assert found is not None, "gradients have come home after the last step"
-    return found
 
 
 @ring_attention_backward.register_fake

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from dcpc.attention import Run, sees
 from dcpc.codegen.pieces import runs
+
+DIRECTIONS = (1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +58,31 @@ class Route:
         across: ranks at a position.
         queries: runs of queries, by position.
         keys: runs of keys, by position.
-        hops: how far each position's keys are passed on: to the last position with a query that
-            may see one of them, and no further.
+        forth: how far each position's keys are passed on to the next positions: to the last one
+            with a query that may see one of them, and no further.
+        back: how far they are passed on to those before. Keys that all see go forward alone.
     """
 
     p: int
     across: int
     queries: tuple[tuple[Run, ...], ...]
     keys: tuple[tuple[Run, ...], ...]
-    hops: tuple[int, ...]
+    forth: tuple[int, ...]
+    back: tuple[int, ...]
 
     @property
     def positions(self) -> int:
         """How many positions the ring has."""
         return self.p // self.across
 
-    def held(self, position: int, step: int) -> int | None:
-        """Returns whose keys a position has after some steps, None if they do not come so far."""
-        owner = (position - step) % self.positions
-        return owner if step <= self.hops[owner] else None
+    def hops(self, direction: int) -> tuple[int, ...]:
+        """Returns how far each position's keys go: 1 to the next positions, -1 back."""
+        return self.forth if direction > 0 else self.back
+
+    def held(self, position: int, step: int, direction: int = 1) -> int | None:
+        """Returns whose keys a position has after some steps, None if none come so far."""
+        owner = (position - direction * step) % self.positions
+        return owner if step <= self.hops(direction)[owner] else None
 
     def rows(self, owner: int) -> int:
         """Returns how many keys a position has."""
@@ -112,22 +121,27 @@ def route(
         there = asked[(owner + hop) % positions]
         return any(sees(q, k, before, after) for q in there for k in held[owner])
 
-    def last(owner: int) -> int:
-        if not held[owner]:
-            return 0
-        if everywhere:
-            return positions - 1
-        return max((hop for hop in range(positions) if needed(owner, hop)), default=0)
+    def reach(owner: int) -> tuple[int, int]:
+        """How far forward and how far back, together as few as reach all."""
+        hops = range(1, positions)
+        wanted = [hop for hop in hops if everywhere or needed(owner, hop)] if held[owner] else []
+        ways = [
+            (wanted[i - 1] if i else 0, positions - wanted[i] if i < len(wanted) else 0)
+            for i in range(len(wanted) + 1)
+        ]
+        return min(ways, key=lambda way: (sum(way), way[1]))
 
-    return Route(p, across, asked, held, tuple(map(last, range(positions))))
+    forth, back = zip(*map(reach, range(positions)), strict=True)
+    return Route(p, across, asked, held, forth, back)
 
 
 def sent_bytes(way: Route, rank: int, row_bytes: int, gradient_row_bytes: int) -> tuple[int, int]:
     """Returns the bytes that a rank sends in forward, and in backward.
 
     Forward: a row of keys and values for each key that it passes on. Backward: the same, and a row
-    of their gradients for each key that it passes on, or that it is the last to have and whose
-    gradients it sends home. With n keys in even pieces that all go round, m = p / across positions:
+    of their gradients for each key that it passes on (back, not those of its own keys), or that it
+    is the last to have and whose gradients it sends home. With n keys in even pieces that all go
+    round, m = p / across positions:
 
         forward    (m - 1) * n / m * row_bytes
         backward   (m - 1) * n / m * row_bytes + m * n / m * gradient_row_bytes
@@ -140,13 +154,12 @@ def sent_bytes(way: Route, rank: int, row_bytes: int, gradient_row_bytes: int) -
         gradient_row_bytes: of their gradients, in float32 or better.
     """
     position = rank // way.across
-    passed = home = 0
-    for step in range(way.positions):
-        owner = way.held(position, step)
+    passed = gradients = 0
+    for direction, step in product(DIRECTIONS, range(way.positions)):
+        owner = way.held(position, step, direction)
         if owner is None:
             continue
-        if step < way.hops[owner]:
-            passed += way.rows(owner)
-        elif step:
-            home += way.rows(owner)
-    return passed * row_bytes, passed * row_bytes + (passed + home) * gradient_row_bytes
+        on = step < way.hops(direction)[owner]
+        passed += way.rows(owner) * on
+        gradients += way.rows(owner) * (step > 0 or (on and direction > 0))
+    return passed * row_bytes, passed * row_bytes + gradients * gradient_row_bytes

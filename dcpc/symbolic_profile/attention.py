@@ -304,7 +304,9 @@ def ring_backward(call: Call) -> sympy.Expr:
     query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
     groups, accumulator = _groups(call), _accumulator(query)
     both_bytes = key.size_bytes + value.size_bytes
-    later = argument(call.node, "after") is not None and not argument(call.node, "key_zigzag")
+    before, after = (argument(call.node, name) for name in ("before", "after"))
+    in_order = not argument(call.node, "key_zigzag")
+    later = after is not None and (in_order or before is not None)
     held = 2 * both_bytes + (3 + later) * (key.numel + value.numel) * accumulator
     held -= both_bytes  # the outputs, made when all this is gone
     if query.dtype.itemsize < 4:

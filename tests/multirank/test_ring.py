@@ -43,6 +43,8 @@ EXTREMES = (
     replace(PLAIN, lengths=(130, 130), segment="sorted", zigzag=(True, True)),
     replace(PLAIN, lengths=(64, 64), keep=True, empty="mean"),
     replace(PLAIN, lengths=(300, 300), after=None, mask="drowned"),
+    replace(PLAIN, lengths=(257, 257), before=30, after=12, segment="sorted"),
+    replace(PLAIN, lengths=(90, 90), before=100, after=3, zigzag=(True, False)),
     replace(PLAIN, after=-2, empty="mean"),
     replace(PLAIN, lengths=(90, 20), before=5, empty="fixed"),
 )
@@ -53,6 +55,7 @@ HELD = (
     replace(EVEN, heads=(4, 2)),
     replace(EVEN, zigzag=(True, True), heads=(4, 1)),
     replace(EVEN, before=40, widths=(16, 8)),
+    replace(EVEN, before=40, after=40),
 )
 HYBRIDS = (
     replace(PLAIN, across=2),
