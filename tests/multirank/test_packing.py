@@ -6,14 +6,16 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from transformers import DataCollatorWithFlattening
 
 import dcpc
 from dcpc.masks import without_masks
 from dcpc.passes.lowerings import lowering_of
+from dcpc.passes.packable import packable
 from dcpc.passes.sharding import analyse
 from dcpc.trace import trace
 from dcpc.variants import Variants
-from tests.multirank.exactness import SPLITTING, Split, gradient_error, loss_error
+from tests.multirank.exactness import SPLITTING, Split, compiled_error, gradient_error, loss_error
 from tests.multirank.launch import run_ranks
 from tests.multirank.packed_models import (
     NUMBERS,
@@ -40,7 +42,7 @@ CASES = {
 }  # fmt: skip
 
 
-def errors(case: str, **options: object) -> dict[str, float]:
+def errors(case: str, backend: str = "eager", **options: object) -> dict[str, float]:
     """Trains an epoch of packed rows, and the plain model on single sequences; all errors."""
     warnings.simplefilter("ignore")
     make, inputs, packing = CASES[case]
@@ -48,7 +50,7 @@ def errors(case: str, **options: object) -> dict[str, float]:
     plain = copy.deepcopy(model)
     data = Sequences(LENGTHS)
     buckets = dcpc.Buckets(inputs=inputs, sizes=SIZES)
-    compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING, **options)
+    compiled = dcpc.compile(model, buckets, backend=backend, device=SPLITTING, **options)
     if options.get("attention", "auto") != "auto":
         assert lowerings(compiled) == {options["attention"]}
     loader = dcpc.DataLoader(
@@ -76,6 +78,19 @@ def errors(case: str, **options: object) -> dict[str, float]:
     return found
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_collators_flattened_batch_is_what_the_plain_model_makes_of_it(name):
+    """Rows as transformers' own collator packs them, through the library's own masks."""
+    model = transformers_model(name)
+    data = Sequences([9, 5, 12, 1, 2, 12])
+    given = [{n: x.tolist() for n, x in data[i].items()} for i in range(len(data))]
+    inputs = DataCollatorWithFlattening(return_tensors="pt")(given)
+    assert inputs["position_ids"].tolist() == [[i for n in data.lengths for i in range(n)]]
+    buckets = dcpc.Buckets(inputs=POSITIONS, sizes=[{"seq": 41}])
+    compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING)
+    assert compiled_error(compiled, model, dict(inputs)) < 1e-10
+
+
 def lowerings(compiled: dcpc.CompiledModel) -> set[str]:
     """How the attentions of the longest rows are split."""
     plan = compiled.plans[compiled.buckets.buckets[-1]]
@@ -96,6 +111,12 @@ def check(found: dict[str, float]) -> None:
 @pytest.mark.parametrize("case", ["llama", "documents, both ways"])
 def test_training_on_packed_rows_is_training_on_single_sequences(case):
     check(errors(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mistral", "documents"])
+def test_packed_rows_under_inductor(case):
+    check(errors(case, backend="inductor"))
 
 
 def errors_over_ranks(rank: int, runs: list[tuple[str, int, str]]) -> dict[str, float]:
@@ -166,5 +187,7 @@ def test_finding_the_sequences_sends_nothing():
         sizes = {"seq": 41, "batch": 1}
         placement = variants.placement(sizes, 2)
         assert ("cumsum" in placement.nodes) == (not cache)
+        reason = packable(program, variants.sharding.rules).reason
+        assert ("sees all of a row" in reason) == cache
         sent.append(variants.predict(placement, 0, sizes).wire_bytes)
     assert sent[0] == sent[1] > 0
