@@ -11,6 +11,7 @@ import torch
 from dcpc.attention_report import attention_lines
 from dcpc.buckets import BATCH, Bucket
 from dcpc.errors import BucketError, PlanError
+from dcpc.garbage import without_collection
 from dcpc.ir import BucketPlan, Placement, Profile, Program
 from dcpc.passes.choose import Row, choose
 from dcpc.passes.crossovers import crossover_lines
@@ -170,7 +171,8 @@ def plan_buckets(
     plans: dict[Bucket, BucketPlan] = {}
     tables: dict[Bucket, tuple[Row, ...]] = {}
     for bucket, variants in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
-        rows = tuple(_rows(variants, bucket, request))
+        with without_collection():  # graphs are kept, and walked in vain
+            rows = tuple(_rows(variants, bucket, request))
         tables[bucket] = rows
         # Calls outside of planned steps run on aligned blocks; only the planner uses other degrees.
         own = [row for row in rows if request.world % row.sp == 0]
@@ -212,7 +214,7 @@ def _batches(
 def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Request) -> Row:
     """Returns the cheapest row of one degree and micro-batch: the least recompute that fits."""
     sizes = {**bucket.sizes, BATCH: batch}
-    placement = variants.placement(sizes, sp)
+    placement = variants.placement(sizes, sp, near=True)
     count = variants.steps(placement)
 
     def row(recompute: int) -> Row:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import sympy
 import torch
-from torch import fx
 
 from dcpc.buckets import BATCH
-from dcpc.codegen import VIEWS, Key, Lowering, Tracer, Variant, decompositions
+from dcpc.codegen import Key, Lowering, Tracer, Variant, decompositions
 from dcpc.folding import FEWEST, Folded, fold
-from dcpc.ir import Partition, Placement, Profile, Program
+from dcpc.ir import Fold, Partition, Placement, Profile, Program
 from dcpc.passes.lowerings import restricted
+from dcpc.passes.near_ties import NearTies
 from dcpc.passes.placement import PlacementModel, Rates, place
-from dcpc.passes.recompute import Call, Memory, Menu, menu_alike, recompute_menu
+from dcpc.passes.recompute import Menu
 from dcpc.passes.sharding import Sharding, analyse
-from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, Prediction
+from dcpc.studies import Structure, Study, split_constants, structure_of
+from dcpc.symbolic_profile import Costs, Device, Prediction
 
 Sizes = Mapping[str, int]
 
@@ -27,28 +28,10 @@ _PRODUCTS = (
     torch.ops.aten.matmul.default,
     torch.ops.aten.convolution.default,
 )
+# A plan's placement may be one made for another bucket or degree: at these sizes it costs at most
+# this share more than the best.
+NEAR = 0.002
 TIE_BREAK_S = 1e-9  # of two placements that send the same bytes, the one with fewer collectives
-
-
-@dataclass(frozen=True, slots=True)
-class Study:
-    """What is known of one lowered graph for planning: costs of each node, and choices.
-
-    Attributes:
-        lowering: the graph.
-        ledger: costs of its nodes.
-        meter: reads them at sizes.
-        menu: choices of what backward makes again.
-        keys: name of a value -> what it is called in every trace.
-        costs: recompute -> what runs then costs.
-    """
-
-    lowering: Lowering
-    ledger: Ledger
-    meter: Meter
-    menu: Menu
-    keys: Mapping[str, Key]
-    costs: dict[int, Costs]
 
 
 class Variants:
@@ -83,14 +66,18 @@ class Variants:
         self.program, self.sharding, self.device, self.backend = program, sharding, device, backend
         self.reference = {BATCH: 1, **(reference or program.hints)}
         self._studies: dict[tuple[object, ...], Study] = {}
+        self._structures: dict[tuple[object, ...], Structure] = {}
         self.tensors = tensors
         self._fold = folded
         self.planner = self._folded(fewest) if folded is None else self
         self._small: dict[int, Placement] = {}
+        self._lifted: dict[int, Placement] = {}  # by the planner's number of a placement
         self._local_sizes: dict[tuple[object, ...], dict[str, int]] = {}
-        self._keys: dict[int, tuple[Placement, int]] = {}
+        self._keys: dict[tuple[int, int], tuple[Placement, int]] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
+        self._splits: dict[int, int] = {}  # of a placement -> of how it splits, at any degree
         self._placement_model = PlacementModel(program, sharding)
+        self._near = NearTies(self._placement_model, self._copies({}), NEAR)
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._tracers: dict[str, Tracer] = {}
         self._lowerings: dict[tuple[object, ...], Lowering] = {}
@@ -117,24 +104,39 @@ class Variants:
             folded,
         )
 
-    def placement(self, sizes: Sizes, sp: int) -> Placement:
-        """Returns the placement of least predicted time at these sizes, batch included."""
+    def placement(self, sizes: Sizes, sp: int, *, near: bool = False) -> Placement:
+        """Returns the placement of least predicted time at these sizes, batch included.
+
+        One that was returned for these sizes before is returned again.
+
+        Args:
+            sizes: length of every dim.
+            sp: ranks of the group.
+            near: whether it may be one made for other sizes, at most `NEAR` from the best. What
+                those are depends on what was asked for before: only for what all ranks ask alike.
+        """
         key = (sp, tuple(sorted(sizes.items())) if sp > 1 else ())
         if key not in self._placements:
-            self._placements[key] = self._place(sizes, sp)
+            self._placements[key] = self._place(sizes, sp, near)
         return self._placements[key]
 
-    def _place(self, sizes: Sizes, sp: int) -> Placement:
+    def _place(self, sizes: Sizes, sp: int, near: bool) -> Placement:
         planner = self.planner
         if planner is self:
-            model = self._placement_model
-            copies = None if self._fold is None else self._fold.copies({})
-            return place(self.program, self.sharding, sizes, sp, self.rates(sp), model, copies)
+            model, known = self._placement_model, self._near if near else None
+            rates, copies = self.rates(sp), self._copies({})
+            return place(self.program, self.sharding, sizes, sp, rates, model, copies, known)
         assert planner._fold is not None, "a planner that is not this one is of a folded program"
-        small = planner.placement(sizes, sp)
-        lifted = planner._fold.lift(small, self.program, self.sharding)
-        self._small[self._key(lifted)] = small
-        return lifted
+        small = planner.placement(sizes, sp, near=near)
+        number = planner._key(small)
+        if number not in self._lifted:
+            self._lifted[number] = planner._fold.lift(small, self.program, self.sharding)
+            self._small[self._key(self._lifted[number])] = small
+        return replace(self._lifted[number], cost_s=small.cost_s, width=small.width)
+
+    def _copies(self, owner: Mapping[str, str]) -> Fold | None:
+        """Returns what the nodes of a graph stand for, None where each stands for itself."""
+        return None if self._fold is None else self._fold.copies(owner)
 
     def _planned(self, placement: Placement) -> Placement:
         """Returns the planner's own placement of what was lifted from it."""
@@ -142,10 +144,14 @@ class Variants:
 
     def _key(self, placement: Placement) -> int:
         """Returns a number that equal placements share; their keys are long."""
-        if id(placement) not in self._keys:
-            number = self._numbers.setdefault(placement.key(), len(self._numbers))
-            self._keys[id(placement)] = placement, number
-        return self._keys[id(placement)][1]
+        known = (placement.sp, id(placement.nodes))
+        if known not in self._keys:
+            sp, *splits = placement.key()
+            split = self._numbers.setdefault(tuple(splits), len(self._numbers))
+            number = self._numbers.setdefault((sp, split), len(self._numbers))
+            self._splits[number] = split
+            self._keys[known] = placement, number
+        return self._keys[known][1]
 
     def rates(self, sp: int) -> Rates:
         """Returns what the placement needs to know of the device, for groups of `sp` ranks.
@@ -216,41 +222,45 @@ class Variants:
 
     def menu(self, placement: Placement) -> Menu:
         """Returns the choices of what backward makes again, cheapest steps first."""
-        return self.planner._study(self._planned(placement)).menu
+        return self.planner._study(self._planned(placement)).structure.menu
 
     def steps(self, placement: Placement) -> int:
         """Returns how many steps of recompute there are, up to making again all that can be."""
         return len(self.menu(placement).steps)
 
     def _study(self, placement: Placement, backend: str = "") -> Study:
-        """Returns the costs and choices of a lowered graph.
-
-        Made of one trace at sizes that are the same on all ranks: they make the same values again,
-        collectives among them.
-        """
+        """Returns the costs and choices of a placement's lowered graph."""
         key = (self._key(placement), backend or self.backend)
         if key not in self._studies:
-            lowering = self.lowering(placement, None, backend)
-            fuses = (backend or self.backend) == "inductor"
-            ledger = Ledger(lowering.joint.names, placement.sp, fuses=fuses)
-            meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
-            nodes, needed = lowering.choices()
-            sizes = self.local_sizes(placement, self.reference)
-            calls = _calls(nodes, needed, *meter.calls(nodes, sizes, self.device))
-            keys = {name: key for key, name in lowering.keys().items()}
-            if self._fold is None:
-                menu = recompute_menu(calls, _memory(lowering, meter, sizes))
-            else:
-                menu = menu_alike(calls)
-            self._studies[key] = Study(lowering, ledger, meter, menu, keys, {})
+            self._studies[key] = self._structure(placement, *key).at(placement.sp)
         return self._studies[key]
+
+    def _structure(self, placement: Placement, number: int, backend: str) -> Structure:
+        """Returns what placements have in common that split alike at any degree."""
+        pieces = split_constants(self.program, placement)
+        single = frozenset(key for key, longest in pieces.items() if longest == 1)
+        key = (self._splits[number], single, backend)
+        if key not in self._structures:
+            rings = (chosen.across for chosen in placement.nodes.values())
+            lowering = self._for_any_degree(placement, backend) if pieces else None
+            self._structures[key] = structure_of(
+                lowering or self.lowering(placement, None, backend),
+                placement.sp if single or placement.sp == 1 else 2 * max(rings),
+                self._dims(self.reference),
+                self.device,
+                self._fold is not None,
+            )
+        return self._structures[key]
+
+    def _for_any_degree(self, placement: Placement, backend: str) -> Lowering:
+        tracer, group = self._tracer(None, backend), group_name(placement.sp)
+        return Lowering(tracer, placement, group, backend, any_degree=True)
 
     def made_again(self, placement: Placement, recompute: int, backend: str = "") -> set[Key]:
         """Returns what so many steps of recompute make again, of all blocks."""
         if self.planner is not self:
             return self.planner.made_again(self._planned(placement), recompute, backend)
-        study = self._study(placement, backend)
-        chosen = {study.keys[name] for name in study.menu.made_again(recompute)}
+        chosen = self._study(placement, backend).structure.made_again(recompute)
         if self._fold is not None:
             twins = self._fold.twins
             chosen |= {(twin, *k[1:]) for k in chosen for twin in twins.get(k[0], ())}
@@ -258,14 +268,7 @@ class Variants:
 
     def _costs(self, placement: Placement, recompute: int) -> Costs:
         """Returns what runs if so many steps of recompute are taken, and what it costs."""
-        study = self._study(placement)
-        if recompute not in study.costs:
-            chosen = {study.keys[name] for name in study.menu.made_again(recompute)}
-            owner = study.lowering.joint.owner
-            copies = None if self._fold is None else self._fold.copies(owner)
-            schedule = study.lowering.schedule(chosen)
-            study.costs[recompute] = study.ledger.costs(schedule, copies)
-        return study.costs[recompute]
+        return self._study(placement).structure.run(recompute, self._fold)
 
     def profile(self, placement: Placement, recompute: int) -> Profile:
         """Returns the symbolic costs of a placement and recompute setting."""
@@ -274,7 +277,7 @@ class Variants:
         key = (self._key(placement), recompute)
         if key not in self._profiles:
             costs = self._costs(placement, recompute)
-            self._profiles[key] = self._study(placement).ledger.profile(costs)
+            self._profiles[key] = self._study(placement).profile(costs)
         return self._profiles[key]
 
     def local_sizes(self, placement: Placement, sizes: Sizes, rank: int = 0) -> dict[str, int]:
@@ -287,7 +290,7 @@ class Variants:
         key = (self._key(placement), tuple(sizes.items()), rank)
         if key not in self._local_sizes:
             dims = self._dims(sizes)
-            integers = self.lowering(placement).lowered.integers
+            integers = self._study(placement).structure.lowering.lowered.integers
             self._local_sizes[key] = {i.name: i.value(dims, placement.sp, rank) for i in integers}
         return self._local_sizes[key]
 
@@ -380,46 +383,6 @@ class Variants:
     def compiled_count(self) -> int:
         """Variants compiled so far."""
         return sum(map(len, self._variants.values()))
-
-
-def _calls(
-    nodes: Sequence[fx.Node],
-    needed: frozenset[str],
-    seconds: Iterable[float],
-    sizes: Iterable[float],
-) -> list[Call]:
-    """Returns the calls of a joint graph's forward as the menu wants them."""
-    known = {n.name for n in nodes}
-    return [
-        Call(
-            name=node.name,
-            reads=tuple(s.name for s in node.all_input_nodes if s.name in known),
-            kind=(str(node.target), str(node.meta["val"])),
-            seconds=float(cost),
-            size_bytes=float(size),
-            savable=isinstance(node.meta["val"], torch.Tensor) and node.target not in VIEWS,
-            needed=node.name in needed,
-        )
-        for node, cost, size in zip(nodes, seconds, sizes, strict=True)
-    ]
-
-
-def _memory(lowering: Lowering, meter: Meter, sizes: Sizes) -> Memory:
-    """Returns where the values of a lowered graph lie, at given sizes."""
-    joint = lowering.joint
-    storages, size_bytes, transient_bytes = meter.memory([*joint.gm.graph.nodes], sizes)
-    run = lowering.schedule(())
-    return Memory(
-        storages=storages,
-        size_bytes=size_bytes,
-        transient_bytes=transient_bytes,
-        backward=tuple(
-            (n.name, tuple(s.name for s in n.all_input_nodes))
-            for n in run.backward
-            if n.name not in joint.forward
-        ),
-        gradients=frozenset(n.name for n in run.gradients if n is not None),
-    )
 
 
 def group_name(sp: int) -> str:

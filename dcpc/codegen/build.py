@@ -31,7 +31,15 @@ class Lowering:
         joint: forward and backward in one graph.
     """
 
-    def __init__(self, tracer: Tracer, placement: Placement, group: str, backend: str) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        placement: Placement,
+        group: str,
+        backend: str,
+        *,
+        any_degree: bool = False,
+    ) -> None:
         """Lowers and differentiates.
 
         Args:
@@ -39,9 +47,12 @@ class Lowering:
             placement: how it is split.
             group: name of the process group of the collectives.
             backend: "eager" or "inductor".
+            any_degree: whether pieces of constants are integers, see `lower`.
         """
         self.program, self.placement, self.backend = tracer.program, placement, backend
-        self.lowered: Lowered = lower(self.program, placement, group)
+        self.lowered: Lowered = lower(
+            self.program, placement, group, any_degree=any_degree
+        )
         self.joint: Joint = tracer.joint(self.lowered)
 
     def choices(self) -> tuple[list[fx.Node], frozenset[str]]:

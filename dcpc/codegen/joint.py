@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.integers import Emitter
+from dcpc.codegen.lazy import LazyGraphModule
 from dcpc.codegen.lower import IntegerInput, Lowered
 from dcpc.codegen.tape import Op, Piece, Ref
 from dcpc.errors import CodegenError
@@ -90,6 +91,7 @@ class Tracer:
         self.program, self.hints = program, hints
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # a hit compares symbols, and no call is traced twice here
         self._tensors = tensors
         self._table = dict(decompositions or {})
         self._integers: dict[tuple[str, str], tuple[torch.SymInt, int]] = {}
@@ -268,7 +270,7 @@ class _Assembly:
         symbols = {i.name: i.symbol for i in self.lowered.integers}
         translated = {v.node.expr: symbols[n] for n, v in self.integers.items()}
         return Joint(
-            gm=fx.GraphModule(torch.nn.Module(), self.graph),
+            gm=LazyGraphModule(torch.nn.Module(), self.graph),
             primals=tuple(n.name for n in primals.values()),
             tangent=tangent.name,
             forward=frozenset(n for n in forward if n in alive),

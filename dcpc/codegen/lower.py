@@ -22,6 +22,7 @@ import dcpc.attention  # registers the op
 import dcpc.codegen.collectives
 import dcpc.random_ops  # noqa: F401 - as these two do
 from dcpc.codegen.integers import Emitter
+from dcpc.codegen.lazy import LazyGraphModule
 from dcpc.codegen.local_attention import local_attention
 from dcpc.codegen.pieces import Run, runs
 from dcpc.ir import (
@@ -122,21 +123,28 @@ class Lowered:
     sp: int
 
 
-def lower(program: Program, placement: Placement, group: str) -> Lowered:
+def lower(
+    program: Program, placement: Placement, group: str, *, any_degree: bool = False
+) -> Lowered:
     """Returns the program as one rank of an SP group runs it.
 
     Args:
         program: the traced model; not changed.
         placement: made for this program.
         group: name of the process group for collectives.
+        any_degree: whether pieces of constants are integers as those of dims are, so that the graph
+            is that of every degree; a piece of one element is a constant always.
     """
     assert placement.graph_hash == program.graph_hash, "the placement is of another program"
-    return _Lowering(program, placement, group).run()
+    return _Lowering(program, placement, group, any_degree).run()
 
 
 class _Lowering:
-    def __init__(self, program: Program, placement: Placement, group: str) -> None:
+    def __init__(
+        self, program: Program, placement: Placement, group: str, any_degree: bool
+    ) -> None:
         self.program, self.placement, self.group = program, placement, group
+        self.any_degree = any_degree
         self.graph = fx.Graph()
         self.values: dict[tuple[str, Label], fx.Node] = {}
         self.others: dict[str, fx.Node] = {}  # nodes whose value is no tensor
@@ -165,7 +173,7 @@ class _Lowering:
         self.graph.eliminate_dead_code()
         used = tuple(i for i in self.integers if self._keep(i))
         self.graph.lint()
-        gm = fx.GraphModule(torch.nn.Module(), self.graph)
+        gm = LazyGraphModule(torch.nn.Module(), self.graph)
         return Lowered(gm, used, self.group, self.placement.sp)
 
     # -------------------------------------------------------------------------------- integers
@@ -236,11 +244,10 @@ class _Lowering:
             self.pieces[factor.key, role] = symbol
 
     def _even(self, factor: Factor) -> bool:
-        return bool(
-            factor.size.is_Integer
-            and factor.parent < 0
-            and int(factor.size) % self.placement.sp == 0
-        )
+        if not factor.size.is_Integer or factor.parent >= 0:
+            return False
+        piece, rest = divmod(int(factor.size), self.placement.sp)
+        return not rest and (piece == 1 or not self.any_degree)
 
     def parent(self, factor: Factor) -> sympy.Expr:
         """Returns the length that is split evenly where a factor is split."""

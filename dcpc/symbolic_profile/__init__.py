@@ -18,7 +18,7 @@ from dcpc.symbolic_profile.hardware import (
     find,
 )
 from dcpc.symbolic_profile.optimizer import OptimizerLike, state_bytes
-from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, work_of
+from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, with_constants, work_of
 from dcpc.symbolic_profile.report import (
     ReportRow,
     as_text,
@@ -62,5 +62,6 @@ __all__ = [
     "seconds_text",
     "state_bytes",
     "variant_formulas",
+    "with_constants",
     "work_of",
 ]

@@ -7,6 +7,7 @@ at once.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ import numpy as np
 import sympy
 from torch import fx
 
-from dcpc.ir import Profile
+from dcpc.ir import Profile, Work
 from dcpc.symbolic_profile.hardware import Device
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers, values_of
-from dcpc.symbolic_profile.profile import MATMUL_CLASSES, Costs, Ledger
-from dcpc.symbolic_profile.time import Roofline
+from dcpc.symbolic_profile.profile import Costs, Ledger
+from dcpc.symbolic_profile.time import MATMUL_CLASSES, Roofline
 
 
 class Evaluator:
@@ -152,21 +153,45 @@ class Meter:
     """
 
     def __init__(self, ledger: Ledger, nodes: Sequence[fx.Node]) -> None:
-        self._ledger, self._symbols = ledger, ledger.facts.symbols
+        self._ledger, self._symbols, self._nodes = ledger, ledger.facts.symbols, nodes
         sizes = {t.storage_bytes for n in nodes for t in ledger.facts.of(n)}
         sizes |= {ledger.transient(n) for n in nodes if n.op == "call_function"}
-        both = [ledger.work(n, forward=f) for n in nodes for f in (True, False)]
-        work = list(dict.fromkeys(w for w in both if w is not None))
+        work = self._all_work(ledger)
         basis = Basis([*sizes, *(e for w in work for e in (w.flops, w.bytes_moved, w.wire_bytes))])
         self._rows = dict(zip(sizes, basis.matrix(list(sizes)).astype(np.int64), strict=True))
         self._monomials = basis.compile(self._symbols)
+        self._basis = basis
+        self._known: dict[tuple[int, ...], tuple[Integers, Floats]] = {}
+        self._matrices: dict[int, tuple[Costs, Integers]] = {}
+        self._price(ledger, work)
+
+    def at(self, ledger: Ledger) -> Meter:
+        """Returns the same for groups of another number of ranks.
+
+        Args:
+            ledger: of the same nodes.
+        """
+        work = self._all_work(ledger)
+        if not self._basis.holds(e for w in work for e in (w.flops, w.bytes_moved, w.wire_bytes)):
+            return Meter(ledger, self._nodes)
+        other = copy.copy(self)
+        other._price(ledger, work)
+        return other
+
+    def _all_work(self, ledger: Ledger) -> list[Work]:
+        both = [ledger.work(n, forward=f) for n in self._nodes for f in (True, False)]
+        return list(dict.fromkeys(w for w in both if w is not None))
+
+    def _price(self, ledger: Ledger, work: Sequence[Work]) -> None:
+        """Notes what calls cost."""
+        self._ledger, basis = ledger, self._basis
         self._roofline = Roofline(work, basis)
+        self._counted: dict[int, tuple[Costs, Floats]] = {}
         self._numbers = {w: i for i, w in enumerate(work)}
         counted = [w.op_class in MATMUL_CLASSES for w in work]
         self._flops = basis.matrix([w.flops for w in work]) * np.array(counted)[:, None]
         self._wire = basis.matrix([w.wire_bytes for w in work])
-        self._known: dict[tuple[int, ...], tuple[Integers, Floats]] = {}
-        self._matrices: dict[int, tuple[Costs, Integers]] = {}
+        self._of: dict[fx.Node, tuple[int, int]] = {}
 
     def read(self, costs: Costs, dims: Mapping[str, int], device: Device) -> Prediction:
         """Returns what a run costs.
@@ -180,18 +205,35 @@ class Meter:
         timeline = costs.timeline
         sizes = self._matrix(costs) @ whole
         live = timeline.live(sizes)
-        numbers = [self._numbers[w] for w in costs.work]
-        counts = np.array(list(costs.work.values()), dtype=np.float64)
-        seconds = self._roofline.seconds(exact, device)[numbers] @ counts
+        counts = self._counts(costs)
+        seconds = self._roofline.seconds(exact, device) @ counts
         return Prediction(
             peak_bytes=int(live.max()),
             saved_bytes=self._sum(timeline.saved, whole),
             input_bytes=self._sum(costs.inputs, whole),
-            flops=round(float((self._flops @ exact)[numbers] @ counts)),
-            wire_bytes=round(float((self._wire @ exact)[numbers] @ counts)),
+            flops=round(float((self._flops @ exact) @ counts)),
+            wire_bytes=round(float((self._wire @ exact) @ counts)),
             seconds_s=float(seconds),
             seconds_error=device.seconds_error,
         )
+
+    def _counts(self, costs: Costs) -> Floats:
+        """Returns how often a run does each kind of work."""
+        if id(costs) not in self._counted:
+            counts = np.zeros(len(self._numbers))
+            for node, forward, count in costs.calls:
+                counts[self._number(node)[0 if forward else 1]] += count
+            self._counted[id(costs)] = costs, counts
+        return self._counted[id(costs)][1]
+
+    def _number(self, node: fx.Node) -> tuple[int, int]:
+        """Returns the numbers of a call's work in forward and in backward."""
+        found = self._of.get(node)
+        if found is None:
+            both = (self._ledger.work(node, forward=f) for f in (True, False))
+            forward, backward = (self._numbers[w] for w in both if w is not None)
+            found = self._of[node] = forward, backward
+        return found
 
     def live_bytes(self, costs: Costs, dims: Mapping[str, int]) -> Integers:
         """Returns what is alive at each point of a run's timeline, `[points]` bytes.

@@ -74,6 +74,7 @@ class Facts:
         self._known = {s for value in names.values() for s in value.free_symbols}
         self._sizes: dict[sympy.Expr, sympy.Expr] = {}
         self._nodes: dict[fx.Node, tuple[TensorFacts, ...]] = {}
+        self._aliases: dict[fx.Node, tuple[tuple[fx.Node | None, int], ...]] = {}
 
     @property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
@@ -112,6 +113,22 @@ class Facts:
             facts = tuple(map(self._tensor, found, storages))
             self._nodes[node] = facts
         return facts
+
+    def aliases(self, node: fx.Node) -> tuple[tuple[fx.Node | None, int], ...]:
+        """Returns where each tensor of a node's value lies.
+
+        (input, number): in the memory of that tensor of an input; (None, number): in that of the
+        first tensor of its own in new memory, which may be itself.
+        """
+        found = self._aliases.get(node)
+        if found is None:
+            own = [t.storage for t in self.of(node)]
+            given: dict[int, tuple[fx.Node | None, int]] = {}
+            for i in node.all_input_nodes if own else ():
+                given |= {t.storage: (i, n) for n, t in enumerate(self.of(i))}
+            found = tuple(given.get(s, (None, own.index(s))) for s in own)
+            self._aliases[node] = found
+        return found
 
     def inputs(self, node: fx.Node) -> tuple[TensorFacts, ...]:
         """Returns the tensors of a node's distinct input nodes, in order."""

@@ -234,15 +234,13 @@ class _Storages:
 
     def enter(self, node: fx.Node) -> dict[int, sympy.Expr]:
         """Gives a node's value its storages: its inputs' where it is a view, else new ones."""
-        tensors = self.facts.of(node)
-        known: dict[int, int] = {}
-        if tensors:
-            for i in node.all_input_nodes:
-                known |= zip((t.storage for t in self.facts.of(i)), self._ids[i], strict=True)
-        for t in tensors:
-            if t.storage not in known:
-                known[t.storage] = next(self._count)
-        self._ids[node] = tuple(known[t.storage] for t in tensors)
+        ids: list[int] = []
+        for i, first in self.facts.aliases(node):
+            if i is not None:
+                ids.append(self._ids[i][first])
+            else:
+                ids.append(next(self._count) if first == len(ids) else ids[first])
+        self._ids[node] = tuple(ids)
         return self.of(node)
 
     def make(self, kernel: Kernel) -> dict[int, sympy.Expr]:

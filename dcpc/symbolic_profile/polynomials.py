@@ -75,6 +75,10 @@ class Basis:
         self.terms: tuple[sympy.Expr, ...] = tuple(dict.fromkeys(found))
         self._columns = {m: i for i, m in enumerate(self.terms)}
 
+    def holds(self, sizes: Iterable[sympy.Expr]) -> bool:
+        """Whether these sizes are sums of its monomials."""
+        return all(m in self._columns for size in sizes for m, _ in monomials(size))
+
     def matrix(self, sizes: Sequence[sympy.Expr]) -> Floats:
         """Returns one row of coefficients for each size."""
         rows = np.zeros((len(sizes), len(self.terms)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,8 @@ from dcpc.symbolic_profile.facts import Facts
 from dcpc.symbolic_profile.flops import ZERO, GroupSize, cost_of
 from dcpc.symbolic_profile.memory import Run, Timeline, live_rows, timeline_of
 from dcpc.symbolic_profile.polynomials import Basis, undominated
+from dcpc.symbolic_profile.time import MATMUL_CLASSES
 from dcpc.symbolic_profile.transients import transient_bytes
-
-# Classes whose FLOPs count as the model's.
-MATMUL_CLASSES = frozenset({"matmul", "attention", "convolution"})
 
 
 def profile_partition(
@@ -52,14 +51,14 @@ class Costs:
 
     Attributes:
         timeline: its allocations and frees.
-        work: call -> how often.
+        calls: each call, whether it is forward's, and how often it runs.
         parameters: sizes of the residents that are fixed, each storage once, and how often.
         inputs: the same for the others.
         unpriced: ops that no table has.
     """
 
     timeline: Timeline
-    work: Mapping[Work, int]
+    calls: tuple[tuple[fx.Node, bool, int], ...]
     parameters: Mapping[sympy.Expr, int]
     inputs: Mapping[sympy.Expr, int]
     unpriced: tuple[str, ...]
@@ -88,6 +87,15 @@ class Ledger:
         self._transients: dict[fx.Node, sympy.Expr] = {}
         self._works: dict[fx.Node, tuple[Work, Work] | None] = {}
 
+    def at(self, sp: int) -> Ledger:
+        """Returns the same for groups of so many ranks, with all that does not depend on it."""
+        other = copy.copy(self)
+        other._sp = sp
+        other._works = {
+            n: w for n, w in self._works.items() if w is None or not _depends_on_ranks(w[0])
+        }
+        return other
+
     def transient(self, node: fx.Node) -> sympy.Expr:
         """Returns the bytes that a call has besides its outputs."""
         if node not in self._transients:
@@ -115,24 +123,27 @@ class Ledger:
         run = Run.of(what)
         resident = set(what.resident) if isinstance(what, Partition) else None
         parameters, inputs = self._residents(run.primals, resident, fold)
-        work, unpriced = self._work(run, fold)
+        calls, unpriced = self._calls(run, fold)
         return Costs(
             timeline=timeline_of(run, self.facts, self.transient, fold, self._fuses),
-            work=work,
+            calls=calls,
             parameters=parameters,
             inputs=inputs,
             unpriced=unpriced,
         )
 
-    def _work(self, run: Run, fold: Fold | None) -> tuple[Mapping[Work, int], tuple[str, ...]]:
-        found: Counter[Work] = Counter()
+    def _calls(
+        self, run: Run, fold: Fold | None
+    ) -> tuple[tuple[tuple[fx.Node, bool, int], ...], tuple[str, ...]]:
+        """Returns the calls that cost something, and the ops that no table has."""
+        found: list[tuple[fx.Node, bool, int]] = []
         unpriced: dict[str, None] = {}
         for nodes, forward in ((run.forward, True), (run.backward, False)):
             for node in nodes:
                 call = self.work(node, forward=forward)
                 if call is None:
                     continue
-                found[call] += 1 if fold is None else fold.count(node.name)
+                found.append((node, forward, 1 if fold is None else fold.count(node.name)))
                 if call.op_class == "unpriced":
                     unpriced[str(node.target)] = None
         if unpriced:
@@ -142,7 +153,7 @@ class Ledger:
                 "with torch.utils.flop_counter.register_flop_formula",
                 stacklevel=4,
             )
-        return found, tuple(unpriced)
+        return tuple(found), tuple(unpriced)
 
     def _residents(
         self, primals: Sequence[fx.Node], resident: set[str] | None, fold: Fold | None
@@ -170,7 +181,12 @@ class Ledger:
         """
         rows, basis = live_rows(costs.timeline)
         kept = undominated(rows, basis)
-        work = tuple(replace(w, count=n) for w, n in costs.work.items())
+        counts: Counter[Work] = Counter()
+        for node, forward, count in costs.calls:
+            call = self.work(node, forward=forward)
+            assert call is not None, f"{node} costs nothing"
+            counts[call] += count
+        work = tuple(replace(w, count=n) for w, n in counts.items())
         matmuls = [w for w in work if w.op_class in MATMUL_CLASSES]
         return Profile(
             flops=_total([(w.flops, w.count) for w in matmuls]),
@@ -187,6 +203,34 @@ class Ledger:
             unpriced=costs.unpriced,
             symbols=self.facts.symbols,
         )
+
+
+def with_constants(profile: Profile, values: Mapping[sympy.Symbol, sympy.Integer]) -> Profile:
+    """Returns a profile in which some symbols have a value.
+
+    Args:
+        profile: expressions of these symbols and others.
+        values: of the symbols.
+    """
+
+    def settle(size: sympy.Expr) -> sympy.Expr:
+        return sympy.expand(size.xreplace(values))
+
+    totals = ("flops", "forward_flops", "bytes_moved", "wire_bytes", "saved_bytes", "input_bytes")
+    each = ("flops", "bytes_moved", "wire_bytes")
+    return replace(
+        profile,
+        **{name: settle(getattr(profile, name)) for name in totals},
+        peak_terms=tuple(map(settle, profile.peak_terms)),
+        work=tuple(
+            replace(w, **{name: settle(getattr(w, name)) for name in each}) for w in profile.work
+        ),
+        symbols=tuple(s for s in profile.symbols if s not in values),
+    )
+
+
+def _depends_on_ranks(work: Work) -> bool:
+    return work.ranks > 1 or work.op_class == "collective"
 
 
 def work_of(node: fx.Node, facts: Facts, sp: GroupSize, *, forward: bool) -> Work | None:

@@ -1,0 +1,182 @@
+"""What is known of lowered graphs for planning: what their calls cost, and what to make again.
+
+A rank's graph hardly depends on how many ranks there are: the group's name, and pieces of
+constants, which are integers here as pieces of dims are. So placements that split alike at several
+degrees have one graph, one menu of recompute and one timeline for each of its plans; only what
+collectives cost differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from dcpc.codegen import VIEWS, Key, Lowering
+from dcpc.folding import Folded
+from dcpc.ir import Placement, Profile, Program, tensor_operands
+from dcpc.passes.recompute import Call, Memory, Menu, menu_alike, recompute_menu
+from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, with_constants
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """One lowered graph.
+
+    Attributes:
+        lowering: the graph, of one of the degrees.
+        ledger: costs of its nodes, at a degree that the graph alone tells.
+        meter: reads them at sizes.
+        menu: choices of what backward makes again.
+        keys: name of a value -> what it is called in every trace.
+        costs: recompute -> what runs then costs.
+    """
+
+    lowering: Lowering
+    ledger: Ledger
+    meter: Meter
+    menu: Menu
+    keys: Mapping[str, Key]
+    costs: dict[int, Costs]
+
+    def made_again(self, recompute: int) -> set[Key]:
+        """Returns what so many steps of recompute make again."""
+        return {self.keys[name] for name in self.menu.made_again(recompute)}
+
+    def run(self, recompute: int, folded: Folded | None) -> Costs:
+        """Returns what runs if so many steps of recompute are taken.
+
+        Args:
+            recompute: steps of the menu.
+            folded: what the program stands for, where it is a folded one.
+        """
+        if recompute not in self.costs:
+            copies = None if folded is None else folded.copies(self.lowering.joint.owner)
+            schedule = self.lowering.schedule(self.made_again(recompute))
+            self.costs[recompute] = self.ledger.costs(schedule, copies)
+        return self.costs[recompute]
+
+    def at(self, sp: int) -> Study:
+        """Returns it with the costs of a degree."""
+        ledger = self.ledger.at(sp)
+        constants = {
+            i.symbol: sympy.Integer(i.value({}, sp, 0))
+            for i in self.lowering.lowered.integers
+            if i.role == "length" and i.size.is_Integer and i.parent == i.size and i.size % sp == 0
+        }
+        return Study(self, ledger, self.meter.at(ledger), constants)
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A lowered graph at one degree.
+
+    Attributes:
+        structure: what it has in common with other degrees.
+        ledger: costs of its nodes.
+        meter: reads them at sizes.
+        constants: pieces of constants that are the same on all ranks.
+    """
+
+    structure: Structure
+    ledger: Ledger
+    meter: Meter
+    constants: Mapping[sympy.Symbol, sympy.Integer]
+
+    def profile(self, costs: Costs) -> Profile:
+        """Returns costs of the structure as expressions of the dims."""
+        profile = self.ledger.profile(costs)
+        return with_constants(profile, self.constants) if self.constants else profile
+
+
+def structure_of(
+    lowering: Lowering,
+    degree: int,
+    reference: Mapping[sympy.Symbol, int],
+    device: Device,
+    alike: bool,
+) -> Structure:
+    """Returns what is known of a lowered graph.
+
+    Its menu is made of sizes that are the same on all ranks: they make the same values again,
+    collectives among them.
+
+    Args:
+        lowering: the graph.
+        degree: ranks at which choices of recompute are weighed; that of the graph, whoever asks.
+        reference: lengths of all dims at which they are.
+        device: what costs are predicted for.
+        alike: whether equal blocks choose alike.
+    """
+    names, nodes = lowering.joint.names, [*lowering.joint.gm.graph.nodes]
+    ledger = Ledger(names, degree, fuses=lowering.backend == "inductor")
+    meter = Meter(ledger, nodes)
+    decided, needed = lowering.choices()
+    sizes = {i.name: i.value(reference, degree, 0) for i in lowering.lowered.integers}
+    calls = _calls(decided, needed, *meter.calls(decided, sizes, device))
+    menu = menu_alike(calls) if alike else recompute_menu(calls, _memory(lowering, meter, sizes))
+    keys = {name: key for key, name in lowering.keys().items()}
+    return Structure(lowering, ledger, meter, menu, keys, {})
+
+
+def split_constants(program: Program, placement: Placement) -> dict[int, int]:
+    """Returns the factors of constant size that a placement splits: key -> longest piece."""
+    found: dict[int, int] = {}
+    for node in program.gm.graph.nodes:
+        chosen = placement.nodes.get(node.name)
+        if chosen is None:
+            continue
+        sources = tensor_operands(node, program.info) if chosen.operands else []
+        wanted = zip((*sources, node), (*chosen.operands, chosen.output), strict=True)
+        for tensor, label in wanted:
+            if label.sharded:
+                factor = placement.factors[tensor.name][label.dim][label.index]
+                if factor.size.is_Integer:
+                    found[factor.key] = -(-int(factor.size) // placement.sp)
+    return found
+
+
+def _calls(
+    nodes: Sequence[fx.Node],
+    needed: frozenset[str],
+    seconds: Iterable[float],
+    sizes: Iterable[float],
+) -> list[Call]:
+    """Returns the calls of a joint graph's forward as the menu wants them."""
+    known = {n.name for n in nodes}
+    return [
+        Call(
+            name=node.name,
+            reads=tuple(s.name for s in node.all_input_nodes if s.name in known),
+            kind=(str(node.target), str(node.meta["val"])),
+            seconds=float(cost),
+            size_bytes=float(size),
+            savable=isinstance(node.meta["val"], torch.Tensor) and node.target not in VIEWS,
+            needed=node.name in needed,
+        )
+        for node, cost, size in zip(nodes, seconds, sizes, strict=True)
+    ]
+
+
+def _memory(lowering: Lowering, meter: Meter, sizes: Sizes) -> Memory:
+    """Returns where the values of a lowered graph lie, at given sizes."""
+    joint = lowering.joint
+    storages, size_bytes, transient_bytes = meter.memory([*joint.gm.graph.nodes], sizes)
+    run = lowering.schedule(())
+    return Memory(
+        storages=storages,
+        size_bytes=size_bytes,
+        transient_bytes=transient_bytes,
+        backward=tuple(
+            (n.name, tuple(s.name for s in n.all_input_nodes))
+            for n in run.backward
+            if n.name not in joint.forward
+        ),
+        gradients=frozenset(n.name for n in run.gradients if n is not None),
+    )
+
