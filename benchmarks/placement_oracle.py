@@ -156,7 +156,10 @@ class Oracle:
             self.bytes(t) * self.label_share(t, at) for t, at in (tensors[i] for i in ring.rotated)
         )
         steps = self.sp // a
-        seconds = (steps - 1) * (rates.link_latency_s + turned / rates.link_bytes_per_s)
+        piece = self.bytes(name) * self.label_share(name, alternative.output)
+        added = 3 * piece * max(1, 4 // size) / rates.bytes_per_s + rates.overhead_s
+        step_s = rates.link_latency_s + turned / rates.link_bytes_per_s + added
+        seconds = (steps - 1) * step_s
         if grad:
             wide = turned * max(1, 4 // size) / rates.link_bytes_per_s
             seconds = 2 * seconds + steps * (rates.link_latency_s + wide)

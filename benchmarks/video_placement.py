@@ -58,6 +58,9 @@ def device_rates(device: Device, sp: int, dtype: torch.dtype = torch.bfloat16) -
         TIE_BREAK_S,
         device.launch_s,
         held_s_per_byte=1.0 / link.bytes_per_s,
+        overlaps=device.overlaps,
+        near_ranks=device.node_ranks,
+        near_bytes_per_s=device.inside.bytes_per_s,
     )
 
 

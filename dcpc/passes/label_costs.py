@@ -99,6 +99,7 @@ class Rotation:
     Attributes:
         rotated: (value, share) of keys and of values.
         swapped: (value, share) of what changes between rows and heads beside these.
+        merged: (value, share) of the output, which each step adds to.
         across: ranks that share one piece of the rows.
         repeats: how often a key head is there, so that `across` divides them.
         wider: bytes of an element of a gradient that goes round, in those of a key's.
@@ -106,6 +107,7 @@ class Rotation:
 
     rotated: tuple[tuple[int, int], ...]
     swapped: tuple[tuple[int, int], ...]
+    merged: tuple[int, int]
     across: int
     repeats: int
     wider: int
@@ -290,9 +292,12 @@ def _ring_s(
     def both(compute_s: float, sent_s: float) -> float:
         return max(compute_s, sent_s) if rates.overlaps else compute_s + sent_s
 
-    total = both(compute_s, (steps - 1) * step_s)
+    value, share = ring.merged
+    added_bytes = 3 * float(values_bytes[value] * shares[share]) * ring.wider  # read two, write one
+    added_s = (steps - 1) * (rates.overhead_s + added_bytes / rates.bytes_per_s)
+    total = both(compute_s + added_s, (steps - 1) * step_s)
     if backward:
-        total += both(2 * compute_s, (steps - 1) * step_s + steps * wide_s)
+        total += both(2 * compute_s + added_s, (steps - 1) * step_s + steps * wide_s)
     if ring.across > 1:
         moved = turned + sum(float(values_bytes[v] * shares[s]) for v, s in ring.swapped)
         away = (ring.across - 1) / ring.across / rates.swap_bytes_per_s(ring.across)

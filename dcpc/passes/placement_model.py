@@ -45,7 +45,8 @@ def _rotation(ring: Ring, across: int, moved: Sequence[tuple[int, int]], wider: 
     rotated = tuple(moved[i] for i in ring.rotated)
     swapped = (moved[0], moved[-1]) if across > 1 else ()
     key_heads = ring.heads[1]
-    return Rotation(rotated, swapped, across, lcm(key_heads, across) // key_heads, wider)
+    repeats = lcm(key_heads, across) // key_heads
+    return Rotation(rotated, swapped, moved[-1], across, repeats, wider)
 
 
 class PlacementModel:

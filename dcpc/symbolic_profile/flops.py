@@ -328,9 +328,13 @@ def _ring(node: fx.Node, facts: Facts, ranks: int, bytes_moved: sympy.Expr) -> C
     wire = turned * row_bytes * key.dtype.itemsize
     if backward:
         wire += (turned + rows) * row_bytes * max(4, key.dtype.itemsize)
+    # each step's result is added to those before it, and each step's gradient of the queries
+    wide = query.shape[0] * query.shape[1] * query.shape[2] * max(4, key.dtype.itemsize)
+    added = 3 * (steps - 1) * wide * (query.shape[3] if backward else value.shape[3])
     messages = (2 * steps - 1 if backward else steps - 1) or 1
     wire = sympy.expand(wire) if steps > 1 else ZERO
-    return Cost("attention", flops, bytes_moved, wire, ranks, op_name(node), messages)
+    moved = sympy.expand(bytes_moved + added)
+    return Cost("attention", flops, moved, wire, ranks, op_name(node), messages)
 
 
 # op -> bytes one rank sends, by ring or pairwise exchange.
