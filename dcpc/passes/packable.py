@@ -37,6 +37,10 @@ class _MixedError(Exception):
     """What joins the sequences of a row."""
 
 
+class _FailedError(_MixedError):
+    """What could not be computed for an example."""
+
+
 def packable(program: Program, rules: Mapping[str, OpSharding]) -> Packable:
     """Returns what a model makes of several sequences in one row.
 
@@ -134,6 +138,7 @@ class _Rows:
         Raises:
             _MixedError: one joins positions.
         """
+        totals: set[str] = set()  # numbers made of all positions
         for node in self.nodes:
             if node.name not in self.live or node.op != "call_function":
                 continue
@@ -144,9 +149,16 @@ class _Rows:
                 continue  # see `dropped`
             operands = tensor_operands(node, self.program.info)
             shapes = [self.program.info[x.name].shape for x in (*operands, node)]
-            if not any(self._along(size) for shape in shapes for size in shape):
+            along = [any(map(self._along, shape)) for shape in shapes]
+            reads = any(x.name in totals for x in operands)
+            learned = not self.sources[node.name].isdisjoint(self.program.parameters)
+            if reads or (any(along) and not info.shape and learned):
+                totals.add(node.name)
+            if not any(along):
                 continue
             problem = self._problem(node, operands)
+            if reads and along[-1]:
+                problem = "changes each position by a number that is made of all"
             if problem:
                 raise _MixedError(f"{self._where(node)} {problem}")
 
@@ -222,7 +234,12 @@ class _Rows:
             for number in (0, 2, -100) if signed else (0, 2):
                 changed = value.clone()
                 changed.select(dim, t).fill_(number)
-                after = self._values(placeholder, changed, [node.name])[node.name]
+                try:
+                    after = self._values(placeholder, changed, [node.name])[node.name]
+                except _FailedError:
+                    if number >= 0:
+                        raise
+                    continue  # it is an index of something
                 found[t] |= self._places(node, before != after)
         return found
 
@@ -311,7 +328,12 @@ class _Rows:
                 args, kwargs = tree_map(
                     lambda x: known[x] if isinstance(x, fx.Node) else x, given
                 )
-                known[node] = node.target(*args, **kwargs)
+                try:
+                    known[node] = node.target(*args, **kwargs)
+                except (RuntimeError, IndexError, ValueError, TypeError) as e:
+                    raise _FailedError(
+                        f"{self._where(node)} cannot be looked into: {e}, at {_SIZE} positions"
+                    ) from e
         by_name = {node.name: x for node, x in known.items() if isinstance(x, Tensor)}
         return {name: by_name[name] for name in names}
 

@@ -33,7 +33,7 @@ class Stats:
 
     Attributes:
         calls: bucket -> forward calls.
-        samples: bucket -> samples.
+        samples: bucket -> samples; packed: rows.
         seconds: bucket -> seconds of its micro-batches in train steps.
         steps: train steps.
         variants: variants compiled.

@@ -55,6 +55,16 @@ class Shifted(Small):
         return super().loss(x[:, :-1], labels[:, 1:])
 
 
+class OwnLoss(Small):
+    """A mean over the labels that count, by hand; labels are indices of classes."""
+
+    def loss(self, x, labels):
+        counts = labels[:, 1:] != -100
+        classes = F.one_hot(labels.clamp(min=0), 16)[:, 1:]
+        logits = (x @ self.table.weight.T).log_softmax(-1)[:, :-1]
+        return -((logits * classes).sum(-1) * counts).sum() / counts.sum()
+
+
 class Counted(Small):
     """Sequences are counted in the graph, from positions that restart."""
 
@@ -87,6 +97,12 @@ class TokensShifted(Small):
 class Pooled(Small):
     def loss(self, x, labels):
         return x.mean(1).square().sum(-1).mean() + super().loss(x, labels)
+
+
+class Scaled(Small):
+    def embed(self, ids, segments, positions):
+        x = super().embed(ids, segments, positions)
+        return x / x.square().mean()
 
 
 class Numbered(Small):
@@ -135,6 +151,7 @@ SAME = {"ids": 0, "segments": 0, "positions": 0, "labels": 0}
 HITS = {
     Small: Packable(("segments",), SAME, by_numbers=True),
     Shifted: Packable(("segments",), {**SAME, "labels": 1}, by_numbers=True),
+    OwnLoss: Packable(("segments",), {**SAME, "labels": 1}, by_numbers=True),
     Counted: Packable(("positions",), SAME, by_positions=True),
 }
 
@@ -150,6 +167,7 @@ MISSES = {
     Convolved: "joins positions|has no rule",
     TokensShifted: "joins positions|moves positions",
     Pooled: "joins positions",
+    Scaled: "changes each position by a number that is made of all",
     Numbered: "neither positions that restart in each sequence nor its number, given as segments",
     TwoLabels: "reads 'labels' at its own place and 2 places on",
     OwnTargets: "what it reads of 'ids' at other places|reads 'ids' at its own place",
