@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import sympy
@@ -74,6 +74,7 @@ class Facts:
         self._known = {s for value in names.values() for s in value.free_symbols}
         self._sizes: dict[sympy.Expr, sympy.Expr] = {}
         self._nodes: dict[fx.Node, tuple[TensorFacts, ...]] = {}
+        self._like: dict[int, tuple[torch.Tensor, TensorFacts]] = {}  # by id of the fake tensor
         self._aliases: dict[fx.Node, tuple[tuple[fx.Node | None, int], ...]] = {}
 
     @property
@@ -141,13 +142,18 @@ class Facts:
         return tuple(found.values())
 
     def _tensor(self, tensor: torch.Tensor, storage: int) -> TensorFacts:
-        return TensorFacts(
-            storage=storage,
-            storage_bytes=self.size(tensor.untyped_storage().nbytes()),
-            shape=tuple(map(self.size, tensor.shape)),
-            strides=tuple(map(self.size, tensor.stride())),
-            dtype=tensor.dtype,
-        )
+        known = self._like.get(id(tensor))
+        if known is None:
+            found = TensorFacts(
+                storage=storage,
+                storage_bytes=self.size(tensor.untyped_storage().nbytes()),
+                shape=tuple(map(self.size, tensor.shape)),
+                strides=tuple(map(self.size, tensor.stride())),
+                dtype=tensor.dtype,
+            )
+            self._like[id(tensor)] = tensor, found
+            return found
+        return replace(known[1], storage=storage)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import sympy
 import torch
@@ -86,11 +87,14 @@ class Ledger:
         self._fuses = fuses
         self._transients: dict[fx.Node, sympy.Expr] = {}
         self._works: dict[fx.Node, tuple[Work, Work] | None] = {}
+        self._known_transients: dict[tuple[object, ...], sympy.Expr] = {}
+        self._known_works: dict[tuple[object, ...], tuple[Work, Work] | None] = {}
 
     def at(self, sp: int) -> Ledger:
         """Returns the same for groups of so many ranks, with all that does not depend on it."""
         other = copy.copy(self)
         other._sp = sp
+        other._known_works = {}
         other._works = {
             n: w for n, w in self._works.items() if w is None or not _depends_on_ranks(w[0])
         }
@@ -98,15 +102,42 @@ class Ledger:
 
     def transient(self, node: fx.Node) -> sympy.Expr:
         """Returns the bytes that a call has besides its outputs."""
-        if node not in self._transients:
-            self._transients[node] = transient_bytes(node, self.facts, self._threads)
-        return self._transients[node]
+        found = self._transients.get(node)
+        if found is None:
+            like = self._like(node)
+            found = self._known_transients.get(like)
+            if found is None:
+                found = transient_bytes(node, self.facts, self._threads)
+                self._known_transients[like] = found
+            self._transients[node] = found
+        return found
+
+    def _like(self, node: fx.Node) -> tuple[object, ...]:
+        """Equal for calls that cost the same: those of one op and the same fake tensors.
+
+        Blocks that repeat share their fake tensors, which the nodes keep alive.
+        """
+        inputs = node.all_input_nodes
+        place = {n: i for i, n in enumerate(inputs)}
+        alike = [id(n.meta.get("val")) for n in inputs]
+        own = [t.storage for n in (*inputs, node) for t in self.facts.of(n)]
+        first = [own.index(s) for s in own]
+
+        def plain(leaf: Any) -> Any:
+            return ("input", place[leaf]) if isinstance(leaf, fx.Node) else leaf
+
+        arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), plain)
+        return node.target, id(node.meta.get("val")), *alike, *first, repr(arguments)
 
     def work(self, node: fx.Node, *, forward: bool) -> Work | None:
         """Returns the cost of a call, None for what costs nothing (a view)."""
         if node not in self._works:
-            own = work_of(node, self.facts, self._sp, forward=True)
-            self._works[node] = None if own is None else (own, replace(own, forward=False))
+            like = self._like(node)
+            if like not in self._known_works:
+                own = work_of(node, self.facts, self._sp, forward=True)
+                both = None if own is None else (own, replace(own, forward=False))
+                self._known_works[like] = both
+            self._works[node] = self._known_works[like]
         both = self._works[node]
         return None if both is None else both[0 if forward else 1]
 
