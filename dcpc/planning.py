@@ -18,7 +18,7 @@ from dcpc.passes.crossovers import crossover_lines
 from dcpc.progress import tracked
 from dcpc.source import variant_source
 from dcpc.symbolic_profile import ReportRow, render_report
-from dcpc.variants import Variants
+from dcpc.variants import NEAR, Variants
 
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
 MOST_SAMPLES = 1 << 12
@@ -90,6 +90,12 @@ class Planned:
         for note in dict.fromkeys(note for v in self.traces for note in v.program.notes):
             alike.setdefault(re.sub(r"_\d+", "", note), []).append(note)
         notes = [first + f" (and {len(m)} more like it)" * bool(m) for first, *m in alike.values()]
+        near = sum(v.near_count for v in self.traces)
+        if near:
+            notes.append(
+                f"{near} settings are split as other lengths or degrees are: at most {NEAR:.1%} "
+                "above the least cost"
+            )
         error = self.traces[0].device.seconds_error
         if error is not None:
             notes.append(f"seconds are calibrated: ± {error:.1%} where they were measured")

@@ -380,6 +380,11 @@ class Variants:
         return False
 
     @property
+    def near_count(self) -> int:
+        """Placements of a plan that were made for other lengths or degrees and are not the best."""
+        return self.planner._near.taken
+
+    @property
     def compiled_count(self) -> int:
         """Variants compiled so far."""
         return sum(map(len, self._variants.values()))

@@ -66,11 +66,15 @@ class NearTies:
         model: of the program.
         fold: which copies of blocks stand for more.
         tolerance: a known choice is taken where it costs at most this share more than the best.
+
+    Attributes:
+        taken: how often one was taken that is not the best.
     """
 
     def __init__(self, model: PlacementModel, fold: Fold | None, tolerance: float) -> None:
         self._model, self._fold, self.tolerance = model, fold, tolerance
         self._known: dict[tuple[int, ...], Choice] = {}
+        self.taken = 0
 
     def know(self, options: tuple[int, ...]) -> Choice:
         """Returns a choice with its indices, which may be taken again from now on.
@@ -96,7 +100,9 @@ class NearTies:
         costs = [choice.cost(prices, shares, sp) for choice in self._known.values()]
         found = int(np.argmin(costs)) if costs else -1
         if found >= 0 and costs[found] <= best_s * (1 + self.tolerance):
-            return [*self._known][found], costs[found]
+            instead = [*self._known][found]
+            self.taken += instead != options
+            return instead, costs[found]
         self.know(options)
         return options, best_s
 

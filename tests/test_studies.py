@@ -1,0 +1,63 @@
+"""One graph for all degrees that split alike: what it predicts is that of the graph that runs."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import dcpc
+from dcpc.api import plan
+from dcpc.studies import split_constants
+from dcpc.symbolic_profile import Ledger, evaluator
+from dcpc.variants import Variants
+from models.gpt import GPT, GPTConfig
+
+INPUTS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
+LONG = {"seq": 4096}
+
+
+@cache
+def variants() -> Variants:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=64, dim=64, n_layers=2, n_heads=8))
+    buckets = dcpc.Buckets(INPUTS, [{"seq": 32}, LONG])
+    planned = plan(
+        model, buckets, world=4, memory=1e12, device="h200", backend="eager", attention="heads"
+    )
+    return planned.variants
+
+
+@pytest.mark.parametrize("seq", [512, 1001, 4096])
+@pytest.mark.parametrize("sp", [2, 4, 8])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_prediction_is_that_of_the_graph_that_runs(sp, seq, share):
+    sizes = {"seq": seq, "batch": 1}
+    placement = variants().placement({**LONG, "batch": 1}, sp)
+    assert split_constants(variants().program, placement), "heads are split"
+    recompute = round(share * variants().steps(placement))
+    lowering = variants().lowering(placement)
+    ledger = Ledger(lowering.joint.names, sp)
+    schedule = lowering.schedule(variants().made_again(placement, recompute))
+    own = evaluator(ledger.profile(ledger.costs(schedule)))
+    symbols = variants().program.symbols
+    dims = {symbols[n]: s for n, s in sizes.items()}
+    local = {i.name: i.value(dims, sp, 0) for i in lowering.lowered.integers}
+    found = variants().predict(placement, recompute, sizes)
+    assert found.peak_bytes == own.peak_bytes(local)
+    assert found.saved_bytes == own.saved_bytes(local)
+    assert found.flops == own.flops(local)
+    assert found.wire_bytes == own.wire_bytes(local)
+    assert found.seconds_s == pytest.approx(own.seconds(local, variants().device), rel=1e-9)
+
+
+def test_degrees_have_one_graph_when_they_split_alike():
+    first, second = (variants().placement({**LONG, "batch": 1}, sp) for sp in (2, 4))
+    assert first.nodes == second.nodes, "the case is one of equal splits"
+    assert variants().menu(first) is variants().menu(second)
+
+
+def test_profile_has_no_symbol_for_a_piece_that_is_a_number():
+    placement = variants().placement({**LONG, "batch": 1}, 4)
+    names = {s.name for s in variants().profile(placement, 0).symbols}
+    assert "seq_length" in names
+    assert not any(name.startswith("factor") for name in names)
