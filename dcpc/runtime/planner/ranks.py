@@ -21,7 +21,8 @@ class FreeRanks:
 
     @staticmethod
     def all(ranks: int, node_ranks: int) -> "FreeRanks":
-        """Every rank free."""
+        """Every rank free; a node of more ranks than there are is one of all of them."""
+        node_ranks = max(1, min(node_ranks, ranks))
         low = list(range(0, ranks, node_ranks))
         return FreeRanks(node_ranks, low, [min(x + node_ranks, ranks) for x in low])
 
