@@ -71,6 +71,7 @@ class Problem:
 
     calls: list[Call]
     reads: list[tuple[int, ...]] = field(default_factory=list)
+    _wiring: _Wiring | None = None
 
     @classmethod
     def of(cls, block: Sequence[Call], outside: set[str]) -> Problem:
@@ -121,25 +122,20 @@ class Problem:
         """
         n = len(self.calls)
         source, sink = 2 * n, 2 * n + 1
+        if self._wiring is None:
+            self._wiring = _Wiring.of(self)
+        wiring = self._wiring
         finite = np.concatenate([price[np.isfinite(price)], cost[np.isfinite(cost)]])
         unit = SCALE / (float(finite.sum()) or 1.0)
 
-        def capacity(value: float) -> int:
-            return min(round(value * unit), INFINITE) if np.isfinite(value) else INFINITE
+        def capacity(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+            scaled = np.where(np.isfinite(values), np.rint(values * unit), INFINITE)
+            return np.minimum(scaled, INFINITE)
 
-        edges: dict[tuple[int, int], int] = {}
-        for v, call in enumerate(self.calls):
-            if call.needed:
-                edges[source, 2 * v] = INFINITE
-            edges[2 * v, 2 * v + 1] = capacity(price[v])
-            edges[2 * v + 1, sink] = capacity(cost[v])
-            for u in self.reads[v]:
-                edges[2 * v + 1, 2 * u] = INFINITE
-        rows, columns = zip(*edges, strict=True)
-        graph = csr_matrix(
-            (np.array(list(edges.values()), dtype=np.int32), (rows, columns)),
-            shape=(2 * n + 2, 2 * n + 2),
-        )
+        data = np.full(len(wiring.columns), INFINITE, dtype=np.int32)
+        data[wiring.prices], data[wiring.costs] = capacity(price), capacity(cost)
+        shape = (2 * n + 2, 2 * n + 2)
+        graph = csr_matrix((data, wiring.columns, wiring.starts), shape=shape)
         flow = maximum_flow(graph, source, sink).flow
         left = (graph - flow).tocsr()
         left.data = (left.data > 0).astype(np.int32)
@@ -148,6 +144,43 @@ class Problem:
         found = self.choice(v for v in range(n) if 2 * v in there and 2 * v + 1 not in there)
         assert found is not None, "a cut never saves what cannot be saved"
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Wiring:
+    """The edges of a problem's cuts, row by row.
+
+    Attributes:
+        starts: `[nodes + 1]`, where each row starts.
+        columns: `[edges]`.
+        prices: of each value: the edge from it to that it is made again.
+        costs: the edge from that on to the sink.
+    """
+
+    starts: npt.NDArray[np.int32]
+    columns: npt.NDArray[np.int32]
+    prices: npt.NDArray[np.intp]
+    costs: npt.NDArray[np.intp]
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Wiring:
+        """Returns the edges of a problem."""
+        n = len(problem.calls)
+        source, sink = 2 * n, 2 * n + 1
+        edges: set[tuple[int, int]] = set()
+        for v, call in enumerate(problem.calls):
+            edges |= {(source, 2 * v)} if call.needed else set()
+            edges |= {(2 * v, 2 * v + 1), (2 * v + 1, sink)}
+            edges |= {(2 * v + 1, 2 * u) for u in problem.reads[v]}
+        ordered = sorted(edges)
+        number = {edge: i for i, edge in enumerate(ordered)}
+        rows, columns = np.array(ordered, dtype=np.int32).reshape(-1, 2).T
+        return cls(
+            starts=np.searchsorted(rows, np.arange(2 * n + 3)).astype(np.int32),
+            columns=columns.copy(),
+            prices=np.array([number[2 * v, 2 * v + 1] for v in range(n)], np.intp),
+            costs=np.array([number[2 * v + 1, sink] for v in range(n)], np.intp),
+        )
 
 
 def hull(problem: Problem) -> list[Choice]:
