@@ -22,8 +22,9 @@
     longest_ratio_error    median relative error of the ratio of two ways' seconds at the longest
                            length, of the number of ranks where it is larger
 
-Seconds are the slowest rank's by the clock on the wall; ranks have one thread each and share the
-machine's cores, also with whatever else runs on it. The prediction is calibrated on the spot.
+Seconds are the slowest rank's by the clock on the wall, the lower quartile of the rounds; ranks
+have one thread each and share the machine's cores, also with whatever else runs on it. The
+prediction is calibrated on the spot.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def print_times(times: Times) -> None:
     cores = os.cpu_count()
     print_table(
         f"{times.p} gloo ranks of one thread on {cores} cores: ms of forward and backward "
-        f"(predicted), median of {times.rounds} rounds, load {os.getloadavg()[0]:.1f}",
+        f"(predicted), lower quartile of {times.rounds} rounds, load {os.getloadavg()[0]:.1f}",
         ("length", *times.ways, "fastest", "predicted"),
         times.rows(),
     )

@@ -25,7 +25,7 @@ from dcpc.symbolic_profile import evaluator
 from dcpc.variants import group_name
 
 ITEM_BYTES = 8  # of float64
-TIMEOUT_S = 900.0
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)

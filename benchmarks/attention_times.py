@@ -37,6 +37,8 @@ INPUTS = {"x": f"float32[batch, seq, {DIM}]"}
 TIMEOUT_S = 600.0
 SHARE = 0.1  # two ways cross clearly if either is faster by so much at one end of the lengths
 
+FEWEST_ROUNDS = 3
+
 Key = tuple[str, int]  # how it is split, length
 
 
@@ -64,7 +66,7 @@ class Plan:
     Attributes:
         lengths: ascending.
         rounds: at most; every round runs every way at every length.
-        limit_s: no round begins later than this after the first.
+        limit_s: no round begins later than this after the first, but for `FEWEST_ROUNDS`.
         budget_s: of calibrating, on each number of ranks.
     """
 
@@ -80,7 +82,8 @@ class Times:
 
     Attributes:
         p: ranks.
-        measured_s: median over the rounds of the slowest rank's seconds.
+        measured_s: of the slowest rank, the lower quartile of the rounds: other processes only
+            ever make it longer.
         predicted_s: by the calibrated device.
         rounds: that were measured.
     """
@@ -252,12 +255,13 @@ def on_rank(rank: int, prepared: Prepared, known: Fits | None) -> tuple[Times, F
     while len(rounds) <= plan.rounds:
         late = torch.tensor(float(time.perf_counter() - begin_s > plan.limit_s))
         dist.all_reduce(late, dist.ReduceOp.MAX)
-        if late.item() and len(rounds) > 1:
+        if late.item() and len(rounds) > FEWEST_ROUNDS:
             break
         rounds.append([_seconds(prepared, splits[way], n, rank) for way, n in keys])
     spent = torch.tensor(rounds[1:], dtype=torch.float64)  # the first warms up
     dist.all_reduce(spent, dist.ReduceOp.MAX)
-    measured = dict(zip(keys, spent.median(dim=0).values.tolist(), strict=True))
+    low = spent.sort(dim=0).values[len(spent) // 4]
+    measured = dict(zip(keys, low.tolist(), strict=True))
     cores = os.cpu_count() or 1
     predicted = {}
     for way, n in keys:
