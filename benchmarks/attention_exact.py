@@ -181,9 +181,11 @@ def run(split: Split, length: int, kind: Kind, group: dist.ProcessGroup) -> tupl
     with recorded() as sent:
         loss = variant([named[p] for p in variant.placeholders], integers)
         loss.backward()
-    for parameter in split.model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
+    gradients = [p.grad for p in split.model.parameters() if p.grad is not None]
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
     return loss.detach(), sent
 
 
