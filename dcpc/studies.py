@@ -125,7 +125,7 @@ def structure_of(
 
 
 def split_constants(program: Program, placement: Placement) -> dict[int, int]:
-    """Returns the factors of constant size that a placement splits: key -> longest piece."""
+    """Returns the factors of constant size that a placement splits: key -> size."""
     found: dict[int, int] = {}
     for node in program.gm.graph.nodes:
         chosen = placement.nodes.get(node.name)
@@ -137,7 +137,7 @@ def split_constants(program: Program, placement: Placement) -> dict[int, int]:
             if label.sharded:
                 factor = placement.factors[tensor.name][label.dim][label.index]
                 if factor.size.is_Integer:
-                    found[factor.key] = -(-int(factor.size) // placement.sp)
+                    found[factor.key] = int(factor.size)
     return found
 
 

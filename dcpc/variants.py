@@ -237,12 +237,12 @@ class Variants:
 
     def _structure(self, placement: Placement, number: int, backend: str) -> Structure:
         """Returns what placements have in common that split alike at any degree."""
-        pieces = split_constants(self.program, placement)
-        single = frozenset(key for key, longest in pieces.items() if longest == 1)
+        constants = split_constants(self.program, placement)
+        single = frozenset(key for key, size in constants.items() if size == placement.sp)
         key = (self._splits[number], single, backend)
         if key not in self._structures:
             rings = (chosen.across for chosen in placement.nodes.values())
-            lowering = self._for_any_degree(placement, backend) if pieces else None
+            lowering = self._for_any_degree(placement, backend) if constants else None
             self._structures[key] = structure_of(
                 lowering or self.lowering(placement, None, backend),
                 placement.sp if single or placement.sp == 1 else 2 * max(rings),

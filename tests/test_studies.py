@@ -1,5 +1,6 @@
 """One graph for all degrees that split alike: what it predicts is that of the graph that runs."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -48,6 +49,15 @@ def test_prediction_is_that_of_the_graph_that_runs(sp, seq, share):
     assert found.flops == own.flops(local)
     assert found.wire_bytes == own.wire_bytes(local)
     assert found.seconds_s == pytest.approx(own.seconds(local, variants().device), rel=1e-9)
+
+
+def test_graph_is_another_when_a_piece_of_a_constant_is_one_element():
+    """It is a number then; of more ranks than elements some have none, and it is none."""
+    at = {sp: variants().placement({**LONG, "batch": 1}, sp) for sp in (4, 8)}
+    at[16] = replace(at[8], sp=16)
+    menus = {sp: variants().menu(placement) for sp, placement in at.items()}
+    assert menus[8] is not menus[4]
+    assert menus[16] is not menus[8]
 
 
 def test_degrees_have_one_graph_when_they_split_alike():
