@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dcpc.codegen.lower import lower
-from dcpc.codegen.pieces import piece
+from dcpc.codegen.pieces import runs
 from dcpc.ir import REPLICATED, NodePlacement, Placement, Program, TensorInfo
 from dcpc.passes.rule_types import OpSharding
 from dcpc.passes.sharding import Alternative, Sharding, analyse
@@ -128,6 +128,8 @@ def check_result(case: Case, p: int) -> int:
         assert alternative.nonempty == (alternative.name in rule.nonempty)
         if not alternative.nonempty or size >= p:
             check_pieces(case, program, sharding, alternative, p, whole)
+            if p == 2:  # a rank's piece may be two runs of elements, one from either end
+                check_pieces(case, program, sharding, alternative, p, whole, zigzag=True)
             count += 1
     for alternative in alternatives:
         if any(label.partial for label in alternative.operands):
@@ -150,14 +152,24 @@ def read_by_another(program: Program) -> Program:
 
 
 def check_pieces(
-    case: Case, program: Program, sharding: Sharding, chosen: Alternative, p: int, whole: Tensor
+    case: Case,
+    program: Program,
+    sharding: Sharding,
+    chosen: Alternative,
+    p: int,
+    whole: Tensor,
+    zigzag: bool = False,
 ) -> None:
     nodes = {n: NodePlacement((), REPLICATED) for n in sharding.factors}
     nodes[program.loss] = NodePlacement(chosen.operands, chosen.output, chosen.name)
     reader = read_by_another(program)
     nodes[reader.loss] = NodePlacement((chosen.output,), chosen.output, "reader")
     factors = {**sharding.factors, reader.loss: sharding.factors[program.loss]}
-    placement = Placement(p, nodes, factors, sharding.parents, 0.0, 0, "one call")
+    every = {f.key: f for of in factors.values() for dim in of for f in dim}
+    split = every[chosen.factor]
+    root = split.key if split.parent < 0 else split.parent
+    ends = frozenset({root}) if zigzag else frozenset()
+    placement = Placement(p, nodes, factors, sharding.parents, 0.0, 0, "one call", ends)
     lowered = lower(reader, placement, "no group")
     local = next(n for n in lowered.gm.graph.nodes if n.meta.get("dcpc") == reader.loss)
     for node in [n for n in reversed(lowered.gm.graph.nodes) if n > local]:
@@ -168,28 +180,29 @@ def check_pieces(
     for rank in range(p):
         values = [case.tensors, [i.value(case.dims, p, rank) for i in lowered.integers]]
         results.append(fx.Interpreter(lowered.gm).run(*values[0], *values[1]))
-    where = f"{case.op} sharded along {chosen.name} by {p}"
+    where = f"{case.op} sharded along {chosen.name} by {p}" + " zigzag" * zigzag
     if chosen.output.partial:
         same(sum(results[1:], results[0]), whole, where)
         return
     for rank, result in enumerate(results):
         factors = sharding.factors[program.loss]
-        want = cut(whole, factors, sharding, chosen, (p, rank), case.dims)
+        want = cut(whole, factors, sharding, chosen, (p, rank), case.dims, zigzag)
         same(result, want, f"{where}, rank {rank}", case.has_values)
 
 
 def cut(
     whole: Tensor, factors: Any, sharding: Sharding, chosen: Alternative, at: tuple[int, int],
-    dims: Mapping[sympy.Symbol, int],
+    dims: Mapping[sympy.Symbol, int], zigzag: bool,
 ) -> Tensor:  # fmt: skip
     """One rank's piece of a value: its dim is a product of factors, one of which is cut."""
     dim, index = chosen.output.dim, chosen.output.index
     sizes = [int(f.size.subs(dims)) for f in factors[dim]]
     factor = factors[dim][index]
     parent = sharding.parents[factor.parent].size if factor.parent >= 0 else factor.size
-    start, length = piece(sizes[index], int(parent.subs(dims)), factor.shift, *at)
-    taken = whole.unflatten(dim, sizes).narrow(dim + index, start, length)
-    sizes[index] = length
+    mine = runs(sizes[index], int(parent.subs(dims)), factor.shift, *at, zigzag)
+    taken = whole.unflatten(dim, sizes)
+    taken = torch.cat([taken.narrow(dim + index, *run) for run in mine], dim + index)
+    sizes[index] = taken.shape[dim + index]
     return taken.reshape(*whole.shape[:dim], prod(sizes), *whole.shape[dim + 1 :])
 
 
