@@ -247,6 +247,10 @@ def _least_recompute(row: Callable[[int], Row], count: int) -> Row:
     if count > 1:
         tried[count - 1] = row(count - 1)
     fitting = [k for k, r in tried.items() if r.fits]
+    for k in (count * 3 // 4, count // 2):  # to make all again can peak higher than most of it
+        if not fitting and k not in tried:
+            tried[k] = row(k)
+            fitting = [k] * tried[k].fits
     if not fitting:
         return min(tried.values(), key=lambda r: r.needed_bytes)
     low, high = 0, min(fitting)
