@@ -26,7 +26,7 @@ from dcpc.symbolic_profile import evaluator
 from dcpc.variants import group_name
 
 ITEM_BYTES = 8  # of float64
-TIMEOUT_S = 300.0
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
