@@ -58,7 +58,7 @@ WORKERS = 2
 WORLDS = (2, 4)  # that are timed
 MOST_RANKS = 16  # for which pairs are counted
 EXACT = 1e-10
-QUICK = Plan(lengths=(64, 256, 1024, 2048), rounds=5, limit_s=3.0, budget_s=2.0)
+QUICK = Plan(lengths=(64, 256, 1024, 2048), rounds=3, limit_s=1.0, budget_s=1.5)
 FULL = Plan(
     lengths=(64, 128, 256, 512, 1024, 2048, 4096, 8192), rounds=9, limit_s=90.0, budget_s=20.0
 )
