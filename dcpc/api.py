@@ -200,6 +200,8 @@ def plan(
         warn_derived({op: v for b in by_bucket.values() for op, v in b.sharding.derived.items()})
     with casting(kind, None):  # what is traced now has its casts already
         plans, tables = plan_buckets(by_bucket, request)
+    for variants in by_bucket.values():
+        variants.settle()
     return Planned(by_bucket, plans, tables, request, autocast)
 
 

@@ -79,6 +79,8 @@ class Variants:
         self._placement_model = PlacementModel(program, sharding)
         self._near = NearTies(self._placement_model, self._copies({}), NEAR)
         self._placements: dict[tuple[object, ...], Placement] = {}
+        self._supposed: dict[tuple[object, ...], Placement] = {}  # near ones, after the plan
+        self._settled = False
         self._tracers: dict[str, Tracer] = {}
         self._lowerings: dict[tuple[object, ...], Lowering] = {}
         self._partitions: dict[tuple[object, ...], Partition] = {}
@@ -113,12 +115,23 @@ class Variants:
             sizes: length of every dim.
             sp: ranks of the group.
             near: whether it may be one made for other sizes, at most `NEAR` from the best. What
-                those are depends on what was asked for before: only for what all ranks ask alike.
+                those are depends on what was asked for before.
         """
         key = (sp, tuple(sorted(sizes.items())) if sp > 1 else ())
-        if key not in self._placements:
-            self._placements[key] = self._place(sizes, sp, near)
-        return self._placements[key]
+        supposed = near and self._settled
+        known = self._supposed if supposed and key not in self._placements else self._placements
+        if key not in known:
+            known[key] = self._place(sizes, sp, near)
+        return known[key]
+
+    def settle(self) -> None:
+        """Says that the plan, which all ranks make alike, is made.
+
+        What one rank asks for from now on with `near`, as for a report, no other call returns.
+        """
+        self._settled = True
+        if self.planner is not self:
+            self.planner.settle()
 
     def _place(self, sizes: Sizes, sp: int, near: bool) -> Placement:
         planner = self.planner

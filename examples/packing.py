@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dcpc.codegen.collectives import all_to_all, piece
+from dcpc.codegen.collectives import all_to_all
+from dcpc.codegen.pieces import piece
 from dcpc.runtime.planner.rooms import best_fit
 from dcpc.runtime.plans import StepPlan
 from examples.baselines import Dcpc
@@ -120,7 +121,8 @@ def _exchange(x: Tensor, gather: int, size: int, scatter: int, length: int, shar
     if share.sp == 1:
         return x
     whole = x.shape[scatter]
-    return all_to_all(x, gather, size, size, 0, scatter, length, whole, 0, share.group)
+    gathered = (gather, size, size, 0, False)
+    return all_to_all(x, *gathered, scatter, length, whole, 0, False, share.group)
 
 
 class PackedSp:

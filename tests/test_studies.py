@@ -18,12 +18,12 @@ LONG = {"seq": 4096}
 
 
 @cache
-def variants() -> Variants:
+def variants(attention: str = "heads") -> Variants:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=64, dim=64, n_layers=2, n_heads=8))
     buckets = dcpc.Buckets(INPUTS, [{"seq": 32}, LONG])
     planned = plan(
-        model, buckets, world=4, memory=1e12, device="h200", backend="eager", attention="heads"
+        model, buckets, world=4, memory=1e12, device="h200", backend="eager", attention=attention
     )
     return planned.variants
 
@@ -32,23 +32,46 @@ def variants() -> Variants:
 @pytest.mark.parametrize("sp", [2, 4, 8])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_prediction_is_that_of_the_graph_that_runs(sp, seq, share):
-    sizes = {"seq": seq, "batch": 1}
     placement = variants().placement({**LONG, "batch": 1}, sp)
     assert split_constants(variants().program, placement), "heads are split"
-    recompute = round(share * variants().steps(placement))
-    lowering = variants().lowering(placement)
+    check(variants(), {"seq": seq, "batch": 1}, sp, share)
+
+
+@pytest.mark.parametrize(("attention", "sp"), [("gathered", 4), ("ring", 4), ("hybrid", 8)])
+def test_prediction_of_other_lowerings_too(attention, sp):
+    mine = variants(attention)
+    for other in (2, sp):  # the graph of one degree serves another
+        if attention != "hybrid" or other != 2:
+            check(mine, {"seq": 1024, "batch": 1}, other, 0.5)
+
+
+def check(mine: Variants, sizes: dict[str, int], sp: int, share: float) -> None:
+    placement = mine.placement({**LONG, "batch": 1}, sp)
+    recompute = round(share * mine.steps(placement))
+    lowering = mine.lowering(placement)
     ledger = Ledger(lowering.joint.names, sp)
-    schedule = lowering.schedule(variants().made_again(placement, recompute))
+    schedule = lowering.schedule(mine.made_again(placement, recompute))
     own = evaluator(ledger.profile(ledger.costs(schedule)))
-    symbols = variants().program.symbols
-    dims = {symbols[n]: s for n, s in sizes.items()}
+    dims = {mine.program.symbols[n]: s for n, s in sizes.items()}
     local = {i.name: i.value(dims, sp, 0) for i in lowering.lowered.integers}
-    found = variants().predict(placement, recompute, sizes)
+    found = mine.predict(placement, recompute, sizes)
     assert found.peak_bytes == own.peak_bytes(local)
     assert found.saved_bytes == own.saved_bytes(local)
     assert found.flops == own.flops(local)
     assert found.wire_bytes == own.wire_bytes(local)
-    assert found.seconds_s == pytest.approx(own.seconds(local, variants().device), rel=1e-9)
+    assert found.seconds_s == pytest.approx(own.seconds(local, mine.device), rel=1e-9)
+
+
+def test_what_a_report_supposes_no_call_uses(monkeypatch):
+    """Only one rank makes reports: what it asks for must not change how it runs."""
+    monkeypatch.setattr("dcpc.variants.NEAR", 1e9)  # anything is near
+    mine = variants.__wrapped__("auto")
+    sizes = {"seq": 2048, "batch": 1}
+    supposed = mine.placement(sizes, 4, near=True)
+    run = mine.placement(sizes, 4)
+    alone = variants.__wrapped__("auto").placement(sizes, 4)
+    assert run.nodes == alone.nodes
+    assert supposed.cost_s > run.cost_s
 
 
 def test_graph_is_another_when_a_piece_of_a_constant_is_one_element():
