@@ -4,7 +4,7 @@ A row a model: which dims its one trace keeps symbolic, the largest relative dif
 gradients from the plain model's in float64 (batch 1, lengths the ranks do not divide), the share of
 its FLOPs that is split, collectives in forward, ops that are replicated for want of a rule.
 Each is run again with every way to split attention that applies (`dcpc/passes/lowerings.py`).
-`--quick` takes models of one layer instead of two, at sp 2 alone.
+`--quick` takes models of one layer instead of two, at sp 2 alone, and of these ways the ring.
 `--more` runs other architectures of the same libraries too; the figures are of the named ones.
 """
 
@@ -25,6 +25,7 @@ from benchmarks.harness import Cell, parser, print_table, write_report
 from benchmarks.zoo_models import DEPTH, NAMED, ZooModel
 from dcpc.acceptance import Prepared, Verdict, compare, nan_as_infinite, prepare
 from dcpc.buckets import Buckets
+from dcpc.passes.lowerings import LOWERINGS
 from dcpc.runtime.local_ranks import run_ranks
 
 WORKERS = 2  # processes that trace at a time
@@ -38,7 +39,7 @@ def table(which: str) -> Mapping[str, ZooModel]:
     return found
 
 
-def prepared(model: ZooModel, sp: int) -> Prepared | Verdict:
+def prepared(model: ZooModel, sp: int, ways: Sequence[str]) -> Prepared | Verdict:
     """Returns one model traced, placed and lowered for a group of `sp` ranks."""
     shapes = {tuple(sorted(s.items())): s for s in (*model.sizes, model.coverage_sizes)}
     buckets = Buckets(inputs=model.inputs, sizes=list(shapes.values()))
@@ -49,7 +50,7 @@ def prepared(model: ZooModel, sp: int) -> Prepared | Verdict:
         sp,
         large=model.coverage_sizes,
         example=model.example,
-        lowerings=True,
+        lowerings=ways,
     )
 
 
@@ -58,7 +59,9 @@ def on_rank(rank: int, model: Prepared) -> Verdict:
     return compare(model, lift=False)
 
 
-def judged(which: str, name: str, sp: int, timeout_s: float, layers: int) -> Verdict:
+def judged(
+    which: str, name: str, sp: int, timeout_s: float, layers: int, ways: Sequence[str]
+) -> Verdict:
     """Returns the verdict on a model: traced once, then run by `sp` gloo ranks.
 
     The ranks are forked from the process that traced, so that the trace, most of the work, is made
@@ -70,7 +73,7 @@ def judged(which: str, name: str, sp: int, timeout_s: float, layers: int) -> Ver
     # Autograd starts a thread for each GPU, and a process that has some cannot be forked.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     DEPTH["layers"] = layers
-    model = prepared(table(which)[name], sp)
+    model = prepared(table(which)[name], sp, ways)
     if isinstance(model, Verdict):
         return model
     found = _by_ranks(model, sp, timeout_s)
@@ -94,14 +97,17 @@ def verdicts(
     timeout_s: float,
     layers: int = 2,
     start: str = "spawn",
+    ways: Sequence[str] = LOWERINGS,
 ) -> dict[str, Verdict]:
     """Returns the verdict on each model; `workers` processes trace and fork at a time.
 
     The last of the table are the largest and start first. `start` is how the workers do: forks of a
-    process that has done nothing but imports need not import again.
+    process that has done nothing but imports need not import again. `ways` are those to split
+    attention that are compared besides what costs least.
     """
     with ProcessPoolExecutor(workers, multiprocessing.get_context(start)) as pool:
-        jobs = {n: pool.submit(judged, which, n, sp, timeout_s, layers) for n in reversed(names)}
+        rest = (sp, timeout_s, layers, ways)
+        jobs = {n: pool.submit(judged, which, n, *rest) for n in reversed(names)}
         return {n: jobs[n].result() for n in names}
 
 
@@ -152,7 +158,8 @@ def main() -> None:
     layers = 1 if args.quick else 2
     found: dict[tuple[str, int], Verdict] = {}
     for sp in degrees:
-        mine = verdicts("named", named, sp, WORKERS, 3600.0, layers, start="fork")
+        ways = ("ring",) if args.quick else LOWERINGS
+        mine = verdicts("named", named, sp, WORKERS, 3600.0, layers, start="fork", ways=ways)
         found |= {(name, sp): v for name, v in mine.items()}
     others: dict[tuple[str, int], Verdict] = {}
     if args.more:

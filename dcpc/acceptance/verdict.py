@@ -222,7 +222,7 @@ def prepare(
     example: Example | None = None,
     recomputes: Sequence[str] = ("none",),
     attention: str = "auto",
-    lowerings: bool = False,
+    lowerings: Sequence[str] = (),
 ) -> Prepared | Verdict:
     """Returns a model ready to be compared, or the verdict that it cannot be; needs no group.
 
@@ -237,7 +237,7 @@ def prepare(
         example: see `exactness.example_inputs`.
         recomputes: "none" and "all", or one of them.
         attention: how attention is split, see `passes/lowerings.py`.
-        lowerings: whether it is also compared by every lowering that some attention can have.
+        lowerings: of attention by which it is compared besides, where some attention can have it.
     """
     try:
         torch.manual_seed(0)
@@ -247,7 +247,8 @@ def prepare(
         at = large or _largest(shapes)
         split = Split(model, wide, at, sp=sp, attention=attention)
         _refuse_draws(split)
-        others = {way: split.of("eager", sp, way) for way in split.lowerings()} if lowerings else {}
+        ways = [way for way in split.lowerings() if way in lowerings]
+        others = {way: split.of("eager", sp, way) for way in ways}
         for sizes, recompute in product(taken, recomputes):
             split.ready(sizes, recompute)
             for other in others.values():
