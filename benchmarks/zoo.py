@@ -4,7 +4,8 @@ A row a model: which dims its one trace keeps symbolic, the largest relative dif
 gradients from the plain model's in float64 (batch 1, lengths the ranks do not divide), the share of
 its FLOPs that is split, collectives in forward, ops that are replicated for want of a rule.
 Each is run again with every way to split attention that applies (`dcpc/passes/lowerings.py`).
-`--quick` takes models of one layer instead of two, at sp 2 alone, and of these ways the ring.
+`--quick` takes models of one layer instead of two, at sp 2 alone, and of these ways the ring in
+three of them.
 `--more` runs other architectures of the same libraries too; the figures are of the named ones.
 """
 
@@ -28,6 +29,8 @@ from dcpc.buckets import Buckets
 from dcpc.passes.lowerings import LOWERINGS
 from dcpc.runtime.local_ranks import run_ranks
 
+# A window, cross-attention with a learned bias, patches: what a ring may get wrong.
+QUICK_RINGS = ("transformers Mistral", "transformers T5", "diffusers PixArt")
 WORKERS = 2  # processes that trace at a time
 TABLES = {"named": "benchmarks.zoo_models:NAMED", "more": "benchmarks.zoo_more:MORE"}
 
@@ -97,17 +100,20 @@ def verdicts(
     timeout_s: float,
     layers: int = 2,
     start: str = "spawn",
-    ways: Sequence[str] = LOWERINGS,
+    ways: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Verdict]:
     """Returns the verdict on each model; `workers` processes trace and fork at a time.
 
     The last of the table are the largest and start first. `start` is how the workers do: forks of a
     process that has done nothing but imports need not import again. `ways` are those to split
-    attention that are compared besides what costs least.
+    a model's attention that are compared besides what costs least; default: all.
     """
     with ProcessPoolExecutor(workers, multiprocessing.get_context(start)) as pool:
-        rest = (sp, timeout_s, layers, ways)
-        jobs = {n: pool.submit(judged, which, n, *rest) for n in reversed(names)}
+        ways = dict.fromkeys(names, LOWERINGS) if ways is None else ways
+        rest = (sp, timeout_s, layers)
+        jobs = {
+            n: pool.submit(judged, which, n, *rest, ways.get(n, ())) for n in reversed(names)
+        }
         return {n: jobs[n].result() for n in names}
 
 
@@ -158,7 +164,8 @@ def main() -> None:
     layers = 1 if args.quick else 2
     found: dict[tuple[str, int], Verdict] = {}
     for sp in degrees:
-        ways = ("ring",) if args.quick else LOWERINGS
+        rings = dict.fromkeys(QUICK_RINGS, ("ring",))
+        ways = rings if args.quick else None
         mine = verdicts("named", named, sp, WORKERS, 3600.0, layers, start="fork", ways=ways)
         found |= {(name, sp): v for name, v in mine.items()}
     others: dict[tuple[str, int], Verdict] = {}

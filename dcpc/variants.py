@@ -47,6 +47,7 @@ class Variants:
             default: those of the trace.
         folded: what the program stands for, where it is a folded one.
         fewest: copies of a block from which on three of them are planned for all.
+        like: others of the same program, whose derivatives of calls are used.
 
     Attributes:
         planner: what places and prices: the variants of the folded program, or these themselves.
@@ -62,6 +63,7 @@ class Variants:
         reference: Sizes | None = None,
         folded: Folded | None = None,
         fewest: int = FEWEST,
+        like: Variants | None = None,
     ) -> None:
         self.program, self.sharding, self.device, self.backend = program, sharding, device, backend
         self.reference = {BATCH: 1, **(reference or program.hints)}
@@ -81,7 +83,7 @@ class Variants:
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._supposed: dict[tuple[object, ...], Placement] = {}  # near ones, after the plan
         self._settled = False
-        self._tracers: dict[str, Tracer] = {}
+        self._tracers: dict[str, Tracer] = {} if like is None else like._tracers
         self._lowerings: dict[tuple[object, ...], Lowering] = {}
         self._partitions: dict[tuple[object, ...], Partition] = {}
         self._profiles: dict[tuple[object, ...], Profile] = {}

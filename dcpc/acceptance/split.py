@@ -87,7 +87,9 @@ class Split:
         other.sp = sp
         if attention != self.sharding.attention:
             other.sharding = restricted(self.program, analyse(self.program), attention)
-        other.variants = Variants(self.program, other.sharding, SPLITTING, backend, other.held)
+        other.variants = Variants(
+            self.program, other.sharding, SPLITTING, backend, other.held, like=self.variants
+        )
         if sp != self.sp or attention != self.sharding.attention:
             other.placement = other.variants.placement(self.sizes, sp)
         return other
