@@ -36,7 +36,7 @@ from dcpc.passes.mask_values import (
     negation,
     truth_of,
 )
-from dcpc.passes.segments import segment_of, within
+from dcpc.passes.segments import is_one, segment_of, within
 
 # A number added to a score that leaves nothing of its weight: e to the power of it is 0.
 LOW = -1e4
@@ -157,6 +157,8 @@ class _Mask:
         if self.sizes["i"] != self.sizes["j"]:
             raise _RefusedError("it compares sequences of queries and keys of different lengths")
         rest = [p for p, own in zip(parts, found, strict=True) if own != segment]
+        if is_one(self.reader, segment):
+            return both(*rest), None
         recipe: Recipe = self._looked_up(segment)
         return both(*(within(self.reader, segment, part) for part in rest)), recipe
 

@@ -177,32 +177,48 @@ def _linear(recipe: Expression) -> tuple[dict[Expression, int], int] | None:
     return terms, a[1] + sign * b[1]
 
 
+def is_one(reader: MaskReader, segment: Expression) -> bool:
+    """Returns whether all positions are of one segment, as their numbers are made by `arange`.
+
+    Args:
+        reader: of the program's masks.
+        segment: read at the key.
+    """
+    counted = _counted(reader, segment)
+    return isinstance(counted, Affine) and dict(counted.coefficients) == {"j": 1}
+
+
 def _counts(reader: MaskReader, segment: Expression, query: Expression) -> bool:
     """Whether segments are `cumsum(diff(P) != 1)` of the P that is looked up at the query.
 
     Then P goes up by 1 at every step from one position to the next of one segment: a step that
     does not is counted, and equal counts mean that none was.
     """
+    return bool(_counted(reader, segment) == Data(_at_key(query)))
+
+
+def _counted(reader: MaskReader, segment: Expression) -> Any:
+    """The P, read at the key, of segments that are `cumsum(diff(P) != 1)`; None of others."""
     if segment[0] != "get":
-        return False
+        return None
     _, name, index = segment
     count = next(n for n in reader.program.gm.graph.nodes if n.name == name)
     if _op(count) != "cumsum" or index[-1] != Affine(0, (("j", 1),)):
-        return False
+        return None
     args = arguments(count)
     last = len(index) - 1
     broken = _source(args["self"])
     if args["dim"] % len(index) != last or _op(broken) != "ne":
-        return False
+        return None
     steps, one = (arguments(broken)[key] for key in ("self", "other"))
     if one != 1 or not isinstance(steps, fx.Node) or _op(steps) != "diff":
-        return False
+        return None
     given = arguments(steps)
     first = given["prepend"]
     aligned = isinstance(first, fx.Node) and reader.shape(first)[last] == 1
     if given["n"] != 1 or given["dim"] % len(index) != last or not aligned or given["append"]:
-        return False
-    return reader.read(given["self"], index) == Data(_at_key(query))
+        return None
+    return reader.read(given["self"], index)
 
 
 def _source(node: fx.Node) -> fx.Node:

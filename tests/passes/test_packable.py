@@ -10,9 +10,11 @@ from torch import Tensor, nn
 import dcpc
 from dcpc.ir import Packable
 from dcpc.masks import without_masks
+from dcpc.passes.lowerings import attentions
 from dcpc.passes.packable import packable
 from dcpc.passes.sharding import analyse
 from dcpc.trace import trace
+from tests.multirank.packed_models import POSITIONS, transformers_model
 
 INPUTS = dict.fromkeys(("ids", "segments", "positions", "labels"), "int64[batch, seq]")
 BUCKETS = dcpc.Buckets(inputs=INPUTS, sizes=[{"seq": 12}, {"seq": 41}])
@@ -181,3 +183,15 @@ def test_model_that_would_mix_them_says_where(model):
     found = looked_at(model())
     assert re.search(MISSES[model], found.reason), found
     assert (found.by_positions, found.by_numbers) == (False, False)
+
+
+def test_positions_that_the_model_counts_itself_are_one_sequence():
+    """With use_cache=False a library looks for sequences also where no positions are given."""
+    inputs = {n: POSITIONS[n] for n in ("input_ids", "labels")}
+    sizes = [{"seq": 16}, {"seq": 64}]
+    program = without_masks(trace(transformers_model("llama"), dcpc.Buckets(inputs, sizes)))
+    for node in attentions(program):
+        assert len([a for a in node.args if a is not None]) == 3, "a mask or segments are left"
+        assert node.kwargs["after"] == 0
+    assert not [n for n in program.gm.graph.nodes if "diff" in n.name]
+    assert not program.notes

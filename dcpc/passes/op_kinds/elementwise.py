@@ -66,16 +66,24 @@ def along(call: Call) -> OpSharding:
 def resized(call: Call) -> OpSharding:
     """topk, diff, fft: as `along`, but these dims may have another length in the output."""
     operand, sizes = own(call.input_shape)
-    if len(call.operands) > 1:
+    if len(call.operands) > 1 and call.op != "diff":
         raise NotImplementedError("more than one tensor")
     output, whole = list(operand), set()
+    others = [list(operand) for _ in call.operands[1:]]  # of diff: what comes before and after
     for dim in call.dims(call.along, len(operand)):
         after = call.output.shape[dim]
         output[dim] = (f"after{dim}",) if after != 1 else ()
         sizes |= dict.fromkeys(output[dim], after)
         whole |= {*operand[dim], *output[dim]}
+        for i, (names, other) in enumerate(zip(others, call.operands[1:], strict=True)):
+            length = other.shape[dim]
+            names[dim] = (f"other{i}",) if length != 1 else ()
+            sizes |= dict.fromkeys(names[dim], length)
+            whole |= {*names[dim]}
+    operands = (operand, *map(tuple, others))
     return OpSharding(
-        (operand,), tuple(output), sizes, whole=frozenset(whole), linear=call.linear,
+        operands, tuple(output), sizes, whole=frozenset(whole),
+        linear="none" if others else call.linear,
         nonempty=frozenset(sizes) if call.op.startswith(("fft", "_fft")) else frozenset(),
     )  # fmt: skip
 

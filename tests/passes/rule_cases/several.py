@@ -31,7 +31,14 @@ def topk(source: Source) -> Case:
 @strategy("aten.diff")
 def diff(source: Source) -> Case:
     shape = source.shape()
-    return Case(aten.diff.default, (source.tensor(*shape), source.size(1, 2), source.dim(shape)))
+    n, dim = source.size(1, 2), source.dim(shape)
+    if source.flag():
+        return Case(aten.diff.default, (source.tensor(*shape), n, dim))
+    before = list(shape)
+    before[dim] = source.size(1, 3)
+    dtypes = (torch.float64,)  # of one dtype with what comes before
+    given = [source.tensor(*s, dtypes=dtypes) for s in (shape, before)]
+    return Case(aten.diff.default, (given[0], n, dim, given[1]))
 
 
 @strategy("aten.kthvalue", "aten.mode", "aten.median", "aten.nanmedian")
