@@ -214,6 +214,7 @@ class _Elimination:
         self.steps: list[_Restriction | _Removal] = []
         self.alive = [True] * len(names)
         self.total = 0.0
+        self.stuck = -1  # the first variable whose one label left is forbidden
         self.width = 0
         self.largest_table = 0
 
@@ -253,13 +254,17 @@ class _Elimination:
         return tuple(labels)
 
     def first_forbidden(self) -> Scope:
-        """Return the variables of the first joined table that was all inf."""
+        """Return the variables of the first joined table that was all inf.
+
+        Or the first one whose last label its neighbours, gone before it, had forbidden.
+        """
         for step in self.steps:
             if isinstance(step, _Removal):
                 scope = _neighbours(step)
                 if np.isinf(self._least(step, scope)).all():
                     return (step.variable, *scope)
-        raise AssertionError("the total is inf but no table is")
+        assert self.stuck >= 0, "the total is inf but no table is"
+        return (self.stuck,)
 
     def _urgency(self, v: int) -> int:
         """Return what decides who goes next; lower is sooner.
@@ -305,7 +310,10 @@ class _Elimination:
     def _remove_fixed(self, v: int, pairs: list[tuple[int, Costs]]) -> None:
         """Remove a variable with one label left: its tables are rows for its neighbours."""
         assert not self.scopes[v], "labels are dropped before any table of three variables is built"
-        self.total += self.unary[v].item()
+        cost = self.unary[v].item()
+        if cost == inf and self.stuck < 0:
+            self.stuck = v
+        self.total += cost
         for u, table in pairs:
             self.unary[u] = self.shared(add_first, self.unary[u], table)
 

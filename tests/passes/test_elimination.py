@@ -75,6 +75,22 @@ def test_minimise_equals_brute_force(case: tuple[list[np.ndarray], list[Edge]]) 
     assert cost_at(*case, found.labels) == pytest.approx(expected, abs=1e-12)
 
 
+def test_last_label_of_a_variable_that_its_neighbours_forbade():
+    """Labels are dropped first, so no joined table is all inf: found by hypothesis."""
+    free, last = np.zeros((2, 2)), np.array([[0.0, 0.0], [0.0, inf]])
+    unaries = [np.zeros(n) for n in (2, 2, 1, 2, 2, 2)]
+    unaries[4][1] = inf
+    edges = [
+        (0, 1, last), (2, 3, np.array([[0.0, inf]])), (0, 1, free), (0, 1, free),
+        (0, 2, np.zeros((2, 1))), (1, 3, free), (4, 0, free), (5, 1, last),
+        (4, 3, np.array([[inf, 0.0], [0.0, 0.0]])), (4, 5, last),
+        (5, 0, np.array([[0.0, 0.0], [inf, 0.0]])),
+    ]  # fmt: skip
+    assert brute_force(unaries, edges) == inf
+    with pytest.raises(PlanError, match="no labels have a finite cost"):
+        network(unaries, edges).minimise()
+
+
 @pytest.mark.parametrize("density", [0.15, 0.35, 0.7])
 @pytest.mark.parametrize("inf_share", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(4))
