@@ -20,7 +20,6 @@ from benchmarks.video_placement import (
     LONG_VIDEO,
     MANY_VIDEOS,
     changes,
-    device_rates,
     sent_bytes,
     stdit,
     switches,
@@ -32,6 +31,7 @@ from dcpc.passes.placement import PlacementModel, Rates, place
 from dcpc.passes.sharding import Sharding, analyse
 from dcpc.symbolic_profile import find
 from dcpc.trace import trace
+from dcpc.variants import rates_of
 from models.gpt import GPT, GPTConfig
 from models.stdit import XL, STDiTConfig
 
@@ -122,7 +122,7 @@ def video(depth: int, repeats: int) -> dict[str, Cell]:
     forced = ulysses(program, sharding)
     rows: list[list[Cell]] = []
     for sizes, sp in product((LONG_VIDEO, MANY_VIDEOS), DEGREES):
-        rates = device_rates(device, sp)
+        rates = rates_of(device, sp, torch.bfloat16)
         seconds = []
         for _ in range(repeats + 1):
             with timed() as t:

@@ -11,16 +11,13 @@ import torch
 
 from dcpc.buckets import Buckets
 from dcpc.ir import Factor, Label, Placement, Program, tensor_operands
-from dcpc.passes.placement import Rates
 from dcpc.passes.sharding import Sharding
-from dcpc.symbolic_profile import Device
 from dcpc.trace import trace
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig
 
 # Source: shared/specs/stdit.md 1.7: 360p, 102 frames: 30 x 920 tokens
 LONG_VIDEO = {"batch": 1, "frames": 30, "height": 45, "width": 80}
 MANY_VIDEOS = {"batch": 8, "frames": 15, "height": 30, "width": 53}
-TIE_BREAK_S = 1e-9  # of a collective's start, as the bucket plans have it
 
 
 def inputs(config: STDiTConfig, dtype: str = "float32") -> dict[str, str]:
@@ -46,22 +43,6 @@ def stdit(config: STDiTConfig) -> Program:
         model = RectifiedFlow(STDiT(config))
     sizes = [{"frames": 2, "height": 18, "width": 32}, {"frames": 120, "height": 90, "width": 160}]
     return trace(model, Buckets(inputs=inputs(config), sizes=sizes))
-
-
-def device_rates(device: Device, sp: int, dtype: torch.dtype = torch.bfloat16) -> Rates:
-    """Returns what bucket plans tell the placement of a device."""
-    link = device.link(sp)
-    return Rates(
-        device.matmul_flops_per_s(dtype),
-        device.memory_bytes_per_s,
-        link.bytes_per_s,
-        TIE_BREAK_S,
-        device.launch_s,
-        held_s_per_byte=1.0 / link.bytes_per_s,
-        overlaps=device.overlaps,
-        near_ranks=device.node_ranks,
-        near_bytes_per_s=device.inside.bytes_per_s,
-    )
 
 
 def changes(program: Program, placement: Placement) -> dict[tuple[str, Label], Label]:

@@ -169,24 +169,8 @@ class Variants:
         return self._keys[known][1]
 
     def rates(self, sp: int) -> Rates:
-        """Returns what the placement needs to know of the device, for groups of `sp` ranks.
-
-        A group is formed to split memory, so a byte kept for backward has the price of sending it
-        once (what offloading it would cost), and the start of a collective none that matters:
-        whether the group pays at all is the bucket's plan to decide, with all costs in it.
-        """
-        link = self.device.link(sp)
-        return Rates(
-            flops_per_s=self.device.matmul_flops_per_s(self.compute_dtype()),
-            bytes_per_s=self.device.memory_bytes_per_s,
-            link_bytes_per_s=link.bytes_per_s,
-            link_latency_s=TIE_BREAK_S,
-            overhead_s=self.device.launch_s,
-            held_s_per_byte=1.0 / link.bytes_per_s,
-            overlaps=self.device.overlaps,
-            near_ranks=self.device.node_ranks,
-            near_bytes_per_s=self.device.inside.bytes_per_s,
-        )
+        """Returns what the placement needs to know of the device, for groups of `sp` ranks."""
+        return rates_of(self.device, sp, self.compute_dtype())
 
     def compute_dtype(self) -> torch.dtype:
         """Returns what most of the products are computed in: under autocast not the weights'."""
@@ -403,6 +387,32 @@ class Variants:
     def compiled_count(self) -> int:
         """Variants compiled so far."""
         return sum(map(len, self._variants.values()))
+
+
+def rates_of(device: Device, sp: int, dtype: torch.dtype) -> Rates:
+    """Returns what the placement needs to know of a device, for groups of `sp` ranks.
+
+    A group is formed to split memory, so a byte kept for backward has the price of sending it once
+    (what offloading it would cost), and the start of a collective none that matters: whether the
+    group pays at all is the bucket's plan to decide, with all costs in it.
+
+    Args:
+        device: one rank's.
+        sp: ranks of the group.
+        dtype: what products are computed in.
+    """
+    link = device.link(sp)
+    return Rates(
+        flops_per_s=device.matmul_flops_per_s(dtype),
+        bytes_per_s=device.memory_bytes_per_s,
+        link_bytes_per_s=link.bytes_per_s,
+        link_latency_s=TIE_BREAK_S,
+        overhead_s=device.launch_s,
+        held_s_per_byte=1.0 / link.bytes_per_s,
+        overlaps=device.overlaps,
+        near_ranks=device.node_ranks,
+        near_bytes_per_s=device.inside.bytes_per_s,
+    )
 
 
 def group_name(sp: int) -> str:
