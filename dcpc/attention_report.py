@@ -9,7 +9,7 @@ from dcpc.buckets import BATCH, Bucket
 from dcpc.ir import BucketPlan
 from dcpc.passes.label_costs import Rates
 from dcpc.passes.lowering_costs import LoweringCosts, lowering_lines
-from dcpc.passes.lowerings import attentions, lowering_of
+from dcpc.passes.lowerings import attentions, lowering_of, way_text
 from dcpc.variants import Variants
 
 
@@ -58,7 +58,7 @@ def _chosen(variants: Variants, bucket: Bucket, plan: BucketPlan) -> str:
     counts: dict[str, int] = {}
     for node in attentions(variants.program):
         chosen = placement.nodes[node.name]
-        way = f"hybrid {chosen.across}" if chosen.across > 1 else lowering_of(chosen)
+        way = way_text(lowering_of(chosen), chosen.across)
         counts[way] = counts.get(way, 0) + 1
     shown = ", ".join(f"{count} by {way}" for way, count in counts.items())
     width = f"elimination of width {placement.width}"

@@ -22,9 +22,8 @@ from dcpc.buckets import Buckets
 from dcpc.codegen import bind_group
 from dcpc.ir import Placement, Program
 from dcpc.masks import without_masks
-from dcpc.passes.lowerings import LOWERINGS, attentions, lowering_of, restricted
+from dcpc.passes.lowerings import LOWERINGS, attentions, lowerings_of, restricted
 from dcpc.passes.sharding import Sharding, analyse
-from dcpc.passes.state_graph import is_ring
 from dcpc.symbolic_profile import Device
 from dcpc.symbolic_profile.hardware import Link
 from dcpc.trace import trace
@@ -76,7 +75,8 @@ class Split:
         self.program: Program = without_masks(trace(model, buckets))
         self.trace_s = time.perf_counter() - start_s
         self.nodes = {n.name: n for n in self.program.gm.graph.nodes}
-        self.sharding: Sharding = restricted(self.program, analyse(self.program), attention)
+        self._all = analyse(self.program)
+        self.sharding: Sharding = restricted(self.program, self._all, attention)
         self.variants = Variants(self.program, self.sharding, SPLITTING, backend, self.held)
         self.sizes = dict(sizes)
         self.placement: Placement = self.variants.placement(sizes, self.sp)
@@ -86,7 +86,7 @@ class Split:
         other = copy(self)
         other.sp = sp
         if attention != self.sharding.attention:
-            other.sharding = restricted(self.program, analyse(self.program), attention)
+            other.sharding = restricted(self.program, self._all, attention)
         other.variants = Variants(
             self.program, other.sharding, SPLITTING, backend, other.held, like=self.variants
         )
@@ -96,13 +96,8 @@ class Split:
 
     def lowerings(self) -> list[str]:
         """Returns the lowerings that some attention can have on so many ranks."""
-        usable = [
-            a
-            for node in attentions(self.program)
-            for a in self.sharding.alternatives[node.name]
-            if not a.across or is_ring(a.across, self.sp)
-        ]
-        found = {lowering_of(a) for a in usable}
+        nodes = attentions(self.program)
+        found = {way for n in nodes for way in lowerings_of(self.sharding, n, self.sp)}
         return [way for way in LOWERINGS if way in found and self.sp > 1]
 
     def held(self) -> dict[str, Tensor]:

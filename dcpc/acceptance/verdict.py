@@ -161,12 +161,9 @@ class Prepared:
     def lift(self) -> Split:
         """Returns `wide`, traced and lowered now if it was not."""
         if self.wide is None:
+            sp, attention = self.split.sp, self.split.sharding.attention
             model = InFloat64(self.model)
-            sharding = self.split.sharding
-            self.wide = Split(
-                model, self.buckets, self.large, sp=self.split.sp, attention=sharding.attention
-            )
-            sp = self.split.sp
+            self.wide = Split(model, self.buckets, self.large, sp=sp, attention=attention)
             self.others = {way: self.wide.of("eager", sp, way) for way in self.others}
             every = (self.wide, *self.others.values())
             for sizes, recompute, split in product(self.shapes, self.recomputes, every):
@@ -249,10 +246,8 @@ def prepare(
         _refuse_draws(split)
         ways = [way for way in split.lowerings() if way in lowerings]
         others = {way: split.of("eager", sp, way) for way in ways}
-        for sizes, recompute in product(taken, recomputes):
-            split.ready(sizes, recompute)
-            for other in others.values():
-                other.ready(sizes, recompute)
+        for sizes, recompute, each in product(taken, recomputes, (split, *others.values())):
+            each.ready(sizes, recompute)
         tried = tuple(recomputes)
         return Prepared(model, wide, split, at, taken, skipped, example, tried, others=others)
     except DcpcError as error:

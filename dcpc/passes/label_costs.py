@@ -15,6 +15,7 @@ import numpy.typing as npt
 import sympy
 
 from dcpc.ir import Factor
+from dcpc.passes.rule_types import is_ring
 
 Costs = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -281,7 +282,7 @@ def _ring_s(
         sp: ranks of the group.
         rates: the machine.
     """
-    if sp % ring.across or sp == ring.across:
+    if not is_ring(ring.across, sp):
         return np.inf
     values_bytes, shares = pieces
     steps = sp // ring.across

@@ -15,10 +15,11 @@ import numpy as np
 
 from dcpc.ir import Program
 from dcpc.passes.label_costs import Costs, Rates
-from dcpc.passes.lowerings import LOWERINGS, attentions, lowering_of, why_not
+from dcpc.passes.lowerings import LOWERINGS, attentions, lowering_of, way_text, why_not
 from dcpc.passes.placement_model import PlacementModel
+from dcpc.passes.rule_types import is_usable
 from dcpc.passes.sharding import Sharding
-from dcpc.passes.state_graph import Option, change_between, is_ring
+from dcpc.passes.state_graph import Option, change_between
 
 Sizes = Mapping[str, int]
 SCANNED = 48  # lengths between the shortest and the longest that are looked at
@@ -39,7 +40,7 @@ class Way:
     seconds: float
 
     def __str__(self) -> str:
-        return f"hybrid {self.across}" if self.across > 1 else self.lowering
+        return way_text(self.lowering, self.across)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,7 @@ class LoweringCosts:
         return found
 
     def _usable(self, option: Option, shares: Costs, sp: int) -> bool:
-        ring = option.across
-        return sp > 1 and bool(shares[option.split] < 1.0) and (not ring or is_ring(ring, sp))
+        return sp > 1 and bool(shares[option.split] < 1.0) and is_usable(option.across, sp)
 
     def why_not(self, name: str, sp: int) -> Mapping[str, str]:
         """Returns why an attention cannot have some of the lowerings."""

@@ -18,6 +18,7 @@ from torch import fx
 
 from dcpc.errors import PlanError
 from dcpc.ir import NodePlacement, Program, TensorInfo, tensor_operands
+from dcpc.passes.rule_types import is_usable
 from dcpc.passes.sharding import Alternative, Sharding
 
 LOWERINGS = ("heads", "gathered", "ring", "hybrid")
@@ -29,6 +30,17 @@ def lowering_of(chosen: Alternative | NodePlacement) -> str:
         return "hybrid" if chosen.across > 1 else "ring"
     named = {"h": "heads", "g": "heads", "q": "gathered", "b": "batch"}
     return named.get(chosen.name, "whole")
+
+
+def way_text(lowering: str, across: int) -> str:
+    """Returns a lowering's name, of a hybrid with the ranks that share heads."""
+    return f"{lowering} {across}" if across > 1 else lowering
+
+
+def lowerings_of(sharding: Sharding, node: fx.Node, sp: int) -> set[str]:
+    """Returns what an attention can be on so many ranks, see `lowering_of`."""
+    alternatives = sharding.alternatives[node.name]
+    return {lowering_of(a) for a in alternatives if is_usable(a.across, sp)}
 
 
 def attentions(program: Program) -> list[fx.Node]:
@@ -74,8 +86,7 @@ def why_not(program: Program, sharding: Sharding, node: fx.Node, sp: int) -> Map
         node: the attention.
         sp: ranks of the group.
     """
-    usable = [a for a in sharding.alternatives[node.name] if sp % max(a.across, 1) == 0]
-    found = {lowering_of(a) for a in usable if a.across < sp}
+    found = lowerings_of(sharding, node, sp)
     info = [program.info[o.name] for o in tensor_operands(node, program.info)]
     (_, heads, queries, _), keys = info[0].shape, info[1].shape[2]
     reasons = {

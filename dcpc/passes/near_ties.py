@@ -17,7 +17,8 @@ import numpy as np
 from dcpc.ir import Fold
 from dcpc.passes.label_costs import FREE, WHOLE, Costs, Indices, Prices
 from dcpc.passes.placement_model import PlacementModel
-from dcpc.passes.state_graph import REPLICATED, change_between, is_ring
+from dcpc.passes.rule_types import is_ring
+from dcpc.passes.state_graph import REPLICATED, change_between
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from dcpc.buckets import BATCH
 from dcpc.ir import Packable, Program, call_of, tensor_operands
+from dcpc.passes.lowerings import attentions
 from dcpc.passes.masks import source_line
 from dcpc.passes.op_kinds import arguments
 from dcpc.passes.rule_types import OpSharding
@@ -77,11 +78,10 @@ class _Rows:
     def attentions(self) -> list[fx.Node]:
         """Attentions whose queries or keys are along the sequence."""
         found = []
-        for node in self.nodes:
-            if str(node.target) == "dcpc.attention.default":
-                q, k = (self.program.info[x.name].shape[2] for x in node.all_input_nodes[:2])
-                if self._along(q) or self._along(k):
-                    found.append(node)
+        for node in attentions(self.program):
+            q, k = (self.program.info[x.name].shape[2] for x in node.all_input_nodes[:2])
+            if self._along(q) or self._along(k):
+                found.append(node)
         return found
 
     def marks(self) -> tuple[str, ...]:

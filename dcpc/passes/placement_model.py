@@ -12,7 +12,7 @@ from torch import fx
 
 from dcpc.ir import Factor, Label, NodePlacement, Program, call_of, is_tuple, tensor_operands
 from dcpc.passes.label_costs import NO_WORK, WHOLE, Catalogue, Costs, Rotation, Work
-from dcpc.passes.rule_types import Ring
+from dcpc.passes.rule_types import Ring, is_ring
 from dcpc.passes.sharding import Alternative, Sharding
 from dcpc.passes.state_graph import (
     FIRST_SHARDED,
@@ -24,7 +24,6 @@ from dcpc.passes.state_graph import (
     Option,
     StateGraph,
     build_graph,
-    is_ring,
 )
 
 
@@ -76,6 +75,9 @@ class PlacementModel:
                     self._add_factor(factor)
         self._read()
         self.kinds = list(self._kinds)
+        options = [o for kind in self.kinds for o in kind.options]
+        self._fewest = sorted({o.least for o in options})
+        self._rings = sorted({o.across for o in options})
 
     @property
     def names(self) -> Sequence[str]:
@@ -92,10 +94,7 @@ class PlacementModel:
             nodes = self._placed[options] = {}
             for name, option in zip(self.names, options, strict=True):
                 if name in self.sharding.alternatives:
-                    chosen = self.sharding.alternatives[name][option]
-                    across = max(chosen.across, 1)
-                    made = NodePlacement(chosen.operands, chosen.output, chosen.name, across)
-                    nodes[name] = made
+                    nodes[name] = self.sharding.alternatives[name][option].placed
         return self._placed[options]
 
     def options_of(self, chosen: Mapping[str, NodePlacement]) -> tuple[int, ...]:
@@ -106,8 +105,7 @@ class PlacementModel:
         """
         found = []
         for name in self.names:
-            options = self.sharding.alternatives.get(name, ())
-            made = [NodePlacement(a.operands, a.output, a.name, max(a.across, 1)) for a in options]
+            made = [a.placed for a in self.sharding.alternatives.get(name, ())]
             found.append(made.index(chosen[name]) if made else 0)
         return tuple(found)
 
@@ -215,10 +213,9 @@ class PlacementModel:
             sp: ranks of the group.
         """
         splits = tuple((shares < 1.0).tolist())
-        least = {o.least for kind in self.kinds for o in kind.options}
-        rings = {o.across for kind in self.kinds for o in kind.options}
-        usable = tuple(sorted(a for a in rings if is_ring(a, sp)))
-        key = (sp == 1, splits, tuple(sorted(n for n in least if n < 0 or n >= sp)), usable)
+        fewest = tuple(n for n in self._fewest if n < 0 or n >= sp)
+        rings = tuple(a for a in self._rings if is_ring(a, sp))
+        key = (sp == 1, splits, fewest, rings)
         if key not in self._graphs:
             self._graphs[key] = build_graph(
                 self.nodes, self.kinds, self.catalogue, splits, sp

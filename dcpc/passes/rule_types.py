@@ -35,6 +35,16 @@ class Ring:
     across: tuple[int, ...]
 
 
+def is_ring(across: int, sp: int) -> bool:
+    """Returns whether keys and values can go round groups of `across` of `sp` ranks."""
+    return across > 0 and sp % across == 0 and sp > across
+
+
+def is_usable(across: int, sp: int) -> bool:
+    """Returns whether `sp` ranks can have an alternative: 0 is no ring, which they always can."""
+    return across == 0 or is_ring(across, sp)
+
+
 @dataclass(frozen=True, slots=True)
 class OpSharding:
     """One node's rule, in names that are the node's own.

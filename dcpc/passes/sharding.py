@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dcpc.ir import PARTIAL, REPLICATED, Factor, Label, Program, tensor_operands
+from dcpc.ir import PARTIAL, REPLICATED, Factor, Label, NodePlacement, Program, tensor_operands
 from dcpc.passes.derive import DerivedRules
 from dcpc.passes.factors import FactorTable
 from dcpc.passes.rule_types import OpSharding
@@ -35,6 +35,11 @@ class Alternative:
     name: str = ""
     nonempty: bool = False
     across: int = 0
+
+    @property
+    def placed(self) -> NodePlacement:
+        """What a placement says of a node for which this is chosen."""
+        return NodePlacement(self.operands, self.output, self.name, max(self.across, 1))
 
 
 @dataclass(frozen=True, slots=True)

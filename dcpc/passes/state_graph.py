@@ -37,6 +37,7 @@ from dcpc.passes.label_costs import (
     Indices,
     Kind,
 )
+from dcpc.passes.rule_types import is_usable
 
 T = TypeVar("T", bound=Hashable)
 
@@ -158,11 +159,6 @@ class StateGraph:
     edges: list[tuple[int, int, int]]
     tables: Indices
     shapes: list[tuple[int, int, int]]
-
-
-def is_ring(across: int, sp: int) -> bool:
-    """Returns whether keys and values can go round groups of `across` of `sp` ranks."""
-    return across > 0 and sp % across == 0 and sp > across
 
 
 def change_between(kind: NodeKind, catalogue: Catalogue, have: int, want: int) -> int:
@@ -299,7 +295,7 @@ class _Builder:
             if (
                 (i == 0 or option.split == WHOLE or self.splits[option.split])
                 and (option.least < 0 or option.least >= self.sp)
-                and (not option.across or is_ring(option.across, self.sp))
+                and is_usable(option.across, self.sp)
                 and all(made or want != PARTIAL for want, made in wanted)
             ):
                 yield i
