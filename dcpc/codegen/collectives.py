@@ -234,12 +234,10 @@ def all_gather(
     wire_log.add("all_gather", (p - 1) * x.numel() * x.element_size())
     # Every rank sends as much as the longest piece: gathering equal parts is what all backends do
     # well, and pieces differ by one element of the dim.
-    longest = max(lengths)
-    mine = x.contiguous()
-    if lengths[rank] < longest:
-        mine = x.new_zeros(_with_dim(x, dim, longest))
-        mine.narrow(dim, 0, lengths[rank]).copy_(x)
-    gathered = x.new_empty((p, *mine.shape))
+    # Its own goes where it will lie in the end, so that no copy of it lives beside what comes.
+    gathered = x.new_empty((p, *_with_dim(x, dim, max(lengths))))
+    mine = gathered[rank]
+    mine.narrow(dim, 0, lengths[rank]).copy_(x)
     dist.all_gather_into_tensor(on_wire(gathered.view(-1)), on_wire(mine.view(-1)), group=pg)
     parts = [gathered[r].narrow(dim, 0, n) for r, n in enumerate(lengths)]
     return _gathered(parts, dim, size, parent, shift, zigzag)

@@ -6,6 +6,8 @@ and its blocks of matmuls. Measured as the lines of `transients.py` are.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import sympy
 from torch import fx
 from torch.utils._sympy.functions import CeilDiv
@@ -19,38 +21,43 @@ ZERO = sympy.Integer(0)
 
 
 def _kernel_blocks(
-    call: Call, rows: sympy.Expr | None
+    call: Call, rows: sympy.Expr | None, keys: sympy.Expr | None
 ) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     """Queries and keys of a block, and bytes of an element beside its float32 (0 in float32).
 
     Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
     """
     query, key = call.tensor("query"), call.tensor("key")
-    keys = sympy.Min(512, key.shape[2])
+    keys = sympy.Min(512, key.shape[2] if keys is None else keys)
     reduced = query.dtype.itemsize if query.dtype.itemsize < 4 else 0
     return QueryBlock(query.shape[2] if rows is None else rows), keys, sympy.Integer(reduced)
 
 
-def kernel(call: Call, rows: sympy.Expr | None = None) -> sympy.Expr:
+def kernel(
+    call: Call, rows: sympy.Expr | None = None, keys: sympy.Expr | None = None
+) -> sympy.Expr:
     """Returns the bytes of a thread's scores of a block, row maxima and sums, output: each one.
 
     Args:
         call: of the kernel, or of an op that calls it.
         rows: how many queries it is called for, None: all.
+        keys: how many keys, None: all.
     """
-    queries, keys, reduced = _kernel_blocks(call, rows)
+    queries, keys, reduced = _kernel_blocks(call, rows, keys)
     width = call.tensor("query").shape[3]
     accumulator = max(call.tensor("query").dtype.itemsize, 4)
     buffer = queries * (keys + 2 + width) * accumulator + queries * keys * reduced
     return call.threads * buffer
 
 
-def kernel_backward(call: Call, rows: sympy.Expr | None = None) -> sympy.Expr:
+def kernel_backward(
+    call: Call, rows: sympy.Expr | None = None, keys: sympy.Expr | None = None
+) -> sympy.Expr:
     """Returns the bytes of a thread's scores and their gradients, one row sum, grad_out's copy.
 
     That is made unless it lies (b, s, h, d); of some rows always.
     """
-    queries, keys, reduced = _kernel_blocks(call, rows)
+    queries, keys, reduced = _kernel_blocks(call, rows, keys)
     accumulator = max(call.tensor("query").dtype.itemsize, 4)
     buffer = 2 * queries * keys * (accumulator + reduced)
     grad = call.tensor("grad_out")
@@ -278,47 +285,99 @@ def _blocks_backward(call: Call) -> sympy.Expr:
 def ring_forward(call: Call) -> sympy.Expr:
     """Returns the bytes that a ring's forward holds beyond its inputs and outputs.
 
-    An upper bound: keys that come and keys that go, and what merging all queries takes (those of a
-    zigzag piece are one run on the last rank).
+    Keys that come and keys that go, and what a step's kernel or merging its result takes. An upper
+    bound, but for whole queries of 2 ranks that see all keys (queries of a zigzag piece are one run
+    on the last rank alone).
     """
-    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    query, value = call.tensor("query"), call.tensor("value")
     groups, outputs = _groups(call), query.numel / query.shape[3] * value.shape[3]
     lse_bytes = query.numel / query.shape[3] * _accumulator(query)
-    held = 2 * (key.size_bytes + value.size_bytes) + 5 * lse_bytes
-    held += outputs * query.dtype.itemsize
+    rows, row_bytes, _ = _round(call)
+    added = value.shape[0] * value.shape[1] * value.shape[3] * _accumulator(query)
+    added += outputs * query.dtype.itemsize
     if query.dtype.itemsize < 4:  # all outputs in float32, of which later only the others are left
-        held += outputs * (2 * _accumulator(query) - query.dtype.itemsize)
+        added += outputs * (2 * _accumulator(query) - query.dtype.itemsize)
     if not _ring_by_flash(call):
-        return held + lse_bytes + _blocks(call)
+        merged = 6 * lse_bytes + _blocks(call)
+        return added + row_bytes * (rows.own + sympy.Max(rows.own, rows.other)) + merged
     if groups != 1:
-        held += (query.size_bytes + lse_bytes) / groups
-    return _with_added(call, held + kernel(call), sympy.Integer(1))
+        added += (query.size_bytes + lse_bytes) / groups
+    first = row_bytes * (rows.own + rows.other) + kernel(call)
+    later = sympy.Max(kernel(call, None, rows.other), 3 * lse_bytes)
+    later += row_bytes * (rows.other + rows.next)
+    return _with_added(call, added + lse_bytes + sympy.Max(first, later), sympy.Integer(1))
 
 
 def ring_backward(call: Call) -> sympy.Expr:
     """Returns the bytes that a ring's backward holds beyond its inputs and outputs.
 
-    An upper bound: keys that come and keys that go, gradients that come, that go and that are
-    added to, a rank's own if the others' keys come after, and what the largest part takes.
+    Keys that come and keys that go, gradients that come, that go and that are added to, a rank's
+    own if the others' keys come after, and what the largest part takes. An upper bound, as of
+    forward.
     """
     query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
     groups, accumulator = _groups(call), _accumulator(query)
     both_bytes = key.size_bytes + value.size_bytes
-    before, after = (argument(call.node, name) for name in ("before", "after"))
-    in_order = not argument(call.node, "key_zigzag")
-    later = after is not None and (in_order or before is not None)
-    held = 2 * both_bytes + (3 + later) * (key.numel + value.numel) * accumulator
+    rows, row_bytes, wide_bytes = _round(call)
+    held = query.size_bytes + query.numel / query.shape[3]
     held -= both_bytes  # the outputs, made when all this is gone
     if query.dtype.itemsize < 4:
         held += query.numel * accumulator - query.size_bytes
-    held += query.size_bytes + both_bytes + query.numel / query.shape[3]
+    # What a step has: keys, those that come, gradients, and what one part's are made into.
+    first = row_bytes * (2 * rows.own + rows.other) + wide_bytes * rows.own
+    later = row_bytes * (2 * rows.other + rows.next) + wide_bytes * (rows.own + 2 * rows.other)
+    if rows.late:
+        later += wide_bytes * rows.own
     if not _ring_by_flash(call):
-        return held + _blocks_backward(call)
+        return held + sympy.Max(first, later) + _blocks_backward(call)
     if groups != 1:
         used = call.tensor("grad_out").size_bytes
         held -= sympy.expand(used - used / groups)
         held += query.size_bytes / groups + both_bytes
-    return _with_added(call, held + kernel_backward(call, query.shape[2]), sympy.Integer(1))
+    whole = None if rows.all_see else query.shape[2]
+    first += kernel_backward(call, whole)
+    later += kernel_backward(call, whole, rows.other)
+    return _with_added(call, held + sympy.Max(first, later), sympy.Integer(1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of keys that one rank has at a time.
+
+    Attributes:
+        own: its own.
+        other: the most that any other position has.
+        next: the most that come while another's are used: none in a ring of two.
+        late: whether others' keys may come after all that a rank sees of its own.
+        all_see: whether all queries see all keys.
+    """
+
+    own: sympy.Expr
+    other: sympy.Expr
+    next: sympy.Expr
+    late: bool
+    all_see: bool
+
+
+def _round(call: Call) -> tuple[_Rows, sympy.Expr, sympy.Expr]:
+    """Returns the rows of a ring, and the bytes of one: keys and values, and their gradients.
+
+    All positions together have all keys, and hardly two have numbers that differ by more than one
+    element of the dim that is split; so this holds for every number of ranks.
+    """
+    key, value = call.tensor("key"), call.tensor("value")
+    split = {
+        name: call.facts.size(argument(call.node, f"key_{name}"))
+        for name in ("size", "rows", "shift")
+    }
+    own, rest = key.shape[2], split["size"] * split["rows"] - key.shape[2]
+    most = own + split["rows"] * (split["shift"] + argument(call.node, "across"))
+    other = sympy.Min(most, rest)
+    before, after = (argument(call.node, name) for name in ("before", "after"))
+    late = after is not None and (not argument(call.node, "key_zigzag") or before is not None)
+    row = (key.numel + value.numel) / own
+    rows = _Rows(own, other, sympy.Min(most, rest - other), late, before is None and after is None)
+    return rows, row * key.dtype.itemsize, row * _accumulator(key)
 
 
 def _ring_by_flash(call: Call) -> bool:

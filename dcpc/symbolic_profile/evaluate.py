@@ -22,6 +22,7 @@ from dcpc.symbolic_profile.hardware import Device
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers, values_of
 from dcpc.symbolic_profile.profile import Costs, Ledger
 from dcpc.symbolic_profile.time import MATMUL_CLASSES, Roofline
+from dcpc.symbolic_profile.transients import at_ranks, groups_in
 
 
 class Evaluator:
@@ -157,12 +158,16 @@ class Meter:
         sizes = {t.storage_bytes for n in nodes for t in ledger.facts.of(n)}
         sizes |= {ledger.transient(n) for n in nodes if n.op == "call_function"}
         work = self._all_work(ledger)
-        basis = Basis([*sizes, *(e for w in work for e in (w.flops, w.bytes_moved, w.wire_bytes))])
-        self._rows = dict(zip(sizes, basis.matrix(list(sizes)).astype(np.int64), strict=True))
+        self._ranked = [size for size in sizes if groups_in(size)]
+        # Linear in the number of ranks: those of two degrees have the monomials of all.
+        ranked = [at_ranks(size, ranks) for size in self._ranked for ranks in (2, 3)]
+        fixed = [size for size in sizes if not groups_in(size)]
+        costs = [e for w in work for e in (w.flops, w.bytes_moved, w.wire_bytes)]
+        basis = Basis([*fixed, *ranked, *costs])
+        self._fixed = dict(zip(fixed, basis.matrix(fixed).astype(np.int64), strict=True))
         self._monomials = basis.compile(self._symbols)
         self._basis = basis
         self._known: dict[tuple[int, ...], tuple[Integers, Floats]] = {}
-        self._matrices: dict[int, tuple[Costs, Integers]] = {}
         self._price(ledger, work)
 
     def at(self, ledger: Ledger) -> Meter:
@@ -185,6 +190,9 @@ class Meter:
     def _price(self, ledger: Ledger, work: Sequence[Work]) -> None:
         """Notes what calls cost."""
         self._ledger, basis = ledger, self._basis
+        ranked = basis.matrix([ledger.at_degree(size) for size in self._ranked]).astype(np.int64)
+        self._rows = {**self._fixed, **dict(zip(self._ranked, ranked, strict=True))}
+        self._matrices: dict[int, tuple[Costs, Integers]] = {}
         self._roofline = Roofline(work, basis)
         self._counted: dict[int, tuple[Costs, Floats]] = {}
         self._numbers = {w: i for i, w in enumerate(work)}

@@ -20,7 +20,7 @@ from dcpc.symbolic_profile.flops import ZERO, GroupSize, cost_of
 from dcpc.symbolic_profile.memory import Run, Timeline, live_rows, timeline_of
 from dcpc.symbolic_profile.polynomials import Basis, undominated
 from dcpc.symbolic_profile.time import MATMUL_CLASSES
-from dcpc.symbolic_profile.transients import transient_bytes
+from dcpc.symbolic_profile.transients import at_ranks, transient_bytes
 
 
 def profile_partition(
@@ -100,8 +100,12 @@ class Ledger:
         }
         return other
 
+    def at_degree(self, size: sympy.Expr) -> sympy.Expr:
+        """Returns a transient in which the number of ranks is known."""
+        return at_ranks(size, self._sp)
+
     def transient(self, node: fx.Node) -> sympy.Expr:
-        """Returns the bytes that a call has besides its outputs."""
+        """Returns the bytes that a call has besides its outputs, at any degree."""
         found = self._transients.get(node)
         if found is None:
             like = self._like(node)
@@ -210,7 +214,8 @@ class Ledger:
         Raises:
             ProfileError: a gradient's size is not fixed.
         """
-        rows, basis = live_rows(costs.timeline)
+        sizes = tuple(map(self.at_degree, costs.timeline.sizes))
+        rows, basis = live_rows(replace(costs.timeline, sizes=sizes))
         kept = undominated(rows, basis)
         counts: Counter[Work] = Counter()
         for node, forward, count in costs.calls:

@@ -14,9 +14,11 @@ from collections.abc import Callable
 
 import sympy
 from torch import fx
+from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.symbolic_profile import attention
 from dcpc.symbolic_profile.facts import Call, Facts, argument, op_name
+from dcpc.symbolic_profile.flops import GroupSize
 
 
 def _copies(*names: str) -> Callable[[Call], sympy.Expr]:
@@ -99,6 +101,60 @@ def _fused_rms_norm(call: Call) -> sympy.Expr:
     return x.size_bytes * (1 if x.dtype.itemsize >= 4 else 5)
 
 
+def ranks_of(group: str) -> sympy.Symbol:
+    """Returns what stands for the number of ranks of a group until a degree is known."""
+    return sympy.Symbol(f"{_RANKS}{group}", integer=True, positive=True)
+
+
+_RANKS = "ranks of "
+
+
+def at_ranks(size: sympy.Expr, sp: GroupSize) -> sympy.Expr:
+    """Returns a size in which the number of each group's ranks is known.
+
+    Args:
+        size: of a transient.
+        sp: ranks of every group, or group name -> ranks.
+    """
+    groups = {s: s.name.removeprefix(_RANKS) for s in groups_in(size)}
+    ranks = {s: sp if isinstance(sp, int) else sp(name) for s, name in groups.items()}
+    return sympy.expand(size.xreplace(ranks)) if ranks else size
+
+
+def groups_in(size: sympy.Expr) -> set[sympy.Basic]:
+    """Returns the symbols of a size that stand for numbers of ranks."""
+    return {s for s in size.free_symbols if str(s).startswith(_RANKS)}
+
+
+def _all_gather(call: Call) -> sympy.Expr:
+    """Every rank's piece, each as large as the largest; with 3 ranks or more up to p rows more.
+
+    All sums of sizes are linear in the number of ranks, which keeps one basis for all degrees: the
+    rows are exact for 2 ranks, of whose pieces the first has half of the parent, rounded up.
+    """
+    out, dim = call.facts.of(call.node)[0], argument(call.node, "dim")
+    row_bytes = sympy.Mul(out.dtype.itemsize, *out.shape[:dim], *out.shape[dim + 1 :])
+    parent = call.facts.size(argument(call.node, "parent"))
+    ranks = ranks_of(argument(call.node, "group"))
+    return row_bytes * (2 * CeilDiv(parent, 2) + 2 * (ranks - 2))
+
+
+def _reduce_scatter(call: Call) -> sympy.Expr:
+    """All that is sent, packed, and what comes, a piece from every rank.
+
+    The result is made when what was sent is gone; zigzag pieces are copied to be sent.
+    """
+    x, ranks = call.tensor("x"), ranks_of(argument(call.node, "group"))
+    copies = 2 if argument(call.node, "zigzag") else 1
+    return copies * x.size_bytes + (ranks - 1) * call.output_bytes
+
+
+def _all_to_all(call: Call) -> sympy.Expr:
+    """All that is sent, packed, beside what comes; then what came beside the result."""
+    held = sympy.Max(call.inputs_bytes, call.output_bytes)
+    return held + call.inputs_bytes if argument(call.node, "scatter_zigzag") else held
+
+
 # op -> bytes allocated while it runs and freed before it returns.
 TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": attention.kernel,
@@ -128,17 +184,17 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
     "aten::mean": _half_mean,
     "aten::mse_loss": lambda call: call.tensor("self").size_bytes,
     "aten::native_dropout": lambda call: call.tensor("input").size_bytes,
-    # Collectives copy into what they send and out of what they receive, as large as the output. An
-    # all-to-all lets go of what it sent before the output is made; the two below are upper bounds,
-    # by what a rank has of the operand.
-    "dcpc::all_to_all": lambda call: sympy.Max(call.inputs_bytes, call.output_bytes),
-    "dcpc::all_gather": lambda call: call.inputs_bytes + call.output_bytes,
-    "dcpc::reduce_scatter": lambda call: 2 * call.inputs_bytes,
+    "dcpc::all_to_all": _all_to_all,
+    "dcpc::all_gather": _all_gather,
+    "dcpc::reduce_scatter": _reduce_scatter,
     "dcpc::all_reduce": lambda call: sympy.Integer(0),
 }
 
 
 def transient_bytes(node: fx.Node, facts: Facts, threads: int) -> sympy.Expr:
-    """Returns the bytes a call holds beyond its inputs and outputs while it runs."""
+    """Returns the bytes a call holds beyond its inputs and outputs while it runs.
+
+    Those of a collective may hold `ranks_of` its group, see `at_ranks`.
+    """
     formula = TRANSIENTS.get(op_name(node))
     return sympy.Integer(0) if formula is None else formula(Call(node, facts, threads))
