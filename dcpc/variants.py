@@ -69,6 +69,7 @@ class Variants:
         self.reference = {BATCH: 1, **(reference or program.hints)}
         self._studies: dict[tuple[object, ...], Study] = {}
         self._structures: dict[tuple[object, ...], Structure] = {}
+        self._one_degree: set[tuple[object, ...]] = set()  # keys that need a structure a degree
         self.tensors = tensors
         self._fold = folded
         self.planner = self._folded(fewest) if folded is None else self
@@ -238,13 +239,19 @@ class Variants:
         """Returns what placements have in common that split alike at any degree."""
         constants = split_constants(self.program, placement)
         single = frozenset(key for key, size in constants.items() if size == placement.sp)
-        key = (self._splits[number], single, backend)
+        key: tuple[object, ...] = (self._splits[number], single, backend)
+        key = (*key, placement.sp) if key in self._one_degree else key
         if key not in self._structures:
-            rings = (chosen.across for chosen in placement.nodes.values())
             lowering = self._for_any_degree(placement, backend) if constants else None
+            rings = (chosen.across for chosen in placement.nodes.values())
+            degree = placement.sp if single or placement.sp == 1 else 2 * max(rings)
+            if lowering is not None and not lowering.any_degree:
+                degree = placement.sp
+                self._one_degree.add(key[:3])
+                key = (*key[:3], degree)
             self._structures[key] = structure_of(
                 lowering or self.lowering(placement, None, backend),
-                placement.sp if single or placement.sp == 1 else 2 * max(rings),
+                degree,
                 self._dims(self.reference),
                 self.device,
                 self._fold is not None,

@@ -5,8 +5,10 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import dcpc
+from dcpc.acceptance import Split
 from dcpc.api import plan
 from dcpc.studies import split_constants
 from dcpc.symbolic_profile import Ledger, evaluator
@@ -43,6 +45,30 @@ def test_prediction_of_other_lowerings_too(attention, sp):
     for other in (2, sp):  # the graph of one degree serves another
         if attention != "hybrid" or other != 2:
             check(mine, {"seq": 1024, "batch": 1}, other, 0.5)
+
+
+class ByGroups(nn.Module):
+    """A norm over positions, which ranks split by its groups: torch has no symbol for them."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.before, self.norm = nn.Linear(24, 24), nn.GroupNorm(groups, 24)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.before(x).transpose(1, 2)))
+        return nn.functional.mse_loss(x.transpose(1, 2), y)
+
+
+@pytest.mark.parametrize(("groups", "degrees"), [(8, (4, 2, 3)), (3, (2, 3))])
+def test_prediction_where_an_op_takes_a_piece_as_a_number(groups, degrees):
+    rows = "float32[batch, seq, 24]"
+    buckets = dcpc.Buckets({"x": rows, "y": rows}, [{"seq": 32}, LONG])
+    first = Split(ByGroups(groups), buckets, {**LONG, "batch": 1}, sp=2)
+    mine = first.variants
+    for sp in degrees:
+        chosen = mine.placement({**LONG, "batch": 1}, sp).nodes["group_norm"]
+        assert chosen.name == "g", "groups are split"
+        check(mine, {"seq": 1001, "batch": 1}, sp, 0.5)
 
 
 def check(mine: Variants, sizes: dict[str, int], sp: int, share: float) -> None:

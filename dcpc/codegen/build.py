@@ -29,6 +29,7 @@ class Lowering:
     Attributes:
         lowered: the forward graph of one rank.
         joint: forward and backward in one graph.
+        any_degree: whether the graph is that of every degree, where that was asked for.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Lowering:
             placement: how it is split.
             group: name of the process group of the collectives.
             backend: "eager" or "inductor".
-            any_degree: whether pieces of constants are integers, see `lower`.
+            any_degree: whether pieces of constants are integers, see `lower`; not where an op takes
+                none: so many groups of a norm.
         """
         self.program, self.placement, self.backend = tracer.program, placement, backend
-        self.lowered: Lowered = lower(
-            self.program, placement, group, any_degree=any_degree
-        )
+        self.lowered: Lowered = lower(self.program, placement, group, any_degree=any_degree)
+        self.any_degree = any_degree and not self.lowered.fixes_sizes
+        if any_degree and not self.any_degree:
+            self.lowered = lower(self.program, placement, group)
         self.joint: Joint = tracer.joint(self.lowered)
 
     def choices(self) -> tuple[list[fx.Node], frozenset[str]]:

@@ -268,7 +268,8 @@ class _Assembly:
         self.graph.eliminate_dead_code()
         alive = {n.name for n in self.graph.nodes}
         symbols = {i.name: i.symbol for i in self.lowered.integers}
-        translated = {v.node.expr: symbols[n] for n, v in self.integers.items()}
+        # Not `expr`: where torch took an integer for a number it is that, and the guard is lost.
+        translated = {v.node._expr: symbols[n] for n, v in self.integers.items()}
         return Joint(
             gm=LazyGraphModule(torch.nn.Module(), self.graph),
             primals=tuple(n.name for n in primals.values()),

@@ -122,6 +122,17 @@ class Lowered:
     group: str
     sp: int
 
+    @property
+    def fixes_sizes(self) -> bool:
+        """Whether some op takes an integer as a number, so that a trace would be of one alone."""
+        calls = [n for n in self.gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+        return any(
+            isinstance(value, fx.Node)
+            for call in calls
+            for of, value in zip(call.target._schema.arguments, call.args, strict=False)
+            if of.real_type.kind() == "IntType"
+        )
+
 
 def lower(
     program: Program, placement: Placement, group: str, *, any_degree: bool = False
@@ -468,15 +479,44 @@ class _Lowering:
         chosen = self.placement.nodes[node.name]
         if chosen.name != "g":
             return None
+        local = self.emit(self.length(self.factor(node.name, chosen.output)))
+        fixed = self.any_degree or isinstance(local, int)
+        if node.target is aten.group_norm.default and not fixed:
+            return self._groups_as_samples(node, operands, local)
         copied = self.copy(node, operands)
         names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
         at = next(i for i, name in enumerate(names) if name in ("groups", "num_groups"))
-        local = self.emit(self.length(self.factor(node.name, chosen.output)))
         if at < len(copied.args):
             copied.args = (*copied.args[:at], local, *copied.args[at + 1 :])
         else:
             copied.kwargs = {**copied.kwargs, names[at]: local}
         return copied
+
+    def _groups_as_samples(
+        self, node: fx.Node, operands: list[fx.Node], groups: int | fx.Node
+    ) -> fx.Node:
+        """A norm of as many groups as a rank happens to have: each is a sample of one group.
+
+        The kernel takes their number as a number, which is another one on another rank.
+        """
+        label = self.label(node)
+        kept, shape = self.factor(node.name, label), self.shape(node.name, label)
+        samples = self.emit(self.dim_size(node.name, 0, label) * self.length(kept))
+        channels = self.program.info[node.name].shape[1] / kept.size
+        copied = self.copy(node, operands)
+        names = [a.name for a in aten.group_norm.default._schema.arguments]
+        given = {**dict(zip(names, copied.args, strict=False)), **copied.kwargs}
+        self.graph.erase_node(copied)
+        x = self.reshape(operands[0], [samples, self.emit(channels), *shape[2:]])
+        args = (x, 1, None, None, given.get("eps", 1e-5))
+        x = self.reshape(self.graph.call_function(aten.group_norm.default, args), shape)
+        ones = [1] * (len(shape) - 2)
+        for name, op in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
+            each = given.get(name)
+            if isinstance(each, fx.Node):
+                each = self.reshape(each, [shape[1], *ones])
+                x = self.graph.call_function(op, (x, each))
+        return x
 
 
 def operands_name(node: fx.Node, position: int) -> str:

@@ -566,6 +566,19 @@ class Norms(Tokens):
 
 
 @case(TOKENS)
+class GroupsOfChannels(Tokens):
+    """A norm over positions, split by its groups: of three two ranks have 2 and 1."""
+
+    def setup(self) -> None:
+        self.one, self.two = nn.GroupNorm(3, DIM), nn.GroupNorm(3, DIM, affine=False)
+        self.inner = nn.Linear(DIM, DIM)
+
+    def mix(self, x: Tensor) -> Tensor:
+        x = self.two(torch.tanh(self.inner(x)).transpose(1, 2))
+        return self.one(x.square()).transpose(1, 2)
+
+
+@case(TOKENS)
 class Convolution(Tokens):
     """An op without a sharding rule: replicated, with a warning."""
 
