@@ -14,8 +14,9 @@ between the smallest peak that takes no FLOPs of recompute and dcpc's smallest, 
 bytes and FLOPs as dcpc counts them, with what recompute without FLOPs saves already taken; memory
 of forward alone is not held against it.
 
-`plan_s_stdit_25_buckets` (not with --quick) is the seconds of planning STDiT3-XL/2 on the 25 video
-buckets for 8, 16, ... 1,024 ranks, all together, after the trace.
+`plan_s_stdit_25_buckets` (not with --no-planning) is the seconds of planning STDiT3-XL/2 on the 25
+video buckets for 8, 16, ... 1,024 ranks, all together, after the trace. --quick has smaller models,
+one length each, two settings of torch and one budget against Rotor.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dcpc
 from benchmarks import harness
-from benchmarks.recompute_models import SUBJECTS, Sizes, Subject
+from benchmarks.recompute_models import QUICK_SUBJECTS, SUBJECTS, Sizes, Subject
 from benchmarks.recompute_torch import register_attention, torch_joint, torch_partition
 from benchmarks.rotor_oracle import Stage, least_recompute
 from benchmarks.stdit_costs import variants_of
@@ -58,10 +59,12 @@ FLOPS_ALONE = replace(
 )
 # (solver, ratio) of torch's settings.
 SETTINGS = tuple((s, r) for s in ("dp", "ilp") for r in (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1))
-QUICK_SETTINGS = (("dp", 0.6), ("ilp", 0.4), ("dp", 0.25))
+QUICK_SETTINGS = (("dp", 0.5), ("ilp", 0.4))
 WORKERS = 2
 BUDGETS = 6
-QUICK_BUDGETS = 2  # against Rotor
+# Against Rotor: how far from the peak of no recompute to the smallest.
+SHARES = tuple((i + 1) / BUDGETS for i in range(BUDGETS))
+QUICK_SHARES = (0.5,)
 NOTHING = 10_000  # FLOPs of recompute below base / NOTHING are none
 
 
@@ -224,10 +227,21 @@ def budgets_of(points: Sequence[TorchPoint], count: int) -> list[tuple[int, int]
 
 
 def compare(
-    name: str, sizes: Sizes, settings: Sequence[tuple[str, float]], budgets: int
+    name: str,
+    subject: Subject,
+    sizes: Sizes,
+    settings: Sequence[tuple[str, float]],
+    shares: Sequence[float],
 ) -> tuple[list[Comparison], list[RotorComparison]]:
-    """Returns dcpc against torch and against Rotor on one model and length."""
-    subject = SUBJECTS[name]
+    """Returns dcpc against torch and against Rotor on one model and length.
+
+    Args:
+        name: of the model, for the table.
+        subject: the model.
+        sizes: its length, batch included.
+        settings: torch's solvers and ratios.
+        shares: Rotor's budgets, between no recompute (0) and the smallest peak (1).
+    """
     torch.manual_seed(0)
     model = subject.make()
     trial = OnTrial(model, subject, sizes)
@@ -249,7 +263,7 @@ def compare(
                 base_flops=base,
             )
         )
-    return found, rotor(trial, name, length, budgets)
+    return found, rotor(trial, name, length, shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,15 +289,17 @@ class RotorComparison:
         return (f"{self.model} {self.length}", self.budget_bytes / 1e6, peak, *shares, self.ratio)
 
 
-def rotor(trial: OnTrial, name: str, length: str, budgets: int) -> list[RotorComparison]:
+def rotor(
+    trial: OnTrial, name: str, length: str, shares: Sequence[float]
+) -> list[RotorComparison]:
     """Returns dcpc against Rotor at some budgets, each run and measured."""
     menu = trial.variants.menu(trial.placement)
     once = sum(block.forward_s for block in menu.blocks)
     free = max(k for k in range(menu.count) if menu.seconds(k) <= once / NOTHING)
     high, low = trial.predicted_peak(free), trial.predicted_peak(menu.count - 1)
     found = []
-    for i in range(budgets):
-        budget = high + (low - high) * (i + 1) // budgets + 16
+    for share in shares:
+        budget = high + round((low - high) * share) + 16
         k = trial.recompute(budget)
         found.append(
             RotorComparison(
@@ -326,28 +342,39 @@ def plan_seconds() -> float:
     return watch.elapsed_s
 
 
-def main() -> None:
-    """Runs the benchmark."""
-    p = harness.parser("recompute", __doc__.partition("\n")[0])
-    p.add_argument("--model", choices=SUBJECTS, action="append", help="only these")
-    args = p.parse_args()
-    warnings.simplefilter("ignore")
-    register_attention()
-    torch.set_num_threads(1)  # the models are small: more threads only wait for each other
+def compare_all(
+    names: Sequence[str], quick: bool, planning: bool
+) -> tuple[list[Comparison], list[RotorComparison], float | None]:
+    """Returns all comparisons, model by model, and the seconds of planning if asked for."""
+    subjects = QUICK_SUBJECTS if quick else SUBJECTS
+    settings, shares = (QUICK_SETTINGS, QUICK_SHARES) if quick else (SETTINGS, SHARES)
     found: list[Comparison] = []
     against_rotor: list[RotorComparison] = []
-    settings = QUICK_SETTINGS if args.quick else SETTINGS
-    count = QUICK_BUDGETS if args.quick else BUDGETS
-    # The slowest model first; a process's allocator events are its own.
+    # The longest jobs first; a process's allocator events are its own.
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
+        planned = pool.submit(plan_seconds) if planning else None
         jobs = [
-            pool.submit(compare, name, sizes, settings, count)
-            for name in reversed(args.model or list(SUBJECTS))
-            for sizes in SUBJECTS[name].lengths[-1 if args.quick else 0 :]
+            pool.submit(compare, name, subjects[name], sizes, settings, shares)
+            for name in reversed(names)
+            for sizes in reversed(subjects[name].lengths)
         ]
         for job in reversed(jobs):
             one, other = job.result()
             found, against_rotor = found + one, against_rotor + other
+        return found, against_rotor, planned.result() if planned else None
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    p = harness.parser("recompute", __doc__.partition("\n")[0])
+    p.add_argument("--model", choices=SUBJECTS, action="append", help="only these")
+    p.add_argument("--no-planning", action="store_true", help="no plan_s_stdit_25_buckets")
+    args = p.parse_args()
+    warnings.simplefilter("ignore")
+    register_attention()
+    torch.set_num_threads(1)  # the models are small: more threads only wait for each other
+    names = args.model or list(SUBJECTS)
+    found, against_rotor, plan_s = compare_all(names, args.quick, not args.no_planning)
     header = ("at torch's peak", "budget MB", "dcpc MB", "dcpc again %", "torch again %", "ratio")
     harness.print_table("recompute FLOPs", header, [c.row() for c in found], digits=3)
     header = ("budget", "budget MB", "dcpc MB", "dcpc again %", "rotor again %", "ratio")
@@ -362,8 +389,8 @@ def main() -> None:
             c.peak_bytes is None or c.peak_bytes > c.budget_bytes for c in both
         ),
     }
-    if not args.quick:
-        figures["plan_s_stdit_25_buckets"] = plan_seconds()
+    if plan_s is not None:
+        figures["plan_s_stdit_25_buckets"] = plan_s
     harness.print_table("recompute", ("figure", "value"), list(figures.items()), digits=4)
     harness.write_report("recompute", figures, args.json)
 

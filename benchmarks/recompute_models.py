@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import transformers
@@ -40,14 +41,14 @@ class Subject:
     lengths: tuple[Sizes, ...]
 
 
-def _gpt() -> nn.Module:
-    return GPT(GPTConfig(vocab_size=VOCAB, dim=128, n_layers=4, n_heads=4))
+def _gpt(layers: int = 4) -> nn.Module:
+    return GPT(GPTConfig(vocab_size=VOCAB, dim=128, n_layers=layers, n_heads=4))
 
 
-def _llama() -> nn.Module:
+def _llama(layers: int = 4) -> nn.Module:
     """Two query heads to a K/V head."""
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=352, num_hidden_layers=4,
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=352, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -77,6 +78,11 @@ def _video(sizes: Sizes) -> dict[str, Tensor]:
     }
 
 
+def _small_video(sizes: Sizes) -> dict[str, Tensor]:
+    """Frames of one size."""
+    return _video({**sizes, "height": 18, "width": 20})
+
+
 def _text(batch: int, seq: int) -> Sizes:
     return {"batch": batch, "seq": seq}
 
@@ -86,13 +92,27 @@ def _clip(batch: int, frames: int, height: int, width: int) -> Sizes:
 
 
 LENGTHS = (_text(4, 250), _text(2, 600), _text(1, 1500))
+VIDEO_INPUTS = {
+    n: s for n, s in video_inputs(VIDEO).items() if n not in ("frame_mask", "drop_text")
+}
 SUBJECTS: Mapping[str, Subject] = {
     "GPT": Subject(_gpt, TEXT, _tokens, LENGTHS),
     "Llama": Subject(_llama, TEXT, _tokens, LENGTHS),
     "STDiT": Subject(
         _stdit,
-        {n: s for n, s in video_inputs(VIDEO).items() if n not in ("frame_mask", "drop_text")},
+        VIDEO_INPUTS,
         _video,
         (_clip(4, 3, 18, 32), _clip(1, 8, 24, 30), _clip(1, 30, 18, 20)),
+    ),
+}
+# Three blocks, still a first, one between and a last; frames of one size.
+QUICK_SUBJECTS: Mapping[str, Subject] = {
+    "GPT": Subject(partial(_gpt, 3), TEXT, _tokens, (_text(1, 1000),)),
+    "Llama": Subject(partial(_llama, 3), TEXT, _tokens, (_text(1, 1000),)),
+    "STDiT": Subject(
+        _stdit,
+        {n: s.replace("height, width", "18, 20") for n, s in VIDEO_INPUTS.items()},
+        _small_video,
+        ({"batch": 1, "frames": 16},),
     ),
 }
