@@ -1,10 +1,15 @@
 """Attention by a GPU's fused kernels: flash-attn where it is installed, else torch's own flash.
 
-Half precision, causal or not, windows with flash-attn. Not run by the tests: they have no GPU.
+Half precision, causal or not, windows with flash-attn. The tests have no GPU: they run this with a
+plain function that does as flash-attn's documentation says of windows, and not the kernels.
+
+A window is counted from the last query and the last key, and a limit below 0 is none at all. So
+keys that no query sees are left out first: then the last query's limit is a key that is there.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,18 +28,37 @@ WIDEST = 256  # of a head, for both
 
 
 def able(q: Tensor, k: Tensor, sight: Sight) -> bool:
-    """Returns whether a fused kernel computes this attention without a mask."""
+    """Returns whether a fused kernel computes this attention without a mask.
+
+    Not where positions hide all keys from a query: kernels differ in what they give it.
+    """
     half = q.dtype in (torch.float16, torch.bfloat16)
-    if not half or q.shape[-1] > WIDEST or q.shape[-1] % 8:
+    if not half or q.shape[-1] > WIDEST or q.shape[-1] % 8 or not recent(q.device):
+        return False
+    if sight.misses(sight.start + q.shape[2], k.shape[2]):
         return False
     if installed is not None:
         return True
-    plain = sight.before is None and (sight.after is None or _square(q, k, sight))
-    return plain and q.shape[1] == k.shape[1]
+    if sight.before is not None:
+        return False
+    return sight.after is None or _square(q, *_seen(q, k, sight))
+
+
+def recent(device: torch.device) -> bool:
+    """Returns whether flash attention has kernels for a GPU: Ampere's generation or a later one."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _square(q: Tensor, k: Tensor, sight: Sight) -> bool:
     return sight.after == 0 and sight.start == 0 and q.shape[2] == k.shape[2]
+
+
+def _seen(q: Tensor, k: Tensor, sight: Sight) -> tuple[Tensor, Sight]:
+    """Returns the keys (or values) that any query sees, and who sees whom of these."""
+    low, high = sight.keys(0, q.shape[2], k.shape[2])
+    if (low, high) == (0, k.shape[2]):
+        return k, sight
+    return k[:, :, low:high], replace(sight, start=sight.start - low)
 
 
 def _window(q: Tensor, k: Tensor, sight: Sight) -> tuple[int, int]:
@@ -42,11 +66,14 @@ def _window(q: Tensor, k: Tensor, sight: Sight) -> tuple[int, int]:
     ahead = k.shape[2] - q.shape[2] - sight.start
     left = -1 if sight.before is None else sight.before + ahead
     right = -1 if sight.after is None else sight.after - ahead
+    assert min(left, right) >= -1, f"a query sees no key: {sight}, {q.shape[2]} of {k.shape[2]}"
     return left, right
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
     """Returns out `[b, h, s, d]` and logsumexp `[b, h, s]`."""
+    v, _ = _seen(q, v, sight)
+    k, sight = _seen(q, k, sight)
     if installed is not None:
         left, right = _window(q, k, sight)
         tensors = [x.transpose(1, 2) for x in (q, k, v)]
@@ -70,6 +97,21 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v."""
+    low, high = sight.keys(0, q.shape[2], k.shape[2])
+    if (low, high) == (0, k.shape[2]):
+        return _backward(grad, q, k, v, out, lse, sight)
+    seen_v, _ = _seen(q, v, sight)
+    seen_k, sight = _seen(q, k, sight)
+    dq, *of_seen = _backward(grad, q, seen_k, seen_v, out, lse, sight)
+    dk, dv = (empty_gradient(x).zero_() for x in (k, v))
+    for whole, part in zip((dk, dv), of_seen, strict=True):
+        whole[:, :, low:high].copy_(part)
+    return dq, dk, dv
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight
+) -> tuple[Tensor, Tensor, Tensor]:
     if installed is not None:
         left, right = _window(q, k, sight)
         tensors = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
