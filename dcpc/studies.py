@@ -114,13 +114,13 @@ def structure_of(
         alike: whether equal blocks choose alike.
     """
     names, nodes = lowering.joint.names, [*lowering.joint.gm.graph.nodes]
-    ledger = Ledger(names, degree, fuses=lowering.backend == "inductor")
+    ledger = Ledger(names, degree, fuses=lowering.backend == "inductor", gpu=device.gpu)
     meter = Meter(ledger, nodes)
     decided, needed = lowering.choices()
     sizes = {i.name: i.value(reference, degree, 0) for i in lowering.lowered.integers}
     calls = _calls(decided, needed, *meter.calls(decided, sizes, device))
     menu = menu_alike(calls) if alike else recompute_menu(calls, _memory(lowering, meter, sizes))
-    keys = {name: key for key, name in lowering.keys().items()}
+    keys = {name: key for key, name in lowering.keys.items()}
     return Structure(lowering, ledger, meter, menu, keys, {})
 
 

@@ -5,7 +5,7 @@ from dcpc.codegen.build import Key, Lowering
 from dcpc.codegen.collectives import bind_group, wire_log
 from dcpc.codegen.excerpt import excerpt
 from dcpc.codegen.joint import Tracer
-from dcpc.codegen.partition import VIEWS
+from dcpc.codegen.schedule import VIEWS
 from dcpc.codegen.variant import Boxed, Variant, delivering
 
 __all__ = [

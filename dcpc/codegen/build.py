@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import Tensor, fx
@@ -12,7 +13,8 @@ from torch import Tensor, fx
 from dcpc.codegen.backends import compile_graph
 from dcpc.codegen.joint import Joint, Tracer
 from dcpc.codegen.lower import Lowered, lower
-from dcpc.codegen.partition import choices, partition, schedule
+from dcpc.codegen.partition import partition
+from dcpc.codegen.schedule import Scheduler
 from dcpc.codegen.variant import Variant, handing_over
 from dcpc.ir import Partition, Placement, Schedule
 
@@ -57,13 +59,15 @@ class Lowering:
         if any_degree and not self.any_degree:
             self.lowered = lower(self.program, placement, group)
         self.joint: Joint = tracer.joint(self.lowered)
+        self._scheduler = Scheduler(self.program, self.joint)
 
     def choices(self) -> tuple[list[fx.Node], frozenset[str]]:
         """Returns the nodes that a recompute plan decides on, and those whose values are needed."""
-        return choices(self.program, self.joint)
+        return self._scheduler.choices()
 
+    @cached_property
     def keys(self) -> dict[Key, str]:
-        """Returns what each forward node of the joint graph is called in every trace of it."""
+        """What each forward node of the joint graph is called in every trace of it -> its name."""
         seen: Counter[tuple[str, str]] = Counter()
         found: dict[Key, str] = {}
         for node in self.joint.gm.graph.nodes:
@@ -75,8 +79,8 @@ class Lowering:
 
     def schedule(self, recompute: Collection[Key]) -> Schedule:
         """Returns what forward and backward run if these values are made again."""
-        names = frozenset(name for key, name in self.keys().items() if key in recompute)
-        return schedule(self.program, self.joint, names)
+        names = frozenset(self.keys[key] for key in recompute if key in self.keys)
+        return self._scheduler.schedule(names)
 
     def partition(self, recompute: Collection[Key]) -> Partition:
         """Returns the forward and backward graphs in which these values are made again."""

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 from torch.utils._sympy.functions import (
+    FloatTrueDiv,
     FloorDiv,
     FloorToInt,
     IntTrueDiv,
@@ -29,6 +30,7 @@ _CALLS: dict[Any, Callable[..., Any]] = {
     PythonMod: operator.mod,
     sympy.Mod: operator.mod,
     IntTrueDiv: operator.truediv,
+    FloatTrueDiv: operator.truediv,
     PowByNatural: operator.pow,
     ToFloat: torch.sym_float,
     FloorToInt: torch.sym_int,

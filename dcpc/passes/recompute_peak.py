@@ -5,7 +5,7 @@
                                    + its own: saved, made again, gradients, transients
 
 A block's part ends with the last call that reads one of its values. What a block makes again is
-made right before its first use, as `codegen/partition.py` does it. Sizes are numbers here, those at
+made right before its first use, as `codegen/schedule.py` does it. Sizes are numbers here, those at
 which choices are weighed; what a plan really needs is the profile's to say.
 """
 

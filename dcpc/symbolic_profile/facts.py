@@ -75,7 +75,8 @@ class Facts:
         self._sizes: dict[sympy.Expr, sympy.Expr] = {}
         self._nodes: dict[fx.Node, tuple[TensorFacts, ...]] = {}
         self._like: dict[int, tuple[torch.Tensor, TensorFacts]] = {}  # by id of the fake tensor
-        self._aliases: dict[fx.Node, tuple[tuple[fx.Node | None, int], ...]] = {}
+        self._aliases: dict[fx.Node, tuple[tuple[fx.Node | None, int, sympy.Expr], ...]] = {}
+        self._reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     @property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
@@ -115,25 +116,35 @@ class Facts:
             self._nodes[node] = facts
         return facts
 
-    def aliases(self, node: fx.Node) -> tuple[tuple[fx.Node | None, int], ...]:
-        """Returns where each tensor of a node's value lies.
+    def reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Returns a node's distinct input nodes, in order."""
+        found = self._reads.get(node)
+        if found is None:
+            found = self._reads[node] = tuple(node.all_input_nodes)
+        return found
 
-        (input, number): in the memory of that tensor of an input; (None, number): in that of the
-        first tensor of its own in new memory, which may be itself.
+    def aliases(self, node: fx.Node) -> tuple[tuple[fx.Node | None, int, sympy.Expr], ...]:
+        """Returns where each tensor of a node's value lies, and the bytes of that memory.
+
+        (input, number, bytes): in the memory of that tensor of an input; (None, number, bytes): in
+        that of the first tensor of its own in new memory, which may be itself.
         """
         found = self._aliases.get(node)
         if found is None:
             own = [t.storage for t in self.of(node)]
             given: dict[int, tuple[fx.Node | None, int]] = {}
-            for i in node.all_input_nodes if own else ():
+            for i in self.reads(node) if own else ():
                 given |= {t.storage: (i, n) for n, t in enumerate(self.of(i))}
-            found = tuple(given.get(s, (None, own.index(s))) for s in own)
+            found = tuple(
+                (*given.get(t.storage, (None, own.index(t.storage))), t.storage_bytes)
+                for t in self.of(node)
+            )
             self._aliases[node] = found
         return found
 
     def inputs(self, node: fx.Node) -> tuple[TensorFacts, ...]:
         """Returns the tensors of a node's distinct input nodes, in order."""
-        return tuple(t for i in node.all_input_nodes for t in self.of(i))
+        return tuple(t for i in self.reads(node) for t in self.of(i))
 
     def fresh(self, node: fx.Node) -> tuple[TensorFacts, ...]:
         """Returns the tensors of a node's value that no input shares its memory with, once each."""

@@ -31,7 +31,9 @@ from dcpc.symbolic_profile.fusion import Kernel, fuse
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers
 
 Transient = Callable[[fx.Node], sympy.Expr]
+Own = tuple[tuple[int, sympy.Expr], ...]  # identity and bytes of each storage of a value
 Steps = Sequence[fx.Node | Kernel]
+ZERO = sympy.Integer(0)  # sympy has one zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +171,10 @@ class _Recorder:
     def number(self, size: sympy.Expr) -> int:
         return self.numbers.setdefault(size, len(self.numbers))
 
-    def hold(self, storages: Mapping[int, sympy.Expr]) -> bool:
+    def hold(self, storages: Own) -> bool:
         """Adds a value; allocates what it lies in. Returns whether anything was allocated."""
         before = len(self.steps)
-        for storage, size in storages.items():
+        for storage, size in storages:
             if storage in self.resident:
                 continue
             count = self.holders.get(storage, 0)
@@ -182,9 +184,9 @@ class _Recorder:
             self.holders[storage] = count + 1
         return len(self.steps) > before
 
-    def drop(self, storages: Mapping[int, sympy.Expr]) -> None:
+    def drop(self, storages: Own) -> None:
         """Removes a value; frees what no other value lies in."""
-        for storage, size in storages.items():
+        for storage, size in storages:
             count = self.holders.get(storage, 0)
             if count:
                 self.holders[storage] = count - 1
@@ -224,38 +226,40 @@ class _Storages:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self._ids: dict[fx.Node, tuple[int, ...]] = {}
+        self._own: dict[fx.Node, Own] = {}
         self._count = itertools.count()
 
-    def of(self, node: fx.Node) -> dict[int, sympy.Expr]:
-        """Returns identity -> bytes of the storages of a node that was entered."""
-        tensors = self.facts.of(node)
-        return {s: t.storage_bytes for s, t in zip(self._ids[node], tensors, strict=True)}
+    def of(self, node: fx.Node) -> Own:
+        """Returns identity and bytes of each tensor's storage of a node that was entered."""
+        return self._own[node]
 
-    def enter(self, node: fx.Node) -> dict[int, sympy.Expr]:
+    def enter(self, node: fx.Node) -> Own:
         """Gives a node's value its storages: its inputs' where it is a view, else new ones."""
-        ids: list[int] = []
-        for i, first in self.facts.aliases(node):
-            if i is not None:
-                ids.append(self._ids[i][first])
+        own: list[tuple[int, sympy.Expr]] = []
+        for source, first, size in self.facts.aliases(node):
+            if source is not None:
+                own.append(self._own[source][first])
             else:
-                ids.append(next(self._count) if first == len(ids) else ids[first])
-        self._ids[node] = tuple(ids)
-        return self.of(node)
-
-    def make(self, kernel: Kernel) -> dict[int, sympy.Expr]:
-        """Gives what a fused kernel makes its storages: new ones, or those it takes."""
-        found: dict[int, sympy.Expr] = {}
-        for node in kernel.makes:
-            taken = kernel.in_place.get(node)
-            new = [next(self._count) for _ in self.facts.of(node)]
-            self._ids[node] = tuple(new) if taken is None else self._ids[taken]
-            found |= self.of(node)
+                own.append((next(self._count), size) if first == len(own) else own[first])
+        self._own[node] = found = tuple(own)
         return found
+
+    def make(self, kernel: Kernel) -> Own:
+        """Gives what a fused kernel makes its storages: new ones, or those it takes."""
+        found: list[tuple[int, sympy.Expr]] = []
+        for node in kernel.makes:
+            taken, tensors = kernel.in_place.get(node), self.facts.of(node)
+            sizes = [t.storage_bytes for t in tensors]
+            ids = [next(self._count) for _ in sizes]
+            if taken is not None:
+                ids = [storage for storage, _ in self._own[taken]]
+            self._own[node] = tuple(zip(ids, sizes, strict=True))
+            found += self._own[node]
+        return tuple(found)
 
     def start_backward(self, given: Iterable[tuple[fx.Node, fx.Node]]) -> None:
         """Forgets forward's values but for those that backward's placeholders take."""
-        self._ids = {node: self._ids[source] for node, source in given}
+        self._own = {node: self._own[source] for node, source in given}
 
 
 def timeline_of(
@@ -280,10 +284,10 @@ def timeline_of(
         backward: Any = fuse(run.backward, returned, facts)
         run = replace(run, forward=forward, backward=backward)
     recorder, storages = _Recorder(transient), _Storages(facts)
-    recorder.resident = {s for n in run.primals for s in storages.enter(n)}
+    recorder.resident = {storage for n in run.primals for storage, _ in storages.enter(n)}
     _run(run.forward, [run.loss, *run.saved], recorder, storages, _Folding.forward(fold, run))
     loss, kept = storages.of(run.loss), [storages.of(n) for n in run.saved]
-    without = recorder.resident | loss.keys()
+    without = recorder.resident | {storage for storage, _ in loss}
     saved = _distinct(run.saved, kept, without, fold)
     storages.start_backward(run.given)
     for node, _ in run.given:
@@ -291,7 +295,7 @@ def timeline_of(
     recorder.hold(storages.enter(run.tangent))
     for value in kept:
         recorder.drop(value)
-    recorder.mark("backward", sympy.Integer(0))
+    recorder.mark("backward", ZERO)
     outputs = [g for g in run.gradients if g is not None]
     _run(run.backward, outputs, recorder, storages, _Folding.backward(fold, run))
     gradients = _distinct(outputs, [storages.of(n) for n in outputs], set(), fold)
@@ -361,36 +365,45 @@ def _run(
 
     The outputs stay.
     """
-    last_use: dict[fx.Node, int] = {}
-    for position, n in enumerate(nodes):
-        for i in n.all_input_nodes:
-            last_use[i] = position
-    last_use |= dict.fromkeys(outputs, len(nodes))
-    dying: list[list[fx.Node]] = [[] for _ in range(len(nodes) + 1)]
+    last_use = _last_uses(nodes, outputs, storages.facts)
+    dying: dict[int, list[fx.Node]] = {}
     for n, position in last_use.items():
-        dying[position].append(n)
+        dying.setdefault(position, []).append(n)
     borders = {f.first for f in foldings} | {f.stop for f in foldings}
     reached: dict[int, tuple[int, int]] = {}
     for position, n in enumerate(nodes):
         if position in borders:
             reached[position] = len(recorder.steps), len(recorder.done)
+        made: Sequence[fx.Node]
         if isinstance(n, Kernel):
-            made, own, transient = n.makes, storages.make(n), sympy.Integer(0)
+            made, own, transient = n.makes, storages.make(n), ZERO
         else:
-            made, own, transient = [n], storages.enter(n), recorder.transient(n)
+            made, own, transient = (n,), storages.enter(n), recorder.transient(n)
         allocated = recorder.hold(own)
-        if allocated or transient != 0:
+        if allocated or transient is not ZERO:
             recorder.mark(n.name, transient)
-        for used in dying[position] + [m for m in made if m not in last_use]:
+        for used in dying.get(position, ()):
             recorder.drop(storages.of(used))
+        for unused in made:
+            if unused not in last_use:
+                recorder.drop(storages.of(unused))
     for folding in reversed(foldings):
         first, stop = reached[folding.first], reached[folding.stop]
         recorder.repeat(first[0], stop[0], stop if folding.after else first, folding.times)
 
 
+def _last_uses(nodes: Steps, outputs: Iterable[fx.Node], facts: Facts) -> dict[fx.Node, int]:
+    """Returns the position of the last call that reads a node; after all of them for outputs."""
+    found: dict[fx.Node, int] = {}
+    for position, n in enumerate(nodes):
+        read = n.all_input_nodes if isinstance(n, Kernel) else facts.reads(n)
+        found |= dict.fromkeys(read, position)
+    return found | dict.fromkeys(outputs, len(nodes))
+
+
 def _distinct(
     nodes: Sequence[fx.Node],
-    storages: Sequence[Mapping[int, sympy.Expr]],
+    storages: Sequence[Own],
     without: set[int],
     fold: Fold | None,
 ) -> dict[sympy.Expr, int]:
@@ -399,7 +412,7 @@ def _distinct(
     seen = set(without)
     for node, own in zip(nodes, storages, strict=True):
         count = 1 if fold is None else fold.count(node.name)
-        for storage, size in own.items():
+        for storage, size in own:
             if storage not in seen:
                 seen.add(storage)
                 found[size] = found.get(size, 0) + count
