@@ -56,6 +56,7 @@ FLOPS_ALONE = replace(
     vector_flops_per_s=1e30,
     memory_bytes_per_s=1e30,
     launch_s=0.0,
+    gpu=False,  # memory is the CPU's: peaks are measured here
 )
 # (solver, ratio) of torch's settings.
 SETTINGS = tuple((s, r) for s in ("dp", "ilp") for r in (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1))

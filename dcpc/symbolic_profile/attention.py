@@ -98,7 +98,7 @@ def forward(call: Call) -> sympy.Expr:
     An upper bound where sequences are packed: as if one were as long as the row, or all short.
     """
     if not _by_flash(call):
-        return _blocks(call)
+        return blocks(call)
     query, groups = call.tensor("query"), _groups(call)
     rows = _run(call)
     share = rows / query.shape[2]
@@ -109,7 +109,7 @@ def forward(call: Call) -> sympy.Expr:
     if groups != 1:
         held += (query.size_bytes + lse_bytes) * share / groups
     if call.given("segment") is not None:
-        return sympy.Max(held + _merged(query, query.numel, lse_bytes), _blocks(call))
+        return sympy.Max(held + _merged(query, query.numel, lse_bytes), blocks(call))
     if argument(call.node, "turn") is not None:  # a run's own results, before they are copied
         held += (query.size_bytes + lse_bytes) * share
     return _with_added(call, held, share)
@@ -129,7 +129,7 @@ def backward(call: Call) -> sympy.Expr:
     An upper bound where sequences are packed, as of forward.
     """
     if not _by_flash(call) or call.node.target._opname == "attention_mask_backward":  # type: ignore[union-attr]
-        return _blocks_backward(call)
+        return blocks_backward(call)
     query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
     rows, groups = _run(call), _groups(call)
     parts = call.given("segment") is not None or argument(call.node, "turn") is not None
@@ -154,7 +154,7 @@ def backward(call: Call) -> sympy.Expr:
             wide += query.numel if call.given("segment") is not None else 0
             held += wide * _accumulator(query)
     if call.given("segment") is not None:
-        return sympy.Max(held, _blocks_backward(call))
+        return sympy.Max(held, blocks_backward(call))
     return _with_added(call, held, share)
 
 
@@ -250,7 +250,8 @@ def _ids(call: Call) -> sympy.Expr:
     return segment.shape[0] * call.tensor("query").shape[2] * 2 * 8
 
 
-def _blocks(call: Call) -> sympy.Expr:
+def blocks(call: Call) -> sympy.Expr:
+    """Returns the bytes that forward by blocks of matmuls holds, on any device."""
     rows, keys, held = _block(call)
     query, value = call.tensor("query"), call.tensor("value")
     heads, size = query.shape[1], _accumulator(query)
@@ -259,7 +260,8 @@ def _blocks(call: Call) -> sympy.Expr:
     return held + _ids(call) + column * keys * size + sympy.Max(_hiding(call, rows, keys), later)
 
 
-def _blocks_backward(call: Call) -> sympy.Expr:
+def blocks_backward(call: Call) -> sympy.Expr:
+    """Returns the bytes that backward by blocks of matmuls holds, on any device."""
     rows, keys, held = _block(call)
     query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
     heads, size = query.shape[1], _accumulator(query)
@@ -298,7 +300,7 @@ def ring_forward(call: Call) -> sympy.Expr:
     if query.dtype.itemsize < 4:  # all outputs in float32, of which later only the others are left
         added += outputs * (2 * _accumulator(query) - query.dtype.itemsize)
     if not _ring_by_flash(call):
-        merged = 6 * lse_bytes + _blocks(call)
+        merged = 6 * lse_bytes + blocks(call)
         return added + row_bytes * (rows.own + sympy.Max(rows.own, rows.other)) + merged
     if groups != 1:
         added += (query.size_bytes + lse_bytes) / groups
@@ -329,7 +331,7 @@ def ring_backward(call: Call) -> sympy.Expr:
     if rows.late:
         later += wide_bytes * rows.own
     if not _ring_by_flash(call):
-        return held + sympy.Max(first, later) + _blocks_backward(call)
+        return held + sympy.Max(first, later) + blocks_backward(call)
     if groups != 1:
         used = call.tensor("grad_out").size_bytes
         held -= sympy.expand(used - used / groups)

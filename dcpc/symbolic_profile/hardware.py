@@ -47,6 +47,7 @@ class Device:
         inside: link within a node.
         across: link between nodes.
         overlaps: whether it sends while it computes, as a GPU does.
+        gpu: whether ops run a GPU's kernels, which need other memory than the CPU's.
         fits: what `dcpc calibrate` measured on it; None: seconds are the figures' roofline.
     """
 
@@ -60,6 +61,7 @@ class Device:
     inside: Link
     across: Link
     overlaps: bool = True
+    gpu: bool = False
     fits: Fits | None = None
 
     @property
@@ -115,6 +117,7 @@ H200 = Device(
     node_ranks=8,
     inside=_HOPPER_LINKS[0],
     across=_HOPPER_LINKS[1],
+    gpu=True,
 )
 H100 = replace(
     H200,
@@ -132,6 +135,7 @@ A100_80GB = Device(
     node_ranks=8,
     inside=_AMPERE_LINKS[0],
     across=_AMPERE_LINKS[1],
+    gpu=True,
 )
 A100_40GB = replace(
     A100_80GB,
@@ -158,6 +162,9 @@ CPU_CORE = Device(
     across=Link(800e-6, 0.9e9),
     overlaps=False,  # gloo's threads and copies take the cores that compute
 )
+# Of a GPU's memory, what no plan may use: assumed, the order of a CUDA context (0.5 GB), NCCL's
+# buffers, cuBLAS' workspaces, and what the caching allocator cannot fit together.
+_OUTSIDE_BYTES = 2_000_000_000
 DEVICES = (H200, H100, A100_80GB, A100_40GB, CPU_CORE)
 
 
@@ -184,7 +191,7 @@ def detect() -> Device:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return replace(CPU_CORE, memory_bytes=pages)
     name = torch.cuda.get_device_name()
-    memory_bytes = torch.cuda.get_device_properties(0).total_memory
+    memory_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     key = next((d.name for d in DEVICES if d.name.split("-")[0].upper() in name.upper()), None)
     if key is None:
         known = ", ".join(d.name for d in DEVICES)
@@ -194,7 +201,7 @@ def detect() -> Device:
         )
     if key.startswith("a100"):
         key = "a100-80gb" if memory_bytes > 60 * GB else "a100-40gb"
-    return replace(find(key), memory_bytes=memory_bytes)
+    return replace(find(key), memory_bytes=memory_bytes - _OUTSIDE_BYTES)
 
 
 def calibrated(device: Device, fits: Fits) -> Device:

@@ -73,6 +73,7 @@ class Ledger:
         sp: ranks of the group of every collective, or group name -> ranks.
         threads: threads an op runs on; default: torch's.
         fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
+        gpu: whether ops run a GPU's kernels.
     """
 
     def __init__(
@@ -81,10 +82,11 @@ class Ledger:
         sp: GroupSize = 1,
         threads: int | None = None,
         fuses: bool = False,
+        gpu: bool = False,
     ) -> None:
         self.facts = Facts(names)
         self._sp, self._threads = sp, threads or torch.get_num_threads()
-        self._fuses = fuses
+        self._fuses, self._gpu = fuses, gpu
         self._transients: dict[fx.Node, sympy.Expr] = {}
         self._works: dict[fx.Node, tuple[Work, Work] | None] = {}
         self._known_transients: dict[tuple[object, ...], sympy.Expr] = {}
@@ -111,7 +113,7 @@ class Ledger:
             like = self._like(node)
             found = self._known_transients.get(like)
             if found is None:
-                found = transient_bytes(node, self.facts, self._threads)
+                found = transient_bytes(node, self.facts, self._threads, self._gpu)
                 self._known_transients[like] = found
             self._transients[node] = found
         return found

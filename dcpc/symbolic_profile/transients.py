@@ -19,6 +19,7 @@ from torch.utils._sympy.functions import CeilDiv
 from dcpc.symbolic_profile import attention
 from dcpc.symbolic_profile.facts import Call, Facts, argument, op_name
 from dcpc.symbolic_profile.flops import GroupSize
+from dcpc.symbolic_profile.gpu_transients import GPU_TRANSIENTS
 
 
 def _copies(*names: str) -> Callable[[Call], sympy.Expr]:
@@ -191,10 +192,11 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
 }
 
 
-def transient_bytes(node: fx.Node, facts: Facts, threads: int) -> sympy.Expr:
+def transient_bytes(node: fx.Node, facts: Facts, threads: int, gpu: bool = False) -> sympy.Expr:
     """Returns the bytes a call holds beyond its inputs and outputs while it runs.
 
     Those of a collective may hold `ranks_of` its group, see `at_ranks`.
     """
-    formula = TRANSIENTS.get(op_name(node))
+    name = op_name(node)
+    formula = (GPU_TRANSIENTS.get(name) if gpu else None) or TRANSIENTS.get(name)
     return sympy.Integer(0) if formula is None else formula(Call(node, facts, threads))
