@@ -177,10 +177,16 @@ class _Fusion:
         self._reuse(node)
 
     def _reuse(self, node: fx.Node) -> None:
-        """Gives memory to what is read more than once and is long or heavy, or reads very much."""
+        """Gives memory to what is read more than once and is long or heavy, or reads very much.
+
+        What is made of positions and constants alone never gets any here: Inductor would, but has
+        whoever reads it compute it again all the same (`ComputedBuffer.make_loader`).
+        """
         lazy = self.lazy[node]
+        if not lazy.reads:
+            return
         many = self.uses.get(node, 0) > 1
-        returned = many and node in self.returned and bool(lazy.reads)
+        returned = many and node in self.returned
         costly = lazy.heavy or lazy.ops > MOST_OPS or len(lazy.reads) > READS_OF_REUSED
         if returned or (many and costly) or len(lazy.reads) > MOST_READS or lazy.ops > MOST_OPS:
             self._store(node)

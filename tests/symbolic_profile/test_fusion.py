@@ -98,3 +98,16 @@ def test_second_reshape_of_a_pointwise_value_is_a_copy():
         return aten.mm(z, w), aten.mul(y, x)
 
     assert kernels(steps(function, X, W)) == [["relu", "view_1"], ["mul"]]
+
+
+def test_what_is_made_of_positions_alone_has_no_memory_and_is_as_heavy_to_its_readers():
+    def function(table, w):
+        i = aten.arange(40)
+        index = aten.clamp(aten.mul(aten.log(aten.add(i, 1)), 8.0), 0, 39).to(torch.int64)
+        row = aten.embedding(table, index)
+        return aten.mm(aten.add(row, 1.0), w), aten.mm(aten.mul(row, index.unsqueeze(1)), w)
+
+    # The index is read twice and is heavy, but reads nothing: whoever reads it makes it again. So
+    # the rows found with it are heavy as well, and these are kept.
+    names = kernels(steps(function, X, W))
+    assert names == [["embedding", "add_1"], ["mul_1"]]
