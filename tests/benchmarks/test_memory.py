@@ -19,7 +19,7 @@ def test_every_model_degree_and_recompute_is_measured_by_both_backends():
         kinds = {(b, sp, r) for b in ("eager", "inductor") for sp in (1, 2) for r in RECOMPUTE}
         assert full == kinds
         quick = {(s.sp, s.recompute) for s in settings(name, quick=True) if s.backend == "eager"}
-        assert quick == {(sp, r) for sp in (1, 2) for r in RECOMPUTE}
+        assert quick == {(sp, r) for sp in (1, 2) for r in RECOMPUTE} - {(1, "half")}
     assert sum(len(settings(name, quick=False)) for name in SUBJECTS) >= 40
 
 
@@ -32,7 +32,7 @@ def test_quick_benchmark_keeps_its_limits(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())["figures"]
-    assert found["points"] >= 24
+    assert found["points"] >= 40
     assert found["points_inductor"] >= 1
     assert found["max_error_peak_eager"] < 0.005
     assert found["max_error_peak_inductor"] < 0.1
