@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import hashlib
 import operator
+import re
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ from dcpc.trace.autocast import casting, share_casts
 from dcpc.trace.branches import refuse_branches
 from dcpc.trace.canonical import canonicalise
 from dcpc.trace.single_key import depends_on
+
+_DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
 
 class _LossOf(nn.Module):
@@ -298,7 +301,8 @@ def _program(
         if isinstance(node.meta.get("val"), (torch.SymInt, int))
     }
     loss = next(n for n in gm.graph.nodes if n.op == "output").args[0][0]
-    text = gm.code + repr([(n, info[n].shape, str(info[n].dtype)) for n in parameters])
+    code = _DEVICE.sub("device", gm.code)  # each rank has its own, and a trace on meta none
+    text = code + repr([(n, info[n].shape, str(info[n].dtype)) for n in parameters])
     return Program(
         gm=gm,
         parameters=parameters,

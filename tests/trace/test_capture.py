@@ -152,3 +152,16 @@ def test_trace_leaves_the_model_as_it_was():
 def test_equal_models_have_equal_hashes_and_others_do_not():
     hashes = [trace(Net(f), BUCKETS).graph_hash for f in (torch.mean, torch.mean, torch.sum)]
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_hash_does_not_depend_on_the_device():
+    def positions(at):
+        return lambda z: (z * torch.arange(4, device=at)).mean()
+
+    hashes, codes = set(), set()
+    for at in ("cpu", "cpu:0"):  # as ranks of one node have GPUs of their own
+        program = trace(Net(positions(at)), BUCKETS)
+        hashes.add(program.graph_hash)
+        codes.add(program.gm.code)
+    assert len(codes) == 2
+    assert len(hashes) == 1
