@@ -301,8 +301,7 @@ def _program(
         if isinstance(node.meta.get("val"), (torch.SymInt, int))
     }
     loss = next(n for n in gm.graph.nodes if n.op == "output").args[0][0]
-    code = _DEVICE.sub("device", gm.code)  # each rank has its own, and a trace on meta none
-    text = code + repr([(n, info[n].shape, str(info[n].dtype)) for n in parameters])
+    facts = repr([(n, info[n].shape, str(info[n].dtype)) for n in parameters])
     return Program(
         gm=gm,
         parameters=parameters,
@@ -314,8 +313,19 @@ def _program(
         scalars=scalars,
         loss=loss.name,
         hints=dict(hints),
-        graph_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
+        graph_hash=hash_of(gm.code, facts),
     )
+
+
+def hash_of(code: str, facts: str) -> str:
+    """Returns what tells graphs apart, on whatever device they are: each rank has its own.
+
+    Args:
+        code: of the graph.
+        facts: what it does not say.
+    """
+    text = _DEVICE.sub("device", code) + facts
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _requires_grad(exported: ExportedProgram, placeholder: str) -> bool:
