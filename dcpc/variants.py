@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import sympy
@@ -19,7 +19,7 @@ from dcpc.passes.placement import PlacementModel, Rates, place
 from dcpc.passes.recompute import Menu
 from dcpc.passes.sharding import Sharding, analyse
 from dcpc.studies import Structure, Study, split_constants, structure_of
-from dcpc.symbolic_profile import Costs, Device, Prediction
+from dcpc.symbolic_profile import Costs, Device, Prediction, Usage
 
 Sizes = Mapping[str, int]
 
@@ -323,8 +323,25 @@ class Variants:
             return self.planner.live(self._planned(placement), recompute, sizes)
         costs = self._costs(placement, recompute)
         dims = self.local_sizes(placement, sizes)
-        live = self._study(placement).meter.live_bytes(costs, dims)
+        live = self._study(placement).meter.live_bytes(costs, dims, self.device)
         return list(zip(costs.timeline.names, map(int, live), strict=True))
+
+    def usage(
+        self, placement: Placement, recompute: int, sizes: Sizes, resident: Iterable[int]
+    ) -> Usage:
+        """Returns what the fullest rank needs of a GPU as torch's allocator gives it out.
+
+        Args:
+            placement: of the program.
+            recompute: steps of the menu.
+            sizes: lengths of the dims.
+            resident: bytes of each tensor that stays, inputs excepted.
+        """
+        if self.planner is not self:
+            return self.planner.usage(self._planned(placement), recompute, sizes, resident)
+        costs = self._costs(placement, recompute)
+        dims = self.local_sizes(placement, sizes)
+        return self._study(placement).meter.usage(costs, dims, resident)
 
     def variant(
         self, placement: Placement, recompute: int, sizes: Sizes, rank: int

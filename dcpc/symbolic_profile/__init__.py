@@ -1,5 +1,6 @@
 """A partition's costs as expressions of its dims: bytes, FLOPs, seconds, and the report of them."""
 
+from dcpc.symbolic_profile.allocator import Usage, rounded
 from dcpc.symbolic_profile.calibration import (
     CalibratedPoint,
     Calibration,
@@ -47,6 +48,7 @@ __all__ = [
     "OptimizerLike",
     "Prediction",
     "ReportRow",
+    "Usage",
     "as_text",
     "bytes_text",
     "calibrate_cpu",
@@ -59,6 +61,7 @@ __all__ = [
     "machine",
     "profile_partition",
     "render_report",
+    "rounded",
     "seconds_text",
     "state_bytes",
     "variant_formulas",

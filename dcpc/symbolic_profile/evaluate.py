@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import sympy
 from torch import fx
 
 from dcpc.ir import Profile, Work
+from dcpc.symbolic_profile.allocator import Usage, rounded, usage
 from dcpc.symbolic_profile.hardware import Device
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers, values_of
 from dcpc.symbolic_profile.profile import Costs, Ledger
@@ -211,14 +213,13 @@ class Meter:
         """
         whole, exact = self._at(dims)
         timeline = costs.timeline
-        sizes = self._matrix(costs) @ whole
-        live = timeline.live(sizes)
+        live = timeline.live(_in_blocks(self._matrix(costs) @ whole, device))
         counts = self._counts(costs)
         seconds = self._roofline.seconds(exact, device) @ counts
         return Prediction(
             peak_bytes=int(live.max()),
             saved_bytes=self._sum(timeline.saved, whole),
-            input_bytes=self._sum(costs.inputs, whole),
+            input_bytes=self._sum(costs.inputs, whole, device.block_bytes),
             flops=round(float((self._flops @ exact) @ counts)),
             wire_bytes=round(float((self._wire @ exact) @ counts)),
             seconds_s=float(seconds),
@@ -243,15 +244,30 @@ class Meter:
             found = self._of[node] = forward, backward
         return found
 
-    def live_bytes(self, costs: Costs, dims: Mapping[str, int]) -> Integers:
+    def live_bytes(self, costs: Costs, dims: Mapping[str, int], device: Device) -> Integers:
         """Returns what is alive at each point of a run's timeline, `[points]` bytes.
 
         Args:
             costs: of a run, from the ledger.
             dims: symbol name -> size.
+            device: what it runs on.
         """
-        live: Integers = costs.timeline.live(self._matrix(costs) @ self._at(dims)[0])
+        sizes = _in_blocks(self._matrix(costs) @ self._at(dims)[0], device)
+        live: Integers = costs.timeline.live(sizes)
         return live
+
+    def usage(self, costs: Costs, dims: Mapping[str, int], resident: Iterable[int]) -> Usage:
+        """Returns what a run needs of a GPU's memory as torch's allocator gives it out.
+
+        Args:
+            costs: of a run, from the ledger.
+            dims: symbol name -> size.
+            resident: bytes of each tensor that stays, inputs excepted.
+        """
+        whole = self._at(dims)[0]
+        inputs = ([int(self._rows[size] @ whole)] * n for size, n in costs.inputs.items())
+        values = (self._matrix(costs) @ whole).tolist()
+        return usage(costs.timeline, values, [*resident, *itertools.chain(*inputs)])
 
     def calls(
         self, nodes: Sequence[fx.Node], dims: Mapping[str, int], device: Device
@@ -302,8 +318,15 @@ class Meter:
             self._matrices[id(costs)] = costs, rows
         return self._matrices[id(costs)][1]
 
-    def _sum(self, sizes: Mapping[sympy.Expr, int], whole: Integers) -> int:
-        return sum(int(self._rows[size] @ whole) * count for size, count in sizes.items())
+    def _sum(self, sizes: Mapping[sympy.Expr, int], whole: Integers, block_bytes: int = 1) -> int:
+        each = ((int(self._rows[size] @ whole), count) for size, count in sizes.items())
+        return sum(rounded(size_bytes, block_bytes) * count for size_bytes, count in each)
+
+
+def _in_blocks(sizes: Integers, device: Device) -> Integers:
+    """Returns sizes as the device's allocator counts them."""
+    block_bytes = device.block_bytes
+    return sizes if block_bytes == 1 else -(-sizes // block_bytes) * block_bytes
 
 
 @functools.lru_cache(maxsize=512)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dcpc.errors import ProfileError
+from dcpc.symbolic_profile.allocator import BLOCK_BYTES
 from dcpc.symbolic_profile.fits import Fits
 
 TFLOP = 1e12
@@ -63,6 +64,11 @@ class Device:
     overlaps: bool = True
     gpu: bool = False
     fits: Fits | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """What a tensor's bytes are rounded up to; of a CPU's memory what is asked for counts."""
+        return BLOCK_BYTES if self.gpu else 1
 
     @property
     def seconds_error(self) -> float | None:

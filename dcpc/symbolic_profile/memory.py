@@ -112,6 +112,7 @@ class Timeline:
         sizes: the distinct sizes.
         steps: number of the size of each allocation or free.
         weights: 1 for an allocation, -1 for a free; times the copies that it stands for.
+        storages: which storage each of them is of.
         done: steps done at each point.
         transients: number of the size of each point's transient.
         names: node of each point.
@@ -122,6 +123,7 @@ class Timeline:
     sizes: tuple[sympy.Expr, ...]
     steps: Integers
     weights: Integers
+    storages: tuple[int, ...]
     done: Integers
     transients: Integers
     names: tuple[str, ...]
@@ -164,6 +166,7 @@ class _Recorder:
     numbers: dict[sympy.Expr, int] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
     transients: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -181,6 +184,7 @@ class _Recorder:
             if not count:
                 self.steps.append(self.number(size))
                 self.weights.append(1)
+                self.storages.append(storage)
             self.holders[storage] = count + 1
         return len(self.steps) > before
 
@@ -193,6 +197,7 @@ class _Recorder:
                 if count == 1:
                     self.steps.append(self.number(size))
                     self.weights.append(-1)
+                    self.storages.append(storage)
 
     def mark(self, name: str, transient: sympy.Expr) -> None:
         """Notes a program point."""
@@ -213,6 +218,7 @@ class _Recorder:
         weights = [w * times for w in self.weights[start:stop]]
         self.steps[at[0] : at[0]] = steps
         self.weights[at[0] : at[0]] = weights
+        self.storages[at[0] : at[0]] = self.storages[start:stop]
         self.done[at[1] :] = [d + len(steps) for d in self.done[at[1] :]]
 
 
@@ -303,6 +309,7 @@ def timeline_of(
         sizes=tuple(recorder.numbers),
         steps=np.array(recorder.steps, dtype=np.int64),
         weights=np.array(recorder.weights, dtype=np.int64),
+        storages=tuple(recorder.storages),
         done=np.array(recorder.done, dtype=np.int64),
         transients=np.array(recorder.transients, dtype=np.int64),
         names=tuple(recorder.names),

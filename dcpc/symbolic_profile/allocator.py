@@ -1,0 +1,236 @@
+"""What torch's CUDA caching allocator makes of a run's allocations: rounded blocks, segments.
+
+    request    rounded up to 512 bytes; a block of that size is cut
+               up to 1 MiB        from segments of 2 MiB
+               below 10 MiB       from segments of 20 MiB
+               else               from a segment of its size, rounded up to 2 MiB
+    block      the smallest free one that is large enough, of equal ones the one at the lowest
+               address; what is left of it is a free block, unless that is under 512 bytes (of
+               small segments) or up to 1 MiB (of the others): then it goes along
+    free       joins free neighbours of the same segment
+
+`torch.cuda.max_memory_allocated` counts blocks, `max_memory_reserved` segments, and only segments
+are memory of the device. Source: torch 2.13, c10/core/AllocatorConfig.h (sizes) and
+c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`, `get_free_block`,
+`should_split`, `try_merge_blocks`), with its default settings.
+
+Not followed: what happens when the device has no memory left (segments without a block are given
+back before that is an error, so what is reserved here is the most it can be), other streams than
+one, and `expandable_segments`. Segments are taken to lie one after the other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dcpc.symbolic_profile.memory import Timeline
+
+BLOCK_BYTES = 512
+SMALL_BYTES = 1 << 20
+SMALL_SEGMENT_BYTES = 2 << 20
+LARGE_BYTES = 10 << 20
+LARGE_SEGMENT_BYTES = 20 << 20
+SEGMENT_ROUNDING_BYTES = 2 << 20
+
+
+def rounded(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Returns a size rounded up to whole blocks, bytes; what has no bytes has no block."""
+    return -(-size_bytes // block_bytes) * block_bytes
+
+
+def segment_bytes(size_bytes: int) -> int:
+    """Returns the bytes of the segment that is made for a block where no free one is enough."""
+    if size_bytes <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size_bytes < LARGE_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return rounded(size_bytes, SEGMENT_ROUNDING_BYTES)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A piece of a segment.
+
+    Attributes:
+        address: of its first byte.
+        size_bytes: what it takes.
+        small: whether its segment is one for small blocks.
+        free: whether it can be given away.
+        before: the piece before it in its segment.
+        after: the piece after it.
+    """
+
+    address: int
+    size_bytes: int
+    small: bool
+    free: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+
+class CachingAllocator:
+    """Allocates as torch does on one stream of a GPU, without any memory.
+
+    Attributes:
+        allocated_bytes: of the blocks that are given away.
+        reserved_bytes: of all segments.
+        most_allocated_bytes: the most that was given away since `reset`.
+    """
+
+    def __init__(self) -> None:
+        self.allocated_bytes = self.reserved_bytes = self.most_allocated_bytes = 0
+        # Free blocks of either kind of segment by size, then address.
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._at: dict[int, Block] = {}
+
+    def reset(self) -> None:
+        """Forgets the most that was allocated."""
+        self.most_allocated_bytes = self.allocated_bytes
+
+    def allocate(self, size_bytes: int) -> Block | None:
+        """Returns a block of at least so many bytes; None for no bytes."""
+        if not size_bytes:
+            return None
+        size = rounded(size_bytes)
+        small = size <= SMALL_BYTES
+        free = self._free[small]
+        place = bisect_left(free, (size, 0))
+        if place < len(free):
+            block = self._at[free.pop(place)[1]]
+        else:
+            block = Block(self.reserved_bytes, segment_bytes(size), small)
+            self._at[block.address] = block
+            self.reserved_bytes += block.size_bytes
+        rest = block.size_bytes - size
+        if rest >= BLOCK_BYTES if small else rest > SMALL_BYTES:
+            self._split(block, size)
+        block.free = False
+        self.allocated_bytes += block.size_bytes
+        self.most_allocated_bytes = max(self.most_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def release(self, block: Block | None) -> None:
+        """Takes a block back."""
+        if block is None:
+            return
+        assert not block.free, f"the block at {block.address} is free"
+        self.allocated_bytes -= block.size_bytes
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                free = self._free[block.small]
+                del free[bisect_left(free, (other.size_bytes, other.address))]
+                first, second = (other, block) if other is block.before else (block, other)
+                block = self._join(first, second)
+        block.free = True
+        insort(self._free[block.small], (block.size_bytes, block.address))
+
+    def blocks(self) -> list[Block]:
+        """Returns all blocks, by address."""
+        return [self._at[address] for address in sorted(self._at)]
+
+    def _split(self, block: Block, size_bytes: int) -> None:
+        rest = Block(block.address + size_bytes, block.size_bytes - size_bytes, block.small, True)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size_bytes = rest, size_bytes
+        self._at[rest.address] = rest
+        insort(self._free[block.small], (rest.size_bytes, rest.address))
+
+    def _join(self, first: Block, second: Block) -> Block:
+        """Makes two neighbours one, the first."""
+        first.size_bytes += second.size_bytes
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        del self._at[second.address]
+        return first
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a step needs of a GPU once it has run before.
+
+    Attributes:
+        requested_bytes: the most that was asked for at a time.
+        allocated_bytes: the most in blocks: what `torch.cuda.max_memory_allocated` says.
+        reserved_bytes: in segments: what `torch.cuda.max_memory_reserved` says.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of what is reserved that no block can ever use."""
+        return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+
+
+def usage(
+    timeline: Timeline, values: Sequence[int], resident: Iterable[int], steps: int = 2
+) -> Usage:
+    """Returns what a step of a timeline needs, after `steps - 1` others.
+
+    Args:
+        timeline: allocations and frees of forward and backward.
+        values: bytes of each of its numbered sizes.
+        resident: bytes of each tensor that stays: parameters, optimizer state, inputs.
+        steps: how many are run; from the second on segments of the one before are there.
+    """
+    device = CachingAllocator()
+    staying = requested = 0
+    for size in resident:
+        device.allocate(size)
+        staying += size
+    for _ in range(steps):
+        device.reset()
+        requested = staying + _run(device, timeline, values)
+    return Usage(requested, device.most_allocated_bytes, device.reserved_bytes)
+
+
+def _run(device: CachingAllocator, timeline: Timeline, values: Sequence[int]) -> int:
+    """Runs a step; returns the most bytes asked for at a time.
+
+    Which block of a size is freed is known by its storage. Copies that stand for others of a deep
+    model leave what their own storages do not name: of its size the last one that was made.
+    """
+    held: dict[int, list[tuple[int, Block | None]]] = defaultdict(list)  # by size: storage, block
+    live = most = 0
+    for size, change, storage in _events(timeline):
+        if change > 0:
+            held[size].append((storage, device.allocate(values[size])))
+            live += values[size]
+        elif change < 0:
+            stack = held[size]
+            place = next((i for i in reversed(range(len(stack))) if stack[i][0] == storage), -1)
+            device.release(stack.pop(place)[1])
+            live -= values[size]
+        else:
+            device.release(device.allocate(values[size]))
+            most = max(most, live + values[size])
+    for stack in held.values():
+        for _, block in stack:
+            device.release(block)
+    return most
+
+
+def _events(timeline: Timeline) -> Iterator[tuple[int, int, int]]:
+    """Yields (size, 1, 0 or -1, storage): allocations, a point's transient, frees."""
+    steps, weights = timeline.steps.tolist(), timeline.weights.tolist()
+    storages, done = timeline.storages, timeline.done.tolist()
+    at = 0
+    transients = [*timeline.transients.tolist(), -1]
+    for stop, transient in zip([*done, len(steps)], transients, strict=True):
+        while at < stop:
+            first, times = at, abs(weights[at])
+            while at < stop and abs(weights[at]) == times:
+                at += 1
+            for _ in range(times):
+                for i in range(first, at):
+                    yield steps[i], 1 if weights[i] > 0 else -1, storages[i] if times == 1 else -1
+        if transient >= 0:
+            yield transient, 0, -1
