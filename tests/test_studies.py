@@ -75,7 +75,7 @@ def check(mine: Variants, sizes: dict[str, int], sp: int, share: float) -> None:
     placement = mine.placement({**LONG, "batch": 1}, sp)
     recompute = round(share * mine.steps(placement))
     lowering = mine.lowering(placement)
-    ledger = Ledger(lowering.joint.names, sp)
+    ledger = Ledger(lowering.joint.names, sp, gpu=mine.device.gpu)
     schedule = lowering.schedule(mine.made_again(placement, recompute))
     own = evaluator(ledger.profile(ledger.costs(schedule)))
     dims = {mine.program.symbols[n]: s for n, s in sizes.items()}
