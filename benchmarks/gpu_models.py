@@ -1,0 +1,178 @@
+"""The models of `benchmarks.gpu`, their inputs and lengths: full ones, and tiny ones for a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import dcpc
+from benchmarks.video_placement import inputs as video_inputs
+from dcpc.buckets import BATCH
+from models.gpt import GPT, GPTConfig
+from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
+
+Sizes = Mapping[str, int]
+TEXT = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
+# 1.0e9 parameters
+GPT_1B = GPTConfig(vocab_size=32_000, dim=2048, n_layers=18, n_heads=16)
+GPT_TINY = GPTConfig(vocab_size=258, dim=64, n_layers=2, n_heads=4)
+STDIT_TINY = STDiTConfig(depth=2, dim=96, heads=4, text_dim=48, text_len=12)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One model to measure.
+
+    Attributes:
+        name: for the tables.
+        make: returns it, on the device that is the default.
+        inputs: spec of each argument.
+        example: values of the inputs at some sizes, on the CPU.
+        shapes: to measure, batch included.
+        calibrated: lengths to calibrate at, others than these.
+        tokens: of a sample of some sizes.
+        memory_bytes: of a rank, where recompute is to be chosen.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Mapping[str, str]
+    example: Callable[[Sizes], dict[str, Tensor]]
+    shapes: tuple[Sizes, ...]
+    calibrated: tuple[Sizes, ...]
+    tokens: Callable[[Sizes], int]
+    memory_bytes: int
+
+    @property
+    def buckets(self) -> dcpc.Buckets:
+        """The shapes to measure, without their batch."""
+        return dcpc.Buckets(dict(self.inputs), [_lengths(sizes) for sizes in self.shapes])
+
+    @property
+    def calibration_buckets(self) -> dcpc.Buckets:
+        """The shapes to calibrate at."""
+        return dcpc.Buckets(dict(self.inputs), [dict(sizes) for sizes in self.calibrated])
+
+
+def _lengths(sizes: Sizes) -> dict[str, int]:
+    return {name: size for name, size in sizes.items() if name != BATCH}
+
+
+def _gpt(config: GPTConfig, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(config).to(dtype)
+
+
+def _stdit(config: STDiTConfig, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return RectifiedFlow(STDiT(config)).to(dtype)
+
+
+def _tokens(vocab: int, sizes: Sizes) -> dict[str, Tensor]:
+    return {name: torch.randint(vocab, (sizes[BATCH], sizes["seq"])) for name in TEXT}
+
+
+def _clips(config: STDiTConfig, dtype: torch.dtype, sizes: Sizes) -> dict[str, Tensor]:
+    batch = sizes[BATCH]
+    shape = (batch, config.channels, sizes["frames"], sizes["height"], sizes["width"])
+    return {
+        "latents": torch.randn(shape, dtype=dtype),
+        "noise": torch.randn(shape, dtype=dtype),
+        "timestep": 1000 * torch.rand(batch),
+        "text": torch.randn(batch, config.text_len, config.text_dim, dtype=dtype),
+        "text_mask": torch.ones(batch, config.text_len, dtype=torch.bool),
+        "fps": torch.full((batch,), 24.0),
+        "pixel_height": torch.full((batch,), 8.0 * sizes["height"]),
+        "pixel_width": torch.full((batch,), 8.0 * sizes["width"]),
+    }
+
+
+def _video_specs(config: STDiTConfig, dtype: str) -> dict[str, str]:
+    specs = video_inputs(config, dtype)
+    return {n: s for n, s in specs.items() if n not in ("frame_mask", "drop_text")}
+
+
+def _text(batch: int, seq: int) -> Sizes:
+    return {BATCH: batch, "seq": seq}
+
+
+def _clip(batch: int, frames: int, height: int, width: int) -> Sizes:
+    return {BATCH: batch, "frames": frames, "height": height, "width": width}
+
+
+def _patches(sizes: Sizes) -> int:
+    return sizes["frames"] * -(-sizes["height"] // 2) * -(-sizes["width"] // 2)
+
+
+def _length(sizes: Sizes) -> int:
+    return sizes["seq"]
+
+
+def full() -> tuple[Subject, ...]:
+    """Returns the models for a GPU, in bfloat16: eight lengths each."""
+    dtype = torch.bfloat16
+    texts = ((32, 512), (15, 1000), (8, 2048), (5, 3333), (4, 4096), (2, 8192), (1, 16384))
+    clips = (
+        (8, 5, 18, 32), (3, 15, 18, 32), (2, 15, 30, 52), (1, 15, 45, 80), (1, 30, 30, 52),
+        (1, 30, 45, 80), (1, 60, 30, 52), (1, 15, 90, 160),
+    )  # fmt: skip
+    return (
+        Subject(
+            "GPT 1B",
+            partial(_gpt, GPT_1B, dtype),
+            TEXT,
+            partial(_tokens, GPT_1B.vocab_size),
+            (*(_text(*t) for t in texts), _text(1, 32768)),
+            tuple({"seq": n} for n in (600, 2400, 6000, 24000)),
+            _length,
+            40_000_000_000,
+        ),
+        Subject(
+            "STDiT3-XL/2",
+            partial(_stdit, XL, dtype),
+            _video_specs(XL, "bfloat16"),
+            partial(_clips, XL, dtype),
+            tuple(_clip(*c) for c in clips),
+            tuple(_lengths(_clip(1, *c)) for c in ((6, 20, 30), (14, 32, 50), (28, 46, 78))),
+            _patches,
+            80_000_000_000,
+        ),
+    )
+
+
+def quick(subjects: tuple[Subject, ...]) -> tuple[Subject, ...]:
+    """Returns the first model at two of its lengths."""
+    first = subjects[0]
+    return (replace(first, shapes=first.shapes[2:8:4]),)
+
+
+def tiny() -> tuple[Subject, ...]:
+    """Returns models of seconds, for a CPU: they show that the program works and nothing else."""
+    dtype = torch.float32
+    texts = ((4, 60), (2, 100), (2, 150), (1, 200))
+    return (
+        Subject(
+            "tiny GPT",
+            partial(_gpt, GPT_TINY, dtype),
+            TEXT,
+            partial(_tokens, GPT_TINY.vocab_size),
+            (*(_text(*t) for t in texts), *(_text(1, n) for n in (300, 450, 600, 900))),
+            tuple({"seq": n} for n in (50, 250, 800)),
+            _length,
+            7_000_000,
+        ),
+        Subject(
+            "tiny STDiT",
+            partial(_stdit, STDIT_TINY, dtype),
+            _video_specs(STDIT_TINY, "float32"),
+            partial(_clips, STDIT_TINY, dtype),
+            tuple(_clip(1, f, 12, 14) for f in (3, 5, 8, 11)),
+            tuple(_lengths(_clip(1, f, 10, 16)) for f in (4, 7, 10)),
+            _patches,
+            40_000_000,
+        ),
+    )
