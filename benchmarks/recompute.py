@@ -214,7 +214,8 @@ def ratio(ours: int, theirs: int, base: int) -> float:
 def budgets_of(points: Sequence[TorchPoint], count: int) -> list[tuple[int, int]]:
     """Returns (peak, least FLOPs of recompute at it), the hardest: torch's undominated settings.
 
-    Where these are more than `count`, evenly spaced ones of them.
+    Where these are more than `count`, evenly spaced ones of them; where they are fewer, peaks of
+    its other settings as well, with the least FLOPs that torch has for one.
     """
     ordered = sorted({(p.peak_bytes, p.again_flops) for p in points})
     front: list[tuple[int, int]] = []
@@ -222,9 +223,18 @@ def budgets_of(points: Sequence[TorchPoint], count: int) -> list[tuple[int, int]
         if not front or flops < front[-1][1]:
             front.append((peak, flops))
     if len(front) <= count:
-        return front
-    step = (len(front) - 1) / (count - 1)
-    return [front[round(i * step)] for i in range(count)]
+        others = sorted({peak for peak, _ in ordered} - {peak for peak, _ in front})
+        least = [(p, min(f for peak, f in front if peak <= p)) for p in others]
+        return sorted([*front, *_spread(least, count - len(front))])
+    return _spread(front, count)
+
+
+def _spread(found: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """Returns so many of them, evenly spaced; all where they are fewer."""
+    if len(found) <= count:
+        return list(found)
+    step = (len(found) - 1) / max(count - 1, 1)
+    return [found[round(i * step)] for i in range(count)]
 
 
 def compare(

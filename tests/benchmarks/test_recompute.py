@@ -82,7 +82,8 @@ def test_ratios_of_nothing():
 
 def test_budgets_are_torchs_undominated_peaks():
     points = [TorchPoint("dp", r, p, f) for r, p, f in ((1, 9, 0), (0.5, 7, 2), (0.4, 8, 3))]
-    assert budgets_of(points, 6) == [(7, 2), (9, 0)]
+    assert budgets_of(points, 2) == [(7, 2), (9, 0)]
+    assert budgets_of(points, 6) == [(7, 2), (8, 2), (9, 0)]  # the third costs torch 2 elsewhere
     assert budgets_of([TorchPoint("dp", 1, p, 9 - p) for p in range(9)], 3) == [
         (0, 9), (4, 5), (8, 1),
     ]  # fmt: skip
