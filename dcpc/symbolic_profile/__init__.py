@@ -18,7 +18,7 @@ from dcpc.symbolic_profile.hardware import (
     detect,
     find,
 )
-from dcpc.symbolic_profile.optimizer import OptimizerLike, state_bytes
+from dcpc.symbolic_profile.optimizer import OptimizerLike, state_bytes, step_bytes
 from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, with_constants, work_of
 from dcpc.symbolic_profile.report import (
     ReportRow,
@@ -64,6 +64,7 @@ __all__ = [
     "rounded",
     "seconds_text",
     "state_bytes",
+    "step_bytes",
     "variant_formulas",
     "with_constants",
     "work_of",

@@ -8,8 +8,11 @@ from torch import nn, optim
 
 from dcpc.errors import PlanError
 from dcpc.runtime.zero import fullest_share
-from dcpc.symbolic_profile import state_bytes
-from dcpc.symbolic_profile.optimizer import STATES
+from dcpc.symbolic_profile import state_bytes, step_bytes
+from dcpc.symbolic_profile.optimizer import STATES, STEPS
+from examples.allocator import measured_peak_bytes
+
+SCALARS_BYTES = 4096  # counts of steps, and what Python's numbers become
 
 CASES = [
     (optim.SGD, {}),
@@ -137,3 +140,39 @@ def test_fullest_share_is_that_of_the_states():
     assert fullest_share(params, 2, momentum) == fullest_share(params, 2) == 48
     assert fullest_share(params, 2, adam) == 2 * 48 + 2 * 4
     assert fullest_share(params, 1, adam) == 2 * 4 * 23 + 4 * 4
+
+
+def stepped(made, params: list[nn.Parameter]) -> int:
+    """Bytes that the second step took."""
+    optimizer = made(params)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        peak_bytes = measured_peak_bytes(optimizer.step)
+    return peak_bytes
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", list(STEPS))
+def test_step_takes_no_more_than_its_formula(kind, decay, together):
+    """And no less than half of it: what one parameter leaves to the next depends on their order."""
+    options = {} if kind is optim.Muon else {"foreach": together}
+    options |= {} if kind is optim.Rprop else {"weight_decay": decay}
+    params = [nn.Parameter(torch.ones(n, 200)) for n in (20, 90, 50, 10)]
+    made = functools.partial(kind, **options)
+    predicted = step_bytes(made, params, together=False)
+    measured = stepped(made, params)
+    assert measured <= predicted + SCALARS_BYTES
+    assert measured >= predicted / 2
+
+
+def test_step_that_is_fused_takes_nothing_and_one_together_is_asked_for():
+    params = parameters(dims=(2, 2))
+    every = sum(p.nbytes for p in params)
+    assert step_bytes(functools.partial(optim.Adam, fused=True), params, together=True) == 0
+    assert step_bytes(optim.Adam, params, together=True) == every
+    single = functools.partial(optim.Adagrad, foreach=False)
+    assert step_bytes(single(params), params, together=True) < 2 * every
+    assert step_bytes(optim.Adagrad, params, together=True) == 2 * every
+    assert step_bytes(Lion, params, together=True) == 0
