@@ -99,7 +99,7 @@ def structure_of(
     degree: int,
     reference: Mapping[sympy.Symbol, int],
     device: Device,
-    alike: bool,
+    folded: Folded | None,
 ) -> Structure:
     """Returns what is known of a lowered graph.
 
@@ -111,7 +111,7 @@ def structure_of(
         degree: ranks at which choices of recompute are weighed; that of the graph, whoever asks.
         reference: lengths of all dims at which they are.
         device: what costs are predicted for.
-        alike: whether equal blocks choose alike.
+        folded: what the program stands for, where it is a folded one: equal blocks choose alike.
     """
     names, nodes = lowering.joint.names, [*lowering.joint.gm.graph.nodes]
     ledger = Ledger(names, degree, fuses=lowering.backend == "inductor", gpu=device.gpu)
@@ -119,7 +119,11 @@ def structure_of(
     decided, needed = lowering.choices()
     sizes = {i.name: i.value(reference, degree, 0) for i in lowering.lowered.integers}
     calls = _calls(decided, needed, *meter.calls(decided, sizes, device))
-    menu = menu_alike(calls) if alike else recompute_menu(calls, _memory(lowering, meter, sizes))
+    if folded is None:
+        menu = recompute_menu(calls, _memory(lowering, meter, sizes))
+    else:
+        copies = folded.copies(lowering.joint.owner)
+        menu = menu_alike(calls, [copies.copy(call.name) for call in calls])
     keys = {name: key for key, name in lowering.keys.items()}
     return Structure(lowering, ledger, meter, menu, keys, {})
 

@@ -254,7 +254,7 @@ class Variants:
                 degree,
                 self._dims(self.reference),
                 self.device,
-                self._fold is not None,
+                self._fold,
             )
         return self._structures[key]
 

@@ -1,13 +1,17 @@
 """A deep model planned as three copies of its block costs what all of them cost, to the byte."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 import torch
 
 import dcpc
+from dcpc.acceptance import Split
 from dcpc.api import plan
 from dcpc.folding import fold
+from dcpc.ir import Placement
+from dcpc.symbolic_profile import Ledger, Meter, evaluator
 from dcpc.variants import Variants
 from models.gpt import GPT, GPTConfig
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig
@@ -51,23 +55,43 @@ def deep() -> Variants:
 
 @pytest.mark.parametrize("sp", [1, 2, 3])
 def test_it_costs_what_all_blocks_cost(deep, sp):
-    each = whole(deep)
     assert deep.planner is not deep
-    assert each.planner is each
-    ours, theirs = deep.placement(SIZES, sp), each.placement(SIZES, sp)
+    ours, theirs = deep.placement(SIZES, sp), whole(deep).placement(SIZES, sp)
     assert ours.nodes == theirs.nodes
-    every = deep.steps(ours)
-    menu = each.menu(theirs)  # its last plans are those in which all blocks choose alike
-    numbered = range(menu.count + len(menu.prices) + 1)
-    steps = [frozenset(each.made_again(theirs, k)) for k in numbered]
+    check(deep, ours)
+
+
+def check(mine: Variants, placement: Placement, at: Mapping[str, int] = SIZES) -> None:
+    """What is predicted of a folded model is what the graph of all its blocks costs."""
+    sp = placement.sp
+    lowering = mine.lowering(placement)
+    ledger = Ledger(lowering.joint.names, sp, gpu=mine.device.gpu)
+    meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
+    dims = {mine.program.symbols[n]: s for n, s in at.items()}
+    local = {i.name: i.value(dims, sp, 0) for i in lowering.lowered.integers}
+    every = mine.steps(placement)
     for k in {0, 1, every // 2, every}:
-        same = steps.index(frozenset(deep.made_again(ours, k)))
-        assert numbers(deep.predict(ours, k, SIZES)) == numbers(each.predict(theirs, same, SIZES))
-        a, b = deep.profile(ours, k), each.profile(theirs, same)
+        costs = ledger.costs(lowering.schedule(mine.made_again(placement, k)))
+        expected = meter.read(costs, local, mine.device)
+        assert numbers(mine.predict(placement, k, at)) == numbers(expected)
+        a, b = mine.profile(placement, k), ledger.profile(costs)
+        sizes = mine.local_sizes(placement, at)
+        assert evaluator(a).peak_bytes(sizes) == expected.peak_bytes
         assert a.gradient_bytes == b.gradient_bytes
         assert a.parameter_bytes == b.parameter_bytes
         assert a.saved_bytes == b.saved_bytes
         assert a.flops == b.flops
+
+
+@pytest.mark.parametrize("attention", ["heads", pytest.param("ring", marks=pytest.mark.slow)])
+def test_it_costs_what_runs_where_ties_split_the_first_block_otherwise(attention):
+    """Then no two blocks of a rank's graph need be the same calls: the copies are the blocks."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=64, dim=32, n_layers=7, n_heads=4))
+    buckets = dcpc.Buckets(inputs=TOKENS, sizes=[{"seq": 64}, {"seq": 1024}])
+    split = Split(model, buckets, SIZES, sp=2, attention=attention)
+    assert split.variants.planner is not split.variants
+    check(split.variants, split.placement)
 
 
 def test_three_copies_stand_for_any_number(deep):
@@ -94,12 +118,7 @@ def test_video_blocks():
     sizes = [{"frames": f, "tokens": t} for f in (2, 16) for t in (16, 256)]
     given = {"device": "h200", "memory": 1e12, "sp": 1, "backend": "eager"}
     variants = plan(model, dcpc.Buckets(CLIPS, sizes), **given).variants
-    each = whole(variants)
     assert variants.planner is not variants
     at = {"frames": 16, "tokens": 256, "batch": 1}
     for sp in (1, 4):
-        ours, theirs = variants.placement(at, sp), each.placement(at, sp)
-        if ours.nodes != theirs.nodes:
-            continue  # a tie that falls otherwise
-        expected = each.predict(theirs, each.steps(theirs), at)
-        assert numbers(variants.predict(ours, variants.steps(ours), at)) == numbers(expected)
+        check(variants, variants.placement(at, sp), at)

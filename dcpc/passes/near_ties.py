@@ -15,6 +15,7 @@ from math import inf
 import numpy as np
 
 from dcpc.ir import Fold
+from dcpc.passes.alike_copies import AlikeCopies
 from dcpc.passes.label_costs import FREE, WHOLE, Costs, Indices, Prices
 from dcpc.passes.placement_model import PlacementModel
 from dcpc.passes.rule_types import is_ring
@@ -69,11 +70,13 @@ class NearTies:
         tolerance: a known choice is taken where it costs at most this share more than the best.
 
     Attributes:
+        copies: of the fold's blocks, None without one.
         taken: how often one was taken that is not the best.
     """
 
     def __init__(self, model: PlacementModel, fold: Fold | None, tolerance: float) -> None:
         self._model, self._fold, self.tolerance = model, fold, tolerance
+        self.copies = None if fold is None else AlikeCopies(model, fold)
         self._known: dict[tuple[int, ...], Choice] = {}
         self.taken = 0
 
@@ -83,7 +86,7 @@ class NearTies:
         Prices that are to have its changes are made afterwards.
         """
         if options not in self._known:
-            self._known[options] = _choice(self._model, self._fold, options)
+            self._known[options] = choice_of(self._model, self._fold, options)
         return self._known[options]
 
     def instead(
@@ -108,7 +111,14 @@ class NearTies:
         return options, best_s
 
 
-def _choice(model: PlacementModel, fold: Fold | None, options: Sequence[int]) -> Choice:
+def choice_of(model: PlacementModel, fold: Fold | None, options: Sequence[int]) -> Choice:
+    """Returns a choice with its indices; prices that are to have its changes are made afterwards.
+
+    Args:
+        model: of the program.
+        fold: which copies of blocks stand for more.
+        options: of each of the model's variables: position in its alternatives.
+    """
     nodes = model.nodes
     chosen = [model.kinds[k].options[o] for k, o in zip(nodes.kinds, options, strict=True)]
     counts = [1 if fold is None else fold.count(name) for name in nodes.names]
@@ -143,4 +153,3 @@ def _choice(model: PlacementModel, fold: Fold | None, options: Sequence[int]) ->
         least=min(least, default=1 << 62),
         rings=tuple(sorted({o.across for o in chosen if o.across})),
     )
-

@@ -21,12 +21,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from itertools import chain, pairwise, repeat
+from math import inf
 
 from dcpc.garbage import without_collection
 from dcpc.ir import Fold, NodePlacement, Placement, Program
+from dcpc.passes.alike_copies import AlikeCopies
 from dcpc.passes.elimination import CostNetwork
 from dcpc.passes.label_costs import Prices, Rates
-from dcpc.passes.near_ties import NearTies
+from dcpc.passes.near_ties import NearTies, choice_of
 from dcpc.passes.placement_model import PlacementModel
 from dcpc.passes.sharding import Sharding
 from dcpc.passes.state_graph import StateGraph
@@ -54,6 +56,8 @@ def place(
         rates: the machine.
         model: what was prepared of the two before, for several buckets; None: prepared here.
         fold: which copies of blocks stand for more, split as they are: their costs count as often.
+            What they hand to each other is then the same: of four choices in which it is, the
+            least, where the least of all has a tie fall otherwise.
         near: choices made of the model before, one of which is taken where it costs hardly more;
             None: the least.
     """
@@ -71,6 +75,14 @@ def place(
     pairs = zip(model.names, solution.labels, graph.classes, strict=False)
     options = tuple(graph.options[states][label] for _, label, states in pairs)
     cost_s = solution.cost
+    if fold is not None and sp > 1:
+        copies = AlikeCopies(model, fold) if near is None or near.copies is None else near.copies
+        if not copies.hand_on_alike(options):
+            choices = [choice_of(model, fold, each) for each in copies.made_alike(options)]
+            prices = model.catalogue.prices(numbers, shares, sp, rates)  # of their changes, too
+            costs = [(choice.cost(prices, shares, sp), choice.options) for choice in choices]
+            usable = [each for each in costs if each[0] < inf]
+            cost_s, options = min(usable, default=(cost_s, options))
     if near is not None and sp > 1:
         options, cost_s = near.instead(options, cost_s, prices, shares, sp)
     nodes = model.placed(options)

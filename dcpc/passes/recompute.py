@@ -193,15 +193,18 @@ def smallest_peak(blocks: Sequence[Block], most: float) -> float:
     return high
 
 
-def menu_alike(calls: Sequence[Call]) -> Menu:
+def menu_alike(calls: Sequence[Call], copies: Sequence[Hashable]) -> Menu:
     """Returns the menu of a forward graph in which equal blocks choose alike.
 
     Its blocks have their choices on the hull alone, and no peaks.
 
     Args:
         calls: those that depend on parameters or activations, in execution order.
+        copies: of each call, the copy of a block that it belongs to. They are the menu's blocks,
+            also where the first of them is split unlike the others: what stands for many copies
+            makes nothing of another one again.
     """
-    ranges = _ranges(calls)
+    ranges = _ranges(copies)
     outside = _read_outside(calls, ranges)
     hulls: dict[Hashable, list[Choice]] = {}
     blocks = []
@@ -224,7 +227,7 @@ def recompute_menu(calls: Sequence[Call], memory: Memory) -> Menu:
         calls: those that depend on parameters or activations, in execution order.
         memory: where their values lie, and backward.
     """
-    ranges = _ranges(calls)
+    ranges = _repeated_ranges(calls)
     outside = _read_outside(calls, ranges)
     timelines = Timelines(calls, ranges, outside, memory)
     hulls: dict[Hashable, tuple[list[Choice], list[Choice]]] = {}
@@ -290,7 +293,7 @@ def _undominated(saved: Floats, seconds: Floats, alive: Floats, keep: Sequence[i
 # ---------------------------------------------------------------------------------------- blocks
 
 
-def _ranges(calls: Sequence[Call]) -> list[tuple[int, int]]:
+def _repeated_ranges(calls: Sequence[Call]) -> list[tuple[int, int]]:
     """Returns the blocks as (first, after the last), in order; what is not repeated is one each."""
     position = {call.name: i for i, call in enumerate(calls)}
     last_read = [i for i in range(len(calls))]
@@ -305,6 +308,16 @@ def _ranges(calls: Sequence[Call]) -> list[tuple[int, int]]:
             key=lambda at: crossing(last_read, at + run.period, run.period),
         )
         borders |= {run.start, run.stop, *range(first, run.stop + 1, run.period)}
+    return _between(borders)
+
+
+def _ranges(copies: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Returns the same of calls of which it is known what copy of a block they belong to."""
+    changes = {i for i, (a, b) in enumerate(pairwise(copies), 1) if a != b}
+    return _between({0, len(copies)} | changes)
+
+
+def _between(borders: set[int]) -> list[tuple[int, int]]:
     ordered = sorted(borders)
     if len(ordered) > 2:
         del ordered[1]

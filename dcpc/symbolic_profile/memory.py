@@ -357,7 +357,12 @@ class _Folding:
                 first[copy] = i
                 while first[copy] and copies[first[copy] - 1] == copy:
                     first[copy] -= 1
-        found = [(first[r, 1], first[r, 0], r) for r in range(len(fold.others))]
+        stops = [first[r, 0] for r in range(len(fold.others))]
+        for r, stop in enumerate(stops):  # what only the first copy needs again from outside
+            while run.backward[stop - 1] in made and copies[stop - 1] == (-1, -1):
+                stop -= 1
+            stops[r] = stop
+        found = [(first[r, 1], stop, r) for r, stop in enumerate(stops)]
         return [cls(a, b, False, fold.others[r]) for a, b, r in sorted(found)]
 
 
