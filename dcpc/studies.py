@@ -157,7 +157,7 @@ def _calls(
         Call(
             name=node.name,
             reads=tuple(s.name for s in node.all_input_nodes if s.name in known),
-            kind=(str(node.target), str(node.meta["val"])),
+            kind=(node.target, _shape(node.meta["val"])),
             seconds=float(cost),
             size_bytes=float(size),
             savable=isinstance(node.meta["val"], torch.Tensor) and node.target not in VIEWS,
@@ -165,6 +165,13 @@ def _calls(
         )
         for node, cost, size in zip(nodes, seconds, sizes, strict=True)
     ]
+
+
+def _shape(value: object) -> object:
+    """Returns what values of one dtype and shape share."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(str(size) for size in value.shape)
+    return str(value)
 
 
 def _memory(lowering: Lowering, meter: Meter, sizes: Sizes) -> Memory:

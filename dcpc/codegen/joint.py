@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -18,13 +17,12 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.integers import Emitter
 from dcpc.codegen.lazy import LazyGraphModule
+from dcpc.codegen.library import Library, Renamed
 from dcpc.codegen.lower import IntegerInput, Lowered
 from dcpc.codegen.tape import Op, Piece, Ref
 from dcpc.errors import CodegenError
@@ -89,21 +87,15 @@ class Tracer:
         hints: tuple[int, ...] = (),
     ) -> None:
         self.program, self.hints = program, hints
-        self.env = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        self.mode.cache_enabled = False  # a hit compares symbols, and no call is traced twice here
+        self.library = Library(dict(decompositions or {}))
+        self.mode = self.library.mode
         self._tensors = tensors
-        self._table = dict(decompositions or {})
         self._integers: dict[tuple[str, str], tuple[torch.SymInt, int]] = {}
         self._unused = self._unused_hints()
         self._device = next(
             (t.device for t in tensors.values() if not t.is_meta), torch.device("cpu")
         )
         self._fakes: dict[str, Tensor] = {}
-        self._pieces: dict[Any, Piece] = {}
-        self._kinds: dict[Any, int] = {}
-        self._kind_of: dict[int, int] = {}
-        self._kept: list[Tensor] = []
 
     def joint(self, lowered: Lowered) -> Joint:
         """Returns the joint graph of the program as lowered for one rank."""
@@ -119,12 +111,7 @@ class Tracer:
         key = (integer.name, integer.role)
         if key not in self._integers:
             hint = self.hints[position] if self.hints else self._hint(integer)
-            source = ConstantSource(f"__dcpc_{integer.name}")
-            symbol = self.env.create_symbol(
-                hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-            )
-            value = self.env.create_symintnode(symbol, hint=hint, source=source)
-            assert isinstance(value, torch.SymInt), f"{integer.name} was fixed"
+            value = self.library.env.integer(f"__dcpc_{integer.name}", hint)
             self._integers[key] = value, hint
         return self._integers[key][0]
 
@@ -176,64 +163,13 @@ class Tracer:
                 self._fakes[""] = torch.empty((), dtype=dtype, device=self._device)
         return self._fakes[""]
 
-    # ------------------------------------------------------------------------------------ pieces
-
-    def kind(self, tensor: Tensor) -> int:
-        """Returns a number that tensors of one dtype, shape, strides and memory share."""
-        found = self._kind_of.get(id(tensor))
-        if found is None:
-            sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-            key = (
-                tensor.dtype, tensor.device, tensor.ndim,
-                *map(_leaf_key, sizes), _leaf_key(tensor.untyped_storage().nbytes()),
-            )  # fmt: skip
-            found = self._kind_of[id(tensor)] = self._kinds.setdefault(key, len(self._kinds))
-            self._kept.append(tensor)
-        return found
-
-    def piece(self, call: Any, args: Any, kwargs: Any, trained: AbstractSet[fx.Node]) -> Piece:
-        """Returns a call traced on fake tensors.
-
-        Args:
-            call: the op.
-            args: arguments, with nodes of a joint graph for tensors.
-            kwargs: the same.
-            trained: nodes with a gradient.
-        """
-        key = (call, self._key(args, trained), self._key(kwargs, trained))
-        if key not in self._pieces:
-            operands = [n for n in tree_leaves((args, kwargs)) if isinstance(n, fx.Node)]
-            values = fx.node.map_aggregate((args, kwargs), _value)
-            wants = [n in trained for n in operands]
-            self._pieces[key] = Piece(self.mode, self._table, call, *values, wants)
-        return self._pieces[key]
-
-    def _key(self, value: Any, trained: AbstractSet[fx.Node]) -> Any:
-        if isinstance(value, fx.Node):
-            return self.kind(value.meta["val"]), value in trained
-        if isinstance(value, list | tuple):
-            return (type(value).__name__, *(self._key(v, trained) for v in value))
-        if isinstance(value, dict):
-            return tuple((k, self._key(v, trained)) for k, v in sorted(value.items()))
-        return _leaf_key(value)
-
-
-def _leaf_key(value: Any) -> Any:
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return value.node.expr
-    return type(value).__name__, repr(value)
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf
-
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     """A call of the lowered graph in the joint graph: where the piece's tensors are."""
 
     owner: str
-    piece: Piece
+    piece: Piece | Renamed
     operands: tuple[fx.Node, ...]
     at: dict[Ref, fx.Node]
 
@@ -278,7 +214,7 @@ class _Assembly:
             owner={n: o for n, o in self.owner.items() if n in alive},
             trainable=tuple(primals[n].name for n in trainable),
             names=translated,
-            guards=_guards(self.tracer.env, translated),
+            guards=self.tracer.library.guards(translated),
             fake_mode=self.tracer.mode,
         )
 
@@ -315,7 +251,7 @@ class _Assembly:
     def _add(self, owner: str, target: Any, args: Any, kwargs: Any) -> tuple[_Call, Any]:
         """Adds a call's piece; returns it, and the value of the call."""
         args, kwargs = fx.node.map_aggregate((args, kwargs), self._general)
-        piece = self.tracer.piece(target, args, kwargs, self.trained)
+        piece = self.tracer.library.piece(target, args, kwargs, self.trained)
         operands = tuple(n for n in tree_leaves((args, kwargs)) if isinstance(n, fx.Node))
         call = _Call(owner, piece, operands, {Ref(i): n for i, n in enumerate(operands)})
         self._put(owner, piece.ops, call.at)
@@ -391,10 +327,8 @@ class _Assembly:
     def _differentiate(self, call: _Call, flows: Mapping[Ref, fx.Node]) -> None:
         wanted = [n for n in call.operands if n in self.trained]
         sums = {wanted.index(n): self.gradients[n] for n in wanted if n in self.gradients}
-        kinds = [(i, self.tracer.kind(n.meta["val"])) for i, n in sums.items()]
-        key = tuple((ref.number, self.tracer.kind(n.meta["val"])) for ref, n in flows.items())
-        derivative = call.piece.derivative(
-            (key, tuple(kinds)),
+        derivative = self.tracer.library.derivative(
+            call.piece,
             {ref: n.meta["val"] for ref, n in flows.items()},
             {i: n.meta["val"] for i, n in sums.items()},
         )
@@ -431,16 +365,6 @@ def _output(graph: fx.Graph) -> fx.Node:
     (loss,) = graph.output_node().args
     assert isinstance(loss, fx.Node), f"the graph returns {loss}; expected the loss"
     return loss
-
-
-def _guards(
-    env: ShapeEnv, names: Mapping[sympy.Symbol, sympy.Expr]
-) -> tuple[sympy.Basic, ...]:
-    """Returns what torch assumed of these symbols."""
-    assumed = [g.expr for g in env.guards]
-    assumed += [sympy.Eq(s, e) for s, e in env.replacements.items() if s in names]
-    known = names.keys()
-    return tuple(dict.fromkeys(e.subs(names) for e in assumed if e.free_symbols <= known))
 
 
 def _evaluate(expr: sympy.Expr, symbols: Mapping[str, torch.SymInt]) -> Any:

@@ -2,7 +2,9 @@
 
 Equal calls (op, arguments, shapes, strides) make equal pieces, so a call is traced once however
 many blocks of a model, or placements of it, make it. Sizes stay symbols; a piece refers to them by
-the SymInts of one ShapeEnv.
+the SymInts of one ShapeEnv. What torch asked of sizes on the way is noted with the piece: the same
+call of other symbols has the same piece, in their names, where the answers are the same
+(`renamed.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dcpc.codegen.asking import Answers, AskingEnv, again
 from dcpc.errors import CodegenError
 
 aten = torch.ops.aten
@@ -71,19 +74,21 @@ class Derivative:
         ops: its calls.
         gradients: of each operand that wants one: what holds it, added to what it had; None where
             nothing flows.
+        asked: what torch asked of sizes, and the answers.
     """
 
     tangents: tuple[Ref, ...]
     sums: tuple[Ref, ...]
     ops: tuple[Op, ...]
     gradients: tuple[Ref | None, ...]
+    asked: Answers
 
 
 class Piece:
     """A call on fake tensors: forward at once, derivatives when they are asked for.
 
     Args:
-        mode: of the fake tensors.
+        mode: of the fake tensors; its ShapeEnv notes what is asked.
         table: op -> decomposition.
         call: what to trace.
         args: its arguments; FakeTensors, SymInts and constants.
@@ -94,6 +99,7 @@ class Piece:
         ops: the calls of forward.
         result: what the call returns: Refs for tensors.
         flows: Refs of the results that gradients flow through.
+        asked: what torch asked of sizes in forward, and the answers.
     """
 
     def __init__(
@@ -118,9 +124,11 @@ class Piece:
                 self._leaves.append(own)
             return own
 
-        args, kwargs = tree_map(operand, (args, dict(kwargs)))
-        with mode, enable_python_dispatcher(), torch.enable_grad(), self._tape:
-            self._value = call(*args, **kwargs)
+        env = _asking(mode)
+        with env.noting() as self.asked:
+            args, kwargs = tree_map(operand, (args, dict(kwargs)))
+            with mode, enable_python_dispatcher(), torch.enable_grad(), self._tape:
+                self._value = call(*args, **kwargs)
         self.ops = self._tape.taken()
         self.result = self._tape.refs(self._value)
         self.flows = tuple(
@@ -150,20 +158,27 @@ class Piece:
     def _differentiate(
         self, tangents: Mapping[Ref, Tensor], sums: Mapping[int, Tensor]
     ) -> Derivative:
-        given = [self._tape.root(t, self._mode) for t in (*tangents.values(), *sums.values())]
         results = {self._tape.ref(t): t for t in tree_leaves(self._value) if isinstance(t, Tensor)}
         outputs = [results[ref] for ref in tangents] + [self._leaves[i] for i in sums]
-        with self._mode, enable_python_dispatcher(), self._tape:
-            found = torch.autograd.grad(
-                outputs, self._leaves, given, allow_unused=True, retain_graph=True
-            )
+        with _asking(self._mode).noting() as asked:
+            given = [self._tape.root(t, self._mode) for t in (*tangents.values(), *sums.values())]
+            with self._mode, enable_python_dispatcher(), self._tape:
+                found = torch.autograd.grad(
+                    outputs, self._leaves, given, allow_unused=True, retain_graph=True
+                )
         refs = tuple(map(self._tape.ref, given))
         return Derivative(
             tangents=refs[: len(tangents)],
             sums=refs[len(tangents) :],
             ops=self._tape.taken(),
             gradients=tuple(None if g is None else self._tape.ref(g) for g in found),
+            asked=asked,
         )
+
+
+def _asking(mode: FakeTensorMode) -> AskingEnv:
+    assert isinstance(mode.shape_env, AskingEnv), "pieces are traced in an env that notes questions"
+    return mode.shape_env
 
 
 class _Tape(TorchDispatchMode):
@@ -181,12 +196,7 @@ class _Tape(TorchDispatchMode):
 
     def root(self, like: Tensor, mode: FakeTensorMode) -> Tensor:
         """Returns a tensor as an operand: like another, in memory that no other Ref lies in."""
-        own = like.detach()
-        if own.untyped_storage()._cdata in self._roots:
-            with mode:
-                elements = like.untyped_storage().nbytes() // like.element_size()
-                memory = torch.empty(elements, dtype=like.dtype, device=like.device)
-                own = memory.as_strided(like.shape, like.stride(), like.storage_offset())
+        own = again(like, mode)
         self._enter(own)
         self._given.add(own.untyped_storage()._cdata)
         return own

@@ -14,7 +14,7 @@ from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.attention import ROWS, WIDEST, kernel_name
 from dcpc.symbolic_profile.facts import Call, Facts, TensorFacts, argument
-from dcpc.symbolic_profile.polynomials import QueryBlock
+from dcpc.symbolic_profile.polynomials import QueryBlock, larger
 
 BSHD = (0, 2, 1, 3)  # the order of dims in memory in which kernels take and give gradients
 ZERO = sympy.Integer(0)
@@ -109,7 +109,7 @@ def forward(call: Call) -> sympy.Expr:
     if groups != 1:
         held += (query.size_bytes + lse_bytes) * share / groups
     if call.given("segment") is not None:
-        return sympy.Max(held + _merged(query, query.numel, lse_bytes), blocks(call))
+        return larger(held + _merged(query, query.numel, lse_bytes), blocks(call))
     if argument(call.node, "turn") is not None:  # a run's own results, before they are copied
         held += (query.size_bytes + lse_bytes) * share
     return _with_added(call, held, share)
@@ -154,7 +154,7 @@ def backward(call: Call) -> sympy.Expr:
             wide += query.numel if call.given("segment") is not None else 0
             held += wide * _accumulator(query)
     if call.given("segment") is not None:
-        return sympy.Max(held, blocks_backward(call))
+        return larger(held, blocks_backward(call))
     return _with_added(call, held, share)
 
 
@@ -190,7 +190,7 @@ def _with_added(call: Call, held: sympy.Expr, share: sympy.Expr) -> sympy.Expr:
     if mask is not None and mask.shape[2] != 1:
         numel *= share
     added = numel * query.dtype.itemsize
-    return added + (sympy.Max(held, numel) if given.dtype.itemsize == 1 else held)
+    return added + (larger(held, numel) if given.dtype.itemsize == 1 else held)
 
 
 def _split(call: Call) -> bool:
@@ -238,7 +238,7 @@ def _hiding(call: Call, rows: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
     if any(both):
         held = rows * keys * (8 + 1 + 2 * all(both)) + 8 * rows
     if call.given("segment") is not None:
-        held = sympy.Max(held, rows * keys)
+        held = larger(held, rows * keys)
     return held
 
 
@@ -257,7 +257,7 @@ def blocks(call: Call) -> sympy.Expr:
     heads, size = query.shape[1], _accumulator(query)
     column = heads * rows
     later = column * (2 * size + 1) + column * value.shape[3] * size
-    return held + _ids(call) + column * keys * size + sympy.Max(_hiding(call, rows, keys), later)
+    return held + _ids(call) + column * keys * size + larger(_hiding(call, rows, keys), later)
 
 
 def blocks_backward(call: Call) -> sympy.Expr:
@@ -277,7 +277,7 @@ def blocks_backward(call: Call) -> sympy.Expr:
         + _ids(call)
         + column * size
         + scores
-        + sympy.Max(scores, widest, _hiding(call, rows, keys))
+        + larger(scores, widest, _hiding(call, rows, keys))
     )
 
 
@@ -301,13 +301,13 @@ def ring_forward(call: Call) -> sympy.Expr:
         added += outputs * (2 * _accumulator(query) - query.dtype.itemsize)
     if not _ring_by_flash(call):
         merged = 6 * lse_bytes + blocks(call)
-        return added + row_bytes * (rows.own + sympy.Max(rows.own, rows.other)) + merged
+        return added + row_bytes * (rows.own + larger(rows.own, rows.other)) + merged
     if groups != 1:
         added += (query.size_bytes + lse_bytes) / groups
     first = row_bytes * (rows.own + rows.other) + kernel(call)
-    later = sympy.Max(kernel(call, None, rows.other), 3 * lse_bytes)
+    later = larger(kernel(call, None, rows.other), 3 * lse_bytes)
     later += row_bytes * (rows.other + rows.next)
-    return _with_added(call, added + lse_bytes + sympy.Max(first, later), sympy.Integer(1))
+    return _with_added(call, added + lse_bytes + larger(first, later), sympy.Integer(1))
 
 
 def ring_backward(call: Call) -> sympy.Expr:
@@ -331,7 +331,7 @@ def ring_backward(call: Call) -> sympy.Expr:
     if rows.late:
         later += wide_bytes * rows.own
     if not _ring_by_flash(call):
-        return held + sympy.Max(first, later) + blocks_backward(call)
+        return held + larger(first, later) + blocks_backward(call)
     if groups != 1:
         used = call.tensor("grad_out").size_bytes
         held -= sympy.expand(used - used / groups)
@@ -339,7 +339,7 @@ def ring_backward(call: Call) -> sympy.Expr:
     whole = None if rows.all_see else query.shape[2]
     first += kernel_backward(call, whole)
     later += kernel_backward(call, whole, rows.other)
-    return _with_added(call, held + sympy.Max(first, later), sympy.Integer(1))
+    return _with_added(call, held + larger(first, later), sympy.Integer(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,5 +396,5 @@ def swap(call: Call) -> sympy.Expr:
     Back from heads the rows of zigzag pieces are picked first.
     """
     picked = argument(call.node, "zigzag") and not argument(call.node, "to_heads")
-    held = sympy.Max(call.inputs_bytes, call.output_bytes)
+    held = larger(call.inputs_bytes, call.output_bytes)
     return held + call.inputs_bytes if picked else held

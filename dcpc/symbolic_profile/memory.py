@@ -379,8 +379,8 @@ def _run(
     """
     last_use = _last_uses(nodes, outputs, storages.facts)
     dying: dict[int, list[fx.Node]] = {}
-    for n, position in last_use.items():
-        dying.setdefault(position, []).append(n)
+    for node, position in last_use.items():
+        dying.setdefault(position, []).append(node)
     borders = {f.first for f in foldings} | {f.stop for f in foldings}
     reached: dict[int, tuple[int, int]] = {}
     for position, n in enumerate(nodes):

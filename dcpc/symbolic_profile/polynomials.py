@@ -62,6 +62,28 @@ def monomials(size: sympy.Expr) -> tuple[tuple[sympy.Expr, int | float], ...]:
     return tuple((m, int(c) if c.is_Integer else float(c)) for m, c in terms if c != 0)
 
 
+@functools.lru_cache(maxsize=100_000)
+def larger(*sizes: sympy.Expr) -> sympy.Expr:
+    """Returns the largest of some sizes.
+
+    As `sympy.Max` of those that none of the others surely is at least as large as; sympy itself
+    compares sums with all it knows of them, milliseconds each.
+    """
+    left: list[sympy.Expr] = []
+    for size in dict.fromkeys(map(sympy.expand, sizes)):
+        if not any(_covers(other, size) for other in left):
+            left = [other for other in left if not _covers(size, other)] + [size]
+    return left[0] if len(left) == 1 else sympy.Max(*left, evaluate=False)
+
+
+def _covers(large: sympy.Expr, small: sympy.Expr) -> bool:
+    """Whether a size is at least another: no term of the difference is below 0."""
+    gap = dict(monomials(large))
+    for monomial, coefficient in monomials(small):
+        gap[monomial] = gap.get(monomial, 0) - coefficient
+    return all(coefficient >= 0 for coefficient in gap.values())
+
+
 class Basis:
     """The monomials met so far, each with its column.
 

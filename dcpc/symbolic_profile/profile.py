@@ -89,6 +89,7 @@ class Ledger:
         self._fuses, self._gpu = fuses, gpu
         self._transients: dict[fx.Node, sympy.Expr] = {}
         self._works: dict[fx.Node, tuple[Work, Work] | None] = {}
+        self._likes: dict[fx.Node, tuple[object, ...]] = {}
         self._known_transients: dict[tuple[object, ...], sympy.Expr] = {}
         self._known_works: dict[tuple[object, ...], tuple[Work, Work] | None] = {}
 
@@ -123,6 +124,11 @@ class Ledger:
 
         Blocks that repeat share their fake tensors, which the nodes keep alive.
         """
+        if node not in self._likes:
+            self._likes[node] = self._new_like(node)
+        return self._likes[node]
+
+    def _new_like(self, node: fx.Node) -> tuple[object, ...]:
         inputs = node.all_input_nodes
         place = {n: i for i, n in enumerate(inputs)}
         alike = [id(n.meta.get("val")) for n in inputs]

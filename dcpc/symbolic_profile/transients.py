@@ -20,6 +20,7 @@ from dcpc.symbolic_profile import attention
 from dcpc.symbolic_profile.facts import Call, Facts, argument, op_name
 from dcpc.symbolic_profile.flops import GroupSize
 from dcpc.symbolic_profile.gpu_transients import GPU_TRANSIENTS
+from dcpc.symbolic_profile.polynomials import larger
 
 
 def _copies(*names: str) -> Callable[[Call], sympy.Expr]:
@@ -152,7 +153,7 @@ def _reduce_scatter(call: Call) -> sympy.Expr:
 
 def _all_to_all(call: Call) -> sympy.Expr:
     """All that is sent, packed, beside what comes; then what came beside the result."""
-    held = sympy.Max(call.inputs_bytes, call.output_bytes)
+    held = larger(call.inputs_bytes, call.output_bytes)
     return held + call.inputs_bytes if argument(call.node, "scatter_zigzag") else held
 
 
