@@ -32,7 +32,9 @@ from dcpc.symbolic_profile import (
     detect,
     find,
     machine,
+    rounded,
     state_bytes,
+    step_bytes,
 )
 from dcpc.trace import autocast_dtype, casting, checked_dtype, trace
 from dcpc.variants import Variants
@@ -182,8 +184,11 @@ def plan(
     if measured is not None:
         target = calibrated(target, measured.fits)
     memory_bytes = rank_memory_bytes(memory, target, world)
-    resident = _resident_bytes(model, optimizer, optimizer_bytes, world if zero else 1)
-    request = Request(degrees, recompute, memory_bytes, resident, world)
+    residents = _residents(model, optimizer, optimizer_bytes, world if zero else 1)
+    resident = sum(rounded(size_bytes, target.block_bytes) for size_bytes in residents)
+    stepped = model.parameters() if optimizer_bytes is None else ()
+    step = step_bytes(optimizer or torch.optim.Adam, stepped, target.gpu)
+    request = Request(degrees, recompute, memory_bytes, resident, world, tuple(residents), step)
     kind = (_device_of(model) or torch.device("cpu")).type
     kind = "cpu" if kind == "meta" else kind  # what a trace takes meta tensors for
     autocast = checked_dtype(autocast or autocast_dtype(kind))
@@ -280,24 +285,29 @@ def _target(device: str | Device) -> Device:
     return detect() if device == "auto" else find(device)
 
 
-def _resident_bytes(
+def _residents(
     model: nn.Module, optimizer: OptimizerLike | None, optimizer_bytes: int | None, shares: int
-) -> int:
-    """Parameters, buffers, one gradient and the optimizer's state of each trainable parameter."""
+) -> list[int]:
+    """Bytes of each parameter, buffer, gradient and tensor of the optimizer's state."""
     parameters = list(model.parameters())
-    trainable = sum(p.nbytes for p in parameters if p.requires_grad)
-    fixed = sum(p.nbytes for p in parameters) + sum(b.nbytes for b in model.buffers())
+    trained = [p.nbytes for p in parameters if p.requires_grad]
+    found = [*(p.nbytes for p in parameters), *(b.nbytes for b in model.buffers()), *trained]
     if optimizer is not None and optimizer_bytes is not None:
         raise PlanError(
             "got optimizer= and optimizer_bytes=; expected one of them: what the optimizer's state "
             "takes follows from the first, and the second says it; leave one out"
         )
     if optimizer_bytes is not None:
-        return fixed + trainable + optimizer_bytes
-    if optimizer is None:
-        return fixed + trainable + ADAM_STATES * fullest_share(parameters, shares)
-    states = state_bytes(optimizer, parameters)
-    return fixed + trainable + fullest_share(parameters, shares, states)
+        return [*found, optimizer_bytes]
+    states = {id(p): ADAM_STATES * p.nbytes for p in parameters if p.requires_grad}
+    if optimizer is not None:
+        states = state_bytes(optimizer, parameters)
+    if shares > 1:
+        return [*found, fullest_share(parameters, shares, states)]
+    for p in parameters:  # what is as large as the parameter, and the rest
+        count, rest = divmod(states.get(id(p), 0), max(p.nbytes, 1))
+        found += [p.nbytes] * count + [rest]
+    return found
 
 
 def rank_memory_bytes(memory: int | float | None, device: Device, world: int) -> int:

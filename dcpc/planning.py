@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,8 @@ MOST_SAMPLES = 1 << 12
 GAIN = 0.01
 # Autograd's own gradient of the loss, one number, lives beside the share that a variant takes.
 LOSS_GRADIENT_BYTES = 8
+# Of a GPU's memory: where a plan needs less, what lies idle between its blocks fits as well.
+AMPLE = 0.8
 # "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
 RECOMPUTE = ("auto", "pyramid", "none", "all")
 
@@ -40,6 +42,8 @@ class Request:
         resident_bytes: what stays on a rank whatever runs: parameters, buffers, their gradients and
             the optimizer's state.
         world: number of ranks.
+        residents: bytes of each tensor among them.
+        step_bytes: what the optimizer's step takes besides, when backward's memory is free again.
     """
 
     sps: tuple[int, ...]
@@ -47,6 +51,8 @@ class Request:
     memory_bytes: int
     resident_bytes: int
     world: int
+    residents: tuple[int, ...] = ()
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +185,44 @@ def plan_buckets(
     for bucket, variants in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
         with without_collection():  # graphs are kept, and walked in vain
             rows = tuple(_rows(variants, bucket, request))
-        tables[bucket] = rows
         # Calls outside of planned steps run on aligned blocks; only the planner uses other degrees.
-        own = [row for row in rows if request.world % row.sp == 0]
-        plans[bucket] = choose(bucket, own, request.memory_bytes, request.world, request.recompute)
+        own = {(row.sp, row.micro_batch): row for row in rows if request.world % row.sp == 0}
+        plans[bucket] = _choose(variants, bucket, own, request)
+        tables[bucket] = tuple(own.get((row.sp, row.micro_batch), row) for row in rows)
     return plans, tables
+
+
+def _choose(
+    variants: Variants, bucket: Bucket, rows: dict[tuple[int, int], Row], request: Request
+) -> BucketPlan:
+    """Returns the setting of a bucket; on a GPU one that fits as its allocator lays out blocks.
+
+    Where the segments of a choice are too large, its row is priced again with as much less memory,
+    and takes the place of the old one.
+    """
+    while True:
+        most = request.memory_bytes
+        plan = choose(bucket, [*rows.values()], most, request.world, request.recompute)
+        key = plan.sp, plan.micro_batch
+        over = _reserved_bytes(variants, bucket, rows[key], request) - most
+        if over <= 0:
+            return plan
+        less = replace(request, memory_bytes=rows[key].needed_bytes - over)
+        row = _row(variants, bucket, *key, less)
+        if not row.fits:
+            reserved = _reserved_bytes(variants, bucket, row, request)
+            row = replace(row, fits=reserved <= most, needed_bytes=max(row.needed_bytes, reserved))
+        rows[key] = row
+
+
+def _reserved_bytes(variants: Variants, bucket: Bucket, row: Row, request: Request) -> int:
+    """Returns the bytes of the segments that a row needs, 0 where it surely has room for them."""
+    if not variants.device.gpu or row.needed_bytes <= AMPLE * request.memory_bytes:
+        return 0
+    sizes = {**bucket.sizes, BATCH: row.micro_batch}
+    placement = variants.placement(sizes, row.sp, near=True)
+    stays = request.residents or (request.resident_bytes,)
+    return variants.usage(placement, row.recompute, sizes, stays).reserved_bytes
 
 
 def _rows(variants: Variants, bucket: Bucket, request: Request) -> Iterator[Row]:
@@ -225,7 +264,8 @@ def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Reque
 
     def row(recompute: int) -> Row:
         cost = variants.predict(placement, recompute, sizes)
-        needed = request.resident_bytes + cost.peak_bytes + cost.input_bytes + LOSS_GRADIENT_BYTES
+        run_bytes = cost.peak_bytes + cost.input_bytes + LOSS_GRADIENT_BYTES
+        needed = request.resident_bytes + max(run_bytes, request.step_bytes)
         fits = needed <= request.memory_bytes
         return Row(sp, batch, recompute, count, cost.seconds_s, cost.peak_bytes, needed, fits)
 
