@@ -1,0 +1,33 @@
+"""What the CPU's flash attention takes in half precision, against the table that predicts it."""
+
+import pytest
+import torch
+
+from dcpc.symbolic_profile.facts import Facts
+from dcpc.symbolic_profile.transients import transient_bytes
+from tests.symbolic_profile.joint_graphs import measure_call
+
+aten = torch.ops.aten
+SCALARS_BYTES = 24
+
+
+@pytest.mark.parametrize("shape", [(2, 100, 100, 64), (1, 300, 600, 32), (1, 33, 57, 24)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_takes_what_the_table_says(dtype, shape):
+    """Exact, but for products in bfloat16: oneDNN's scratch has a bound."""
+    heads, rows, keys, width = shape
+
+    def both(q, k, v, grad):
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, False)[0]
+
+    given = (torch.randn(1, n, heads, width, dtype=dtype) for n in (rows, keys, keys, rows))
+    found = measure_call(both, *(x.transpose(1, 2) for x in given))
+    forward, backward = (m for m in found if "flash" in str(m.node.target))
+    threads, facts = torch.get_num_threads(), Facts({})
+    predicted = [int(transient_bytes(m.node, facts, threads).doit()) for m in (forward, backward)]
+    assert abs(predicted[0] - forward.transient_bytes) <= SCALARS_BYTES
+    assert backward.transient_bytes <= predicted[1] + SCALARS_BYTES
+    if dtype == torch.float16:
+        assert abs(predicted[1] - backward.transient_bytes) <= SCALARS_BYTES
