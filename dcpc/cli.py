@@ -354,9 +354,13 @@ def _planned(factory: str, file: Path, options: _Options) -> Planned:
     try:
         with torch.device("meta"):  # no memory for weights, where the model's code allows it
             model = load_model(factory)
+    except PlanError:
+        return _plan(load_model(factory), buckets, options)
+    try:
         return _plan(model, buckets, options)
     except (NotImplementedError, RuntimeError, TraceError):
-        return _plan(load_model(factory), buckets, options)
+        pass
+    return _plan(load_model(factory), buckets, options)
 
 
 def _plan(model: nn.Module, buckets: Buckets, options: _Options) -> Planned:

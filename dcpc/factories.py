@@ -6,6 +6,7 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ def load_model(text: str) -> nn.Module:
         text: `module:factory`; the module is looked for in the working directory too.
 
     Raises:
-        PlanError: there is no such module or factory, or it does not make a module.
+        PlanError: there is no such module or factory, it raises, or it does not make a module.
     """
     return _made(text, load_function(text))
 
@@ -42,9 +43,10 @@ def load_function(text: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())  # a console script does not have it, `python -m` has
     try:
         module = importlib.import_module(name)
-    except ImportError as error:
+    except Exception as error:
+        said = error if isinstance(error, ImportError) else _said(error)
         raise PlanError(
-            f"model {text}: module {name} cannot be imported ({error}); expected a module that "
+            f"model {text}: module {name} cannot be imported ({said}); expected a module that "
             f"this Python finds; run dcpc in its folder ({os.getcwd()} is looked in), or install it"
         ) from error
     factory = getattr(module, attribute, None)
@@ -67,12 +69,24 @@ def _made(text: str, factory: Any) -> nn.Module:
             f"model {text}: calling it raised TypeError: {error}; expected a callable that needs "
             "no arguments; write a function that fills them in and name that"
         ) from error
+    except Exception as error:
+        raise PlanError(
+            f"model {text}: calling it raised {_said(error)}; expected a callable that returns the "
+            "model; correct it, and try it alone in Python"
+        ) from error
     if not isinstance(model, nn.Module):
         raise PlanError(
             f"model {text}: got a {type(model).__name__}; expected a torch.nn.Module; return the "
             "model from the factory"
         )
     return model
+
+
+def _said(error: Exception) -> str:
+    """Returns an error's type, first line, and the line of code that raised it."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {lines[0]} (at {at.filename}:{at.lineno})"
 
 
 def _callables(module: object) -> list[str]:

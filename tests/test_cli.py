@@ -21,6 +21,9 @@ def sized(dim):
 
 def nothing():
     return None
+
+def broken():
+    raise OSError("no weights\\nat all")
 """
 BUCKETS = """
 inputs:
@@ -35,6 +38,7 @@ sizes:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "cli_models.py").write_text(MODELS)
+    (tmp_path / "cli_unfinished.py").write_text("tiny = nn.Linear")
     (tmp_path / "buckets.yaml").write_text(BUCKETS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -118,6 +122,8 @@ def test_unknown_bucket_lists_the_known_ones(folder):
         ("cli_models:number", "got a int"),
         ("cli_models:sized", "needs no arguments"),
         ("cli_models:nothing", "got a NoneType; expected a torch.nn.Module"),
+        ("cli_models:broken", "calling it raised OSError: no weights (at "),
+        ("cli_unfinished:tiny", "cannot be imported (NameError: name 'nn'"),
     ],
 )
 def test_wrong_model_name_is_explained(folder, text, words):

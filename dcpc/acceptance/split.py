@@ -90,8 +90,7 @@ class Split:
         other.variants = Variants(
             self.program, other.sharding, SPLITTING, backend, other.held, like=self.variants
         )
-        if sp != self.sp or attention != self.sharding.attention:
-            other.placement = other.variants.placement(self.sizes, sp)
+        other.placement = other.variants.placement(self.sizes, sp)  # of a folded model its own
         return other
 
     def lowerings(self) -> list[str]:

@@ -14,12 +14,14 @@ import operator
 import re
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
 import torch
 import torch._dynamo.config
+import torch.export._trace
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
@@ -151,7 +153,7 @@ def _export(
     args = tuple(named.example_inputs(buckets, hints, device))
     shapes = tuple(named.dynamic_shape(spec, dims) or None for spec in buckets.inputs.values())
     try:
-        with warnings.catch_warnings(), casting(device.type, autocast):
+        with warnings.catch_warnings(), casting(device.type, autocast), _silent():
             warnings.simplefilter("ignore")
             exported = torch.export.export(
                 wrapped,
@@ -169,6 +171,16 @@ def _export(
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keeps torch.export from printing the graph so far, pages of it, where it fails."""
+    torch.export._trace.print = lambda *_, **__: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del torch.export._trace.print  # type: ignore[attr-defined]
 
 
 def _cached_by_autocast(exported: ExportedProgram) -> set[str]:
