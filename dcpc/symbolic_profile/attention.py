@@ -198,7 +198,12 @@ def _with_added(call: Call, held: sympy.Expr, share: sympy.Expr) -> sympy.Expr:
     """Adds the mask as the kernel wants it: numbers, of truth values first their opposites."""
     query, mask, keep = call.tensor("query"), call.given("mask"), call.given("keep")
     given = mask or keep
-    if given is None or given.dtype == query.dtype:
+    if given is None:
+        return held
+    if given.dtype.is_floating_point and given.strides[3] not in (0, 1) and given.shape[3] != 1:
+        # The kernel copies a mask whose keys do not lie together, of all samples.
+        held += query.shape[0] * given.numel / given.shape[0] * query.dtype.itemsize * share
+    if given.dtype == query.dtype:
         return held
     numel = given.numel
     if mask is not None and mask.shape[2] != 1:

@@ -206,8 +206,20 @@ class _Fusion:
         return reads, ops, heavy
 
     def _store_all(self, node: fx.Node) -> None:
+        """Gives memory to what a call reads.
+
+        Our ops' operands lie as in the graph (`codegen/backends.py`), which Inductor brings about
+        by a copy for the one call. Of a pointwise value computed from one other that is all the
+        memory there is: it is made again for the next such call (`StorageBox.realize_hint`,
+        `ExternKernel.require_strides`). Not followed of views of one.
+        """
+        ours = not op_name(node).startswith(("aten::", "prims::"))
         for i in node.all_input_nodes:
-            self._store(i)
+            lazy = self.lazy.get(i) if ours and i not in self.source and self.uses[i] > 1 else None
+            if lazy is not None and len(lazy.reads) <= 1:
+                self._member(i, lazy.reads)
+            else:
+                self._store(i)
 
     def _store(self, node: fx.Node) -> None:
         """Gives a value memory from here on; a view of it needs none of its own."""

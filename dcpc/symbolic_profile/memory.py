@@ -377,10 +377,7 @@ def _run(
 
     The outputs stay.
     """
-    last_use = _last_uses(nodes, outputs, storages.facts)
-    dying: dict[int, list[fx.Node]] = {}
-    for node, position in last_use.items():
-        dying.setdefault(position, []).append(node)
+    dying, read = _last_uses(nodes, outputs, storages.facts)
     borders = {f.first for f in foldings} | {f.stop for f in foldings}
     reached: dict[int, tuple[int, int]] = {}
     for position, n in enumerate(nodes):
@@ -397,20 +394,34 @@ def _run(
         for used in dying.get(position, ()):
             recorder.drop(storages.of(used))
         for unused in made:
-            if unused not in last_use:
+            if unused not in read:
                 recorder.drop(storages.of(unused))
     for folding in reversed(foldings):
         first, stop = reached[folding.first], reached[folding.stop]
         recorder.repeat(first[0], stop[0], stop if folding.after else first, folding.times)
 
 
-def _last_uses(nodes: Steps, outputs: Iterable[fx.Node], facts: Facts) -> dict[fx.Node, int]:
-    """Returns the position of the last call that reads a node; after all of them for outputs."""
+def _last_uses(
+    nodes: Steps, outputs: Iterable[fx.Node], facts: Facts
+) -> tuple[dict[int, list[fx.Node]], set[fx.Node]]:
+    """Returns what each position's call is the last to read, and all that is read at all.
+
+    Of what a kernel makes once more, the one before is read up to there. Outputs stay.
+    """
     found: dict[fx.Node, int] = {}
+    dying: dict[int, list[fx.Node]] = {}
     for position, n in enumerate(nodes):
-        read = n.all_input_nodes if isinstance(n, Kernel) else facts.reads(n)
-        found |= dict.fromkeys(read, position)
-    return found | dict.fromkeys(outputs, len(nodes))
+        if isinstance(n, Kernel):
+            for node in n.makes:
+                if node in found:
+                    dying.setdefault(found.pop(node), []).append(node)
+            found |= dict.fromkeys(n.all_input_nodes, position)
+        else:
+            found |= dict.fromkeys(facts.reads(n), position)
+    found |= dict.fromkeys(outputs, len(nodes))
+    for node, position in found.items():
+        dying.setdefault(position, []).append(node)
+    return dying, set(found)
 
 
 def _distinct(

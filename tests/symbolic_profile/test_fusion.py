@@ -1,5 +1,6 @@
 """What Inductor keeps of a graph: values in registers, values in memory, values in another's."""
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -111,3 +112,21 @@ def test_what_is_made_of_positions_alone_has_no_memory_and_is_as_heavy_to_its_re
     # the rows found with it are heavy as well, and these are kept.
     names = kernels(steps(function, X, W))
     assert names == [["embedding", "add_1"], ["mul_1"]]
+
+
+@pytest.mark.parametrize(("sources", "times"), [(1, 2), (2, 1)])
+def test_operand_of_two_of_our_ops_that_is_made_of_one_value_is_made_for_each(sources, times):
+    mask = torch.randn(1, 4, 40, 40)
+    q = torch.randn(1, 40, 4, 16).transpose(1, 2)
+
+    def function(q, mask, other):
+        hidden = aten.where(aten.gt(mask, 0), other if sources > 1 else mask, -1e9)
+        rest = (1.0, None, None, 0, None, 0, "zero")
+        ops = torch.ops.dcpc
+        first, _ = ops.attention_forward(q, q, q, hidden, None, None, *rest)
+        return ops.attention_forward(first, q, q, hidden, None, None, *rest)[0]
+
+    found = steps(function, q, mask, torch.randn(1, 4, 40, 40))
+    assert kernels(found) == [["where"]] * times
+    calls = [getattr(s, "name", "") for s in found if not isinstance(s, Kernel)]
+    assert calls.index("attention_forward") < calls.index("attention_forward_1")

@@ -1,4 +1,4 @@
-"""What the CPU's flash attention takes in half precision, against the table that predicts it."""
+"""What the CPU's flash attention takes, against the table that predicts it."""
 
 import pytest
 import torch
@@ -31,3 +31,23 @@ def test_half_precision_takes_what_the_table_says(dtype, shape):
     assert backward.transient_bytes <= predicted[1] + SCALARS_BYTES
     if dtype == torch.float16:
         assert abs(predicted[1] - backward.transient_bytes) <= SCALARS_BYTES
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("apart", [False, True])
+def test_mask_of_numbers_is_copied_where_its_keys_do_not_lie_together(apart, samples):
+    mask = torch.randn(samples, 4, 100, 90)
+    mask = mask.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if apart else mask
+    rest = (1.0, None, None, 0, None, 0, "zero")
+
+    def both(q, k, v, m):
+        out, lse = torch.ops.dcpc.attention_forward(q, k, v, m, None, None, *rest)
+        operands = (out, q, k, v, m, None, None, out, lse)
+        return torch.ops.dcpc.attention_backward(*operands, *rest)[0]
+
+    given = (torch.randn(2, n, 4, 16).transpose(1, 2) for n in (100, 90, 90))
+    found = [m for m in measure_call(both, *given, mask) if "attention" in str(m.node.target)]
+    for m in found:
+        table = transient_bytes(m.node, Facts({}), torch.get_num_threads())
+        assert abs(int(table.doit()) - m.transient_bytes) <= SCALARS_BYTES
+        assert (m.transient_bytes >= 2 * 4 * 100 * 90 * 4) == apart
