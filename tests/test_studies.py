@@ -11,7 +11,7 @@ import dcpc
 from dcpc.acceptance import Split
 from dcpc.api import plan
 from dcpc.studies import split_constants
-from dcpc.symbolic_profile import Ledger, evaluator
+from dcpc.symbolic_profile import Ledger, Meter, evaluator
 from dcpc.variants import Variants
 from models.gpt import GPT, GPTConfig
 
@@ -77,11 +77,14 @@ def check(mine: Variants, sizes: dict[str, int], sp: int, share: float) -> None:
     lowering = mine.lowering(placement)
     ledger = Ledger(lowering.joint.names, sp, gpu=mine.device.gpu)
     schedule = lowering.schedule(mine.made_again(placement, recompute))
-    own = evaluator(ledger.profile(ledger.costs(schedule)))
+    costs = ledger.costs(schedule)
+    own, meter = evaluator(ledger.profile(costs)), Meter(ledger, [*lowering.joint.gm.graph.nodes])
     dims = {mine.program.symbols[n]: s for n, s in sizes.items()}
     local = {i.name: i.value(dims, sp, 0) for i in lowering.lowered.integers}
     found = mine.predict(placement, recompute, sizes)
-    assert found.peak_bytes == own.peak_bytes(local)
+    in_bytes = replace(mine.device, gpu=False)  # formulas count bytes, a plan for a GPU blocks
+    assert found.peak_bytes == meter.read(costs, local, mine.device).peak_bytes
+    assert own.peak_bytes(local) == meter.read(costs, local, in_bytes).peak_bytes
     assert found.saved_bytes == own.saved_bytes(local)
     assert found.flops == own.flops(local)
     assert found.wire_bytes == own.wire_bytes(local)
