@@ -45,7 +45,7 @@ def whole(variants: Variants) -> Variants:
 
 def numbers(prediction) -> tuple:
     found = dataclasses.asdict(prediction)
-    return round(found.pop("seconds_s"), 14), *found.values()
+    return float(f"{found.pop('seconds_s'):.12g}"), *found.values()
 
 
 @pytest.fixture(scope="module")

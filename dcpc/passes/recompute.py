@@ -12,7 +12,7 @@ that the menu is made for; at other sizes a plan is still right, and the profile
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -25,6 +25,7 @@ from dcpc.repeats import crossing, repeated_runs
 
 __all__ = ["Call", "Memory", "Menu", "menu_alike", "recompute_menu"]
 
+ENOUGH = 32  # plans of blocks that choose alike; with fewer there are choices beside the hull's
 LEVELS = 255  # peaks of the menu, between that of no recompute and the smallest
 MOST_STATES = 256  # of the dynamic programme after each block: the cheapest of that many sizes
 Floats = npt.NDArray[np.float64]
@@ -60,8 +61,9 @@ class Menu:
     """Plans by number: 0 makes again only what costs nothing, `count` as much as can be.
 
     Those between are the cheapest for peaks that fall in equal steps; with `alike` those in which
-    each block takes the steps of its hull up to a price. Such plans have numbers in any menu:
-    `at_price` tells them.
+    each block takes the steps of its hull up to a price, and between two of them, where equal
+    blocks go through the choices that lie between the two. Plans up to a price have numbers in any
+    menu: `at_price` tells them.
 
     Attributes:
         blocks: in execution order.
@@ -74,6 +76,7 @@ class Menu:
     alike: bool = False
     _range: tuple[float, float] | None = None
     _plans: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _of_prices: tuple[int, ...] = ()  # with `alike`: the plan up to each price
 
     @property
     def steps(self) -> range:
@@ -87,12 +90,19 @@ class Menu:
 
     def by_ratio(self) -> Menu:
         """Returns the menu in which equal blocks choose alike, however many there are."""
-        return Menu(self.blocks, len(self.prices), alike=True)
+        plans, numbers = [(0,) * len(self.blocks)], []
+        for price in self.prices:
+            plans += _steps_of(self.blocks, plans[-1], price)
+            numbers.append(len(plans) - 1)
+        known = dict(enumerate(plans))
+        return Menu(self.blocks, len(plans) - 1, True, None, known, tuple(numbers))
 
     def at_price(self, seconds_per_byte: float) -> int:
         """Returns the number of the plan whose blocks take all that costs at most this."""
         taken = sum(price <= seconds_per_byte for price in self.prices)
-        return taken if self.alike or not taken else self.count + taken
+        if self.alike:
+            return self._of_prices[taken - 1] if taken else 0
+        return self.count + taken if taken else 0
 
     def made_again(self, k: int) -> frozenset[str]:
         """Returns the names of the values that plan k does not save."""
@@ -121,8 +131,9 @@ class Menu:
     def _solve(self, k: int) -> tuple[int, ...]:
         if k == 0:
             return (0,) * len(self.blocks)
-        if self.alike or k > self.count:
-            price = self.prices[k - 1 - (0 if self.alike else self.count)]
+        assert not self.alike, f"got plan {k}; expected one of {self.count + 1}"
+        if k > self.count:
+            price = self.prices[k - 1 - self.count]
             return tuple([c for c, p in b.corners if p <= price][-1] for b in self.blocks)
         if k == self.count:
             return tuple(int(np.argmin(b.saved_bytes)) for b in self.blocks)
@@ -133,6 +144,40 @@ class Menu:
         chosen = cheapest(self.blocks, high + (low - high) * k / (self.count - 1))
         assert chosen is not None, f"plan {k} of {self.count} has no choices"
         return chosen
+
+
+def _steps_of(
+    blocks: Sequence[Block], now: tuple[int, ...], price: float
+) -> list[tuple[int, ...]]:
+    """Returns the plans from one up to the next price, one kind of blocks after the other.
+
+    The price's own plan is the last. Those before it cost more for a byte that they free, and free
+    less: of choices between two of the hull the ones that no other is better than.
+    """
+    wanted = [[c for c, p in block.corners if p <= price][-1] for block in blocks]
+    kinds: dict[Hashable, list[int]] = {}
+    for i, block in enumerate(blocks):
+        if wanted[i] != now[i]:
+            alike = now[i], wanted[i], tuple(block.saved_bytes), tuple(block.seconds)
+            kinds.setdefault(alike, []).append(i)
+    plans = []
+    for members in kinds.values():
+        i = members[0]
+        for c in _choices_up_to(blocks[i], now[i], wanted[i]):
+            now = tuple(c if i in members else chosen for i, chosen in enumerate(now))
+            plans.append(now)
+    return plans
+
+
+def _choices_up_to(block: Block, first: int, last: int) -> list[int]:
+    """Returns a block's choices after one and up to another, the most bytes first."""
+    saved, seconds = block.saved_bytes, block.seconds
+    found = [last]
+    for c in np.lexsort((seconds, saved)):
+        cheaper = seconds[first] < seconds[c] < seconds[found[-1]]
+        if cheaper and saved[last] < saved[c] < saved[first]:
+            found.append(int(c))
+    return found[::-1]
 
 
 def peak_bytes(blocks: Sequence[Block], chosen: Sequence[int]) -> float:
@@ -196,7 +241,7 @@ def smallest_peak(blocks: Sequence[Block], most: float) -> float:
 def menu_alike(calls: Sequence[Call], copies: Sequence[Hashable]) -> Menu:
     """Returns the menu of a forward graph in which equal blocks choose alike.
 
-    Its blocks have their choices on the hull alone, and no peaks.
+    Its blocks have no peaks.
 
     Args:
         calls: those that depend on parameters or activations, in execution order.
@@ -206,18 +251,25 @@ def menu_alike(calls: Sequence[Call], copies: Sequence[Hashable]) -> Menu:
     """
     ranges = _ranges(copies)
     outside = _read_outside(calls, ranges)
-    hulls: dict[Hashable, list[Choice]] = {}
-    blocks = []
-    for low, high in ranges:
-        problem = Problem.of(calls[low:high], outside)
-        key = problem.key()
-        if key not in hulls:
-            hulls[key] = hull(problem)
-        names = [call.name for call in problem.calls]
-        again = [frozenset(names[i] for i in choice.again) for choice in hulls[key]]
-        forward_s = sum(call.seconds for call in calls[low:high])
-        blocks.append(_block(hulls[key], hulls[key], again, np.zeros(len(again)), forward_s, 0.0))
-    return Menu(tuple(blocks), 0).by_ratio()
+    problems = [Problem.of(calls[low:high], outside) for low, high in ranges]
+    keys = [problem.key() for problem in problems]
+    distinct = dict(zip(keys, problems, strict=True))
+    hulls = {key: hull(problem) for key, problem in distinct.items()}
+    forward_s = [sum(call.seconds for call in calls[low:high]) for low, high in ranges]
+
+    def menu(every: Mapping[Hashable, Sequence[Choice]]) -> Menu:
+        blocks = []
+        for problem, key, own_s in zip(problems, keys, forward_s, strict=True):
+            names = [call.name for call in problem.calls]
+            again = [frozenset(names[i] for i in choice.again) for choice in every[key]]
+            peaks = np.zeros(len(again))
+            blocks.append(_block(hulls[key], every[key], again, peaks, own_s, 0.0))
+        return Menu(tuple(blocks), 0).by_ratio()
+
+    found = menu(hulls)
+    if found.count >= ENOUGH:
+        return found
+    return menu({key: between(problem, hulls[key]) for key, problem in distinct.items()})
 
 
 def recompute_menu(calls: Sequence[Call], memory: Memory) -> Menu:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 import dcpc
 from dcpc.api import plan
 from dcpc.buckets import Bucket
-from dcpc.passes.recompute import Block, Call, Memory, cheapest, peak_bytes, recompute_menu
+from dcpc.passes.recompute import (
+    Block,
+    Call,
+    Memory,
+    cheapest,
+    menu_alike,
+    peak_bytes,
+    recompute_menu,
+)
 from dcpc.passes.recompute_cuts import Problem, between, hull
 from models.gpt import GPT, GPTConfig
 
@@ -200,7 +208,7 @@ def test_plans_have_the_peaks_the_menu_says_and_cost_more_the_smaller_these_are(
 
 def test_blocks_that_choose_alike_make_the_same_values_again():
     menu = menu_of(network(6)).by_ratio()
-    first = menu.made_again(1)
+    first = menu.made_again(menu.at_price(menu.prices[0]))
     assert {n.rstrip("0123456789") for n in first - menu.made_again(0)} == {"act"}
     for k in range(menu.count + 1):
         middle = [{n[:-1] for n in menu.made_again(k) if n.endswith(str(i))} for i in (1, 2, 3, 4)]
@@ -256,3 +264,18 @@ def test_gradients_are_bit_equal_and_the_peak_is_the_profiles_in_every_plan():
             assert menu.peak_bytes(k) == pytest.approx(peaks[-1], rel=0.05)
     assert peaks[-2] < peaks[0] / 2
     assert peaks[:-1] == sorted(peaks[:-1], reverse=True)
+
+
+def test_blocks_that_choose_alike_have_choices_between_those_of_the_hull():
+    """A GPT's blocks have five prices: a budget between two of them must not pay for the next."""
+    calls = network(8)
+    copies = [int(c.name[-1]) if c.name[-1].isdigit() else 0 for c in calls]
+    menu = menu_alike(calls, copies)
+    prices = len(menu.prices)
+    assert prices < menu.count
+    for k in range(menu.count):
+        assert menu.saved_bytes(k + 1) < menu.saved_bytes(k)
+        assert menu.seconds(k + 1) > menu.seconds(k)
+    last = menu.at_price(menu.prices[-1])
+    assert last == menu.count
+    assert menu.at_price(0.0) == 0
