@@ -25,6 +25,7 @@ from dcpc.page.plots import class_seconds, fullest, live_points, peak_curves
 from dcpc.passes.crossovers import elements, stretches
 from dcpc.planning import plan_buckets
 from dcpc.symbolic_profile import bytes_text, seconds_text
+from dcpc.symbolic_profile.hardware import H200
 from models.gpt import GPT, GPTConfig
 
 SIZES = (512, 2048, 32768)
@@ -65,7 +66,9 @@ def planned():
         inputs={"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"},
         sizes=[{"seq": seq} for seq in SIZES],
     )
-    return plan(model, buckets, world=4, device="h200", memory=90e6, backend="eager")
+    # Not as a GPU's allocator counts: its segments of 20 MiB are most of so little memory.
+    device = replace(H200, gpu=False)
+    return plan(model, buckets, world=4, device=device, memory=90e6, backend="eager")
 
 
 @pytest.fixture(scope="module")
