@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 
@@ -13,7 +14,7 @@ from dcpc.buckets import BATCH, Bucket
 from dcpc.errors import BucketError, PlanError
 from dcpc.garbage import without_collection
 from dcpc.ir import BucketPlan, Placement, Profile, Program
-from dcpc.passes.choose import Row, choose
+from dcpc.passes.choose import FASTER, Row, choose
 from dcpc.passes.crossovers import crossover_lines
 from dcpc.progress import tracked
 from dcpc.source import variant_source
@@ -182,9 +183,12 @@ def plan_buckets(
     """
     plans: dict[Bucket, BucketPlan] = {}
     tables: dict[Bucket, tuple[Row, ...]] = {}
+    left = [*by_bucket]
     for bucket, variants in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
         with without_collection():  # graphs are kept, and walked in vain
-            rows = tuple(_rows(variants, bucket, request))
+            left.remove(bucket)
+            later = [b for b in left if by_bucket[b] is variants]
+            rows = tuple(_rows(variants, bucket, request, later))
         # Calls outside of planned steps run on aligned blocks; only the planner uses other degrees.
         own = {(row.sp, row.micro_batch): row for row in rows if request.world % row.sp == 0}
         plans[bucket] = _choose(variants, bucket, own, request)
@@ -225,12 +229,38 @@ def _reserved_bytes(variants: Variants, bucket: Bucket, row: Row, request: Reque
     return variants.usage(placement, row.recompute, sizes, stays).reserved_bytes
 
 
-def _rows(variants: Variants, bucket: Bucket, request: Request) -> Iterator[Row]:
+def _rows(
+    variants: Variants, bucket: Bucket, request: Request, later: Sequence[Bucket]
+) -> Iterator[Row]:
+    """Yields the rows of a bucket that may be worth having.
+
+    Not tried: degrees beyond twice the last one that was faster; and a micro-batch at a degree if
+    half of both fits: that group has the same samples a rank and sends less far, so it is at most a
+    few percent slower, and leaves the other ranks to other samples.
+
+    Args:
+        variants: of the bucket's trace.
+        bucket: what to price.
+        request: what was asked for.
+        later: other buckets of the trace that will be priced.
+    """
+    fastest_s, widest = inf, max(request.sps)
+    ample: set[tuple[float, float]] = set()  # (sp, micro-batch) that fit, or whose halves do
     for sp in request.sps:
-        best = float("inf")
+        if sp > widest:
+            return
+        best = inf
         for batch in _batches(variants, bucket, sp, request):
+            if (sp / 2, batch / 2) in ample:
+                ample.add((sp, batch))
+                continue
+            variants.foresee([{**b.sizes, BATCH: b.batch or batch} for b in (bucket, *later)], sp)
             row = _row(variants, bucket, sp, batch, request)
             yield row
+            if row.fits:
+                ample.add((sp, batch))
+                if row.seconds_s < fastest_s * (1 - FASTER):
+                    fastest_s, widest = row.seconds_s, 2 * sp
             if not row.fits or row.rank_seconds > best * (1 - GAIN):
                 break
             best = row.rank_seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
@@ -15,7 +15,7 @@ from dcpc.folding import FEWEST, Folded, fold
 from dcpc.ir import Fold, Partition, Placement, Profile, Program
 from dcpc.passes.lowerings import restricted
 from dcpc.passes.near_ties import NearTies
-from dcpc.passes.placement import PlacementModel, Rates, place
+from dcpc.passes.placement import Best, PlacementModel, Rates, placed, solve
 from dcpc.passes.recompute import Menu
 from dcpc.passes.sharding import Sharding, analyse
 from dcpc.studies import Structure, Study, split_constants, structure_of
@@ -30,7 +30,7 @@ _PRODUCTS = (
 )
 # A plan's placement may be one made for another bucket or degree: at these sizes it costs at most
 # this share more than the best.
-NEAR = 0.002
+NEAR = 0.01
 TIE_BREAK_S = 1e-9  # of two placements that send the same bytes, the one with fewer collectives
 
 
@@ -83,6 +83,7 @@ class Variants:
         self._near = NearTies(self._placement_model, self._copies({}), NEAR)
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._supposed: dict[tuple[object, ...], Placement] = {}  # near ones, after the plan
+        self._solved: dict[tuple[object, ...], Best] = {}
         self._settled = False
         self._tracers: dict[str, Tracer] = {} if like is None else like._tracers
         self._lowerings: dict[tuple[object, ...], Lowering] = {}
@@ -127,6 +128,25 @@ class Variants:
             known[key] = self._place(sizes, sp, near)
         return known[key]
 
+    def foresee(self, sizes: Sequence[Sizes], sp: int) -> None:
+        """Solves for what may be asked for next, all at once, which takes little longer than one.
+
+        Args:
+            sizes: length of every dim, of each placement that may be asked for.
+            sp: ranks of the group.
+        """
+        if self.planner is not self:
+            self.planner.foresee(sizes, sp)
+            return
+        at = {(sp, tuple(sorted(each.items()))): each for each in sizes}
+        new = [k for k in at if k not in self._placements and k not in self._solved]
+        if sp > 1 and len(new) > 1:
+            self._solved |= dict(zip(new, self._solve([at[k] for k in new], sp), strict=True))
+
+    def _solve(self, sizes: Sequence[Sizes], sp: int) -> list[Best]:
+        model, copies = self._placement_model, self._copies({})
+        return solve(self.program, sizes, sp, self.rates(sp), model, copies, self._near.copies)
+
     def settle(self) -> None:
         """Says that the plan, which all ranks make alike, is made.
 
@@ -139,9 +159,9 @@ class Variants:
     def _place(self, sizes: Sizes, sp: int, near: bool) -> Placement:
         planner = self.planner
         if planner is self:
-            model, known = self._placement_model, self._near if near else None
-            rates, copies = self.rates(sp), self._copies({})
-            return place(self.program, self.sharding, sizes, sp, rates, model, copies, known)
+            solved = self._solved.get((sp, tuple(sorted(sizes.items())))) if near else None
+            known = self._near if near else None
+            return placed(solved or self._solve([sizes], sp)[0], self._placement_model, known)
         assert planner._fold is not None, "a planner that is not this one is of a folded program"
         small = planner.placement(sizes, sp, near=near)
         number = planner._key(small)

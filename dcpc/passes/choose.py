@@ -13,6 +13,8 @@ from dcpc.ir import BucketPlan
 # sample, the smallest micro-batch on the fewest ranks is taken, which leaves the batch planner
 # room.
 WORTH = 0.05
+# A larger group must be faster by this share, or it only takes ranks.
+FASTER = 0.1
 
 
 @dataclass(frozen=True, slots=True)

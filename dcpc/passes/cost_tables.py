@@ -1,4 +1,8 @@
-"""Arithmetic on tables of costs, and a memory of what was computed from the same tables before."""
+"""Arithmetic on tables of costs, and a memory of what was computed from the same tables before.
+
+A table has an axis for each variable, then one for the cases: networks of one shape and other
+costs, which are minimised together.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ class Shared:
 
 
 def add_first(unary: Costs, table: Costs) -> Costs:
-    """Returns unary + table[:, 0]."""
+    """Returns unary + table[:, 0], shape (labels, cases)."""
     return unary + table[:, 0]
 
 
@@ -59,7 +63,7 @@ def add_least(unary: Costs, table: Costs, other: Costs) -> Costs:
 
 
 def least_between(at_a: Costs, unary: Costs, at_b: Costs) -> Costs:
-    """Returns the least of at_a[a, x] + unary[x] + at_b[b, x] over x, shape (a, b)."""
+    """Returns the least of at_a[a, x] + unary[x] + at_b[b, x] over x, shape (a, b, cases)."""
     least: Costs = np.minimum.reduce((at_a + unary)[:, None, :] + at_b, axis=2)
     return least
 
@@ -71,25 +75,31 @@ def joined_least(axes: tuple[tuple[int, ...], ...], unary: Costs, *tables: Costs
     order.
 
     Args:
-        axes: of each table: which axes of the result its own are, ascending; its last axis, the
-            variable's, left out.
+        axes: of each table: which axes of the result its own are, ascending; its last two, the
+            variable's and the cases, left out.
         unary: the variable's costs.
         tables: costs of the variable together with one or more of the others.
     """
     ndim = 1 + max((axis for at in axes for axis in at), default=-1)
-    joined = unary.reshape(-1, *[1] * ndim)
+    labels, cases = unary.shape
+    joined = unary.reshape(labels, *[1] * ndim, cases)
     for at, table in sorted(zip(axes, tables, strict=True), key=lambda item: item[1].size):
-        shape = [unary.size, *[1] * ndim]
-        for axis, size in zip(at, table.shape, strict=False):
+        shape = [labels, *[1] * ndim, cases]
+        for axis, size in zip(at, table.shape[: len(at)], strict=True):
             shape[1 + axis] = size
-        joined = joined + table.transpose(-1, *range(len(at))).reshape(shape)
+        joined = joined + np.moveaxis(table, -2, 0).reshape(shape)
     least: Costs = np.minimum.reduce(joined, axis=0)
     return least
 
 
 def move_last(axis: int, table: Costs) -> Costs:
-    """Returns the table with one axis moved to the end."""
-    return np.moveaxis(table, axis, -1)
+    """Returns the table with one axis moved to the end, before the cases."""
+    return np.moveaxis(table, axis, -2)
+
+
+def flipped(table: Costs) -> Costs:
+    """Returns the table of two variables with the second one first."""
+    return table.swapaxes(0, 1)
 
 
 def take(table: Costs, kept: Labels) -> Costs:
@@ -102,24 +112,26 @@ def undominated(unary: Costs, *tables: Costs) -> Labels:
 
     Replaces a by b wherever b costs no more than a for every label of every neighbour taken singly:
     unary[a] - unary[b] + sum over edges of min over x of (table[a, x] - table[b, x]) >= 0
-    (Goldstein's dead-end elimination). Of equals the lowest stays.
+    (Goldstein's dead-end elimination), in all cases. Of equals the lowest stays.
 
     Args:
-        unary: costs, shape (labels,).
-        tables: one for each neighbour, shape (labels, labels of the neighbour).
+        unary: costs, shape (labels, cases).
+        tables: one for each neighbour, shape (labels, labels of the neighbour, cases).
 
     Source: R. F. Goldstein, Biophysical Journal 66 (1994) 1335, equation 2.
     """
-    allowed = np.flatnonzero(unary < inf)
+    allowed = np.flatnonzero((unary < inf).any(axis=1))
     if allowed.size < 2:
-        return allowed if allowed.size else np.arange(unary.size)
+        return allowed if allowed.size else np.arange(len(unary))
     rows, costs = np.concatenate(tables, axis=1), unary
-    if allowed.size < unary.size:
+    if allowed.size < len(unary):
         rows, costs = rows[allowed], unary[allowed]
     starts = [0, *accumulate([table.shape[1] for table in tables[:-1]])]
     # nan = inf - inf: the neighbour's label is forbidden next to either, so fmin passes over it.
     gaps = np.add.reduce(np.fmin.reduceat(rows[:, None] - rows, starts, axis=2), axis=2)
-    worse = gaps + (costs[:, None] - costs) >= _least_gap(allowed.size)
+    own = costs[:, None] - costs
+    own[np.isnan(own)] = inf  # both are forbidden: neither is needed
+    worse = np.logical_and.reduce(gaps + own >= _least_gap(allowed.size)[..., None], axis=2)
     candidates = np.flatnonzero(np.logical_or.reduce(worse, axis=1))
     kept = list(range(allowed.size))
     for a in candidates[::-1].tolist():

@@ -14,7 +14,8 @@ What makes it fast is what is *not* done: no best label is stored on the way for
 recomputes one small vector a variable), the usual cases (one or two neighbours) stay plain 2-D
 arithmetic, labels that can never win are dropped before any table of three variables is built, and
 what was computed from the same array objects before is not computed again: repeated layers that
-share their tables are worked out once.
+share their tables are worked out once. Networks of one shape are minimised together, as cases of
+one network: a bucket of another size has other costs, and all buckets take little longer than one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dcpc.passes.cost_tables import (
     Shared,
     add_first,
     add_least,
+    flipped,
     joined_least,
     least_between,
     move_last,
@@ -80,8 +82,17 @@ class CostNetwork:
         problem.minimise().labels  # (1, 1)
     """
 
-    def __init__(self, *, largest_table_entries: int = LARGEST_TABLE_ENTRIES) -> None:
-        """Start an empty network; no table of more entries than the given number is ever built."""
+    def __init__(
+        self, *, largest_table_entries: int = LARGEST_TABLE_ENTRIES, cases: int | None = None
+    ) -> None:
+        """Start an empty network; no table of more entries than the given number is ever built.
+
+        Args:
+            largest_table_entries: of all cases together.
+            cases: how many networks it is; tables have one more axis for them, the last. None: it
+                is one, and tables have no such axis.
+        """
+        self._cases = cases
         self._names: list[str] = []
         self._unaries: list[Costs] = []
         self._edges: dict[tuple[int, int], Costs] = {}
@@ -95,8 +106,8 @@ class CostNetwork:
             name: what error messages call it.
             unary: cost of each label, shape (labels,), at least one label; `inf` forbids a label.
         """
-        costs = np.asarray(unary, np.float64)
-        assert costs.ndim == 1, f"variable {name}: unary has shape {costs.shape}"
+        costs = self._table(unary)
+        assert costs.ndim == 2, f"variable {name}: unary has shape {costs.shape}"
         assert costs.size, f"variable {name} has no label"
         self._names.append(name)
         self._unaries.append(costs)
@@ -112,21 +123,29 @@ class CostNetwork:
             v: handle of another variable.
             table: costs, shape (labels of u, labels of v); `inf` forbids a pair.
         """
-        costs = np.asarray(table, np.float64)
-        expected = len(self._unaries[u]), len(self._unaries[v])
+        costs = self._table(table)
+        expected = len(self._unaries[u]), len(self._unaries[v]), self._cases or 1
         assert u != v, f"edge from {self._names[u]} to itself"
         assert costs.shape == expected, (
             f"edge {self._names[u]}, {self._names[v]}: table of shape {costs.shape}, not {expected}"
         )
         if u > v:
-            u, v, costs = v, u, self._shared(np.transpose, costs)
+            u, v, costs = v, u, self._shared(flipped, costs)
         known = self._edges.get((u, v))
         self._edges[u, v] = costs if known is None else self._shared(np.add, known, costs)
 
-    def cost(self, labels: Sequence[int]) -> float:
-        """Return the sum of all tables at the given labels, one for each variable."""
-        total = sum(unary.item(label) for unary, label in zip(self._unaries, labels, strict=True))
-        return total + sum(t.item(labels[u], labels[v]) for (u, v), t in self._edges.items())
+    def _table(self, costs: npt.ArrayLike) -> Costs:
+        """Return costs with an axis for the cases; the same array for the same."""
+        table = np.asarray(costs, np.float64)
+        return table if self._cases is not None else self._shared(_as_case, table)
+
+    def cost(self, labels: Sequence[int], case: int = 0) -> float:
+        """Return the sum of all tables of a case at the given labels, one for each variable."""
+        own = zip(self._unaries, labels, strict=True)
+        total = sum(unary.item(label, case) for unary, label in own)
+        return total + sum(
+            t.item(labels[u], labels[v], case) for (u, v), t in self._edges.items()
+        )
 
     def minimise(self) -> Solution:
         """Return labels of least total cost; the network stays as it is.
@@ -137,15 +156,27 @@ class CostNetwork:
         Raises:
             PlanError: no labels have a finite cost, or a table would grow beyond the limit.
         """
+        (solution,) = self.minimise_cases()
+        return solution
+
+    def minimise_cases(self) -> list[Solution]:
+        """Return the labels of least total cost of each case.
+
+        Raises:
+            PlanError: as `minimise`, where one case has none.
+        """
         self._check_values()
-        work = _Elimination(
-            self._names, self._unaries, self._edges, self._largest_table_entries, self._shared
-        )
+        limit = self._largest_table_entries // (self._cases or 1)
+        work = _Elimination(self._names, self._unaries, self._edges, limit, self._shared)
         work.run()
-        if work.total == inf:
-            raise _infeasible(self._names, self._first_forbidden() or work.first_forbidden())
-        labels = work.labels()
-        return Solution(labels, self.cost(labels), work.width, work.largest_table)
+        for case in np.flatnonzero(work.total == inf).tolist():
+            raise _infeasible(
+                self._names, self._first_forbidden(case) or work.first_forbidden(case)
+            )
+        return [
+            Solution(labels, self.cost(labels, case), work.width, work.largest_table)
+            for case, labels in enumerate(work.labels())
+        ]
 
     def _check_values(self) -> None:
         """Assert that no cost is nan or -inf: both would silently spoil every sum they enter."""
@@ -154,11 +185,15 @@ class CostNetwork:
             worst = np.minimum.reduce(np.concatenate([t.ravel() for t in tables.values()]))
             assert worst > -inf, f"a cost is {worst}; costs are finite or inf"
 
-    def _first_forbidden(self) -> Scope:
-        """Return the variables of the first given table that is all inf, () if there is none."""
+    def _first_forbidden(self, case: int) -> Scope:
+        """Return the variables of a case's first table that is all inf, () if there is none."""
         given: list[tuple[Scope, Costs]] = [((v,), t) for v, t in enumerate(self._unaries)]
         given.extend(self._edges.items())
-        return next((scope for scope, table in given if np.isinf(table).all()), ())
+        return next((scope for scope, table in given if np.isinf(table[..., case]).all()), ())
+
+
+def _as_case(table: Costs) -> Costs:
+    return table[..., None]
 
 
 def _infeasible(names: Sequence[str], scope: Scope) -> PlanError:
@@ -208,13 +243,14 @@ class _Elimination:
         self.near: list[dict[int, Costs | None]] = [{} for _ in names]
         for (u, v), table in edges.items():
             self.near[v][u] = table
-            self.near[u][v] = shared(np.transpose, table)
+            self.near[u][v] = shared(flipped, table)
         self.joints: dict[Scope, Costs] = {}
         self.scopes: list[dict[Scope, None]] = [{} for _ in names]
         self.steps: list[_Restriction | _Removal] = []
         self.alive = [True] * len(names)
-        self.total = 0.0
-        self.stuck = -1  # the first variable whose one label left is forbidden
+        cases = self.unary[0].shape[1] if self.unary else 1
+        self.total: Costs = np.zeros(cases)
+        self.stuck = [-1] * cases  # the first variable whose one label left is forbidden
         self.width = 0
         self.largest_table = 0
 
@@ -238,47 +274,49 @@ class _Elimination:
             for u in neighbours:
                 heappush(heap, (self._urgency(u), u))
 
-    def labels(self) -> tuple[int, ...]:
-        """Return the best label of each variable, after `run`."""
-        labels = [0] * len(self.names)
+    def labels(self) -> list[tuple[int, ...]]:
+        """Return the best label of each variable, of each case, after `run`."""
+        case = np.arange(self.total.size)
+        best: list[Labels] = [np.zeros(case.size, np.intp)] * len(self.names)
         for step in reversed(self.steps):
             if isinstance(step, _Restriction):
-                labels[step.variable] = int(step.kept[labels[step.variable]])
+                best[step.variable] = step.kept[best[step.variable]]
                 continue
-            costs = step.unary
+            costs = step.unary.T
             for u, table in step.pairs:
-                costs = costs + table[labels[u]]
+                costs = costs + table[best[u], :, case]
             for scope, table in step.joints:
-                costs = costs + table[tuple([labels[u] for u in scope])]
-            labels[step.variable] = int(costs.argmin())
-        return tuple(labels)
+                own = np.moveaxis(table, -2, -1)  # (labels of the others, cases, own labels)
+                costs = costs + own[(*[best[u] for u in scope], case)]
+            best[step.variable] = costs.argmin(axis=1)
+        return list(zip(*(b.tolist() for b in best), strict=True)) if best else [()] * case.size
 
-    def first_forbidden(self) -> Scope:
-        """Return the variables of the first joined table that was all inf.
+    def first_forbidden(self, case: int) -> Scope:
+        """Return the variables of a case's first joined table that was all inf.
 
         Or the first one whose last label its neighbours, gone before it, had forbidden.
         """
         for step in self.steps:
             if isinstance(step, _Removal):
                 scope = _neighbours(step)
-                if np.isinf(self._least(step, scope)).all():
+                if np.isinf(self._least(step, scope)[..., case]).all():
                     return (step.variable, *scope)
-        assert self.stuck >= 0, "the total is inf but no table is"
-        return (self.stuck,)
+        assert self.stuck[case] >= 0, "the total is inf but no table is"
+        return (self.stuck[case],)
 
     def _urgency(self, v: int) -> int:
         """Return what decides who goes next; lower is sooner.
 
         0 with one label left, the neighbours up to two, then the entries of the joined table.
         """
-        labels, near = self.unary[v].size, self.near[v]
+        labels, near = len(self.unary[v]), self.near[v]
         if labels == 1:
             return 0
         if len(near) <= 2:
             return len(near)
         if len(near) > HUB:
             return self.limit + len(near)
-        return 2 + labels * prod([self.unary[u].size for u in near])
+        return 2 + labels * prod([len(self.unary[u]) for u in near])
 
     def _remove(self, v: int) -> None:
         """Minimise v out and record the step."""
@@ -287,7 +325,7 @@ class _Elimination:
         for u in near:
             del self.near[u][v]
         pairs = [(u, table) for u, table in near.items() if table is not None]
-        if unary.size == 1:
+        if len(unary) == 1:
             self._remove_fixed(v, pairs)
             return
         step = _Removal(v, unary, pairs, [])
@@ -299,28 +337,30 @@ class _Elimination:
             self._remove_joint(step, tuple(sorted(near)))
         elif degree == 2:
             (a, at_a), (b, at_b) = pairs
-            self.largest_table = max(self.largest_table, at_a.size * at_b.shape[0])
+            entries = at_a.shape[0] * at_a.shape[1] * at_b.shape[0]
+            self.largest_table = max(self.largest_table, entries)
             self._add_pair(a, b, self.shared(least_between, at_a, unary, at_b))
         elif degree == 1:
             u, table = pairs[0]
             self.unary[u] = self.shared(add_least, self.unary[u], table, unary)
         else:
-            self.total += float(np.minimum.reduce(unary))
+            self.total = self.total + np.minimum.reduce(unary)
 
     def _remove_fixed(self, v: int, pairs: list[tuple[int, Costs]]) -> None:
         """Remove a variable with one label left: its tables are rows for its neighbours."""
         assert not self.scopes[v], "labels are dropped before any table of three variables is built"
-        cost = self.unary[v].item()
-        if cost == inf and self.stuck < 0:
-            self.stuck = v
-        self.total += cost
+        (costs,) = self.unary[v]
+        for case in np.flatnonzero(costs == inf).tolist():
+            if self.stuck[case] < 0:
+                self.stuck[case] = v
+        self.total = self.total + costs
         for u, table in pairs:
             self.unary[u] = self.shared(add_first, self.unary[u], table)
 
     def _remove_joint(self, step: _Removal, scope: Scope) -> None:
         """Remove a variable of many neighbours (`scope`), or in a table of three or more."""
         v = step.variable
-        entries = prod([self.unary[u].size for u in scope]) * step.unary.size
+        entries = prod([len(self.unary[u]) for u in scope]) * len(step.unary)
         self.largest_table = max(self.largest_table, entries)
         if entries > self.limit:
             raise self._too_wide(v, scope, entries)
@@ -364,7 +404,7 @@ class _Elimination:
         if known is not None:
             table = self.shared(np.add, known, table)
         self.near[b][a] = table
-        self.near[a][b] = self.shared(np.transpose, table)
+        self.near[a][b] = self.shared(flipped, table)
 
     def _drop_dominated(self) -> None:
         """Drop the labels that no best solution needs, until none is left to drop."""
@@ -375,7 +415,7 @@ class _Elimination:
                 del waiting[v]
                 tables = [self._edge(u, v) for u in self.near[v]]
                 kept = self.shared(undominated, self.unary[v], *tables)
-                if kept.size < self.unary[v].size:
+                if kept.size < len(self.unary[v]):
                     self._restrict(v, kept)
                     waiting.update(dict.fromkeys(self.near[v]))
 
@@ -391,7 +431,7 @@ class _Elimination:
         self.unary[v] = self.shared(take, self.unary[v], kept)
         for u in self.near[v]:
             table = self.shared(take, self._edge(u, v), kept)
-            self.near[u][v], self.near[v][u] = table, self.shared(np.transpose, table)
+            self.near[u][v], self.near[v][u] = table, self.shared(flipped, table)
 
     def _too_wide(self, v: int, scope: Scope, entries: int) -> PlanError:
         shown = ", ".join(self.names[u] for u in scope)

@@ -18,22 +18,28 @@ up: no overlap of collectives with compute, no fusion of ops.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, pairwise, repeat
 from math import inf
 
+import numpy as np
+
+from dcpc.errors import PlanError
 from dcpc.garbage import without_collection
 from dcpc.ir import Fold, NodePlacement, Placement, Program
 from dcpc.passes.alike_copies import AlikeCopies
-from dcpc.passes.elimination import CostNetwork
-from dcpc.passes.label_costs import Prices, Rates
+from dcpc.passes.elimination import CostNetwork, Solution
+from dcpc.passes.label_costs import Costs, Prices, Rates
 from dcpc.passes.near_ties import NearTies, choice_of
 from dcpc.passes.placement_model import PlacementModel
 from dcpc.passes.sharding import Sharding
 from dcpc.passes.state_graph import StateGraph
 
-__all__ = ["PlacementModel", "Rates", "place"]
+__all__ = ["Best", "PlacementModel", "Rates", "place", "placed", "solve"]
+
+MOST_TOGETHER = 16  # buckets: more gain little, and tables have an entry for each
 
 
 def place(
@@ -63,38 +69,129 @@ def place(
     """
     model = PlacementModel(program, sharding) if model is None else model
     assert model.sharding is sharding, "the prepared model is of another analysis"
+    copies = None if near is None else near.copies
+    (best,) = solve(program, [sizes], sp, rates, model, fold, copies)
+    return placed(best, model, near)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The least of one bucket.
+
+    Attributes:
+        sp: ranks of the group.
+        rates: the machine.
+        numbers: every size of the catalogue.
+        shares: every share of it.
+        options: of each node: position in its alternatives.
+        cost_s: what they cost.
+        width: of the elimination.
+    """
+
+    sp: int
+    rates: Rates
+    numbers: Costs
+    shares: Costs
+    options: tuple[int, ...]
+    cost_s: float
+    width: int
+
+
+def solve(
+    program: Program,
+    buckets: Sequence[Mapping[str, int]],
+    sp: int,
+    rates: Rates,
+    model: PlacementModel,
+    fold: Fold | None = None,
+    copies: AlikeCopies | None = None,
+) -> list[Best]:
+    """Returns the alternatives of least predicted time of some buckets, solved together.
+
+    Args:
+        program: the traced model.
+        buckets: length of every named dim, batch included, of each.
+        sp: ranks of the group.
+        rates: the machine.
+        model: what was prepared of the program and its sharding.
+        fold: see `place`.
+        copies: of the model and the fold; None: prepared here.
+    """
+    symbols, catalogue = program.symbols, model.catalogue
+    alike: dict[int, tuple[StateGraph, list[int]]] = {}
+    sizes, found = [], {}
     with without_collection():  # the cyclic collector walks a deep model's graphs meanwhile
-        symbols = program.symbols
-        lengths = {symbols[n]: s for n, s in sizes.items() if n in symbols}
-        numbers = model.catalogue.numbers(lengths)
-        shares = model.catalogue.shares(numbers, sp)
-        graph = model.graph(shares, sp)
-        prices = model.catalogue.prices(numbers, shares, sp, rates)
-        network = _network(model, graph, prices, fold)
-        solution = network.minimise()
-    pairs = zip(model.names, solution.labels, graph.classes, strict=False)
-    options = tuple(graph.options[states][label] for _, label, states in pairs)
-    cost_s = solution.cost
-    if fold is not None and sp > 1:
-        copies = AlikeCopies(model, fold) if near is None or near.copies is None else near.copies
-        if not copies.hand_on_alike(options):
-            choices = [choice_of(model, fold, each) for each in copies.made_alike(options)]
-            prices = model.catalogue.prices(numbers, shares, sp, rates)  # of their changes, too
-            costs = [(choice.cost(prices, shares, sp), choice.options) for choice in choices]
-            usable = [each for each in costs if each[0] < inf]
-            cost_s, options = min(usable, default=(cost_s, options))
-    if near is not None and sp > 1:
-        options, cost_s = near.instead(options, cost_s, prices, shares, sp)
+        for bucket, lengths in enumerate(buckets):
+            at = {symbols[n]: s for n, s in lengths.items() if n in symbols}
+            numbers = catalogue.numbers(at)
+            sizes.append((numbers, catalogue.shares(numbers, sp)))
+            graph = model.graph(sizes[-1][1], sp)
+            alike.setdefault(id(graph), (graph, []))[1].append(bucket)
+        for graph, members in alike.values():
+            for first in range(0, len(members), MOST_TOGETHER):
+                some = members[first : first + MOST_TOGETHER]
+                prices = [catalogue.prices(*sizes[m], sp, rates) for m in some]
+                for member, solution in zip(some, _solved(model, graph, prices, fold), strict=True):
+                    pairs = zip(model.names, solution.labels, graph.classes, strict=False)
+                    options = tuple(graph.options[states][label] for _, label, states in pairs)
+                    best = Best(sp, rates, *sizes[member], options, solution.cost, solution.width)
+                    found[member] = best
+    bests = [found[bucket] for bucket in range(len(buckets))]
+    if fold is None or sp == 1:
+        return bests
+    copies = copies or AlikeCopies(model, fold)
+    return [_handing_on_alike(best, model, fold, copies) for best in bests]
+
+
+def _solved(
+    model: PlacementModel, graph: StateGraph, prices: Sequence[Prices], fold: Fold | None
+) -> list[Solution]:
+    """Returns the best labels at some prices, one after the other where tables grow too large."""
+    try:
+        return _network(model, graph, prices, fold).minimise_cases()
+    except PlanError:
+        if len(prices) == 1:
+            raise
+        return [_network(model, graph, [each], fold).minimise() for each in prices]
+
+
+def _handing_on_alike(
+    best: Best, model: PlacementModel, fold: Fold, copies: AlikeCopies
+) -> Best:
+    """Returns the choice, or the least of four in which copies hand on alike."""
+    if copies.hand_on_alike(best.options):
+        return best
+    choices = [choice_of(model, fold, each) for each in copies.made_alike(best.options)]
+    prices = model.catalogue.prices(best.numbers, best.shares, best.sp, best.rates)
+    costs = [(c.cost(prices, best.shares, best.sp), c.options) for c in choices]
+    usable = [each for each in costs if each[0] < inf]
+    cost_s, options = min(usable, default=(best.cost_s, best.options))
+    return replace(best, cost_s=cost_s, options=options)
+
+
+def placed(best: Best, model: PlacementModel, near: NearTies | None = None) -> Placement:
+    """Returns the placement of a bucket.
+
+    Args:
+        best: its least, from `solve`.
+        model: the same.
+        near: see `place`.
+    """
+    options, cost_s = best.options, best.cost_s
+    if near is not None and best.sp > 1:
+        # Made now: those of the changes of all choices that are known.
+        prices = model.catalogue.prices(best.numbers, best.shares, best.sp, best.rates)
+        options, cost_s = near.instead(options, cost_s, prices, best.shares, best.sp)
     nodes = model.placed(options)
     return Placement(
-        sp=sp,
+        sp=best.sp,
         nodes=nodes,
-        factors=sharding.factors,
-        parents=sharding.parents,
+        factors=model.sharding.factors,
+        parents=model.sharding.parents,
         cost_s=cost_s,
-        width=solution.width,
-        graph_hash=program.graph_hash,
-        zigzag=zigzag(nodes, sharding),
+        width=best.width,
+        graph_hash=model.program.graph_hash,
+        zigzag=zigzag(nodes, model.sharding),
     )
 
 
@@ -120,20 +217,22 @@ def zigzag(nodes: Mapping[str, NodePlacement], sharding: Sharding) -> frozenset[
 
 
 def _network(
-    model: PlacementModel, graph: StateGraph, prices: Prices, fold: Fold | None
+    model: PlacementModel, graph: StateGraph, prices: Sequence[Prices], fold: Fold | None
 ) -> CostNetwork:
-    costs = prices.works_s[graph.works] + prices.changes_s[graph.changes].sum(axis=1)
+    works_s = np.stack([p.works_s for p in prices], axis=-1)
+    changes_s = np.stack([p.changes_s for p in prices], axis=-1)
+    costs = works_s[graph.works] + changes_s[graph.changes].sum(axis=1)
     unaries = [costs[start:end] for start, end in pairwise(graph.bounds)]
-    entries = prices.changes_s[graph.tables]
+    entries = changes_s[graph.tables]
     tables = [
-        entries[start : start + rows * columns].reshape(rows, columns)
+        entries[start : start + rows * columns].reshape(rows, columns, len(prices))
         for start, rows, columns in graph.shapes
     ]
     weights = _Weights(model, graph, fold)
     # Equal tables are one array: the elimination works out once what follows from them.
     weighted = cache(lambda number, count: tables[number] * count)
     of_states = cache(lambda number, count: unaries[number] * count)
-    network = CostNetwork()
+    network = CostNetwork(cases=len(prices))
     names = chain(model.names, repeat("a value with two consumers"))
     for variable, (states, name) in enumerate(zip(graph.classes, names, strict=False)):
         network.add_variable(name, of_states(states, weights.of(variable)))

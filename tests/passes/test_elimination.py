@@ -62,6 +62,47 @@ def random_network(
     return [array(n) for n in sizes], [(u, v, array(sizes[u], sizes[v])) for u, v in pairs]
 
 
+def cases_of(several: list[tuple[list[np.ndarray], list[Edge]]]) -> CostNetwork:
+    """Returns networks of one shape as the cases of one."""
+    problem = CostNetwork(cases=len(several))
+    unaries, edges = zip(*several, strict=True)
+    for i, unary in enumerate(zip(*unaries, strict=True)):
+        problem.add_variable(f"x{i}", np.stack(unary, axis=-1))
+    for edge in zip(*edges, strict=True):
+        u, v, _ = edge[0]
+        problem.add_edge(u, v, np.stack([table for *_, table in edge], axis=-1))
+    return problem
+
+
+@st.composite
+def several_networks(draw: st.DrawFn) -> list[tuple[list[np.ndarray], list[Edge]]]:
+    """Two or three of one shape."""
+    unaries, edges = draw(tiny_networks())
+
+    def other(table: np.ndarray) -> np.ndarray:
+        costs = draw(st.lists(COSTS, min_size=table.size, max_size=table.size))
+        return np.array(costs).reshape(table.shape)
+
+    return [(unaries, edges)] + [
+        ([other(u) for u in unaries], [(u, v, other(t)) for u, v, t in edges])
+        for _ in range(draw(st.integers(1, 2)))
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(several_networks())
+def test_cases_are_minimised_as_each_alone(several):
+    expected = [brute_force(*case) for case in several]
+    if inf in expected:
+        with pytest.raises(PlanError, match="no labels have a finite cost"):
+            cases_of(several).minimise_cases()
+        return
+    found = cases_of(several).minimise_cases()
+    assert [each.cost for each in found] == pytest.approx(expected, abs=1e-12)
+    for case, solution in zip(several, found, strict=True):
+        assert cost_at(*case, solution.labels) == pytest.approx(solution.cost, abs=1e-12)
+
+
 @settings(max_examples=300, deadline=None)
 @given(tiny_networks())
 def test_minimise_equals_brute_force(case: tuple[list[np.ndarray], list[Edge]]) -> None:

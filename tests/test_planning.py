@@ -1,0 +1,80 @@
+"""The rows of a plan: what is not tried would not have been chosen."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import dcpc
+from dcpc.api import plan
+from dcpc.ir import BucketPlan
+from dcpc.passes.choose import FASTER, Row, choose
+from dcpc.passes.placement import PlacementModel, place, solve
+from dcpc.planning import Planned
+from models.gpt import GPT, GPTConfig
+
+INPUTS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
+LENGTHS = [{"seq": n} for n in (64, 1024, 16384, 65536)]
+DEGREES = (1, 2, 4, 8)
+MEMORY = 2.5e9
+
+
+@cache
+def planned(*degrees: int) -> Planned:
+    """Returns the plan of a GPT, over all degrees or some."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=512, dim=256, n_layers=2, n_heads=8))
+    buckets = dcpc.Buckets(INPUTS, LENGTHS)
+    given = {"world": 8, "memory": MEMORY, "device": "h200", "backend": "eager"}
+    return plan(model, buckets, sp=degrees[0] if degrees else "auto", **given)
+
+
+def rows(bucket: dcpc.Bucket) -> tuple[dict[tuple[int, int], Row], dict[tuple[int, int], Row]]:
+    """Returns the rows that are tried, and those that a free choice of one degree has."""
+    tried = {(r.sp, r.micro_batch): r for r in planned().tables[bucket]}
+    every = [r for sp in DEGREES for r in planned(sp).tables[bucket]]
+    return tried, {(r.sp, r.micro_batch): r for r in every}
+
+
+@pytest.mark.parametrize("bucket", list(planned().plans), ids=str)
+def test_settings_that_are_not_tried_are_no_better(bucket):
+    tried, every = rows(bucket)
+    fastest = min(r.seconds_s for r in tried.values() if r.fits)
+    for (sp, batch), row in every.items():
+        if (sp, batch) in tried or not row.fits or batch >= sp > 1:
+            continue  # from sp samples on the batch would be split
+        half = every.get((sp // 2, batch // 2))
+        if batch > 1 and half is not None and half.fits:
+            assert half.seconds_s <= row.seconds_s * 1.1, "half of both has as many rank-seconds"
+        else:
+            assert row.seconds_s > fastest * (1 - FASTER), "a wider group is hardly faster"
+
+
+def test_plan_is_that_of_all_settings():
+    sps = set()
+    for bucket, chosen in planned().plans.items():
+        free = [r for r in rows(bucket)[1].values() if r.sp == 1 or r.micro_batch < r.sp]
+        best: BucketPlan = choose(bucket, free, int(MEMORY), 8)
+        sample_s = chosen.seconds_s * chosen.sp / chosen.micro_batch
+        assert sample_s <= best.seconds_s * best.sp / best.micro_batch * 1.05
+        sps.add(chosen.sp)
+    assert len(sps) > 1, "some lengths are split, some are not"
+
+
+def test_some_settings_are_not_tried():
+    short = next(iter(planned().plans))
+    tried, every = rows(short)
+    assert max(sp for sp, _ in tried) < max(DEGREES), "a short sample is not split over all ranks"
+    assert len(tried) < len(every)
+
+
+@pytest.mark.parametrize("sp", [2, 8])
+def test_buckets_are_placed_together_as_alone(sp):
+    variants = planned().variants
+    program, sharding = variants.program, variants.sharding
+    model, rates = PlacementModel(program, sharding), variants.rates(sp)
+    buckets = [{**sizes, "batch": batch} for sizes in LENGTHS for batch in (1, 3)]
+    together = solve(program, buckets, sp, rates, model)
+    alone = [place(program, sharding, sizes, sp, rates) for sizes in buckets]
+    assert [b.cost_s for b in together] == pytest.approx([p.cost_s for p in alone], rel=1e-12)
+    assert len({b.options for b in together}) > 1, "they are not all split alike"
