@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import Max
 
 from dcpc.errors import ProfileError
 
@@ -55,7 +56,7 @@ class TensorFacts:
         for i in reversed(order or range(len(self.shape))):
             if self.shape[i] == 1:
                 continue
-            if self.strides[i] != expected:
+            if self.strides[i] != expected and sympy.expand(_of_some(self.strides[i])) != expected:
                 return False
             expected = sympy.expand(expected * self.shape[i])
         return True
@@ -64,6 +65,18 @@ class TensorFacts:
     def matrix(self) -> bool:
         """Whether BLAS takes its last two dims as they lie, rows or columns dense."""
         return any(stride == 1 for stride in self.strides[-2:])
+
+
+def _of_some(stride: sympy.Expr) -> sympy.Expr:
+    """Returns a stride of dims that are not empty: torch writes Max(1, size) where one may be."""
+
+    def may_be_empty(part: sympy.Basic) -> bool:
+        return isinstance(part, Max | sympy.Max) and 1 in part.args and len(part.args) == 2
+
+    def other(part: sympy.Basic) -> sympy.Basic:
+        return next(size for size in part.args if size != 1)
+
+    return stride.replace(may_be_empty, other)
 
 
 class Facts:

@@ -13,14 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import sympy
+import torch
 from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.symbolic_profile import attention
-from dcpc.symbolic_profile.facts import Call, Facts, argument, op_name
+from dcpc.symbolic_profile.facts import Call, Facts, TensorFacts, argument, op_name
 from dcpc.symbolic_profile.flops import GroupSize
 from dcpc.symbolic_profile.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.polynomials import larger
+
+CHANNELS = 16  # of a block of oneDNN's
+PARTIAL_SCRATCH = 1 << 15  # bytes, measured
 
 
 def _copies(*names: str) -> Callable[[Call], sympy.Expr]:
@@ -59,20 +63,76 @@ def _group_norm_backward(call: Call) -> sympy.Expr:
 
 
 def _convolution(call: Call) -> sympy.Expr:
-    """An upper bound: oneDNN's own output, its reordered input and weight, a dense input.
-
-    It pads odd channel numbers to its blocks, which exceeds the bound by up to a block.
-    """
-    x, weight = call.tensor("input"), call.tensor("weight")
-    bound = call.output_bytes + x.size_bytes + 4 * weight.size_bytes
-    return bound + _copies("input")(call)
+    """Of oneDNN an upper bound: its own output, its reordered input and weight; or columns."""
+    x, out = call.tensor("input"), call.facts.of(call.node)[0]
+    onednn = _blocked(out) + _blocked(x) + _weights(call)
+    slow = _columns(call, out, every=True) + _groups_copied(call, x)
+    return _larger_of(x.dtype, onednn, slow) + _copies("input")(call)
 
 
 def _convolution_backward(call: Call) -> sympy.Expr:
-    """An upper bound (measured 1.5 to 3.3 times the gradient): oneDNN's scratch is its choice."""
-    grad, x, weight = (call.tensor(name) for name in ("grad_output", "input", "weight"))
-    bound = 2 * grad.size_bytes + x.size_bytes + 4 * weight.size_bytes
-    return bound + _copies("grad_output", "input")(call)
+    """Of oneDNN an upper bound, as its scratch is its choice; or columns."""
+    grad, x = call.tensor("grad_output"), call.tensor("input")
+    onednn = 2 * _blocked(grad) + _blocked(x) + _weights(call)
+    slow = _columns(call, grad) + _groups_copied(call, x, grad)
+    return _larger_of(x.dtype, onednn, slow) + _copies("grad_output", "input")(call)
+
+
+def _blocked(x: TensorFacts) -> sympy.Expr:
+    """A tensor as oneDNN lays it out: of whole blocks of channels."""
+    channels = x.shape[1]
+    return x.size_bytes / channels * (CHANNELS * CeilDiv(channels, CHANNELS))
+
+
+def _weights(call: Call) -> sympy.Expr:
+    """Four times the weight in whole blocks, and what oneDNN takes where they are not full."""
+    weight = call.tensor("weight")
+    rows, columns = (CHANNELS * CeilDiv(size, CHANNELS) for size in weight.shape[:2])
+    window = weight.size_bytes / (weight.shape[0] * weight.shape[1])
+    full = (rows, columns) == tuple(weight.shape[:2])
+    return 4 * rows * columns * window + (0 if full else PARTIAL_SCRATCH)
+
+
+def _groups_copied(call: Call, *operands: TensorFacts) -> sympy.Expr:
+    """Torch's own kernel computes groups one by one, of copies of their channels."""
+    groups = argument(call.node, "groups")
+    if groups == 1:
+        return sympy.Integer(0)
+    parts = groups if isinstance(groups, int) else 1
+    return sympy.Add(*(x.size_bytes / parts for x in operands))
+
+
+def _columns(call: Call, out: TensorFacts, every: bool = False) -> sympy.Expr:
+    """The windows of the input, side by side, that torch's own kernel multiplies.
+
+    None where a window is one element; of a dilated convolution, and in backward of a transposed
+    one, one sample's.
+
+    Args:
+        call: a convolution, or its backward.
+        out: what it makes, or its gradient.
+        every: whether a transposed one has those of all samples.
+    """
+    x, weight = call.tensor("input"), call.tensor("weight")
+    one = all(size == 1 for size in weight.shape[2:])
+    strides, pads = (argument(call.node, name) for name in ("stride", "padding"))
+    if one and all(s == 1 for s in strides) and all(p == 0 for p in pads):
+        return sympy.Integer(0)
+    window = weight.numel / weight.shape[0] * x.dtype.itemsize
+    if argument(call.node, "transposed"):
+        return x.numel / (x.shape[1] * (1 if every else x.shape[0])) * window
+    samples = out.shape[0] if any(d != 1 for d in argument(call.node, "dilation")) else 1
+    return out.numel / (samples * out.shape[1]) * window
+
+
+def _larger_of(dtype: torch.dtype, onednn: sympy.Expr, slow: sympy.Expr) -> sympy.Expr:
+    """What a convolution holds: oneDNN takes half precision, and float32 as sizes and threads are.
+
+    Source: `ConvParams::use_mkldnn` of torch's Convolution.cpp.
+    """
+    if dtype.itemsize < 4:
+        return onednn
+    return larger(onednn, slow) if dtype == torch.float32 else slow
 
 
 def _triangle(call: Call) -> sympy.Expr:
@@ -84,7 +144,9 @@ def _triangle(call: Call) -> sympy.Expr:
 
 
 def _gelu_backward(call: Call) -> sympy.Expr:
-    """Where an operand is strided: its copy, and oneDNN's own output."""
+    """Where an operand is strided: its copy, and oneDNN's own output. It takes no float64."""
+    if call.tensor("self").dtype == torch.float64:
+        return sympy.Integer(0)
     copies = _copies("grad_output", "self")(call)
     return copies + call.output_bytes if copies != 0 else copies
 
