@@ -95,7 +95,14 @@ def pairs(node: fx.Node, facts: Facts) -> sympy.Expr:
     queries, keys = query.shape[2], key.shape[2]
     before, after = argument(node, "before"), argument(node, "after")
     if before is not None and after is not None:
-        return queries * sympy.Min(keys, before + after + 1)
+        pieces = argument(node, "turn") is not None or argument(node, "start", 0) != 0
+        if pieces or queries != keys or min(before, after) < 0:
+            return queries * sympy.Min(keys, before + after + 1)
+        seen, rest = queries, queries - 1  # a window is cut off at both ends of the row
+        for limit in (before, after):
+            most = sympy.Min(limit, rest)
+            seen += queries * most - most * (most + 1) / 2
+        return sympy.expand(seen)
     if after is None:
         return queries * keys
     if argument(node, "turn") is not None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dcpc
@@ -92,3 +93,29 @@ def test_blocks_of_stdit_have_the_flops_of_the_closed_form_at_all_video_buckets(
         tokens = ((s["height"] + 1) // 2) * ((s["width"] + 1) // 2)
         block = configs[0].flops(s["frames"], tokens, configs[0].text_len)
         assert second - first == block
+
+
+class Window(nn.Module):
+    """Each query sees itself, a number of keys before it, and one after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        at = torch.arange(x.shape[1])
+        distance = at[None, :] - at[:, None]
+        seen = (distance <= 1) & (distance >= -20)
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).square().mean()
+
+
+def test_a_window_is_cut_off_at_both_ends_of_the_row():
+    sizes = [{"batch": 1, "seq": 64}, {"batch": 2, "seq": 17}, {"batch": 1, "seq": 2}]
+    model = nn.Sequential(nn.Linear(5, 48), Window())
+    split = Split(model, dcpc.Buckets({"input": "float32[batch, seq, 5]"}, sizes), sizes[0], sp=1)
+    at = evaluator(split.variants.profile(split.placement, 0))
+    for point in sizes:
+        variant, integers = split.variants.variant(split.placement, 0, point, 0)
+        given = {"input": torch.randn(point["batch"], point["seq"], 5)}
+        named = {**split.held(), **{p: given[n] for p, n in split.program.inputs.items()}}
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+            variant([named[p] for p in variant.placeholders], integers).backward()
+        local = split.variants.local_sizes(split.placement, point)
+        assert at.flops(local) == counter.get_total_flops()
