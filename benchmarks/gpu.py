@@ -10,8 +10,9 @@
     attention  dcpc's op, flash-attn, and torch's kernels, forward and backward, TFLOP/s
 
 A peak is what lies above parameters and inputs, gradients included. `max_error_peak` is of blocks
-as the allocator cuts them, `max_error_requested` of what was asked of it, which is what is
-predicted. Runs that are predicted not to fit are left out and counted.
+as the allocator cuts them (the prediction rounds to 512 bytes; up to 1 MiB more where one is not
+split), `max_error_requested` of what was asked of it. Runs that are predicted not to fit are left
+out and counted.
 
 Without a GPU nothing is measured. `--device cpu` runs the same program on tiny models, which shows
 that it works, and nothing of a GPU. Not seen by anyone yet: this on a GPU. What it leans on there
