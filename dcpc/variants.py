@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
@@ -347,7 +347,7 @@ class Variants:
         return list(zip(costs.timeline.names, map(int, live), strict=True))
 
     def usage(
-        self, placement: Placement, recompute: int, sizes: Sizes, resident: Iterable[int]
+        self, placement: Placement, recompute: int, sizes: Sizes, resident: Sequence[int]
     ) -> Usage:
         """Returns what the fullest rank needs of a GPU as torch's allocator gives it out.
 

@@ -186,13 +186,16 @@ def usage(
     for size in resident:
         device.allocate(size)
         staying += size
+    events = list(_events(timeline))
     for _ in range(steps):
         device.reset()
-        requested = staying + _run(device, timeline, values)
+        requested = staying + _run(device, events, values)
     return Usage(requested, device.most_allocated_bytes, device.reserved_bytes)
 
 
-def _run(device: CachingAllocator, timeline: Timeline, values: Sequence[int]) -> int:
+def _run(
+    device: CachingAllocator, events: Iterable[tuple[int, int, int]], values: Sequence[int]
+) -> int:
     """Runs a step; returns the most bytes asked for at a time.
 
     Which block of a size is freed is known by its storage. Copies that stand for others of a deep
@@ -200,7 +203,7 @@ def _run(device: CachingAllocator, timeline: Timeline, values: Sequence[int]) ->
     """
     held: dict[int, list[tuple[int, Block | None]]] = defaultdict(list)  # by size: storage, block
     live = most = 0
-    for size, change, storage in _events(timeline):
+    for size, change, storage in events:
         if change > 0:
             held[size].append((storage, device.allocate(values[size])))
             live += values[size]

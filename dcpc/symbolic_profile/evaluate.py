@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +195,7 @@ class Meter:
         ranked = basis.matrix([ledger.at_degree(size) for size in self._ranked]).astype(np.int64)
         self._rows = {**self._fixed, **dict(zip(self._ranked, ranked, strict=True))}
         self._matrices: dict[int, tuple[Costs, Integers]] = {}
+        self._usages: dict[tuple[int, ...], tuple[Costs, Usage]] = {}
         self._roofline = Roofline(work, basis)
         self._counted: dict[int, tuple[Costs, Floats]] = {}
         self._numbers = {w: i for i, w in enumerate(work)}
@@ -256,7 +257,7 @@ class Meter:
         live: Integers = costs.timeline.live(sizes)
         return live
 
-    def usage(self, costs: Costs, dims: Mapping[str, int], resident: Iterable[int]) -> Usage:
+    def usage(self, costs: Costs, dims: Mapping[str, int], resident: Sequence[int]) -> Usage:
         """Returns what a run needs of a GPU's memory as torch's allocator gives it out.
 
         Args:
@@ -264,10 +265,14 @@ class Meter:
             dims: symbol name -> size.
             resident: bytes of each tensor that stays, inputs excepted.
         """
-        whole = self._at(dims)[0]
-        inputs = ([int(self._rows[size] @ whole)] * n for size, n in costs.inputs.items())
-        values = (self._matrix(costs) @ whole).tolist()
-        return usage(costs.timeline, values, [*resident, *itertools.chain(*inputs)])
+        key = id(costs), *values_of(self._symbols, dims), *resident
+        if key not in self._usages:
+            whole = self._at(dims)[0]
+            inputs = ([int(self._rows[size] @ whole)] * n for size, n in costs.inputs.items())
+            values = (self._matrix(costs) @ whole).tolist()
+            found = usage(costs.timeline, values, [*resident, *itertools.chain(*inputs)])
+            self._usages[key] = costs, found
+        return self._usages[key][1]
 
     def calls(
         self, nodes: Sequence[fx.Node], dims: Mapping[str, int], device: Device

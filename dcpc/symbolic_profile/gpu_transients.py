@@ -2,9 +2,9 @@
 
 Read in the kernels' sources, not measured: the tests have no GPU; `benchmarks.gpu` compares. Flash
 attention is taken for granted wherever `dcpc/attention/cuda.py` can use it, flash-attn's or torch's
-copy of it. Not modelled: the caching allocator's rounding (512 bytes, up to 1 MiB for a block that
-is not split), workspaces of cuBLAS (a constant: 32 MiB on Hopper, 8 MiB before), of cuDNN's
-convolutions (its choice; the CPU's bound is kept), and of sums over a whole tensor (small).
+copy of it. The caching allocator's blocks are those of `allocator.py`. Not modelled: workspaces of
+cuBLAS (a constant: 32 MiB on Hopper, 8 MiB before), of cuDNN's convolutions (its choice; the CPU's
+bound is kept), and of sums over a whole tensor (small).
 """
 
 from __future__ import annotations
