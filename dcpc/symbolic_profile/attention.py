@@ -71,7 +71,7 @@ def kernel_backward(
 def _gemm(call: Call, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
     """An upper bound: what oneDNN takes for a block's products in bfloat16, all in float32.
 
-    Measured on a processor with AVX-512 and AMX; one without bfloat16 takes none.
+    Measured on a processor with AVX-512 for bfloat16; one without may take none.
     """
     query = call.tensor("query")
     if query.dtype != torch.bfloat16:
