@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dcpc.ir import Fold
+from dcpc.passes.choices import Choice, choice_of
 from dcpc.passes.placement_model import PlacementModel
 from dcpc.passes.state_graph import Option
 
@@ -49,10 +50,14 @@ class AlikeCopies:
     Args:
         model: of the folded program.
         fold: which copies stand for more.
+
+    Attributes:
+        model: of the folded program.
     """
 
     def __init__(self, model: PlacementModel, fold: Fold) -> None:
-        self._model = model
+        self.model, self._fold = model, fold
+        self._choices: dict[Options, tuple[Choice, ...]] = {}
         calls = {n.name for n in model.program.gm.graph.nodes if n.op == "call_function"}
         found: dict[tuple[int, int], list[int]] = {}
         for variable, name in enumerate(model.names):
@@ -80,7 +85,7 @@ class AlikeCopies:
 
     def _find_shared(self, rows: Sequence[list[int]], own: set[int]) -> Iterator[_Shared]:
         middle = {*rows[MIDDLE]}
-        read = {s for v in middle for s in self._model.nodes.sources[v]}
+        read = {s for v in middle for s in self.model.nodes.sources[v]}
         for value in read - own - {*rows[FIRST]}:
             before = self._reads(value, set(range(rows[MIDDLE][0])))
             yield _Shared(value, self._reads(value, middle), before)
@@ -104,6 +109,16 @@ class AlikeCopies:
             wants(s.here) <= wants(s.before) | {self._option(s.value, options).output}
             for s in self._shared
         )
+
+    def choices(self, options: Options) -> tuple[Choice, ...]:
+        """Returns what may be taken instead of a choice whose copies do not hand on alike.
+
+        None where they do, or where nothing near does.
+        """
+        if options not in self._choices:
+            made = () if self.hand_on_alike(options) else self.made_alike(options)
+            self._choices[options] = tuple(choice_of(self.model, self._fold, m) for m in made)
+        return self._choices[options]
 
     def made_alike(self, options: Options) -> Iterator[Options]:
         """Yields choices near these in which they do: some copies are split like another one."""
@@ -130,11 +145,11 @@ class AlikeCopies:
         Raises:
             ValueError: it has none.
         """
-        names, alternatives = self._model.names, self._model.sharding.alternatives
+        names, alternatives = self.model.names, self.model.sharding.alternatives
         if names[source] not in alternatives:
             return 0
         wanted = alternatives[names[source]][option].placed
         return [a.placed for a in alternatives[names[variable]]].index(wanted)
 
     def _option(self, variable: int, options: Options) -> Option:
-        return self._model.kinds[self._model.nodes.kinds[variable]].options[options[variable]]
+        return self.model.kinds[self.model.nodes.kinds[variable]].options[options[variable]]

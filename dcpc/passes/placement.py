@@ -32,7 +32,7 @@ from dcpc.ir import Fold, NodePlacement, Placement, Program
 from dcpc.passes.alike_copies import AlikeCopies
 from dcpc.passes.elimination import CostNetwork, Solution
 from dcpc.passes.label_costs import Costs, Prices, Rates
-from dcpc.passes.near_ties import NearTies, choice_of
+from dcpc.passes.near_ties import NearTies
 from dcpc.passes.placement_model import PlacementModel
 from dcpc.passes.sharding import Sharding
 from dcpc.passes.state_graph import StateGraph
@@ -140,7 +140,7 @@ def solve(
     if fold is None or sp == 1:
         return bests
     copies = copies or AlikeCopies(model, fold)
-    return [_handing_on_alike(best, model, fold, copies) for best in bests]
+    return [_handing_on_alike(best, copies) for best in bests]
 
 
 def _solved(
@@ -155,14 +155,13 @@ def _solved(
         return [_network(model, graph, [each], fold).minimise() for each in prices]
 
 
-def _handing_on_alike(
-    best: Best, model: PlacementModel, fold: Fold, copies: AlikeCopies
-) -> Best:
+def _handing_on_alike(best: Best, copies: AlikeCopies) -> Best:
     """Returns the choice, or the least of four in which copies hand on alike."""
-    if copies.hand_on_alike(best.options):
+    choices = copies.choices(best.options)
+    if not choices:
         return best
-    choices = [choice_of(model, fold, each) for each in copies.made_alike(best.options)]
-    prices = model.catalogue.prices(best.numbers, best.shares, best.sp, best.rates)
+    catalogue = copies.model.catalogue
+    prices = catalogue.prices(best.numbers, best.shares, best.sp, best.rates)
     costs = [(c.cost(prices, best.shares, best.sp), c.options) for c in choices]
     usable = [each for each in costs if each[0] < inf]
     cost_s, options = min(usable, default=(best.cost_s, best.options))
