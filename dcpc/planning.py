@@ -226,7 +226,8 @@ def _reserved_bytes(variants: Variants, bucket: Bucket, row: Row, request: Reque
     sizes = {**bucket.sizes, BATCH: row.micro_batch}
     placement = variants.placement(sizes, row.sp, near=True)
     stays = request.residents or (request.resident_bytes,)
-    return variants.usage(placement, row.recompute, sizes, stays).reserved_bytes
+    usage = variants.usage(placement, row.recompute, sizes, stays, request.memory_bytes)
+    return usage.reserved_bytes
 
 
 def _rows(

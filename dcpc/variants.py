@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 import sympy
 import torch
@@ -347,7 +348,12 @@ class Variants:
         return list(zip(costs.timeline.names, map(int, live), strict=True))
 
     def usage(
-        self, placement: Placement, recompute: int, sizes: Sizes, resident: Sequence[int]
+        self,
+        placement: Placement,
+        recompute: int,
+        sizes: Sizes,
+        resident: Sequence[int],
+        limit_bytes: float = inf,
     ) -> Usage:
         """Returns what the fullest rank needs of a GPU as torch's allocator gives it out.
 
@@ -356,12 +362,14 @@ class Variants:
             recompute: steps of the menu.
             sizes: lengths of the dims.
             resident: bytes of each tensor that stays, inputs excepted.
+            limit_bytes: of the GPU.
         """
         if self.planner is not self:
-            return self.planner.usage(self._planned(placement), recompute, sizes, resident)
+            small = self._planned(placement)
+            return self.planner.usage(small, recompute, sizes, resident, limit_bytes)
         costs = self._costs(placement, recompute)
         dims = self.local_sizes(placement, sizes)
-        return self._study(placement).meter.usage(costs, dims, resident)
+        return self._study(placement).meter.usage(costs, dims, resident, limit_bytes)
 
     def variant(
         self, placement: Placement, recompute: int, sizes: Sizes, rank: int

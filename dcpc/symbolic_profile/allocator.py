@@ -8,15 +8,16 @@
                address; what is left of it is a free block, unless that is under 512 bytes (of
                small segments) or up to 1 MiB (of the others): then it goes along
     free       joins free neighbours of the same segment
+    full       where the device has no room for a segment, all segments without a block are given
+               back first; what then does not fit is an error
 
 `torch.cuda.max_memory_allocated` counts blocks, `max_memory_reserved` segments, and only segments
 are memory of the device. Source: torch 2.13, c10/core/AllocatorConfig.h (sizes) and
 c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`, `get_free_block`,
-`should_split`, `try_merge_blocks`), with its default settings.
+`should_split`, `try_merge_blocks`, `release_cached_blocks`), with its default settings.
 
-Not followed: what happens when the device has no memory left (segments without a block are given
-back before that is an error, so what is reserved here is the most it can be), other streams than
-one, and `expandable_segments`. Segments are taken to lie one after the other.
+Not followed: other streams than one, and `expandable_segments`. Segments are taken to lie one after
+the other.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from dcpc.symbolic_profile.memory import Timeline
 
@@ -74,13 +76,20 @@ class Block:
 class CachingAllocator:
     """Allocates as torch does on one stream of a GPU, without any memory.
 
+    Args:
+        limit_bytes: of the device. What does not fit is counted beyond it.
+
     Attributes:
         allocated_bytes: of the blocks that are given away.
         reserved_bytes: of all segments.
         most_allocated_bytes: the most that was given away since `reset`.
+        most_reserved_bytes: the most in segments since then.
+        given_back: segments given back since then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: float = inf) -> None:
+        self._limit_bytes = limit_bytes
+        self._end = self.most_reserved_bytes = self.given_back = 0
         self.allocated_bytes = self.reserved_bytes = self.most_allocated_bytes = 0
         # Free blocks of either kind of segment by size, then address.
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
@@ -88,7 +97,8 @@ class CachingAllocator:
 
     def reset(self) -> None:
         """Forgets the most that was allocated."""
-        self.most_allocated_bytes = self.allocated_bytes
+        self.most_allocated_bytes, self.given_back = self.allocated_bytes, 0
+        self.most_reserved_bytes = self.reserved_bytes
 
     def allocate(self, size_bytes: int) -> Block | None:
         """Returns a block of at least so many bytes; None for no bytes."""
@@ -101,9 +111,7 @@ class CachingAllocator:
         if place < len(free):
             block = self._at[free.pop(place)[1]]
         else:
-            block = Block(self.reserved_bytes, segment_bytes(size), small)
-            self._at[block.address] = block
-            self.reserved_bytes += block.size_bytes
+            block = self._segment(segment_bytes(size), small)
         rest = block.size_bytes - size
         if rest >= BLOCK_BYTES if small else rest > SMALL_BYTES:
             self._split(block, size)
@@ -126,6 +134,27 @@ class CachingAllocator:
                 block = self._join(first, second)
         block.free = True
         insort(self._free[block.small], (block.size_bytes, block.address))
+
+    def _segment(self, size_bytes: int, small: bool) -> Block:
+        """Returns a new segment."""
+        if self.reserved_bytes + size_bytes > self._limit_bytes:
+            self._give_back()
+        block = self._at[self._end] = Block(self._end, size_bytes, small)
+        self._end += size_bytes
+        self.reserved_bytes += size_bytes
+        self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
+        return block
+
+    def _give_back(self) -> None:
+        """Gives back the segments that are one free block."""
+        for free in self._free.values():
+            for size_bytes, address in [*free]:
+                block = self._at[address]
+                if block.before is None and block.after is None:
+                    free.remove((size_bytes, address))
+                    del self._at[address]
+                    self.reserved_bytes -= size_bytes
+                    self.given_back += 1
 
     def blocks(self) -> list[Block]:
         """Returns all blocks, by address."""
@@ -157,12 +186,16 @@ class Usage:
     Attributes:
         requested_bytes: the most that was asked for at a time.
         allocated_bytes: the most in blocks: what `torch.cuda.max_memory_allocated` says.
-        reserved_bytes: in segments: what `torch.cuda.max_memory_reserved` says.
+        reserved_bytes: in segments: what `torch.cuda.max_memory_reserved` says; where the step does
+            not fit, more than the device has.
+        given_back: segments that a step gives back to the device for others to fit. The device
+            finishes all it does for that.
     """
 
     requested_bytes: int
     allocated_bytes: int
     reserved_bytes: int
+    given_back: int = 0
 
     @property
     def fragmentation(self) -> float:
@@ -171,7 +204,11 @@ class Usage:
 
 
 def usage(
-    timeline: Timeline, values: Sequence[int], resident: Iterable[int], steps: int = 2
+    timeline: Timeline,
+    values: Sequence[int],
+    resident: Iterable[int],
+    steps: int = 2,
+    limit_bytes: float = inf,
 ) -> Usage:
     """Returns what a step of a timeline needs, after `steps - 1` others.
 
@@ -180,8 +217,9 @@ def usage(
         values: bytes of each of its numbered sizes.
         resident: bytes of each tensor that stays: parameters, optimizer state, inputs.
         steps: how many are run; from the second on segments of the one before are there.
+        limit_bytes: of the device.
     """
-    device = CachingAllocator()
+    device = CachingAllocator(limit_bytes)
     staying = requested = 0
     for size in resident:
         device.allocate(size)
@@ -190,7 +228,8 @@ def usage(
     for _ in range(steps):
         device.reset()
         requested = staying + _run(device, events, values)
-    return Usage(requested, device.most_allocated_bytes, device.reserved_bytes)
+    most = device.most_allocated_bytes, device.most_reserved_bytes
+    return Usage(requested, *most, device.given_back)
 
 
 def _run(

@@ -195,7 +195,7 @@ class Meter:
         ranked = basis.matrix([ledger.at_degree(size) for size in self._ranked]).astype(np.int64)
         self._rows = {**self._fixed, **dict(zip(self._ranked, ranked, strict=True))}
         self._matrices: dict[int, tuple[Costs, Integers]] = {}
-        self._usages: dict[tuple[int, ...], tuple[Costs, Usage]] = {}
+        self._usages: dict[tuple[float, ...], tuple[Costs, Usage]] = {}
         self._roofline = Roofline(work, basis)
         self._counted: dict[int, tuple[Costs, Floats]] = {}
         self._numbers = {w: i for i, w in enumerate(work)}
@@ -257,20 +257,24 @@ class Meter:
         live: Integers = costs.timeline.live(sizes)
         return live
 
-    def usage(self, costs: Costs, dims: Mapping[str, int], resident: Sequence[int]) -> Usage:
+    def usage(
+        self, costs: Costs, dims: Mapping[str, int], resident: Sequence[int], limit_bytes: float
+    ) -> Usage:
         """Returns what a run needs of a GPU's memory as torch's allocator gives it out.
 
         Args:
             costs: of a run, from the ledger.
             dims: symbol name -> size.
             resident: bytes of each tensor that stays, inputs excepted.
+            limit_bytes: of the GPU.
         """
-        key = id(costs), *values_of(self._symbols, dims), *resident
+        key = id(costs), limit_bytes, *values_of(self._symbols, dims), *resident
         if key not in self._usages:
             whole = self._at(dims)[0]
             inputs = ([int(self._rows[size] @ whole)] * n for size, n in costs.inputs.items())
             values = (self._matrix(costs) @ whole).tolist()
-            found = usage(costs.timeline, values, [*resident, *itertools.chain(*inputs)])
+            stays = [*resident, *itertools.chain(*inputs)]
+            found = usage(costs.timeline, values, stays, limit_bytes=limit_bytes)
             self._usages[key] = costs, found
         return self._usages[key][1]
 

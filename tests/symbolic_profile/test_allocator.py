@@ -100,6 +100,20 @@ def test_blocks_of_the_first_step_serve_the_second():
     assert found.fragmentation == 1 - 24 / 36
 
 
+def test_segments_without_a_block_are_given_back_where_the_device_is_full():
+    """`malloc`: release_cached_blocks where cudaMalloc fails; a segment in use stays whole."""
+    gpu = CachingAllocator(limit_bytes=64 * MIB)
+    whole, part = gpu.allocate(30 * MIB), gpu.allocate(9 * MIB)  # the rest of a 20 MiB segment
+    gpu.release(whole)
+    large = gpu.allocate(32 * MIB)
+    assert (gpu.reserved_bytes, gpu.given_back) == (52 * MIB, 1)
+    assert gpu.most_reserved_bytes == 52 * MIB, "30 + 20 before, 20 + 32 after"
+    gpu.release(large)
+    gpu.allocate(46 * MIB)  # no room beside the segment that part lies in: it is an error
+    assert gpu.most_reserved_bytes == 66 * MIB
+    assert not part.free
+
+
 def test_copies_that_stand_for_more_are_run_as_often():
     values = [0, 2 * MIB]
     deep = [(1, 1, 1), (1, 3, 1), (1, -3, 1), (1, -1, 1)]

@@ -1,6 +1,7 @@
 """A GPU plan fits as torch's allocator lays out blocks, and counts the optimizer's step."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -23,12 +24,13 @@ def planned(memory_bytes: int, device=H200, **options):
     return plan(model, buckets, memory=memory_bytes, device=device, backend="eager", **options)
 
 
-def used(found):
+def used(found, limit_bytes=inf):
     (bucket,) = found.plans
     row = found.plans[bucket]
     variants, sizes = found.by_bucket[bucket], {"seq": SEQ, "batch": 1}
     placement = variants.placement(sizes, 1, near=True)
-    return row, variants.usage(placement, row.recompute, sizes, found.request.residents)
+    stays = found.request.residents
+    return row, variants.usage(placement, row.recompute, sizes, stays, limit_bytes)
 
 
 def needed(found) -> int:
@@ -46,10 +48,17 @@ def test_segments_fit_where_blocks_alone_would():
     # for blocks that are up to 1 MiB larger than what was asked for.
     assert 0 <= usage.allocated_bytes - needed(ample) <= 0.2 * usage.allocated_bytes
     assert (usage.reserved_bytes - 1) > needed(ample)
-    tight = planned(usage.reserved_bytes - 1)
-    again, usage_again = used(tight)
+    # With less, segments without a block are given back, up to where that is not enough.
+    limits = (usage.reserved_bytes - n * 2**20 for n in range(1, 20))
+    most = next(n for n in limits if used(ample, n)[1].reserved_bytes > n)
+    assert most > needed(ample)
+    enough = planned(most + 2**20)
+    row, usage = used(enough, most + 2**20)
+    assert row.recompute == 0
+    assert usage.given_back > 0
+    again, usage_again = used(planned(most), most)
     assert again.recompute > 0
-    assert usage_again.reserved_bytes < usage.reserved_bytes
+    assert usage_again.reserved_bytes <= most
     with pytest.raises(PlanError, match=r"needs .* on a rank"):
         planned(12 * 2**20)
 
