@@ -22,6 +22,7 @@ the other.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -240,22 +241,30 @@ def _run(
     Which block of a size is freed is known by its storage. Copies that stand for others of a deep
     model leave what their own storages do not name: of its size the last one that was made.
     """
-    held: dict[int, list[tuple[int, Block | None]]] = defaultdict(list)  # by size: storage, block
+    # By size, then storage, the last one made at the end.
+    held: dict[int, dict[int, list[Block | None]]] = defaultdict(dict)
     live = most = 0
     for size, change, storage in events:
+        size_bytes = values[size]
         if change > 0:
-            held[size].append((storage, device.allocate(values[size])))
-            live += values[size]
+            blocks = held[size].pop(storage, [])
+            blocks.append(device.allocate(size_bytes))
+            held[size][storage] = blocks
+            live += size_bytes
         elif change < 0:
-            stack = held[size]
-            place = next((i for i in reversed(range(len(stack))) if stack[i][0] == storage), -1)
-            device.release(stack.pop(place)[1])
-            live -= values[size]
+            own = held[size]
+            storage = storage if storage in own else next(reversed(own))
+            blocks = own[storage]
+            device.release(blocks.pop())
+            if not blocks:
+                del own[storage]
+            live -= size_bytes
         else:
-            device.release(device.allocate(values[size]))
-            most = max(most, live + values[size])
-    for stack in held.values():
-        for _, block in stack:
+            if size_bytes:
+                device.release(device.allocate(size_bytes))
+            most = max(most, live + size_bytes)
+    for own in held.values():
+        for block in itertools.chain(*own.values()):
             device.release(block)
     return most
 
