@@ -95,7 +95,6 @@ def test_quick_run_meets_every_budget(tmp_path):
     command = [sys.executable, "-m", "benchmarks.recompute", "--quick", "--json", str(file)]
     subprocess.run(command, check=True, timeout=500)
     figures = json.loads(file.read_text())["figures"]
-    assert figures["plan_s_stdit_25_buckets"] > 0
     assert figures["budgets_missed"] == 0
     assert figures["worst_ratio_vs_torch"] <= 1.02
     assert figures["best_ratio_vs_torch"] < 1.0
