@@ -42,6 +42,7 @@ from benchmarks.stdit_costs import variants_of
 from benchmarks.video import shapes
 from dcpc.api import plan
 from dcpc.buckets import Bucket
+from dcpc.codegen import Library
 from dcpc.ir import Placement
 from dcpc.passes.recompute import Menu
 from dcpc.planning import Request, check_forced, plan_buckets
@@ -348,7 +349,8 @@ def plan_seconds() -> dict[int, float]:
 
     One world after the other; what is known of the smaller ones is not done again.
     """
-    videos, images = variants_of(XL, False), variants_of(XL, True)
+    libraries: dict[str, Library] = {}
+    videos, images = (variants_of(XL, image, libraries=libraries) for image in (False, True))
     buckets = {s.bucket: images if s.frames == 1 else videos for s in shapes()}
     found = {}
     for world in (8, 16, 32, 64, 128, 256, 512, 1024):

@@ -26,6 +26,7 @@ import torch
 
 import dcpc
 from benchmarks.harness import timed
+from dcpc.codegen import Library
 from dcpc.compiled import Held
 from dcpc.folding import fold
 from dcpc.masks import without_masks
@@ -96,13 +97,19 @@ class Cost:
     saved_bytes: float
 
 
-def variants_of(config: STDiTConfig, image: bool, dtype: torch.dtype = torch.bfloat16) -> Variants:
+def variants_of(
+    config: STDiTConfig,
+    image: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    libraries: dict[str, Library] | None = None,
+) -> Variants:
     """Returns what dcpc makes of a model on the meta device: placements, graphs, profiles.
 
     Args:
         config: of the whole model; four pairs of its blocks are traced.
         image: whether of one frame.
         dtype: of the weights.
+        libraries: shared by the traces of one model, as `dcpc.api.plan` does.
     """
     with torch.device("meta"):
         model = RectifiedFlow(STDiT(replace(config, depth=min(config.depth, DEPTH)))).to(dtype)
@@ -114,9 +121,8 @@ def variants_of(config: STDiTConfig, image: bool, dtype: torch.dtype = torch.bfl
     folded = fold(program, 3)
     assert folded is not None, f"{DEPTH} pairs of blocks are not told apart from each other"
     folded = replace(folded, others=(folded.others[0] + config.depth - DEPTH,))
-    return Variants(
-        program, analyse(program), find(DEVICE), "eager", Held(program, model), sizes[-1], folded
-    )
+    given = (program, analyse(program), find(DEVICE), "eager", Held(program, model), sizes[-1])
+    return Variants(*given, folded, libraries=libraries)
 
 
 def costs_of_levels(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dcpc.buckets import Bucket, Buckets
+from dcpc.codegen import Library
 from dcpc.codegen.backends import decompositions
 from dcpc.compiled import CompiledModel, Held
 from dcpc.errors import PlanError
@@ -244,12 +245,15 @@ def _trace_all(
 ) -> dict[Bucket, Variants]:
     """Returns what is made from the trace of each bucket, in the buckets' order."""
     found: dict[Bucket, Variants] = {}
+    libraries: dict[str, Library] = {}
     for mine in tracked([*buckets.by_ones().values()], "trace", lambda b: f"{len(b)} buckets"):
         program = without_masks(trace(model, mine, autocast))
         sharding = restricted(program, analyse(program, derive_rules), attention)
         held = Held(program, model)
         longest = max(mine, key=lambda bucket: math.prod(n for _, n in bucket.shape_key))
-        variants = Variants(program, sharding, device, backend, held, longest.sizes)
+        variants = Variants(
+            program, sharding, device, backend, held, longest.sizes, libraries=libraries
+        )
         found |= dict.fromkeys(mine, variants)
     return {bucket: found[bucket] for bucket in buckets}
 

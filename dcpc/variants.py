@@ -11,7 +11,7 @@ import sympy
 import torch
 
 from dcpc.buckets import BATCH
-from dcpc.codegen import Key, Lowering, Tracer, Variant, decompositions
+from dcpc.codegen import Key, Library, Lowering, Tracer, Variant, decompositions
 from dcpc.folding import FEWEST, Folded, fold
 from dcpc.ir import Fold, Partition, Placement, Profile, Program
 from dcpc.passes.lowerings import restricted
@@ -49,6 +49,7 @@ class Variants:
         folded: what the program stands for, where it is a folded one.
         fewest: copies of a block from which on three of them are planned for all.
         like: others of the same program, whose derivatives of calls are used.
+        libraries: derivatives of calls by backend, for several programs of one model; default: own.
 
     Attributes:
         planner: what places and prices: the variants of the folded program, or these themselves.
@@ -65,6 +66,7 @@ class Variants:
         folded: Folded | None = None,
         fewest: int = FEWEST,
         like: Variants | None = None,
+        libraries: dict[str, Library] | None = None,
     ) -> None:
         self.program, self.sharding, self.device, self.backend = program, sharding, device, backend
         self.reference = {BATCH: 1, **(reference or program.hints)}
@@ -72,6 +74,8 @@ class Variants:
         self._structures: dict[tuple[object, ...], Structure] = {}
         self._one_degree: set[tuple[object, ...]] = set()  # keys that need a structure a degree
         self.tensors = tensors
+        known = {} if like is None else like._libraries
+        self._libraries: dict[str, Library] = known if libraries is None else libraries
         self._fold = folded
         self.planner = self._folded(fewest) if folded is None else self
         self._small: dict[int, Placement] = {}
@@ -109,6 +113,7 @@ class Variants:
             self.tensors,
             self.reference,
             folded,
+            libraries=self._libraries,
         )
 
     def placement(self, sizes: Sizes, sp: int, *, near: bool = False) -> Placement:
@@ -221,9 +226,12 @@ class Variants:
     def _tracer(self, hints: tuple[int, ...] | None, backend: str) -> Tracer:
         """Returns what differentiates a lowered graph: without hints one for all placements."""
         if hints is not None:
-            return Tracer(self.program, self.tensors(), decompositions(backend), hints)
+            return Tracer(self.program, self.tensors(), Library(decompositions(backend)), hints)
         if backend not in self._tracers:
-            self._tracers[backend] = Tracer(self.program, self.tensors(), decompositions(backend))
+            if backend not in self._libraries:
+                self._libraries[backend] = Library(decompositions(backend))
+            library = self._libraries[backend]
+            self._tracers[backend] = Tracer(self.program, self.tensors(), library)
         return self._tracers[backend]
 
     def partition(

@@ -5,6 +5,7 @@ from dcpc.codegen.build import Key, Lowering
 from dcpc.codegen.collectives import bind_group, wire_log
 from dcpc.codegen.excerpt import excerpt
 from dcpc.codegen.joint import Tracer
+from dcpc.codegen.library import Library
 from dcpc.codegen.schedule import VIEWS
 from dcpc.codegen.variant import Boxed, Variant, delivering
 
@@ -12,6 +13,7 @@ __all__ = [
     "VIEWS",
     "Boxed",
     "Key",
+    "Library",
     "Lowering",
     "Tracer",
     "Variant",

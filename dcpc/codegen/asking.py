@@ -56,10 +56,10 @@ class AskingEnv(ShapeEnv):
         """Returns a new size.
 
         Args:
-            name: a name that no other has.
+            name: what torch calls it in messages.
             hint: its value in the trace.
         """
-        source = ConstantSource(name)
+        source = ConstantSource(f"{name}_{len(self._hints)}")  # programs have names in common
         symbol = self.create_symbol(
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
         )

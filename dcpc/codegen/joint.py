@@ -74,7 +74,7 @@ class Tracer:
     Args:
         program: the traced model.
         tensors: placeholder name -> parameter, buffer or constant (its values are not read).
-        decompositions: op -> decomposition, for a backend that wants smaller ops.
+        library: of pieces; other programs may use it as well.
         hints: size of each integer in the trace, where the usual ones break a guard: then the
             tracer is for one lowered graph.
     """
@@ -83,11 +83,11 @@ class Tracer:
         self,
         program: Program,
         tensors: Mapping[str, Tensor],
-        decompositions: Mapping[Any, Any] | None = None,
+        library: Library,
         hints: tuple[int, ...] = (),
     ) -> None:
         self.program, self.hints = program, hints
-        self.library = Library(dict(decompositions or {}))
+        self.library = library
         self.mode = self.library.mode
         self._tensors = tensors
         self._integers: dict[tuple[str, str], tuple[torch.SymInt, int]] = {}

@@ -1,4 +1,4 @@
-"""The pieces of one program's lowered graphs, each traced once, and in other names once for all.
+"""The pieces of lowered graphs, each traced once, and in other names once for all.
 
 Two calls are alike if their operands are equal but for the names of the symbols in their sizes. The
 piece of one is that of the other, with the names changed, wherever the trace's questions of sizes

@@ -60,7 +60,7 @@ def lowerings() -> list[Lowering]:
 def alone(lowering: Lowering) -> Lowering:
     """Returns the same graph, of which each call is traced."""
     tracer = split().variants._tracer(None, "eager")
-    own = type(tracer)(tracer.program, split().variants.tensors())
+    own = type(tracer)(tracer.program, split().variants.tensors(), Library({}))
     return Lowering(own, lowering.placement, group_name(lowering.placement.sp), "eager")
 
 
