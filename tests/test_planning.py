@@ -1,5 +1,6 @@
 """The rows of a plan: what is not tried would not have been chosen."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,12 +12,14 @@ from dcpc.ir import BucketPlan
 from dcpc.passes.choose import FASTER, Row, choose
 from dcpc.passes.placement import PlacementModel, place, solve
 from dcpc.planning import Planned
+from dcpc.symbolic_profile.hardware import H200
 from models.gpt import GPT, GPTConfig
 
 INPUTS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 LENGTHS = [{"seq": n} for n in (64, 1024, 16384, 65536)]
 DEGREES = (1, 2, 4, 8)
-MEMORY = 2.5e9
+MEMORY = 1.46e9
+DEVICE = replace(H200, gpu=False)  # bytes fit as they are, whatever an allocator makes of them
 
 
 @cache
@@ -25,7 +28,7 @@ def planned(*degrees: int) -> Planned:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=512, dim=256, n_layers=2, n_heads=8))
     buckets = dcpc.Buckets(INPUTS, LENGTHS)
-    given = {"world": 8, "memory": MEMORY, "device": "h200", "backend": "eager"}
+    given = {"world": 8, "memory": MEMORY, "device": DEVICE, "backend": "eager"}
     return plan(model, buckets, sp=degrees[0] if degrees else "auto", **given)
 
 
