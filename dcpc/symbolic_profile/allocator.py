@@ -239,7 +239,9 @@ def _run(
     """Runs a step; returns the most bytes asked for at a time.
 
     Which block of a size is freed is known by its storage. Copies that stand for others of a deep
-    model leave what their own storages do not name: of its size the last one that was made.
+    model leave what their own storages do not name: of its size the last one that was made. Where
+    none is there (what such a copy frees comes from one that is not run by itself), none is freed:
+    the block stays up to the end of the step.
     """
     # By size, then storage, the last one made at the end.
     held: dict[int, dict[int, list[Block | None]]] = defaultdict(dict)
@@ -252,13 +254,14 @@ def _run(
             held[size][storage] = blocks
             live += size_bytes
         elif change < 0:
-            own = held[size]
-            storage = storage if storage in own else next(reversed(own))
-            blocks = own[storage]
-            device.release(blocks.pop())
-            if not blocks:
-                del own[storage]
             live -= size_bytes
+            own = held[size]
+            storage = storage if storage in own else next(reversed(own), storage)
+            if storage in own:
+                blocks = own[storage]
+                device.release(blocks.pop())
+                if not blocks:
+                    del own[storage]
         else:
             if size_bytes:
                 device.release(device.allocate(size_bytes))

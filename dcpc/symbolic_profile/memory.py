@@ -254,12 +254,9 @@ class _Storages:
         """Gives what a fused kernel makes its storages: new ones, or those it takes."""
         found: list[tuple[int, sympy.Expr]] = []
         for node in kernel.makes:
-            taken, tensors = kernel.in_place.get(node), self.facts.of(node)
-            sizes = [t.storage_bytes for t in tensors]
-            ids = [next(self._count) for _ in sizes]
-            if taken is not None:
-                ids = [storage for storage, _ in self._own[taken]]
-            self._own[node] = tuple(zip(ids, sizes, strict=True))
+            taken = kernel.in_place.get(node)
+            new = [(next(self._count), t.storage_bytes) for t in self.facts.of(node)]
+            self._own[node] = tuple(new) if taken is None else self._own[taken]
             found += self._own[node]
         return tuple(found)
 

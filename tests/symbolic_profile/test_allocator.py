@@ -123,6 +123,14 @@ def test_copies_that_stand_for_more_are_run_as_often():
     assert found.requested_bytes == 8 * MIB
 
 
+def test_what_a_copy_frees_that_is_not_there_stays_up_to_the_end():
+    """Each of three copies frees what the one before handed on, and the first has none before."""
+    values = [0, 2 * MIB, 12 * MIB]
+    deep = [(2, -3, -1), (2, 3, -1), (1, 1, 1), (1, -1, 1)]
+    found = usage(timeline(deep, 2), values, [])
+    assert found.allocated_bytes == 14 * MIB
+
+
 SIZES = st.one_of(
     st.integers(0, 4 * KIB), st.integers(0, 3 * MIB), st.integers(9 * MIB, 25 * MIB)
 )
