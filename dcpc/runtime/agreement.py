@@ -35,6 +35,7 @@ _GRACE_S = 8 * _LOOK_S
 # After a connection broke (a peer died) the ranks that live still get this long to arrive.
 _DEAD_S = 10.0
 _BITS = 62
+_WAITED = "waited"
 
 
 def agree(groups: Groups, sp: int, what: str, value: str, timeout_s: float | None = None) -> None:
@@ -95,10 +96,12 @@ class _Trouble:
             try:
                 work.wait(timedelta(seconds=_LOOK_S))
             except RuntimeError as e:
-                if work.is_completed() and work.exception() is not None:
+                failed = work.is_completed() and work.exception() is not None
+                # gloo's own limit for an operation is the same: it may be up before this rank looks.
+                if time.monotonic() > self.deadline or (failed and "Timed out" in str(e)):
+                    return f"{_WAITED} {self.limit_s:g} s"
+                if failed:
                     return self._broken(e)
-                if time.monotonic() > self.deadline:
-                    return f"waited {self.limit_s:g} s"
                 try:
                     if self.store.check(["trouble"]):
                         return "a peer reported trouble"
@@ -110,6 +113,7 @@ class _Trouble:
     def explain(self, text: str, broken: str | None) -> str:
         """Returns the error's message; every rank that is there gets the same findings."""
         try:
+            self.store.set(f"why/{self.rank}", broken or "")
             self.store.set(f"text/{self.rank}", text)
             self.store.set("trouble", "yes")
             absent, why = self._absent(broken or "")
@@ -156,6 +160,9 @@ class _Trouble:
             if not absent:
                 return [], why
             if time.monotonic() > self.deadline + _GRACE_S:
+                # One that waited in vain breaks its peers' connections when it gives up.
+                there = [self._read(f"why/{r}") for r in self.ranks if r not in absent]
+                why = next((w for w in there if w.startswith(_WAITED)), why)
                 # An empty expected value means: only if nobody has written.
                 self.store.compare_set("verdict", "", json.dumps([absent, why]))
             time.sleep(_POLL_S)

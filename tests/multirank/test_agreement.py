@@ -5,6 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from dcpc.errors import GroupError
+from dcpc.runtime import agreement
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from tests.multirank.launch import run_ranks
@@ -33,7 +34,8 @@ def mixed(rank: int):
     return texts
 
 
-def late(rank: int):
+def late(rank: int, look_s: float):
+    agreement._LOOK_S = look_s
     groups = Groups.default(timeout_s=3)
     if rank == 2:
         time.sleep(7)
@@ -72,8 +74,9 @@ def test_ranks_that_disagree_are_named_on_every_rank():
             assert "got rank 2: step x; rank 3: bucket x" in kinds
 
 
-def test_missing_rank_is_named_on_every_rank_also_on_itself():
-    found = run_ranks(late, 4, timeout_s=240)
+@pytest.mark.parametrize("look_s", [0.25, pytest.param(10.0, id="gloo stops waiting first")])
+def test_missing_rank_is_named_on_every_rank_also_on_itself(look_s):
+    found = run_ranks(late, 4, look_s, timeout_s=240)
     for text, waited_s in found:
         assert "rank 2 did not arrive (waited 3 s); got ranks 0,1,3: step 0" in text
         assert waited_s < 3 + 4
