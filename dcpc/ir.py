@@ -331,6 +331,9 @@ class Schedule:
     gradients: tuple[fx.Node | None, ...]
 
 
+OUTSIDE = (-1, -1)
+
+
 @dataclass(frozen=True, slots=True)
 class Fold:
     """Repeated blocks of which three copies, first, middle and last, stand for all.
@@ -347,8 +350,8 @@ class Fold:
     owner: Mapping[str, str]
 
     def copy(self, name: str) -> tuple[int, int]:
-        """Returns the run and copy of a node of the joint graph, (-1, -1) outside of all."""
-        return self.copy_of.get(self.owner.get(name, name), (-1, -1))
+        """Returns the run and copy of a node of the joint graph, `OUTSIDE` of all copies."""
+        return self.copy_of.get(self.owner.get(name, name), OUTSIDE)
 
     def count(self, name: str) -> int:
         """Returns how many calls a node of the joint graph stands for."""

@@ -30,11 +30,11 @@ CLIPS = {
 }
 
 
-def gpt(layers: int) -> Variants:
+def gpt(layers: int, backend: str = "eager") -> Variants:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=64, dim=32, n_layers=layers, n_heads=4))
     buckets = dcpc.Buckets(inputs=TOKENS, sizes=[{"seq": 64}, {"seq": 1024}])
-    return plan(model, buckets, device="h200", memory=1e12, sp=1, backend="eager").variants
+    return plan(model, buckets, device="h200", memory=1e12, sp=1, backend=backend).variants
 
 
 def whole(variants: Variants) -> Variants:
@@ -84,6 +84,31 @@ def check(mine: Variants, placement: Placement, at: Mapping[str, int] = SIZES) -
         assert a.flops == b.flops
 
 
+@pytest.mark.parametrize("sp", [1, 2])
+def test_it_costs_what_all_kernels_cost(sp):
+    """A fused kernel may read what several blocks made: it is not the copies' own."""
+    deep = gpt(8, "inductor")
+    assert deep.planner is not deep
+    check_kernels(deep, deep.placement(SIZES, sp))
+
+
+def check_kernels(mine: Variants, placement: Placement, at: Mapping[str, int] = SIZES) -> None:
+    """The same of a model that Inductor runs, to what a copy's borders add or hide."""
+    sp = placement.sp
+    lowering = mine.lowering(placement)
+    ledger = Ledger(lowering.joint.names, sp, fuses=True, gpu=mine.device.gpu)
+    meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
+    dims = {mine.program.symbols[n]: s for n, s in at.items()}
+    local = {i.name: i.value(dims, sp, 0) for i in lowering.lowered.integers}
+    every = mine.steps(placement)
+    for k in (0, every // 2, every):
+        costs = ledger.costs(lowering.schedule(mine.made_again(placement, k)))
+        expected, found = meter.read(costs, local, mine.device), mine.predict(placement, k, at)
+        assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=5e-4)
+        assert found.saved_bytes == expected.saved_bytes
+        assert found.seconds_s == pytest.approx(expected.seconds_s, rel=1e-9)
+
+
 @pytest.mark.parametrize("attention", ["heads", pytest.param("ring", marks=pytest.mark.slow)])
 def test_it_costs_what_runs_where_ties_split_the_first_block_otherwise(attention):
     """Then no two blocks of a rank's graph need be the same calls: the copies are the blocks."""
@@ -112,14 +137,20 @@ def test_what_is_not_repeated_enough_is_not_folded():
 
 
 @pytest.mark.slow
-def test_video_blocks():
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_video_blocks(backend):
     config = STDiTConfig(depth=7, dim=64, heads=4, text_dim=32, text_len=12)
     with torch.device("meta"):
         model = RectifiedFlow(STDiT(config))
     sizes = [{"frames": f, "tokens": t} for f in (2, 16) for t in (16, 256)]
-    given = {"device": "h200", "memory": 1e12, "sp": 1, "backend": "eager"}
+    given = {"device": "h200", "memory": 1e12, "sp": 1, "backend": backend}
     variants = plan(model, dcpc.Buckets(CLIPS, sizes), **given).variants
     assert variants.planner is not variants
     at = {"frames": 16, "tokens": 256, "batch": 1}
     for sp in (1, 4):
-        check(variants, variants.placement(at, sp), at)
+        placement = variants.placement(at, sp)
+        (check if backend == "eager" else check_kernels)(variants, placement, at)
+    # The first pair of blocks is wired otherwise than the copies: it is a block of its own, too.
+    every, placement = whole(variants), variants.placement(at, 1)
+    peaks = [v.predict(placement, v.steps(placement), at).peak_bytes for v in (variants, every)]
+    assert peaks[0] <= 1.05 * peaks[1]

@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from dcpc.ir import OUTSIDE
 from dcpc.passes.recompute_cuts import Call, Choice, Problem, between, hull
 from dcpc.passes.recompute_peak import Memory, Timelines
 from dcpc.repeats import crossing, repeated_runs
@@ -245,11 +246,11 @@ def menu_alike(calls: Sequence[Call], copies: Sequence[Hashable]) -> Menu:
 
     Args:
         calls: those that depend on parameters or activations, in execution order.
-        copies: of each call, the copy of a block that it belongs to. They are the menu's blocks,
-            also where the first of them is split unlike the others: what stands for many copies
-            makes nothing of another one again.
+        copies: of each call, the copy of a block that it belongs to, or `OUTSIDE`. They are the
+            menu's blocks, also where the first of them is split unlike the others: what stands for
+            many copies makes nothing of another one again.
     """
-    ranges = _ranges(copies)
+    ranges = _ranges(calls, copies)
     outside = _read_outside(calls, ranges)
     problems = [Problem.of(calls[low:high], outside) for low, high in ranges]
     keys = [problem.key() for problem in problems]
@@ -360,20 +361,30 @@ def _repeated_ranges(calls: Sequence[Call]) -> list[tuple[int, int]]:
             key=lambda at: crossing(last_read, at + run.period, run.period),
         )
         borders |= {run.start, run.stop, *range(first, run.stop + 1, run.period)}
+    if len(borders) > 2:
+        borders.remove(sorted(borders)[1])  # what comes before the first block goes with it
     return _between(borders)
 
 
-def _ranges(copies: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Returns the same of calls of which it is known what copy of a block they belong to."""
-    changes = {i for i, (a, b) in enumerate(pairwise(copies), 1) if a != b}
-    return _between({0, len(copies)} | changes)
+def _ranges(calls: Sequence[Call], copies: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Returns the same of calls of which it is known what copy of a block they belong to.
+
+    Outside of the copies what is repeated are blocks, too. A few calls before the first copy go
+    with it; more of them may be a block of its own: the first of a run may be wired otherwise.
+    """
+    changes = [i for i, (a, b) in enumerate(pairwise(copies), 1) if a != b]
+    outside = {
+        start
+        for start, _ in _repeated_ranges(calls)
+        if start and copies[start] == copies[start - 1] == OUTSIDE
+    }
+    if copies[0] == OUTSIDE and 2 * changes[0] <= changes[1] - changes[0]:
+        del changes[0]
+    return _between({0, len(calls), *changes, *outside})
 
 
 def _between(borders: set[int]) -> list[tuple[int, int]]:
-    ordered = sorted(borders)
-    if len(ordered) > 2:
-        del ordered[1]
-    return [(a, b) for a, b in pairwise(ordered) if b > a]
+    return list(pairwise(sorted(borders)))
 
 
 def _read_outside(calls: Sequence[Call], blocks: Sequence[tuple[int, int]]) -> set[str]:

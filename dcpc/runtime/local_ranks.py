@@ -74,16 +74,20 @@ def run_ranks(
     Raises:
         RanksError: a rank raised, died or was killed.
     """
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
     children: list[_Child] = []
     try:
         for rank in range(world):
             inherited = [c.pipe for c in children] if fork else []
-            children.append(
-                _start(fn, args, rank, world, store.port, init, timeout_s, fork, inherited)
-            )
+            children.append(_start(fn, args, rank, world, init, timeout_s, fork, inherited))
+        # The store has a thread. A fork while it is at work copies the locks it holds (of name
+        # look-ups, for one), and no thread that would let them go.
+        limit = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit
+        )
+        for child in children:
+            with contextlib.suppress(BrokenPipeError):  # it died: its peers wait in vain
+                child.pipe.send(store.port)
         _collect(children, timeout_s, may_die)
     finally:
         for child in children:
@@ -104,7 +108,6 @@ def _start(
     args: tuple[Any, ...],
     rank: int,
     world: int,
-    port: int,
     init: bool,
     timeout_s: float,
     fork: bool,
@@ -117,7 +120,6 @@ def _start(
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     make: Callable[..., BaseProcess] = ForkProcess if fork else SpawnProcess
@@ -164,7 +166,7 @@ def _main(
     # A fork has the caller's ends too, and no end is closed before all its holders close it.
     for other in inherited:
         other.close()
-    os.environ.update(environment)
+    os.environ.update(environment, MASTER_PORT=str(pipe.recv()))
     torch.set_num_threads(1)
     # A fork shares its parent's memory page by page until either writes: looking through the
     # parent's objects for garbage would copy them all.

@@ -17,6 +17,7 @@ number of copies, so that the first and the last of them have the peak of all.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 import sympy
 from torch import fx
 
-from dcpc.ir import Fold, Partition, Schedule
+from dcpc.ir import OUTSIDE, Fold, Partition, Schedule
 from dcpc.symbolic_profile.facts import Facts
 from dcpc.symbolic_profile.fusion import Kernel, fuse
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers
@@ -33,6 +34,7 @@ from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers
 Transient = Callable[[fx.Node], sympy.Expr]
 Own = tuple[tuple[int, sympy.Expr], ...]  # identity and bytes of each storage of a value
 Steps = Sequence[fx.Node | Kernel]
+Place = tuple[int, int]  # steps, points before it
 ZERO = sympy.Integer(0)  # sympy has one zero
 
 
@@ -158,6 +160,7 @@ class _Recorder:
         resident: storages that are not counted.
         holders: storage -> number of values in it.
         numbers: size -> its number.
+        made: run of blocks -> storages that its middle copy made.
     """
 
     transient: Transient
@@ -170,6 +173,7 @@ class _Recorder:
     done: list[int] = field(default_factory=list)
     transients: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    made: dict[int, set[int]] = field(default_factory=dict)
 
     def number(self, size: sympy.Expr) -> int:
         return self.numbers.setdefault(size, len(self.numbers))
@@ -205,21 +209,41 @@ class _Recorder:
         self.transients.append(self.number(transient))
         self.names.append(name)
 
-    def repeat(self, start: int, stop: int, at: tuple[int, int], times: int) -> None:
-        """Does some steps again, at another place, without points between them.
+    def repeat(self, folding: _Folding, reached: Mapping[int, Place], start: int) -> None:
+        """Does the steps of a middle copy again for the others, without points between them.
+
+        What these free of the one before them is what the copy after the middle one frees of it:
+        the copy before may hand on something else, or the middle one be the last that reads a value
+        from outside. The difference is made up after the steps. What all copies leave to the end, a
+        sum of parts, is freed there.
 
         Args:
-            start: first of the steps.
-            stop: after the last of them.
-            at: steps and points that are before the place.
-            times: how often.
+            folding: where the copies are.
+            reached: steps and points before each place.
+            start: first step of the phase.
         """
-        steps = self.steps[start:stop]
-        weights = [w * times for w in self.weights[start:stop]]
-        self.steps[at[0] : at[0]] = steps
-        self.weights[at[0] : at[0]] = weights
-        self.storages[at[0] : at[0]] = self.storages[start:stop]
-        self.done[at[1] :] = [d + len(steps) for d in self.done[at[1] :]]
+        low, first, stop = (reached[p][0] for p in (folding.before, folding.first, folding.stop))
+        made = self.made.setdefault(folding.run, set())
+        made |= {self.storages[i] for i in range(first, stop) if self.weights[i] > 0}
+        earlier = {self.storages[i] for i in range(low, first) if self.weights[i] > 0}
+        frees = [i for i in range(start, len(self.steps)) if self.weights[i] < 0]
+        more = Counter(self.steps[i] for i in frees if first <= i < stop)
+        late = Counter(self.steps[i] for i in frees if i >= stop and self.storages[i] in earlier)
+        for i in reversed(frees):
+            if self.storages[i] in made:
+                if i >= stop and late[self.steps[i]]:
+                    late[self.steps[i]] -= 1
+                    self.weights[i] *= 1 + folding.times
+                else:
+                    more[self.steps[i]] -= 1
+        differing = [(size, count) for size, count in more.items() if count]
+        steps = [*self.steps[first:stop], *(size for size, _ in differing)]
+        weights = [*self.weights[first:stop], *(count for _, count in differing)]
+        at, point = reached[folding.stop if folding.after else folding.first]
+        self.steps[at:at] = steps
+        self.weights[at:at] = [w * folding.times for w in weights]
+        self.storages[at:at] = [*self.storages[first:stop], *(-1 for _ in differing)]
+        self.done[point:] = [d + len(steps) for d in self.done[point:]]
 
 
 class _Storages:
@@ -281,6 +305,7 @@ def timeline_of(
         fold: which copies of a block stand for more.
         fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
     """
+    again = set(run.forward)
     if fuses:
         returned = [g for g in run.gradients if g is not None]
         forward: Any = fuse(run.forward, [run.loss, *run.saved], facts)
@@ -300,7 +325,7 @@ def timeline_of(
         recorder.drop(value)
     recorder.mark("backward", ZERO)
     outputs = [g for g in run.gradients if g is not None]
-    _run(run.backward, outputs, recorder, storages, _Folding.backward(fold, run))
+    _run(run.backward, outputs, recorder, storages, _Folding.backward(fold, run, again))
     gradients = _distinct(outputs, [storages.of(n) for n in outputs], set(), fold)
     return Timeline(
         sizes=tuple(recorder.numbers),
@@ -320,12 +345,16 @@ class _Folding:
     """Where in a list of calls the copies are whose steps are done again.
 
     Attributes:
+        run: number of the run of blocks.
+        before: position of the first call of the copy that runs before the middle one.
         first: position of the middle copy's first call.
         stop: position after its last.
         after: whether the others run after it (forward) or before it.
         times: how many others.
     """
 
+    run: int
+    before: int
     first: int
     stop: int
     after: bool
@@ -337,30 +366,37 @@ class _Folding:
         if fold is None:
             return []
         copies = [fold.copy(n.name) for n in run.forward]
-        runs = range(len(fold.others))
-        found = [(copies.index((r, 1)), copies.index((r, 2)), r) for r in runs]
-        return [cls(a, b, True, fold.others[r]) for a, b, r in sorted(found)]
+        found = []
+        for r, times in enumerate(fold.others):
+            found.append(cls(r, *(copies.index((r, copy)) for copy in range(3)), True, times))
+        return sorted(found, key=lambda f: f.first)
 
     @classmethod
-    def backward(cls, fold: Fold | None, run: Run) -> list[_Folding]:
-        """Returns the middle copies' calls of backward, with what they make again first."""
+    def backward(cls, fold: Fold | None, run: Run, again: set[fx.Node]) -> list[_Folding]:
+        """Returns the middle copies' calls of backward, with what they make again first.
+
+        Args:
+            fold: which copies stand for more.
+            run: its steps are calls or kernels.
+            again: the calls of forward; those in backward are made again.
+        """
         if fold is None:
             return []
         copies = [fold.copy(n.name) for n in run.backward]
-        made = set(run.forward)
+        made = [again.issuperset(n.makes if isinstance(n, Kernel) else (n,)) for n in run.backward]
         first: dict[tuple[int, int], int] = {}
-        for i, (node, copy) in enumerate(zip(run.backward, copies, strict=True)):
-            if copy not in first and node not in made:
+        for i, copy in enumerate(copies):
+            if copy not in first and not made[i]:
                 first[copy] = i
                 while first[copy] and copies[first[copy] - 1] == copy:
                     first[copy] -= 1
-        stops = [first[r, 0] for r in range(len(fold.others))]
-        for r, stop in enumerate(stops):  # what only the first copy needs again from outside
-            while run.backward[stop - 1] in made and copies[stop - 1] == (-1, -1):
-                stop -= 1
-            stops[r] = stop
-        found = [(first[r, 1], stop, r) for r, stop in enumerate(stops)]
-        return [cls(a, b, False, fold.others[r]) for a, b, r in sorted(found)]
+        found = []
+        for r, times in enumerate(fold.others):
+            stop = first[r, 0]
+            while made[stop - 1] and copies[stop - 1] == OUTSIDE:
+                stop -= 1  # what only the first copy needs again from outside
+            found.append(cls(r, first[r, 2], first[r, 1], stop, False, times))
+        return sorted(found, key=lambda f: f.first)
 
 
 def _run(
@@ -375,8 +411,9 @@ def _run(
     The outputs stay.
     """
     dying, read = _last_uses(nodes, outputs, storages.facts)
-    borders = {f.first for f in foldings} | {f.stop for f in foldings}
-    reached: dict[int, tuple[int, int]] = {}
+    start = len(recorder.steps)
+    borders = {at for f in foldings for at in (f.before, f.first, f.stop)}
+    reached: dict[int, Place] = {}
     for position, n in enumerate(nodes):
         if position in borders:
             reached[position] = len(recorder.steps), len(recorder.done)
@@ -394,8 +431,7 @@ def _run(
             if unused not in read:
                 recorder.drop(storages.of(unused))
     for folding in reversed(foldings):
-        first, stop = reached[folding.first], reached[folding.stop]
-        recorder.repeat(first[0], stop[0], stop if folding.after else first, folding.times)
+        recorder.repeat(folding, reached, start)
 
 
 def _last_uses(

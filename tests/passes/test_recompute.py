@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import dcpc
 from dcpc.api import plan
 from dcpc.buckets import Bucket
+from dcpc.ir import OUTSIDE
 from dcpc.passes.recompute import (
     Block,
     Call,
@@ -279,3 +280,19 @@ def test_blocks_that_choose_alike_have_choices_between_those_of_the_hull():
     last = menu.at_price(menu.prices[-1])
     assert last == menu.count
     assert menu.at_price(0.0) == 0
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_what_runs_once_more_before_the_copies_is_a_block_of_its_own(before):
+    """Two blocks made again at once take twice the memory; what flows between them is saved."""
+    calls = network(before + 3)
+
+    def copy(name):
+        layer = int(name[-1]) if name[-1].isdigit() else -1
+        return OUTSIDE if layer < before else (0, layer - before)
+
+    menu = menu_alike(calls, [copy(c.name) for c in calls])
+    assert [b.forward_s for b in menu.blocks] == [209, *[204] * (before + 2), 50]
+    everything = menu.made_again(menu.count)
+    assert not any(n.startswith("sum") for n in everything - {f"sum{before + 2}"})
+    assert {f"up{i}" for i in range(before + 3)} <= everything
