@@ -97,7 +97,7 @@ class _Trouble:
                 work.wait(timedelta(seconds=_LOOK_S))
             except RuntimeError as e:
                 failed = work.is_completed() and work.exception() is not None
-                # gloo's own limit for an operation is the same: it may be up before this rank looks.
+                # gloo has the same limit for an operation: it may be up before this rank looks.
                 if time.monotonic() > self.deadline or (failed and "Timed out" in str(e)):
                     return f"{_WAITED} {self.limit_s:g} s"
                 if failed:

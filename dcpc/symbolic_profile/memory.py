@@ -368,7 +368,8 @@ class _Folding:
         copies = [fold.copy(n.name) for n in run.forward]
         found = []
         for r, times in enumerate(fold.others):
-            found.append(cls(r, *(copies.index((r, copy)) for copy in range(3)), True, times))
+            before, first, stop = (copies.index((r, copy)) for copy in range(3))
+            found.append(cls(r, before, first, stop, True, times))
         return sorted(found, key=lambda f: f.first)
 
     @classmethod
