@@ -184,15 +184,15 @@ def plan_buckets(
     plans: dict[Bucket, BucketPlan] = {}
     tables: dict[Bucket, tuple[Row, ...]] = {}
     left = [*by_bucket]
-    for bucket, variants in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
-        with without_collection():  # graphs are kept, and walked in vain
+    with without_collection():  # graphs are kept, and walked in vain
+        for bucket, variants in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
             left.remove(bucket)
             later = [b for b in left if by_bucket[b] is variants]
             rows = tuple(_rows(variants, bucket, request, later))
-        # Calls outside of planned steps run on aligned blocks; only the planner uses other degrees.
-        own = {(row.sp, row.micro_batch): row for row in rows if request.world % row.sp == 0}
-        plans[bucket] = _choose(variants, bucket, own, request)
-        tables[bucket] = tuple(own.get((row.sp, row.micro_batch), row) for row in rows)
+            # Calls outside of planned steps run on aligned blocks; only the planner uses others.
+            own = {(row.sp, row.micro_batch): row for row in rows if request.world % row.sp == 0}
+            plans[bucket] = _choose(variants, bucket, own, request)
+            tables[bucket] = tuple(own.get((row.sp, row.micro_batch), row) for row in rows)
     return plans, tables
 
 

@@ -31,7 +31,7 @@ _PRODUCTS = (
 )
 # A plan's placement may be one made for another bucket or degree: at these sizes it costs at most
 # this share more than the best.
-NEAR = 0.01
+NEAR = 0.02
 TIE_BREAK_S = 1e-9  # of two placements that send the same bytes, the one with fewer collectives
 
 
@@ -94,6 +94,7 @@ class Variants:
         self._lowerings: dict[tuple[object, ...], Lowering] = {}
         self._partitions: dict[tuple[object, ...], Partition] = {}
         self._profiles: dict[tuple[object, ...], Profile] = {}
+        self._predictions: dict[tuple[object, ...], Prediction] = {}
         self._variants: dict[tuple[object, ...], list[Variant]] = {}
 
     def _folded(self, fewest: int) -> Variants:
@@ -338,9 +339,13 @@ class Variants:
         """Returns the costs at given sizes, on the fullest rank."""
         if self.planner is not self:
             return self.planner.predict(self._planned(placement), recompute, sizes)
-        dims = self.local_sizes(placement, sizes)
-        costs = self._costs(placement, recompute)
-        return self._study(placement).meter.read(costs, dims, self.device)
+        key = (self._key(placement), recompute, tuple(sizes.items()))
+        if key not in self._predictions:
+            dims = self.local_sizes(placement, sizes)
+            costs = self._costs(placement, recompute)
+            found = self._study(placement).meter.read(costs, dims, self.device)
+            self._predictions[key] = found
+        return self._predictions[key]
 
     def live(self, placement: Placement, recompute: int, sizes: Sizes) -> list[tuple[str, int]]:
         """Returns the points of a forward and a backward, and the bytes alive at each.

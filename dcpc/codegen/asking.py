@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 # A question of sizes -> its answer: true, false or a number.
@@ -123,11 +123,18 @@ def again_of(layout: Layout, number: Callable[[Any], Any], mode: FakeTensorMode)
 def _made(layout: Layout, sizes: Sequence[Any], size_bytes: Any, mode: FakeTensorMode) -> Tensor:
     dtype, device, dims, *_ = layout
     shape, strides, offset = sizes[:dims], sizes[dims : 2 * dims], sizes[2 * dims]
+    if _fills_its_memory(layout):
+        return _empty(shape, dtype, device, mode)
+    memory = _empty([size_bytes // dtype.itemsize], dtype, device, mode)
     with mode:
-        if _fills_its_memory(layout):
-            return torch.empty(shape, dtype=dtype, device=device)
-        memory = torch.empty(size_bytes // dtype.itemsize, dtype=dtype, device=device)
         return memory.as_strided(shape, strides, offset)
+
+
+def _empty(
+    shape: Sequence[Any], dtype: torch.dtype, device: torch.device, mode: FakeTensorMode
+) -> Tensor:
+    """Returns a dense fake tensor; `torch.empty` in the mode says the same, at twice the time."""
+    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
 def _fills_its_memory(layout: Layout) -> bool:

@@ -58,6 +58,7 @@ class AlikeCopies:
     def __init__(self, model: PlacementModel, fold: Fold) -> None:
         self.model, self._fold = model, fold
         self._choices: dict[Options, tuple[Choice, ...]] = {}
+        self._twins: dict[tuple[int, int], list[int | None]] = {}
         calls = {n.name for n in model.program.gm.graph.nodes if n.op == "call_function"}
         found: dict[tuple[int, int], list[int]] = {}
         for variable, name in enumerate(model.names):
@@ -145,11 +146,16 @@ class AlikeCopies:
         Raises:
             ValueError: it has none.
         """
-        names, alternatives = self.model.names, self.model.sharding.alternatives
-        if names[source] not in alternatives:
-            return 0
-        wanted = alternatives[names[source]][option].placed
-        return [a.placed for a in alternatives[names[variable]]].index(wanted)
+        pair = variable, source
+        if pair not in self._twins:
+            names, alternatives = self.model.names, self.model.sharding.alternatives
+            own = [a.placed for a in alternatives.get(names[variable], ())]
+            theirs = [a.placed for a in alternatives.get(names[source], ())]
+            self._twins[pair] = [own.index(p) if p in own else None for p in theirs] or [0]
+        found = self._twins[pair][option]
+        if found is None:
+            raise ValueError(f"variable {variable} has no option like {option} of {source}")
+        return found
 
     def _option(self, variable: int, options: Options) -> Option:
         return self.model.kinds[self.model.nodes.kinds[variable]].options[options[variable]]

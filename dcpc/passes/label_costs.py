@@ -6,7 +6,7 @@ entries at 28 layers) and one bucket's prices are a few dozen array operations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -143,6 +143,66 @@ class Prices:
     works_s: Costs
 
 
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """What prices are computed from, as arrays. A size of -1 stands for 1.
+
+    Attributes:
+        values: sizes of each value, `[values, most]`.
+        element_bytes: of each value.
+        changes: kind, value, have, want, backward, `[5, changes]`.
+        moved: (value, share) of what works move, `[moved, 2]`.
+        starts: of each work's among them.
+        made: those that are written, `[works, 2]`.
+        products: sizes of each work, `[works, most]`.
+        parts: of each product, 0 where there is none.
+        shares: of each product.
+        backward: of each work.
+    """
+
+    values: Indices
+    element_bytes: Indices
+    changes: Indices
+    moved: Indices
+    starts: Indices
+    made: Indices
+    products: Indices
+    parts: Costs
+    shares: Indices
+    backward: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls,
+        values: Iterable[tuple[tuple[int, ...], int]],
+        changes: Iterable[Change],
+        works: Collection[Work],
+    ) -> _Lists:
+        """Returns the arrays of a catalogue's entries."""
+        shapes, element_bytes = zip(*values, strict=True) if values else ((), ())
+        moved = np.array([m for w in works for m in w.moved], np.intp).reshape(-1, 2)
+        ends = np.cumsum([len(w.moved) for w in works], dtype=np.intp)
+        rows = [(c.kind, c.value, c.have, c.want, c.backward) for c in changes]
+        return cls(
+            values=_padded(shapes),
+            element_bytes=np.array(element_bytes, np.intp),
+            changes=np.array(rows, np.intp).T,
+            moved=moved,
+            starts=np.append(0, ends)[:-1],
+            made=moved[ends - 1],  # the last tensor is the output
+            products=_padded([w.sizes for w in works]),
+            parts=np.array([w.part if w.sizes else 0.0 for w in works]),
+            shares=np.array([w.share for w in works], np.intp),
+            backward=np.array([w.backward for w in works], np.bool_),
+        )
+
+
+def _padded(rows: Sequence[tuple[int, ...]]) -> Indices:
+    width = max(map(len, rows), default=0)
+    padded = [(*row, *(-1,) * (width - len(row))) for row in rows]
+    return np.array(padded, np.intp).reshape(len(rows), width)
+
+
 class Catalogue:
     """Distinct sizes, shares, values, changes and works; each has an index that does not change."""
 
@@ -155,6 +215,7 @@ class Catalogue:
         self._changes: dict[Change, int] = {free: FREE, never: FORBIDDEN}
         self._works: dict[Work, int] = {}
         self._numbers: dict[tuple[object, ...], Costs] = {}
+        self._listed: tuple[tuple[int, ...], _Lists] | None = None
 
     def size(self, expr: sympy.Expr) -> int:
         """Returns the index of a size."""
@@ -198,17 +259,24 @@ class Catalogue:
 
     def prices(self, numbers: Costs, shares: Costs, sp: int, rates: Rates) -> Prices:
         """Returns the seconds of everything in the catalogue."""
-        values_bytes = np.array(
-            [np.prod(numbers[list(shape)]) * element for shape, element in self._values]
-        )
+        lists = self._lists()
+        numbers = np.append(numbers, 1.0)
+        values_bytes = numbers[lists.values].prod(axis=1) * lists.element_bytes
         return Prices(
-            self._changes_s(values_bytes, shares, sp, rates),
-            self._works_s(values_bytes, numbers, shares, sp, rates),
+            self._changes_s(lists, values_bytes, shares, sp, rates),
+            self._works_s(lists, values_bytes, numbers, shares, sp, rates),
         )
 
-    def _changes_s(self, values_bytes: Costs, shares: Costs, sp: int, rates: Rates) -> Costs:
-        rows = [(c.kind, c.value, c.have, c.want, c.backward) for c in self._changes]
-        kind, value, have, want, backward = np.array(rows, np.intp).T
+    def _lists(self) -> _Lists:
+        counts = len(self._values), len(self._changes), len(self._works)
+        if self._listed is None or self._listed[0] != counts:
+            self._listed = counts, _Lists.of(self._values, self._changes, self._works)
+        return self._listed[1]
+
+    def _changes_s(
+        self, lists: _Lists, values_bytes: Costs, shares: Costs, sp: int, rates: Rates
+    ) -> Costs:
+        kind, value, have, want, backward = lists.changes
         whole = values_bytes[value]
         away = (sp - 1) / sp / rates.link_bytes_per_s
 
@@ -221,8 +289,8 @@ class Catalogue:
         cut = whole * shares[want]
         padding = rates.overhead_s + (whole + cut) / rates.bytes_per_s
         by_kind = {
-            Kind.NONE: np.zeros(len(rows)),
-            Kind.NEVER: np.full(len(rows), np.inf),
+            Kind.NONE: np.zeros(len(kind)),
+            Kind.NEVER: np.full(len(kind), np.inf),
             Kind.ALL_TO_ALL: wire(piece, 4 * piece),
             # What is gathered is kept for backward, in whole.
             Kind.ALL_GATHER: wire(whole, 2 * whole)
@@ -236,22 +304,20 @@ class Catalogue:
         return seconds
 
     def _works_s(
-        self, values_bytes: Costs, numbers: Costs, shares: Costs, sp: int, rates: Rates
+        self,
+        lists: _Lists,
+        values_bytes: Costs,
+        numbers: Costs,
+        shares: Costs,
+        sp: int,
+        rates: Rates,
     ) -> Costs:
         if not self._works:
             return np.zeros(1)
-        moved = np.array([m for w in self._works for m in w.moved], np.intp).reshape(-1, 2)
-        starts = np.cumsum([0, *(len(w.moved) for w in self._works)])[:-1]
+        moved, starts, made, backward = lists.moved, lists.starts, lists.made, lists.backward
         touched = np.add.reduceat(values_bytes[moved[:, 0]] * shares[moved[:, 1]], starts)
-        flops = np.array(
-            [
-                2.0 * np.prod(numbers[list(w.sizes)]) * w.part * shares[w.share] if w.sizes else 0.0
-                for w in self._works
-            ]
-        )
+        flops = 2.0 * numbers[lists.products].prod(axis=1) * lists.parts * shares[lists.shares]
         seconds = np.maximum(touched / rates.bytes_per_s, flops / rates.flops_per_s)
-        backward = np.array([w.backward for w in self._works])
-        made = moved[np.append(starts[1:], len(moved)) - 1]  # the last tensor is the output
         held = values_bytes[made[:, 0]] * shares[made[:, 1]] * rates.held_s_per_byte
         once = seconds + rates.overhead_s
         seconds = once * np.where(backward, 3.0, 1.0)

@@ -29,9 +29,9 @@ from dcpc.runtime.groups import Groups
 
 _POLL_S = 0.05
 # A rank that waits on the wire looks for trouble at its peers this often.
-_LOOK_S = 0.25
+LOOK_S = 0.25
 # From the first report of trouble to the verdict: every rank that waits has looked by then.
-_GRACE_S = 8 * _LOOK_S
+_GRACE_S = 8 * LOOK_S
 # After a connection broke (a peer died) the ranks that live still get this long to arrive.
 _DEAD_S = 10.0
 _BITS = 62
@@ -94,7 +94,7 @@ class _Trouble:
             return self._broken(e)
         while True:
             try:
-                work.wait(timedelta(seconds=_LOOK_S))
+                work.wait(timedelta(seconds=LOOK_S))
             except RuntimeError as e:
                 failed = work.is_completed() and work.exception() is not None
                 # gloo has the same limit for an operation: it may be up before this rank looks.

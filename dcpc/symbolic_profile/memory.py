@@ -160,13 +160,15 @@ class _Recorder:
         resident: storages that are not counted.
         holders: storage -> number of values in it.
         numbers: size -> its number.
+        number_of: storage -> number of its size, once it was allocated.
         made: run of blocks -> storages that its middle copy made.
     """
 
     transient: Transient
     resident: set[int] = field(default_factory=set)
     holders: dict[int, int] = field(default_factory=dict)
-    numbers: dict[sympy.Expr, int] = field(default_factory=dict)
+    numbers: dict[sympy.Expr, int] = field(default_factory=lambda: {ZERO: 0})
+    number_of: dict[int, int] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)
@@ -186,7 +188,8 @@ class _Recorder:
                 continue
             count = self.holders.get(storage, 0)
             if not count:
-                self.steps.append(self.number(size))
+                number = self.number_of[storage] = self.number(size)
+                self.steps.append(number)
                 self.weights.append(1)
                 self.storages.append(storage)
             self.holders[storage] = count + 1
@@ -194,19 +197,19 @@ class _Recorder:
 
     def drop(self, storages: Own) -> None:
         """Removes a value; frees what no other value lies in."""
-        for storage, size in storages:
+        for storage, _ in storages:
             count = self.holders.get(storage, 0)
             if count:
                 self.holders[storage] = count - 1
                 if count == 1:
-                    self.steps.append(self.number(size))
+                    self.steps.append(self.number_of[storage])
                     self.weights.append(-1)
                     self.storages.append(storage)
 
     def mark(self, name: str, transient: sympy.Expr) -> None:
         """Notes a program point."""
         self.done.append(len(self.steps))
-        self.transients.append(self.number(transient))
+        self.transients.append(0 if transient is ZERO else self.number(transient))
         self.names.append(name)
 
     def repeat(self, folding: _Folding, reached: Mapping[int, Place], start: int) -> None:
@@ -265,8 +268,14 @@ class _Storages:
 
     def enter(self, node: fx.Node) -> Own:
         """Gives a node's value its storages: its inputs' where it is a view, else new ones."""
+        aliases = self.facts.aliases(node)
+        if len(aliases) == 1:
+            source, first, size = aliases[0]
+            one = (next(self._count), size) if source is None else self._own[source][first]
+            self._own[node] = only = (one,)
+            return only
         own: list[tuple[int, sympy.Expr]] = []
-        for source, first, size in self.facts.aliases(node):
+        for source, first, size in aliases:
             if source is not None:
                 own.append(self._own[source][first])
             else:
@@ -415,22 +424,24 @@ def _run(
     start = len(recorder.steps)
     borders = {at for f in foldings for at in (f.before, f.first, f.stop)}
     reached: dict[int, Place] = {}
+    made: Sequence[fx.Node]
+    enter, hold, drop, of = storages.enter, recorder.hold, recorder.drop, storages.of
     for position, n in enumerate(nodes):
         if position in borders:
             reached[position] = len(recorder.steps), len(recorder.done)
-        made: Sequence[fx.Node]
         if isinstance(n, Kernel):
             made, own, transient = n.makes, storages.make(n), ZERO
         else:
-            made, own, transient = (n,), storages.enter(n), recorder.transient(n)
-        allocated = recorder.hold(own)
+            made, own, transient = (n,), enter(n), recorder.transient(n)
+        allocated = hold(own)
         if allocated or transient is not ZERO:
             recorder.mark(n.name, transient)
-        for used in dying.get(position, ()):
-            recorder.drop(storages.of(used))
+        if position in dying:
+            for used in dying[position]:
+                drop(of(used))
         for unused in made:
             if unused not in read:
-                recorder.drop(storages.of(unused))
+                drop(of(unused))
     for folding in reversed(foldings):
         recorder.repeat(folding, reached, start)
 

@@ -35,7 +35,7 @@ def mixed(rank: int):
 
 
 def late(rank: int, look_s: float):
-    agreement._LOOK_S = look_s
+    agreement.LOOK_S = look_s
     groups = Groups.default(timeout_s=3)
     if rank == 2:
         time.sleep(7)
