@@ -39,8 +39,8 @@ def late(rank: int, look_s: float):
     groups = Groups.default(timeout_s=3)
     if rank == 2:
         time.sleep(7)
-    elif rank == 1:
-        time.sleep(2)  # its own time would be up much later than rank 0's
+    elif rank == 1 and look_s < 1:
+        time.sleep(2)  # its own time would be up much later than rank 0's; it looks for trouble
     return refused(groups, 4, "step", str(rank // 4))
 
 
