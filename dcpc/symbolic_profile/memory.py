@@ -236,7 +236,8 @@ class _Recorder:
         late = self._left(folding, made, [i for i in frees if i >= stop], (start, first))
         handed = [i for i in frees if self.storages[i] in made and i not in late]
         more.subtract(self.steps[i] for i in handed)
-        for i, left in late.items():
+        left = min(folding.times, MOST_READS)
+        for i in late:
             self.weights[i] *= 1 + left
         own: Events = [*zip(*(kept[first:stop] for kept in self._events), strict=True)]
         differing: Events = [(size, count, -1) for size, count in more.items() if count]
@@ -247,8 +248,9 @@ class _Recorder:
         # What it frees more than its steps say it may free last, what less it keeps from the start.
         self._insert(stop, end, [event for event in differing if event[1] < 0], 1)
         self._insert(first, begin, [event for event in differing if event[1] > 0], 1)
-        few = ((i, left - folding.times) for i, left in late.items() if left < folding.times)
-        self._insert(first, begin, [(self.steps[i], count, -1) for i, count in few], 1)
+        if left < folding.times:
+            summed = [(self.steps[i], left - folding.times, -1) for i in late]
+            self._insert(first, begin, summed, 1)
         self._insert(first, begin, [*own, *differing], folding.times - 1)
         self._insert(first, begin, own, 1)
         self.done[begin:begin], self.transients[begin:begin] = done, transients
@@ -256,11 +258,10 @@ class _Recorder:
 
     def _left(
         self, folding: _Folding, made: set[int], frees: Sequence[int], before: Place
-    ) -> dict[int, int]:
+    ) -> list[int]:
         """Returns the frees of what all copies leave to a fused kernel that sums it up.
 
-        Of each, for how many other copies it frees it as well. The kernel frees what copies before
-        the middle one made, too, or runs after the first copy.
+        It frees what copies before the middle one made, too, or runs after the first copy.
 
         Args:
             folding: where the copies are.
@@ -269,15 +270,13 @@ class _Recorder:
             before: steps of backward before it, from and up to.
         """
         if not folding.first_copy:
-            return {}
+            return []
         points = range(len(self.names) - 1, -1, -1)
         end = next((self.done[p] for p in points if self.names[p] in folding.first_copy), 0)
         earlier = {self.storages[i] for i in range(*before) if self.weights[i] > 0}
         kernel = {i: (self.steps[i], bisect_right(self.done, i)) for i in frees}
         sums = {kernel[i] for i in frees if self.storages[i] in earlier}
-        own = [i for i in frees if self.storages[i] in made and (i >= end or kernel[i] in sums)]
-        parts = Counter(kernel[i] for i in own)
-        return {i: min(folding.times, MOST_READS // parts[kernel[i]]) for i in own}
+        return [i for i in frees if self.storages[i] in made and (i >= end or kernel[i] in sums)]
 
     @property
     def _events(self) -> tuple[list[int], list[int], list[int]]:
