@@ -388,6 +388,13 @@ def _between(borders: set[int]) -> list[tuple[int, int]]:
 
 
 def _read_outside(calls: Sequence[Call], blocks: Sequence[tuple[int, int]]) -> set[str]:
-    """Names of the values that a block other than their own reads."""
+    """Names of the values that a block other than their own reads, and what these are views of.
+
+    A view is made again wherever it is read: what it is of has to be there for the other block.
+    """
     block_of = {c.name: i for i, (low, high) in enumerate(blocks) for c in calls[low:high]}
-    return {name for c in calls for name in c.reads if block_of[name] != block_of[c.name]}
+    outside = {name for c in calls for name in c.reads if block_of[name] != block_of[c.name]}
+    for call in reversed(calls):
+        if call.name in outside and not call.savable:
+            outside.update(call.reads)
+    return outside

@@ -15,6 +15,7 @@ the C++ backend. Not followed: loops that do not match although they have as man
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -320,6 +321,8 @@ class _Fusion:
         for at, step in enumerate(self.steps):
             if isinstance(step, _Draft):
                 self._finish(step, readers, {n for n, t in last.items() if t == at})
+            elif step.target is operator.getitem:
+                self._read([step])  # right away: what else the call returned is not kept for it
             elif not self._is_view(step):
                 self._read(step.all_input_nodes)
                 self.done[step] = None

@@ -17,6 +17,7 @@ number of copies, so that the first and the last of them have the peak of all.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,13 +29,14 @@ from torch import fx
 
 from dcpc.ir import OUTSIDE, Fold, Partition, Schedule
 from dcpc.symbolic_profile.facts import Facts
-from dcpc.symbolic_profile.fusion import Kernel, fuse
+from dcpc.symbolic_profile.fusion import MOST_READS, Kernel, fuse
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers
 
 Transient = Callable[[fx.Node], sympy.Expr]
 Own = tuple[tuple[int, sympy.Expr], ...]  # identity and bytes of each storage of a value
 Steps = Sequence[fx.Node | Kernel]
 Place = tuple[int, int]  # steps, points before it
+Events = list[tuple[int, int, int]]  # number of a size, weight, storage
 ZERO = sympy.Integer(0)  # sympy has one zero
 
 
@@ -213,39 +215,84 @@ class _Recorder:
         self.names.append(name)
 
     def repeat(self, folding: _Folding, reached: Mapping[int, Place], start: int) -> None:
-        """Does the steps of a middle copy again for the others, without points between them.
+        """Does the steps of a middle copy again for the others.
 
         What these free of the one before them is what the copy after the middle one frees of it:
         the copy before may hand on something else, or the middle one be the last that reads a value
-        from outside. The difference is made up after the steps. What all copies leave to the end, a
-        sum of parts, is freed there.
+        from outside. The difference is made up after the steps. What all copies leave to the end,
+        parts of a sum that a fused kernel makes, is freed there, but for what so many are that the
+        kernel before it makes their sum.
+
+        In forward the last copy has all that the others keep. In backward it has nothing of what
+        they hand on: the first of them may need the most, and gets points of its own.
 
         Args:
             folding: where the copies are.
             reached: steps and points before each place.
             start: first step of the phase.
         """
-        low, first, stop = (reached[p][0] for p in (folding.before, folding.first, folding.stop))
+        (first, begin), (stop, end) = reached[folding.first], reached[folding.stop]
         made = self.made.setdefault(folding.run, set())
         made |= {self.storages[i] for i in range(first, stop) if self.weights[i] > 0}
-        earlier = {self.storages[i] for i in range(low, first) if self.weights[i] > 0}
         frees = [i for i in range(start, len(self.steps)) if self.weights[i] < 0]
         more = Counter(self.steps[i] for i in frees if first <= i < stop)
-        late = Counter(self.steps[i] for i in frees if i >= stop and self.storages[i] in earlier)
-        for i in reversed(frees):
-            if self.storages[i] in made:
-                if i >= stop and late[self.steps[i]]:
-                    late[self.steps[i]] -= 1
-                    self.weights[i] *= 1 + folding.times
-                else:
-                    more[self.steps[i]] -= 1
-        differing = [(size, count) for size, count in more.items() if count]
-        steps = [*self.steps[first:stop], *(size for size, _ in differing)]
-        weights = [*self.weights[first:stop], *(count for _, count in differing)]
-        at, point = reached[folding.stop if folding.after else folding.first]
+        late = self._left(folding, made, [i for i in frees if i >= stop], (start, first))
+        handed = [i for i in frees if self.storages[i] in made and i not in late]
+        more.subtract(self.steps[i] for i in handed)
+        left = min(folding.times, MOST_READS)
+        for i in late:
+            self.weights[i] *= 1 + left
+        own: Events = [*zip(*(kept[first:stop] for kept in self._events), strict=True)]
+        differing: Events = [(size, count, -1) for size, count in more.items() if count]
+        if folding.after:
+            self._insert(stop, end, [*own, *differing], folding.times)
+            return
+        done, transients = self.done[begin:end], self.transients[begin:end]
+        # What it frees more than its steps say it may free last, what less it keeps from the start.
+        self._insert(stop, end, [event for event in differing if event[1] < 0], 1)
+        self._insert(first, begin, [event for event in differing if event[1] > 0], 1)
+        if left < folding.times:
+            summed = [(self.steps[i], left - folding.times, -1) for i in late]
+            self._insert(first, begin, summed, 1)
+        self._insert(first, begin, [*own, *differing], folding.times - 1)
+        self._insert(first, begin, own, 1)
+        self.done[begin:begin], self.transients[begin:begin] = done, transients
+        self.names[begin:begin] = self.names[begin:end]
+
+    def _left(
+        self, folding: _Folding, made: set[int], frees: Sequence[int], before: Place
+    ) -> list[int]:
+        """Returns the frees of what all copies leave to a fused kernel that sums it up.
+
+        It frees what copies before the middle one made, too, or runs after the first copy.
+
+        Args:
+            folding: where the copies are.
+            made: storages that the middle copy made.
+            frees: those after it.
+            before: steps of backward before it, from and up to.
+        """
+        if not folding.first_copy:
+            return []
+        points = range(len(self.names) - 1, -1, -1)
+        end = next((self.done[p] for p in points if self.names[p] in folding.first_copy), 0)
+        earlier = {self.storages[i] for i in range(*before) if self.weights[i] > 0}
+        kernel = {i: (self.steps[i], bisect_right(self.done, i)) for i in frees}
+        sums = {kernel[i] for i in frees if self.storages[i] in earlier}
+        return [i for i in frees if self.storages[i] in made and (i >= end or kernel[i] in sums)]
+
+    @property
+    def _events(self) -> tuple[list[int], list[int], list[int]]:
+        return self.steps, self.weights, self.storages
+
+    def _insert(self, at: int, point: int, events: Events, times: int) -> None:
+        """Puts steps before others, and before a point, so many times."""
+        if not events or not times:
+            return
+        steps, weights, storages = zip(*events, strict=True)
         self.steps[at:at] = steps
-        self.weights[at:at] = [w * folding.times for w in weights]
-        self.storages[at:at] = [*self.storages[first:stop], *(-1 for _ in differing)]
+        self.weights[at:at] = [w * times for w in weights]
+        self.storages[at:at] = storages
         self.done[point:] = [d + len(steps) for d in self.done[point:]]
 
 
@@ -334,7 +381,7 @@ def timeline_of(
         recorder.drop(value)
     recorder.mark("backward", ZERO)
     outputs = [g for g in run.gradients if g is not None]
-    _run(run.backward, outputs, recorder, storages, _Folding.backward(fold, run, again))
+    _run(run.backward, outputs, recorder, storages, _Folding.backward(fold, run, again, fuses))
     gradients = _distinct(outputs, [storages.of(n) for n in outputs], set(), fold)
     return Timeline(
         sizes=tuple(recorder.numbers),
@@ -355,19 +402,19 @@ class _Folding:
 
     Attributes:
         run: number of the run of blocks.
-        before: position of the first call of the copy that runs before the middle one.
         first: position of the middle copy's first call.
         stop: position after its last.
         after: whether the others run after it (forward) or before it.
         times: how many others.
+        first_copy: names of the first copy's steps in backward, where kernels are fused.
     """
 
     run: int
-    before: int
     first: int
     stop: int
     after: bool
     times: int
+    first_copy: frozenset[str] = frozenset()
 
     @classmethod
     def forward(cls, fold: Fold | None, run: Run) -> list[_Folding]:
@@ -377,18 +424,20 @@ class _Folding:
         copies = [fold.copy(n.name) for n in run.forward]
         found = []
         for r, times in enumerate(fold.others):
-            before, first, stop = (copies.index((r, copy)) for copy in range(3))
-            found.append(cls(r, before, first, stop, True, times))
+            found.append(cls(r, copies.index((r, 1)), copies.index((r, 2)), True, times))
         return sorted(found, key=lambda f: f.first)
 
     @classmethod
-    def backward(cls, fold: Fold | None, run: Run, again: set[fx.Node]) -> list[_Folding]:
+    def backward(
+        cls, fold: Fold | None, run: Run, again: set[fx.Node], fuses: bool
+    ) -> list[_Folding]:
         """Returns the middle copies' calls of backward, with what they make again first.
 
         Args:
             fold: which copies stand for more.
             run: its steps are calls or kernels.
             again: the calls of forward; those in backward are made again.
+            fuses: whether steps are fused kernels.
         """
         if fold is None:
             return []
@@ -405,7 +454,9 @@ class _Folding:
             stop = first[r, 0]
             while made[stop - 1] and copies[stop - 1] == OUTSIDE:
                 stop -= 1  # what only the first copy needs again from outside
-            found.append(cls(r, first[r, 2], first[r, 1], stop, False, times))
+            own = zip(run.backward, copies, strict=True)
+            steps = frozenset(n.name for n, copy in own if fuses and copy == (r, 0))
+            found.append(cls(r, first[r, 1], stop, False, times, steps))
         return sorted(found, key=lambda f: f.first)
 
 
@@ -422,7 +473,7 @@ def _run(
     """
     dying, read = _last_uses(nodes, outputs, storages.facts)
     start = len(recorder.steps)
-    borders = {at for f in foldings for at in (f.before, f.first, f.stop)}
+    borders = {at for f in foldings for at in (f.first, f.stop)}
     reached: dict[int, Place] = {}
     made: Sequence[fx.Node]
     enter, hold, drop, of = storages.enter, recorder.hold, recorder.drop, storages.of

@@ -296,3 +296,20 @@ def test_what_runs_once_more_before_the_copies_is_a_block_of_its_own(before):
     everything = menu.made_again(menu.count)
     assert not any(n.startswith("sum") for n in everything - {f"sum{before + 2}"})
     assert {f"up{i}" for i in range(before + 3)} <= everything
+
+
+def test_what_another_block_reads_a_view_of_is_saved():
+    """Else the next block's backward makes it again, and all that is before it."""
+    calls: list[Call] = []
+    for i in range(6):
+        reads = [f"view{i - 1}"] if i else []
+        calls += [
+            call(f"up{i}", reads, seconds=50, size=4, needed=True, kind="up"),
+            call(f"act{i}", [f"up{i}"], seconds=3, size=4, needed=True, kind="act"),
+            call(f"down{i}", [f"act{i}"], seconds=50, size=1, kind="down"),
+            call(f"view{i}", [f"down{i}"], seconds=0, savable=False, needed=True, kind="view"),
+        ]
+    menu = menu_alike(calls, [(0, i // 4) for i in range(len(calls))])
+    everything = menu.made_again(menu.count)
+    assert {f"up{i}" for i in range(6)} <= everything
+    assert not any(f"down{i}" in everything for i in range(5))
