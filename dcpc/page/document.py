@@ -93,7 +93,7 @@ SETTINGS_NOTE = (
     "The best micro-batch of each degree: seconds of a sample on its group, then the micro-batch, "
     "steps of recompute taken of those there are, peak of activations and gradients on a rank, and "
     "the ranks' time a sample as a multiple of the chosen one's. Green is chosen; point at a cell "
-    "for what binds it. Not tried: degrees above twice the last that made a sample a tenth faster."
+    "for what binds it. Not tried: degrees above twice the last that made a sample a fifth faster."
 )
 CHOICES_NOTE = "Neighbouring buckets with the same choice are merged; a line ends where it changes."
 PEAK_NOTE = (
