@@ -188,7 +188,7 @@ class Oracle:
         return total + sum(self.change(n, placement[n].output, want) for n, want in changes)
 
     def minimum(self, time_limit_s: float = 300.0) -> float:
-        """Returns the least cost of any placement.
+        """Returns the least cost of any placement: that of the solver's, as `cost` counts it.
 
         Variables: x[node, alternative] is 0/1; y[value, label], "changed to this label", is at
         least every consumer's wish; z[value, have, want] shares y out among the labels it may be
@@ -227,7 +227,8 @@ class Oracle:
                 for want in dict.fromkeys(a.operands[position] for a in variables):
                     wishes = {v: 1.0 for a, v in variables.items() if a.operands[position] == want}
                     problem.require({**wishes, changed(source, want): -1.0}, -inf, 0)
-        return problem.solve(time_limit_s)
+        taken = problem.solve(time_limit_s)
+        return self.cost({n: a for n, of in x.items() for a, v in of.items() if taken[v]})
 
 
 class _Problem:
@@ -248,7 +249,8 @@ class _Problem:
         self.rows.append(dict(terms))
         self.bounds.append((least, most))
 
-    def solve(self, time_limit_s: float) -> float:
+    def solve(self, time_limit_s: float) -> list[bool]:
+        """Returns which variables are 1; the solver takes for 0 or 1 what is within 1e-6 of it."""
         costs = np.array(self.costs)
         never = np.isinf(costs)
         scale = costs[~never].max()
@@ -267,5 +269,5 @@ class _Problem:
         )
         if result.status != 0:
             raise RuntimeError(f"milp stopped without a proved optimum: {result.message}")
-        return float(result.fun) * float(scale)
+        return [bool(value > 0.5) for value in result.x]
 

@@ -15,17 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-import dcpc.random_ops  # noqa: F401 - registers the ops
 from dcpc.ir import Fold, NodePlacement, Placement, Program
 from dcpc.passes.placement import zigzag
 from dcpc.passes.sharding import Sharding
+from dcpc.random_ops import DRAWS, INDEX
 from dcpc.repeats import aligned, repeated_runs
 
 FEWEST = 6  # copies of a block that are worth it
-# Calls that draw, and the argument that tells them apart: it changes the numbers, not what they
-# cost.
-RANDOM = (torch.ops.dcpc.uniform.default, torch.ops.dcpc.normal.default)
-INDEX = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +105,7 @@ def _kind(node: fx.Node, program: Program) -> Hashable:
     info, scalar = program.info.get(node.name), program.scalars.get(node.name)
     made = None if info is None else (info.shape, info.dtype, info.requires_grad)
     args = node.args
-    if node.target in RANDOM:
+    if node.target in DRAWS:  # the index changes the numbers, not what they cost
         args = (*args[:INDEX], *args[INDEX + 1 :])
     arguments = fx.node.map_aggregate((args, dict(node.kwargs)), plain)
     return str(node.target), repr(arguments), str(made), str(scalar)

@@ -331,7 +331,7 @@ class Schedule:
     gradients: tuple[fx.Node | None, ...]
 
 
-OUTSIDE = (-1, -1)
+OUTSIDE = (-1, -1)  # the run and copy of what is in no copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,10 @@ def normal(
     return torch.randn(size, generator=generator, dtype=dtype, device=device)
 
 
+DRAWS = (torch.ops.dcpc.uniform.default, torch.ops.dcpc.normal.default)
+INDEX = 3  # which of their arguments tells the draws of one graph apart
+
+
 @uniform.register_fake
 @normal.register_fake
 def _(

@@ -13,7 +13,7 @@ from dcpc.acceptance import Split
 from dcpc.api import plan
 from dcpc.folding import fold
 from dcpc.ir import Placement
-from dcpc.symbolic_profile import Ledger, Meter, evaluator
+from dcpc.symbolic_profile import Costs, Ledger, Meter, evaluator
 from dcpc.variants import Variants
 from models.gpt import GPT, GPTConfig
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig
@@ -32,11 +32,16 @@ CLIPS = {
 }
 
 
-def gpt(layers: int, backend: str = "eager") -> Variants:
+BUCKETS = dcpc.Buckets(inputs=TOKENS, sizes=[{"seq": 64}, {"seq": 1024}])
+
+
+def variants_of(model: nn.Module, backend: str = "eager") -> Variants:
+    return plan(model, BUCKETS, device="h200", memory=1e12, sp=1, backend=backend).variants
+
+
+def gpt(layers: int) -> nn.Module:
     with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=64, dim=32, n_layers=layers, n_heads=4))
-    buckets = dcpc.Buckets(inputs=TOKENS, sizes=[{"seq": 64}, {"seq": 1024}])
-    return plan(model, buckets, device="h200", memory=1e12, sp=1, backend=backend).variants
+        return GPT(GPTConfig(vocab_size=64, dim=32, n_layers=layers, n_heads=4))
 
 
 def whole(variants: Variants) -> Variants:
@@ -52,7 +57,7 @@ def numbers(prediction) -> tuple:
 
 @pytest.fixture(scope="module")
 def deep() -> Variants:
-    return gpt(8)
+    return variants_of(gpt(8))
 
 
 @pytest.mark.parametrize("sp", [1, 2, 3])
@@ -63,17 +68,31 @@ def test_it_costs_what_all_blocks_cost(deep, sp):
     check(deep, ours)
 
 
+class Blocks:
+    """The graph of all blocks of a folded model, at some sizes."""
+
+    def __init__(self, mine: Variants, placement: Placement, at: Mapping[str, int]) -> None:
+        self.mine, self.placement = mine, placement
+        self.lowering = mine.lowering(placement)
+        names, fuses = self.lowering.joint.names, mine.backend == "inductor"
+        self.ledger = Ledger(names, placement.sp, fuses=fuses, gpu=mine.device.gpu)
+        self.meter = Meter(self.ledger, [*self.lowering.joint.gm.graph.nodes])
+        dims = {mine.program.symbols[n]: s for n, s in at.items()}
+        integers = self.lowering.lowered.integers
+        self.local = {i.name: i.value(dims, placement.sp, 0) for i in integers}
+
+    def costs(self, k: int) -> Costs:
+        again = self.mine.made_again(self.placement, k)
+        return self.ledger.costs(self.lowering.schedule(again))
+
+
 def check(mine: Variants, placement: Placement, at: Mapping[str, int] = SIZES) -> None:
     """What is predicted of a folded model is what the graph of all its blocks costs."""
-    sp = placement.sp
-    lowering = mine.lowering(placement)
-    ledger = Ledger(lowering.joint.names, sp, gpu=mine.device.gpu)
-    meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
-    dims = {mine.program.symbols[n]: s for n, s in at.items()}
-    local = {i.name: i.value(dims, sp, 0) for i in lowering.lowered.integers}
+    blocks = Blocks(mine, placement, at)
+    ledger, meter, local = blocks.ledger, blocks.meter, blocks.local
     every = mine.steps(placement)
     for k in {0, 1, every // 2, every}:
-        costs = ledger.costs(lowering.schedule(mine.made_again(placement, k)))
+        costs = blocks.costs(k)
         expected = meter.read(costs, local, mine.device)
         assert numbers(mine.predict(placement, k, at)) == numbers(expected)
         a, b = mine.profile(placement, k), ledger.profile(costs)
@@ -89,7 +108,7 @@ def check(mine: Variants, placement: Placement, at: Mapping[str, int] = SIZES) -
 @pytest.mark.parametrize("sp", [1, 2])
 def test_it_costs_what_all_kernels_cost(sp):
     """A fused kernel may read what several blocks made: it is not the copies' own."""
-    deep = gpt(8, "inductor")
+    deep = variants_of(gpt(8), "inductor")
     assert deep.planner is not deep
     check_kernels(deep, deep.placement(SIZES, sp))
 
@@ -98,16 +117,10 @@ def check_kernels(
     mine: Variants, placement: Placement, at: Mapping[str, int] = SIZES, rel: float = 5e-4
 ) -> None:
     """The same of a model that Inductor runs, to what a copy's borders add or hide."""
-    sp = placement.sp
-    lowering = mine.lowering(placement)
-    ledger = Ledger(lowering.joint.names, sp, fuses=True, gpu=mine.device.gpu)
-    meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
-    dims = {mine.program.symbols[n]: s for n, s in at.items()}
-    local = {i.name: i.value(dims, sp, 0) for i in lowering.lowered.integers}
-    every = mine.steps(placement)
+    blocks, every = Blocks(mine, placement, at), mine.steps(placement)
     for k in (0, every // 2, every):
-        costs = ledger.costs(lowering.schedule(mine.made_again(placement, k)))
-        expected, found = meter.read(costs, local, mine.device), mine.predict(placement, k, at)
+        expected = blocks.meter.read(blocks.costs(k), blocks.local, mine.device)
+        found = mine.predict(placement, k, at)
         assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=rel)
         assert found.saved_bytes == expected.saved_bytes
         assert found.seconds_s == pytest.approx(expected.seconds_s, rel=1e-9)
@@ -139,8 +152,7 @@ def test_values_that_all_copies_read(backend, dropout):
     """Their gradients are summed copy by copy, or by a kernel at the end. Draws are alike."""
     with torch.device("meta"):
         model = Shares(6, dropout)
-    buckets = dcpc.Buckets(inputs=TOKENS, sizes=[{"seq": 64}, {"seq": 1024}])
-    variants = plan(model, buckets, device="h200", memory=1e12, sp=1, backend=backend).variants
+    variants = variants_of(model, backend)
     assert variants.planner is not variants
     placement = variants.placement(SIZES, 1)
     if backend == "eager":
@@ -152,17 +164,14 @@ def test_values_that_all_copies_read(backend, dropout):
 @pytest.mark.parametrize("attention", ["heads", pytest.param("ring", marks=pytest.mark.slow)])
 def test_it_costs_what_runs_where_ties_split_the_first_block_otherwise(attention):
     """Then no two blocks of a rank's graph need be the same calls: the copies are the blocks."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=64, dim=32, n_layers=7, n_heads=4))
-    buckets = dcpc.Buckets(inputs=TOKENS, sizes=[{"seq": 64}, {"seq": 1024}])
-    split = Split(model, buckets, SIZES, sp=2, attention=attention)
+    split = Split(gpt(7), BUCKETS, SIZES, sp=2, attention=attention)
     assert split.variants.planner is not split.variants
     check(split.variants, split.placement)
 
 
 def test_three_copies_stand_for_any_number(deep):
     """The costs of a shallow trace say those of a deep model."""
-    shallow = gpt(3)
+    shallow = variants_of(gpt(3))
     folded = fold(shallow.program, fewest=3)
     folded = dataclasses.replace(folded, others=(5,))
     given = (shallow.device, shallow.backend, shallow.tensors, shallow.reference)
@@ -173,7 +182,7 @@ def test_three_copies_stand_for_any_number(deep):
 
 
 def test_what_is_not_repeated_enough_is_not_folded():
-    assert fold(gpt(3).program) is None
+    assert fold(variants_of(gpt(3)).program) is None
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from dcpc.buckets import Bucket
 from dcpc.page.degrees import Cell, cells
 from dcpc.page.plots import Plots, draw_plots
 from dcpc.page.what_if import WhatIf, cell_text, crossing_lines
+from dcpc.passes.choose import FASTER
 from dcpc.passes.crossovers import choice_text, degree_changes, lengths_text, stretches
 from dcpc.planning import Planned
 from dcpc.symbolic_profile import (
@@ -93,7 +94,8 @@ SETTINGS_NOTE = (
     "The best micro-batch of each degree: seconds of a sample on its group, then the micro-batch, "
     "steps of recompute taken of those there are, peak of activations and gradients on a rank, and "
     "the ranks' time a sample as a multiple of the chosen one's. Green is chosen; point at a cell "
-    "for what binds it. Not tried: degrees above twice the last that made a sample a fifth faster."
+    "for what binds it. Not tried: degrees above twice the last that made a sample "
+    f"{FASTER:.0%} faster."
 )
 CHOICES_NOTE = "Neighbouring buckets with the same choice are merged; a line ends where it changes."
 PEAK_NOTE = (

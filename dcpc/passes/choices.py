@@ -8,7 +8,7 @@ from math import inf
 
 import numpy as np
 
-from dcpc.ir import Fold
+from dcpc.ir import OUTSIDE, Fold
 from dcpc.passes.label_costs import FREE, WHOLE, Costs, Indices, Prices
 from dcpc.passes.placement_model import PlacementModel
 from dcpc.passes.rule_types import is_ring
@@ -65,7 +65,7 @@ def choice_of(model: PlacementModel, fold: Fold | None, options: Sequence[int]) 
     nodes = model.nodes
     chosen = [model.kinds[k].options[o] for k, o in zip(nodes.kinds, options, strict=True)]
     counts = [1 if fold is None else fold.count(name) for name in nodes.names]
-    outside = [fold is not None and fold.copy(name)[1] < 0 for name in nodes.names]
+    outside = [fold is not None and fold.copy(name) == OUTSIDE for name in nodes.names]
     wanted: list[dict[int, list[int]]] = [{} for _ in chosen]  # label -> counts of who wants it
     for node, sources in enumerate(nodes.sources):
         for position, source in enumerate(sources):

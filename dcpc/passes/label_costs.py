@@ -6,7 +6,7 @@ entries at 28 layers) and one bucket's prices are a few dozen array operations.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -174,8 +174,8 @@ class _Lists:
     @classmethod
     def of(
         cls,
-        values: Iterable[tuple[tuple[int, ...], int]],
-        changes: Iterable[Change],
+        values: Collection[tuple[tuple[int, ...], int]],
+        changes: Collection[Change],
         works: Collection[Work],
     ) -> _Lists:
         """Returns the arrays of a catalogue's entries."""

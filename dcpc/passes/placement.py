@@ -28,7 +28,7 @@ import numpy as np
 
 from dcpc.errors import PlanError
 from dcpc.garbage import without_collection
-from dcpc.ir import Fold, NodePlacement, Placement, Program
+from dcpc.ir import OUTSIDE, Fold, NodePlacement, Placement, Program
 from dcpc.passes.alike_copies import AlikeCopies
 from dcpc.passes.elimination import CostNetwork, Solution
 from dcpc.passes.label_costs import Costs, Prices, Rates
@@ -266,5 +266,5 @@ class _Weights:
         """Returns how often the cost of an edge counts."""
         if self._fold is None:
             return 1
-        outside = self._fold.copy(self._names[producer])[1] < 0
+        outside = self._fold.copy(self._names[producer]) == OUTSIDE
         return self.of(consumer if outside else producer)

@@ -79,12 +79,7 @@ def run_ranks(
         for rank in range(world):
             inherited = [c.pipe for c in children] if fork else []
             children.append(_start(fn, args, rank, world, init, timeout_s, fork, inherited))
-        # The store has a thread. A fork while it is at work copies the locks it holds (of name
-        # look-ups, for one), and no thread that would let them go.
-        limit = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit
-        )
+        store = _store(timeout_s)
         for child in children:
             with contextlib.suppress(BrokenPipeError):  # it died: its peers wait in vain
                 child.pipe.send(store.port)
@@ -101,6 +96,17 @@ def run_ranks(
     if problems:
         raise RanksError(f"{len(problems)} of {world} ranks failed\n" + "\n".join(problems))
     return [child.result for child in children]
+
+
+def _store(timeout_s: float) -> Any:
+    """Returns the rendezvous store, to be made once all ranks are processes.
+
+    It has a thread. A fork while that is at work copies the locks it holds (of name look-ups, for
+    one), and no thread that would let them go.
+    """
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 def _start(

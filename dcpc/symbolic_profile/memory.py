@@ -160,14 +160,8 @@ class _Storages:
 
     def enter(self, node: fx.Node) -> Own:
         """Gives a node's value its storages: its inputs' where it is a view, else new ones."""
-        aliases = self.facts.aliases(node)
-        if len(aliases) == 1:
-            source, first, size = aliases[0]
-            one = (next(self._count), size) if source is None else self._own[source][first]
-            self._own[node] = only = (one,)
-            return only
         own: list[tuple[int, sympy.Expr]] = []
-        for source, first, size in aliases:
+        for source, first, size in self.facts.aliases(node):
             if source is not None:
                 own.append(self._own[source][first])
             else:
@@ -207,10 +201,10 @@ def timeline_of(
         fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
     """
     again = set(run.forward)
+    outputs = [g for g in run.gradients if g is not None]
     if fuses:
-        returned = [g for g in run.gradients if g is not None]
         forward: Any = fuse(run.forward, [run.loss, *run.saved], facts)
-        backward: Any = fuse(run.backward, returned, facts)
+        backward: Any = fuse(run.backward, outputs, facts)
         run = replace(run, forward=forward, backward=backward)
     recorder, storages = Recorder(transient), _Storages(facts)
     recorder.resident = {storage for n in run.primals for storage, _ in storages.enter(n)}
@@ -226,7 +220,6 @@ def timeline_of(
     for value in kept:
         recorder.drop(value)
     recorder.mark("backward", ZERO)
-    outputs = [g for g in run.gradients if g is not None]
     middle = Folding.backward(fold, run.backward, again, fuses)
     _run(run.backward, outputs, recorder, storages, middle)
     gradients = _distinct(outputs, [storages.of(n) for n in outputs], set(), fold)
@@ -258,24 +251,22 @@ def _run(
     start = len(recorder.steps)
     borders = {at for f in foldings for at in (f.first, f.stop)}
     reached: dict[int, Place] = {}
-    made: Sequence[fx.Node]
-    enter, hold, drop, of = storages.enter, recorder.hold, recorder.drop, storages.of
     for position, n in enumerate(nodes):
         if position in borders:
             reached[position] = len(recorder.steps), len(recorder.done)
+        made: Sequence[fx.Node]
         if isinstance(n, Kernel):
             made, own, transient = n.makes, storages.make(n), ZERO
         else:
-            made, own, transient = (n,), enter(n), recorder.transient(n)
-        allocated = hold(own)
+            made, own, transient = (n,), storages.enter(n), recorder.transient(n)
+        allocated = recorder.hold(own)
         if allocated or transient is not ZERO:
             recorder.mark(n.name, transient)
-        if position in dying:
-            for used in dying[position]:
-                drop(of(used))
+        for used in dying.get(position, ()):
+            recorder.drop(storages.of(used))
         for unused in made:
             if unused not in read:
-                drop(of(unused))
+                recorder.drop(storages.of(unused))
     for folding in reversed(foldings):
         recorder.repeat(folding, reached, start)
 
