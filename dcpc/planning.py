@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -14,7 +14,7 @@ from dcpc.buckets import BATCH, Bucket
 from dcpc.errors import BucketError, PlanError
 from dcpc.garbage import without_collection
 from dcpc.ir import BucketPlan, Placement, Profile, Program
-from dcpc.passes.choose import FASTER, Row, choose
+from dcpc.passes.choose import FASTER, Row, choose, least_recompute
 from dcpc.passes.crossovers import crossover_lines
 from dcpc.progress import tracked
 from dcpc.source import variant_source
@@ -302,34 +302,7 @@ def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Reque
 
     if request.recompute in ("all", "none"):
         return row(count if request.recompute == "all" else 0)
-    return _least_recompute(row, count)
-
-
-def _least_recompute(row: Callable[[int], Row], count: int) -> Row:
-    """Returns the row with the fewest steps of recompute that fits, or the smallest that does not.
-
-    The peak is not monotone in the number of steps of recompute (the last one gains nothing), so a
-    bisection finds a candidate and the final answer is a row that was really evaluated.
-    """
-    first = row(0)
-    if first.fits:
-        return first
-    tried = {0: first, count: row(count)}
-    if count > 1:
-        tried[count - 1] = row(count - 1)
-    fitting = [k for k, r in tried.items() if r.fits]
-    for k in (count * 3 // 4, count // 2):  # to make all again can peak higher than most of it
-        if not fitting and k not in tried:
-            tried[k] = row(k)
-            fitting = [k] * tried[k].fits
-    if not fitting:
-        return min(tried.values(), key=lambda r: r.needed_bytes)
-    low, high = 0, min(fitting)
-    while high - low > 1:
-        middle = (low + high) // 2
-        tried[middle] = row(middle)
-        low, high = (low, middle) if tried[middle].fits else (middle, high)
-    return tried[high]
+    return least_recompute(row, count, variants.priced(placement))
 
 
 def check_forced(sp: int | str | Sequence[int], recompute: str, world: int) -> tuple[int, ...]:

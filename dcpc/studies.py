@@ -100,6 +100,7 @@ def structure_of(
     reference: Mapping[sympy.Symbol, int],
     device: Device,
     folded: Folded | None,
+    like: Structure | None = None,
 ) -> Structure:
     """Returns what is known of a lowered graph.
 
@@ -112,9 +113,12 @@ def structure_of(
         reference: lengths of all dims at which they are.
         device: what costs are predicted for.
         folded: what the program stands for, where it is a folded one: equal blocks choose alike.
+        like: another of the same tracer and device.
     """
     names, nodes = lowering.joint.names, [*lowering.joint.gm.graph.nodes]
-    ledger = Ledger(names, degree, fuses=lowering.backend == "inductor", gpu=device.gpu)
+    known = None if like is None else like.ledger
+    fuses = lowering.backend == "inductor"
+    ledger = Ledger(names, degree, fuses=fuses, gpu=device.gpu, like=known)
     meter = Meter(ledger, nodes)
     decided, needed = lowering.choices()
     sizes = {i.name: i.value(reference, degree, 0) for i in lowering.lowered.integers}

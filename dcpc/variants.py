@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from math import inf
 
@@ -258,6 +259,10 @@ class Variants:
         """Returns how many steps of recompute there are, up to making again all that can be."""
         return len(self.menu(placement).steps)
 
+    def priced(self, placement: Placement) -> AbstractSet[int]:
+        """Returns the numbers of steps of recompute whose costs are known at any sizes."""
+        return self.planner._study(self._planned(placement)).structure.costs.keys()
+
     def _study(self, placement: Placement, backend: str = "") -> Study:
         """Returns the costs and choices of a placement's lowered graph."""
         key = (self._key(placement), backend or self.backend)
@@ -285,6 +290,7 @@ class Variants:
                 self._dims(self.reference),
                 self.device,
                 self._fold,
+                next((s for k, s in self._structures.items() if k[2] == backend), None),
             )
         return self._structures[key]
 

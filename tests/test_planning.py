@@ -9,7 +9,7 @@ import torch
 import dcpc
 from dcpc.api import plan
 from dcpc.ir import BucketPlan
-from dcpc.passes.choose import FASTER, Row, choose
+from dcpc.passes.choose import FASTER, Row, choose, least_recompute
 from dcpc.passes.placement import PlacementModel, place, solve
 from dcpc.planning import Planned
 from dcpc.symbolic_profile.hardware import H200
@@ -69,6 +69,30 @@ def test_some_settings_are_not_tried():
     tried, every = rows(short)
     assert max(sp for sp, _ in tried) < max(DEGREES), "a short sample is not split over all ranks"
     assert len(tried) < len(every)
+
+
+@pytest.mark.parametrize("known", [(), (0, 30, 52), range(53)], ids=str)
+@pytest.mark.parametrize("first", [0, 1, 29, 30, 51, 52])
+def test_the_least_recompute_that_fits(first, known):
+    priced = []
+
+    def row(recompute: int) -> Row:
+        priced.append(recompute)
+        return Row(1, 1, recompute, 52, 1.0, 0, 52 - recompute, recompute >= first)
+
+    assert least_recompute(row, 52, known).recompute == first
+    new = set(priced) - set(known)
+    assert not new if len(known) == 53 else len(new) <= 3 + 6
+
+
+def test_where_nothing_fits_the_smallest_is_told():
+    """Its peak is lower where some is kept: nothing at all is kept at a price."""
+
+    def row(recompute: int) -> Row:
+        return Row(1, 1, recompute, 4, 1.0, 0, abs(3 - recompute) + 7, False)
+
+    assert least_recompute(row, 4, ()).recompute == 3
+    assert least_recompute(row, 0, ()).recompute == 0
 
 
 @pytest.mark.parametrize("sp", [2, 8])

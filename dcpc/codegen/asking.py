@@ -6,6 +6,7 @@ differ. What it traces is right wherever the answers are the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -89,10 +90,16 @@ class AskingEnv(ShapeEnv):
 def layout_of(tensor: Tensor) -> Layout:
     """Returns what tensors of one dtype, device, shape, strides and memory share."""
     sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    return (
-        tensor.dtype, tensor.device, tensor.ndim,
-        *map(size_key, sizes), size_key(tensor.untyped_storage().nbytes()),
-    )  # fmt: skip
+    size_bytes = size_key(tensor.untyped_storage().nbytes())
+    if isinstance(size_bytes, sympy.Add):
+        size_bytes = _expanded(size_bytes)
+    return tensor.dtype, tensor.device, tensor.ndim, *map(size_key, sizes), size_bytes
+
+
+@functools.lru_cache(maxsize=4096)
+def _expanded(size: sympy.Expr) -> sympy.Expr:
+    """Returns a size multiplied out: torch writes that of dense memory as n * (m - 1) + n, too."""
+    return sympy.expand(size)
 
 
 def size_key(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from dcpc.buckets import Bucket
@@ -119,3 +119,32 @@ def _size(size_bytes: int) -> str:
         if size_bytes >= scale:
             return f"{size_bytes / scale:.3g} {unit}"
     return f"{size_bytes} B"
+
+
+def least_recompute(row: Callable[[int], Row], count: int, known: Collection[int]) -> Row:
+    """Returns the row with the fewest steps of recompute that fits, or the smallest that does not.
+
+    The peak is not monotone in the number of steps of recompute (the last one gains nothing), so a
+    bisection finds a candidate and the final answer is a row that was really evaluated.
+
+    Args:
+        row: prices so many steps.
+        count: the most.
+        known: steps whose rows cost nothing, as other lengths had them.
+    """
+    tried: dict[int, Row] = {}
+    # to make all again can peak higher than most of it
+    for high in (0, count, max(0, count - 1), count * 3 // 4, count // 2):
+        tried[high] = row(high)
+        if tried[high].fits:
+            break
+    else:
+        return min(tried.values(), key=lambda r: r.needed_bytes)
+    low = 0
+    while high - low > 1:
+        middle = (low + high) / 2
+        between = [k for k in known if low < k < high] or [int(middle)]
+        at = min(between, key=lambda k: abs(k - middle))
+        tried[at] = row(at)
+        low, high = (low, at) if tried[at].fits else (at, high)
+    return tried[high]

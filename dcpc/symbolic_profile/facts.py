@@ -80,14 +80,22 @@ def _of_some(stride: sympy.Expr) -> sympy.Expr:
 
 
 class Facts:
-    """Reads nodes, translating torch's symbols to the bucket's, and remembers what it read."""
+    """Reads nodes, translating torch's symbols to the bucket's, and remembers what it read.
 
-    def __init__(self, names: Mapping[sympy.Symbol, sympy.Expr]) -> None:
+    Args:
+        names: torch symbol -> expression of the bucket's dims.
+        like: of a graph in whose names the same symbols mean the same: what was read is shared.
+    """
+
+    def __init__(
+        self, names: Mapping[sympy.Symbol, sympy.Expr], like: Facts | None = None
+    ) -> None:
         self._names = dict(names)
         self._known = {s for value in names.values() for s in value.free_symbols}
-        self._sizes: dict[sympy.Expr, sympy.Expr] = {}
         self._nodes: dict[fx.Node, tuple[TensorFacts, ...]] = {}
-        self._like: dict[int, tuple[torch.Tensor, TensorFacts]] = {}  # by id of the fake tensor
+        # by id of the fake tensor
+        self._like: dict[int, tuple[torch.Tensor, TensorFacts]] = {} if like is None else like._like
+        self._sizes: dict[sympy.Expr, sympy.Expr] = {} if like is None else like._sizes
         self._aliases: dict[fx.Node, tuple[tuple[fx.Node | None, int, sympy.Expr], ...]] = {}
         self._reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
 

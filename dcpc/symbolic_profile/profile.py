@@ -74,6 +74,8 @@ class Ledger:
         threads: threads an op runs on; default: torch's.
         fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
         gpu: whether ops run a GPU's kernels.
+        like: of another graph of the same tracer on the same device: calls on the same fake tensors
+            cost the same there.
     """
 
     def __init__(
@@ -83,21 +85,22 @@ class Ledger:
         threads: int | None = None,
         fuses: bool = False,
         gpu: bool = False,
+        like: Ledger | None = None,
     ) -> None:
-        self.facts = Facts(names)
+        self.facts: Facts = Facts(names, None if like is None else like.facts)
         self._sp, self._threads = sp, threads or torch.get_num_threads()
         self._fuses, self._gpu = fuses, gpu
         self._transients: dict[fx.Node, sympy.Expr] = {}
         self._works: dict[fx.Node, tuple[Work, Work] | None] = {}
         self._likes: dict[fx.Node, tuple[object, ...]] = {}
-        self._known_transients: dict[tuple[object, ...], sympy.Expr] = {}
-        self._known_works: dict[tuple[object, ...], tuple[Work, Work] | None] = {}
+        known = ({}, {}) if like is None else (like._known_transients, like._known_works)
+        self._known_transients: dict[tuple[object, ...], sympy.Expr] = known[0]
+        self._known_works: dict[tuple[object, ...], tuple[Work, Work] | None] = known[1]
 
     def at(self, sp: int) -> Ledger:
         """Returns the same for groups of so many ranks, with all that does not depend on it."""
         other = copy.copy(self)
         other._sp = sp
-        other._known_works = {}
         other._works = {
             n: w for n, w in self._works.items() if w is None or not _depends_on_ranks(w[0])
         }
@@ -144,14 +147,20 @@ class Ledger:
     def work(self, node: fx.Node, *, forward: bool) -> Work | None:
         """Returns the cost of a call, None for what costs nothing (a view)."""
         if node not in self._works:
-            like = self._like(node)
-            if like not in self._known_works:
-                own = work_of(node, self.facts, self._sp, forward=True)
-                both = None if own is None else (own, replace(own, forward=False))
-                self._known_works[like] = both
-            self._works[node] = self._known_works[like]
+            self._works[node] = self._work(node)
         both = self._works[node]
         return None if both is None else both[0 if forward else 1]
+
+    def _work(self, node: fx.Node) -> tuple[Work, Work] | None:
+        like = self._like(node)
+        for key in (like, (self._sp, like)):
+            if key in self._known_works:
+                return self._known_works[key]
+        own = work_of(node, self.facts, self._sp, forward=True)
+        both = None if own is None else (own, replace(own, forward=False))
+        ranked = own is not None and _depends_on_ranks(own)
+        self._known_works[(self._sp, like) if ranked else like] = both
+        return both
 
     def costs(self, what: Partition | Schedule, fold: Fold | None = None) -> Costs:
         """Returns what the graphs of a partition cost, or what a schedule does.

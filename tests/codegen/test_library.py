@@ -134,6 +134,17 @@ def test_a_piece_whose_answers_differ_is_traced_anew():
     assert [g for g in guards if g.subs({"n": 9}) == sympy.false], guards
 
 
+def test_dense_tensors_are_alike_however_torch_spells_their_bytes():
+    library = Library({})
+    n, m = (library.env.integer(f"n{i}", hint) for i, hint in enumerate((7, 59)))
+    with library.mode:
+        dense = torch.empty(n, m, 3)
+        other = torch.empty_strided((n, m, 3), (m * 3, 3, 1))
+    spelled = {t.untyped_storage().nbytes().node.expr for t in (dense, other)}
+    assert len(spelled) == 2, "torch spells them otherwise"
+    assert library.kind(dense) == library.kind(other)
+
+
 @pytest.mark.parametrize("answer", [sympy.true, sympy.false])
 def test_what_holds_at_any_size_is_no_question(answer):
     library = Library({})

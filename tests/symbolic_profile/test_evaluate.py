@@ -1,5 +1,3 @@
-import time
-
 import numpy as np
 import pytest
 import sympy
@@ -30,20 +28,11 @@ def test_peak_is_the_largest_term_by_sympy():
         assert at.peak_bytes({"batch": batch, "seq": seq}) == max(terms)
 
 
-def test_point_takes_microseconds():
-    at, dims = evaluator(profile_partition(case("gpt").partition)), {"batch": 4, "seq": 300}
-    start = time.perf_counter()
-    for _ in range(1000):
-        at.peak_bytes(dims)
-    assert time.perf_counter() - start < 0.2  # 200 us a point; measured 4 to 11
-
-
-@pytest.mark.slow
-def test_28_layers_profile_in_two_seconds():
-    partition = capture(GPT(layers=28)).partition
-    start = time.perf_counter()
-    profile_partition(partition)
-    assert time.perf_counter() - start < 2
+@pytest.mark.parametrize("layers", [2, 8])
+def test_a_point_is_few_terms_and_as_much_work_for_any_depth(layers):
+    profile = profile_partition(capture(GPT(layers=layers)).partition)
+    assert len(profile.peak_terms) <= 6 * layers + 5, "undominated points of the timeline"
+    assert len(profile.work) == 32, "equal calls of all layers are priced once"
 
 
 def test_dominated_term_is_dropped_for_all_sizes_from_one():
@@ -96,8 +85,6 @@ def test_unknown_device_names_the_known_ones():
         find("tpu")
 
 
-def test_cpu_is_detected_and_calibrated_in_a_second():
-    start = time.perf_counter()
+def test_cpu_is_detected_and_calibrated():
     assert calibrate_cpu().matmul_flops_per_s(torch.float32) > 1e9
-    assert time.perf_counter() - start < 1
     assert detect().memory_bytes > 1e9

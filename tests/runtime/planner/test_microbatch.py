@@ -1,6 +1,5 @@
 """DynaPipe's split: equal to brute force over all caps and all cuts."""
 
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,9 +90,9 @@ def test_sample_over_memory_is_refused():
         microbatch([10, 500], Padded(), memory_bytes=4000.0)
 
 
-def test_512_samples_take_less_than_dynapipe():
+def test_512_samples_are_cut_by_the_queue():
+    """And few of the caps are solved for, of which there are more than samples."""
     lengths = np.random.default_rng(0).lognormal(5.95, 1.258, 512).astype(int) + 1
-    start_s = time.perf_counter()
     found = microbatch(lengths.tolist(), Padded(), 1e6, stages=8)
-    assert time.perf_counter() - start_s < 6.8
     assert found.method == "queue"
+    assert found.caps_solved <= 32
