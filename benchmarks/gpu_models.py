@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -96,10 +96,6 @@ def _video_specs(config: STDiTConfig, dtype: str) -> dict[str, str]:
     return {n: s for n, s in specs.items() if n not in ("frame_mask", "drop_text")}
 
 
-def _text(batch: int, seq: int) -> Sizes:
-    return {BATCH: batch, "seq": seq}
-
-
 def _clip(batch: int, frames: int, height: int, width: int) -> Sizes:
     return {BATCH: batch, "frames": frames, "height": height, "width": width}
 
@@ -112,35 +108,61 @@ def _length(sizes: Sizes) -> int:
     return sizes["seq"]
 
 
+def _gpt_subject(
+    name: str,
+    config: GPTConfig,
+    dtype: torch.dtype,
+    texts: Sequence[tuple[int, int]],
+    calibrated: Sequence[int],
+    memory_bytes: int,
+) -> Subject:
+    """Returns a language model; texts are (batch, seq)."""
+    return Subject(
+        name,
+        partial(_gpt, config, dtype),
+        TEXT,
+        partial(_tokens, config.vocab_size),
+        tuple({BATCH: batch, "seq": seq} for batch, seq in texts),
+        tuple({"seq": seq} for seq in calibrated),
+        _length,
+        memory_bytes,
+    )
+
+
+def _stdit_subject(
+    name: str,
+    config: STDiTConfig,
+    dtype: torch.dtype,
+    clips: Sequence[tuple[int, int, int, int]],
+    calibrated: Sequence[tuple[int, int, int]],
+    memory_bytes: int,
+) -> Subject:
+    """Returns a video model; clips are (batch, frames, height, width)."""
+    return Subject(
+        name,
+        partial(_stdit, config, dtype),
+        _video_specs(config, str(dtype).removeprefix("torch.")),
+        partial(_clips, config, dtype),
+        tuple(_clip(*clip) for clip in clips),
+        tuple(_lengths(_clip(1, *clip)) for clip in calibrated),
+        _patches,
+        memory_bytes,
+    )
+
+
 def full() -> tuple[Subject, ...]:
     """Returns the models for a GPU, in bfloat16: eight lengths each."""
-    dtype = torch.bfloat16
-    texts = ((32, 512), (15, 1000), (8, 2048), (5, 3333), (4, 4096), (2, 8192), (1, 16384))
+    texts = (
+        (32, 512), (15, 1000), (8, 2048), (5, 3333), (4, 4096), (2, 8192), (1, 16384), (1, 32768),
+    )  # fmt: skip
     clips = (
         (8, 5, 18, 32), (3, 15, 18, 32), (2, 15, 30, 52), (1, 15, 45, 80), (1, 30, 30, 52),
         (1, 30, 45, 80), (1, 60, 30, 52), (1, 15, 90, 160),
     )  # fmt: skip
+    lengths, sizes = (600, 2400, 6000, 24000), ((6, 20, 30), (14, 32, 50), (28, 46, 78))
     return (
-        Subject(
-            "GPT 1B",
-            partial(_gpt, GPT_1B, dtype),
-            TEXT,
-            partial(_tokens, GPT_1B.vocab_size),
-            (*(_text(*t) for t in texts), _text(1, 32768)),
-            tuple({"seq": n} for n in (600, 2400, 6000, 24000)),
-            _length,
-            40_000_000_000,
-        ),
-        Subject(
-            "STDiT3-XL/2",
-            partial(_stdit, XL, dtype),
-            _video_specs(XL, "bfloat16"),
-            partial(_clips, XL, dtype),
-            tuple(_clip(*c) for c in clips),
-            tuple(_lengths(_clip(1, *c)) for c in ((6, 20, 30), (14, 32, 50), (28, 46, 78))),
-            _patches,
-            80_000_000_000,
-        ),
+        _gpt_subject("GPT 1B", GPT_1B, torch.bfloat16, texts, lengths, 40_000_000_000),
+        _stdit_subject("STDiT3-XL/2", XL, torch.bfloat16, clips, sizes, 80_000_000_000),
     )
 
 
@@ -152,27 +174,10 @@ def quick(subjects: tuple[Subject, ...]) -> tuple[Subject, ...]:
 
 def tiny() -> tuple[Subject, ...]:
     """Returns models of seconds, for a CPU: they show that the program works and nothing else."""
-    dtype = torch.float32
-    texts = ((4, 60), (2, 100), (2, 150), (1, 200))
+    texts = ((4, 60), (2, 100), (2, 150), (1, 200), (1, 300), (1, 450), (1, 600), (1, 900))
+    clips = [(1, frames, 12, 14) for frames in (3, 5, 8, 11)]
+    sizes = [(frames, 10, 16) for frames in (4, 7, 10)]
     return (
-        Subject(
-            "tiny GPT",
-            partial(_gpt, GPT_TINY, dtype),
-            TEXT,
-            partial(_tokens, GPT_TINY.vocab_size),
-            (*(_text(*t) for t in texts), *(_text(1, n) for n in (300, 450, 600, 900))),
-            tuple({"seq": n} for n in (50, 250, 800)),
-            _length,
-            7_000_000,
-        ),
-        Subject(
-            "tiny STDiT",
-            partial(_stdit, STDIT_TINY, dtype),
-            _video_specs(STDIT_TINY, "float32"),
-            partial(_clips, STDIT_TINY, dtype),
-            tuple(_clip(1, f, 12, 14) for f in (3, 5, 8, 11)),
-            tuple(_lengths(_clip(1, f, 10, 16)) for f in (4, 7, 10)),
-            _patches,
-            40_000_000,
-        ),
+        _gpt_subject("tiny GPT", GPT_TINY, torch.float32, texts, (50, 250, 800), 7_000_000),
+        _stdit_subject("tiny STDiT", STDIT_TINY, torch.float32, clips, sizes, 40_000_000),
     )

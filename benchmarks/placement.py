@@ -29,9 +29,9 @@ from dcpc.buckets import Buckets
 from dcpc.ir import Placement, Program, tensor_operands
 from dcpc.passes.placement import PlacementModel, Rates, place
 from dcpc.passes.sharding import Sharding, analyse
+from dcpc.placements import rates_of
 from dcpc.symbolic_profile import find
 from dcpc.trace import trace
-from dcpc.variants import rates_of
 from models.gpt import GPT, GPTConfig
 from models.stdit import XL, STDiTConfig
 

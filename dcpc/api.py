@@ -19,6 +19,7 @@ from dcpc.masks import without_masks
 from dcpc.passes.lowerings import restricted
 from dcpc.passes.rules import warn_derived, warn_replicated
 from dcpc.passes.sharding import analyse
+from dcpc.placements import compute_dtype
 from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_text
 from dcpc.progress import tracked
 from dcpc.runtime.agreement import agree
@@ -207,7 +208,7 @@ def plan(
     with casting(kind, None):  # what is traced now has its casts already
         plans, tables = plan_buckets(by_bucket, request)
     for variants in by_bucket.values():
-        variants.settle()
+        variants.placements.settle()
     return Planned(by_bucket, plans, tables, request, autocast)
 
 
@@ -227,7 +228,7 @@ def calibration_key(
         device=device.name,
         machine=machine(at or torch.device("cpu")),
         world=world,
-        dtype=str(first.compute_dtype()),
+        dtype=str(compute_dtype(first.program)),
         backend=first.backend,
         torch=torch.__version__,
         graphs=tuple(v.program.graph_hash for v in traces),

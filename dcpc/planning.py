@@ -16,10 +16,11 @@ from dcpc.garbage import without_collection
 from dcpc.ir import BucketPlan, Placement, Profile, Program
 from dcpc.passes.choose import FASTER, Row, choose, least_recompute
 from dcpc.passes.crossovers import crossover_lines
+from dcpc.placements import NEAR
 from dcpc.progress import tracked
 from dcpc.source import variant_source
 from dcpc.symbolic_profile import ReportRow, render_report
-from dcpc.variants import NEAR, Variants
+from dcpc.variants import Variants
 
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
 MOST_SAMPLES = 1 << 12
@@ -97,7 +98,7 @@ class Planned:
         for note in dict.fromkeys(note for v in self.traces for note in v.program.notes):
             alike.setdefault(re.sub(r"_\d+", "", note), []).append(note)
         notes = [first + f" (and {len(m)} more like it)" * bool(m) for first, *m in alike.values()]
-        near = sum(v.near_count for v in self.traces)
+        near = sum(v.placements.near_count for v in self.traces)
         if near:
             notes.append(
                 f"{near} settings are split as other lengths or degrees are: at most {NEAR:.1%} "
@@ -255,7 +256,8 @@ def _rows(
             if (sp / 2, batch / 2) in ample:
                 ample.add((sp, batch))
                 continue
-            variants.foresee([{**b.sizes, BATCH: b.batch or batch} for b in (bucket, *later)], sp)
+            others = [{**b.sizes, BATCH: b.batch or batch} for b in (bucket, *later)]
+            variants.placements.foresee(others, sp)
             row = _row(variants, bucket, sp, batch, request)
             yield row
             if row.fits:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from math import inf
 
 import sympy
@@ -16,24 +15,14 @@ from dcpc.codegen import Key, Library, Lowering, Tracer, Variant, decompositions
 from dcpc.folding import FEWEST, Folded, fold
 from dcpc.ir import Fold, Partition, Placement, Profile, Program
 from dcpc.passes.lowerings import restricted
-from dcpc.passes.near_ties import NearTies
-from dcpc.passes.placement import Best, PlacementModel, Rates, placed, solve
+from dcpc.passes.placement import Rates
 from dcpc.passes.recompute import Menu
 from dcpc.passes.sharding import Sharding, analyse
+from dcpc.placements import Lifted, Placements, Solved, compute_dtype, rates_of
 from dcpc.studies import Structure, Study, split_constants, structure_of
 from dcpc.symbolic_profile import Costs, Device, Prediction, Usage
 
 Sizes = Mapping[str, int]
-
-_PRODUCTS = (
-    torch.ops.aten.linear.default,
-    torch.ops.aten.matmul.default,
-    torch.ops.aten.convolution.default,
-)
-# A plan's placement may be one made for another bucket or degree: at these sizes it costs at most
-# this share more than the best.
-NEAR = 0.02
-TIE_BREAK_S = 1e-9  # of two placements that send the same bytes, the one with fewer collectives
 
 
 class Variants:
@@ -54,6 +43,7 @@ class Variants:
 
     Attributes:
         planner: what places and prices: the variants of the folded program, or these themselves.
+        placements: how the program's values are split.
     """
 
     def __init__(
@@ -79,18 +69,8 @@ class Variants:
         self._libraries: dict[str, Library] = known if libraries is None else libraries
         self._fold = folded
         self.planner = self._folded(fewest) if folded is None else self
-        self._small: dict[int, Placement] = {}
-        self._lifted: dict[int, Placement] = {}  # by the planner's number of a placement
+        self.placements = self._all_placements()
         self._local_sizes: dict[tuple[object, ...], dict[str, int]] = {}
-        self._keys: dict[tuple[int, int], tuple[Placement, int]] = {}
-        self._numbers: dict[tuple[object, ...], int] = {}
-        self._splits: dict[int, int] = {}  # of a placement -> of how it splits, at any degree
-        self._placement_model = PlacementModel(program, sharding)
-        self._near = NearTies(self._placement_model, self._copies({}), NEAR)
-        self._placements: dict[tuple[object, ...], Placement] = {}
-        self._supposed: dict[tuple[object, ...], Placement] = {}  # near ones, after the plan
-        self._solved: dict[tuple[object, ...], Best] = {}
-        self._settled = False
         self._tracers: dict[str, Tracer] = {} if like is None else like._tracers
         self._lowerings: dict[tuple[object, ...], Lowering] = {}
         self._partitions: dict[tuple[object, ...], Partition] = {}
@@ -118,65 +98,16 @@ class Variants:
             libraries=self._libraries,
         )
 
-    def placement(self, sizes: Sizes, sp: int, *, near: bool = False) -> Placement:
-        """Returns the placement of least predicted time at these sizes, batch included.
-
-        One that was returned for these sizes before is returned again.
-
-        Args:
-            sizes: length of every dim.
-            sp: ranks of the group.
-            near: whether it may be one made for other sizes, at most `NEAR` from the best. What
-                those are depends on what was asked for before.
-        """
-        key = (sp, tuple(sorted(sizes.items())) if sp > 1 else ())
-        supposed = near and self._settled
-        known = self._supposed if supposed and key not in self._placements else self._placements
-        if key not in known:
-            known[key] = self._place(sizes, sp, near)
-        return known[key]
-
-    def foresee(self, sizes: Sequence[Sizes], sp: int) -> None:
-        """Solves for what may be asked for next, all at once, which takes little longer than one.
-
-        Args:
-            sizes: length of every dim, of each placement that may be asked for.
-            sp: ranks of the group.
-        """
-        if self.planner is not self:
-            self.planner.foresee(sizes, sp)
-            return
-        at = {(sp, tuple(sorted(each.items()))): each for each in sizes}
-        new = [k for k in at if k not in self._placements and k not in self._solved]
-        if sp > 1 and len(new) > 1:
-            self._solved |= dict(zip(new, self._solve([at[k] for k in new], sp), strict=True))
-
-    def _solve(self, sizes: Sequence[Sizes], sp: int) -> list[Best]:
-        model, copies = self._placement_model, self._copies({})
-        return solve(self.program, sizes, sp, self.rates(sp), model, copies, self._near.copies)
-
-    def settle(self) -> None:
-        """Says that the plan, which all ranks make alike, is made.
-
-        What one rank asks for from now on with `near`, as for a report, no other call returns.
-        """
-        self._settled = True
-        if self.planner is not self:
-            self.planner.settle()
-
-    def _place(self, sizes: Sizes, sp: int, near: bool) -> Placement:
+    def _all_placements(self) -> Placements:
         planner = self.planner
         if planner is self:
-            solved = self._solved.get((sp, tuple(sorted(sizes.items())))) if near else None
-            known = self._near if near else None
-            return placed(solved or self._solve([sizes], sp)[0], self._placement_model, known)
+            return Solved(self.program, self.sharding, self.device, self._copies({}))
         assert planner._fold is not None, "a planner that is not this one is of a folded program"
-        small = planner.placement(sizes, sp, near=near)
-        number = planner._key(small)
-        if number not in self._lifted:
-            self._lifted[number] = planner._fold.lift(small, self.program, self.sharding)
-            self._small[self._key(self._lifted[number])] = small
-        return replace(self._lifted[number], cost_s=small.cost_s, width=small.width)
+        return Lifted(planner.placements, planner._fold, self.program, self.sharding)
+
+    def placement(self, sizes: Sizes, sp: int, *, near: bool = False) -> Placement:
+        """Returns the placement of least predicted time at these sizes; see `Placements.at`."""
+        return self.placements.at(sizes, sp, near=near)
 
     def _copies(self, owner: Mapping[str, str]) -> Fold | None:
         """Returns what the nodes of a graph stand for, None where each stands for itself."""
@@ -184,29 +115,12 @@ class Variants:
 
     def _planned(self, placement: Placement) -> Placement:
         """Returns the planner's own placement of what was lifted from it."""
-        return placement if self.planner is self else self._small[self._key(placement)]
-
-    def _key(self, placement: Placement) -> int:
-        """Returns a number that equal placements share; their keys are long."""
-        known = (placement.sp, id(placement.nodes))
-        if known not in self._keys:
-            sp, *splits = placement.key()
-            split = self._numbers.setdefault(tuple(splits), len(self._numbers))
-            number = self._numbers.setdefault((sp, split), len(self._numbers))
-            self._splits[number] = split
-            self._keys[known] = placement, number
-        return self._keys[known][1]
+        lifted = self.placements
+        return lifted.origin(placement) if isinstance(lifted, Lifted) else placement
 
     def rates(self, sp: int) -> Rates:
         """Returns what the placement needs to know of the device, for groups of `sp` ranks."""
-        return rates_of(self.device, sp, self.compute_dtype())
-
-    def compute_dtype(self) -> torch.dtype:
-        """Returns what most of the products are computed in: under autocast not the weights'."""
-        info, graph = self.program.info, self.program.gm.graph
-        made = [info[n.name].dtype for n in graph.nodes if n.target in _PRODUCTS]
-        made = made or [info[n].dtype for n in (*self.program.parameters, self.program.loss)]
-        return max(sorted(set(made), key=str), key=made.count)
+        return rates_of(self.device, sp, compute_dtype(self.program))
 
     def lowering(
         self, placement: Placement, hints: tuple[int, ...] | None = None, backend: str = ""
@@ -219,7 +133,7 @@ class Variants:
             backend: default: the model's.
         """
         backend = backend or self.backend
-        key = (self._key(placement), hints, backend)
+        key = (self.placements.number(placement), hints, backend)
         if key not in self._lowerings:
             tracer = self._tracer(hints, backend)
             self._lowerings[key] = Lowering(tracer, placement, group_name(placement.sp), backend)
@@ -244,7 +158,7 @@ class Variants:
         backend: str = "",
     ) -> Partition:
         """Returns forward and backward in which `recompute` steps of the menu are taken."""
-        key = (self._key(placement), recompute, hints, backend or self.backend)
+        key = (self.placements.number(placement), recompute, hints, backend or self.backend)
         if key not in self._partitions:
             lowering = self.lowering(placement, hints, backend)
             chosen = self.made_again(placement, recompute, backend)
@@ -265,7 +179,7 @@ class Variants:
 
     def _study(self, placement: Placement, backend: str = "") -> Study:
         """Returns the costs and choices of a placement's lowered graph."""
-        key = (self._key(placement), backend or self.backend)
+        key = (self.placements.number(placement), backend or self.backend)
         if key not in self._studies:
             self._studies[key] = self._structure(placement, *key).at(placement.sp)
         return self._studies[key]
@@ -274,7 +188,7 @@ class Variants:
         """Returns what placements have in common that split alike at any degree."""
         constants = split_constants(self.program, placement)
         single = frozenset(key for key, size in constants.items() if size == placement.sp)
-        key: tuple[object, ...] = (self._splits[number], single, backend)
+        key: tuple[object, ...] = (self.placements.split(number), single, backend)
         key = (*key, placement.sp) if key in self._one_degree else key
         if key not in self._structures:
             lowering = self._for_any_degree(placement, backend) if constants else None
@@ -316,7 +230,7 @@ class Variants:
         """Returns the symbolic costs of a placement and recompute setting."""
         if self.planner is not self:
             return self.planner.profile(self._planned(placement), recompute)
-        key = (self._key(placement), recompute)
+        key = (self.placements.number(placement), recompute)
         if key not in self._profiles:
             costs = self._costs(placement, recompute)
             self._profiles[key] = self._study(placement).profile(costs)
@@ -329,7 +243,7 @@ class Variants:
         """
         if self.planner is not self:
             return self.planner.local_sizes(self._planned(placement), sizes, rank)
-        key = (self._key(placement), tuple(sizes.items()), rank)
+        key = (self.placements.number(placement), tuple(sizes.items()), rank)
         if key not in self._local_sizes:
             dims = self._dims(sizes)
             integers = self._study(placement).structure.lowering.lowered.integers
@@ -345,7 +259,7 @@ class Variants:
         """Returns the costs at given sizes, on the fullest rank."""
         if self.planner is not self:
             return self.planner.predict(self._planned(placement), recompute, sizes)
-        key = (self._key(placement), recompute, tuple(sizes.items()))
+        key = (self.placements.number(placement), recompute, tuple(sizes.items()))
         if key not in self._predictions:
             dims = self.local_sizes(placement, sizes)
             costs = self._costs(placement, recompute)
@@ -400,7 +314,7 @@ class Variants:
         """
         dims = self._dims(sizes)
         backend = self._backend(placement, dims)
-        key = (self._key(placement), recompute, backend)
+        key = (self.placements.number(placement), recompute, backend)
         known = self._variants.setdefault(key, [])
         for variant in known:
             values, broken = variant.integer_values(dims, rank)
@@ -450,40 +364,9 @@ class Variants:
         return False
 
     @property
-    def near_count(self) -> int:
-        """Placements of a plan that were made for other lengths or degrees and are not the best."""
-        return self.planner._near.taken
-
-    @property
     def compiled_count(self) -> int:
         """Variants compiled so far."""
         return sum(map(len, self._variants.values()))
-
-
-def rates_of(device: Device, sp: int, dtype: torch.dtype) -> Rates:
-    """Returns what the placement needs to know of a device, for groups of `sp` ranks.
-
-    A group is formed to split memory, so a byte kept for backward has the price of sending it once
-    (what offloading it would cost), and the start of a collective none that matters: whether the
-    group pays at all is the bucket's plan to decide, with all costs in it.
-
-    Args:
-        device: one rank's.
-        sp: ranks of the group.
-        dtype: what products are computed in.
-    """
-    link = device.link(sp)
-    return Rates(
-        flops_per_s=device.matmul_flops_per_s(dtype),
-        bytes_per_s=device.memory_bytes_per_s,
-        link_bytes_per_s=link.bytes_per_s,
-        link_latency_s=TIE_BREAK_S,
-        overhead_s=device.launch_s,
-        held_s_per_byte=1.0 / link.bytes_per_s,
-        overlaps=device.overlaps,
-        near_ranks=device.node_ranks,
-        near_bytes_per_s=device.inside.bytes_per_s,
-    )
 
 
 def group_name(sp: int) -> str:

@@ -31,14 +31,19 @@ ALLOWED: dict[str, set[str]] = {
     "masks": GROUND | PHASES,
     "folding": GROUND | PHASES,
     "studies": GROUND | PHASES | {"folding"},
-    "variants": GROUND | PHASES | {"folding", "studies"},
+    "placements": GROUND | PHASES | {"folding"},
+    "variants": GROUND | PHASES | {"folding", "studies", "placements"},
     "attention_report": GROUND | PHASES | {"variants"},
-    "planning": GROUND | PHASES | {"variants", "source", "progress", "attention_report"},
+    "planning": GROUND
+    | PHASES
+    | {"placements", "variants", "source", "progress", "attention_report"},
     "page": GROUND | PHASES | {"planning", "variants"},
     "factories": {"errors"},
     "acceptance": GROUND | PHASES | {"masks", "variants", "factories"},
     "compiled": GROUND | PHASES | {"variants", "planning"},
-    "api": GROUND | PHASES | {"masks", "variants", "planning", "compiled", "progress"},
+    "api": GROUND
+    | PHASES
+    | {"masks", "placements", "variants", "planning", "compiled", "progress"},
     "__init__": GROUND | PHASES | {"api", "compiled"},
     "calibrate": GROUND
     | PHASES
