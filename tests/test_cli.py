@@ -79,6 +79,40 @@ def test_report_as_a_page_with_what_ifs(folder):
     assert (folder / "out" / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("option", ["--html", "--png"])
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("buckets.yaml/page", "cannot be made (File exists"), (".", "got a folder; expected a file")],
+)
+def test_file_that_cannot_be_written_is_refused_before_planning(folder, option, file, words):
+    result = run("report", "--device", "h200", option, file, model="no_such_module:tiny")
+    assert result.exit_code == 1
+    assert f"PlanError: {option} {file}: got" in result.stderr
+    assert words in result.stderr
+
+
+def test_calibration_with_what_ifs_of_other_ranks_is_refused(folder):
+    result = run("report", "--calibration", "c.json", "--world", "2", "--world", "4")
+    assert result.exit_code == 1
+    assert "--calibration with --world 2, 4; expected one number of ranks" in result.stderr
+
+
+def test_autocast_halves_what_is_saved(folder):
+    def saved(*options):
+        result = run("report", "--device", "h200", "--memory", "1e9", *options)
+        assert result.exit_code == 0, result.output
+        return int(re.search(r"saved bytes = (\d+)·batch·seq", result.stdout)[1])
+
+    assert saved("--autocast", "bfloat16") < 0.75 * saved()
+    assert "got --autocast int8; expected one of none" in run("plan", "--autocast", "int8").stderr
+
+
+def test_help_keeps_brackets():
+    shown = CliRunner().invoke(app, ["simulate", "--help"], env={"COLUMNS": "120"}).stdout
+    assert '{"lens": [tokens, ...]}' in shown
+    assert '"[low, high]",count' in shown
+
+
 def test_source_is_python(folder):
     result = run("source", "--bucket", "seq=32", "--device", "h200")
     assert result.exit_code == 0, result.output
