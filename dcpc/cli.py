@@ -285,6 +285,9 @@ def replay(
     recompute: Recompute = "auto",
     backend: Backend = "inductor",
     optimizer_bytes: OptimizerBytes = None,
+    calibration: CalibrationFile = None,
+    attention: Attention = "auto",
+    autocast: Autocast = "none",
 ) -> None:
     """Print a recorded step's timeline, gap and what binds it, and plan the same batch again."""
     with _reported():
@@ -294,7 +297,10 @@ def replay(
             if buckets is None:
                 raise PlanError("replay: got a model and no buckets; expected both; add --buckets")
             world = recorded.table.world
-            options = _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
+            options = _Options(
+                *(device, world, memory, sp, recompute, backend, optimizer_bytes, calibration),
+                *(attention, autocast),
+            )
             planned = _planned(factory, buckets, options)
             now = mode_table(planned, recorded.plan.mode, world, planned.node_ranks)
         typer.echo(replayed(recorded, now), nl=False)

@@ -3,8 +3,10 @@
 import re
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import dcpc
 from dcpc.cli import app, load_model, parse_bucket
 from dcpc.errors import BucketError, PlanError
 
@@ -105,6 +107,28 @@ def test_autocast_halves_what_is_saved(folder):
 
     assert saved("--autocast", "bfloat16") < 0.75 * saved()
     assert "got --autocast int8; expected one of none" in run("plan", "--autocast", "int8").stderr
+
+
+def test_replay_takes_the_options_that_the_model_was_compiled_with(folder):
+    (folder / "buckets.yaml").write_text(BUCKETS.replace("65536, batch: 1", "64, batch: 1"))
+    compiled = dcpc.compile(
+        load_model("cli_models:tiny"), dcpc.Buckets.from_yaml("buckets.yaml"),
+        backend="eager", device="cpu", memory=1e9, autocast=torch.bfloat16,
+    )  # fmt: skip
+    data = [{"input_ids": torch.ones(20, dtype=torch.int64), "labels": torch.ones(20).long()}] * 4
+    pad = {"input_ids": 0, "labels": -100}
+    loader = dcpc.DataLoader(data, compiled, tokens_per_step=80, pad=pad)
+    loader.save_plan(next(iter(loader)), "step.json")
+
+    def replayed(*options):
+        given = ("replay", "step.json", "cli_models:tiny", "--buckets", "buckets.yaml")
+        options = ("--backend", "eager", "--device", "cpu", "--memory", "1e9", *options)
+        return CliRunner().invoke(app, [*given, *options])
+
+    result = replayed("--autocast", "bfloat16")
+    assert result.exit_code == 0, result.output
+    assert "planned again: " in result.stdout
+    assert "expected table" in replayed().stderr
 
 
 def test_help_keeps_brackets():
