@@ -237,5 +237,5 @@ def _assemble(points: Sequence[Point], folder: Path) -> Table:
             levels = [[Cost(**c) for c in level] for level in found["levels"][str(sp)]]
             for i, point in enumerate(_of(points, image)):
                 costs[sp][point] = tuple(level[i] for level in levels)
-    # parameters, accumulated gradients and two moments in one dtype, as dcpc.plan counts them
+    # parameters, accumulated gradients and two moments in one dtype, as dcpc.api.plan counts them
     return Table(tuple(points), costs, 4 * gradients, gradients)

@@ -280,7 +280,7 @@ def _refuse_meta(model: nn.Module) -> None:
         raise PlanError(
             f"got {len(found)} parameters and buffers on the meta device ({', '.join(found[:3])}); "
             "expected a model that can run; give them memory first (to_empty, then initialise), or "
-            "only plan for it: dcpc.plan and `dcpc report` take it as it is"
+            "only plan for it: dcpc.api.plan and `dcpc report` take it as it is"
         )
 
 

@@ -25,9 +25,9 @@ from dcpc.acceptance.check import Request, check_model
 from dcpc.api import plan as plan_for
 from dcpc.api import rank_memory_bytes
 from dcpc.buckets import Buckets
-from dcpc.calibrate import calibrate_command
+from dcpc.calibrate import AUTOCAST, calibrate_command
 from dcpc.errors import BucketError, DcpcError, PlanError, TraceError
-from dcpc.factories import load_model
+from dcpc.factories import check_writable, load_model
 from dcpc.page import (
     crossing_lines,
     degree_crossings,
@@ -94,6 +94,11 @@ CalibrationFile = Annotated[
 ]
 
 
+Autocast = Annotated[
+    str, typer.Option("--autocast", help=f"mixed precision: one of {', '.join(AUTOCAST)}")
+]
+
+
 @dataclass(frozen=True, slots=True)
 class _Options:
     device: str
@@ -105,6 +110,7 @@ class _Options:
     optimizer_bytes: int | None
     calibration: Path | None = None
     attention: str = "auto"
+    autocast: str = "none"
 
 
 def _options(
@@ -117,10 +123,12 @@ def _options(
     optimizer_bytes: OptimizerBytes = None,
     calibration: CalibrationFile = None,
     attention: Attention = "auto",
+    autocast: Autocast = "none",
 ) -> _Options:
     """Returns the options that every command which plans has."""
     return _Options(
-        device, world, memory, sp, recompute, backend, optimizer_bytes, calibration, attention
+        *(device, world, memory, sp, recompute, backend, optimizer_bytes, calibration, attention),
+        autocast,
     )
 
 
@@ -168,6 +176,9 @@ def report(
     memories: Sequence[float | None] = memory or [None]
     worlds = world or [1]
     with _reported(), shown():
+        _check_worlds(worlds, options.calibration)
+        check_writable("--html", html)
+        check_writable("--png", png)
         options = replace(options, memory=memories[0], world=worlds[0])
         planned = _planned(factory, buckets, options)
         device = planned.traces[0].device
@@ -185,8 +196,17 @@ def report(
             _write(png, overview_png(planned))
 
 
+def _check_worlds(worlds: Sequence[int], calibration: Path | None) -> None:
+    """Refuses what-ifs of ranks that a calibration was not measured on."""
+    if calibration is not None and len(set(worlds)) > 1:
+        raise PlanError(
+            f"report: got --calibration with --world {', '.join(map(str, worlds))}; expected one "
+            "number of ranks, that of the calibration: it says nothing about others; leave out the "
+            "other --world, or --calibration"
+        )
+
+
 def _write(file: Path, content: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content)
     typer.echo(f"wrote {file}", err=True)
 
@@ -265,6 +285,9 @@ def replay(
     recompute: Recompute = "auto",
     backend: Backend = "inductor",
     optimizer_bytes: OptimizerBytes = None,
+    calibration: CalibrationFile = None,
+    attention: Attention = "auto",
+    autocast: Autocast = "none",
 ) -> None:
     """Print a recorded step's timeline, gap and what binds it, and plan the same batch again."""
     with _reported():
@@ -274,7 +297,10 @@ def replay(
             if buckets is None:
                 raise PlanError("replay: got a model and no buckets; expected both; add --buckets")
             world = recorded.table.world
-            options = _Options(device, world, memory, sp, recompute, backend, optimizer_bytes)
+            options = _Options(
+                *(device, world, memory, sp, recompute, backend, optimizer_bytes, calibration),
+                *(attention, autocast),
+            )
             planned = _planned(factory, buckets, options)
             now = mode_table(planned, recorded.plan.mode, world, planned.node_ranks)
         typer.echo(replayed(recorded, now), nl=False)
@@ -295,10 +321,10 @@ def simulate(
         typer.Option(metavar="FILE", help="JSON of a cost formula, in place of a model"),
     ] = None,
     lengths: Annotated[
-        Path | None, typer.Option(metavar="FILE", help='JSON {"lens": [tokens, ...]}')
+        Path | None, typer.Option(metavar="FILE", help=r'JSON {"lens": \[tokens, ...]}')
     ] = None,
     histogram: Annotated[
-        Path | None, typer.Option(metavar="FILE", help='CSV of "[low, high]",count')
+        Path | None, typer.Option(metavar="FILE", help=r'CSV of "\[low, high]",count')
     ] = None,
     shares: Annotated[
         str, typer.Option(help="how likely each bucket is, such as 5,3,1, in place of lengths")
@@ -319,6 +345,8 @@ def simulate(
 ) -> None:
     """Predict step time, tokens/s, idling and bytes sent of dcpc and of what one does today."""
     with _reported():
+        check_writable("--trace", trace)
+        check_writable("--png", png)
         request = SimulationRequest(options.world, steps, tokens_per_step, seed, trace, png)
         drawn = source_of(lengths, histogram, shares)
         if cost is not None:
@@ -364,6 +392,10 @@ def _planned(factory: str, file: Path, options: _Options) -> Planned:
 
 
 def _plan(model: nn.Module, buckets: Buckets, options: _Options) -> Planned:
+    if options.autocast not in AUTOCAST:
+        raise PlanError(
+            f"got --autocast {options.autocast}; expected one of {', '.join(AUTOCAST)}; choose one"
+        )
     return plan_for(
         model,
         buckets,
@@ -376,6 +408,7 @@ def _plan(model: nn.Module, buckets: Buckets, options: _Options) -> Planned:
         optimizer_bytes=options.optimizer_bytes,
         calibration=options.calibration,
         attention=options.attention,
+        autocast=AUTOCAST[options.autocast],
     )
 
 

@@ -1,4 +1,4 @@
-"""Models and functions that a command line names as `module:attribute`."""
+"""What a command line names: models and functions as `module:attribute`, files to write."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -59,6 +60,31 @@ def load_function(text: str) -> Callable[..., Any]:
         )
     found: Callable[..., Any] = factory
     return found
+
+
+def check_writable(option: str, file: Path | None) -> None:
+    """Refuses a file that cannot be written, before the work whose result it is to have.
+
+    Args:
+        option: that names it, such as `--html`.
+        file: its folder is made if it is missing; None: nothing is to be written.
+
+    Raises:
+        PlanError: it is a folder, or its folder cannot be made or written to.
+    """
+    if file is None:
+        return
+    got = None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        got = f"a folder that cannot be made ({error.strerror}: {error.filename})"
+    if got is None and file.is_dir():
+        got = "a folder"
+    if got is None and not os.access(file if file.exists() else file.parent, os.W_OK):
+        got = "no leave to write it"
+    if got is not None:
+        raise PlanError(f"{option} {file}: got {got}; expected a file to write; name another")
 
 
 def _made(text: str, factory: Any) -> nn.Module:

@@ -3,8 +3,10 @@
 import re
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import dcpc
 from dcpc.cli import app, load_model, parse_bucket
 from dcpc.errors import BucketError, PlanError
 
@@ -77,6 +79,62 @@ def test_report_as_a_page_with_what_ifs(folder):
     assert "<title>dcpc: cli_models:tiny</title>" in page
     assert "60.0 MB on 4 ranks" in page
     assert (folder / "out" / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", ["--html", "--png"])
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("buckets.yaml/page", "cannot be made (File exists"), (".", "got a folder; expected a file")],
+)
+def test_file_that_cannot_be_written_is_refused_before_planning(folder, option, file, words):
+    result = run("report", "--device", "h200", option, file, model="no_such_module:tiny")
+    assert result.exit_code == 1
+    assert f"PlanError: {option} {file}: got" in result.stderr
+    assert words in result.stderr
+
+
+def test_calibration_with_what_ifs_of_other_ranks_is_refused(folder):
+    result = run("report", "--calibration", "c.json", "--world", "2", "--world", "4")
+    assert result.exit_code == 1
+    assert "--calibration with --world 2, 4; expected one number of ranks" in result.stderr
+
+
+def test_autocast_halves_what_is_saved(folder):
+    def saved(*options):
+        result = run("report", "--device", "h200", "--memory", "1e9", *options)
+        assert result.exit_code == 0, result.output
+        return int(re.search(r"saved bytes = (\d+)·batch·seq", result.stdout)[1])
+
+    assert saved("--autocast", "bfloat16") < 0.75 * saved()
+    assert "got --autocast int8; expected one of none" in run("plan", "--autocast", "int8").stderr
+
+
+def test_replay_takes_the_options_that_the_model_was_compiled_with(folder):
+    (folder / "buckets.yaml").write_text(BUCKETS.replace("65536, batch: 1", "64, batch: 1"))
+    compiled = dcpc.compile(
+        load_model("cli_models:tiny"), dcpc.Buckets.from_yaml("buckets.yaml"),
+        backend="eager", device="cpu", memory=1e9, autocast=torch.bfloat16,
+    )  # fmt: skip
+    data = [{"input_ids": torch.ones(20, dtype=torch.int64), "labels": torch.ones(20).long()}] * 4
+    pad = {"input_ids": 0, "labels": -100}
+    loader = dcpc.DataLoader(data, compiled, tokens_per_step=80, pad=pad)
+    loader.save_plan(next(iter(loader)), "step.json")
+
+    def replayed(*options):
+        given = ("replay", "step.json", "cli_models:tiny", "--buckets", "buckets.yaml")
+        options = ("--backend", "eager", "--device", "cpu", "--memory", "1e9", *options)
+        return CliRunner().invoke(app, [*given, *options])
+
+    result = replayed("--autocast", "bfloat16")
+    assert result.exit_code == 0, result.output
+    assert "planned again: " in result.stdout
+    assert "expected table" in replayed().stderr
+
+
+def test_help_keeps_brackets():
+    shown = CliRunner().invoke(app, ["simulate", "--help"], env={"COLUMNS": "120"}).stdout
+    assert '{"lens": [tokens, ...]}' in shown
+    assert '"[low, high]",count' in shown
 
 
 def test_source_is_python(folder):

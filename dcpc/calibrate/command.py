@@ -15,14 +15,14 @@ from rich.table import Table
 from dcpc.buckets import Buckets
 from dcpc.calibrate.calibrate import calibrate
 from dcpc.errors import PlanError
-from dcpc.factories import load_function, load_model
+from dcpc.factories import check_writable, load_function, load_model
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.local_ranks import run_ranks
 from dcpc.symbolic_profile import Calibration, as_text
 
 LIMIT_S = 600.0  # ranks of its own are ended after this
 DEFAULT_FILE = Path("calibration.json")
-_AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ def calibrate_command(
     out: Annotated[Path, typer.Option(metavar="FILE", help="written as JSON")] = DEFAULT_FILE,
 ) -> None:
     """Measure a model's calls and collectives on this device, for plans with --calibration."""
+    check_writable("--out", out)
     request = Request(factory, str(buckets), device, backend, autocast, example)
     found = measured(request, world)
     if found is not None:
@@ -110,7 +111,7 @@ def on_rank(rank: int, request: Request) -> Calibration:
         model,
         Buckets.from_yaml(request.file),
         backend=request.backend,
-        autocast=_AUTOCAST[request.autocast],
+        autocast=AUTOCAST[request.autocast],
         example=None if request.example is None else load_function(request.example),
     )
 
@@ -118,7 +119,8 @@ def on_rank(rank: int, request: Request) -> Calibration:
 def calibration_text(found: Calibration) -> str:
     """Returns what a person reads: the rates that were found, and how far they may be off."""
     key, fits = found.key, found.fits
-    title = f"{key.device}: {key.machine}; {key.world} ranks, {key.dtype}, {key.backend}"
+    ranks = "1 rank" if key.world == 1 else f"{key.world} ranks"
+    title = f"{key.device}: {key.machine}; {ranks}, {key.dtype}, {key.backend}"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for heading in ("class", "direction", "dtype"):
         table.add_column(heading)
@@ -156,7 +158,7 @@ def _device(request: Request) -> torch.device:
 
 def _check(request: Request) -> None:
     """Refuses wrong options before any rank starts."""
-    known = {"device": ("auto", "cpu", "cuda"), "autocast": tuple(_AUTOCAST)}
+    known = {"device": ("auto", "cpu", "cuda"), "autocast": tuple(AUTOCAST)}
     for name, values in known.items():
         got = getattr(request, name)
         if got not in values:

@@ -219,7 +219,7 @@ def _costs(planned: Planned) -> str:
         texts = (
             str(row.plan.bucket),
             choice_text(row.plan),
-            bytes_text(at.peak_bytes(row.dims)),
+            bytes_text(row.plan.peak_bytes),
             bytes_text(at.saved_bytes(row.dims)),
             bytes_text(at.wire_bytes(row.dims)),
             f"{at.flops(row.dims) / 1e12:.3g}",

@@ -69,7 +69,11 @@ def choose(
     """
     fitting = [row for row in rows if row.fits]
     if not fitting:
-        closest = min(rows, key=lambda row: row.needed_bytes)
+        # Of a degree the smallest micro-batch: on a GPU only what is chosen is priced by segments,
+        # so that a larger one may look as if it needed less.
+        least = {row.sp: row.micro_batch for row in sorted(rows, key=lambda row: -row.micro_batch)}
+        smallest = [row for row in rows if row.micro_batch == least[row.sp]]
+        closest = min(smallest, key=lambda row: row.needed_bytes)
         over = closest.needed_bytes - memory_bytes
         widest = max(row.sp for row in rows)
         wider = f"run on more than {world} ranks" if widest == world else "allow a larger sp"

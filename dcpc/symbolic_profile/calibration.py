@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import platform
@@ -15,7 +16,7 @@ import torch
 from dcpc.errors import ProfileError
 from dcpc.symbolic_profile.fits import ClassFit, CollectiveFit, Fits
 
-VERSION = 1
+VERSION = 2  # since 2 with a digest of all else
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
@@ -108,6 +109,7 @@ class Calibration:
             "points": [{**asdict(p), "sizes": dict(p.sizes)} for p in self.points],
             "seconds_s": self.seconds_s,
         }
+        data["digest"] = _digest(data)
         path = Path(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -117,13 +119,15 @@ class Calibration:
         """Returns what `write` wrote.
 
         Raises:
-            ProfileError: there is no such file, it is of another version, or no calibration.
+            ProfileError: there is no such file, it is of another version, no calibration, or not
+                what was written.
         """
         try:
             data = json.loads(Path(file).read_text(encoding="utf-8"))
             version = data["version"]
             if version == VERSION:
-                return _calibration(data)
+                found = _calibration(data)
+                digest = data.pop("digest")
         except OSError as e:
             raise ProfileError(
                 f"calibration {file}: got {e.strerror}; expected a file that `dcpc calibrate` "
@@ -134,10 +138,17 @@ class Calibration:
                 f"calibration {file}: got {type(e).__name__} {e}; expected what `dcpc calibrate` "
                 "wrote; run it again"
             ) from e
-        raise ProfileError(
-            f"calibration {file}: got version {version}; expected {VERSION}; run `dcpc calibrate` "
-            "again"
-        )
+        if version != VERSION:
+            raise ProfileError(
+                f"calibration {file}: got version {version}; expected {VERSION}; run `dcpc "
+                "calibrate` again"
+            )
+        if digest != _digest(data):
+            raise ProfileError(
+                f"calibration {file}: got contents of digest {_digest(data)}; expected {digest}, "
+                "as it was written: it was edited since; run `dcpc calibrate` again"
+            )
+        return found
 
     @classmethod
     def of(cls, given: str | Path | Calibration | None) -> Calibration | None:
@@ -158,7 +169,7 @@ class Calibration:
         if found:
             raise ProfileError(
                 f"calibration: got one of {'; '.join(found)}; run `dcpc calibrate` again for this "
-                "model and these ranks, or plan without it"
+                "model and these ranks, plan with the options it was measured with, or without it"
             )
 
 
@@ -174,6 +185,11 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    """Returns what tells contents apart, however they are laid out in the file."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _calibration(data: Mapping[str, Any]) -> Calibration:

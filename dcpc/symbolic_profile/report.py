@@ -141,7 +141,7 @@ def _table(rows: Sequence[ReportRow]) -> Table:
             str(row.plan.sp),
             str(row.plan.micro_batch),
             f"{row.plan.recompute}/{row.plan.steps}",
-            bytes_text(at.peak_bytes(row.dims)),
+            bytes_text(row.plan.peak_bytes),  # of a GPU whole blocks, as what fits is decided by
             bytes_text(at.saved_bytes(row.dims)),
             f"{at.flops(row.dims) / 1e12:.3g}",
             seconds_text(row.plan.seconds_s),

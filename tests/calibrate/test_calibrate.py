@@ -157,11 +157,22 @@ def test_command_writes_what_report_takes(folder):
     assert f"± {found.fits.error:.1%}" in report.output
 
 
+def test_one_under_autocast_is_taken_by_a_plan_under_it(folder):
+    result = run("calibrate", "--device", "cpu", "--autocast", "bfloat16", "--out", "c.json")
+    assert result.exit_code == 0, result.output
+    assert "1 rank, torch.bfloat16" in result.output
+    report = run("report", "--calibration", "c.json", "--autocast", "bfloat16")
+    assert report.exit_code == 0, report.output
+    refused = run("report", "--calibration", "c.json")
+    assert "dtype torch.bfloat16 (expected torch.float32)" in refused.output
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         (("--device", "tpu"), "got --device tpu; expected one of auto, cpu, cuda"),
         (("--autocast", "int8"), "got --autocast int8"),
+        (("--out", "."), "--out .: got a folder"),
     ],
 )
 def test_wrong_option_is_refused(folder, options, reason):

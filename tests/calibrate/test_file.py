@@ -97,13 +97,18 @@ def damaged(**changes):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (damaged(version=99), "got version 99; expected 1"),
+        (damaged(version=99), "got version 99; expected 2"),
         (damaged(fits__launch_s=-1.0), "a number from 0 up"),
         (damaged(fits__error=float("nan")), "a number from 0 up"),
         (damaged(fits__classes__0__dtype="torch.save"), "'torch.save' where a dtype"),
         (damaged(fits__collectives__0__s_per_byte=0), "a number above 0"),
         (damaged(key=[]), "expected what `dcpc calibrate` wrote"),
         (damaged(fits={}), "KeyError 'classes'"),
+        (damaged(version=1), "got version 1; expected 2"),
+        (damaged(fits__classes__0__s_per_flop=1e-12), "it was edited since; run `dcpc calibrate`"),
+        (damaged(fits__classes=[]), "it was edited since"),
+        (damaged(key__world=4), "it was edited since"),
+        (damaged(key__world="2"), "it was edited since"),
     ],
 )
 def test_damaged_file_is_refused(tmp_path, change, reason):
@@ -115,6 +120,13 @@ def test_damaged_file_is_refused(tmp_path, change, reason):
     with pytest.raises(ProfileError) as caught:
         Calibration.read(file)
     assert reason in str(caught.value)
+
+
+def test_another_layout_of_the_same_contents_is_taken(tmp_path):
+    file = tmp_path / "c.json"
+    CALIBRATION.write(file)
+    file.write_text(json.dumps(json.loads(file.read_text()), sort_keys=True))
+    assert Calibration.read(file).key == KEY
 
 
 def test_no_file_and_no_json(tmp_path):

@@ -93,6 +93,12 @@ def test_page_is_one_file_that_parses(page):
     assert "url(" not in page
 
 
+def test_costs_have_the_peak_that_the_plan_was_made_with(planned, plots):
+    plans = {b: replace(p, peak_bytes=123_400_000) for b, p in planned.plans.items()}
+    page = html_page(replace(planned, plans=plans), "x", [], {}, plots)
+    assert page.count("<td>123 MB</td>") == len(SIZES)
+
+
 def test_page_escapes_its_title(page):
     assert "<b>a &amp; b</b>" not in page
     assert "&lt;b&gt;a &amp; b&lt;/b&gt;" in page

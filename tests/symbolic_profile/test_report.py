@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import sympy
 
 from dcpc.buckets import Bucket
@@ -33,6 +35,13 @@ def test_report_has_table_and_formulas():
     assert text.count("variant ") == 2
     assert "1 of 2 steps of recompute" in text
     assert max(map(len, text.splitlines()[:12])) <= 120
+
+
+def test_peak_is_the_one_that_the_plan_was_made_with():
+    """Of a GPU it is in whole blocks, the formula is not: the page shows the plan's beside it."""
+    found = row("gpt", 128)
+    rounded = replace(found, plan=replace(found.plan, peak_bytes=123_400_000))
+    assert "123 MB" in render_report([rounded])
 
 
 def test_report_prints_a_profile_once():
