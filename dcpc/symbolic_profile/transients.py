@@ -159,6 +159,12 @@ def _half_mean(call: Call) -> sympy.Expr:
     return 4 * x.numel + 4 * call.facts.of(call.node)[0].numel
 
 
+def _squares(call: Call) -> sympy.Expr:
+    """Those of all elements, where they are not themselves what it returns."""
+    kept = argument(call.node, "reduction", 1) == 0
+    return sympy.Integer(0) if kept else call.tensor("self").size_bytes
+
+
 def _fused_rms_norm(call: Call) -> sympy.Expr:
     """The square of the input; in half precision five times the input (copies in float32)."""
     x = call.tensor("input")
@@ -246,7 +252,7 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::mean": _half_mean,
-    "aten::mse_loss": lambda call: call.tensor("self").size_bytes,
+    "aten::mse_loss": _squares,
     "aten::native_dropout": lambda call: call.tensor("input").size_bytes,
     "dcpc::all_to_all": _all_to_all,
     "dcpc::all_gather": _all_gather,

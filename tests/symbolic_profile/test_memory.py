@@ -93,6 +93,7 @@ HEADS = torch.randn(2, 4, 300, 16)
         (lambda x, i: aten.gather(x, 1, i), [X, torch.zeros(40, 5, 64, dtype=torch.long)]),
         (lambda x: aten.tril(x), [torch.randn(30, 40, 64).transpose(0, 1)]),
         (lambda x, y: aten.mse_loss(x, y), [X, X + 1]),
+        (lambda x, y: aten.mse_loss(x, y, 0), [X, X + 1]),
         (lambda x: aten._scaled_dot_product_flash_attention_for_cpu(x, x, x), [HEADS]),
         (lambda x: aten.cat([x, x], 1), [XT]),
     ],
