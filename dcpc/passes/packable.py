@@ -29,8 +29,13 @@ from dcpc.passes.op_kinds import arguments
 from dcpc.passes.rule_types import OpSharding
 
 # Lengths of the sequences of the rows that segments are computed for.
-_ROWS = ((3, 1, 1, 4, 2), (1, 6, 4), (11,), (5, 6), (2, 2, 2, 2, 3))
+_ROWS = ((3, 1, 1, 4, 2), (1, 6, 4), (11,), (5, 6), (2, 2, 2, 2, 3), (1,) * 11)
 _SIZE, _BATCH = 11, 2
+_SPECIAL = 24  # numbers that an input is compared with, looked at for each place
+# Ops that join positions by what they hold: no number that is tried shows all of it.
+_SCANS = ("cumsum", "cumprod", "cummax", "cummin", "any", "all", "sum", "amax", "amin")
+# Types of arguments that are numbers to compute with, as a schema writes them; sizes are `int`.
+_NUMBERS = ("Tensor", "number", "float")
 _GENERATORS = ("arange", "linspace", "eye", "tril_indices", "triu_indices")
 
 
@@ -139,15 +144,20 @@ class _Rows:
             _MixedError: one joins positions.
         """
         totals: set[str] = set()  # numbers made of all positions
+        counts = _Counts(self)
         for node in self.nodes:
             if node.name not in self.live or node.op != "call_function":
                 continue
             info = self.program.info.get(node.name)
-            if info is None or (node in self.attentions):
+            if info is None:
                 continue
-            if len(self.sources[node.name]) == 1 and self._of_input(node):
-                continue  # see `dropped`
+            counts.look_at(node)
+            if node in self.attentions:
+                continue
             operands = tensor_operands(node, self.program.info)
+            if len(self.sources[node.name]) == 1 and self._of_input(node):
+                self._check_scan(node, operands)
+                continue  # see `dropped`
             shapes = [self.program.info[x.name].shape for x in (*operands, node)]
             along = [any(map(self._along, shape)) for shape in shapes]
             reads = any(x.name in totals for x in operands)
@@ -161,6 +171,12 @@ class _Rows:
                 problem = "changes each position by a number that is made of all"
             if problem:
                 raise _MixedError(f"{self._where(node)} {problem}")
+
+    def _check_scan(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+        """Looks at what is made of an input alone: a scan joins positions by what they hold."""
+        joins = self._problem(node, operands) == "joins positions"
+        if joins and getattr(node.target, "_opname", "") in _SCANS:
+            raise _MixedError(f"{self._where(node)} joins positions")
 
     def _problem(self, node: fx.Node, operands: Sequence[fx.Node]) -> str:
         """How a node joins positions, "" where it does not."""
@@ -226,22 +242,30 @@ class _Rows:
         found: dict[int, set[int]] = {}
         info = self.program.info[placeholder]
         dim = info.shape.index(self.length)
-        signed = info.dtype.is_signed
+        special = self._special(placeholder) if info.dtype in (torch.int64, torch.int32) else ()
+        numbers = [0, 2, *([-100] if info.dtype.is_signed else ()), *special]
         value = self._filled(placeholder, 1)
         before = self._values(placeholder, value, [node.name])[node.name]
         for t in range(_SIZE):
             found[t] = set()
-            for number in (0, 2, -100) if signed else (0, 2):
+            for number in numbers:
                 changed = value.clone()
                 changed.select(dim, t).fill_(number)
                 try:
                     after = self._values(placeholder, changed, [node.name])[node.name]
                 except _FailedError:
-                    if number >= 0:
+                    if number in (0, 2):
                         raise
                     continue  # it is an index of something
                 found[t] |= self._places(node, before != after)
         return found
+
+    def _special(self, placeholder: str) -> list[int]:
+        """Numbers that what is made of an input alone compares it with, and their neighbours."""
+        mine = frozenset({placeholder})
+        nodes = (n for n in self.nodes if n.op == "call_function" and self.sources[n.name] == mine)
+        given = {x for n in nodes if _is_comparison(n) for x in n.args if isinstance(x, int)}
+        return sorted({x + step for x in given for step in (-1, 0, 1)} - {0, 1, 2, -100})[:_SPECIAL]
 
     def _places(self, node: fx.Node, differs: Tensor) -> set[int]:
         """The places in the row of the elements that are true."""
@@ -343,12 +367,77 @@ class _Rows:
             sizes[self.program.symbols[BATCH]] = _BATCH
         return [int(sympy.sympify(s).subs(sizes)) for s in shape]
 
+    def of_length(self, number: fx.Node) -> bool:
+        """Returns whether a number that is no tensor depends on the row's length."""
+        size = self.program.scalars.get(number.name)
+        if size is not None:
+            return self._along(size)
+        return any(map(self.of_length, number.all_input_nodes))
+
     def _along(self, size: sympy.Expr) -> bool:
         return self.length in sympy.sympify(size).free_symbols
 
     def _where(self, node: fx.Node) -> str:
         line = source_line(node)
         return f"node {node.name} ({node.target}{f', {line}' if line else ''})"
+
+
+class _Counts:
+    """Numbers that a row has as a whole: its length, how many of an input's elements are something.
+
+    A loss may be divided by one, at its positions or when they are added up. What else is done
+    with it differs from what a sequence does alone.
+    """
+
+    def __init__(self, rows: _Rows) -> None:
+        self.rows = rows
+        self._counts: set[str] = set()
+        self._times: dict[str, fx.Node] = {}  # along the row, and where such a number came in
+
+    def look_at(self, node: fx.Node) -> None:
+        """Looks at a node after all that it reads.
+
+        Raises:
+            _MixedError: positions that are times such a number go into what is not linear.
+        """
+        rows, info = self.rows, self.rows.program.info
+        operands = tensor_operands(node, info)
+        given = [i for i, x in enumerate(operands) if x.name in self._times]
+        along = any(map(rows._along, info[node.name].shape))
+        if given and not _is_linear(rows.rules[node.name].linear, given):
+            origin = self._times[operands[given[0]].name]
+            raise _MixedError(
+                f"{rows._where(origin)} changes each position by a number that is of the whole row"
+            )
+        counted = _length_as_number(node, rows) or any(x.name in self._counts for x in operands)
+        if along and (counted or given):
+            self._times[node.name] = node if counted else self._times[operands[given[0]].name]
+        learned = not rows.sources[node.name].isdisjoint(rows.program.parameters)
+        read = any(rows._along(size) for x in operands for size in info[x.name].shape)
+        if not along and (counted or (read and not learned and not info[node.name].shape)):
+            self._counts.add(node.name)
+
+
+def _is_linear(linear: str, operands: Sequence[int]) -> bool:
+    """Whether an op is linear in these of its operands."""
+    if linear == "first":
+        return list(operands) == [0]
+    return linear == "all" or (linear == "one" and len(operands) == 1)
+
+
+def _length_as_number(node: fx.Node, rows: _Rows) -> bool:
+    """Whether an op computes with the row's length, other than as a size."""
+    schema = getattr(call_of(node).target, "_schema", None)
+    if schema is None or getattr(node.target, "_opname", "") in _GENERATORS:
+        return False
+    values = {a.name: x for a, x in zip(schema.arguments, node.args, strict=False)}
+    values |= node.kwargs
+    kinds = {a.name: str(a.type) for a in schema.arguments}
+    return any(
+        isinstance(x, fx.Node) and x.name not in rows.program.info and rows.of_length(x)
+        for name, x in values.items()
+        if kinds[name].removeprefix("Optional[").rstrip("]") in _NUMBERS
+    )
 
 
 def positions_of(lengths: Iterable[int]) -> Tensor:
@@ -369,6 +458,10 @@ def _segment(node: fx.Node) -> fx.Node | None:
 def _named(node: fx.Node | None) -> str:
     assert node is not None, "an attention without segments is refused before"
     return node.name
+
+
+def _is_comparison(node: fx.Node) -> bool:
+    return getattr(node.target, "_opname", "") in ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def _is_segment(node: fx.Node, user: fx.Node) -> bool:

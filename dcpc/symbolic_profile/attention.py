@@ -359,8 +359,10 @@ def ring_backward(call: Call) -> sympy.Expr:
     if not _ring_by_flash(call):
         return held + larger(first, later) + blocks_backward(call)
     if groups != 1:
-        used = call.tensor("grad_out").size_bytes
-        held -= sympy.expand(used - used / groups)
+        grad = call.tensor("grad_out")
+        if rows.all_see and grad.contiguous(BSHD):  # one query of each group is copied
+            held += grad.size_bytes
+        held -= sympy.expand(grad.size_bytes - grad.size_bytes / groups)
         held += query.size_bytes / groups + both_bytes
     whole = None if rows.all_see else query.shape[2]
     first += kernel_backward(call, whole)

@@ -2,15 +2,17 @@
 
 Measured on the CPU with torch.profiler's allocator events, torch 2.13, float32; a line holds for
 the layouts named in it. An op without a line was measured to need none, or at most tens of bytes
-(Python scalars become tensors of 8 + 4 bytes): matmuls of dense operands, pointwise ops, sums,
-softmax, `cat`, `clone`, `gather`, `scatter_add`, `constant_pad_nd`, `slice_backward`, `nll_loss`,
-`embedding`. Not modelled: the scratch of oneDNN for bfloat16 matmuls on the CPU (0.1 to 0.6 of an
-operand, chosen by the processor).
+(Python scalars become tensors of 8 + 4 bytes): matmuls of dense operands, pointwise ops and sums
+whose operands are of one dtype (`_promoted` has the others), softmax, `cat`, `clone`, `gather`,
+`scatter_add`, `constant_pad_nd`, `slice_backward`, `nll_loss`, `embedding`. Not
+modelled: the scratch of oneDNN for bfloat16 matmuls on the CPU (0.1 to 0.6 of an operand, chosen
+by the processor).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import sympy
 import torch
@@ -23,6 +25,7 @@ from dcpc.symbolic_profile.flops import GroupSize
 from dcpc.symbolic_profile.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.polynomials import larger
 
+ZERO = sympy.Integer(0)
 CHANNELS = 16  # of a block of oneDNN's
 PARTIAL_SCRATCH = 1 << 15  # bytes, measured
 
@@ -159,6 +162,18 @@ def _half_mean(call: Call) -> sympy.Expr:
     return 4 * x.numel + 4 * call.facts.of(call.node)[0].numel
 
 
+def _squares(call: Call) -> sympy.Expr:
+    """Those of all elements, where they are not themselves what it returns."""
+    kept = argument(call.node, "reduction", 1) == 0
+    return sympy.Integer(0) if kept else call.tensor("self").size_bytes
+
+
+def _of_complex(call: Call) -> sympy.Expr:
+    """Of a complex operand a complex result, whose real part is taken."""
+    x = call.tensor("self")
+    return x.size_bytes if x.dtype.is_complex else sympy.Integer(0)
+
+
 def _fused_rms_norm(call: Call) -> sympy.Expr:
     """The square of the input; in half precision five times the input (copies in float32)."""
     x = call.tensor("input")
@@ -246,13 +261,53 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::mean": _half_mean,
-    "aten::mse_loss": lambda call: call.tensor("self").size_bytes,
+    "aten::logsumexp": lambda call: call.tensor("self").size_bytes + call.output_bytes,
+    "aten::abs": _of_complex,
+    "aten::angle": _of_complex,
+    "aten::mse_loss": _squares,
     "aten::native_dropout": lambda call: call.tensor("input").size_bytes,
     "dcpc::all_to_all": _all_to_all,
     "dcpc::all_gather": _all_gather,
     "dcpc::reduce_scatter": _reduce_scatter,
     "dcpc::all_reduce": lambda call: sympy.Integer(0),
 }
+
+
+# Operands that an op reads as they are, whatever the others' dtype is.
+_AS_THEY_ARE = ("condition", "mask")
+# These first cast their operand to the dtype of what they return.
+_ADDING = ("aten::sum", "aten::cumsum", "aten::prod")
+
+
+def _promoted(call: Call) -> sympy.Expr:
+    """Operands in the dtype that an op computes in, where they have another.
+
+    A GPU's kernels cast each element as they read it.
+    """
+    node, target = call.node, call.node.target
+    assert isinstance(target, torch._ops.OpOverload), f"{node}: {target} has no schema"
+    adding = target._schema.name in _ADDING
+    if not adding and torch.Tag.pointwise not in target.tags:
+        return ZERO
+    names = [a.name for a in target._schema.arguments if a.name not in _AS_THEY_ARE]
+    given = [argument(node, name) for name in names]
+    found = [call.facts.of(x)[0] for x in given if isinstance(x, fx.Node) and call.facts.of(x)]
+    dtype = call.facts.of(node)[0].dtype
+    if dtype == torch.bool:
+        dtype = _compared(given)
+    casts = [
+        x.numel
+        for x in found
+        if x.shape and x.dtype != dtype == torch.promote_types(x.dtype, dtype)
+    ]
+    return sympy.Add(*casts) * dtype.itemsize if casts else ZERO
+
+
+def _compared(given: Sequence[Any]) -> torch.dtype:
+    """The dtype in which two operands of a comparison are compared; bool for one alone."""
+    values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in given[:2]]
+    known = len(values) == 2 and all(isinstance(x, torch.Tensor | float | int) for x in values)
+    return torch.result_type(*values) if known else torch.bool
 
 
 def transient_bytes(node: fx.Node, facts: Facts, threads: int, gpu: bool = False) -> sympy.Expr:
@@ -262,4 +317,8 @@ def transient_bytes(node: fx.Node, facts: Facts, threads: int, gpu: bool = False
     """
     name = op_name(node)
     formula = (GPU_TRANSIENTS.get(name) if gpu else None) or TRANSIENTS.get(name)
-    return sympy.Integer(0) if formula is None else formula(Call(node, facts, threads))
+    if formula is not None:
+        return formula(Call(node, facts, threads))
+    if gpu or not isinstance(node.target, torch._ops.OpOverload):
+        return ZERO
+    return _promoted(Call(node, facts, threads))

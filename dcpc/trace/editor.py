@@ -27,15 +27,7 @@ class Editor:
         """Returns a new call, with the value it has for the arguments' fake values."""
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)
-        values = tree_map(_value, (args, kwargs))
-        graph_values = [n.meta.get("val") for n in self.graph.find_nodes(op="placeholder")]
-        mode = detect_fake_mode([v for v in graph_values if isinstance(v, Tensor)])
-        with enable_python_dispatcher():
-            if mode is None:
-                new.meta["val"] = target(*values[0], **values[1])
-            else:
-                with mode:
-                    new.meta["val"] = target(*values[0], **values[1])
+        new.meta["val"] = evaluated(new)
         for key in ("stack_trace", "nn_module_stack"):
             if key in self.node.meta:
                 new.meta[key] = self.node.meta[key]
@@ -62,6 +54,19 @@ class Editor:
     def shape(self, source: fx.Node) -> list[Any]:
         """Returns the sizes of all dims."""
         return self.sizes(source, list(range(source.meta["val"].ndim)))
+
+
+def evaluated(node: fx.Node) -> Any:
+    """Returns the value that a call has for its arguments' fake values."""
+    target: Any = node.target
+    args, kwargs = tree_map(_value, (node.args, dict(node.kwargs)))
+    graph_values = [n.meta.get("val") for n in node.graph.find_nodes(op="placeholder")]
+    mode = detect_fake_mode([v for v in graph_values if isinstance(v, Tensor)])
+    with enable_python_dispatcher():
+        if mode is None:
+            return target(*args, **kwargs)
+        with mode:
+            return target(*args, **kwargs)
 
 
 def _value(arg: Any) -> Any:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from dcpc.trace.editor import Editor
+from dcpc.trace.editor import Editor, evaluated
 
 aten = torch.ops.aten
 
@@ -41,6 +41,26 @@ ONE_BY_ONE = {
     aten.triplet_margin_loss.default: 7,
     aten.multi_margin_loss.default: 5,
 }
+
+
+def correct_row_losses(graph: fx.Graph) -> None:
+    """Gives losses of rows that are not reduced the shape they have, and what is made of them.
+
+    Functionalising, torch writes down a scalar for cross-entropy of `[rows, classes]`.
+    """
+    wrong: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in _OF_ROWS or not wrong.isdisjoint(node.all_input_nodes):
+            value = evaluated(node)
+            if _shape(value) != _shape(node.meta["val"]):
+                node.meta["val"] = value
+                wrong.add(node)
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _one_by_one(node: fx.Node, edit: Editor) -> fx.Node | None:
@@ -121,6 +141,7 @@ def _reduced(
     return edit.call(aten.div.Tensor, total(rows, SUM), total(weights, SUM))
 
 
+_OF_ROWS = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 LOSSES: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.nll_loss_nd.default: _nll_loss,

@@ -53,6 +53,7 @@ HELD = (
     EVEN,
     replace(EVEN, after=None, dtype=torch.float32),
     replace(EVEN, heads=(4, 2)),
+    replace(EVEN, heads=(4, 2), after=None),
     replace(EVEN, zigzag=(True, True), heads=(4, 1)),
     replace(EVEN, before=40, widths=(16, 8)),
     replace(EVEN, before=40, after=40),

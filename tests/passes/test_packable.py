@@ -67,6 +67,16 @@ class OwnLoss(Small):
         return -((logits * classes).sum(-1) * counts).sum() / counts.sum()
 
 
+class DividedFirst(Small):
+    """Each position's loss is divided by the number of labels, and then added up."""
+
+    def loss(self, x, labels):
+        counts = labels != -100
+        classes = F.one_hot(labels.clamp(min=0), 16)
+        found = ((x @ self.table.weight.T).log_softmax(-1) * classes).sum(-1) * counts
+        return -(found / counts.sum()).sum()
+
+
 class Counted(Small):
     """Sequences are counted in the graph, from positions that restart."""
 
@@ -143,6 +153,47 @@ class OfTokens(Small):
         return super().embed(ids, segments, positions)
 
 
+class OfLength(Small):
+    """Activations are scaled by the length of the row, which is not the sequence's."""
+
+    def embed(self, ids, segments, positions):
+        return super().embed(ids, segments, positions) * ids.shape[1] ** -0.5
+
+
+class ShareOfLength(Small):
+    def embed(self, ids, segments, positions):
+        return self.table(ids) + (positions / ids.shape[1])[..., None]
+
+
+class TimesCount(Small):
+    """Activations times how many tokens of the batch are not 0."""
+
+    def embed(self, ids, segments, positions):
+        return self.table(ids) * (ids != 0).sum()
+
+
+class AfterToken(Small):
+    """Tokens after the first 7 of a row are others; so are those of the sequences that follow."""
+
+    def embed(self, ids, segments, positions):
+        return self.table((ids + 8 * ((ids == 7).cumsum(1) > 0)) % 16)
+
+
+class AfterNeighbour(Small):
+    """A token after a 7 is another one, also where it begins a sequence."""
+
+    def embed(self, ids, segments, positions):
+        before = F.pad(ids, (1, 0))[:, :-1]
+        return self.table((ids + 8 * (before == 7)) % 16)
+
+
+class ManySegments(Small):
+    """Every sixth sequence has the same number."""
+
+    def same(self, segments, positions):
+        return super().same(segments % 6, positions)
+
+
 def looked_at(model: nn.Module) -> Packable:
     torch.manual_seed(0)
     program = without_masks(trace(model, BUCKETS))
@@ -154,6 +205,7 @@ HITS = {
     Small: Packable(("segments",), SAME, by_numbers=True),
     Shifted: Packable(("segments",), {**SAME, "labels": 1}, by_numbers=True),
     OwnLoss: Packable(("segments",), {**SAME, "labels": 1}, by_numbers=True),
+    DividedFirst: Packable(("segments",), SAME, by_numbers=True),
     Counted: Packable(("positions",), SAME, by_positions=True),
 }
 
@@ -174,6 +226,12 @@ MISSES = {
     TwoLabels: "reads 'labels' at its own place and 2 places on",
     OwnTargets: "what it reads of 'ids' at other places|reads 'ids' at its own place",
     WrongCount: "neither positions that restart",
+    OfLength: r"node mul.* changes each position by a number that is of the whole row",
+    ShareOfLength: r"node div.* changes each position by a number that is of the whole row",
+    TimesCount: r"node mul.* changes each position by a number that is of the whole row",
+    AfterToken: r"node cumsum.* joins positions",
+    AfterNeighbour: "what it reads of 'ids' at other places",
+    ManySegments: "neither positions that restart in each sequence nor its number",
     OfTokens: "neither positions that restart in each sequence nor its number, given as ids",
 }
 

@@ -76,6 +76,8 @@ aten = torch.ops.aten
 X, XT = torch.randn(40, 30, 64), strided(40, 64, 30)
 IDS = torch.randint(0, 50, (40, 30))
 HEADS = torch.randn(2, 4, 300, 16)
+WIDE, HALF, SEEN = X.double(), X.bfloat16(), X > 0
+WHOLE = IDS + 1
 
 
 @pytest.mark.parametrize(
@@ -93,8 +95,27 @@ HEADS = torch.randn(2, 4, 300, 16)
         (lambda x, i: aten.gather(x, 1, i), [X, torch.zeros(40, 5, 64, dtype=torch.long)]),
         (lambda x: aten.tril(x), [torch.randn(30, 40, 64).transpose(0, 1)]),
         (lambda x, y: aten.mse_loss(x, y), [X, X + 1]),
+        (lambda x, y: aten.mse_loss(x, y, 0), [X, X + 1]),
         (lambda x: aten._scaled_dot_product_flash_attention_for_cpu(x, x, x), [HEADS]),
         (lambda x: aten.cat([x, x], 1), [XT]),
+        (lambda x, y: aten.mul(x, y), [X, SEEN]),
+        (lambda x, y: aten.mul(x, y), [X, SEEN[..., :1].expand(40, 30, 64)]),
+        (lambda x, y: aten.add(x, y), [HALF, X]),
+        (lambda x, y: aten.add(x, y), [WHOLE, torch.ones((), dtype=torch.int32)]),
+        (lambda x: aten.mul(x, 0.5), [WHOLE]),
+        (lambda x: aten.div(x, x), [WHOLE]),
+        (lambda x: aten.sqrt(x), [WHOLE]),
+        (lambda x, y: aten.lt(x, y), [HALF, X]),
+        (lambda x: aten.lt(x, 0.5), [WHOLE]),
+        (lambda x: aten.eq(x, 2), [WHOLE]),
+        (lambda x: aten.logical_not(x), [WHOLE]),
+        (lambda x, y, z: aten.where(x, y, z), [SEEN, WIDE, X]),
+        (lambda x, y: aten.masked_fill(x, y, 0.0), [X, SEEN]),
+        (lambda x: aten.abs(x), [X.to(torch.complex64)]),
+        (lambda x: aten.logsumexp(x, [1]), [X]),
+        (lambda x: aten.sum(x), [SEEN]),
+        (lambda x: aten.sum(x, [1], dtype=torch.float32), [HALF]),
+        (lambda x: aten.cumsum(x, 1), [SEEN]),
     ],
 )  # fmt: skip
 def test_transient_follows_the_layout(function, tensors):

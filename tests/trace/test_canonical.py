@@ -105,6 +105,15 @@ LOSSES = {
     "no reduction": lambda z, y: F.cross_entropy(
         z.transpose(1, 2), y.clamp(min=0), reduction="none"
     ).sum(),
+    "no reduction, flat rows": lambda z, y: (
+        F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none") * (y != 3).flatten()
+    ).sum(),
+    "no reduction, flat rows, mean": lambda z, y: (
+        F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none") * 2.0
+    ).mean(),
+    "nll, no reduction": lambda z, y: F.nll_loss(
+        z.log_softmax(-1).flatten(0, 1), y.flatten(), reduction="none"
+    ).square().mean(),
     "nll": lambda z, y: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()),
     "nll, class weights": lambda z, y: F.nll_loss(
         z.log_softmax(-1).flatten(0, 1), y.flatten(), weights()
