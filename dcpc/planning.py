@@ -19,7 +19,7 @@ from dcpc.passes.crossovers import crossover_lines
 from dcpc.placements import NEAR
 from dcpc.progress import tracked
 from dcpc.source import variant_source
-from dcpc.symbolic_profile import ReportRow, render_report
+from dcpc.symbolic_profile import LARGE_SEGMENT_BYTES, ReportRow, render_report
 from dcpc.variants import Variants
 
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
@@ -27,8 +27,10 @@ MOST_SAMPLES = 1 << 12
 GAIN = 0.01
 # Autograd's own gradient of the loss, one number, lives beside the share that a variant takes.
 LOSS_GRADIENT_BYTES = 8
-# Of a GPU's memory: where a plan needs less, what lies idle between its blocks fits as well.
+# Of a GPU's memory: where a plan needs less, what lies idle between its blocks fits as well; but
+# two segments that hardly begin to be used are much of a small budget.
 AMPLE = 0.8
+IDLE_BYTES = 2 * LARGE_SEGMENT_BYTES
 # "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
 RECOMPUTE = ("auto", "pyramid", "none", "all")
 
@@ -222,7 +224,8 @@ def _choose(
 
 def _reserved_bytes(variants: Variants, bucket: Bucket, row: Row, request: Request) -> int:
     """Returns the bytes of the segments that a row needs, 0 where it surely has room for them."""
-    if not variants.device.gpu or row.needed_bytes <= AMPLE * request.memory_bytes:
+    most = request.memory_bytes
+    if not variants.device.gpu or row.needed_bytes <= min(AMPLE * most, most - IDLE_BYTES):
         return 0
     sizes = {**bucket.sizes, BATCH: row.micro_batch}
     placement = variants.placement(sizes, row.sp, near=True)

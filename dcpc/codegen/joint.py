@@ -142,6 +142,10 @@ class Tracer:
             self._fakes[name] = self._fake(name, integers)
         return self._fakes[name]
 
+    def held(self, name: str) -> object:
+        """Returns what placeholders of one tensor share: tied parameters have several names."""
+        return id(self._tensors[name]) if name in self._tensors else name
+
     def _fake(self, name: str, integers: Mapping[str, torch.SymInt]) -> Tensor:
         info = self.program.info[name]
         if name not in self._tensors:
@@ -186,6 +190,7 @@ class _Assembly:
         self.gradients: dict[fx.Node, fx.Node] = {}
         self.owner: dict[str, str] = {}
         self.storages = count()
+        self.held: dict[object, int] = {}  # a tensor that placeholders stand for -> where it lies
         self.symbols: dict[sympy.Symbol, fx.Node] = {}
         self.emitter = Emitter(self.graph, self.symbols)
 
@@ -194,7 +199,8 @@ class _Assembly:
         primals = {name: self._placeholder(name) for name in names}
         trainable = [n for n in self.program.parameters if self.program.info[n].requires_grad]
         self.trained |= {primals[n] for n in trainable}
-        tangent = self._enter(self.graph.placeholder("loss_gradient"), self.tracer.tangent())
+        tangent = self.graph.placeholder("loss_gradient")
+        self._enter(tangent, self.tracer.tangent(), next(self.storages))
         calls = list(self._forward(primals))
         forward = [n.name for n in self.graph.nodes if n.op != "placeholder"]
         loss = self.values[_output(self.lowered.gm.graph)]
@@ -227,10 +233,13 @@ class _Assembly:
             node.meta["val"] = value
             self.symbols[value.node.expr] = node
             return node
-        return self._enter(node, value)
+        held = self.tracer.held(name)
+        if held not in self.held:
+            self.held[held] = next(self.storages)
+        return self._enter(node, value, self.held[held])
 
-    def _enter(self, node: fx.Node, value: Tensor) -> fx.Node:
-        node.meta |= {"val": value, "storage": (next(self.storages),)}
+    def _enter(self, node: fx.Node, value: Tensor, storage: int) -> fx.Node:
+        node.meta |= {"val": value, "storage": (storage,)}
         return node
 
     def _forward(self, primals: Mapping[str, fx.Node]) -> Iterator[_Call]:

@@ -1,6 +1,6 @@
 """A partition's costs as expressions of its dims: bytes, FLOPs, seconds, and the report of them."""
 
-from dcpc.symbolic_profile.allocator import Usage, rounded
+from dcpc.symbolic_profile.allocator import LARGE_SEGMENT_BYTES, Usage, rounded
 from dcpc.symbolic_profile.calibration import (
     CalibratedPoint,
     Calibration,
@@ -33,6 +33,7 @@ from dcpc.symbolic_profile.report import (
 
 __all__ = [
     "DEVICES",
+    "LARGE_SEGMENT_BYTES",
     "CalibratedPoint",
     "Calibration",
     "CalibrationKey",

@@ -15,10 +15,13 @@ from models.gpt import GPT, GPTConfig
 SEQ = 4001
 
 
-def planned(memory_bytes: int, device=H200, **options):
+SMALL = GPTConfig(vocab_size=255, dim=96, n_layers=2, n_heads=4)
+
+
+def planned(memory_bytes: int, device=H200, tie_embeddings=False, **options):
     """A small GPT's plan for one length and a micro-batch of one."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=255, dim=96, n_layers=2, n_heads=4))
+        model = GPT(replace(SMALL, tie_embeddings=tie_embeddings))
     text = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
     buckets = dcpc.Buckets(text, [{"seq": SEQ, "batch": 1}])
     return plan(model, buckets, memory=memory_bytes, device=device, backend="eager", **options)
@@ -61,6 +64,22 @@ def test_segments_fit_where_blocks_alone_would():
     assert usage_again.reserved_bytes <= most
     with pytest.raises(PlanError, match=r"needs .* on a rank"):
         planned(12 * 2**20)
+
+
+def test_a_budget_of_few_segments_is_met():
+    """What is needed is 0.73 of it, but two segments that are hardly used are a third."""
+    most = 60 * 2**20
+    row, usage = used(planned(most), most)
+    assert row.recompute > 0
+    assert usage.reserved_bytes <= most
+
+
+def test_tied_parameters_are_one():
+    found = planned(10**9, tie_embeddings=True)
+    (bucket,) = found.plans
+    own = GPT(replace(SMALL, tie_embeddings=True))
+    expected = sum(p.nbytes for p in own.parameters())
+    assert found.profile(bucket).parameter_bytes == expected
 
 
 def test_a_cpu_counts_bytes_and_a_gpu_blocks():
