@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from dcpc.trace.attention import replace_attention
 from dcpc.trace.editor import Editor
-from dcpc.trace.losses import LOSSES, correct_row_losses
+from dcpc.trace.losses import LOSSES, join_row_losses
 from dcpc.trace.patches import patch_convolution
 from dcpc.trace.random import replace_random
 from dcpc.trace.single_key import attention_of_one_key, narrow_projections
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 def canonicalise(gm: fx.GraphModule) -> None:
     """Rewrites the graph in place, node by node, until no rule of this file applies."""
     replace_random(gm.graph)
-    correct_row_losses(gm.graph)
+    join_row_losses(gm.graph)
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue

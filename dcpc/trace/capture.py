@@ -35,6 +35,7 @@ from dcpc.trace import dims as named
 from dcpc.trace.autocast import casting, share_casts
 from dcpc.trace.branches import refuse_branches
 from dcpc.trace.canonical import canonicalise
+from dcpc.trace.losses import spread_row_losses
 from dcpc.trace.single_key import depends_on
 
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
@@ -163,6 +164,10 @@ def _export(
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
             _detach_without_grad(exported.graph_module)
+            for inner in exported.graph_module.modules():  # `with` blocks have graphs of their own
+                if isinstance(inner, fx.GraphModule):
+                    spread_row_losses(inner.graph)
+                    inner.recompile()
             functional: ExportedProgram = exported.run_decompositions({})
             if autocast is not None:
                 share_casts(functional.graph, _cached_by_autocast(functional))

@@ -27,7 +27,7 @@ class Editor:
         """Returns a new call, with the value it has for the arguments' fake values."""
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)
-        new.meta["val"] = evaluated(new)
+        new.meta["val"] = _evaluated(new)
         for key in ("stack_trace", "nn_module_stack"):
             if key in self.node.meta:
                 new.meta[key] = self.node.meta[key]
@@ -56,7 +56,7 @@ class Editor:
         return self.sizes(source, list(range(source.meta["val"].ndim)))
 
 
-def evaluated(node: fx.Node) -> Any:
+def _evaluated(node: fx.Node) -> Any:
     """Returns the value that a call has for its arguments' fake values."""
     target: Any = node.target
     args, kwargs = tree_map(_value, (node.args, dict(node.kwargs)))

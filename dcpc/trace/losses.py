@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from dcpc.trace.editor import Editor, evaluated
+from dcpc.trace.editor import Editor
 
 aten = torch.ops.aten
 
@@ -43,24 +43,61 @@ ONE_BY_ONE = {
 }
 
 
-def correct_row_losses(graph: fx.Graph) -> None:
-    """Gives losses of rows that are not reduced the shape they have, and what is made of them.
+# Losses of rows: names and defaults of their arguments.
+_ROW_NAMES = ["self", "target", "weight", "reduction", "ignore_index"]
+_ROW_DEFAULTS: list[Any] = [None, None, None, MEAN, -100]
+_OF_ROWS: dict[Any, tuple[list[str], list[Any]]] = {
+    aten.nll_loss_nd.default: (_ROW_NAMES, _ROW_DEFAULTS),
+    aten.cross_entropy_loss.default: (
+        [*_ROW_NAMES, "label_smoothing"],
+        [*_ROW_DEFAULTS, 0.0],
+    ),
+}
 
-    Functionalising, torch writes down a scalar for cross-entropy of `[rows, classes]`.
+
+def spread_row_losses(graph: fx.Graph) -> None:
+    """Has losses of `[rows, classes]` that are not reduced computed as of `[rows, classes, 1]`.
+
+    Functionalising, torch takes the result of the former for one number; `join_row_losses` has it
+    back afterwards.
     """
-    wrong: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function":
+    for node in list(graph.nodes):
+        if node.target not in _OF_ROWS:
             continue
-        if node.target in _OF_ROWS or not wrong.isdisjoint(node.all_input_nodes):
-            value = evaluated(node)
-            if _shape(value) != _shape(node.meta["val"]):
-                node.meta["val"] = value
-                wrong.add(node)
+        logits, target, weight, reduction, *rest = _given(node, *_OF_ROWS[node.target])
+        if reduction != 0 or logits.meta["val"].ndim != 2:
+            continue
+        edit = Editor(node)
+        column = edit.call(aten.unsqueeze.default, logits, 2)
+        wanted = edit.call(aten.unsqueeze.default, target, target.meta["val"].ndim)
+        each = edit.call(node.target, column, wanted, weight, 0, *rest)
+        node.replace_all_uses_with(edit.call(aten.squeeze.dim, each, 1))
+        graph.erase_node(node)
 
 
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
+def join_row_losses(graph: fx.Graph) -> None:
+    """Undoes `spread_row_losses`."""
+    for node in list(graph.nodes):
+        if node.target not in _OF_ROWS or not all(map(_is_column, node.args[:2])):
+            continue
+        (squeezed,) = node.users if len(node.users) == 1 else (None,)
+        if squeezed is None or squeezed.target != aten.squeeze.dim:
+            continue
+        logits, target = (operand.args[0] for operand in node.args[:2])
+        squeezed.replace_all_uses_with(
+            Editor(node).call(node.target, logits, target, *node.args[2:], **node.kwargs)
+        )
+        graph.erase_node(squeezed)
+        graph.erase_node(node)
+
+
+def _is_column(operand: Any) -> bool:
+    """Whether an operand has one position a row."""
+    assert isinstance(operand, fx.Node), f"got {operand}; expected a node"
+    value = operand.meta["val"]
+    if operand.target != aten.unsqueeze.default or value.ndim > 3:
+        return False
+    return bool(operand.args[1] in (-1, value.ndim - 1))
 
 
 def _one_by_one(node: fx.Node, edit: Editor) -> fx.Node | None:
@@ -89,13 +126,10 @@ def _added(edit: Editor, each: fx.Node, mean: bool) -> fx.Node:
 
 
 def _cross_entropy(node: fx.Node, edit: Editor) -> fx.Node | None:
-    names = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
-    logits, target, weight, reduction, ignored, smoothing = _given(
-        node, names, [None, None, None, MEAN, -100, 0.0]
-    )
+    op = aten.cross_entropy_loss.default
+    logits, target, weight, reduction, ignored, smoothing = _given(node, *_OF_ROWS[op])
     if reduction == 0:
         return None
-    op = aten.cross_entropy_loss.default
     rows = edit.call(op, logits, target, weight, 0, ignored, smoothing)
     if target.meta["val"].is_floating_point():
         return _added(edit, rows, mean=reduction == MEAN)
@@ -103,11 +137,11 @@ def _cross_entropy(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def _nll_loss(node: fx.Node, edit: Editor) -> fx.Node | None:
-    names = ["self", "target", "weight", "reduction", "ignore_index"]
-    scores, target, weight, reduction, ignored = _given(node, names, [None, None, None, MEAN, -100])
+    op = aten.nll_loss_nd.default
+    scores, target, weight, reduction, ignored = _given(node, *_OF_ROWS[op])
     if reduction == 0:
         return None
-    rows = edit.call(aten.nll_loss_nd.default, scores, target, weight, 0, ignored)
+    rows = edit.call(op, scores, target, weight, 0, ignored)
     return _reduced(edit, rows, target, weight, reduction, ignored)
 
 
@@ -141,7 +175,6 @@ def _reduced(
     return edit.call(aten.div.Tensor, total(rows, SUM), total(weights, SUM))
 
 
-_OF_ROWS = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 LOSSES: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.nll_loss_nd.default: _nll_loss,

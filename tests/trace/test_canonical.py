@@ -66,7 +66,14 @@ def without_gradient(z, y):
     return (z / scale).square().mean() + (z.detach() * z).mean()
 
 
+def without_autocast(z, y):
+    with torch.autocast("cpu", enabled=False):
+        rows = F.cross_entropy(z.double().flatten(0, 1), y.flatten(), reduction="none")
+        return rows.view(y.shape).square().mean()
+
+
 LOSSES = {
+    "no reduction, in a block of its own": without_autocast,
     "mean": lambda z, y: z.square().mean(),
     "mean of a dim": lambda z, y: z.mean(1).square().mean() + z.mean((0, 1), keepdim=True).sum(),
     "mse": lambda z, y: F.mse_loss(z, z.detach() * 2),
@@ -111,6 +118,12 @@ LOSSES = {
     "no reduction, flat rows, mean": lambda z, y: (
         F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none") * 2.0
     ).mean(),
+    "no reduction, flat rows, in rows of their own": lambda z, y: (
+        F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none").view(y.shape) * (y != 3)
+    ).sum(1).square().mean(),
+    "no reduction, flat rows of probabilities": lambda z, y: (
+        F.cross_entropy(z.flatten(0, 1), z.flatten(0, 1).softmax(1), reduction="none").view(y.shape)
+    ).square().mean(),
     "nll, no reduction": lambda z, y: F.nll_loss(
         z.log_softmax(-1).flatten(0, 1), y.flatten(), reduction="none"
     ).square().mean(),
