@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from inspect import Parameter, Signature, signature
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -28,6 +27,7 @@ from dcpc.buckets import Buckets
 from dcpc.calibrate import AUTOCAST, calibrate_command
 from dcpc.errors import BucketError, DcpcError, PlanError, TraceError
 from dcpc.factories import check_writable, load_model
+from dcpc.options import Attention, BucketFile, Factory, Options, planning
 from dcpc.page import (
     crossing_lines,
     degree_crossings,
@@ -37,7 +37,6 @@ from dcpc.page import (
     what_if,
     what_if_text,
 )
-from dcpc.passes.lowerings import LOWERINGS
 from dcpc.planning import Planned
 from dcpc.progress import shown
 from dcpc.runtime.plan_file import PlanFile
@@ -45,7 +44,6 @@ from dcpc.runtime.replay import replay as replayed
 from dcpc.runtime.table import mode_table
 from dcpc.simulate import Request as SimulationRequest
 from dcpc.simulate import default_degrees, read_cost, simulate_cost, simulate_model, source_of
-from dcpc.symbolic_profile import DEVICES
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,104 +52,9 @@ app = typer.Typer(
     help="What dcpc.compile would decide for a model and its shape buckets; runs nothing.",
 )
 
-Factory = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODULE:FACTORY",
-        help="a callable without arguments that returns the nn.Module, e.g. my_project.models:gpt",
-    ),
-]
-BucketFile = Annotated[
-    Path, typer.Option("--buckets", metavar="FILE", help="YAML file with inputs and sizes")
-]
-DeviceName = Annotated[
-    str,
-    typer.Option(
-        "--device", help=f"auto (this machine's), or one of {', '.join(d.name for d in DEVICES)}"
-    ),
-]
-World = Annotated[int, typer.Option("--world", min=1, help="number of ranks to plan for")]
-Memory = Annotated[
-    float | None,
-    typer.Option("--memory", help="bytes a rank may use, e.g. 80e9; default: all the device has"),
-]
-Degree = Annotated[str, typer.Option("--sp", help="auto, or a degree for every bucket")]
-Recompute = Annotated[str, typer.Option("--recompute", help="auto, none or all")]
-Attention = Annotated[
-    str,
-    typer.Option("--attention", help=f"how it is split: auto, or one of {', '.join(LOWERINGS)}"),
-]
-Backend = Annotated[str, typer.Option("--backend", help="inductor or eager")]
-OptimizerBytes = Annotated[
-    int | None,
-    typer.Option(
-        "--optimizer-bytes", min=0, help="kept by the optimizer on a rank; default: Adam's"
-    ),
-]
-CalibrationFile = Annotated[
-    Path | None,
-    typer.Option("--calibration", metavar="FILE", help="written by `dcpc calibrate`"),
-]
-
-
-Autocast = Annotated[
-    str, typer.Option("--autocast", help=f"mixed precision: one of {', '.join(AUTOCAST)}")
-]
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    device: str
-    world: int
-    memory: float | None
-    sp: str
-    recompute: str
-    backend: str
-    optimizer_bytes: int | None
-    calibration: Path | None = None
-    attention: str = "auto"
-    autocast: str = "none"
-
-
-def _options(
-    device: DeviceName = "auto",
-    world: World = 1,
-    memory: Memory = None,
-    sp: Degree = "auto",
-    recompute: Recompute = "auto",
-    backend: Backend = "inductor",
-    optimizer_bytes: OptimizerBytes = None,
-    calibration: CalibrationFile = None,
-    attention: Attention = "auto",
-    autocast: Autocast = "none",
-) -> _Options:
-    """Returns the options that every command which plans has."""
-    return _Options(
-        *(device, world, memory, sp, recompute, backend, optimizer_bytes, calibration, attention),
-        autocast,
-    )
-
-
-def _planning(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of `_options` that it lacks, as its last argument."""
-    own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
-    shared = signature(_options, eval_str=True).parameters.values()
-    more = [p for p in shared if p.name not in {o.name for o in own}]  # else the command's own way
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        options = {p.name: given.pop(p.name) for p in more}
-        command(**given, options=_options(**options))
-
-    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*own, *more)]
-    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    del run.__wrapped__
-    return run
-
 
 @app.command()
-@_planning
+@planning
 def report(
     factory: Factory,
     buckets: BucketFile,
@@ -170,7 +73,7 @@ def report(
         typer.Option(min=1, help="ranks to plan for; more than one: what each would change"),
     ] = None,
     *,
-    options: _Options,
+    options: Options,
 ) -> None:
     """Print the plan of each bucket, its costs as formulas of the dims, and why."""
     memories: Sequence[float | None] = memory or [None]
@@ -212,22 +115,22 @@ def _write(file: Path, content: bytes) -> None:
 
 
 @app.command()
-@_planning
-def plan(factory: Factory, buckets: BucketFile, options: _Options) -> None:
+@planning
+def plan(factory: Factory, buckets: BucketFile, options: Options) -> None:
     """Print every setting that was tried for each bucket: what fits, and which was chosen."""
     with _reported():
         typer.echo(settings_text(_planned(factory, buckets, options)), nl=False)
 
 
 @app.command()
-@_planning
+@planning
 def source(
     factory: Factory,
     buckets: BucketFile,
     bucket: Annotated[
         str, typer.Option("--bucket", metavar="DIM=SIZE,...", help="which one, e.g. seq=512")
     ],
-    options: _Options,
+    options: Options,
 ) -> None:
     """Print the forward and backward of one bucket as Python a person can read."""
     with _reported():
@@ -268,6 +171,7 @@ def check(
 
 
 @app.command()
+@functools.partial(planning, without=("world",))
 def replay(
     file: Annotated[
         Path, typer.Argument(metavar="PLAN", help="a file that DataLoader.save_plan wrote")
@@ -279,15 +183,8 @@ def replay(
     buckets: Annotated[
         Path | None, typer.Option("--buckets", metavar="FILE", help="of the model")
     ] = None,
-    device: DeviceName = "auto",
-    memory: Memory = None,
-    sp: Degree = "auto",
-    recompute: Recompute = "auto",
-    backend: Backend = "inductor",
-    optimizer_bytes: OptimizerBytes = None,
-    calibration: CalibrationFile = None,
-    attention: Attention = "auto",
-    autocast: Autocast = "none",
+    *,
+    options: Options,
 ) -> None:
     """Print a recorded step's timeline, gap and what binds it, and plan the same batch again."""
     with _reported():
@@ -297,17 +194,13 @@ def replay(
             if buckets is None:
                 raise PlanError("replay: got a model and no buckets; expected both; add --buckets")
             world = recorded.table.world
-            options = _Options(
-                *(device, world, memory, sp, recompute, backend, optimizer_bytes, calibration),
-                *(attention, autocast),
-            )
-            planned = _planned(factory, buckets, options)
+            planned = _planned(factory, buckets, replace(options, world=world))
             now = mode_table(planned, recorded.plan.mode, world, planned.node_ranks)
         typer.echo(replayed(recorded, now), nl=False)
 
 
 @app.command()
-@_planning
+@planning
 def simulate(
     factory: Annotated[
         str | None,
@@ -341,7 +234,7 @@ def simulate(
         Path | None, typer.Option(metavar="OUT.png", help="picture of the first steps")
     ] = None,
     *,
-    options: _Options,
+    options: Options,
 ) -> None:
     """Predict step time, tokens/s, idling and bytes sent of dcpc and of what one does today."""
     with _reported():
@@ -377,7 +270,7 @@ def _reported() -> Iterator[None]:
 app.command("calibrate")(_reported()(calibrate_command))
 
 
-def _planned(factory: str, file: Path, options: _Options) -> Planned:
+def _planned(factory: str, file: Path, options: Options) -> Planned:
     buckets = Buckets.from_yaml(file)
     try:
         with torch.device("meta"):  # no memory for weights, where the model's code allows it
@@ -391,7 +284,7 @@ def _planned(factory: str, file: Path, options: _Options) -> Planned:
     return _plan(load_model(factory), buckets, options)
 
 
-def _plan(model: nn.Module, buckets: Buckets, options: _Options) -> Planned:
+def _plan(model: nn.Module, buckets: Buckets, options: Options) -> Planned:
     if options.autocast not in AUTOCAST:
         raise PlanError(
             f"got --autocast {options.autocast}; expected one of {', '.join(AUTOCAST)}; choose one"

@@ -48,11 +48,12 @@ ALLOWED: dict[str, set[str]] = {
     "calibrate": GROUND
     | PHASES
     | {"acceptance", "api", "compiled", "factories", "masks", "variants"},
+    "options": PHASES | {"calibrate"},
     "simulate": GROUND | PHASES | {"planning", "variants"},
     "cli": GROUND
     | PHASES
     | {"acceptance", "api", "calibrate", "compiled", "factories", "planning", "simulate"}
-    | {"variants", "page", "progress"},
+    | {"options", "variants", "page", "progress"},
     "__main__": {"cli"},
 }
 
