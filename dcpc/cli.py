@@ -24,10 +24,18 @@ from dcpc.acceptance.check import Request, check_model
 from dcpc.api import plan as plan_for
 from dcpc.api import rank_memory_bytes
 from dcpc.buckets import Buckets
-from dcpc.calibrate import AUTOCAST, calibrate_command
+from dcpc.calibrate import calibrate_command
 from dcpc.errors import BucketError, DcpcError, PlanError, TraceError
 from dcpc.factories import check_writable, load_model
-from dcpc.options import Attention, BucketFile, Factory, Options, planning
+from dcpc.options import (
+    AUTOCAST,
+    Attention,
+    BucketFile,
+    Factory,
+    Options,
+    check_choice,
+    planning,
+)
 from dcpc.page import (
     crossing_lines,
     degree_crossings,
@@ -285,10 +293,7 @@ def _planned(factory: str, file: Path, options: Options) -> Planned:
 
 
 def _plan(model: nn.Module, buckets: Buckets, options: Options) -> Planned:
-    if options.autocast not in AUTOCAST:
-        raise PlanError(
-            f"got --autocast {options.autocast}; expected one of {', '.join(AUTOCAST)}; choose one"
-        )
+    check_choice("got --autocast", options.autocast, AUTOCAST)
     return plan_for(
         model,
         buckets,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
-from dcpc.calibrate import AUTOCAST
+from dcpc.errors import PlanError
 from dcpc.passes.lowerings import LOWERINGS
 from dcpc.symbolic_profile import DEVICES
+
+AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Factory = Annotated[
     str,
@@ -62,53 +65,49 @@ Autocast = Annotated[
 class Options:
     """What every command that plans is told; `dcpc.api.plan` says what each means."""
 
-    device: str
-    world: int
-    memory: float | None
-    sp: str
-    recompute: str
-    backend: str
-    optimizer_bytes: int | None
-    calibration: Path | None = None
-    attention: str = "auto"
-    autocast: str = "none"
+    device: DeviceName = "auto"
+    world: World = 1
+    memory: Memory = None
+    sp: Degree = "auto"
+    recompute: Recompute = "auto"
+    backend: Backend = "inductor"
+    optimizer_bytes: OptimizerBytes = None
+    calibration: CalibrationFile = None
+    attention: Attention = "auto"
+    autocast: Autocast = "none"
 
 
-def options_of(
-    device: DeviceName = "auto",
-    world: World = 1,
-    memory: Memory = None,
-    sp: Degree = "auto",
-    recompute: Recompute = "auto",
-    backend: Backend = "inductor",
-    optimizer_bytes: OptimizerBytes = None,
-    calibration: CalibrationFile = None,
-    attention: Attention = "auto",
-    autocast: Autocast = "none",
-) -> Options:
-    """Returns the options that every command which plans has."""
-    return Options(
-        *(device, world, memory, sp, recompute, backend, optimizer_bytes, calibration, attention),
-        autocast,
-    )
+def check_choice(what: str, got: str, known: Iterable[str]) -> None:
+    """Refuses a value that an option does not have.
+
+    Args:
+        what: how the message begins, such as "got --autocast".
+        got: the value.
+        known: those it may have.
+
+    Raises:
+        PlanError: it is none of them.
+    """
+    if got not in known:
+        raise PlanError(f"{what} {got}; expected one of {', '.join(known)}; choose one")
 
 
 def planning(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:
-    """Gives a command the options of `options_of` that it lacks, as its last argument.
+    """Gives a command the `Options` that it lacks, as its last argument.
 
     Args:
         command: a function with `options`, and options of its own.
         without: those that it does not take and finds out itself.
     """
     own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
-    shared = signature(options_of, eval_str=True).parameters.values()
+    shared = signature(Options, eval_str=True).parameters.values()
     taken = {o.name for o in own}.union(without)
     more = [p for p in shared if p.name not in taken]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         options = {p.name: given.pop(p.name) for p in more}
-        command(**given, options=options_of(**options))
+        command(**given, options=Options(**options))
 
     parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*own, *more)]
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

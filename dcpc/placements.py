@@ -80,6 +80,10 @@ class Placements(ABC):
         """Returns a number that placements share which split alike, at any degree."""
         return self._splits[number]
 
+    def origin(self, placement: Placement) -> Placement:
+        """Returns the placement that one of these was lifted from: here itself."""
+        return placement
+
     @abstractmethod
     def foresee(self, sizes: Sequence[Sizes], sp: int) -> None:
         """Solves for what may be asked for next, all at once, which takes little longer than one.
@@ -175,7 +179,7 @@ class Lifted(Placements):
         self._small.settle()
 
     def origin(self, placement: Placement) -> Placement:
-        """Returns the folded program's own placement of what was lifted from it."""
+        """Returns the folded program's own placement; see `Placements.origin`."""
         return self._origin[self.number(placement)]
 
     def _make(self, sizes: Sizes, sp: int, near: bool) -> Placement:

@@ -115,8 +115,7 @@ class Variants:
 
     def _planned(self, placement: Placement) -> Placement:
         """Returns the planner's own placement of what was lifted from it."""
-        lifted = self.placements
-        return lifted.origin(placement) if isinstance(lifted, Lifted) else placement
+        return self.placements.origin(placement)
 
     def rates(self, sp: int) -> Rates:
         """Returns what the placement needs to know of the device, for groups of `sp` ranks."""

@@ -47,8 +47,8 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": GROUND | PHASES | {"api", "compiled"},
     "calibrate": GROUND
     | PHASES
-    | {"acceptance", "api", "compiled", "factories", "masks", "variants"},
-    "options": PHASES | {"calibrate"},
+    | {"acceptance", "api", "compiled", "factories", "masks", "options", "variants"},
+    "options": PHASES | {"errors"},
     "simulate": GROUND | PHASES | {"planning", "variants"},
     "cli": GROUND
     | PHASES

@@ -16,13 +16,13 @@ from dcpc.buckets import Buckets
 from dcpc.calibrate.calibrate import calibrate
 from dcpc.errors import PlanError
 from dcpc.factories import check_writable, load_function, load_model
+from dcpc.options import AUTOCAST, Autocast, Backend, BucketFile, Factory, check_choice
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.local_ranks import run_ranks
 from dcpc.symbolic_profile import Calibration, as_text
 
 LIMIT_S = 600.0  # ranks of its own are ended after this
 DEFAULT_FILE = Path("calibration.json")
-AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,14 @@ class Request:
 
 
 def calibrate_command(
-    factory: Annotated[
-        str, typer.Argument(metavar="MODULE:FACTORY", help="returns the nn.Module, no arguments")
-    ],
-    buckets: Annotated[
-        Path, typer.Option("--buckets", metavar="FILE", help="YAML file with inputs and sizes")
-    ],
+    factory: Factory,
+    buckets: BucketFile,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where it is")] = "auto",
     world: Annotated[
         int, typer.Option(min=1, help="ranks to start on this CPU; torchrun brings its own")
     ] = 1,
-    backend: Annotated[str, typer.Option(help="inductor or eager")] = "inductor",
-    autocast: Annotated[str, typer.Option(help="none, bfloat16 or float16")] = "none",
+    backend: Backend = "inductor",
+    autocast: Autocast = "none",
     example: Annotated[
         str | None,
         typer.Option(
@@ -158,13 +154,8 @@ def _device(request: Request) -> torch.device:
 
 def _check(request: Request) -> None:
     """Refuses wrong options before any rank starts."""
-    known = {"device": ("auto", "cpu", "cuda"), "autocast": tuple(AUTOCAST)}
-    for name, values in known.items():
-        got = getattr(request, name)
-        if got not in values:
-            raise PlanError(
-                f"calibrate: got --{name} {got}; expected one of {', '.join(values)}; choose one"
-            )
+    check_choice("calibrate: got --device", request.device, ("auto", "cpu", "cuda"))
+    check_choice("calibrate: got --autocast", request.autocast, AUTOCAST)
     if request.device == "cuda" and not torch.cuda.is_available():
         raise PlanError("calibrate: got --device cuda; expected a GPU that torch sees; use cpu")
     Buckets.from_yaml(request.file)

@@ -233,10 +233,8 @@ class _Assembly:
             node.meta["val"] = value
             self.symbols[value.node.expr] = node
             return node
-        held = self.tracer.held(name)
-        if held not in self.held:
-            self.held[held] = next(self.storages)
-        return self._enter(node, value, self.held[held])
+        storage = self.held.setdefault(self.tracer.held(name), next(self.storages))
+        return self._enter(node, value, storage)
 
     def _enter(self, node: fx.Node, value: Tensor, storage: int) -> fx.Node:
         node.meta |= {"val": value, "storage": (storage,)}

@@ -36,6 +36,7 @@ _SPECIAL = 24  # numbers that an input is compared with, looked at for each plac
 _SCANS = ("cumsum", "cumprod", "cummax", "cummin", "any", "all", "sum", "amax", "amin")
 # Types of arguments that are numbers to compute with, as a schema writes them; sizes are `int`.
 _NUMBERS = ("Tensor", "number", "float")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _GENERATORS = ("arange", "linspace", "eye", "tril_indices", "triu_indices")
 
 
@@ -175,7 +176,7 @@ class _Rows:
     def _check_scan(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
         """Looks at what is made of an input alone: a scan joins positions by what they hold."""
         joins = self._problem(node, operands) == "joins positions"
-        if joins and getattr(node.target, "_opname", "") in _SCANS:
+        if joins and _op(node) in _SCANS:
             raise _MixedError(f"{self._where(node)} joins positions")
 
     def _problem(self, node: fx.Node, operands: Sequence[fx.Node]) -> str:
@@ -183,7 +184,7 @@ class _Rows:
         info = self.program.info[node.name]
         rule = self.rules[node.name]
         if not operands:
-            made = getattr(call_of(node).target, "_opname", "") in _GENERATORS
+            made = _op(call_of(node)) in _GENERATORS
             return "counts positions in the row, not in each sequence" if made else ""
         if not info.shape:
             return ""  # adds up the loss, or what it is divided by
@@ -264,7 +265,7 @@ class _Rows:
         """Numbers that what is made of an input alone compares it with, and their neighbours."""
         mine = frozenset({placeholder})
         nodes = (n for n in self.nodes if n.op == "call_function" and self.sources[n.name] == mine)
-        given = {x for n in nodes if _is_comparison(n) for x in n.args if isinstance(x, int)}
+        given = {x for n in nodes if _op(n) in _COMPARISONS for x in n.args if isinstance(x, int)}
         return sorted({x + step for x in given for step in (-1, 0, 1)} - {0, 1, 2, -100})[:_SPECIAL]
 
     def _places(self, node: fx.Node, differs: Tensor) -> set[int]:
@@ -427,15 +428,14 @@ def _is_linear(linear: str, operands: Sequence[int]) -> bool:
 
 def _length_as_number(node: fx.Node, rows: _Rows) -> bool:
     """Whether an op computes with the row's length, other than as a size."""
-    schema = getattr(call_of(node).target, "_schema", None)
-    if schema is None or getattr(node.target, "_opname", "") in _GENERATORS:
+    call = call_of(node)
+    schema = getattr(call.target, "_schema", None)
+    if schema is None or _op(call) in _GENERATORS:
         return False
-    values = {a.name: x for a, x in zip(schema.arguments, node.args, strict=False)}
-    values |= node.kwargs
     kinds = {a.name: str(a.type) for a in schema.arguments}
     return any(
         isinstance(x, fx.Node) and x.name not in rows.program.info and rows.of_length(x)
-        for name, x in values.items()
+        for name, x in arguments(call).items()
         if kinds[name].removeprefix("Optional[").rstrip("]") in _NUMBERS
     )
 
@@ -460,8 +460,8 @@ def _named(node: fx.Node | None) -> str:
     return node.name
 
 
-def _is_comparison(node: fx.Node) -> bool:
-    return getattr(node.target, "_opname", "") in ("eq", "ne", "lt", "le", "gt", "ge")
+def _op(node: fx.Node) -> str:
+    return str(getattr(node.target, "_opname", ""))
 
 
 def _is_segment(node: fx.Node, user: fx.Node) -> bool:

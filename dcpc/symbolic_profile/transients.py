@@ -21,11 +21,10 @@ from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.symbolic_profile import attention
 from dcpc.symbolic_profile.facts import Call, Facts, TensorFacts, argument, op_name
-from dcpc.symbolic_profile.flops import GroupSize
+from dcpc.symbolic_profile.flops import ZERO, GroupSize
 from dcpc.symbolic_profile.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.polynomials import larger
 
-ZERO = sympy.Integer(0)
 CHANNELS = 16  # of a block of oneDNN's
 PARTIAL_SCRATCH = 1 << 15  # bytes, measured
 
@@ -165,13 +164,13 @@ def _half_mean(call: Call) -> sympy.Expr:
 def _squares(call: Call) -> sympy.Expr:
     """Those of all elements, where they are not themselves what it returns."""
     kept = argument(call.node, "reduction", 1) == 0
-    return sympy.Integer(0) if kept else call.tensor("self").size_bytes
+    return ZERO if kept else call.tensor("self").size_bytes
 
 
 def _of_complex(call: Call) -> sympy.Expr:
     """Of a complex operand a complex result, whose real part is taken."""
     x = call.tensor("self")
-    return x.size_bytes if x.dtype.is_complex else sympy.Integer(0)
+    return x.size_bytes if x.dtype.is_complex else ZERO
 
 
 def _fused_rms_norm(call: Call) -> sympy.Expr:
