@@ -5,8 +5,8 @@
     auto    any row for any micro-batch: the best of three kinds of plan
 
 For "auto" the candidates are each bucket's cheapest rows dealt longest first, the same with faster
-rows for what would otherwise take too long, the micro-steps of `plan_batch`, and what changing the
-degree of one bucket at a time gains. They are compared by when the last rank ends, run without
+rows for what would otherwise take too long, the micro-steps of `plan_batch`, the same micro-batches
+dealt longest first, and what changing the degree of one bucket at a time gains. They are compared by when the last rank ends, run without
 barriers; a later candidate, which has more variants, has to gain; the search ends where the lower
 bound leaves nothing to gain.
 
@@ -139,7 +139,9 @@ def _auto(
         limit_s = share * floor_s
         yield from with_rows(tuple((k, _row_within(table.rows[k], limit_s)) for k in present))
     if not table.aligned:
-        yield _unrolled(samples, plan_batch(keys, table.cost, _EFFORT), table)
+        steps = _unrolled(samples, plan_batch(keys, table.cost, _EFFORT), table)
+        yield steps
+        yield assign(steps.micro_batches, table.world)  # no barrier keeps its groups together
     for _ in range(_CLIMBS):
         best = min(tried, key=lambda rows: tried[rows])
         for rows in _neighbours(best, table):
