@@ -13,7 +13,8 @@ def without_collection() -> Iterator[None]:
 
     Tracing makes many objects that live as long as the graph, and torch, sympy and the user's own
     libraries hold a million: the collector looks through them again and again, a tenth of the time
-    in all, and finds little. What is garbage by then is collected after the block as usual.
+    in all, and finds little. All that was made counts as old afterwards, which takes no look at it:
+    what is garbage of it is collected with the next full collection.
     """
     if not gc.isenabled():
         yield
@@ -22,4 +23,7 @@ def without_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():  # what others froze stays frozen
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from dcpc.codegen import VIEWS, Key, Lowering
+from dcpc.codegen import VIEWS, Key, Lowering, size_key
 from dcpc.folding import Folded
 from dcpc.ir import Placement, Profile, Program, tensor_operands
 from dcpc.passes.recompute import Call, Memory, Menu, menu_alike, recompute_menu
@@ -174,7 +174,7 @@ def _calls(
 def _shape(value: object) -> object:
     """Returns what values of one dtype and shape share."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(str(size) for size in value.shape)
+        return value.dtype, tuple(map(size_key, value.shape))
     return str(value)
 
 

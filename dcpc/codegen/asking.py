@@ -131,13 +131,13 @@ def _made(layout: Layout, sizes: Sequence[Any], size_bytes: Any, mode: FakeTenso
     dtype, device, dims, *_ = layout
     shape, strides, offset = sizes[:dims], sizes[dims : 2 * dims], sizes[2 * dims]
     if _fills_its_memory(layout):
-        return _empty(shape, dtype, device, mode)
-    memory = _empty([size_bytes // dtype.itemsize], dtype, device, mode)
+        return empty(shape, dtype, device, mode)
+    memory = empty([size_bytes // dtype.itemsize], dtype, device, mode)
     with mode:
         return memory.as_strided(shape, strides, offset)
 
 
-def _empty(
+def empty(
     shape: Sequence[Any], dtype: torch.dtype, device: torch.device, mode: FakeTensorMode
 ) -> Tensor:
     """Returns a dense fake tensor; `torch.empty` in the mode says the same, at twice the time."""

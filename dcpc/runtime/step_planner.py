@@ -5,10 +5,10 @@
     auto    any row for any micro-batch: the best of three kinds of plan
 
 For "auto" the candidates are each bucket's cheapest rows dealt longest first, the same with faster
-rows for what would otherwise take too long, the micro-steps of `plan_batch`, the same micro-batches
-dealt longest first, and what changing the degree of one bucket at a time gains. They are compared by when the last rank ends, run without
-barriers; a later candidate, which has more variants, has to gain; the search ends where the lower
-bound leaves nothing to gain.
+rows for what would otherwise take too long, the micro-steps of `plan_batch`, their micro-batches
+dealt longest first, and what changing the degree of one bucket at a time gains. They are compared
+by when the last rank ends, run without barriers; a later candidate, which has more variants, has to
+gain; the search ends where the lower bound leaves nothing to gain.
 
 Pure: equal arguments give equal plans.
 """
