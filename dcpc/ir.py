@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import sympy
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from dcpc.buckets import Bucket
 
@@ -111,8 +110,9 @@ def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.No
     Those of one of several results (`getitem`) are those of the call that makes it.
     """
     call = call_of(node)
-    leaves = tree_leaves((call.args, dict(call.kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf.name in info]
+    found: list[fx.Node] = []
+    fx.node.map_arg((call.args, call.kwargs), found.append)
+    return [operand for operand in found if operand.name in info]
 
 
 # ---------------------------------------------------------------------------------------- masks
