@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dcpc.codegen.asking import Answers, AskingEnv, again
+from dcpc.codegen.layouts import as_laid
 from dcpc.errors import CodegenError
 
 aten = torch.ops.aten
@@ -242,7 +243,7 @@ class _Tape(TorchDispatchMode):
         if func._schema.is_mutable:
             func, result = self._written(func, args), func(*args, **kwargs)
         else:
-            result = func(*args, **kwargs)
+            result = as_laid(func, args, func(*args, **kwargs))
         made = [self._enter(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
         refs, storages = tuple(zip(*made, strict=True)) if made else ((), ())
         self._ops.append(Op(func, seen_args, seen_kwargs, result, refs, storages))
