@@ -7,6 +7,7 @@ sizes and layouts). `tests/symbolic_profile/test_kernel_transients.py` has a lin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import sympy
@@ -186,7 +187,7 @@ def _as_one(x: TensorFacts, dims: Sequence[int]) -> bool:
     inner = sorted(batch, key=lambda d: _order(x.strides[d]))
     return all(
         sympy.expand(x.strides[b] - x.strides[a] * x.shape[a]) == 0
-        for a, b in zip(inner, inner[1:], strict=False)
+        for a, b in itertools.pairwise(inner)
     )
 
 

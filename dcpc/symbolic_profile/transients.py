@@ -28,6 +28,7 @@ from dcpc.symbolic_profile.kernel_transients import KERNELS, copies
 from dcpc.symbolic_profile.polynomials import larger
 
 CHANNELS = 16  # of a block of oneDNN's
+SMALL_INPUT = 20480  # elements, of the first four dims
 PARTIAL_SCRATCH = 1 << 15  # bytes, measured
 
 
@@ -61,7 +62,7 @@ def _convolution(call: Call) -> sympy.Expr:
     x, out = call.tensor("input"), call.facts.of(call.node)[0]
     onednn = _blocked(out) + _blocked(x) + _weights(call)
     slow = _each_group(call, _columns(call, out, every=True) + _groups_copied(call, x))
-    return _larger_of(x.dtype, onednn, slow) + copies("input")(call)
+    return _larger_of(call, onednn, slow) + copies("input")(call)
 
 
 def _convolution_backward(call: Call) -> sympy.Expr:
@@ -69,7 +70,7 @@ def _convolution_backward(call: Call) -> sympy.Expr:
     grad, x = call.tensor("grad_output"), call.tensor("input")
     onednn = 2 * _blocked(grad) + _blocked(x) + _weights(call)
     slow = _each_group(call, _columns(call, grad) + _groups_copied(call, x, grad))
-    return _larger_of(x.dtype, onednn, slow) + copies("grad_output", "input")(call)
+    return _larger_of(call, onednn, slow) + copies("grad_output", "input")(call)
 
 
 def _blocked(x: TensorFacts) -> sympy.Expr:
@@ -124,14 +125,19 @@ def _columns(call: Call, out: TensorFacts, every: bool = False) -> sympy.Expr:
     return out.numel / (samples * out.shape[1]) * window
 
 
-def _larger_of(dtype: torch.dtype, onednn: sympy.Expr, slow: sympy.Expr) -> sympy.Expr:
+def _larger_of(call: Call, onednn: sympy.Expr, slow: sympy.Expr) -> sympy.Expr:
     """What a convolution holds: oneDNN takes half precision, and float32 as sizes and threads are.
+
+    In float32 torch's own kernel computes windows of several elements only of small inputs.
 
     Source: `ConvParams::use_mkldnn` of torch's Convolution.cpp.
     """
-    if dtype.itemsize < 4:
-        return onednn
-    return larger(onednn, slow) if dtype == torch.float32 else slow
+    x, weight = call.tensor("input"), call.tensor("weight")
+    if x.dtype != torch.float32:
+        return onednn if x.dtype.itemsize < 4 else slow
+    if not argument(call.node, "transposed") and any(size != 1 for size in weight.shape[2:]):
+        slow *= sympy.Max(0, sympy.Min(1, SMALL_INPUT + 1 - sympy.Mul(*x.shape[:4])))
+    return larger(onednn, slow)
 
 
 def _triangle(call: Call) -> sympy.Expr:
