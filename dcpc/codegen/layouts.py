@@ -40,6 +40,10 @@ def _first_dense(value: Any, args: Sequence[Any]) -> Any:
     return value if first is None else type(value)((_dense(first, args), *rest))
 
 
+def _both_dense(value: Any, args: Sequence[Any]) -> Any:
+    return type(value)(_dense(x, args) for x in value)
+
+
 def _format_of(position: int) -> Callable[[Any, Sequence[Any]], Any]:
     """Dense, with the channels last if they are in this operand; the first of several results."""
 
@@ -78,6 +82,7 @@ _LAID: Mapping[Any, Callable[[Any, Sequence[Any]], Any]] = {
     aten.binary_cross_entropy_backward.default: _like(1),
     aten.copysign.Tensor: _in_order,
     aten.xlogy.Tensor: _in_order,
+    aten.log_sigmoid_forward.default: _both_dense,
     aten.native_layer_norm_backward.default: _first_dense,
     aten._native_batch_norm_legit.no_stats: _format_of(0),
     aten.native_batch_norm_backward.default: _format_of(1),

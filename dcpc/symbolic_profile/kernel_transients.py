@@ -208,6 +208,19 @@ def _pool_backward(call: Call) -> sympy.Expr:
     return rest + sympy.Add(*(x.size_bytes for x in (where, out[0]) if not like(x)))
 
 
+def _gradient_as_input(call: Call) -> sympy.Expr:
+    """A copy of a gradient whose channels are last where the input's are not, or the other way."""
+    x, grad = call.tensor("self"), call.tensor("grad_output")
+    last = not x.contiguous() and _channels_last(x)
+    as_input = _channels_last(grad) if last else grad.contiguous()
+    return ZERO if as_input else grad.size_bytes
+
+
+def _rolled(call: Call) -> sympy.Expr:
+    """Of several dims, one after the other, what all but the last make."""
+    return (len(argument(call.node, "shifts")) - 1) * call.tensor("self").size_bytes
+
+
 def _channels_last(x: TensorFacts) -> bool:
     return x.contiguous((0, *range(2, len(x.shape)), 1))
 
@@ -252,7 +265,7 @@ KERNELS: Mapping[str, Callable[[Call], sympy.Expr]] = {
     "aten::_fft_c2r": _back_to_real,
     "aten::_fft_r2c": _transform,
     "aten::_trilinear": _trilinear,
-    "aten::avg_pool2d_backward": _grad,
+    "aten::avg_pool2d_backward": _gradient_as_input,
     "aten::avg_pool3d": _own,
     "aten::avg_pool3d_backward": _grad,
     "aten::binary_cross_entropy_with_logits": _cross_entropy_with_logits,
@@ -271,12 +284,13 @@ KERNELS: Mapping[str, Callable[[Call], sympy.Expr]] = {
     "aten::native_batch_norm_backward": _batch_norm_backward,
     "aten::reflection_pad1d": _own,
     "aten::reflection_pad1d_backward": _grad,
-    "aten::reflection_pad2d_backward": _grad,
-    "aten::reflection_pad3d_backward": _grad,
+    "aten::reflection_pad2d_backward": _gradient_as_input,
+    "aten::reflection_pad3d_backward": _gradient_as_input,
     "aten::replication_pad1d": _own,
     "aten::replication_pad1d_backward": _grad,
-    "aten::replication_pad2d_backward": _grad,
-    "aten::replication_pad3d_backward": _grad,
+    "aten::replication_pad2d_backward": _gradient_as_input,
+    "aten::replication_pad3d_backward": _gradient_as_input,
+    "aten::roll": _rolled,
     "aten::scatter_reduce": _scatter_mean,
     "aten::soft_margin_loss_backward": lambda call: 2 * call.tensor("self").size_bytes,
     "aten::sort": _numbered(_own_shape),

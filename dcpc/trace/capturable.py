@@ -4,7 +4,10 @@
     margin_ranking_loss (none, sum)   ->  plain ops: torch's decomposition takes no such reduction
     hinge_embedding_loss (none, sum)  ->  the same
     take_along_dim                    ->  expand, gather: its C++ reads sizes as integers
+    max_pool1d                        ->  max_pool1d_with_indices: it fixes the length
     std_mean of a dim                 ->  std, var_mean: torch's decomposition has other arguments
+
+Calls of other kinds are torch's own.
 """
 
 from __future__ import annotations
@@ -90,12 +93,21 @@ def _std_mean(*args: Any, **kwargs: Any) -> Any:
     return torch.std(*args, **kwargs), torch.var_mean(*args, **kwargs)[1]
 
 
+def _max_pool(*args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
+    if kwargs.get("stride", 0) is None:
+        del kwargs["stride"]
+    both = torch.max_pool1d_with_indices(*args, **kwargs)
+    return both if return_indices else both[0]
+
+
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll,
     F.margin_ranking_loss: _margin_ranking,
     F.hinge_embedding_loss: _hinge_embedding,
     torch.take_along_dim: _take_along,
     Tensor.take_along_dim: _take_along,
+    F.max_pool1d: _max_pool,
+    torch.max_pool1d: _max_pool,
     torch.std_mean: _std_mean,
 }
 

@@ -32,6 +32,7 @@ CALLS = [
     lambda g, x: (aten.binary_cross_entropy.default, (g, x, None, 0)),
     lambda g, x: (aten.binary_cross_entropy.default, (g, x, None, 1)),
     lambda g, x: (aten.binary_cross_entropy_backward.default, (g, x, DENSE, None, 0)),
+    lambda g, x: (aten.log_sigmoid_forward.default, (x,)),
     lambda g, x: (aten.xlogy.Tensor, (g, x)),
     lambda g, x: (aten.copysign.Tensor, (g, x)),
     lambda g, x: (
