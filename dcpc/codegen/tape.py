@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dcpc.codegen.asking import Answers, AskingEnv, again
 from dcpc.codegen.dense import dense_result
+from dcpc.codegen.layouts import as_laid
 from dcpc.errors import CodegenError
 
 aten = torch.ops.aten
@@ -244,7 +245,7 @@ class _Tape(TorchDispatchMode):
             func, result = self._written(func, args), func(*args, **kwargs)
         else:
             known = dense_result(func, args, kwargs)
-            result = func(*args, **kwargs) if known is None else known
+            result = as_laid(func, args, func(*args, **kwargs)) if known is None else known
         made = [self._enter(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
         refs, storages = tuple(zip(*made, strict=True)) if made else ((), ())
         self._ops.append(Op(func, seen_args, seen_kwargs, result, refs, storages))

@@ -133,9 +133,27 @@ class Facts:
         if facts is None:
             found = list(tensors(node.meta.get("val")))
             storages = node.meta.get("storage") or [t.untyped_storage()._cdata for t in found]
-            facts = tuple(map(self._tensor, found, storages))
+            facts = self._as_allocated(node, tuple(map(self._tensor, found, storages)))
             self._nodes[node] = facts
         return facts
+
+    def _as_allocated(
+        self, node: fx.Node, found: tuple[TensorFacts, ...]
+    ) -> tuple[TensorFacts, ...]:
+        """Returns a value's tensors with the memory of kernels that make a larger one and cut it.
+
+        Of `col2im` (`F.fold`, and the gradient of `F.unfold`) that is all windows; of a bag of
+        embeddings one more bag number an index.
+        """
+        name = op_name(node)
+        if name == "aten::col2im":
+            windows = self.of(argument(node, "self"))[0]
+            return (replace(found[0], storage_bytes=windows.size_bytes),)
+        if name == "aten::_embedding_bag" and found[1].numel != 0:
+            numbers = found[1]
+            more = replace(numbers, storage_bytes=numbers.size_bytes + numbers.dtype.itemsize)
+            return (found[0], more, *found[2:])
+        return found
 
     def reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Returns a node's distinct input nodes, in order."""

@@ -1,7 +1,8 @@
 """What an op allocates and frees again while it runs, beyond its outputs: one line an op.
 
 Measured on the CPU with torch.profiler's allocator events, torch 2.13, float32; a line holds for
-the layouts named in it. An op without a line was measured to need none, or at most tens of bytes
+the layouts named in it. Losses, order, indices, pads, pools and transforms have theirs in
+`kernel_transients.py`. An op without a line was measured to need none, or at most tens of bytes
 (Python scalars become tensors of 8 + 4 bytes): matmuls of dense operands, pointwise ops and sums
 whose operands are of one dtype (`_promoted` has the others), softmax, `cat`, `clone`, `gather`,
 `scatter_add`, `constant_pad_nd`, `slice_backward`, `nll_loss`, `embedding`. Not
@@ -23,20 +24,12 @@ from dcpc.symbolic_profile import attention
 from dcpc.symbolic_profile.facts import Call, Facts, TensorFacts, argument, op_name
 from dcpc.symbolic_profile.flops import ZERO, GroupSize
 from dcpc.symbolic_profile.gpu_transients import GPU_TRANSIENTS
+from dcpc.symbolic_profile.kernel_transients import KERNELS, copies
 from dcpc.symbolic_profile.polynomials import larger
 
 CHANNELS = 16  # of a block of oneDNN's
+SMALL_INPUT = 20480  # elements, of the first four dims
 PARTIAL_SCRATCH = 1 << 15  # bytes, measured
-
-
-def _copies(*names: str) -> Callable[[Call], sympy.Expr]:
-    """A dense copy of each of these arguments that is not contiguous."""
-
-    def formula(call: Call) -> sympy.Expr:
-        operands = (call.tensor(name) for name in names)
-        return sympy.Add(*(t.size_bytes for t in operands if not t.contiguous()))
-
-    return formula
 
 
 def _matmul(*names: str) -> Callable[[Call], sympy.Expr]:
@@ -55,29 +48,29 @@ def _layer_norm_backward(call: Call) -> sympy.Expr:
     normalized = argument(call.node, "normalized_shape")
     width = sympy.Mul(*map(call.facts.size, normalized))
     rows = 2 * call.threads * width * x.dtype.itemsize if argument(call.node, "weight") else 0
-    return rows + _copies("grad_out", "input")(call)
+    return rows + copies("grad_out", "input")(call)
 
 
 def _group_norm_backward(call: Call) -> sympy.Expr:
     """Two float32 sums for each sample and channel; copies of strided operands."""
     n, c = (call.facts.size(argument(call.node, name)) for name in ("N", "C"))
-    return 2 * n * c * 4 + _copies("grad_out", "input")(call)
+    return 2 * n * c * 4 + copies("grad_out", "input")(call)
 
 
 def _convolution(call: Call) -> sympy.Expr:
     """Of oneDNN an upper bound: its own output, its reordered input and weight; or columns."""
     x, out = call.tensor("input"), call.facts.of(call.node)[0]
     onednn = _blocked(out) + _blocked(x) + _weights(call)
-    slow = _columns(call, out, every=True) + _groups_copied(call, x)
-    return _larger_of(x.dtype, onednn, slow) + _copies("input")(call)
+    slow = _each_group(call, _columns(call, out, every=True) + _groups_copied(call, x))
+    return _larger_of(call, onednn, slow) + copies("input")(call)
 
 
 def _convolution_backward(call: Call) -> sympy.Expr:
     """Of oneDNN an upper bound, as its scratch is its choice; or columns."""
     grad, x = call.tensor("grad_output"), call.tensor("input")
     onednn = 2 * _blocked(grad) + _blocked(x) + _weights(call)
-    slow = _columns(call, grad) + _groups_copied(call, x, grad)
-    return _larger_of(x.dtype, onednn, slow) + _copies("grad_output", "input")(call)
+    slow = _each_group(call, _columns(call, grad) + _groups_copied(call, x, grad))
+    return _larger_of(call, onednn, slow) + copies("grad_output", "input")(call)
 
 
 def _blocked(x: TensorFacts) -> sympy.Expr:
@@ -104,6 +97,11 @@ def _groups_copied(call: Call, *operands: TensorFacts) -> sympy.Expr:
     return sympy.Add(*(x.size_bytes / parts for x in operands))
 
 
+def _each_group(call: Call, one: sympy.Expr) -> sympy.Expr:
+    """What one group takes, or all groups' results beside what they are put together to."""
+    return one if argument(call.node, "groups") == 1 else larger(one, call.output_bytes)
+
+
 def _columns(call: Call, out: TensorFacts, every: bool = False) -> sympy.Expr:
     """The windows of the input, side by side, that torch's own kernel multiplies.
 
@@ -127,14 +125,19 @@ def _columns(call: Call, out: TensorFacts, every: bool = False) -> sympy.Expr:
     return out.numel / (samples * out.shape[1]) * window
 
 
-def _larger_of(dtype: torch.dtype, onednn: sympy.Expr, slow: sympy.Expr) -> sympy.Expr:
+def _larger_of(call: Call, onednn: sympy.Expr, slow: sympy.Expr) -> sympy.Expr:
     """What a convolution holds: oneDNN takes half precision, and float32 as sizes and threads are.
+
+    In float32 torch's own kernel computes windows of several elements only of small inputs.
 
     Source: `ConvParams::use_mkldnn` of torch's Convolution.cpp.
     """
-    if dtype.itemsize < 4:
-        return onednn
-    return larger(onednn, slow) if dtype == torch.float32 else slow
+    x, weight = call.tensor("input"), call.tensor("weight")
+    if x.dtype != torch.float32:
+        return onednn if x.dtype.itemsize < 4 else slow
+    if not argument(call.node, "transposed") and any(size != 1 for size in weight.shape[2:]):
+        slow *= sympy.Max(0, sympy.Min(1, SMALL_INPUT + 1 - sympy.Mul(*x.shape[:4])))
+    return larger(onednn, slow)
 
 
 def _triangle(call: Call) -> sympy.Expr:
@@ -143,14 +146,6 @@ def _triangle(call: Call) -> sympy.Expr:
     *batch, rows, columns = range(len(x.shape))
     dense = x.contiguous() or x.contiguous((*batch, columns, rows))
     return sympy.Integer(0) if dense else x.size_bytes
-
-
-def _gelu_backward(call: Call) -> sympy.Expr:
-    """Where an operand is strided: its copy, and oneDNN's own output. It takes no float64."""
-    if call.tensor("self").dtype == torch.float64:
-        return sympy.Integer(0)
-    copies = _copies("grad_output", "self")(call)
-    return copies + call.output_bytes if copies != 0 else copies
 
 
 def _half_mean(call: Call) -> sympy.Expr:
@@ -235,6 +230,7 @@ def _all_to_all(call: Call) -> sympy.Expr:
 
 # op -> bytes allocated while it runs and freed before it returns.
 TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
+    **KERNELS,
     "aten::_scaled_dot_product_flash_attention_for_cpu": attention.kernel,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention.kernel_backward,
     "dcpc::attention_forward": attention.forward,
@@ -243,16 +239,15 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
     "dcpc::ring_attention_forward": attention.ring_forward,
     "dcpc::ring_attention_backward": attention.ring_backward,
     "dcpc::swap": attention.swap,
-    "aten::native_layer_norm": _copies("input"),
+    "aten::native_layer_norm": copies("input"),
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::native_group_norm_backward": _group_norm_backward,
     "aten::_fused_rms_norm": _fused_rms_norm,
-    "aten::_softmax": _copies("self"),
-    "aten::_log_softmax": _copies("self"),
-    "aten::_softmax_backward_data": _copies("grad_output", "output"),
-    "aten::_log_softmax_backward_data": _copies("grad_output", "output"),
-    "aten::embedding_dense_backward": _copies("grad_output"),
-    "aten::gelu_backward": _gelu_backward,
+    "aten::_softmax": copies("self"),
+    "aten::_log_softmax": copies("self"),
+    "aten::_softmax_backward_data": copies("grad_output", "output"),
+    "aten::_log_softmax_backward_data": copies("grad_output", "output"),
+    "aten::embedding_dense_backward": copies("grad_output"),
     "aten::tril": _triangle,
     "aten::triu": _triangle,
     "aten::mm": _matmul("self", "mat2"),
@@ -275,7 +270,7 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
 # Operands that an op reads as they are, whatever the others' dtype is.
 _AS_THEY_ARE = ("condition", "mask")
 # These first cast their operand to the dtype of what they return.
-_ADDING = ("aten::sum", "aten::cumsum", "aten::prod")
+_ADDING = ("aten::sum", "aten::cumsum", "aten::prod", "aten::linalg_vector_norm")
 
 
 def _promoted(call: Call) -> sympy.Expr:

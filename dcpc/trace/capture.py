@@ -35,6 +35,7 @@ from dcpc.trace import dims as named
 from dcpc.trace.autocast import casting, share_casts
 from dcpc.trace.branches import refuse_branches
 from dcpc.trace.canonical import canonicalise
+from dcpc.trace.capturable import Capturable
 from dcpc.trace.losses import spread_row_losses
 from dcpc.trace.single_key import depends_on
 
@@ -156,13 +157,14 @@ def _export(
     try:
         with warnings.catch_warnings(), casting(device.type, autocast), _silent():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(
-                wrapped,
-                args,
-                dynamic_shapes={"args": shapes},
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+            with Capturable():
+                exported = torch.export.export(
+                    wrapped,
+                    args,
+                    dynamic_shapes={"args": shapes},
+                    strict=False,
+                    prefer_deferred_runtime_asserts_over_guards=True,
+                )
             _detach_without_grad(exported.graph_module)
             for inner in exported.graph_module.modules():  # `with` blocks have graphs of their own
                 if isinstance(inner, fx.GraphModule):

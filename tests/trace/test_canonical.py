@@ -132,6 +132,30 @@ LOSSES = {
         z.log_softmax(-1).flatten(0, 1), y.flatten(), weights()
     ),
     "margin ranking": lambda z, y: F.margin_ranking_loss(z[..., 0], z[..., 1], z[..., 2].sign()),
+    "margin ranking, no reduction": lambda z, y: F.margin_ranking_loss(
+        z[..., 0], z[..., 1], z[..., 2].sign(), margin=0.2, reduction="none"
+    ).square().mean(),
+    "hinge embedding, sum": lambda z, y: F.hinge_embedding_loss(
+        z, z.detach().sign(), margin=0.5, reduction="sum"
+    ),
+    "gaussian, some variances clamped": lambda z, y: F.gaussian_nll_loss(
+        z, z.detach() + 1, z.square(), full=True, eps=0.1
+    ),
+    "gaussian, a variance a row, sum": lambda z, y: F.gaussian_nll_loss(
+        z, z.detach() + 1, z.square().sum(-1), reduction="sum"
+    ),
+    "along a dim, one index a row": lambda z, y: torch.take_along_dim(
+        z, y.clamp(min=0)[..., None], -1
+    ).square().mean(),
+    "along a dim, one row of values": lambda z, y: z[:, :1].take_along_dim(
+        z.argsort(-1), 2
+    ).square().mean(),
+    "pool of a line": lambda z, y: F.max_pool1d(
+        z.transpose(1, 2), 3, stride=2, padding=1
+    ).square().mean(),
+    "deviation and mean": lambda z, y: sum(
+        x.square().mean() for x in torch.std_mean(z, -1, keepdim=True)
+    ),
     "hinge embedding": lambda z, y: F.hinge_embedding_loss(z, z.detach().sign(), margin=0.5),
     "cosine embedding": lambda z, y: F.cosine_embedding_loss(
         z.flatten(0, 1), z.detach().flatten(0, 1) + 1, (y.flatten() > 0) * 2 - 1
