@@ -5,16 +5,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dcpc.buckets import Buckets
 from dcpc.codegen.library import Library
 from dcpc.codegen.tape import Piece, Ref
 from dcpc.errors import CodegenError
-from dcpc.passes.sharding import analyse
-from dcpc.symbolic_profile import detect
-from dcpc.trace import trace
-from dcpc.variants import Variants
 from examples.allocator import measured_peak_bytes
-from tests.multirank.exactness import gradient_error, loss_error, plain
+from tests.codegen.made import Made
 
 aten = torch.ops.aten
 
@@ -238,42 +233,9 @@ MODELS = {
 }
 
 
-class Made:
-    """A model traced once; its variants run here."""
-
-    def __init__(self, name, dtype, backend):
-        torch.manual_seed(0)
-        self.model, self.dtype = MODELS[name]().to(dtype), dtype
-        spec = f"{str(dtype).removeprefix('torch.')}[batch, seq, 8]"
-        self.program = trace(self.model, Buckets({"x": spec}, sizes=[{"seq": 4}, {"seq": 512}]))
-        analysed = analyse(self.program)
-        self.variants = Variants(self.program, analysed, detect(), backend, self.held)
-        self.placement = self.variants.placement({"batch": 2, "seq": 16}, 1)
-        self.recompute = (0, self.variants.steps(self.placement) - 1)
-
-    def held(self):
-        own = dict(self.model.named_parameters())
-        return {**{p: own[n] for p, n in self.program.parameters.items()}, **self.program.constants}
-
-    def step(self, batch, seq, recompute):
-        sizes, x = {"batch": batch, "seq": seq}, torch.randn(batch, seq, 8, dtype=self.dtype)
-        variant, integers = self.variants.variant(self.placement, recompute, sizes, 0)
-        named = {**self.held(), **dict.fromkeys(self.program.inputs, x)}
-        self.model.zero_grad()
-        return lambda: variant([named[p] for p in variant.placeholders], integers), x
-
-    def error(self, batch, seq, recompute):
-        run, x = self.step(batch, seq, recompute)
-        expected, gradients = plain(self.model, {"x": x})
-        self.model.zero_grad()
-        loss = run()
-        loss.backward()
-        return max(loss_error(loss, expected), gradient_error(self.model, gradients))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_such_calls_have_plain_numbers_and_the_predicted_peak(name):
-    made = Made(name, torch.float64, "eager")
+    made = Made(MODELS[name](), "eager")
     for recompute in made.recompute:
         for batch, seq in ((2, 16), (1, 37), (3, 1), (5, 512)):
             if name != "convolution" or seq > 1:  # torch itself transforms no single point
@@ -289,6 +251,6 @@ def test_models_of_such_calls_have_plain_numbers_and_the_predicted_peak(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_inductor_has_the_same_numbers(name):
-    made = Made(name, torch.float64, "inductor")
+    made = Made(MODELS[name](), "inductor")
     for batch, seq in ((2, 16), (5, 512)):
         assert made.error(batch, seq, made.recompute[-1]) < 1e-10
