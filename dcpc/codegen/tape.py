@@ -347,7 +347,7 @@ class _Tape(TorchDispatchMode):
 
     def _as_it_lies(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns what a call makes in the graph, None where that is what torch sees it make."""
-        if not any(id(t) in self._real for t in _tensors((args, kwargs))):
+        if not self._real or not any(id(t) in self._real for t in _tensors((args, kwargs))):
             return None
         if func in (aten.as_strided.default, aten.as_strided_scatter.default):
             raise CodegenError(
