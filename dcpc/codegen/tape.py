@@ -20,9 +20,20 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dcpc.codegen.asking import Answers, AskingEnv, again
+from dcpc.codegen.asking import Answers, AskingEnv, again, layout_of
 from dcpc.codegen.dense import dense_result
 from dcpc.codegen.layouts import as_laid
+from dcpc.codegen.writes import (
+    APART,
+    PLAIN,
+    View,
+    as_copied,
+    functional_of,
+    is_scattered,
+    whole,
+    without_results,
+    written,
+)
 from dcpc.errors import CodegenError
 
 aten = torch.ops.aten
@@ -183,8 +194,30 @@ def _asking(mode: FakeTensorMode) -> AskingEnv:
     return mode.shape_env
 
 
+@dataclass(slots=True)
+class _Memory:
+    """What one tensor lies in, with all views of it.
+
+    Attributes:
+        root: the tensor.
+        first: the first Ref there; another one after each write.
+        views: the calls that made the views, in order.
+        part: 0 for what was given, n for what was made before the ops were taken the n-th time.
+    """
+
+    root: Tensor
+    first: Ref
+    views: list[View]
+    part: int
+
+
 class _Tape(TorchDispatchMode):
-    """Writes down the ATen calls that are made below autograd."""
+    """Writes down the ATen calls that are made below autograd.
+
+    torch's own composite ops write to what they made themselves. Here such a call makes a new
+    tensor, and whoever reads the memory later reads the new one (`writes.py`): views are made again
+    when they are read.
+    """
 
     def __init__(self, table: Mapping[Any, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -192,15 +225,19 @@ class _Tape(TorchDispatchMode):
         self._count = 0
         self._refs: dict[int, Ref] = {}
         self._kept: list[Tensor] = []  # as long as these live, so do their ids
-        self._roots: dict[int, Ref] = {}  # a storage -> the first Ref in it
-        self._given: set[int] = set()  # storages of operands
+        self._storages: set[int] = set()
+        self._memory: dict[int, _Memory] = {}
+        self._made_by: dict[int, View] = {}
+        self._stale: dict[int, View] = {}  # their memory was written to since they were made
+        self._real: dict[int, Tensor] = {}  # what lies otherwise in the graph than torch sees it
         self._ops: list[Op] = []
+        self._part, self._depth = 1, 0
 
     def root(self, like: Tensor, mode: FakeTensorMode) -> Tensor:
         """Returns a tensor as an operand: like another, in memory that no other Ref lies in."""
         own = again(like, mode)
-        self._enter(own)
-        self._given.add(own.untyped_storage()._cdata)
+        self._storages.add(own.untyped_storage()._cdata)
+        self._enter(own, None, part=0)
         return own
 
     def ref(self, tensor: Tensor) -> Ref:
@@ -214,15 +251,29 @@ class _Tape(TorchDispatchMode):
     def taken(self) -> tuple[Op, ...]:
         """Returns the calls since the last time."""
         ops, self._ops = tuple(self._ops), []
+        self._part += 1
         return ops
 
-    def _enter(self, tensor: Tensor) -> tuple[Ref, Ref]:
+    def __enter__(self) -> _Tape:
+        self._depth += 1
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if self._depth == 0 and exception[0] is None:
+            with torch._C._AutoDispatchBelowAutograd():
+                while self._stale:  # a call of another part may read them, and must not make them
+                    self._renew(next(iter(self._stale.values())))
+
+    def _enter(self, tensor: Tensor, memory: _Memory | None, part: int) -> tuple[Ref, Ref]:
         """Gives a tensor a new Ref; returns it, and the first one in its memory."""
         ref = Ref(self._count)
         self._count += 1
         self._refs[id(tensor)] = ref
         self._kept.append(tensor)
-        return ref, self._roots.setdefault(tensor.untyped_storage()._cdata, ref)
+        self._memory[id(tensor)] = memory = memory or _Memory(tensor, ref, [], part)
+        return ref, memory.first
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -230,6 +281,16 @@ class _Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _QUESTIONS:
             return func(*args, **kwargs)
+        result = self._dispatched(func, args, kwargs)
+        if func in APART:
+            for tensor in _tensors(result):
+                self._set_apart(tensor)
+        return result
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if func in PLAIN:
+            with self:
+                return PLAIN[func](*args)
         if func in self._table:
             with self:
                 result = self._table[func](*args, **kwargs)
@@ -240,38 +301,128 @@ class _Tape(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        seen_args, seen_kwargs = tree_map(lambda x: self._argument(x, func), (args, kwargs))
         if func._schema.is_mutable:
-            func, result = self._written(func, args), func(*args, **kwargs)
-        else:
-            known = dense_result(func, args, kwargs)
-            result = as_laid(func, args, func(*args, **kwargs)) if known is None else known
-        made = [self._enter(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
+            return self._write(func, args, kwargs)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any, renewed: View | None = None) -> Any:
+        """Writes down a call and returns what it makes; or makes the results of a view again."""
+        seen_args, seen_kwargs = tree_map(lambda x: self._argument(x, func), (args, kwargs))
+        result = _run(func, args, kwargs)
+        value = self._as_it_lies(func, args, kwargs)
+        value = result if value is None else value
+        results = renewed.results if renewed else tuple(_tensors(result))
+        view = View(func, args, kwargs, results)
+        made = [self._enter(t, self._memory_of(t, view), self._part) for t in results]
+        if value is not result or renewed:
+            self._note_layouts(results, _tensors(value))
         refs, storages = tuple(zip(*made, strict=True)) if made else ((), ())
-        self._ops.append(Op(func, seen_args, seen_kwargs, result, refs, storages))
+        self._ops.append(Op(func, seen_args, seen_kwargs, value, refs, storages))
         return result
 
-    def _written(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Returns the op that makes a new tensor instead of writing to its first argument.
+    def _memory_of(self, tensor: Tensor, view: View) -> _Memory | None:
+        """Returns what a result of a call lies in, None for memory that nothing else lies in."""
+        if id(tensor) in self._memory:  # of a view that is made again
+            self._stale.pop(id(tensor), None)
+            return self._memory[id(tensor)]
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._storages:
+            self._storages.add(storage)
+            return None
+        operands = [t for t in _tensors((view.args, view.kwargs)) if id(t) in self._memory]
+        for other in (*operands, *view.results):
+            if id(other) in self._memory and other.untyped_storage()._cdata == storage:
+                memory = self._memory[id(other)]
+                break
+        if any(other is t for t in operands):
+            self._made_by[id(tensor)] = view
+            memory.views.append(view)
+        return memory
 
-        torch's own composite ops (rms_norm) write to what they made themselves; a graph that is cut
-        in two and partly run again must not. Whoever reads the tensor later reads the new one.
-        """
-        packet = getattr(aten, func._schema.name.split("::")[1].rstrip("_"), None)
-        functional = getattr(packet, func._overloadname, None)
-        memory = args[0].untyped_storage()._cdata
-        made = self._roots.get(memory) == self._refs.get(id(args[0])) and memory not in self._given
-        if functional is None or not made:
+    def _set_apart(self, tensor: Tensor) -> None:
+        """Has a view be a tensor of its own, which no write to another changes."""
+        view = self._made_by.pop(id(tensor), None)
+        if view is not None:
+            memory = self._memory[id(tensor)]
+            memory.views = [v for v in memory.views if v is not view]
+            self._memory[id(tensor)] = _Memory(tensor, memory.first, [], memory.part)
+
+    def _as_it_lies(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns what a call makes in the graph, None where that is what torch sees it make."""
+        if not self._real or not any(id(t) in self._real for t in _tensors((args, kwargs))):
+            return None
+        if func in (aten.as_strided.default, aten.as_strided_scatter.default):
             raise CodegenError(
-                f"{func} writes to its input; expected an op that returns a new tensor; replace it "
-                "in the model's code"
+                f"{func} reads memory that was written to and lies otherwise since; replace the "
+                "call that it is part of in the model's code"
             )
-        del self._roots[memory]
-        return functional
+        args, kwargs = tree_map(lambda x: self._real.get(id(x), x), (args, kwargs))
+        return _run(func, args, kwargs)
+
+    def _note_layouts(self, seen: Sequence[Tensor], real: Sequence[Tensor]) -> None:
+        for tensor, value in zip(seen, real, strict=True):
+            self._real.pop(id(tensor), None)
+            if layout_of(tensor) != layout_of(value):
+                self._real[id(tensor)] = value
+
+    def _renew(self, view: View) -> None:
+        self._call(view.func, view.args, view.kwargs, view)
+
+    # -------------------------------------------------------------------------------------- writes
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Writes down a call that makes new tensors of what another writes to."""
+        functional, targets = functional_of(func), written(func, args, kwargs)
+        for target in targets:
+            self._refuse_others(func, target)
+        with self:
+            if func is aten.copy_.default and is_scattered(self._made_by.get(id(targets[0]))):
+                values = [as_copied(targets[0], args[1])]
+            else:
+                values = _tensors(functional(*args, **without_results(func, kwargs)))
+            for target, value in zip(targets, values, strict=True):
+                self._replace(target, value)
+        return func(*args, **kwargs)
+
+    def _replace(self, target: Tensor, value: Tensor) -> None:
+        """Has a tensor, what it is a view of, and all views of that be another from here on."""
+        if value.dtype != target.dtype:
+            value = aten._to_copy.default(value, dtype=target.dtype)
+        while id(target) in self._made_by:
+            view = self._made_by[id(target)]
+            value, target = whole(view, target, value), view.args[0]
+        memory = self._memory[id(target)]
+        assert memory.root is target, "a tensor is a view of an operand or the first in its memory"
+        self._refs[id(target)] = self._refs[id(value)]
+        memory.first = self._memory[id(value)].first
+        self._note_layouts([target], [self._real.get(id(value), value)])
+        self._stale |= {id(t): view for view in memory.views for t in view.results}
+
+    def _refuse_others(self, func: Any, target: Tensor) -> None:
+        """Refuses a write to what a piece did not make itself, or to its shape.
+
+        An operand's other readers, and a backward that is traced for other gradients as well, would
+        not see it.
+        """
+        memory = self._memory.get(id(target))
+        what = "a tensor that was given to it"
+        if memory is not None and memory.part == self._part:
+            if torch.Tag.inplace_view not in func.tags or (
+                target is memory.root and not memory.views
+            ):
+                return
+            what = "the shape of a tensor with views"
+        raise CodegenError(
+            f"a call of the model changes {what}: {func} on {tuple(target.shape)}; expected one "
+            "that changes only what it makes; replace the call in the model's code, or give it a "
+            "clone"
+        )
 
     def _argument(self, leaf: Any, func: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if id(leaf) in self._stale:
+            self._renew(self._stale[id(leaf)])
         if id(leaf) in self._refs:
             return self.ref(leaf)
         if leaf.ndim == 0 and not isinstance(leaf, FakeTensor):
@@ -280,3 +431,13 @@ class _Tape(TorchDispatchMode):
             f"{func} reads a tensor of {tuple(leaf.shape)} that is no operand of its call; "
             "expected operands alone; register the constant as a buffer of the model"
         )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what a call makes of fake tensors, as the device's kernel lays it."""
+    known = dense_result(func, args, kwargs)
+    return as_laid(func, args, func(*args, **kwargs)) if known is None else known

@@ -77,11 +77,15 @@ class Variant:
         """Returns the integers for one call, and the guards that do not hold for them.
 
         Sizes 0 and 1 break torch's assumption that a symbol is at least 2 without making the graph
-        wrong, so guards are looked at with these raised to 2.
+        wrong, so guards are looked at with these raised to 2. With half of a length raised, and not
+        the length, a guard may not hold that does: those are looked at again as they are.
         """
         values = tuple(i.value(dims, self.sp, rank) for i in self.integers)
-        sizes = {i.symbol: max(v, 2) for i, v in zip(self.integers, values, strict=True)}
-        broken = tuple(g for g in self.guards if g.subs(sizes) == sympy.false)
+        sizes = {i.symbol: v for i, v in zip(self.integers, values, strict=True)}
+        raised = {symbol: max(v, 2) for symbol, v in sizes.items()}
+        broken = tuple(g for g in self.guards if g.subs(raised) == sympy.false)
+        if 0 not in values:  # a guard may divide
+            broken = tuple(g for g in broken if g.subs(sizes) == sympy.false)
         return values, broken
 
     @property

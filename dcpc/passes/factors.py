@@ -64,9 +64,12 @@ class FactorTable:
         i = j = 0
         while i < len(a) and j < len(b):
             x, y = a[i], b[j]
-            if x == y or self._size[x] == self._size[y]:
+            same = x == y or self._size[x] == self._size[y]
+            rest = None if same else self._quotient(self._size[x], self._size[y])
+            # A size may have two spellings: parts of 1 would be split off it again and again.
+            if same or rest == 1:
                 self._same_as[x] = y
-            elif (rest := self._quotient(self._size[x], self._size[y])) is not None:
+            elif rest is not None:
                 self._split(x, self._size[y], rest)
             elif (rest := self._quotient(self._size[y], self._size[x])) is not None:
                 self._split(y, self._size[x], rest)

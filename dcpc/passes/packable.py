@@ -93,12 +93,11 @@ class _Rows:
     def marks(self) -> tuple[str, ...]:
         """The input that every attention tells sequences apart by."""
         if not self.attentions:
-            raise _MixedError("it has no attention that dcpc knows, and so nothing to keep apart")
+            raise _MixedError(self._without_attention())
         found: set[str] = set()
         for node in self.attentions:
             if _segment(node) is None:
-                text = "sees all of a row, whatever sequence it is of"
-                raise _MixedError(f"{self._where(node)} {text}")
+                raise _MixedError(f"{self._where(node)} {self._without_segment(node)}")
             if self.program.info[node.all_input_nodes[0].name].shape[2] != self.length:
                 raise _MixedError(f"{self._where(node)} has queries of a part of the row")
             found |= self.sources[_named(_segment(node))]
@@ -107,6 +106,32 @@ class _Rows:
             told = ", ".join(sorted(found)) or "nothing that is an input"
             raise _MixedError(f"its attentions tell sequences apart by {told}, not by one input")
         return inputs
+
+    def _without_attention(self) -> str:
+        """Why no attention is known: what looks like one is named, with what it may do."""
+        for node in self.nodes:
+            shape = self.program.info[node.name].shape if node.name in self.program.info else ()
+            if "softmax" in _op(node) and sum(map(self._along, shape)) > 1:
+                return (
+                    f"{self._where(node)} is a softmax over pairs of positions that is no "
+                    "attention which dcpc knows: its scores may be scaled and masked, and here "
+                    "something else is done with them, such as a bias or tanh; without it, or by "
+                    "F.scaled_dot_product_attention with a mask of truth values, rows may be packed"
+                )
+        return "it has no attention that dcpc knows, and so nothing to keep apart"
+
+    def _without_segment(self, node: fx.Node) -> str:
+        """Why an attention tells no sequences apart: it has no mask, or one that is not read."""
+        mask = arguments(node)["mask"]
+        if not isinstance(mask, fx.Node):
+            return "sees all of a row, whatever sequence it is of"
+        notes = (n for n in self.program.notes if n.startswith(f"mask {mask.name} of "))
+        why = next(notes, "").partition("stays a tensor: ")[2] or "it has other limits as well"
+        return (
+            f"has a mask of which dcpc cannot tell that it keeps sequences apart: {why}; "
+            "make it of truth values, `segment[:, :, None] == segment[:, None]` and comparisons of "
+            "positions in the row (torch.arange, not a slice of a buffer)"
+        )
 
     def kinds(self) -> tuple[bool, bool]:
         """Whether the input may hold positions that restart, and the sequences' numbers."""

@@ -298,13 +298,10 @@ def blocks_backward(call: Call) -> sympy.Expr:
         held += column * value.shape[3] * size
     scores = column * keys * size
     widest = key.shape[1] * keys * max(value.shape[3], query.shape[3]) * size
-    return (
-        held
-        + _ids(call)
-        + column * size
-        + scores
-        + larger(scores, widest, _hiding(call, rows, keys))
-    )
+    queries = column * query.shape[3] * size  # their gradients; of few keys more than the scores
+    later = scores + larger(scores, widest, queries, _hiding(call, rows, keys))
+    products = column * value.shape[3] * size  # of outputs and their gradients, before the scores
+    return held + _ids(call) + column * size + larger(later, products)
 
 
 # -------------------------------------------------------------------------- dcpc::ring_attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -61,6 +61,25 @@ class TensorFacts:
             expected = sympy.expand(expected * self.shape[i])
         return True
 
+    def nested(self, dims: Iterable[int]) -> list[int] | None:
+        """Returns dims innermost first if they are one as they lie, without those of size 1.
+
+        None where one does not begin where the one within it ends, so that joining them is a copy.
+        """
+        wanted = [d for d in dims if self.shape[d] != 1]
+        strides = {d: sympy.expand(_of_some(self.strides[d])) for d in wanted}
+        for innermost in wanted:
+            order, apart = [innermost], strides[innermost]
+            while len(order) < len(wanted):
+                apart = sympy.expand(apart * self.shape[order[-1]])
+                found = [d for d in wanted if d not in order and strides[d] == apart]
+                if not found:
+                    break
+                order.append(found[0])
+            if len(order) == len(wanted):
+                return order
+        return None if wanted else []
+
     @property
     def matrix(self) -> bool:
         """Whether BLAS takes its last two dims as they lie, rows or columns dense."""
@@ -87,9 +106,7 @@ class Facts:
         like: of a graph in whose names the same symbols mean the same: what was read is shared.
     """
 
-    def __init__(
-        self, names: Mapping[sympy.Symbol, sympy.Expr], like: Facts | None = None
-    ) -> None:
+    def __init__(self, names: Mapping[sympy.Symbol, sympy.Expr], like: Facts | None = None) -> None:
         self._names = dict(names)
         self._known = {s for value in names.values() for s in value.free_symbols}
         self._nodes: dict[fx.Node, tuple[TensorFacts, ...]] = {}

@@ -32,10 +32,14 @@ MOST_READS = 12
 MOST_OPS = 50
 HEAVY = frozenset({"exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"})
 
-# Library kernels and ops that Inductor does not generate code for; those of dcpc are too.
+# Library kernels and ops that Inductor does not generate code for; those of dcpc are too, and what
+# reads or makes complex numbers.
 _CALLS = frozenset(
-    {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "sort", "topk"}
-)
+    {
+        "mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "sort", "topk",
+        "_fft_c2c", "_fft_c2r", "_fft_r2c",
+    }
+)  # fmt: skip
 # Kernels of their own: they write into a copy, or into parts of their output.
 _ALONE = frozenset(
     {"_unsafe_masked_index_put_accumulate", "cat", "index_put", "scatter", "scatter_add"}
@@ -306,7 +310,9 @@ class _Fusion:
     def _is_call(self, node: fx.Node) -> bool:
         name = op_name(node)
         short = name.split("::")[1]
-        return not name.startswith(("aten::", "prims::")) or short in _CALLS
+        if not name.startswith(("aten::", "prims::")) or short in _CALLS:
+            return True
+        return any(t.dtype.is_complex for t in (*self.facts.of(node), *self.facts.inputs(node)))
 
     @staticmethod
     def _is_pointwise(node: fx.Node) -> bool:

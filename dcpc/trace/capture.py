@@ -237,6 +237,11 @@ def _explain(error: Exception) -> str:
             "control flow that depends on a tensor's values cannot be captured: rewrite it with "
             "torch.where / masking, or move it out of forward"
         )
+    elif "inconsistent min=" in text or "symbolically traced variables" in text:
+        hint = (
+            "torch cannot solve what forward computes of a size: use //, * and % of positive "
+            "sizes, (n + 3) // 4 * 4 - n for -n % 4, n // 3 for math.floor(n / 3)"
+        )
     elif isinstance(error, TypeError) and "argument" in text:
         hint = "make the buckets' inputs match forward's keyword arguments"
     else:
@@ -248,7 +253,8 @@ def _explain(error: Exception) -> str:
 
 def _is_user_code(filename: str) -> bool:
     parts = filename.replace("\\", "/")
-    return "/torch/" not in parts and "/dcpc/trace/" not in parts and not parts.startswith("<")
+    others = ("/torch/", "/sympy/", "/dcpc/trace/")
+    return not parts.startswith("<") and not any(other in parts for other in others)
 
 
 def _refuse_mutation(exported: ExportedProgram) -> None:

@@ -7,7 +7,18 @@ import sympy
 import torch
 from sympy import isprime
 from torch.export import Dim
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
+from torch.utils._sympy.functions import (
+    CeilToInt,
+    CleanDiv,
+    FloorDiv,
+    FloorToInt,
+    IntTrueDiv,
+    Max,
+    Min,
+    Mod,
+    PythonMod,
+    TruncToInt,
+)
 
 from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import TraceError
@@ -123,10 +134,14 @@ def plain(expr: sympy.Expr, mapping: Mapping[sympy.Symbol, sympy.Expr]) -> sympy
     multiple of 2) and `(h + 1) // 2 * 2` are both `2 * floor(h / 2 + 1 / 2)`.
     """
     expr = expr.replace(CleanDiv, lambda a, b: a / b)
+    expr = expr.replace(IntTrueDiv, lambda a, b: a / b)
+    expr = expr.replace(CeilToInt, lambda a: -sympy.floor(sympy.expand(-a)))
+    for whole in (FloorToInt, TruncToInt):  # sizes are not negative
+        expr = expr.replace(whole, lambda a: sympy.floor(sympy.expand(a)))
     for remainder in (Mod, PythonMod, sympy.Mod):
         expr = expr.replace(remainder, lambda a, b: a - b * _floor(a, b))
     expr = expr.replace(FloorDiv, _floor)
-    expr = sympy.expand(expr.subs(mapping))
+    expr = _upwards(_cancelled(sympy.expand(expr.subs(mapping))))
     return expr.replace(Max, lambda *a: _largest(a, 1)).replace(Min, lambda *a: _largest(a, -1))
 
 
@@ -156,4 +171,29 @@ def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
     """Returns a // b; of a negative one the way up: `-(h // -2)` as `(h + 1) // 2`."""
     if b.is_positive and a.could_extract_minus_sign():
         return -sympy.floor(sympy.expand((b - 1 - a) / b))
-    return sympy.floor(sympy.expand(a / b))
+    return sympy.floor(_cancelled(sympy.expand(a / b)))
+
+
+def _cancelled(expr: sympy.Expr) -> sympy.Expr:
+    """Returns a size without divisions by sizes where they come out even.
+
+    Rows that are padded and taken in pairs: `(h + h % 2) / ((h + h % 2) // 2)` is 2.
+    """
+    if any(power.exp.is_negative and power.base.free_symbols for power in expr.atoms(sympy.Pow)):
+        return sympy.expand(sympy.cancel(expr))
+    return expr
+
+
+def _upwards(expr: sympy.Expr) -> sympy.Expr:
+    """Returns a size whose floors are of nothing negative: sympy takes a sum's integers out of one.
+
+    So where 4 - h % 4 rows are added there is a `floor(-h / 4)` of what `_floor` turned.
+    """
+
+    def turned(inside: sympy.Expr) -> sympy.Expr:
+        over, under = sympy.fraction(sympy.together(inside))
+        if under.is_Integer and over.could_extract_minus_sign():
+            return -sympy.floor(sympy.expand((under - 1 - over) / under))
+        return sympy.floor(inside)
+
+    return sympy.expand(expr.replace(sympy.floor, turned))

@@ -13,7 +13,8 @@ NAMES = (
     *("plain", "causal", "grouped", "one key head", "cross", "padding", "causal padding"),
     *("truth mask with an empty row", "number mask", "window", "window both ways", "wide values"),
     *("learned bias", "grouped wide values", "zigzag in halves", "zigzag window"),
-    *("packed wide values", "packed truth mask", "packed learned bias"),
+    *("packed wide values", "packed truth mask", "packed learned bias", "few wide keys"),
+    "few keys, wide values",
 )
 # Queries that start in the middle of the keys have two parts, sequences no length that is known.
 BOUNDED = (

@@ -151,6 +151,8 @@ SETTINGS = {
     "wide values": Setting(widths=(8, 5), after=0),
     "grouped wide values": Setting(heads=(6, 2), widths=(8, 5)),
     "cross": Setting(lengths=(33, 150)),
+    "few wide keys": Setting(heads=(8, 2), lengths=(33, 9), widths=(48, 40)),
+    "few keys, wide values": Setting(lengths=(33, 9), widths=(16, 48), mask="float"),
     "causal from the middle": Setting(lengths=(33, 150), after=0, start=40, heads=(4, 2)),
     "causal from the end": Setting(lengths=(33, 73), after=0, start=40),
     "window": Setting(lengths=(300, 300), before=20, after=0, heads=(4, 2)),

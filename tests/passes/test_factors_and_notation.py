@@ -52,6 +52,19 @@ def test_regroup_gives_every_dim_the_product_of_its_names(shapes: tuple[Shape, S
     assert shared == [n for dim in right for n in dim if n not in whole]  # and in the same order
 
 
+def test_one_size_in_two_spellings_is_one_factor():
+    table, half = FactorTable(), sympy.floor(SEQ / 2)
+    two = (2 * SEQ - 2 * half) / (SEQ - half)
+    left, right = (
+        [table.new(SEQ), table.new(sympy.expand(two))],
+        [table.new(SEQ), table.new(sympy.Integer(2))],
+    )
+    for _ in range(30):  # once each took twice the time of the one before
+        assert table.unify(left, right)
+    assert table.atoms(left) == table.atoms(right)
+    assert len(table.atoms(left)) == 2
+
+
 def test_regroup_keeps_what_has_no_counterpart_whole():
     left, right, _, whole = regroup((BATCH, sympy.Integer(6)), (BATCH, sympy.Integer(4)))
     assert left[0] == right[0]

@@ -41,9 +41,7 @@ class Small(nn.Module):
         logits = x @ self.table.weight.T
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    def forward(
-        self, ids: Tensor, segments: Tensor, positions: Tensor, labels: Tensor
-    ) -> Tensor:
+    def forward(self, ids: Tensor, segments: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids, segments, positions)
         q, k, v = self.qkv(x)[:, None].chunk(3, -1)
         mask = self.same(segments, positions)
@@ -194,6 +192,63 @@ class ManySegments(Small):
         return super().same(segments % 6, positions)
 
 
+class ByHand(Small):
+    """Attention spelled out."""
+
+    def changed(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def forward(self, ids, segments, positions, labels):
+        x = self.embed(ids, segments, positions)
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        scores = self.changed(q @ k.transpose(-1, -2) / 8**0.5)
+        same = self.same(segments, positions)[:, None]
+        return self.loss(x + (scores.masked_fill(~same, -torch.inf).softmax(-1) @ v)[:, 0], labels)
+
+
+class Capped(ByHand):
+    def changed(self, scores):
+        return 5 * torch.tanh(scores / 5)
+
+
+class Biased(ByHand):
+    """A bias by distance, which is that of the row."""
+
+    def changed(self, scores):
+        at = torch.arange(scores.shape[-1])
+        return scores - 0.5 * (at[:, None] - at[None]).abs()
+
+
+class BiasedMask(Small):
+    """The same, as a mask of numbers."""
+
+    def same(self, segments, positions):
+        at = torch.arange(segments.shape[1])
+        bias = -0.5 * (at[:, None] - at[None]).abs()
+        return bias.masked_fill(~super().same(segments, positions), -torch.inf)
+
+
+class OfBuffer(Small):
+    """Causal by a buffer, of which only its values say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("causal", torch.ones(64, 64, dtype=torch.bool).tril())
+
+    def same(self, segments, positions):
+        n = segments.shape[1]
+        return (segments[:, :, None] == segments[:, None]) & self.causal[:n, :n]
+
+
+class ByDistances(Small):
+    """A key is seen where it is as far back in the row as by positions."""
+
+    def same(self, segments, positions):
+        at = torch.arange(segments.shape[1])
+        back = at[:, None] - at[None]
+        return (positions[:, :, None] - positions[:, None] == back) & (back >= 0)
+
+
 def looked_at(model: nn.Module) -> Packable:
     torch.manual_seed(0)
     program = without_masks(trace(model, BUCKETS))
@@ -205,6 +260,7 @@ HITS = {
     Small: Packable(("segments",), SAME, by_numbers=True),
     Shifted: Packable(("segments",), {**SAME, "labels": 1}, by_numbers=True),
     OwnLoss: Packable(("segments",), {**SAME, "labels": 1}, by_numbers=True),
+    ByHand: Packable(("segments",), SAME, by_numbers=True),
     DividedFirst: Packable(("segments",), SAME, by_numbers=True),
     Counted: Packable(("positions",), SAME, by_positions=True),
 }
@@ -232,6 +288,11 @@ MISSES = {
     AfterToken: r"node cumsum.* joins positions",
     AfterNeighbour: "what it reads of 'ids' at other places",
     ManySegments: "neither positions that restart in each sequence nor its number",
+    Capped: r"node softmax.* \(.*test_packable.py.*\) is a softmax over pairs .* or tanh",
+    Biased: r"node softmax.* is a softmax over pairs of positions that is no attention",
+    BiasedMask: r"keeps sequences apart: it adds numbers to scores: .*truth values",
+    OfBuffer: r"keeps sequences apart: .*causal.* not a slice of a buffer",
+    ByDistances: r"keeps sequences apart: .* `segment\[:, :, None\] == ",
     OfTokens: "neither positions that restart in each sequence nor its number, given as ids",
 }
 

@@ -78,6 +78,8 @@ IDS = torch.randint(0, 50, (40, 30))
 HEADS = torch.randn(2, 4, 300, 16)
 WIDE, HALF, SEEN = X.double(), X.bfloat16(), X > 0
 WHOLE = IDS + 1
+TURNED, WAVES = torch.randn(30, 40, 64).transpose(0, 1), X.to(torch.complex64)
+TURNED_WAVES = TURNED.to(torch.complex64)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,16 @@ WHOLE = IDS + 1
         (lambda x: aten.sum(x), [SEEN]),
         (lambda x: aten.sum(x, [1], dtype=torch.float32), [HALF]),
         (lambda x: aten.cumsum(x, 1), [SEEN]),
+        (lambda x: aten._fft_r2c(x, [2], 0, True), [X]),
+        (lambda x: aten._fft_r2c(x, [1], 0, True), [X]),
+        (lambda x: aten._fft_r2c(x, [1], 0, True), [TURNED]),
+        (lambda x: aten._fft_r2c(x, [1, 2], 0, True), [X]),
+        (lambda x: aten._fft_c2c(x, [1], 0, True), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [1], 0, 30), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [1, 2], 0, 64), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [0, 1], 0, 30), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [0, 1], 0, 30), [TURNED_WAVES]),
+        (lambda x: aten._fft_c2r(x, [2, 1], 0, 30), [TURNED_WAVES]),
     ],
 )  # fmt: skip
 def test_transient_follows_the_layout(function, tensors):
