@@ -136,6 +136,33 @@ def test_size_that_forward_makes_a_number_of_is_refused():
         )
 
 
+def by_batch(w, x):
+    return (w * x).mean() * (2 if x.shape[1] > 20 * x.shape[0] else 1)
+
+
+def by_elements(w, x):
+    return (w * x).mean() * (2 if x.shape[0] * x.shape[1] > 100 else 1)
+
+
+def in_three(w, x):
+    return torch.cat((w * x).tensor_split(3, 1)[::-1], 1)[:, 0].mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "seqs", "at"),
+    [
+        (by_batch, (41, 60), "seq <= 20.batch; .* seq 41, batch 2 .*, the batch among them"),
+        (by_elements, (11, 60), "batch.seq <= 100; .*, the batch among them"),
+        (in_three, (41, 60), "1 < .*seq, 3.*; .* seq 60"),
+    ],
+    ids=["lengths against the batch", "elements", "pieces of unequal length"],
+)
+@pytest.mark.filterwarnings("ignore:forward was traced as if 0 <")
+def test_comparison_of_sizes_that_a_bucket_decides_otherwise_is_refused(forward, seqs, at):
+    with pytest.raises(TraceError, match=f"as if {at}"):
+        program(forward, SEQUENCE, *({"seq": n} for n in seqs))
+
+
 def test_branch_on_a_remainder_is_warned_of_where_a_bucket_takes_the_other_way():
     def forward(w, x):
         return (w * x).mean() if x.shape[1] % 2 == 0 else (2 * w * x).mean()
