@@ -173,6 +173,67 @@ def _of_complex(call: Call) -> sympy.Expr:
     return x.size_bytes if x.dtype.is_complex else ZERO
 
 
+def _channels_last(*names: str) -> Callable[[Call], sympy.Expr]:
+    """A dense copy of what is neither contiguous nor has its channels last."""
+
+    def formula(call: Call) -> sympy.Expr:
+        found = [call.tensor(name) for name in names]
+        orders = [(0, *range(2, len(t.shape)), 1) for t in found]
+        dense = [t.contiguous() or t.contiguous(o) for t, o in zip(found, orders, strict=True)]
+        return sympy.Add(*(t.size_bytes for t, d in zip(found, dense, strict=True) if not d))
+
+    return formula
+
+
+def _interpolated(taps: int, name: str) -> Callable[[Call], sympy.Expr]:
+    """A copy of a strided operand; for each position an index and a weight of each tap."""
+
+    def formula(call: Call) -> sympy.Expr:
+        x = call.tensor(name)
+        lengths = sympy.Add(*call.facts.of(call.node)[0].shape[2:])
+        tables = 0 if name == "grad_output" else taps * (8 + x.dtype.itemsize) * lengths
+        return _channels_last(name)(call) + tables
+
+    return formula
+
+
+def _scatter_reduce(call: Call) -> sympy.Expr:
+    """Of a mean: how many elements there are for each, of a one for each; and which have none."""
+    if "mean" not in call.node.args:
+        return ZERO
+    out, scatters = call.facts.of(call.node)[0], op_name(call.node) == "aten::scatter_reduce"
+    ones = call.tensor("src" if scatters else "source").numel * out.dtype.itemsize
+    return out.size_bytes + ones + (out.numel if scatters else 0)
+
+
+def _batch_norm_backward(call: Call) -> sympy.Expr:
+    """In training, of dense operands: one tensor more."""
+    operands = [call.tensor(name) for name in ("grad_out", "input")]
+    dense = argument(call.node, "train") and all(x.contiguous() for x in operands)
+    return operands[1].size_bytes if dense else ZERO
+
+
+def _sorted_copy(indices: bool) -> Callable[[Call], sympy.Expr]:
+    """The input to be put in order; where these are kept, the indices as well."""
+
+    def formula(call: Call) -> sympy.Expr:
+        x = call.tensor("self")
+        return x.size_bytes + (8 * x.numel if indices else 0)
+
+    return formula
+
+
+def _roll(call: Call) -> sympy.Expr:
+    """Dims are rolled one after the other."""
+    return call.output_bytes if len(argument(call.node, "dims")) > 1 else ZERO
+
+
+def _cumprod_backward(call: Call) -> sympy.Expr:
+    """Three tensors and a mask; see `trace/scans.py` for what is done where an element is 0."""
+    x = call.tensor("x")
+    return 3 * x.size_bytes + x.numel
+
+
 def _fused_rms_norm(call: Call) -> sympy.Expr:
     """The square of the input; in half precision five times the input (copies in float32)."""
     x = call.tensor("input")
@@ -259,6 +320,28 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
     "aten::addmm": _matmul("mat1", "mat2"),
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
+    "dcpc::cumprod_backward": _cumprod_backward,
+    "aten::native_batch_norm_backward": _batch_norm_backward,
+    "aten::scatter_reduce": _scatter_reduce,
+    "aten::index_reduce": _scatter_reduce,
+    "aten::kthvalue": _sorted_copy(indices=True),
+    "aten::median": _sorted_copy(indices=False),
+    "aten::nanmedian": _sorted_copy(indices=False),
+    "aten::roll": _roll,
+    "aten::pixel_shuffle": _copies("self"),
+    "aten::pixel_unshuffle": _copies("self"),
+    "aten::channel_shuffle": _copies("self"),
+    "aten::searchsorted": _copies("sorted_sequence", "self"),
+    "aten::bucketize": _copies("self"),
+    "aten::avg_pool2d": _channels_last("self"),
+    "aten::max_pool2d_with_indices": _channels_last("self"),
+    "aten::reflection_pad1d": _copies("self"),
+    "aten::reflection_pad1d_backward": _copies("grad_output"),
+    **{
+        f"aten::upsample_{kind}{suffix}": _interpolated(taps, operand)
+        for kind, taps in (("nearest1d", 1), ("nearest2d", 1), ("linear1d", 2))
+        for suffix, operand in (("", "self"), ("_backward", "grad_output"))
+    },
     "aten::mean": _half_mean,
     "aten::logsumexp": lambda call: call.tensor("self").size_bytes + call.output_bytes,
     "aten::abs": _of_complex,
