@@ -117,6 +117,32 @@ def test_position_table_smaller_than_a_bucket_is_an_error_with_its_limit():
         )  # fmt: skip
 
 
+class Growing(nn.Module):
+    """A mask that forward replaces where a sequence is longer."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.ones(length, length).tril(), persistent=False)
+
+    def forward(self, x):
+        n = x.shape[1]
+        if n > self.mask.shape[0]:
+            self.mask = torch.ones(n, n).tril()
+        return (self.mask[:n, :n] @ self.inner(x)).square().mean()
+
+
+def test_buffer_that_grows_is_named_and_said_what_to_do_about():
+    model = nn.Sequential(Growing(16))
+    model.forward = lambda x: model[0](x)
+    buckets = Buckets(SEQUENCE, [{"seq": 8}, {"seq": 40}])
+    words = r"as long as that limit is buffer 0.mask \[16, 16\]: .* call the model once at the"
+    with pytest.raises(TraceError, match=words):
+        trace(model, buckets)
+    model(torch.randn(1, 40, 8))
+    assert "seq" in str(trace(model, buckets).info.values())
+
+
 def test_position_table_larger_than_every_bucket_is_fine():
     table = torch.randn(16)
     p = program(
