@@ -20,8 +20,8 @@ from dcpc.ir import Partition
 Boxed = Callable[[list[Any]], Any]
 Deliver = Callable[[torch.nn.Parameter, Tensor], None]
 
-# What runs for an op. Kernels return other strides here and there than torch's fake tensors do (batch
-# norms of a transposed input): what was a view of the fake one may need a copy of the real one.
+# What runs for an op. A kernel may return other strides than torch's fake tensors have (batch norms
+# of a transposed input): what was a view of the fake one may need a copy of the real one.
 RUN = {**SAFE, torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 
 _deliver: ContextVar[Deliver | None] = ContextVar("dcpc_deliver", default=None)

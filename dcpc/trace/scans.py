@@ -66,10 +66,10 @@ cumprod.register_autograd(_backward, setup_context=_setup)
 
 
 def cumprod_of_any_length(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """torch's cumprod, of numbers that may have a gradient."""
+    """Torch's cumprod, of numbers that may have a gradient."""
     source, dim, *_ = node.args
     assert isinstance(source, fx.Node)
-    dtype = node.kwargs.get("dtype") or source.meta["val"].dtype
+    dtype: Any = node.kwargs.get("dtype") or source.meta["val"].dtype
     if not (dtype.is_floating_point or dtype.is_complex) or source.meta["val"].ndim == 0:
         return None
     if dtype != source.meta["val"].dtype:

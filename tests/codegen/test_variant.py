@@ -160,7 +160,7 @@ class Rows(nn.Module):
     ids=["batch norm of a transposed value", "instance norm", "products", "products with zeros"],
 )
 def test_one_graph_is_right_at_every_length(function):
-    """torch's fake strides of a batch norm are not the kernel's; a cumprod's graph had one length."""
+    """Fake strides of a batch norm are not the kernel's; a cumprod's graph had one length."""
     torch.manual_seed(0)
     buckets = Buckets({"x": "float64[batch, seq, 8]"}, [{"seq": 9}, {"seq": 40}])
     split = Split(Rows(function).double(), buckets, {"batch": 2, "seq": 9}, sp=1)
