@@ -34,6 +34,7 @@ from dcpc.ir import Program, TensorInfo
 from dcpc.trace import dims as named
 from dcpc.trace.autocast import casting, share_casts
 from dcpc.trace.branches import refuse_branches
+from dcpc.trace.calls import CapturedOtherwise
 from dcpc.trace.canonical import canonicalise
 from dcpc.trace.losses import spread_row_losses
 from dcpc.trace.single_key import depends_on
@@ -50,7 +51,8 @@ class _LossOf(nn.Module):
         self.names = names
 
     def forward(self, *args: Tensor) -> Tensor:
-        return find_loss(self.model(**dict(zip(self.names, args, strict=True))))
+        with CapturedOtherwise():
+            return find_loss(self.model(**dict(zip(self.names, args, strict=True))))
 
 
 def find_loss(output: Any) -> Tensor:

@@ -156,11 +156,18 @@ class Rows(nn.Module):
         lambda h: F.instance_norm(h.transpose(1, 2)),
         lambda h: (1 + h).cumprod(1),
         lambda h: h.relu().cumprod(1, dtype=torch.float64),
+        lambda h: F.max_pool1d(h.transpose(1, 2), 3, 2, 1, ceil_mode=True),
+        lambda h: nn.MaxPool1d(4)(h.transpose(1, 2)),
+        lambda h: F.pad(h[:, None], (2, 1, 3, 0), mode="circular"),
+        lambda h: F.pad(h, (0, 0, -2, 3)),
     ],
-    ids=["batch norm of a transposed value", "instance norm", "products", "products with zeros"],
-)
+    ids=[
+        "batch norm of a transposed value", "instance norm", "products", "products with zeros",
+        "maxima", "maxima by a module", "circular padding", "padding and cropping",
+    ],
+)  # fmt: skip
 def test_one_graph_is_right_at_every_length(function):
-    """Fake strides of a batch norm are not the kernel's; a cumprod's graph had one length."""
+    """Fake strides of a batch norm are not the kernel's; others were captured for one length."""
     torch.manual_seed(0)
     buckets = Buckets({"x": "float64[batch, seq, 8]"}, [{"seq": 9}, {"seq": 40}])
     split = Split(Rows(function).double(), buckets, {"batch": 2, "seq": 9}, sp=1)
