@@ -6,21 +6,23 @@
 Both stay symbolic in every length and write nothing.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+Window: TypeAlias = int | list[int] | tuple[int, ...]
+
 
 def _max_pool1d(
     x: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
+    kernel_size: Window,
+    stride: Window | None = None,
+    padding: Window = 0,
+    dilation: Window = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
@@ -37,7 +39,7 @@ def _max_pool1d(
     return found.squeeze(-2)
 
 
-def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+def _pad(x: Tensor, pad: list[int], mode: str = "constant", value: float | None = None) -> Any:
     """Returns the padded tensor; circular padding of the last dims, the very last one first."""
     given = [n for n in pad if isinstance(n, int) and n >= 0]
     if mode != "circular" or len(given) < len(pad):
