@@ -326,14 +326,26 @@ def rank_memory_bytes(memory: int | float | None, device: Device, world: int) ->
     Raises:
         PlanError: `memory` is not a positive number.
     """
+    check_memory(memory)
     have_bytes = device.memory_bytes // (world if device.name == "cpu" else 1)
     if memory is None:
         return have_bytes
-    if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
+    if isinstance(memory, float) and memory <= 1.0:
+        return int(memory * have_bytes)
+    return int(memory)
+
+
+def check_memory(memory: int | float | None) -> None:
+    """Refuses what is no memory that a rank may use.
+
+    Raises:
+        PlanError: it is not a positive number.
+    """
+    if memory is None:
+        return
+    number = isinstance(memory, int | float) and not isinstance(memory, bool)
+    if not number or not 0 < memory < math.inf:
         raise PlanError(
             f"got memory={memory!r}; expected a positive number of bytes a rank may use; pass e.g. "
             "80e9, or leave it out for all that the device has"
         )
-    if isinstance(memory, float) and memory <= 1.0:
-        return int(memory * have_bytes)
-    return int(memory)

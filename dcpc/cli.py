@@ -21,8 +21,8 @@ import typer
 from torch import nn
 
 from dcpc.acceptance.check import Request, check_model
+from dcpc.api import check_memory, rank_memory_bytes
 from dcpc.api import plan as plan_for
-from dcpc.api import rank_memory_bytes
 from dcpc.buckets import Buckets
 from dcpc.calibrate import calibrate_command
 from dcpc.errors import BucketError, DcpcError, PlanError, TraceError
@@ -88,6 +88,8 @@ def report(
     worlds = world or [1]
     with _reported(), shown():
         _check_worlds(worlds, options.calibration)
+        for each in memories:  # before minutes of work
+            check_memory(each)
         check_writable("--html", html)
         check_writable("--png", png)
         options = replace(options, memory=memories[0], world=worlds[0])

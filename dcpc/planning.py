@@ -215,7 +215,7 @@ def _choose(
         if over <= 0:
             return plan
         less = replace(request, memory_bytes=rows[key].needed_bytes - over)
-        row = _row(variants, bucket, *key, less)
+        row = replace(_row(variants, bucket, *key, less), segments=True)
         if not row.fits:
             reserved = _reserved_bytes(variants, bucket, row, request)
             row = replace(row, fits=reserved <= most, needed_bytes=max(row.needed_bytes, reserved))

@@ -261,10 +261,26 @@ class Variants:
         key = (self.placements.number(placement), recompute, tuple(sizes.items()))
         if key not in self._predictions:
             dims = self.local_sizes(placement, sizes)
+            self._warn_of_fixed(placement, dims)
             costs = self._costs(placement, recompute)
             found = self._study(placement).meter.read(costs, dims, self.device)
             self._predictions[key] = found
         return self._predictions[key]
+
+    def _warn_of_fixed(self, placement: Placement, sizes: Mapping[str, int]) -> None:
+        """Warns where costs are read at sizes that the graph is not for."""
+        fixed = self._study(placement).structure.lowering.fixed
+        other = {n: size for n, size in fixed.items() if max(2, sizes.get(n, size)) != size}
+        if other:
+            asked = ", ".join(f"{n} = {sizes[n]}" for n in other)
+            known = ", ".join(f"{n} = {size}" for n, size in other.items())
+            warnings.warn(
+                f"bytes and seconds at {asked} are those of {known}: torch differentiates an op of "
+                "this model for one size alone (what runs has a graph for each size, and is "
+                "right); look for an op whose derivative goes through a dim in a loop, or compile "
+                "one size at a time",
+                stacklevel=3,
+            )
 
     def live(self, placement: Placement, recompute: int, sizes: Sizes) -> list[tuple[str, int]]:
         """Returns the points of a forward and a backward, and the bytes alive at each.

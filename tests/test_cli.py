@@ -93,6 +93,14 @@ def test_file_that_cannot_be_written_is_refused_before_planning(folder, option, 
     assert words in result.stderr
 
 
+@pytest.mark.parametrize("wrong", ["-1", "0", "nan", "inf"])
+def test_wrong_memory_among_what_ifs_is_refused_before_planning(folder, wrong):
+    options = ("--memory", "90e6", "--memory", wrong)
+    result = run("report", "--device", "h200", *options, model="no_such_module:tiny")
+    assert result.exit_code == 1
+    assert f"PlanError: got memory={float(wrong)}; expected a positive number" in result.stderr
+
+
 def test_calibration_with_what_ifs_of_other_ranks_is_refused(folder):
     result = run("report", "--calibration", "c.json", "--world", "2", "--world", "4")
     assert result.exit_code == 1

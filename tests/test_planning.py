@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
 import dcpc
 from dcpc.api import plan
@@ -105,3 +106,35 @@ def test_buckets_are_placed_together_as_alone(sp):
     alone = [place(program, sharding, sizes, sp, rates) for sizes in buckets]
     assert [b.cost_s for b in together] == pytest.approx([p.cost_s for p in alone], rel=1e-12)
     assert len({b.options for b in together}) > 1, "they are not all split alike"
+
+
+@torch.library.custom_op("planning_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def row_by_row(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+    return torch.cat([2 * gradient[:, k : k + 1] for k in range(int(gradient.shape[1]))], 1)
+
+
+twice.register_autograd(row_by_row)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.planning_tests.twice(self.inner(x)).square().mean()
+
+
+def test_costs_of_a_graph_for_one_size_alone_are_warned_of_at_others():
+    buckets = dcpc.Buckets({"x": "float32[batch, seq, 4]"}, [{"seq": 7}, {"seq": 13}])
+    with pytest.warns(UserWarning, match=r"at seq = 13 are those of seq = \d+: torch differentiat"):
+        plan(Twice(), buckets, backend="eager")

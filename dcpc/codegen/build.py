@@ -8,6 +8,7 @@ from collections.abc import Collection
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import sympy
 from torch import Tensor, fx
 
 from dcpc.codegen.backends import compile_graph
@@ -64,6 +65,15 @@ class Lowering:
     def choices(self) -> tuple[list[fx.Node], frozenset[str]]:
         """Returns the nodes that a recompute plan decides on, and those whose values are needed."""
         return self._scheduler.choices()
+
+    @cached_property
+    def fixed(self) -> dict[str, int]:
+        """The integers that torch took for numbers while it differentiated -> these numbers.
+
+        The graph, and all that is predicted of it, is that of these sizes alone.
+        """
+        equations = (g for g in self.joint.guards if isinstance(g, sympy.Eq))
+        return {str(g.lhs): int(g.rhs) for g in equations if g.lhs.is_Symbol and g.rhs.is_Integer}
 
     @cached_property
     def keys(self) -> dict[Key, str]:

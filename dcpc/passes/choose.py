@@ -31,6 +31,7 @@ class Row:
         needed_bytes: `peak_bytes` and all that stays: parameters, gradients, optimizer state,
             inputs.
         fits: whether `needed_bytes` is within the rank's memory.
+        segments: whether room was made for the segments of a GPU's allocator.
     """
 
     sp: int
@@ -41,6 +42,7 @@ class Row:
     peak_bytes: int
     needed_bytes: int
     fits: bool
+    segments: bool = False
 
     @property
     def rank_seconds(self) -> float:
@@ -109,7 +111,8 @@ def _reason(chosen: Row, rows: Sequence[Row], memory_bytes: int, recompute: str)
     if recompute != "auto":
         reasons.append(f"recompute {recompute} as asked")
     elif chosen.recompute:
-        reasons.append(f"recompute just enough for {_size(memory_bytes)}")
+        counted = " with the GPU's segments" * chosen.segments
+        reasons.append(f"recompute just enough for {_size(memory_bytes)}{counted}")
     larger = [r for r in rows if r.sp == chosen.sp and r.micro_batch > chosen.micro_batch]
     if any(not r.fits for r in larger):
         reasons.append(f"micro-batch {min(r.micro_batch for r in larger)} does not fit or pay")

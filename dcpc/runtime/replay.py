@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 from dcpc.errors import PlanError
 from dcpc.runtime.plan_file import PlanFile
-from dcpc.runtime.plans import StepPlan, timeline
+from dcpc.runtime.plans import PlannedMicroBatch, StepPlan, timeline
 from dcpc.runtime.step_planner import plan_step
 from dcpc.runtime.table import PlanTable
 
@@ -29,11 +32,24 @@ def replay(recorded: PlanFile, table: PlanTable | None = None) -> str:
         )
     plan = recorded.plan
     again = plan_step(recorded.samples, recorded.table, plan.mode, recorded.allowed)
-    verdict = "planned again: the same"
-    if again.micro_batches != plan.micro_batches:
-        change = again.makespan_s / plan.makespan_s - 1
-        verdict = f"planned again: {again.makespan_s:.4g} s, {change:+.1%}"
+    verdict = f"planned again: {_compared(plan, again)}"
     return "\n".join([*_lines(plan, recorded.table.world), verdict]) + "\n"
+
+
+def _compared(plan: StepPlan, again: StepPlan) -> str:
+    """Says how a plan made now differs from the recorded one."""
+    if again.micro_batches == plan.micro_batches:
+        return "the same"
+
+    def settings(found: StepPlan) -> Counter[PlannedMicroBatch]:
+        return Counter(replace(mb, sample_ids=(len(mb.sample_ids),)) for mb in found.micro_batches)
+
+    if settings(again) == settings(plan):
+        return "the same micro-batches; which samples of a bucket are in which differs"
+    change = f"{again.makespan_s / plan.makespan_s - 1:+.1%}"
+    if change in ("+0.0%", "-0.0%"):
+        return f"other micro-batches, which take as long, {again.makespan_s:.4g} s"
+    return f"{again.makespan_s:.4g} s, {change}"
 
 
 def _lines(plan: StepPlan, world: int) -> list[str]:

@@ -7,7 +7,6 @@ sizes and layouts). `tests/symbolic_profile/test_kernel_transients.py` has a lin
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import sympy
@@ -165,35 +164,31 @@ def _trilinear(call: Call) -> sympy.Expr:
     return (first + last) * call.tensor("i1").dtype.itemsize
 
 
-def _transform(call: Call) -> sympy.Expr:
-    """A copy, where the other dims do not lie as one."""
-    x, dims = call.tensor("self"), argument(call.node, "dim")
-    return ZERO if _as_one(x, dims) else x.size_bytes
+def _fft(call: Call) -> sympy.Expr:
+    """A copy of an operand whose other dims are not one as they lie.
 
-
-def _back_to_real(call: Call) -> sympy.Expr:
-    """As `_transform`; of several dims, also what the others' transforms make."""
-    x, dims = call.tensor("self"), argument(call.node, "dim")
-    return x.size_bytes * (2 if len(dims) > 1 else 0 if _as_one(x, dims) else 1)
-
-
-def _as_one(x: TensorFacts, dims: Sequence[int]) -> bool:
-    """Whether the dims but these are, by falling strides, one run of even steps.
-
-    Source: `_exec_fft` of torch's SpectralOps.cpp, which reshapes them to one.
+    Source: `_exec_fft` of torch's mkl/SpectralOps.cpp.
     """
-    own = {d % len(x.shape) for d in dims}
-    batch = [d for d in range(len(x.shape)) if d not in own and x.shape[d] != 1]
-    inner = sorted(batch, key=lambda d: _order(x.strides[d]))
-    return all(
-        sympy.expand(x.strides[b] - x.strides[a] * x.shape[a]) == 0
-        for a, b in itertools.pairwise(inner)
-    )
+    x = call.tensor("self")
+    others = _others(x, argument(call.node, "dim"))
+    return x.size_bytes if x.nested(others) is None else ZERO
 
 
-def _order(stride: sympy.Expr) -> float:
-    """A stride where every dim is large: tells which one is larger."""
-    return float(stride.xreplace({s: sympy.Integer(1009) for s in stride.free_symbols}))
+def _fft_to_real(call: Call) -> sympy.Expr:
+    """Over several dims first a complex one over all but the last, whose result may be copied."""
+    x, (*first, last) = call.tensor("self"), argument(call.node, "dim")
+    if not first:
+        return _fft(call)
+    others = _others(x, first)
+    copied = x.size_bytes if x.nested(others) is None else ZERO
+    order = [d for d in x.nested(range(len(x.shape))) or x.nested(others) or () if d in others]
+    again = ZERO if order and order[-1] == last % len(x.shape) else x.size_bytes
+    return x.size_bytes + larger(copied, again + call.output_bytes) - call.output_bytes
+
+
+def _others(x: TensorFacts, dims: Sequence[int]) -> list[int]:
+    taken = {d % len(x.shape) for d in dims}
+    return [d for d in range(len(x.shape)) if d not in taken]
 
 
 def _pool_backward(call: Call) -> sympy.Expr:
@@ -225,6 +220,28 @@ def _channels_last(x: TensorFacts) -> bool:
     return x.contiguous((0, *range(2, len(x.shape)), 1))
 
 
+def _unordered(*names: str) -> Callable[[Call], sympy.Expr]:
+    """A dense copy of what is neither contiguous nor has its channels last."""
+
+    def formula(call: Call) -> sympy.Expr:
+        found = [call.tensor(name) for name in names]
+        dense = [t.contiguous() or _channels_last(t) for t in found]
+        return sympy.Add(*(t.size_bytes for t, d in zip(found, dense, strict=True) if not d))
+
+    return formula
+
+
+def _interpolated(taps: int) -> Callable[[Call], sympy.Expr]:
+    """A copy of a strided operand; for each position an index and a weight of each tap."""
+
+    def formula(call: Call) -> sympy.Expr:
+        item_bytes = INDEX_BYTES + call.tensor("self").dtype.itemsize
+        lengths = sympy.Add(*call.facts.of(call.node)[0].shape[2:])
+        return _unordered("self")(call) + taps * item_bytes * lengths
+
+    return formula
+
+
 def _upsampled(call: Call) -> sympy.Expr:
     """Of results of up to 128 rows and columns: both operands with their channels last.
 
@@ -248,6 +265,12 @@ def _windows(call: Call) -> sympy.Expr:
     return call.tensor("self").size_bytes + copies("self")(call)
 
 
+def _cumprod_backward(call: Call) -> sympy.Expr:
+    """Three tensors and a mask; see `trace/scans.py` for what is done where an element is 0."""
+    x = call.tensor("x")
+    return 3 * x.size_bytes + x.numel
+
+
 _grad = copies("grad_output")
 _own = copies("self")
 
@@ -261,13 +284,16 @@ KERNELS: Mapping[str, Callable[[Call], sympy.Expr]] = {
         2 * call.tensor("indices").size_bytes
     ),
     "aten::_euclidean_dist": _distances,
-    "aten::_fft_c2c": _transform,
-    "aten::_fft_c2r": _back_to_real,
-    "aten::_fft_r2c": _transform,
+    "aten::_fft_c2c": _fft,
+    "aten::_fft_c2r": _fft_to_real,
+    "aten::_fft_r2c": _fft,
     "aten::_trilinear": _trilinear,
+    "aten::avg_pool2d": _unordered("self"),
     "aten::avg_pool2d_backward": _gradient_as_input,
     "aten::avg_pool3d": _own,
     "aten::avg_pool3d_backward": _grad,
+    "aten::bucketize": _own,
+    "aten::channel_shuffle": _own,
     "aten::binary_cross_entropy_with_logits": _cross_entropy_with_logits,
     "aten::col2im": _own,
     "aten::gelu_backward": _gelu_backward,
@@ -277,11 +303,14 @@ KERNELS: Mapping[str, Callable[[Call], sympy.Expr]] = {
     "aten::kthvalue": _by_value,
     "aten::log_sigmoid_forward": _own,
     "aten::masked_scatter_backward": _masked_backward,
+    "aten::max_pool2d_with_indices": _unordered("self"),
     "aten::max_pool2d_with_indices_backward": _pool_backward,
     "aten::max_pool3d_with_indices_backward": _pool_backward,
     "aten::median": _median,
     "aten::nanmedian": _median,
     "aten::native_batch_norm_backward": _batch_norm_backward,
+    "aten::pixel_shuffle": _own,
+    "aten::pixel_unshuffle": _own,
     "aten::reflection_pad1d": _own,
     "aten::reflection_pad1d_backward": _grad,
     "aten::reflection_pad2d_backward": _gradient_as_input,
@@ -292,6 +321,7 @@ KERNELS: Mapping[str, Callable[[Call], sympy.Expr]] = {
     "aten::replication_pad3d_backward": _gradient_as_input,
     "aten::roll": _rolled,
     "aten::scatter_reduce": _scatter_mean,
+    "aten::searchsorted": copies("sorted_sequence", "self"),
     "aten::soft_margin_loss_backward": lambda call: 2 * call.tensor("self").size_bytes,
     "aten::sort": _numbered(_own_shape),
     "aten::unfold_backward": _numbered(_overlapping),
@@ -301,7 +331,10 @@ KERNELS: Mapping[str, Callable[[Call], sympy.Expr]] = {
     "aten::upsample_bilinear2d": _upsampled,
     "aten::upsample_nearest2d": _upsampled,
     "aten::upsample_bicubic2d_backward": _grad,
+    "aten::upsample_linear1d": _interpolated(2),
     "aten::upsample_linear1d_backward": _grad,
+    "aten::upsample_nearest1d": _interpolated(1),
     "aten::upsample_nearest1d_backward": _grad,
     "aten::_upsample_nearest_exact1d_backward": _grad,
+    "dcpc::cumprod_backward": _cumprod_backward,
 }

@@ -174,33 +174,6 @@ def _fused_rms_norm(call: Call) -> sympy.Expr:
     return x.size_bytes * (1 if x.dtype.itemsize >= 4 else 5)
 
 
-def _fft(call: Call) -> sympy.Expr:
-    """A copy of an operand whose other dims are not one as they lie.
-
-    Source: `_exec_fft` of torch's mkl/SpectralOps.cpp.
-    """
-    x = call.tensor("self")
-    others = _others(x, argument(call.node, "dim"))
-    return x.size_bytes if x.nested(others) is None else ZERO
-
-
-def _fft_to_real(call: Call) -> sympy.Expr:
-    """Over several dims first a complex one over all but the last, whose result may be copied."""
-    x, (*first, last) = call.tensor("self"), argument(call.node, "dim")
-    if not first:
-        return _fft(call)
-    others = _others(x, first)
-    copied = x.size_bytes if x.nested(others) is None else ZERO
-    order = [d for d in x.nested(range(len(x.shape))) or x.nested(others) or () if d in others]
-    again = ZERO if order and order[-1] == last % len(x.shape) else x.size_bytes
-    return x.size_bytes + larger(copied, again + call.output_bytes) - call.output_bytes
-
-
-def _others(x: TensorFacts, dims: Sequence[int]) -> list[int]:
-    taken = {d % len(x.shape) for d in dims}
-    return [d for d in range(len(x.shape)) if d not in taken]
-
-
 def ranks_of(group: str) -> sympy.Symbol:
     """Returns what stands for the number of ranks of a group until a degree is known."""
     return sympy.Symbol(f"{_RANKS}{group}", integer=True, positive=True)
@@ -286,9 +259,6 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
     "aten::abs": _of_complex,
     "aten::angle": _of_complex,
     "aten::mse_loss": _squares,
-    "aten::_fft_r2c": _fft,
-    "aten::_fft_c2c": _fft,
-    "aten::_fft_c2r": _fft_to_real,
     "aten::native_dropout": lambda call: call.tensor("input").size_bytes,
     "dcpc::all_to_all": _all_to_all,
     "dcpc::all_gather": _all_gather,

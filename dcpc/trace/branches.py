@@ -2,7 +2,8 @@
 
 A forward that computes with a size in Python (`int(n ** 0.5)`, `if n % 8 == 0`) is traced at one
 size. Export notes what it assumed as assertions in the graph, which the canonical form drops: an
-equation that does not hold at a bucket would make the graph silently wrong there.
+equation or an inequality (`if n > 20 * batch`, pieces of `tensor_split`) that does not hold at a
+bucket would make the graph silently wrong there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.utils._sympy.functions import Mod, PythonMod
 from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import TraceError
 
-BATCHES = (2, 3)  # what an equation is tried at where a bucket names no batch
+# What an assertion is tried at where a bucket names no batch: the planner takes some of these.
+BATCHES = (2, 3, 64)
 SMALLEST = 2  # sizes of 0 and 1 run the graph of more
 
 
@@ -29,10 +31,10 @@ def refuse_branches(
 ) -> None:
     """Raises where the trace holds for some of the buckets only.
 
-    An equation that does not hold is an error. That two sizes differ, or that one does not divide
-    another, torch assumes all the time (of strides, of positions that are interpolated), and the
-    graph is right without. Of a remainder by a number there is a warning: it may be that forward
-    pads to a multiple, and padding by 0 is right too, or that it branches.
+    An equation or an inequality that does not hold is an error. That two sizes differ, or that one
+    does not divide another, torch assumes all the time (of strides, of positions that are
+    interpolated), and the graph is right without. That a number leaves a remainder is a warning: it
+    may be that forward pads to a multiple, and padding by 0 is right too, or that it branches.
 
     Args:
         env: of the exported graph.
@@ -41,22 +43,24 @@ def refuse_branches(
         mapping: torch's symbols -> expressions of ours.
 
     Raises:
-        TraceError: an equation does not hold at a bucket.
+        TraceError: an equation or an inequality does not hold at a bucket.
     """
     for assertion in (a for found in env.deferred_runtime_asserts.values() for a in found):
         expr = _in_dims(assertion.expr, env, mapping)
-        if not isinstance(expr, sympy.Eq) and not _is_remainder(expr):
+        remainder = _is_remainder(expr)
+        if isinstance(expr, sympy.Ne) and not remainder:
             continue
         for sizes in _sizes(buckets):
             at = {symbols[n]: sympy.Integer(size) for n, size in sizes.items() if n in symbols}
             if expr.subs(at) == sympy.false:
                 named = ", ".join(f"{n} {s}" for n, s in sizes.items())
                 what = f"forward was traced as if {expr}"
-                if isinstance(expr, sympy.Eq):
+                if not remainder:
                     raise TraceError(
                         f"{what}; expected a graph that holds at every bucket, and at {named} it "
-                        "does not; look for a Python int(), a comparison or a square root of a "
-                        "size in forward, or keep to sizes where it holds"
+                        "does not; look for a Python int(), a comparison, a square root or a "
+                        "tensor_split of a size in forward, or keep to sizes where it holds"
+                        + ", the batch among them" * _of_batch(expr, buckets, symbols)
                     )
                 warnings.warn(
                     f"{what}, and at {named} that is not so: right where forward only pads to a "
@@ -67,11 +71,21 @@ def refuse_branches(
 
 
 def _is_remainder(expr: sympy.Basic) -> bool:
-    """Whether an assertion is of a remainder by a number, which a length may or may not leave."""
-    return isinstance(expr, sympy.Ne) and any(
+    """Whether an assertion is that a length leaves a remainder by a number, whatever it is."""
+    if isinstance(expr, sympy.Lt | sympy.Gt) and expr.lts != 0:
+        return False
+    return isinstance(expr, sympy.Ne | sympy.Lt | sympy.Gt) and any(
         isinstance(side, (Mod, PythonMod)) and side.args[1].is_Integer and side.free_symbols
         for side in expr.args
     )
+
+
+def _of_batch(
+    expr: sympy.Basic, buckets: Buckets, symbols: Mapping[str, sympy.Symbol]
+) -> bool:
+    """Whether an assertion is of a batch that the planner chooses."""
+    free = any(bucket.batch is None for bucket in buckets.buckets)
+    return free and symbols.get(BATCH) in expr.free_symbols
 
 
 def _in_dims(

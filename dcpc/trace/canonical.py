@@ -10,6 +10,7 @@
     split / chunk / unbind, getitem         ->  slice / select
     type_as, meshgrid, broadcast_tensors    ->  casts, reshape, expand (spellings.py)
     conv of patches (stride == kernel)      ->  linear of their rows
+    cumprod                                 ->  dcpc::cumprod (scans.py)
     mean over symbolic dims                 ->  sum / count
     a reduced loss                          ->  one loss a row, and its reduction (losses.py)
     attention, fused or spelled out         ->  dcpc::attention (attention.py)
@@ -28,6 +29,7 @@ from dcpc.trace.editor import Editor
 from dcpc.trace.losses import LOSSES, join_row_losses
 from dcpc.trace.patches import patch_convolution
 from dcpc.trace.random import replace_random
+from dcpc.trace.scans import cumprod_of_any_length
 from dcpc.trace.single_key import attention_of_one_key, narrow_projections
 from dcpc.trace.spellings import SPELLINGS, split_with_sizes
 
@@ -233,6 +235,7 @@ _RULES: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.conv1d.default: patch_convolution,
     aten.conv2d.default: patch_convolution,
     aten.conv3d.default: patch_convolution,
+    aten.cumprod.default: cumprod_of_any_length,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     **LOSSES,

@@ -6,6 +6,7 @@
     take_along_dim                    ->  expand, gather: its C++ reads sizes as integers
     max_pool1d                        ->  max_pool1d_with_indices: it fixes the length
     std_mean of a dim                 ->  std, var_mean: torch's decomposition has other arguments
+    pad(x, mode="circular")           ->  cat of the ends and x: torch's writes to an empty tensor
 
 Calls of other kinds are torch's own.
 """
@@ -100,6 +101,20 @@ def _max_pool(*args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
     return both if return_indices else both[0]
 
 
+def _pad(x: Tensor, pad: list[int], mode: str = "constant", value: float | None = None) -> Any:
+    """Returns the padded tensor; circular padding of the last dims, the very last one first."""
+    given = [n for n in pad if isinstance(n, int) and n >= 0]
+    if mode != "circular" or len(given) < len(pad):
+        return NotImplemented
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = x.ndim - 1 - i
+        size = x.shape[dim]
+        parts = [x.narrow(dim, size - before, before)] * bool(before) + [x]
+        parts += [x.narrow(dim, 0, after)] * bool(after)
+        x = torch.cat(parts, dim) if len(parts) > 1 else x
+    return x
+
+
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll,
     F.margin_ranking_loss: _margin_ranking,
@@ -107,6 +122,7 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.take_along_dim: _take_along,
     Tensor.take_along_dim: _take_along,
     F.max_pool1d: _max_pool,
+    F.pad: _pad,
     torch.max_pool1d: _max_pool,
     torch.std_mean: _std_mean,
 }

@@ -177,7 +177,7 @@ def _export(
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(_explain(error)) from error
+        raise TraceError(_explain(error, model)) from error
 
 
 @contextmanager
@@ -217,7 +217,7 @@ def _detach_without_grad(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, model: nn.Module) -> str:
     """Returns what torch said, the user's own source line, and what to do."""
     text = str(error)
     reason = next(
@@ -230,6 +230,7 @@ def _explain(error: Exception) -> str:
         fixes = [line.strip() for line in text.splitlines() if " = Dim(" in line or " = " in line]
         reason += "; torch suggests " + "; ".join(fixes[:4]) if fixes else ""
         hint = "keep every bucket within that limit, or change the model's limit on this dim"
+        hint = _limit_of(text, model) + hint
     elif any(
         s in text + kind for s in ("DataDependent", "data-dependent", "unbacked", "GuardOnData")
     ):
@@ -249,6 +250,34 @@ def _explain(error: Exception) -> str:
             "make forward exportable: `torch.export.export(model, ..., strict=False)` must succeed"
         )
     return f"the model cannot be captured: {kind}: {reason}{where}; {hint}"
+
+
+def _limit_of(text: str, model: nn.Module) -> str:
+    """Returns which of the model's tensors are as long as a limit that torch found, as text."""
+    limits = {int(n) for n in re.findall(r"Dim\(.*?max=(\d+)\)", text)}
+    tables = [(f"parameter {n}", p) for n, p in model.named_parameters()]
+    found = [f"{n} {list(t.shape)}" for n, t in tables if limits & {*t.shape}]
+    own = [(n, t) for n, t in _tensors(model) if limits & {*t.shape}]
+    grown = [f"{n} {list(t.shape)}" for n, t in own]
+    said = ", ".join([*found, *(f"buffer {name}" for name in grown)][:4])
+    if not said:
+        return ""
+    longer = ""
+    if grown:
+        longer = (
+            "a buffer that forward replaces by a longer one has to be long enough before: call the "
+            "model once at the largest bucket, then compile; else "
+        )
+    return f"as long as that limit is {said}: {longer}"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields what modules keep and do not learn: buffers, and tensors that are plain attributes."""
+    yield from model.named_buffers()
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{prefix}.{name}".lstrip("."), value
 
 
 def _is_user_code(filename: str) -> bool:

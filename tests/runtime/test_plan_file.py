@@ -1,6 +1,8 @@
 """Plans as JSON: read back as written, refused where stale, replayed."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -33,6 +35,41 @@ def test_file_is_read_as_it_was_written(tmp_path):
     file = tmp_path / "plan.json"
     recorded().write(file)
     assert PlanFile.read(file) == recorded()
+
+
+def swapped(plan):
+    """The same micro-batches with one sample each of two of them exchanged."""
+    micro_batches = list(plan.micro_batches)
+    i, j = [k for k, mb in enumerate(micro_batches) if mb.bucket == SHORT][:2]
+    a, b = (micro_batches[k].sample_ids for k in (i, j))
+    micro_batches[i] = dataclasses.replace(micro_batches[i], sample_ids=(b[0], *a[1:]))
+    micro_batches[j] = dataclasses.replace(micro_batches[j], sample_ids=(a[0], *b[1:]))
+    return dataclasses.replace(plan, micro_batches=tuple(micro_batches))
+
+
+def in_other_order(plan):
+    """The same micro-batches on other ranks."""
+    micro_batches = [
+        dataclasses.replace(mb, ranks=tuple(sorted(3 - r for r in mb.ranks)))
+        for mb in plan.micro_batches
+    ]
+    return dataclasses.replace(plan, micro_batches=tuple(micro_batches))
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        (lambda plan: plan, "the same\n"),
+        (swapped, "the same micro-batches; which samples of a bucket are in which differs\n"),
+        (in_other_order, "other micro-batches, which take as long, "),
+        (lambda plan: dataclasses.replace(in_other_order(plan), makespan_s=99.0), r"[\d.]+ s, -\d"),
+    ],
+    ids=["unchanged", "samples", "ranks", "slower"],
+)
+def test_replay_says_how_a_plan_made_now_differs(change, verdict):
+    before = recorded()
+    said = replay(dataclasses.replace(before, plan=change(before.plan)))
+    assert re.search(f"planned again: {verdict}", said), said
 
 
 def test_plan_of_another_table_is_refused():

@@ -80,6 +80,8 @@ WIDE, HALF, SEEN = X.double(), X.bfloat16(), X > 0
 WHOLE = IDS + 1
 TURNED, WAVES = torch.randn(30, 40, 64).transpose(0, 1), X.to(torch.complex64)
 TURNED_WAVES = TURNED.to(torch.complex64)
+PICTURE = torch.randn(2, 30, 8, 40).transpose(1, 2)
+CHANNELS_LAST = torch.randn(2, 8, 30, 40).to(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,25 @@ TURNED_WAVES = TURNED.to(torch.complex64)
         (lambda x: aten._fft_c2r(x, [0, 1], 0, 30), [WAVES]),
         (lambda x: aten._fft_c2r(x, [0, 1], 0, 30), [TURNED_WAVES]),
         (lambda x: aten._fft_c2r(x, [2, 1], 0, 30), [TURNED_WAVES]),
+        (lambda x: aten.kthvalue(x, 2, 1), [X]),
+        (lambda x: aten.median(x, 1), [X]),
+        (lambda x: aten.roll(x, [3, 2], [1, 2]), [X]),
+        (lambda x: aten.pixel_shuffle(x, 2), [PICTURE]),
+        (lambda x: aten.pixel_unshuffle(x, 2), [PICTURE]),
+        (lambda x: aten.avg_pool2d(x, 3, 2), [PICTURE]),
+        (lambda x: aten.max_pool2d_with_indices(x, 3, 2), [PICTURE]),
+        (lambda x: aten.max_pool2d_with_indices(x, 3, 2), [CHANNELS_LAST]),
+        (lambda x: aten.upsample_linear1d(x, [60], False), [XT]),
+        (lambda x: aten.upsample_nearest1d(x, [60]), [X]),
+        (lambda x: aten.reflection_pad1d(x, [2, 2]), [XT]),
+        (lambda s, x: aten.searchsorted(s, x), [strided(40, 9, 30), XT]),
+        (lambda x, i: aten.scatter_reduce(x, 1, i, x, "mean"), [X, X.long() * 0]),
+        (lambda x, i: aten.scatter_reduce(x, 1, i, x, "amax"), [X, X.long() * 0]),
+        (lambda x, i: aten.index_reduce(x, 1, i, x, "mean"), [X, IDS[0, :30] * 0]),
+        (lambda g, x, m: aten.native_batch_norm_backward(
+            g, x, None, None, None, m, m, True, 1e-5, [True, False, False]
+        ), [X, X, torch.ones(30)]),
+        (lambda g, x: torch.ops.dcpc.cumprod_backward(g, x, 1, x), [X, 1 + X.abs()]),
     ],
 )  # fmt: skip
 def test_transient_follows_the_layout(function, tensors):
@@ -135,6 +156,20 @@ def test_transient_follows_the_layout(function, tensors):
     for m in measure_call(function, *tensors):
         table = transient_bytes(m.node, facts, torch.get_num_threads())
         assert abs(m.transient_bytes - int(table.doit())) <= SCALARS_BYTES, m.node.format_node()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gradient_of_products_needs_no_more_where_one_is_zero(dtype, dim):
+    x = torch.where(X > 1, 0, X).to(dtype)
+    out, facts = x.cumprod(dim), Facts({})
+    found = torch.ops.dcpc.cumprod_backward(X.to(dtype), x, dim, out)
+    torch.testing.assert_close(found, aten.cumprod_backward(X.to(dtype), x, dim, out))
+    for m in measure_call(
+        lambda g, x, y: torch.ops.dcpc.cumprod_backward(g, x, dim, y), X.to(dtype), x, out
+    ):
+        table = transient_bytes(m.node, facts, torch.get_num_threads())
+        assert m.transient_bytes <= int(table.doit()) + SCALARS_BYTES
 
 
 def test_saved_value_that_views_a_parameter_costs_nothing():

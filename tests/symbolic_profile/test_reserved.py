@@ -69,8 +69,11 @@ def test_segments_fit_where_blocks_alone_would():
 def test_a_budget_of_few_segments_is_met():
     """What is needed is 0.73 of it, but two segments that are hardly used are a third."""
     most = 60 * 2**20
-    row, usage = used(planned(most), most)
+    found = planned(most)
+    row, usage = used(found, most)
     assert row.recompute > 0
+    (plan,) = found.plans.values()
+    assert "recompute just enough for 62.9 MB with the GPU's segments" in plan.reason
     assert usage.reserved_bytes <= most
 
 

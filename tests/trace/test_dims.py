@@ -117,6 +117,32 @@ def test_position_table_smaller_than_a_bucket_is_an_error_with_its_limit():
         )  # fmt: skip
 
 
+class Growing(nn.Module):
+    """A mask that forward replaces where a sequence is longer."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.ones(length, length).tril(), persistent=False)
+
+    def forward(self, x):
+        n = x.shape[1]
+        if n > self.mask.shape[0]:
+            self.mask = torch.ones(n, n).tril()
+        return (self.mask[:n, :n] @ self.inner(x)).square().mean()
+
+
+def test_buffer_that_grows_is_named_and_said_what_to_do_about():
+    model = nn.Sequential(Growing(16))
+    model.forward = lambda x: model[0](x)
+    buckets = Buckets(SEQUENCE, [{"seq": 8}, {"seq": 40}])
+    words = r"as long as that limit is buffer 0.mask \[16, 16\]: .* call the model once at the"
+    with pytest.raises(TraceError, match=words):
+        trace(model, buckets)
+    model(torch.randn(1, 40, 8))
+    assert "seq" in str(trace(model, buckets).info.values())
+
+
 def test_position_table_larger_than_every_bucket_is_fine():
     table = torch.randn(16)
     p = program(
@@ -134,6 +160,33 @@ def test_size_that_forward_makes_a_number_of_is_refused():
         program(
             lambda w, x: (w * x * int(x.shape[1] ** 0.5)).mean(), SEQUENCE, {"seq": 9}, {"seq": 50}
         )
+
+
+def by_batch(w, x):
+    return (w * x).mean() * (2 if x.shape[1] > 20 * x.shape[0] else 1)
+
+
+def by_elements(w, x):
+    return (w * x).mean() * (2 if x.shape[0] * x.shape[1] > 100 else 1)
+
+
+def in_three(w, x):
+    return torch.cat((w * x).tensor_split(3, 1)[::-1], 1)[:, 0].mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "seqs", "at"),
+    [
+        (by_batch, (41, 60), "seq <= 20.batch; .* seq 41, batch 2 .*, the batch among them"),
+        (by_elements, (11, 60), "batch.seq <= 100; .*, the batch among them"),
+        (in_three, (41, 60), "1 < .*seq, 3.*; .* seq 60"),
+    ],
+    ids=["lengths against the batch", "elements", "pieces of unequal length"],
+)
+@pytest.mark.filterwarnings("ignore:forward was traced as if 0 <")
+def test_comparison_of_sizes_that_a_bucket_decides_otherwise_is_refused(forward, seqs, at):
+    with pytest.raises(TraceError, match=f"as if {at}"):
+        program(forward, SEQUENCE, *({"seq": n} for n in seqs))
 
 
 def test_branch_on_a_remainder_is_warned_of_where_a_bucket_takes_the_other_way():
