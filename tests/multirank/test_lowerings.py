@@ -41,6 +41,7 @@ def language_errors(
     return found
 
 
+@pytest.mark.slow
 def test_grouped_heads_on_more_ranks_than_key_heads_by_every_lowering():
     given = ("gpt_grouped",), 4, (3, 37), ("none",)
     assert wrong(run_ranks(language_errors, 4, *given, timeout_s=300), 1e-10) == {}

@@ -288,6 +288,7 @@ def errors_over_ranks(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_numbers_stay_over_two_ranks():
     assert not wrong(run_ranks(errors_over_ranks, 2, timeout_s=200), 1e-10)
