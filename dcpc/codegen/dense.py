@@ -23,6 +23,12 @@ aten = torch.ops.aten
 
 _FORMATS = (None, torch.contiguous_format, torch.preserve_format)
 _ALSO_POINTWISE = (aten._to_copy.default, aten.clone.default)
+# Tagged pointwise, but their kernels lay results otherwise, or return an operand.
+_OTHERWISE = {
+    aten.conj_physical, aten._conj_physical, aten.float_power, aten.ldexp, aten.masked_fill,
+    aten.mvlgamma, aten.rrelu, aten.threshold_backward,
+}  # fmt: skip
+_ALWAYS_DENSE = (aten.pow.Scalar,)
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim)
 
@@ -55,7 +61,9 @@ def _is_pointwise(func: torch._ops.OpOverload) -> bool:
     """Whether an op makes one new tensor of its operands' broadcast shape."""
     schema = func._schema
     aliased = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-    listed = torch.Tag.pointwise in func.tags or func in _ALSO_POINTWISE
+    listed = torch.Tag.pointwise in func.tags and func.overloadpacket not in _OTHERWISE
+    listed = listed and not schema.name.startswith("aten::special_")  # not looked at
+    listed = listed or func in _ALSO_POINTWISE
     return listed and [str(r.type) for r in schema.returns] == ["Tensor"] and not aliased
 
 
@@ -74,7 +82,7 @@ def _pointwise(
         return None
     try:
         shape = _broadcast([t.shape for t in wide])
-        plain = kwargs.get("memory_format") == torch.contiguous_format
+        plain = func in _ALWAYS_DENSE or kwargs.get("memory_format") == torch.contiguous_format
         order = [*range(len(shape))] if plain else _order(shape, wide)
     except _UnknownError:
         return None

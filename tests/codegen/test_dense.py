@@ -1,5 +1,8 @@
 """What calls return on dense fake tensors is what torch says, and what they really return."""
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -119,3 +122,59 @@ def test_views_and_products_of_rows():
         assert dense_result(aten.view.default, (x, [n["s"], 8]), {}) is None
         assert dense_result(aten.view.default, (x.transpose(0, 1), [rows, 8]), {}) is None
         assert dense_result(aten.add.Tensor, (x, torch.empty(n["s"], n["t"], 8)), {}) is None
+
+
+def turned(n, make):
+    return make(n["b"], n["s"], n["t"], 3, 8).unbind(3)[1].transpose(1, 2)
+
+
+LAYOUTS = (whole, swapped, turned, row, repeated, vector)
+FILLED = {"number": 0.5, "Scalar": 0.5, "float": 0.5, "int": 1, "bool": False}
+
+
+def pointwise_ops():
+    names = (n for n in dir(aten) if not n.startswith("special_"))
+    packets = (getattr(aten, n) for n in names)
+    for packet in (p for p in packets if hasattr(p, "overloads")):
+        for func in (getattr(packet, o) for o in packet.overloads()):
+            returns = [str(r.type) for r in func._schema.returns]
+            if torch.Tag.pointwise in func.tags and returns == ["Tensor"]:
+                yield func
+
+
+def arguments_of(func, layouts, n, make):
+    """The op's arguments, tensors of these layouts; defaults are left out."""
+    layouts = iter(layouts)
+    needed = [str(a.type) for a in func._schema.arguments if not a.has_default_value()]
+    return [next(layouts)(n, make) if t == "Tensor" else FILLED.get(t) for t in needed]
+
+
+def unlike_its_kernel(func, layouts, dtype):
+    """Whether a call is told another layout; None where nothing is told, or the op does not run."""
+    try:
+        real = func(*arguments_of(func, layouts, SIZES, partial(torch.ones, dtype=dtype)))
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    env, sizes = numbers()
+    with FakeTensorMode(shape_env=env):
+        args = arguments_of(func, layouts, sizes, partial(torch.empty, dtype=dtype))
+        found = dense_result(func, tuple(args), {})
+    if found is None:
+        return None
+    strides = tuple(map(at_hints, found.stride()))
+    return (found.dtype, strides) != (real.dtype, real.stride())
+
+
+@pytest.mark.slow
+def test_every_pointwise_op_is_told_the_layout_of_its_kernel():
+    told, wrong = 0, []
+    for func in pointwise_ops():
+        tensors = sum(str(a.type) == "Tensor" for a in func._schema.arguments)
+        for layouts in product(LAYOUTS, repeat=tensors):
+            dtypes = (torch.float32, torch.bool, torch.int64)
+            tried = (unlike_its_kernel(func, layouts, dtype) for dtype in dtypes)
+            unlike = next((u for u in tried if u is not None), None)
+            told += unlike is False
+            wrong += [(str(func), [a.__name__ for a in layouts])] if unlike else []
+    assert not wrong
+    assert told > 2000
