@@ -62,7 +62,7 @@ def functional_of(func: Any) -> Any:
     wanted = [
         (a.name, str(a.type)) for a in func._schema.arguments if in_place or not _is_written(a)
     ]
-    for overload in () if packet is None else map(packet.__getattr__, packet.overloads()):
+    for overload in () if packet is None else (getattr(packet, o) for o in packet.overloads()):
         found = [(a.name, str(a.type)) for a in overload._schema.arguments]
         if found == wanted and not overload._schema.is_mutable:
             return overload

@@ -22,6 +22,12 @@ def with_dtype(source: Source) -> Case:
     return Case(op, (x, source.dim(shape)), dtype)
 
 
+@strategy("dcpc.cumprod")
+def products(source: Source) -> Case:
+    shape = source.shape()
+    return Case(source.packet.default, (source.floats(*shape), source.dim(shape)))
+
+
 @strategy("aten._softmax", "aten._log_softmax")
 def plain_softmax(source: Source) -> Case:
     shape = source.shape()
