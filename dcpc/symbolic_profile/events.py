@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -18,12 +18,10 @@ from torch import fx
 from dcpc.ir import OUTSIDE, Fold
 from dcpc.symbolic_profile.fusion import MOST_READS, Kernel
 
-Transient = Callable[[fx.Node], sympy.Expr]
 Own = tuple[tuple[int, sympy.Expr], ...]  # identity and bytes of each storage of a value
 Steps = Sequence[fx.Node | Kernel]
 Place = tuple[int, int]  # steps, points before it
 Events = list[tuple[int, int, int]]  # number of a size, weight, storage
-ZERO = sympy.Integer(0)  # sympy has one zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +93,17 @@ class Recorder:
     """Allocations and frees in the order they happen, and the points between them.
 
     Attributes:
-        transient: bytes that a call has besides its outputs.
         resident: storages that are not counted.
-        holders: storage -> number of values in it.
-        numbers: size -> its number.
-        number_of: storage -> number of its size, once it was allocated.
+        steps: number of the size of each allocation or free.
+        weights: 1 for an allocation, -1 for a free; times the copies that it stands for.
+        storages: which storage each of them is of.
+        done: steps done at each point.
+        transients: number of the size of each point's transient.
+        names: node of each point.
         made: run of blocks -> storages that its middle copy made.
     """
 
-    transient: Transient
     resident: set[int] = field(default_factory=set)
-    holders: dict[int, int] = field(default_factory=dict)
-    numbers: dict[sympy.Expr, int] = field(default_factory=lambda: {ZERO: 0})
-    number_of: dict[int, int] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)
@@ -116,40 +112,16 @@ class Recorder:
     names: list[str] = field(default_factory=list)
     made: dict[int, set[int]] = field(default_factory=dict)
 
-    def number(self, size: sympy.Expr) -> int:
-        """Returns the number of a size."""
-        return self.numbers.setdefault(size, len(self.numbers))
+    def step(self, size: int, weight: int, storage: int) -> None:
+        """Adds an allocation or a free."""
+        self.steps.append(size)
+        self.weights.append(weight)
+        self.storages.append(storage)
 
-    def hold(self, storages: Own) -> bool:
-        """Adds a value; allocates what it lies in. Returns whether anything was allocated."""
-        before = len(self.steps)
-        for storage, size in storages:
-            if storage in self.resident:
-                continue
-            count = self.holders.get(storage, 0)
-            if not count:
-                number = self.number_of[storage] = self.number(size)
-                self.steps.append(number)
-                self.weights.append(1)
-                self.storages.append(storage)
-            self.holders[storage] = count + 1
-        return len(self.steps) > before
-
-    def drop(self, storages: Own) -> None:
-        """Removes a value; frees what no other value lies in."""
-        for storage, _ in storages:
-            count = self.holders.get(storage, 0)
-            if count:
-                self.holders[storage] = count - 1
-                if count == 1:
-                    self.steps.append(self.number_of[storage])
-                    self.weights.append(-1)
-                    self.storages.append(storage)
-
-    def mark(self, name: str, transient: sympy.Expr) -> None:
-        """Notes a program point."""
+    def mark(self, name: str, transient: int = 0) -> None:
+        """Notes a program point, and the number of what its call has besides."""
         self.done.append(len(self.steps))
-        self.transients.append(0 if transient is ZERO else self.number(transient))
+        self.transients.append(transient)
         self.names.append(name)
 
     def repeat(self, folding: Folding, reached: Mapping[int, Place], start: int) -> None:

@@ -17,8 +17,10 @@ from dcpc.errors import ProfileError
 from dcpc.ir import Fold, Partition, Profile, Schedule, Work
 from dcpc.symbolic_profile.facts import Facts
 from dcpc.symbolic_profile.flops import ZERO, GroupSize, cost_of
-from dcpc.symbolic_profile.memory import Run, Timeline, live_rows, timeline_of
+from dcpc.symbolic_profile.lifetimes import Numbered
+from dcpc.symbolic_profile.memory import Timeline, live_rows, timeline_of
 from dcpc.symbolic_profile.polynomials import Basis, undominated
+from dcpc.symbolic_profile.run import Run
 from dcpc.symbolic_profile.time import MATMUL_CLASSES
 from dcpc.symbolic_profile.transients import at_ranks, transient_bytes
 
@@ -91,6 +93,7 @@ class Ledger:
         self._sp, self._threads = sp, threads or torch.get_num_threads()
         self._fuses, self._gpu = fuses, gpu
         self._transients: dict[fx.Node, sympy.Expr] = {}
+        self._numbered = Numbered(self.facts, self.transient)
         self._works: dict[fx.Node, tuple[Work, Work] | None] = {}
         self._likes: dict[fx.Node, tuple[object, ...]] = {}
         known = ({}, {}) if like is None else (like._known_transients, like._known_works)
@@ -177,7 +180,7 @@ class Ledger:
         parameters, inputs = self._residents(run.primals, resident, fold)
         calls, unpriced = self._calls(run, fold)
         return Costs(
-            timeline=timeline_of(run, self.facts, self.transient, fold, self._fuses),
+            timeline=timeline_of(run, self._numbered, fold, self._fuses),
             calls=calls,
             parameters=parameters,
             inputs=inputs,
