@@ -6,6 +6,7 @@ and its blocks of matmuls. Measured as the lines of `transients.py` are.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import sympy
@@ -15,7 +16,7 @@ from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.attention import ROWS, WIDEST, kernel_name
 from dcpc.symbolic_profile.facts import Call, Facts, TensorFacts, argument
-from dcpc.symbolic_profile.polynomials import QueryBlock, larger
+from dcpc.symbolic_profile.polynomials import Packs, QueryBlock, larger
 
 BSHD = (0, 2, 1, 3)  # the order of dims in memory in which kernels take and give gradients
 ZERO = sympy.Integer(0)
@@ -44,11 +45,46 @@ def kernel(
         rows: how many queries it is called for, None: all.
         keys: how many keys, None: all.
     """
+    packed = _packed(call, rows, keys)
     queries, keys, reduced = _kernel_blocks(call, rows, keys)
     width = call.tensor("query").shape[3]
     accumulator = max(call.tensor("query").dtype.itemsize, 4)
     buffer = queries * (keys + 2 + width) * accumulator + queries * keys * reduced
-    return call.threads * buffer
+    return call.threads * buffer + packed
+
+
+def _packed(call: Call, rows: sympy.Expr | None, keys: sympy.Expr | None) -> sympy.Expr:
+    """Bytes of keys and values as a processor with AMX multiplies them in bfloat16, else 0.
+
+    A thread has a block's keys besides, and queries where an odd width is made even. Not followed:
+    few queries of many keys are not packed.
+
+    Source: torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`need_pack`).
+    """
+    query, key = call.tensor("query"), call.tensor("key")
+    if query.dtype != torch.bfloat16 or not _multiplies_tiles():
+        return ZERO
+    batch, heads, queries, width = query.shape
+    queries, keys = queries if rows is None else rows, key.shape[2] if keys is None else keys
+    block, even = sympy.Min(512, keys), _even(width)
+    own = batch * heads * (keys * even + _even(keys) * width)
+    padded = QueryBlock(queries) * (_even(block) - block + even * (width % 2))
+    each = block * width + padded
+    return Packs(queries, keys) * 2 * (own + call.threads * each)
+
+
+def _even(size: sympy.Expr) -> sympy.Expr:
+    return 2 * CeilDiv(size, 2)
+
+
+@functools.cache
+def _multiplies_tiles() -> bool:
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+@functools.cache
+def _multiplies_halves() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def kernel_backward(
@@ -69,11 +105,13 @@ def kernel_backward(
 
 
 def _gemm(call: Call, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
-    """An upper bound: what oneDNN takes for a block's products in bfloat16, all in float32.
+    """An upper bound: what oneDNN takes for a block's products in half precision.
 
-    Measured on a processor with AVX-512 for bfloat16; one without may take none.
+    Measured on processors with AVX-512 for bfloat16 and float16; one without may take none.
     """
     query = call.tensor("query")
+    if query.dtype == torch.float16 and _multiplies_halves():
+        return 4 * queries * keys + 256 * (queries + keys) + 17_540
     if query.dtype != torch.bfloat16:
         return ZERO
     width = query.shape[3]

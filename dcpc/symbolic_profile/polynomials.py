@@ -42,9 +42,30 @@ def _query_block(queries: Any) -> Any:
     return np.minimum(block, queries)
 
 
+class Packs(sympy.Function):  # type: ignore[misc]
+    """1 where torch's CPU flash attention in bfloat16 packs keys and values, of enough of both.
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`thresh_size`).
+    """
+
+    is_integer = True
+    is_nonnegative = True
+
+    @classmethod
+    def eval(cls, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr | None:
+        """Returns 0 or 1 for known numbers of queries and keys, None for unknown ones."""
+        known = queries.is_Integer and keys.is_Integer
+        return sympy.Integer(_packs(int(queries), int(keys))) if known else None
+
+
+def _packs(queries: Any, keys: Any) -> Any:
+    return np.where(np.minimum(queries, keys) >= 64, 1, 0)
+
+
 # Functions of sympy or torch.utils._sympy that sizes may hold: name -> integers or arrays of them.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "QueryBlock": _query_block,
+    "Packs": _packs,
     "FloorDiv": lambda a, b: a // b,
     "CleanDiv": lambda a, b: a // b,
     "CeilDiv": lambda a, b: -(-a // b),

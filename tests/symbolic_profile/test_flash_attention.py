@@ -11,10 +11,12 @@ aten = torch.ops.aten
 SCALARS_BYTES = 24
 
 
-@pytest.mark.parametrize("shape", [(2, 100, 100, 64), (1, 300, 600, 32), (1, 33, 57, 24)])
+@pytest.mark.parametrize(
+    "shape", [(2, 100, 100, 64), (1, 300, 600, 32), (1, 33, 57, 24), (3, 200, 613, 33)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_takes_what_the_table_says(dtype, shape):
-    """Exact, but for products in bfloat16: oneDNN's scratch has a bound."""
+    """Exact, but for products that oneDNN makes in half precision: its scratch has a bound."""
     heads, rows, keys, width = shape
 
     def both(q, k, v, grad):
@@ -29,7 +31,7 @@ def test_half_precision_takes_what_the_table_says(dtype, shape):
     predicted = [int(transient_bytes(m.node, facts, threads).doit()) for m in (forward, backward)]
     assert abs(predicted[0] - forward.transient_bytes) <= SCALARS_BYTES
     assert backward.transient_bytes <= predicted[1] + SCALARS_BYTES
-    if dtype == torch.float16:
+    if dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
         assert abs(predicted[1] - backward.transient_bytes) <= SCALARS_BYTES
 
 
