@@ -48,7 +48,9 @@ class Folded:
         Args:
             owner: its node -> the program's; {} for the program's own.
         """
-        return Fold(self.copy_of, self.others, owner)
+        own = {name: copy for name, copy in self.copy_of.items() if name not in owner}
+        made = ((name, self.copy_of.get(source)) for name, source in owner.items())
+        return Fold(own | {name: copy for name, copy in made if copy is not None}, self.others)
 
     def lift(self, placement: Placement, whole: Program, sharding: Sharding) -> Placement:
         """Returns the placement of the whole program in which all copies are split alike."""

@@ -339,22 +339,20 @@ class Fold:
     """Repeated blocks of which three copies, first, middle and last, stand for all.
 
     Attributes:
-        copy_of: program's node -> number of its run of blocks, and 0, 1 or 2; absent outside.
+        copy_of: a graph's node -> number of its run of blocks, and 0, 1 or 2; absent outside.
         others: of each run, the copies like the middle one that are not there; they run between it
             and the last.
-        owner: joint graph's node -> the program's node it was made for.
     """
 
     copy_of: Mapping[str, tuple[int, int]]
     others: tuple[int, ...]
-    owner: Mapping[str, str]
 
     def copy(self, name: str) -> tuple[int, int]:
-        """Returns the run and copy of a node of the joint graph, `OUTSIDE` of all copies."""
-        return self.copy_of.get(self.owner.get(name, name), OUTSIDE)
+        """Returns the run and copy of a node, `OUTSIDE` of all copies."""
+        return self.copy_of.get(name, OUTSIDE)
 
     def count(self, name: str) -> int:
-        """Returns how many calls a node of the joint graph stands for."""
+        """Returns how many calls a node stands for."""
         run, copy = self.copy(name)
         return 1 + self.others[run] if copy == 1 else 1
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from dcpc.codegen import VIEWS, Key, Lowering, size_key
 from dcpc.folding import Folded
-from dcpc.ir import Placement, Profile, Program, tensor_operands
+from dcpc.ir import Fold, Placement, Profile, Program, tensor_operands
 from dcpc.passes.recompute import Call, Memory, Menu, menu_alike, recompute_menu
 from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, with_constants
 
@@ -33,6 +33,7 @@ class Structure:
         ledger: costs of its nodes, at a degree that the graph alone tells.
         meter: reads them at sizes.
         menu: choices of what backward makes again.
+        copies: what its nodes stand for, None where each stands for itself.
         keys: name of a value -> what it is called in every trace.
         costs: recompute -> what runs then costs.
     """
@@ -41,6 +42,7 @@ class Structure:
     ledger: Ledger
     meter: Meter
     menu: Menu
+    copies: Fold | None
     keys: Mapping[str, Key]
     costs: dict[int, Costs]
 
@@ -48,17 +50,11 @@ class Structure:
         """Returns what so many steps of recompute make again."""
         return {self.keys[name] for name in self.menu.made_again(recompute)}
 
-    def run(self, recompute: int, folded: Folded | None) -> Costs:
-        """Returns what runs if so many steps of recompute are taken.
-
-        Args:
-            recompute: steps of the menu.
-            folded: what the program stands for, where it is a folded one.
-        """
+    def run(self, recompute: int) -> Costs:
+        """Returns what runs if so many steps of recompute are taken."""
         if recompute not in self.costs:
-            copies = None if folded is None else folded.copies(self.lowering.joint.owner)
             schedule = self.lowering.schedule(self.made_again(recompute))
-            self.costs[recompute] = self.ledger.costs(schedule, copies)
+            self.costs[recompute] = self.ledger.costs(schedule, self.copies)
         return self.costs[recompute]
 
     def at(self, sp: int) -> Study:
@@ -123,13 +119,13 @@ def structure_of(
     decided, needed = lowering.choices()
     sizes = {i.name: i.value(reference, degree, 0) for i in lowering.lowered.integers}
     calls = _calls(decided, needed, *meter.calls(decided, sizes, device))
-    if folded is None:
+    copies = None if folded is None else folded.copies(lowering.joint.owner)
+    if copies is None:
         menu = recompute_menu(calls, _memory(lowering, meter, sizes))
     else:
-        copies = folded.copies(lowering.joint.owner)
         menu = menu_alike(calls, [copies.copy(call.name) for call in calls])
     keys = {name: key for key, name in lowering.keys.items()}
-    return Structure(lowering, ledger, meter, menu, keys, {})
+    return Structure(lowering, ledger, meter, menu, copies, keys, {})
 
 
 def split_constants(program: Program, placement: Placement) -> dict[int, int]:

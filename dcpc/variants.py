@@ -223,7 +223,7 @@ class Variants:
 
     def _costs(self, placement: Placement, recompute: int) -> Costs:
         """Returns what runs if so many steps of recompute are taken, and what it costs."""
-        return self._study(placement).structure.run(recompute, self._fold)
+        return self._study(placement).structure.run(recompute)
 
     def profile(self, placement: Placement, recompute: int) -> Profile:
         """Returns the symbolic costs of a placement and recompute setting."""

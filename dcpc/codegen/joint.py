@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from dcpc.codegen.graphs import LazyGraphModule, without_unused
 from dcpc.codegen.integers import Emitter
-from dcpc.codegen.lazy import LazyGraphModule
 from dcpc.codegen.library import Library, Renamed
 from dcpc.codegen.lower import IntegerInput, Lowered
 from dcpc.codegen.tape import Op, Piece, Ref
@@ -207,7 +207,7 @@ class _Assembly:
         self._backward(calls, loss, tangent)
         gradients = [self._gradient(name, primals[name]) for name in trainable]
         self.graph.output((loss, *gradients))
-        self.graph.eliminate_dead_code()
+        without_unused(self.graph)
         alive = {n.name for n in self.graph.nodes}
         symbols = {i.name: i.symbol for i in self.lowered.integers}
         # Not `expr`: where torch took an integer for a number it is that, and the guard is lost.

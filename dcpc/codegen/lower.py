@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 import dcpc.attention  # registers the op
 import dcpc.codegen.collectives
 import dcpc.random_ops  # noqa: F401 - as these two do
+from dcpc.codegen.graphs import LazyGraphModule, without_unused
 from dcpc.codegen.integers import Emitter
-from dcpc.codegen.lazy import LazyGraphModule
 from dcpc.codegen.local_attention import local_attention
 from dcpc.codegen.pieces import Run, runs
 from dcpc.ir import (
@@ -181,7 +181,7 @@ class _Lowering:
                 self._tag(node.name)
         loss = self.value(self.program.loss, REPLICATED)
         self.graph.output(loss)
-        self.graph.eliminate_dead_code()
+        without_unused(self.graph)
         used = tuple(i for i in self.integers if self._keep(i))
         self.graph.lint()
         gm = LazyGraphModule(torch.nn.Module(), self.graph)

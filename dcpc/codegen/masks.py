@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_map
 
+from dcpc.codegen.graphs import without_unused
 from dcpc.ir import MaskPlan, Program, Recipe, TensorInfo
 
 aten = torch.ops.aten
@@ -48,7 +49,7 @@ def apply_masks(program: Program, plan: MaskPlan) -> Program:
         node.args = (*node.args[:3], *operands)
         node.kwargs = kwargs
     graph = applied.graph
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    without_unused(graph)
     graph.lint()
     gm = fx.GraphModule(program.gm, graph)
     return dataclasses.replace(program, gm=gm, info=applied.info, notes=notes)

@@ -16,7 +16,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+from scipy.sparse.csgraph import maximum_flow
 
 # Capacities of the cut are 32-bit integers: the finite ones add up to at most this.
 SCALE = 1 << 28
@@ -132,15 +132,10 @@ class Problem:
             scaled = np.where(np.isfinite(values), np.rint(values * unit), INFINITE)
             return np.minimum(scaled, INFINITE)
 
-        data = np.full(len(wiring.columns), INFINITE, dtype=np.int32)
-        data[wiring.prices], data[wiring.costs] = capacity(price), capacity(cost)
-        shape = (2 * n + 2, 2 * n + 2)
-        graph = csr_matrix((data, wiring.columns, wiring.starts), shape=shape)
+        graph = wiring.graph
+        graph.data[wiring.prices], graph.data[wiring.costs] = capacity(price), capacity(cost)
         flow = maximum_flow(graph, source, sink).flow
-        left = (graph - flow).tocsr()
-        left.data = (left.data > 0).astype(np.int32)
-        left.eliminate_zeros()
-        there = set(breadth_first_order(left, source, return_predecessors=False).tolist())
+        there = wiring.reached(source, graph.data > flow.data)
         found = self.choice(v for v in range(n) if 2 * v in there and 2 * v + 1 not in there)
         assert found is not None, "a cut never saves what cannot be saved"
         return found
@@ -148,19 +143,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Wiring:
-    """The edges of a problem's cuts, row by row.
+    """The edges of a problem's cuts, each with the one that goes back, row by row.
 
     Attributes:
-        starts: `[nodes + 1]`, where each row starts.
-        columns: `[edges]`.
-        prices: of each value: the edge from it to that it is made again.
-        costs: the edge from that on to the sink.
+        graph: their capacities; an edge that only goes back has none.
+        prices: of each value: number of the edge from it to that it is made again.
+        costs: of the edge from that on to the sink.
+        ends: of each node the edges' numbers and where they lead.
     """
 
-    starts: npt.NDArray[np.int32]
-    columns: npt.NDArray[np.int32]
+    graph: csr_matrix
     prices: npt.NDArray[np.intp]
     costs: npt.NDArray[np.intp]
+    ends: list[list[tuple[int, int]]]
 
     @classmethod
     def of(cls, problem: Problem) -> _Wiring:
@@ -172,15 +167,29 @@ class _Wiring:
             edges |= {(source, 2 * v)} if call.needed else set()
             edges |= {(2 * v, 2 * v + 1), (2 * v + 1, sink)}
             edges |= {(2 * v + 1, 2 * u) for u in problem.reads[v]}
-        ordered = sorted(edges)
+        ordered = sorted(edges | {(end, start) for start, end in edges})
         number = {edge: i for i, edge in enumerate(ordered)}
-        rows, columns = np.array(ordered, dtype=np.int32).reshape(-1, 2).T
+        capacity = np.array([INFINITE if edge in edges else 0 for edge in ordered], np.int32)
+        graph = csr_matrix((capacity, tuple(zip(*ordered, strict=True))), (2 * n + 2, 2 * n + 2))
+        ends: list[list[tuple[int, int]]] = [[] for _ in range(2 * n + 2)]
+        for i, (start, end) in enumerate(ordered):
+            ends[start].append((i, end))
         return cls(
-            starts=np.searchsorted(rows, np.arange(2 * n + 3)).astype(np.int32),
-            columns=columns.copy(),
+            graph=graph,
             prices=np.array([number[2 * v, 2 * v + 1] for v in range(n)], np.intp),
             costs=np.array([number[2 * v + 1, sink] for v in range(n)], np.intp),
+            ends=ends,
         )
+
+    def reached(self, start: int, free: npt.NDArray[np.bool_]) -> set[int]:
+        """Returns the nodes that free edges lead to."""
+        is_free, found, stack = free.tolist(), {start}, [start]
+        while stack:
+            for edge, end in self.ends[stack.pop()]:
+                if is_free[edge] and end not in found:
+                    found.add(end)
+                    stack.append(end)
+        return found
 
 
 def hull(problem: Problem) -> list[Choice]:

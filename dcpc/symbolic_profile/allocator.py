@@ -37,6 +37,7 @@ SMALL_SEGMENT_BYTES = 2 << 20
 LARGE_BYTES = 10 << 20
 LARGE_SEGMENT_BYTES = 20 << 20
 SEGMENT_ROUNDING_BYTES = 2 << 20
+LEAST_REST_BYTES = SMALL_BYTES + 1  # of a large block
 # Later steps reserve up to 0.4% more than the first (STDiT3-XL/2, 25 buckets on an H200).
 SPARE = 0.98
 
@@ -107,7 +108,7 @@ class CachingAllocator:
         """Returns a block of at least so many bytes; None for no bytes."""
         if not size_bytes:
             return None
-        size = rounded(size_bytes)
+        size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         small = size <= SMALL_BYTES
         free = self._free[small]
         place = bisect_left(free, (size, 0))
@@ -115,13 +116,28 @@ class CachingAllocator:
             block = self._at[free.pop(place)[1]]
         else:
             block = self._segment(segment_bytes(size), small)
-        rest = block.size_bytes - size
-        if rest >= BLOCK_BYTES if small else rest > SMALL_BYTES:
+        if block.size_bytes - size >= (BLOCK_BYTES if small else LEAST_REST_BYTES):
             self._split(block, size)
         block.free = False
         self.allocated_bytes += block.size_bytes
-        self.most_allocated_bytes = max(self.most_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.most_allocated_bytes:
+            self.most_allocated_bytes = self.allocated_bytes
         return block
+
+    def use(self, size_bytes: int) -> None:
+        """Allocates so many bytes and takes them back at once."""
+        size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        small = size <= SMALL_BYTES
+        free = self._free[small]
+        place = bisect_left(free, (size, 0))
+        if place == len(free):
+            self.release(self.allocate(size_bytes))
+            return
+        # The blocks are again what they were.
+        found = free[place][0]
+        taken = size if found - size >= (BLOCK_BYTES if small else LEAST_REST_BYTES) else found
+        if self.allocated_bytes + taken > self.most_allocated_bytes:
+            self.most_allocated_bytes = self.allocated_bytes + taken
 
     def release(self, block: Block | None) -> None:
         """Takes a block back."""
@@ -254,14 +270,16 @@ def _run(
     for size, change, storage in events:
         size_bytes = values[size]
         if change > 0:
-            blocks = held[size].pop(storage, [])
+            own = held[size]
+            blocks = own.pop(storage, None) or []
             blocks.append(device.allocate(size_bytes))
-            held[size][storage] = blocks
+            own[storage] = blocks
             live += size_bytes
         elif change < 0:
             live -= size_bytes
             own = held[size]
-            storage = storage if storage in own else next(reversed(own), storage)
+            if storage not in own:
+                storage = next(reversed(own), storage)
             if storage in own:
                 blocks = own[storage]
                 device.release(blocks.pop())
@@ -269,8 +287,9 @@ def _run(
                     del own[storage]
         else:
             if size_bytes:
-                device.release(device.allocate(size_bytes))
-            most = max(most, live + size_bytes)
+                device.use(size_bytes)
+            if live + size_bytes > most:
+                most = live + size_bytes
     for own in held.values():
         for block in itertools.chain(*own.values()):
             device.release(block)

@@ -158,7 +158,8 @@ class Meter:
     def __init__(self, ledger: Ledger, nodes: Sequence[fx.Node]) -> None:
         self._ledger, self._symbols, self._nodes = ledger, ledger.facts.symbols, nodes
         sizes = {t.storage_bytes for n in nodes for t in ledger.facts.of(n)}
-        sizes |= {ledger.transient(n) for n in nodes if n.op == "call_function"}
+        calls = ledger.kinds(n for n in nodes if n.op == "call_function")
+        sizes |= {ledger.transient(n) for n in calls}
         work = self._all_work(ledger)
         self._ranked = [size for size in sizes if groups_in(size)]
         # Linear in the number of ranks: those of two degrees have the monomials of all.
@@ -186,7 +187,8 @@ class Meter:
         return other
 
     def _all_work(self, ledger: Ledger) -> list[Work]:
-        both = [ledger.work(n, forward=f) for n in self._nodes for f in (True, False)]
+        kinds = ledger.kinds(self._nodes)
+        both = [ledger.work(n, forward=f) for n in kinds for f in (True, False)]
         return list(dict.fromkeys(w for w in both if w is not None))
 
     def _price(self, ledger: Ledger, work: Sequence[Work]) -> None:

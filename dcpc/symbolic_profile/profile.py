@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class Costs:
 
     Attributes:
         timeline: its allocations and frees.
-        calls: each call, whether it is forward's, and how often it runs.
+        calls: of each kind a call, whether it is forward's, and how often such run.
         parameters: sizes of the residents that are fixed, each storage once, and how often.
         inputs: the same for the others.
         unpriced: ops that no table has.
@@ -92,10 +92,13 @@ class Ledger:
         self.facts: Facts = Facts(names, None if like is None else like.facts)
         self._sp, self._threads = sp, threads or torch.get_num_threads()
         self._fuses, self._gpu = fuses, gpu
-        self._transients: dict[fx.Node, sympy.Expr] = {}
         self._numbered = Numbered(self.facts, self.transient)
-        self._works: dict[fx.Node, tuple[Work, Work] | None] = {}
-        self._likes: dict[fx.Node, tuple[object, ...]] = {}
+        # Calls that cost the same are of one kind; the first of it stands for them.
+        self._kinds: dict[fx.Node, int] = {}
+        self._likes: dict[tuple[object, ...], int] = {}
+        self._firsts: list[fx.Node] = []
+        self._transients: dict[int, sympy.Expr] = {}
+        self._works: dict[int, tuple[Work, Work] | None] = {}
         known = ({}, {}) if like is None else (like._known_transients, like._known_works)
         self._known_transients: dict[tuple[object, ...], sympy.Expr] = known[0]
         self._known_works: dict[tuple[object, ...], tuple[Work, Work] | None] = known[1]
@@ -105,7 +108,7 @@ class Ledger:
         other = copy.copy(self)
         other._sp = sp
         other._works = {
-            n: w for n, w in self._works.items() if w is None or not _depends_on_ranks(w[0])
+            k: w for k, w in self._works.items() if w is None or not _depends_on_ranks(w[0])
         }
         return other
 
@@ -113,16 +116,30 @@ class Ledger:
         """Returns a transient in which the number of ranks is known."""
         return at_ranks(size, self._sp)
 
+    def kinds(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Returns one node of each kind of some calls: those of a kind cost the same."""
+        return [self._firsts[kind] for kind in dict.fromkeys(map(self._kind, nodes))]
+
     def transient(self, node: fx.Node) -> sympy.Expr:
         """Returns the bytes that a call has besides its outputs, at any degree."""
-        found = self._transients.get(node)
+        kind = self._kind(node)
+        found = self._transients.get(kind)
         if found is None:
-            like = self._like(node)
+            like = self._like(self._firsts[kind])
             found = self._known_transients.get(like)
             if found is None:
                 found = transient_bytes(node, self.facts, self._threads, self._gpu)
                 self._known_transients[like] = found
-            self._transients[node] = found
+            self._transients[kind] = found
+        return found
+
+    def _kind(self, node: fx.Node) -> int:
+        found = self._kinds.get(node)
+        if found is None:
+            found = self._likes.setdefault(self._like(node), len(self._firsts))
+            if found == len(self._firsts):
+                self._firsts.append(node)
+            self._kinds[node] = found
         return found
 
     def _like(self, node: fx.Node) -> tuple[object, ...]:
@@ -130,11 +147,6 @@ class Ledger:
 
         Blocks that repeat share their fake tensors, which the nodes keep alive.
         """
-        if node not in self._likes:
-            self._likes[node] = self._new_like(node)
-        return self._likes[node]
-
-    def _new_like(self, node: fx.Node) -> tuple[object, ...]:
         inputs = node.all_input_nodes
         place = {n: i for i, n in enumerate(inputs)}
         alike = [id(n.meta.get("val")) for n in inputs]
@@ -149,9 +161,10 @@ class Ledger:
 
     def work(self, node: fx.Node, *, forward: bool) -> Work | None:
         """Returns the cost of a call, None for what costs nothing (a view)."""
-        if node not in self._works:
-            self._works[node] = self._work(node)
-        both = self._works[node]
+        kind = self._kind(node)
+        if kind not in self._works:
+            self._works[kind] = self._work(self._firsts[kind])
+        both = self._works[kind]
         return None if both is None else both[0 if forward else 1]
 
     def _work(self, node: fx.Node) -> tuple[Work, Work] | None:
@@ -190,17 +203,22 @@ class Ledger:
     def _calls(
         self, run: Run, fold: Fold | None
     ) -> tuple[tuple[tuple[fx.Node, bool, int], ...], tuple[str, ...]]:
-        """Returns the calls that cost something, and the ops that no table has."""
+        """Returns the kinds of calls that cost something, and the ops that no table has."""
         found: list[tuple[fx.Node, bool, int]] = []
         unpriced: dict[str, None] = {}
         for nodes, forward in ((run.forward, True), (run.backward, False)):
-            for node in nodes:
-                call = self.work(node, forward=forward)
+            counts: Counter[int] = Counter(map(self._kind, nodes))
+            if fold is not None:
+                for node in nodes:
+                    counts[self._kind(node)] += fold.count(node.name) - 1
+            for kind, count in counts.items():
+                first = self._firsts[kind]
+                call = self.work(first, forward=forward)
                 if call is None:
                     continue
-                found.append((node, forward, 1 if fold is None else fold.count(node.name)))
+                found.append((first, forward, count))
                 if call.op_class == "unpriced":
-                    unpriced[str(node.target)] = None
+                    unpriced[str(first.target)] = None
         if unpriced:
             warnings.warn(
                 f"profile: got ops without a cost, {', '.join(unpriced)}; they count one operation "
