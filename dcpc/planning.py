@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 import torch
@@ -296,18 +297,18 @@ def _row(variants: Variants, bucket: Bucket, sp: int, batch: int, request: Reque
     """Returns the cheapest row of one degree and micro-batch: the least recompute that fits."""
     sizes = {**bucket.sizes, BATCH: batch}
     placement = variants.placement(sizes, sp, near=True)
-    count = variants.steps(placement)
+    most = partial(variants.steps, placement)
 
     def row(recompute: int) -> Row:
         cost = variants.predict(placement, recompute, sizes)
         run_bytes = cost.peak_bytes + cost.input_bytes + LOSS_GRADIENT_BYTES
         needed = request.resident_bytes + max(run_bytes, request.step_bytes)
         fits = needed <= request.memory_bytes
-        return Row(sp, batch, recompute, count, cost.seconds_s, cost.peak_bytes, needed, fits)
+        return Row(sp, batch, recompute, most, cost.seconds_s, cost.peak_bytes, needed, fits)
 
     if request.recompute in ("all", "none"):
-        return row(count if request.recompute == "all" else 0)
-    return least_recompute(row, count, variants.priced(placement))
+        return row(most() if request.recompute == "all" else 0)
+    return least_recompute(row, most, variants.priced(placement))
 
 
 def check_forced(sp: int | str | Sequence[int], recompute: str, world: int) -> tuple[int, ...]:

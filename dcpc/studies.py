@@ -18,7 +18,7 @@ from torch import fx
 from dcpc.codegen import VIEWS, Key, Lowering, size_key
 from dcpc.folding import Folded
 from dcpc.ir import Fold, Placement, Profile, Program, tensor_operands
-from dcpc.passes.recompute import Call, Memory, Menu, menu_alike, recompute_menu
+from dcpc.passes.recompute import AlikeBlocks, Call, Memory, Menu, recompute_menu
 from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, with_constants
 
 Sizes = Mapping[str, int]
@@ -32,7 +32,8 @@ class Structure:
         lowering: the graph, of one of the degrees.
         ledger: costs of its nodes, at a degree that the graph alone tells.
         meter: reads them at sizes.
-        menu: choices of what backward makes again.
+        alike: the blocks of a folded program, which choose alike; None: each for itself.
+        whole: the menu of other programs.
         copies: what its nodes stand for, None where each stands for itself.
         keys: name of a value -> what it is called in every trace.
         costs: recompute -> what runs then costs.
@@ -41,14 +42,26 @@ class Structure:
     lowering: Lowering
     ledger: Ledger
     meter: Meter
-    menu: Menu
+    alike: AlikeBlocks | None
+    whole: Menu | None
     copies: Fold | None
     keys: Mapping[str, Key]
     costs: dict[int, Costs]
 
+    @property
+    def menu(self) -> Menu:
+        """Choices of what backward makes again."""
+        found = self.whole if self.alike is None else self.alike.menu
+        assert found is not None, "a program is folded or not"
+        return found
+
     def made_again(self, recompute: int) -> set[Key]:
         """Returns what so many steps of recompute make again."""
-        return {self.keys[name] for name in self.menu.made_again(recompute)}
+        if self.alike is not None and not recompute:
+            names = self.alike.least
+        else:
+            names = self.menu.made_again(recompute)
+        return {self.keys[name] for name in names}
 
     def run(self, recompute: int) -> Costs:
         """Returns what runs if so many steps of recompute are taken."""
@@ -120,12 +133,13 @@ def structure_of(
     sizes = {i.name: i.value(reference, degree, 0) for i in lowering.lowered.integers}
     calls = _calls(decided, needed, *meter.calls(decided, sizes, device))
     copies = None if folded is None else folded.copies(lowering.joint.owner)
+    alike = whole = None
     if copies is None:
-        menu = recompute_menu(calls, _memory(lowering, meter, sizes))
+        whole = recompute_menu(calls, _memory(lowering, meter, sizes))
     else:
-        menu = menu_alike(calls, [copies.copy(call.name) for call in calls])
+        alike = AlikeBlocks(calls, [copies.copy(call.name) for call in calls])
     keys = {name: key for key, name in lowering.keys.items()}
-    return Structure(lowering, ledger, meter, menu, copies, keys, {})
+    return Structure(lowering, ledger, meter, alike, whole, copies, keys, {})
 
 
 def split_constants(program: Program, placement: Placement) -> dict[int, int]:

@@ -203,3 +203,13 @@ def test_video_blocks(backend):
     every, placement = whole(variants), variants.placement(at, 1)
     peaks = [v.predict(placement, v.steps(placement), at).peak_bytes for v in (variants, every)]
     assert peaks[0] <= 1.05 * peaks[1]
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+def test_what_the_first_plan_makes_again_is_known_without_the_others(deep, sp):
+    planner = deep.planner
+    keys = planner.made_again(planner.placement(SIZES, sp), 0)
+    menu = planner.menu(planner.placement(SIZES, sp))
+    lowering = planner.lowering(planner.placement(SIZES, sp))
+    names = {lowering.keys[key] for key in keys if key in lowering.keys}
+    assert names == menu.made_again(0) != set()

@@ -72,10 +72,10 @@ class IntegerInput:
         """Returns the integer for one rank, given the length of every dim."""
         if self.role == "seed":
             return 0
-        size = int(self.size.subs(dims))
+        size = _evaluated(self.size, dims)
         if self.role in ("dim", "quotient"):
             return size
-        parent = int(self.parent.subs(dims))
+        parent = _evaluated(self.parent, dims)
         if self.role == "before" and self.zigzag:
             return sum(_length(self._runs(size, parent, p, r)) for r in range(rank))
         if self.role == "shared":
@@ -95,11 +95,17 @@ class IntegerInput:
             return 1
         if self.role in ("dim", "quotient"):
             return self.value(dims, p, 0)
-        size, parent = int(self.size.subs(dims)), int(self.parent.subs(dims))
+        size, parent = _evaluated(self.size, dims), _evaluated(self.parent, dims)
         return min(_length(self._runs(size, parent, p, r)) for r in (0, p - 1))
 
     def _runs(self, size: int, parent: int, p: int, rank: int) -> tuple[Run, ...]:
         return runs(size, parent, self.shift, p, rank, self.zigzag)
+
+
+def _evaluated(size: sympy.Expr, dims: Mapping[sympy.Symbol, int]) -> int:
+    if size.is_Symbol and size in dims:
+        return int(dims[size])
+    return int(size if size.is_Integer else size.subs(dims))
 
 
 def _length(mine: tuple[Run, ...]) -> int:

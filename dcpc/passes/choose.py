@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
@@ -25,7 +25,7 @@ class Row:
         sp: ranks of the group.
         micro_batch: samples.
         recompute: steps of recompute taken.
-        steps: steps there are.
+        most: tells how many steps there are, which takes a while.
         seconds_s: of one micro-batch, forward and backward.
         peak_bytes: activations and new gradients on the fullest rank.
         needed_bytes: `peak_bytes` and all that stays: parameters, gradients, optimizer state,
@@ -37,12 +37,17 @@ class Row:
     sp: int
     micro_batch: int
     recompute: int
-    steps: int
+    most: Callable[[], int] = field(compare=False, repr=False)
     seconds_s: float
     peak_bytes: int
     needed_bytes: int
     fits: bool
     segments: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps of recompute there are."""
+        return self.most()
 
     @property
     def rank_seconds(self) -> float:
@@ -128,7 +133,9 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def least_recompute(row: Callable[[int], Row], count: int, known: Collection[int]) -> Row:
+def least_recompute(
+    row: Callable[[int], Row], most: Callable[[], int], known: Collection[int]
+) -> Row:
     """Returns the row with the fewest steps of recompute that fits, or the smallest that does not.
 
     The peak is not monotone in the number of steps of recompute (the last one gains nothing), so a
@@ -136,12 +143,15 @@ def least_recompute(row: Callable[[int], Row], count: int, known: Collection[int
 
     Args:
         row: prices so many steps.
-        count: the most.
+        most: tells how many there can be; not asked where none are needed.
         known: steps whose rows cost nothing, as other lengths had them.
     """
-    tried: dict[int, Row] = {}
+    tried = {0: row(0)}
+    if tried[0].fits:
+        return tried[0]
+    count = most()
     # to make all again can peak higher than most of it
-    for high in (0, count, max(0, count - 1), count * 3 // 4, count // 2):
+    for high in (count, max(0, count - 1), count * 3 // 4, count // 2):
         tried[high] = row(high)
         if tried[high].fits:
             break

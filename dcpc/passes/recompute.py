@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from dcpc.ir import OUTSIDE
-from dcpc.passes.recompute_cuts import Call, Choice, Problem, between, hull
+from dcpc.passes.recompute_cuts import Call, Choice, Problem, between, fewest_seconds, hull
 from dcpc.passes.recompute_peak import Memory, Timelines
 from dcpc.repeats import crossing, repeated_runs
 
-__all__ = ["Call", "Memory", "Menu", "menu_alike", "recompute_menu"]
+__all__ = ["AlikeBlocks", "Call", "Memory", "Menu", "recompute_menu"]
 
 ENOUGH = 32  # plans of blocks that choose alike; with fewer there are choices beside the hull's
 LEVELS = 255  # peaks of the menu, between that of no recompute and the smallest
@@ -239,10 +240,8 @@ def smallest_peak(blocks: Sequence[Block], most: float) -> float:
     return high
 
 
-def menu_alike(calls: Sequence[Call], copies: Sequence[Hashable]) -> Menu:
-    """Returns the menu of a forward graph in which equal blocks choose alike.
-
-    Its blocks have no peaks.
+class AlikeBlocks:
+    """The blocks of a forward graph of which equal ones choose alike.
 
     Args:
         calls: those that depend on parameters or activations, in execution order.
@@ -250,27 +249,44 @@ def menu_alike(calls: Sequence[Call], copies: Sequence[Hashable]) -> Menu:
             menu's blocks, also where the first of them is split unlike the others: what stands for
             many copies makes nothing of another one again.
     """
-    ranges = _ranges(calls, copies)
-    outside = _read_outside(calls, ranges)
-    problems = [Problem.of(calls[low:high], outside) for low, high in ranges]
-    keys = [problem.key() for problem in problems]
-    distinct = dict(zip(keys, problems, strict=True))
-    hulls = {key: hull(problem) for key, problem in distinct.items()}
-    forward_s = [sum(call.seconds for call in calls[low:high]) for low, high in ranges]
 
-    def menu(every: Mapping[Hashable, Sequence[Choice]]) -> Menu:
+    def __init__(self, calls: Sequence[Call], copies: Sequence[Hashable]) -> None:
+        ranges = _ranges(calls, copies)
+        outside = _read_outside(calls, ranges)
+        self._problems = [Problem.of(calls[low:high], outside) for low, high in ranges]
+        self._keys = [problem.key() for problem in self._problems]
+        self._distinct = dict(zip(self._keys, self._problems, strict=True))
+        self._forward_s = [sum(call.seconds for call in calls[low:high]) for low, high in ranges]
+
+    @cached_property
+    def least(self) -> frozenset[str]:
+        """What plan 0 of the menu makes again, which many graphs are asked for and no other."""
+        fewest = {key: fewest_seconds(problem) for key, problem in self._distinct.items()}
+        pairs = zip(self._problems, self._keys, strict=True)
+        return frozenset(p.calls[i].name for p, key in pairs for i in fewest[key].again)
+
+    @cached_property
+    def menu(self) -> Menu:
+        """The menu; its blocks have no peaks."""
+        hulls = {key: hull(problem) for key, problem in self._distinct.items()}
+        found = self._menu(hulls, hulls)
+        if found.count >= ENOUGH:
+            return found
+        more = {key: between(problem, hulls[key]) for key, problem in self._distinct.items()}
+        return self._menu(hulls, more)
+
+    def _menu(
+        self,
+        hulls: Mapping[Hashable, Sequence[Choice]],
+        every: Mapping[Hashable, Sequence[Choice]],
+    ) -> Menu:
         blocks = []
-        for problem, key, own_s in zip(problems, keys, forward_s, strict=True):
+        for problem, key, own_s in zip(self._problems, self._keys, self._forward_s, strict=True):
             names = [call.name for call in problem.calls]
             again = [frozenset(names[i] for i in choice.again) for choice in every[key]]
             peaks = np.zeros(len(again))
             blocks.append(_block(hulls[key], every[key], again, peaks, own_s, 0.0))
         return Menu(tuple(blocks), 0).by_ratio()
-
-    found = menu(hulls)
-    if found.count >= ENOUGH:
-        return found
-    return menu({key: between(problem, hulls[key]) for key, problem in distinct.items()})
 
 
 def recompute_menu(calls: Sequence[Call], memory: Memory) -> Menu:

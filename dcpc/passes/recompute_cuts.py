@@ -86,6 +86,12 @@ class Problem:
         reads = [tuple(position[n] for n in c.reads if n in position) for c in calls]
         return cls(calls, reads)
 
+    @property
+    def costs(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Seconds of each call, and bytes of its value, infinite where it cannot be saved."""
+        seconds = np.array([c.seconds for c in self.calls])
+        return seconds, np.array([c.size_bytes if c.savable else np.inf for c in self.calls])
+
     def key(self) -> Hashable:
         """Equal for blocks that have the same choices."""
         return tuple(
@@ -192,13 +198,20 @@ class _Wiring:
         return found
 
 
+def fewest_seconds(problem: Problem) -> Choice:
+    """Returns the choice of the fewest bytes that makes nothing again that takes time."""
+    if not problem.calls:
+        return Choice(frozenset(), 0.0, 0.0)
+    seconds, sizes = problem.costs
+    return problem.cut(sizes, np.where(seconds > 0, np.inf, 0.0))
+
+
 def hull(problem: Problem) -> list[Choice]:
     """Returns the choices on the lower convex hull, from the fewest seconds to the fewest bytes."""
+    least_seconds = fewest_seconds(problem)
     if not problem.calls:
-        return [Choice(frozenset(), 0.0, 0.0)]
-    seconds = np.array([c.seconds for c in problem.calls])
-    sizes = np.array([c.size_bytes if c.savable else np.inf for c in problem.calls])
-    least_seconds = problem.cut(sizes, np.where(seconds > 0, np.inf, 0.0))
+        return [least_seconds]
+    seconds, sizes = problem.costs
     tie_break = seconds / max(seconds.sum(), 1e-300) * 1e-6 * sizes[np.isfinite(sizes)].sum()
     least_bytes = problem.cut(sizes, tie_break)
 

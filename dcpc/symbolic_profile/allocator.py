@@ -29,6 +29,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+
 from dcpc.symbolic_profile.memory import Timeline
 
 BLOCK_BYTES = 512
@@ -240,24 +242,25 @@ def usage(
         limit_bytes: of the device.
     """
     device = CachingAllocator(limit_bytes)
-    staying = requested = 0
+    staying = 0
     for size in resident:
         device.allocate(size)
         staying += size
     events = list(_events(timeline))
     for _ in range(steps):
         device.reset()
-        requested = staying + _run(device, events, values)
+        _run(device, events, values)
         if device.most_reserved_bytes <= SPARE * limit_bytes < inf:
             break
+    requested = staying + int(timeline.live(np.array(values, dtype=np.int64)).max())
     most = device.most_allocated_bytes, device.most_reserved_bytes
     return Usage(requested, *most, device.given_back)
 
 
 def _run(
     device: CachingAllocator, events: Iterable[tuple[int, int, int]], values: Sequence[int]
-) -> int:
-    """Runs a step; returns the most bytes asked for at a time.
+) -> None:
+    """Runs a step.
 
     Which block of a size is freed is known by its storage. Copies that stand for others of a deep
     model leave what their own storages do not name: of its size the last one that was made. Where
@@ -266,7 +269,6 @@ def _run(
     """
     # By size, then storage, the last one made at the end.
     held: dict[int, dict[int, list[Block | None]]] = defaultdict(dict)
-    live = most = 0
     for size, change, storage in events:
         size_bytes = values[size]
         if change > 0:
@@ -274,9 +276,7 @@ def _run(
             blocks = own.pop(storage, None) or []
             blocks.append(device.allocate(size_bytes))
             own[storage] = blocks
-            live += size_bytes
         elif change < 0:
-            live -= size_bytes
             own = held[size]
             if storage not in own:
                 storage = next(reversed(own), storage)
@@ -285,15 +285,11 @@ def _run(
                 device.release(blocks.pop())
                 if not blocks:
                     del own[storage]
-        else:
-            if size_bytes:
-                device.use(size_bytes)
-            if live + size_bytes > most:
-                most = live + size_bytes
+        elif size_bytes:
+            device.use(size_bytes)
     for own in held.values():
         for block in itertools.chain(*own.values()):
             device.release(block)
-    return most
 
 
 def _events(timeline: Timeline) -> Iterator[tuple[int, int, int]]:

@@ -14,11 +14,11 @@ from dcpc.api import plan
 from dcpc.buckets import Bucket
 from dcpc.ir import OUTSIDE
 from dcpc.passes.recompute import (
+    AlikeBlocks,
     Block,
     Call,
     Memory,
     cheapest,
-    menu_alike,
     peak_bytes,
     recompute_menu,
 )
@@ -271,7 +271,9 @@ def test_blocks_that_choose_alike_have_choices_between_those_of_the_hull():
     """A GPT's blocks have five prices: a budget between two of them must not pay for the next."""
     calls = network(8)
     copies = [int(c.name[-1]) if c.name[-1].isdigit() else 0 for c in calls]
-    menu = menu_alike(calls, copies)
+    blocks = AlikeBlocks(calls, copies)
+    menu = blocks.menu
+    assert blocks.least == menu.made_again(0)
     prices = len(menu.prices)
     assert prices < menu.count
     for k in range(menu.count):
@@ -291,7 +293,7 @@ def test_what_runs_once_more_before_the_copies_is_a_block_of_its_own(before):
         layer = int(name[-1]) if name[-1].isdigit() else -1
         return OUTSIDE if layer < before else (0, layer - before)
 
-    menu = menu_alike(calls, [copy(c.name) for c in calls])
+    menu = AlikeBlocks(calls, [copy(c.name) for c in calls]).menu
     assert [b.forward_s for b in menu.blocks] == [209, *[204] * (before + 2), 50]
     everything = menu.made_again(menu.count)
     assert not any(n.startswith("sum") for n in everything - {f"sum{before + 2}"})
@@ -309,7 +311,9 @@ def test_what_another_block_reads_a_view_of_is_saved():
             call(f"down{i}", [f"act{i}"], seconds=50, size=1, kind="down"),
             call(f"view{i}", [f"down{i}"], seconds=0, savable=False, needed=True, kind="view"),
         ]
-    menu = menu_alike(calls, [(0, i // 4) for i in range(len(calls))])
+    blocks = AlikeBlocks(calls, [(0, i // 4) for i in range(len(calls))])
+    menu = blocks.menu
+    assert blocks.least == menu.made_again(0) != frozenset()
     everything = menu.made_again(menu.count)
     assert {f"up{i}" for i in range(6)} <= everything
     assert not any(f"down{i}" in everything for i in range(5))

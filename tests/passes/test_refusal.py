@@ -8,7 +8,7 @@ from dcpc.passes.choose import Row, choose
 
 
 def row(sp: int, batch: int, needed_bytes: int) -> Row:
-    return Row(sp, batch, 2, 4, 1.0, needed_bytes // 2, needed_bytes, False)
+    return Row(sp, batch, 2, lambda: 4, 1.0, needed_bytes // 2, needed_bytes, False)
 
 
 def test_names_the_smallest_micro_batch_though_a_larger_one_looks_smaller():
