@@ -18,9 +18,10 @@ demo: $(STAMP)
 demo-video: $(STAMP)
 	$(PY) -m examples.demo_video
 
-# Ruff and mypy run inside pytest (tests/test_style.py).
+# Ruff and mypy run inside pytest (tests/test_style.py). A process a core, each with one thread: many
+# tests wait for ranks.
 test: $(STAMP)
-	$(PY) -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 # Inductor, more ranks, the demo and the benchmarks: over 20 minutes on 2 cores.
 test-slow: $(STAMP)

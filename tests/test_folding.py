@@ -105,7 +105,7 @@ def check(mine: Variants, placement: Placement, at: Mapping[str, int] = SIZES) -
         assert a.flops == b.flops
 
 
-@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize("sp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_costs_what_all_kernels_cost(sp):
     """A fused kernel may read what several blocks made: it is not the copies' own."""
     deep = variants_of(gpt(8), "inductor")

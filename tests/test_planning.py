@@ -40,6 +40,7 @@ def rows(bucket: dcpc.Bucket) -> tuple[dict[tuple[int, int], Row], dict[tuple[in
     return tried, {(r.sp, r.micro_batch): r for r in every}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket", list(planned().plans), ids=str)
 def test_settings_that_are_not_tried_are_no_better(bucket):
     tried, every = rows(bucket)

@@ -55,11 +55,13 @@ def test_language_models_split_over_two_ranks_equal_the_plain_ones():
     assert not wrong(run_ranks(split_errors, 2, names, "eager", timeout_s=280), 1e-10)
 
 
+@pytest.mark.slow
 def test_grouped_heads_split_over_more_ranks_than_groups_equal_the_plain_ones():
     names = ("llama",)
     assert not wrong(run_ranks(split_errors, 4, names, "eager", timeout_s=280), 1e-10)
 
 
+@pytest.mark.slow
 def test_float32_is_within_its_rounding():
     names = ("gpt_grouped",)
     assert not wrong(run_ranks(split_errors, 2, names, "eager", "float", timeout_s=280), 1e-5)

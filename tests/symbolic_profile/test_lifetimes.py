@@ -67,28 +67,28 @@ def check_all(model: nn.Module, inputs: dict[str, str], sizes: list[dict[str, in
     numbered = Numbered(facts, lambda n: transient_bytes(n, facts, 1))
     copies = None if folded is None else folded.copies(lowering.joint.owner)
     steps = variants.steps(placement)
-    for k in sorted({0, 1, steps // 3, steps // 2, steps}):
+    for k in sorted({0, steps // 2, steps}):
         schedule = lowering.schedule(variants.made_again(placement, k))
         check(Run.of(schedule), numbered, copies)
-        parts = lowering.partition(variants.made_again(placement, k))
-        own = Facts(parts.names)
-        check(Run.of(parts), Numbered(own, lambda n, own=own: transient_bytes(n, own, 1)))
+    parts = lowering.partition(variants.made_again(placement, steps // 2))
+    own = Facts(parts.names)
+    check(Run.of(parts), Numbered(own, lambda n: transient_bytes(n, own, 1)))
 
 
-@pytest.mark.parametrize("sp", [1, 2])
-def test_deep_gpt_with_dropout(sp):
+def test_deep_gpt_with_dropout():
     class Dropped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gpt = GPT(GPTConfig(vocab_size=64, dim=32, n_layers=7, n_heads=4))
+            self.gpt = GPT(GPTConfig(vocab_size=64, dim=32, n_layers=6, n_heads=4))
 
         def forward(self, input_ids, labels):
             return self.gpt(input_ids, labels)
 
     tokens = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
-    check_all(Dropped(), tokens, [{"seq": 64}, {"seq": 1024}], sp)
+    check_all(Dropped(), tokens, [{"seq": 64}, {"seq": 1024}], 2)
 
 
+@pytest.mark.slow
 def test_stdit():
     config = STDiTConfig(depth=7, dim=64, heads=4, text_dim=32, text_len=12)
     sizes = [{"frames": 2, "tokens": 16}, {"frames": 8, "tokens": 64}]
