@@ -117,8 +117,12 @@ def settings(name: str, quick: bool) -> list[Setting]:
     return [
         s
         for s in every
-        if (s == compiled and name == "GPT")
-        or (s.backend == "eager" and s.sizes in sizes[:2] and (s.sp == 1) == (s.recompute == "none"))
+        if (name == "GPT" and s == compiled)
+        or (
+            s.backend == "eager"
+            and s.sizes in sizes[:2]
+            and (s.sp == 1) == (s.recompute == "none")
+        )
     ]
 
 

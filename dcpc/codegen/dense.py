@@ -7,7 +7,7 @@ takes. What is told here is so at any sizes, and nothing is asked.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dcpc.codegen.asking import empty, size_key
+from dcpc.codegen.dense_views import VIEW_OPS, view_result
 
 aten = torch.ops.aten
 
@@ -29,7 +30,6 @@ _OTHERWISE = {
     aten.mvlgamma, aten.rrelu, aten.threshold_backward,
 }  # fmt: skip
 _ALWAYS_DENSE = (aten.pow.Scalar,)
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim)
 
 _dtypes: dict[tuple[Any, ...], torch.dtype] = {}
@@ -37,7 +37,7 @@ _dtypes: dict[tuple[Any, ...], torch.dtype] = {}
 
 def dense_result(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Tensor | None:
+) -> Any:
     """Returns what a call makes of dense tensors, None where torch has to tell.
 
     To be called in the fake tensors' mode.
@@ -47,10 +47,9 @@ def dense_result(
         args: its arguments; FakeTensors, sizes and constants.
         kwargs: the same.
     """
-    if func in _VIEWS:
-        return _view(*args)
-    if func is aten.addmm.default:
-        return None if kwargs else _addmm(*args)
+    if func in VIEW_OPS or func in _DENSE:
+        made = view_result(func, args) if func in VIEW_OPS else _DENSE[func](*args)
+        return None if kwargs else made
     if func in _REDUCTIONS:
         return _reduced(func, args, kwargs)
     return _pointwise(func, args, kwargs) if _is_pointwise(func) else None
@@ -77,7 +76,8 @@ def _pointwise(
         return None
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
         return None
-    elsewhere = kwargs.get("device") is not None or len({t.device for t in operands}) > 1
+    kwargs = dict(kwargs)
+    elsewhere = len({t.device for t in operands} | {kwargs.pop("device", wide[0].device)}) > 1
     if elsewhere or kwargs.get("memory_format") not in _FORMATS:
         return None
     try:
@@ -185,7 +185,7 @@ def _tiny(leaf: Any) -> Any:
     return torch.empty((1,) * leaf.ndim, dtype=leaf.dtype, device="meta")
 
 
-# ------------------------------------------------------------------ reductions, views and products
+# ------------------------------------------------------------------ reductions, products and norms
 
 
 def _reduced(
@@ -200,40 +200,70 @@ def _reduced(
     return empty(shape, _dtype_of(func, args, kwargs), *_place(source))
 
 
-def _view(source: Any, shape: Sequence[Any]) -> Tensor | None:
-    sizes = [size_key(s) for s in shape]
-    if not isinstance(source, FakeTensor) or -1 in sizes or not _is_dense(source, ones=True):
-        return None
-    if _product(sizes) != _product(map(size_key, source.shape)):
-        return None
-    strides: list[Any] = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return source.as_strided(shape, strides[: len(shape)], source.storage_offset())
-
-
-def _addmm(bias: Any, left: Any, right: Any) -> Tensor | None:
-    operands = (bias, left, right)
-    if not all(isinstance(t, FakeTensor) for t in operands) or bias.ndim != 1:
-        return None
-    if len({(t.device, t.dtype) for t in operands}) > 1:
+def _mm(left: Any, right: Any) -> Tensor | None:
+    if not _are_alike(left, right):
         return None
     (rows, shared), (inner, columns) = left.shape, right.shape
-    if size_key(shared) != size_key(inner) or size_key(columns) != size_key(bias.shape[0]):
+    if size_key(shared) != size_key(inner):
         return None
     return empty([rows, columns], left.dtype, *_place(left))
 
 
-def _product(sizes: Any) -> sympy.Expr:
-    return sympy.Mul(*sizes)
+def _addmm(bias: Any, left: Any, right: Any) -> Tensor | None:
+    if not _are_alike(bias, left, right) or bias.ndim != 1:
+        return None
+    fits = size_key(right.shape[1]) == size_key(bias.shape[0])
+    return _mm(left, right) if fits else None
 
 
-def _is_dense(tensor: Tensor, *, ones: bool = False) -> bool:
-    """Whether a tensor is contiguous at any sizes, with `ones` the strides of dims of one, too."""
+def _norm(x: Any, normalized: Sequence[Any], weight: Any, bias: Any, _: float) -> Any:
+    """Layer norm: its result, and mean and deviation of each row."""
+    if not _is_norm(x, weight, bias):
+        return None
+    rows = x.ndim - len(normalized)
+    kept = [*x.shape[:rows], *[1] * len(normalized)]
+    return tuple(empty(shape, x.dtype, *_place(x)) for shape in (x.shape, kept, kept))
+
+
+def _norm_backward(
+    gradient: Any, x: Any, normalized: Any, mean: Any, deviation: Any, *rest: Any
+) -> Any:
+    weight, bias, wanted = rest
+    if not _is_norm(x, gradient, mean, deviation, weight, bias):
+        return None
+    shapes = zip(wanted, (x.shape, normalized, normalized), strict=True)
+    return tuple(empty(s, x.dtype, *_place(x)) if wants else None for wants, s in shapes)
+
+
+def _is_norm(x: Any, *others: Any) -> bool:
+    """Whether operands are dense, of one dtype that the kernel keeps; None is no operand."""
+    given = [x, *(t for t in others if t is not None)]
+    if not _are_alike(*given) or not all(map(_is_dense, given)):
+        return False
+    return x.dtype in (torch.float32, torch.float64) or x.device.type == "cpu"
+
+
+def _spread(gradient: Any, sizes: Sequence[Any], *_: Any) -> Tensor | None:
+    """The backward of a view of a part: zeros, and the gradient where the part was."""
+    if not isinstance(gradient, FakeTensor):
+        return None
+    return empty(sizes, gradient.dtype, *_place(gradient))
+
+
+def _are_alike(*tensors: Any) -> bool:
+    """Whether these are fake tensors of one dtype and device."""
+    return (
+        all(isinstance(t, FakeTensor) for t in tensors)
+        and len({(t.device, t.dtype) for t in tensors}) == 1
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous at any sizes."""
     expected = sympy.Integer(1)
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         own = size_key(size)
-        if (ones or own != 1) and size_key(stride) != expected:
+        if own != 1 and size_key(stride) != expected:
             return False
         expected = expected * own
     return True
@@ -241,3 +271,13 @@ def _is_dense(tensor: Tensor, *, ones: bool = False) -> bool:
 
 def _place(tensor: FakeTensor) -> tuple[torch.device, FakeTensorMode]:
     return tensor.device, tensor.fake_mode
+
+
+_DENSE: Mapping[Any, Callable[..., Any]] = {
+    aten.mm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.native_layer_norm.default: _norm,
+    aten.native_layer_norm_backward.default: _norm_backward,
+    aten.select_backward.default: _spread,
+    aten.slice_backward.default: _spread,
+}

@@ -9,6 +9,9 @@
 
 Each rank is a process with one thread and torchrun's environment. The rendezvous store lives in the
 calling process (as under torchrun), so the death of any rank, rank 0 included, leaves it up.
+
+Ranks are forks of a server, made with the first of them, that has imported dcpc and done nothing
+else: it is seconds that each would spend.
 """
 
 import contextlib
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkProcess, SpawnProcess
+from multiprocessing.context import ForkProcess, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -66,9 +69,9 @@ def run_ranks(
         args: passed on to `fn`.
         timeout_s: ranks that have not ended by then are killed, and that is a failure.
         init: initialise the gloo default group; else only torchrun's environment is set.
-        fork: make the ranks copies of this process, with all that it has computed, instead of new
-            ones; `fn` and `args` need not be pickled. Only before this process has threads at work
-            (a process group, several threads of torch).
+        fork: make the ranks copies of this process, with all that it has computed; `fn` and `args`
+            need not be pickled. Only before this process has threads at work (a process group,
+            several threads of torch).
         may_die: ranks that may end without a result (`os._exit` in `fn`); theirs is None.
 
     Raises:
@@ -121,6 +124,7 @@ def _start(
 ) -> _Child:
     ours, theirs = multiprocessing.Pipe()
     environment = {
+        **os.environ,  # the server has what it was when the first ranks were made
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -128,7 +132,8 @@ def _start(
         "MASTER_ADDR": "127.0.0.1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    make: Callable[..., BaseProcess] = ForkProcess if fork else SpawnProcess
+    make: Callable[..., BaseProcess] = ForkProcess if fork else ForkServerProcess
+    multiprocessing.set_forkserver_preload(["dcpc"])
     inherited = [*inherited, ours] if fork else []
     process = make(
         target=_main, args=(theirs, inherited, environment, init, timeout_s, fn, args), daemon=True
@@ -172,6 +177,7 @@ def _main(
     # A fork has the caller's ends too, and no end is closed before all its holders close it.
     for other in inherited:
         other.close()
+    os.environ.clear()
     os.environ.update(environment, MASTER_PORT=str(pipe.recv()))
     torch.set_num_threads(1)
     # A fork shares its parent's memory page by page until either writes: looking through the

@@ -60,6 +60,32 @@ def thin(n, make):
     return make(n["b"], n["t"], n["s"], 8, 1).squeeze(-1).unsqueeze(1)
 
 
+def spread(n, make):
+    return make(n["b"], n["t"], 4 * n["s"], 8)[:, :, 1:3]
+
+
+def rows(n, make):
+    return make(n["b"] * n["t"], 8)
+
+
+def matrix(n, make):
+    return make(6, 8).t()
+
+
+def deviation(n, make):
+    return make(n["b"], n["t"], n["s"], 1)
+
+
+def halved_deviation(n, make):
+    return make(n["b"], n["t"], n["s"], 1, dtype=torch.bfloat16)
+
+
+def of(*names):
+    """A size of dims."""
+    return lambda n, make: [n.get(name, name) for name in names]
+
+
+VIEWED = (whole, swapped, heads, row, repeated, thin)
 CALLS = [
     *((aten.mul.Tensor, (a, b)) for a in (whole, swapped, row) for b in (whole, row, vector)),
     *((aten.add.Tensor, (a, swapped)) for a in (whole, swapped, repeated, number, halved)),
@@ -71,6 +97,50 @@ CALLS = [
     *((aten.sum.dim_IntList, (a, [1, -1], k)) for a in (whole, counted, thin) for k in (0, 1)),
     *((aten.mean.dim, (a, [0])) for a in (whole, halved)),
     (aten.where.self, (lambda n, make: whole(n, make) > 0, whole, number)),
+    *((aten.detach.default, (a,)) for a in VIEWED),
+    *((aten.permute.default, (a, [2, -1, 0, 1])) for a in (whole, row, swapped)),
+    *((aten.transpose.int, (a, 1, -1)) for a in VIEWED),
+    *((aten.t.default, (a,)) for a in (matrix, rows, vector)),
+    *((aten.unsqueeze.default, (a, d)) for a in VIEWED for d in (0, 2, -1)),
+    *((aten.squeeze.dim, (a, d)) for a in (row, repeated, deviation) for d in (1, -1)),
+    *((aten.select.int, (a, -1, i)) for a in (whole, heads, row) for i in (0, 3, -1)),
+    *((aten.slice.Tensor, (a, -1, i, 7, 2)) for a in (whole, heads) for i in (None, 0, 3, -3)),
+    (aten.slice.Tensor, (whole, 3, 1)),
+    (aten.slice.Tensor, (whole, -1, -9, 20)),
+    (aten.expand.default, (row, of("b", "t", "s", -1))),
+    (aten.expand.default, (vector, of("b", "t", 8))),
+    (aten.expand.default, (heads, [-1, -1, -1, -1, 8])),
+    (aten.expand.default, (deviation, of(4, "b", "t", "s", 8))),
+    (aten.view.default, (heads, of("b", "t", 4, "s", 4, 2))),
+    (aten.view.default, (heads, of("b", "t", 1, 4, "s", 2, 2, 1, 2))),
+    (aten.view.default, (swapped, of("b", "t", "s", 8, 1))),
+    (aten.view.default, (swapped, of(1, "b", 1, "t", "s", 2, 4))),
+    (aten.view.default, (repeated, of("b", "t", "s", 4, 2))),
+    (aten.view.default, (row, of("b", 8))),
+    (aten.view.default, (row, of("b", 1, 2, 4))),
+    (aten.view.default, (thin, of("b", 1, "t", "s", 2, 4))),
+    (aten.mm.default, (rows, matrix)),
+    (aten.native_layer_norm.default, (whole, [8], vector, vector, 1e-5)),
+    *((aten.native_layer_norm.default, (x, [8], None, None, 1e-5)) for x in (whole, halved)),
+    (aten.native_layer_norm.default, (halved, [8], vector, vector, 1e-5)),
+    *(
+        (aten.native_layer_norm_backward.default, (g, whole, [8], deviation, deviation, w, w, m))
+        for g, w, m in (
+            (whole, vector, [True, True, True]),
+            (whole, None, [True, False, False]),
+            (whole, vector, [False, True, False]),
+            (swapped, None, [True, False, False]),
+            (swapped, vector, [True, True, True]),
+        )
+    ),
+    (
+        aten.native_layer_norm_backward.default,
+        (halved, halved, [8], halved_deviation, halved_deviation, None, None, [True, False, False]),
+    ),
+    (aten.select_backward.default, (whole, of("b", "t", "s", 3, 8), 3, 1)),
+    (aten.slice_backward.default, (whole, of("b", "t", "s", 16), 3, 2, 10, 1)),
+    (aten._to_copy.default, (spread,), {"dtype": torch.float64, "device": torch.device("cpu")}),
+    (aten._to_copy.default, (heads,), {"dtype": torch.bfloat16}),
     (aten.add.Tensor, (heads, vector)),
     (aten.mul.Tensor, (vector, thin)),
 ]  # fmt: skip
@@ -82,7 +152,7 @@ def named(call):
 
 @pytest.mark.parametrize("call", CALLS, ids=named)
 def test_layout_is_torchs_and_the_kernels(call):
-    func, operands = call
+    func, operands, kwargs = (*call, {})[:3]
     env, sizes = numbers()
     mode = FakeTensorMode(shape_env=env)
 
@@ -92,15 +162,29 @@ def test_layout_is_torchs_and_the_kernels(call):
     with mode:
         args = given(sizes, torch.empty)
         with env.noting() as asked:
-            found = dense_result(func, tuple(args), {})
+            found = dense_result(func, tuple(args), kwargs)
         assert not asked
         if found is None:
             pytest.skip("torch has to tell")
-        theirs = func(*args)
-    assert layout_of(found)[:-1] == layout_of(theirs)[:-1]
-    real = func(*given(SIZES, torch.ones))
-    assert found.dtype == real.dtype
-    assert tuple(at_hints(s) for s in found.stride()) == real.stride()
+        theirs = func(*args, **kwargs)
+    reals = func(*given(SIZES, torch.ones), **kwargs)
+    assert type(found) is type(theirs) or isinstance(theirs, torch.Tensor)
+    of_each = zip(*map(listed, (found, theirs, reals, args[:1])), strict=False)
+    for told, their, real, source in of_each:
+        assert told.dtype == real.dtype
+        assert tuple(map(at_hints, told.stride())) == real.stride()
+        if tuple(map(at_hints, their.stride())) == real.stride():  # torch errs at dims of one
+            assert layout_of(told)[:-1] == layout_of(their)[:-1]
+        assert at_hints(told.storage_offset()) == real.storage_offset()
+        assert lies_in(told, source) == lies_in(their, source)
+
+
+def lies_in(tensor, other):
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def listed(value):
+    return [t for t in (value if isinstance(value, list | tuple) else [value]) if t is not None]
 
 
 def at_hints(size):
