@@ -14,8 +14,9 @@ import sympy
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.asking import empty, size_key
 from dcpc.codegen.dense_views import VIEW_OPS, view_result
@@ -174,7 +175,7 @@ def _dtype_of(
     key = (func, len(args), *kwargs, *kinds)
     if key not in _dtypes:
         with _disable_current_modes():
-            tiny_args, tiny_kwargs = tree_map(_tiny, (args, dict(kwargs)))
+            tiny_args, tiny_kwargs = map_aggregate((args, dict(kwargs)), _tiny)
             _dtypes[key] = func(*tiny_args, **tiny_kwargs).dtype
     return _dtypes[key]
 

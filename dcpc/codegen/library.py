@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.asking import Answers, AskingEnv, Layout, again_of, layout_of, size_key
 from dcpc.codegen.tape import Derivative, Op, Piece, Ref
@@ -113,7 +113,7 @@ class Library:
             tangents: result -> a fake tensor like its gradient.
             sums: number of an operand that wants a gradient -> a fake tensor like its gradient.
         """
-        taken = tuple((ref.number, self.kind(t)) for ref, t in tangents.items())
+        taken = tuple((ref, self.kind(t)) for ref, t in tangents.items())
         added = tuple((i, self.kind(t)) for i, t in sums.items())
         return piece.derivative((taken, added), tangents, sums)
 
@@ -233,7 +233,8 @@ class _Translation:
 
     def ops(self, ops: Sequence[Op]) -> tuple[Op, ...]:
         """Returns calls in the other names."""
-        parts = [tree_map(self.value, (op.args, dict(op.kwargs), op.value)) for op in ops]
+        every = ((op.args, dict(op.kwargs), op.value) for op in ops)
+        parts = [fx.node.map_aggregate(part, self.value) for part in every]
         return tuple(
             replace(op, args=args, kwargs=kwargs, value=value)
             for op, (args, kwargs, value) in zip(ops, parts, strict=True)

@@ -16,7 +16,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
 import dcpc.attention  # registers the op
 import dcpc.codegen.collectives
@@ -428,7 +427,7 @@ class _Lowering:
                 return queue.pop(0) if operands is not None else self.value(leaf.name, REPLICATED)
             return self.others[leaf.name]
 
-        args, kwargs = tree_map(argument, (node.args, dict(node.kwargs)))
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), argument)
         assert callable(node.target)
         return self.graph.call_function(node.target, args, kwargs)
 

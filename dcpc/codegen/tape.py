@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.asking import Answers, AskingEnv, again, layout_of
 from dcpc.codegen.dense import dense_result
@@ -47,11 +48,8 @@ _QUESTIONS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(int):
     """A tensor of a piece: operands first, then results in the order in which they are made."""
-
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ class Piece:
 
         env = _asking(mode)
         with env.noting() as self.asked:
-            args, kwargs = tree_map(operand, (args, dict(kwargs)))
+            args, kwargs = map_aggregate((args, dict(kwargs)), operand)
             with mode, enable_python_dispatcher(), torch.enable_grad(), self._tape:
                 self._value = call(*args, **kwargs)
         self.ops = self._tape.taken()
@@ -246,7 +244,7 @@ class _Tape(TorchDispatchMode):
 
     def refs(self, value: Any) -> Any:
         """Returns a tree with Refs for its tensors."""
-        return tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, value)
+        return map_aggregate(value, lambda x: self.ref(x) if isinstance(x, Tensor) else x)
 
     def taken(self) -> tuple[Op, ...]:
         """Returns the calls since the last time."""
@@ -307,7 +305,7 @@ class _Tape(TorchDispatchMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any, renewed: View | None = None) -> Any:
         """Writes down a call and returns what it makes; or makes the results of a view again."""
-        seen_args, seen_kwargs = tree_map(lambda x: self._argument(x, func), (args, kwargs))
+        seen_args, seen_kwargs = map_aggregate((args, kwargs), lambda x: self._argument(x, func))
         result = _run(func, args, kwargs)
         value = self._as_it_lies(func, args, kwargs)
         value = result if value is None else value
@@ -356,7 +354,7 @@ class _Tape(TorchDispatchMode):
                 f"{func} reads memory that was written to and lies otherwise since; replace the "
                 "call that it is part of in the model's code"
             )
-        args, kwargs = tree_map(lambda x: self._real.get(id(x), x), (args, kwargs))
+        args, kwargs = map_aggregate((args, kwargs), lambda x: self._real.get(id(x), x))
         return _run(func, args, kwargs)
 
     def _note_layouts(self, seen: Sequence[Tensor], real: Sequence[Tensor]) -> None:

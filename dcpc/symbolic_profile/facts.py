@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -37,18 +38,18 @@ class TensorFacts:
     @property
     def numel(self) -> sympy.Expr:
         """Number of elements."""
-        return sympy.Mul(*self.shape)
+        return product(self.shape)
 
     @property
     def size_bytes(self) -> sympy.Expr:
         """Bytes of a dense tensor of this shape."""
-        return self.numel * self.dtype.itemsize
+        return product((self.numel, self.dtype.itemsize))
 
     @property
     def read_bytes(self) -> sympy.Expr:
         """Bytes that reading it once touches: a broadcast dim (stride 0) counts once."""
         pairs = zip(self.shape, self.strides, strict=True)
-        return sympy.Mul(self.dtype.itemsize, *(n for n, stride in pairs if stride != 0))
+        return product((self.dtype.itemsize, *(n for n, stride in pairs if stride != 0)))
 
     def contiguous(self, order: tuple[int, ...] | None = None) -> bool:
         """Returns whether the dims, taken in this order, are dense with the last one fastest."""
@@ -84,6 +85,18 @@ class TensorFacts:
     def matrix(self) -> bool:
         """Whether BLAS takes its last two dims as they lie, rows or columns dense."""
         return any(stride == 1 for stride in self.strides[-2:])
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def product(sizes: tuple[sympy.Expr | int, ...]) -> sympy.Expr:
+    """Returns the product of some sizes."""
+    return sympy.Mul(*sizes)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def total(sizes: tuple[sympy.Expr, ...], times: int = 1) -> sympy.Expr:
+    """Returns the sum of some sizes, multiplied out."""
+    return sympy.expand(times * sympy.Add(*sizes))
 
 
 def _of_some(stride: sympy.Expr) -> sympy.Expr:

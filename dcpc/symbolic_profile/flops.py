@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from dcpc.symbolic_profile import attention
-from dcpc.symbolic_profile.facts import Facts, TensorFacts, argument, op_name
+from dcpc.symbolic_profile.facts import Facts, TensorFacts, argument, op_name, total
 
 # Ranks of a collective's group: the same for all, or by the group's name.
 GroupSize: TypeAlias = int | Callable[[str], int]
@@ -221,12 +221,12 @@ def _flops(
     numel = _largest(*fresh, *facts.inputs(node))
     assert isinstance(node.target, torch._ops.OpOverload)
     if name in ELEMENTS:
-        return "reduction", sympy.expand(ELEMENTS[name] * numel)
+        return "reduction", total((numel,), ELEMENTS[name])
     if torch.Tag.pointwise in node.target.tags:
-        return "pointwise", sympy.expand(sympy.Add(*(t.numel for t in fresh)))
+        return "pointwise", total(tuple(t.numel for t in fresh))
     if torch.Tag.reduction in node.target.tags:
-        return "reduction", sympy.expand(numel)
-    return "unpriced", sympy.expand(numel)
+        return "reduction", total((numel,))
+    return "unpriced", total((numel,))
 
 
 # op -> its left matrix.
@@ -289,12 +289,12 @@ def _largest(*operands: TensorFacts) -> sympy.Expr:
 
 def _bytes_moved(node: fx.Node, facts: Facts, fresh: tuple[TensorFacts, ...]) -> sympy.Expr:
     """Returns the bytes of the inputs as read and of the fresh outputs as written."""
-    written = sympy.Add(*(t.size_bytes for t in fresh))
+    written = [t.size_bytes for t in fresh]
     inputs = facts.inputs(node)
     if op_name(node).split("::")[1] in LOOKUPS and inputs:
         _, *indices = inputs
-        return sympy.expand(2 * written + sympy.Add(*(t.size_bytes for t in indices)))
-    return sympy.expand(written + sympy.Add(*(t.read_bytes for t in inputs)))
+        return total((*written, *written, *(t.size_bytes for t in indices)))
+    return total((*written, *(t.read_bytes for t in inputs)))
 
 
 # ------------------------------------------------------------------------------- collectives
