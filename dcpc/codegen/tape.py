@@ -9,6 +9,7 @@ call of other symbols has the same piece, in their names, where the answers are 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from torch.utils._pytree import tree_leaves
 
-from dcpc.codegen.asking import Answers, AskingEnv, again, layout_of
+from dcpc.codegen.asking import Answers, AskingEnv, Layout, again, layout_of
 from dcpc.codegen.dense import dense_result
 from dcpc.codegen.layouts import as_laid
 from dcpc.codegen.writes import (
@@ -126,6 +127,7 @@ class Piece:
         self._tape = _Tape(table)
         wanted = iter(wants)
         self._leaves: list[Tensor] = []
+        self._taken: Counter[Layout] = Counter()
 
         def operand(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -135,8 +137,7 @@ class Piece:
                 self._leaves.append(own)
             return own
 
-        env = _asking(mode)
-        with env.noting() as self.asked:
+        with _asking(mode).noting(self._taken) as self.asked:
             args, kwargs = map_aggregate((args, dict(kwargs)), operand)
             with mode, enable_python_dispatcher(), torch.enable_grad(), self._tape:
                 self._value = call(*args, **kwargs)
@@ -171,7 +172,7 @@ class Piece:
     ) -> Derivative:
         results = {self._tape.ref(t): t for t in tree_leaves(self._value) if isinstance(t, Tensor)}
         outputs = [results[ref] for ref in tangents] + [self._leaves[i] for i in sums]
-        with _asking(self._mode).noting() as asked:
+        with _asking(self._mode).noting(self._taken) as asked:
             given = [self._tape.root(t, self._mode) for t in (*tangents.values(), *sums.values())]
             with self._mode, enable_python_dispatcher(), self._tape:
                 found = torch.autograd.grad(
