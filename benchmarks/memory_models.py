@@ -27,8 +27,7 @@ class Subject:
         make: returns it, in float32.
         inputs: spec of each argument.
         example: values of the inputs at some sizes.
-        sizes: points, batch included; odd, so that shares on two ranks are uneven. The first are
-            those of `--quick`.
+        sizes: points, batch included; odd, so that shares on two ranks are uneven.
         placed_for: sizes that the placement on two ranks is made for.
     """
 

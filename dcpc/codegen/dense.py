@@ -48,9 +48,10 @@ def dense_result(
         args: its arguments; FakeTensors, sizes and constants.
         kwargs: the same.
     """
-    if func in VIEW_OPS or func in _DENSE:
-        made = view_result(func, args) if func in VIEW_OPS else _DENSE[func](*args)
-        return None if kwargs else made
+    if func in VIEW_OPS:
+        return None if kwargs else view_result(func, args)
+    if func in _DENSE:
+        return None if kwargs else _DENSE[func](*args)
     if func in _REDUCTIONS:
         return _reduced(func, args, kwargs)
     return _pointwise(func, args, kwargs) if _is_pointwise(func) else None
