@@ -6,8 +6,8 @@ that rank does: its peak by torch.profiler's allocator events (gloo's buffers am
 bytes it saves by the real storages that its autograd node holds. Shares of two ranks are uneven;
 of both the worse one counts.
 
-`--quick` has every model by the eager backend, on one rank with nothing made again and on two with
-half and all; and Inductor for GPT on one rank with nothing made again.
+`--quick` has every model, of one layer, by the eager backend, on one rank with nothing made again
+and on two with half and all; and Inductor for GPT on one rank with nothing made again.
 Without it there are all settings of both backends, at all sizes. Inductor's compilations are
 minutes of C++, once a machine.
 """
@@ -128,13 +128,14 @@ class Model:
     Args:
         name: a key of `SUBJECTS`.
         found: what is measured of it.
+        layers: of the model.
     """
 
-    def __init__(self, name: str, found: Sequence[Setting]) -> None:
+    def __init__(self, name: str, found: Sequence[Setting], layers: int) -> None:
         self.name, self.subject = name, SUBJECTS[name]
         torch.manual_seed(0)
         buckets = dcpc.Buckets(self.subject.inputs, list(self.subject.sizes))
-        first = Split(self.subject.make(), buckets, self.subject.placed_for, "eager", sp=1)
+        first = Split(self.subject.make(layers), buckets, self.subject.placed_for, "eager", sp=1)
         hints = first.program.hints
         assert hints not in self.subject.sizes, f"the trace saw {hints}: choose another point"
         kinds = dict.fromkeys((s.backend, s.sp) for s in found)
@@ -217,11 +218,11 @@ def _run_rank(rank: int, model: Model, found: Sequence[Setting]) -> list[Point]:
     return points
 
 
-def measure(name: str, found: Sequence[Setting]) -> list[Point]:
+def measure(name: str, found: Sequence[Setting], layers: int) -> list[Point]:
     """Returns the points of one model, of several ranks the worse one."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the models are small: more threads only wait for each other
-    model = Model(name, found)
+    model = Model(name, found, layers)
     model.prepare(found)
     ranks = run_ranks(_run_rank, RANKS, model, found, timeout_s=TIME_LIMIT_S, fork=True)
     worst: dict[str, Point] = {}
@@ -270,16 +271,15 @@ def main() -> None:
         name: [
             s for s in settings(name, args.quick) if s.backend in args.backends and s.sp in args.sp
         ]
-        for name in args.models
+        for name in reversed(args.models)  # the last take longest
     }
     # Forked workers have what this process imported, seconds of it.
     with (
         harness.timed() as watch,
         ProcessPoolExecutor(MODELS_AT_A_TIME, mp_context=get_context("fork")) as pool,
     ):
-        # The first takes longest in a quick run, in which it is compiled; else the last do.
-        order = args.models[:1] + args.models[:0:-1]
-        running = {name: pool.submit(measure, name, wanted[name]) for name in order}
+        layers = 1 if args.quick else 2
+        running = {name: pool.submit(measure, name, wanted[name], layers) for name in wanted}
         points = [point for name in args.models for point in running[name].result()]
     header = ("point", "peak MB", "measured", "off %", "saved MB", "saved off B")
     harness.print_table("predicted against measured", header, [p.row() for p in points], digits=4)

@@ -24,44 +24,44 @@ class Subject:
     """One model to measure.
 
     Attributes:
-        make: returns it, in float32.
+        make: returns it, in float32, with so many layers.
         inputs: spec of each argument.
         example: values of the inputs at some sizes.
         sizes: points, batch included; odd, so that shares on two ranks are uneven.
         placed_for: sizes that the placement on two ranks is made for.
     """
 
-    make: Callable[[], nn.Module]
+    make: Callable[[int], nn.Module]
     inputs: Mapping[str, str]
     example: Callable[[Sizes], dict[str, Tensor]]
     sizes: tuple[Sizes, ...]
     placed_for: Sizes
 
 
-def _gpt() -> nn.Module:
-    return GPT(GPTConfig(vocab_size=VOCAB, dim=64, n_layers=2, n_heads=4))
+def _gpt(layers: int) -> nn.Module:
+    return GPT(GPTConfig(vocab_size=VOCAB, dim=64, n_layers=layers, n_heads=4))
 
 
-def _llama() -> nn.Module:
-    """Two layers, two query heads to a K/V head."""
+def _llama(layers: int) -> nn.Module:
+    """Two query heads to a K/V head."""
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=176, num_hidden_layers=2,
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=176, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 
-def _t5() -> nn.Module:
-    """Two layers each; its positions are a bias of attention that learns."""
+def _t5(layers: int) -> nn.Module:
+    """So many layers each; its positions are a bias of attention that learns."""
     config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=160, num_layers=2, num_heads=4,
+        vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=160, num_layers=layers, num_heads=4,
         dropout_rate=0.0, decoder_start_token_id=0,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
 
-def _stdit() -> nn.Module:
-    """A spatial and a temporal block, and its loss."""
+def _stdit(_: int) -> nn.Module:
+    """A spatial and a temporal block, however many layers, and its loss."""
     return RectifiedFlow(STDiT(VIDEO))
 
 

@@ -53,7 +53,7 @@ ATTENTION = {
 def test_flops_of_a_variant_are_those_of_torchs_counter(name):
     subject = SUBJECTS[name]
     split = Split(
-        subject.make(), dcpc.Buckets(subject.inputs, list(subject.sizes)), subject.placed_for, sp=1
+        subject.make(2), dcpc.Buckets(subject.inputs, list(subject.sizes)), subject.placed_for, sp=1
     )
     at = evaluator(split.variants.profile(split.placement, 0))
     for sizes in subject.sizes[2:]:
