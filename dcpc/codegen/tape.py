@@ -4,7 +4,7 @@ Equal calls (op, arguments, shapes, strides) make equal pieces, so a call is tra
 many blocks of a model, or placements of it, make it. Sizes stay symbols; a piece refers to them by
 the SymInts of one ShapeEnv. What torch asked of sizes on the way is noted with the piece: the same
 call of other symbols has the same piece, in their names, where the answers are the same
-(`renamed.py`).
+(`library.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from torch.utils._pytree import tree_leaves
 
-from dcpc.codegen.asking import Answers, AskingEnv, Layout, again, layout_of
+from dcpc.codegen.asking import Answers, Layout, again, asking, layout_of
 from dcpc.codegen.dense import dense_result
 from dcpc.codegen.layouts import as_laid
 from dcpc.codegen.writes import (
@@ -137,7 +137,7 @@ class Piece:
                 self._leaves.append(own)
             return own
 
-        with _asking(mode).noting(self._taken) as self.asked:
+        with asking(mode).noting(self._taken) as self.asked:
             args, kwargs = map_aggregate((args, dict(kwargs)), operand)
             with mode, enable_python_dispatcher(), torch.enable_grad(), self._tape:
                 self._value = call(*args, **kwargs)
@@ -172,7 +172,7 @@ class Piece:
     ) -> Derivative:
         results = {self._tape.ref(t): t for t in tree_leaves(self._value) if isinstance(t, Tensor)}
         outputs = [results[ref] for ref in tangents] + [self._leaves[i] for i in sums]
-        with _asking(self._mode).noting(self._taken) as asked:
+        with asking(self._mode).noting(self._taken) as asked:
             given = [self._tape.root(t, self._mode) for t in (*tangents.values(), *sums.values())]
             with self._mode, enable_python_dispatcher(), self._tape:
                 found = torch.autograd.grad(
@@ -186,11 +186,6 @@ class Piece:
             gradients=tuple(None if g is None else self._tape.ref(g) for g in found),
             asked=asked,
         )
-
-
-def _asking(mode: FakeTensorMode) -> AskingEnv:
-    assert isinstance(mode.shape_env, AskingEnv), "pieces are traced in an env that notes questions"
-    return mode.shape_env
 
 
 @dataclass(slots=True)

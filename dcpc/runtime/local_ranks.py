@@ -77,6 +77,8 @@ def run_ranks(
     Raises:
         RanksError: a rank raised, died or was killed.
     """
+    if not fork:
+        multiprocessing.set_forkserver_preload(["dcpc"])
     children: list[_Child] = []
     try:
         for rank in range(world):
@@ -133,7 +135,6 @@ def _start(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     make: Callable[..., BaseProcess] = ForkProcess if fork else ForkServerProcess
-    multiprocessing.set_forkserver_preload(["dcpc"])
     inherited = [*inherited, ours] if fork else []
     process = make(
         target=_main, args=(theirs, inherited, environment, init, timeout_s, fn, args), daemon=True

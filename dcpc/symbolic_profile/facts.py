@@ -38,18 +38,18 @@ class TensorFacts:
     @property
     def numel(self) -> sympy.Expr:
         """Number of elements."""
-        return product(self.shape)
+        return _product(self.shape)
 
     @property
     def size_bytes(self) -> sympy.Expr:
         """Bytes of a dense tensor of this shape."""
-        return product((self.numel, self.dtype.itemsize))
+        return _product((self.numel, self.dtype.itemsize))
 
     @property
     def read_bytes(self) -> sympy.Expr:
         """Bytes that reading it once touches: a broadcast dim (stride 0) counts once."""
         pairs = zip(self.shape, self.strides, strict=True)
-        return product((self.dtype.itemsize, *(n for n, stride in pairs if stride != 0)))
+        return _product((self.dtype.itemsize, *(n for n, stride in pairs if stride != 0)))
 
     def contiguous(self, order: tuple[int, ...] | None = None) -> bool:
         """Returns whether the dims, taken in this order, are dense with the last one fastest."""
@@ -88,7 +88,7 @@ class TensorFacts:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def product(sizes: tuple[sympy.Expr | int, ...]) -> sympy.Expr:
+def _product(sizes: tuple[sympy.Expr | int, ...]) -> sympy.Expr:
     """Returns the product of some sizes."""
     return sympy.Mul(*sizes)
 
