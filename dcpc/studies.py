@@ -15,7 +15,8 @@ import sympy
 import torch
 from torch import fx
 
-from dcpc.codegen import VIEWS, Key, Lowering, size_key
+from dcpc.codegen import VIEWS, Key, Lowering
+from dcpc.fakes import size_key
 from dcpc.folding import Folded
 from dcpc.ir import Fold, Placement, Profile, Program, tensor_operands
 from dcpc.passes.recompute import AlikeBlocks, Call, Memory, Menu, recompute_menu

@@ -1,6 +1,5 @@
 """Phase 4: a plan becomes a runnable variant, and the Python a person can read."""
 
-from dcpc.codegen.asking import size_key
 from dcpc.codegen.backends import compile_graph, decompositions
 from dcpc.codegen.build import Key, Lowering
 from dcpc.codegen.collectives import bind_group, wire_log
@@ -23,6 +22,5 @@ __all__ = [
     "decompositions",
     "delivering",
     "excerpt",
-    "size_key",
     "wire_log",
 ]

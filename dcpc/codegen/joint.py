@@ -21,11 +21,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.graphs import LazyGraphModule, without_unused
-from dcpc.codegen.integers import Emitter
 from dcpc.codegen.library import Library, Renamed
 from dcpc.codegen.lower import IntegerInput, Lowered
 from dcpc.codegen.tape import Op, Piece, Ref
 from dcpc.errors import CodegenError
+from dcpc.integers import Emitter
 from dcpc.ir import Program
 
 aten = torch.ops.aten

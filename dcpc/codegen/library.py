@@ -18,8 +18,9 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from dcpc.codegen.asking import Answers, AskingEnv, Layout, again_of, layout_of, size_key
+from dcpc.codegen.asking import Answers, AskingEnv, again_of
 from dcpc.codegen.tape import Derivative, Op, Piece, Ref
+from dcpc.fakes import Layout, layout_of, size_key
 
 Names: TypeAlias = Mapping[sympy.Symbol, sympy.Symbol]
 

@@ -21,9 +21,9 @@ import dcpc.attention  # registers the op
 import dcpc.codegen.collectives
 import dcpc.random_ops  # noqa: F401 - as these two do
 from dcpc.codegen.graphs import LazyGraphModule, without_unused
-from dcpc.codegen.integers import Emitter
 from dcpc.codegen.local_attention import local_attention
 from dcpc.codegen.pieces import Run, runs
+from dcpc.integers import Emitter
 from dcpc.ir import (
     REPLICATED,
     Factor,

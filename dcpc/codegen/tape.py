@@ -22,10 +22,11 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from torch.utils._pytree import tree_leaves
 
-from dcpc.codegen.asking import Answers, Layout, again, asking, layout_of
-from dcpc.codegen.dense import dense_result
+from dcpc.codegen.asking import Answers, again, asking
 from dcpc.codegen.layouts import as_laid
-from dcpc.codegen.writes import (
+from dcpc.errors import CodegenError
+from dcpc.fakes import Layout, dense_result, layout_of
+from dcpc.writes import (
     APART,
     PLAIN,
     View,
@@ -36,7 +37,6 @@ from dcpc.codegen.writes import (
     without_results,
     written,
 )
-from dcpc.errors import CodegenError
 
 aten = torch.ops.aten
 

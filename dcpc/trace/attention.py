@@ -344,9 +344,7 @@ def _broadcast(
     made = []
     for x in (q, k, v):
         keep = {rank - 3} if few and x is not q else set()
-        needed = [
-            d for d in range(rank - 2) if d not in keep and not _same_size(x, widest[d], d)
-        ]
+        needed = [d for d in range(rank - 2) if d not in keep and not _same_size(x, widest[d], d)]
         if needed:
             sizes = edit.shape(x)
             for d in needed:

@@ -60,7 +60,8 @@ def refuse_branches(
                         f"{what}; expected a graph that holds at every bucket, and at {named} it "
                         "does not; look for a Python int(), a comparison, a square root or a "
                         "tensor_split of a size in forward, or keep to sizes where it holds"
-                        + ", the batch among them" * _of_batch(expr, buckets, symbols)
+                        + ", the batch among them"
+                        * _of_batch(expr, buckets, symbols)
                     )
                 warnings.warn(
                     f"{what}, and at {named} that is not so: right where forward only pads to a "
@@ -80,9 +81,7 @@ def _is_remainder(expr: sympy.Basic) -> bool:
     )
 
 
-def _of_batch(
-    expr: sympy.Basic, buckets: Buckets, symbols: Mapping[str, sympy.Symbol]
-) -> bool:
+def _of_batch(expr: sympy.Basic, buckets: Buckets, symbols: Mapping[str, sympy.Symbol]) -> bool:
     """Whether an assertion is of a batch that the planner chooses."""
     free = any(bucket.batch is None for bucket in buckets.buckets)
     return free and symbols.get(BATCH) in expr.free_symbols

@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dcpc.buckets import Buckets
 from dcpc.errors import TraceError
+from dcpc.fakes import telling
 from dcpc.garbage import without_collection
 from dcpc.ir import Program, TensorInfo
 from dcpc.trace import dims as named
@@ -36,6 +37,8 @@ from dcpc.trace.autocast import casting, share_casts
 from dcpc.trace.branches import refuse_branches
 from dcpc.trace.canonical import canonicalise
 from dcpc.trace.capturable import Capturable
+from dcpc.trace.functional import functional
+from dcpc.trace.gradients import detach_without_grad
 from dcpc.trace.losses import spread_row_losses
 from dcpc.trace.single_key import depends_on
 
@@ -104,7 +107,8 @@ def trace(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = Non
     """
     # A hit in torch's cache of fake results costs more than the op: its symbolic sizes and strides
     # are compared and multiplied anew, twice for a view. Without it a trace takes a quarter less.
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), without_collection():
+    uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    with uncached, without_collection(), telling():
         return _traced(model, buckets, autocast)
 
 
@@ -165,15 +169,16 @@ def _export(
                     strict=False,
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )
-            _detach_without_grad(exported.graph_module)
+            detach_without_grad(exported)
             for inner in exported.graph_module.modules():  # `with` blocks have graphs of their own
                 if isinstance(inner, fx.GraphModule):
                     spread_row_losses(inner.graph)
                     inner.recompile()
-            functional: ExportedProgram = exported.run_decompositions({})
-            if autocast is not None:
-                share_casts(functional.graph, _cached_by_autocast(functional))
-            return functional
+            if autocast is None:
+                return functional(exported)
+            cast: ExportedProgram = exported.run_decompositions({})
+            share_casts(cast.graph, _cached_by_autocast(cast))
+            return cast
     except TraceError:
         raise
     except Exception as error:
@@ -196,25 +201,6 @@ def _cached_by_autocast(exported: ExportedProgram) -> set[str]:
     return {
         n for n, t in held.items() if state[t].requires_grad and state[t].dtype == torch.float32
     }
-
-
-def _detach_without_grad(gm: fx.GraphModule) -> None:
-    """Detaches what a `torch.no_grad()` block of forward makes.
-
-    The block is a nested graph; functionalising inlines it and forgets that no gradient flows out.
-    """
-    for node in list(gm.graph.nodes):
-        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
-            continue
-        for item in [u for u in node.users if u.target is operator.getitem]:
-            value = item.meta.get("val")
-            if isinstance(value, Tensor) and value.is_floating_point():
-                with gm.graph.inserting_after(item):
-                    held = gm.graph.call_function(torch.ops.aten.detach.default, (item,))
-                held.meta = dict(item.meta)
-                for user in [u for u in item.users if u is not held]:
-                    user.replace_input_with(item, held)
-    gm.recompile()
 
 
 def _explain(error: Exception, model: nn.Module) -> str:

@@ -74,9 +74,7 @@ def meshgrid(node: fx.Node, edit: Editor) -> fx.Node | None:
     """Each result is one list of positions along a dim of its own, expanded along the others."""
     operands: Any = node.args[0]
     indexing = node.args[1] if len(node.args) > 1 else node.kwargs.get("indexing", "ij")
-    lengths = [
-        1 if x.meta["val"].ndim == 0 else edit.sizes(x, [0])[0] for x in operands
-    ]
+    lengths = [1 if x.meta["val"].ndim == 0 else edit.sizes(x, [0])[0] for x in operands]
     dims = list(range(len(operands)))
     if indexing == "xy" and len(operands) > 1:
         dims[:2] = [1, 0]
@@ -102,9 +100,7 @@ def _instead(node: fx.Node, values: list[fx.Node]) -> fx.Node | None:
     return values[0]  # no user is left
 
 
-def slices(
-    node: fx.Node, edit: Editor, source: fx.Node, dim: int, sizes: list[Any]
-) -> fx.Node:
+def slices(node: fx.Node, edit: Editor, source: fx.Node, dim: int, sizes: list[Any]) -> fx.Node:
     """Pieces of one dim whose lengths are sizes of the graph, as slices."""
     starts: list[Any] = [0]
     for size in sizes[:-1]:

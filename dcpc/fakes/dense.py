@@ -1,6 +1,6 @@
 """What common calls return on dense fake tensors, told from the expressions of their sizes.
 
-torch tells it by asking about each size and stride in turn, which is most of what tracing a piece
+torch tells it by asking about each size and stride in turn, which is most of what tracing
 takes. What is told here is so at any sizes, and nothing is asked.
 """
 
@@ -18,8 +18,9 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from dcpc.codegen.asking import empty, size_key
-from dcpc.codegen.dense_views import VIEW_OPS, view_result
+from dcpc.fakes.layouts import size_key
+from dcpc.fakes.made import empty, is_told
+from dcpc.fakes.views import VIEW_OPS, view_result
 
 aten = torch.ops.aten
 
@@ -73,8 +74,8 @@ def _pointwise(
 ) -> Tensor | None:
     leaves = tree_leaves((args, dict(kwargs)))
     operands = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    wide = [t for t in operands if t.ndim and isinstance(t, FakeTensor)]
-    if not wide or not all(isinstance(t, FakeTensor) for t in operands):
+    wide = [t for t in operands if t.ndim and is_told(t)]
+    if not wide or not all(map(is_told, operands)):
         return None
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
         return None
@@ -175,7 +176,7 @@ def _dtype_of(
     kinds = ((x.dtype, x.ndim) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
     key = (func, len(args), *kwargs, *kinds)
     if key not in _dtypes:
-        with _disable_current_modes():
+        with _disable_current_modes(), torch._C._DisableAutocast():
             tiny_args, tiny_kwargs = map_aggregate((args, dict(kwargs)), _tiny)
             _dtypes[key] = func(*tiny_args, **tiny_kwargs).dtype
     return _dtypes[key]
@@ -194,7 +195,7 @@ def _reduced(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
     source, over, keeps = (*args, False)[:3]
-    if not isinstance(source, FakeTensor) or not source.ndim or not over or not _is_dense(source):
+    if not is_told(source) or not source.ndim or not over or not _is_dense(source):
         return None
     gone = {dim % source.ndim for dim in over}
     left = [(i, size) for i, size in enumerate(source.shape) if keeps or i not in gone]
@@ -218,6 +219,21 @@ def _addmm(bias: Any, left: Any, right: Any) -> Tensor | None:
     return _mm(left, right) if fits else None
 
 
+def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
+    if not _are_alike(x, weight, *[] if bias is None else [bias]) or x.ndim < 2 or weight.ndim != 2:
+        return None
+    columns, inner = weight.shape
+    if size_key(x.shape[-1]) != size_key(inner):
+        return None
+    return empty([*x.shape[:-1], columns], x.dtype, *_place(x))
+
+
+def _whole_norm(x: Any, _: Any, weight: Any = None, *rest: Any) -> Tensor | None:
+    """The result alone of layer norm, or of the root mean square's, which has no bias."""
+    bias = rest[0] if rest and isinstance(rest[0], Tensor) else None
+    return empty(x.shape, x.dtype, *_place(x)) if _is_norm(x, weight, bias) else None
+
+
 def _norm(x: Any, normalized: Sequence[Any], weight: Any, bias: Any, _: float) -> Any:
     """Layer norm: its result, and mean and deviation of each row."""
     if not _is_norm(x, weight, bias):
@@ -238,26 +254,22 @@ def _norm_backward(
 
 
 def _is_norm(x: Any, *others: Any) -> bool:
-    """Whether operands are dense, of one dtype that the kernel keeps; None is no operand."""
-    given = [x, *(t for t in others if t is not None)]
-    if not _are_alike(*given) or not all(map(_is_dense, given)):
+    """Whether operands are of one dtype that the kernel keeps; None is no operand."""
+    if not _are_alike(x, *(t for t in others if t is not None)):
         return False
     return x.dtype in (torch.float32, torch.float64) or x.device.type == "cpu"
 
 
 def _spread(gradient: Any, sizes: Sequence[Any], *_: Any) -> Tensor | None:
     """The backward of a view of a part: zeros, and the gradient where the part was."""
-    if not isinstance(gradient, FakeTensor):
+    if not is_told(gradient):
         return None
     return empty(sizes, gradient.dtype, *_place(gradient))
 
 
 def _are_alike(*tensors: Any) -> bool:
     """Whether these are fake tensors of one dtype and device."""
-    return (
-        all(isinstance(t, FakeTensor) for t in tensors)
-        and len({(t.device, t.dtype) for t in tensors}) == 1
-    )
+    return all(map(is_told, tensors)) and len({(t.device, t.dtype) for t in tensors}) == 1
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -278,6 +290,9 @@ def _place(tensor: FakeTensor) -> tuple[torch.device, FakeTensorMode]:
 _DENSE: Mapping[Any, Callable[..., Any]] = {
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
+    aten.linear.default: _linear,
+    aten.layer_norm.default: _whole_norm,
+    aten.rms_norm.default: _whole_norm,
     aten.native_layer_norm.default: _norm,
     aten.native_layer_norm_backward.default: _norm_backward,
     aten.select_backward.default: _spread,

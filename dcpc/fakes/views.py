@@ -11,9 +11,9 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
-from dcpc.codegen.asking import size_key, strided
+from dcpc.fakes.layouts import size_key
+from dcpc.fakes.made import is_told, strided
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def view_result(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Tensor | 
         args: its arguments, all of them by position; the first a tensor.
     """
     source = args[0]
-    if not isinstance(source, FakeTensor) or source.dtype.is_complex:
+    if not is_told(source) or source.dtype.is_complex:
         return None
     found = VIEW_OPS[func](*args)
     return None if found is None else strided(source, *found)

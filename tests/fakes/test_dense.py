@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from dcpc.codegen.asking import AskingEnv, layout_of
-from dcpc.codegen.dense import dense_result
+from dcpc.codegen.asking import AskingEnv
+from dcpc.fakes import dense_result, layout_of
 
 aten = torch.ops.aten
 SIZES = {"b": 3, "t": 5, "s": 7}
@@ -72,6 +72,10 @@ def matrix(n, make):
     return make(6, 8).t()
 
 
+def wide(n, make):
+    return make(8, 8)
+
+
 def deviation(n, make):
     return make(n["b"], n["t"], n["s"], 1)
 
@@ -120,7 +124,13 @@ CALLS = [
     (aten.view.default, (thin, of("b", 1, "t", "s", 2, 4))),
     (aten.mm.default, (rows, matrix)),
     (aten.native_layer_norm.default, (whole, [8], vector, vector, 1e-5)),
-    *((aten.native_layer_norm.default, (x, [8], None, None, 1e-5)) for x in (whole, halved)),
+    *((aten.native_layer_norm.default, (x, [8], None, None, 1e-5)) for x in (*VIEWED, halved)),
+    *((aten.linear.default, (a, wide, *b)) for a in VIEWED for b in ([], [vector])),
+    *((aten.linear.default, (a, wide, vector)) for a in (rows, matrix, halved)),
+    *((f.default, (a, [8], *w)) for f in (aten.layer_norm, aten.rms_norm) for a in (*VIEWED, halved)
+      for w in ([], [vector])),
+    (aten.layer_norm.default, (whole, [8], vector, vector, 1e-5, False)),
+    (aten.rms_norm.default, (whole, [8], None, 1e-6)),
     (aten.native_layer_norm.default, (halved, [8], vector, vector, 1e-5)),
     *(
         (aten.native_layer_norm_backward.default, (g, whole, [8], deviation, deviation, w, w, m))
