@@ -186,8 +186,11 @@ def _bounded(
         else:
             break
         other = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
+        while other.samples == batch.samples and not shrinks and other.after.start < len(order):
+            limit *= 2  # the next sample is longer than what was added
+            other = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
         if other.samples == batch.samples:
-            break  # no more samples within the window, or none left
+            break  # none left, or no smaller batch
         batch = other
     else:
         plan, rows = _planned(batch, fit, table, recipe)

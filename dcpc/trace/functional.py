@@ -103,7 +103,9 @@ class _Copy:
         for node in self._gm.graph.find_nodes(op="placeholder"):
             self._note(node)
             at[node] = self._enter(self.graph.node_copy(node), node.meta.get("val"))
+        self._top = self.graph.call_function(operator.pos)  # sizes are made before it
         result = self._inline(self._gm, at)
+        self.graph.erase_node(self._top)
         self.graph.output(result)
         self.graph.eliminate_dead_code()
         return self.graph
@@ -137,8 +139,8 @@ class _Copy:
                 return self._taken_apart(node, node.target, at)
         elif not _is_of_numbers(node):
             raise _BeyondError
-        elif isinstance(node.meta["val"], torch.SymInt) and node.meta["val"].node.expr.is_Integer:
-            return int(node.meta["val"].node.expr)  # known to be that by now
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            return self.node_of(node.meta["val"])
         copied = self.graph.node_copy(node, lambda n: self._given(n, at))
         return self._enter(copied, node.meta.get("val"))
 
@@ -250,8 +252,6 @@ class _Copy:
         if isinstance(value, Tensor):
             self._kept.append(value)
             self._nodes[id(value)] = node
-        elif isinstance(value, torch.SymInt):
-            self._emitter.know(value.node.expr, node)
         return node
 
     # -------------------------------------------------------------------------- composite calls
@@ -289,9 +289,13 @@ class _Copy:
             return self._nodes[id(leaf)]
         if not isinstance(leaf, torch.SymInt):
             return leaf
-        for symbol in leaf.node.expr.free_symbols - self._symbols.keys():
-            self._symbols[symbol] = self._size(symbol)
-        return self._emitter.emit(leaf.node.expr)
+        with self.graph.inserting_before(self._top):  # equal blocks read it from outside of them
+            for symbol in leaf.node.expr.free_symbols - self._symbols.keys():
+                self._symbols[symbol] = self._size(symbol)
+            try:
+                return self._emitter.emit(leaf.node.expr)
+            except CodegenError as error:
+                raise _BeyondError from error
 
     def _size(self, symbol: sympy.Symbol) -> fx.Node:
         """Returns what makes a symbol of a size of an input: of so many times it, and so many more.

@@ -314,6 +314,14 @@ def test_accumulation_is_within_its_bounds(lengths, tokens, least, more, mode):
         assert max(runs(steps[0])) >= least
 
 
+def test_a_batch_grows_by_a_sample_longer_than_itself():
+    options = {"min_grad_accumulation_steps": 2, "max_grad_accumulation_steps": 3}
+    steps = list(
+        loader_for(RaggedWithDims([1, 1, 4, 6]), tokens_per_step=2, mode="inter", **options)
+    )
+    assert [max(runs(step)) for step in steps] == [2, 1]
+
+
 def test_bounds_in_the_wrong_order_are_refused():
     options = {"min_grad_accumulation_steps": 4, "max_grad_accumulation_steps": 3}
     with pytest.raises(DataError, match=r"max_grad_accumulation_steps: got 3; expected.*>= 4"):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.trace import by_torch, said
 from dcpc.buckets import Buckets
 from dcpc.errors import TraceError
-from dcpc.trace import capture, trace
-from tests.trace.test_telling import graph_of
+from dcpc.trace import trace
 
 BUCKETS = Buckets({"x": "float64[batch, seq, 4]"}, [{"seq": 8}, {"seq": 17}])
 OWN, TORCHS = {}, {}  # forward -> its name; made by the copy, and left to torch
@@ -221,11 +221,11 @@ def test_who_makes_it(name, monkeypatch):
     assert bool(left) == (name in TORCHS)
 
 
-def test_dropout_in_training(monkeypatch):
+def test_dropout_in_training():
     model = Net(lambda h, x: nn.functional.dropout(h, 0.5, True))
-    ours = graph_of(trace(model, BUCKETS))
-    monkeypatch.setattr(capture, "functional", lambda e: e.run_decompositions({}))
-    assert ours == graph_of(trace(model, BUCKETS))
+    ours = said(trace(model, BUCKETS))
+    with by_torch():
+        assert ours == said(trace(model, BUCKETS))
 
 
 @pytest.mark.parametrize("forward", [written_in_a_block, written_through_detach])
