@@ -148,6 +148,8 @@ class _Copy:
         """Returns an argument with what holds the values of its nodes now."""
 
         def now(node: fx.Node) -> Any:
+            if node not in at:
+                raise _BeyondError
             return fx.map_arg(at[node], self._now)
 
         return fx.map_arg(value, now)
@@ -211,8 +213,10 @@ class _Copy:
         must have been made since it was written to.
         """
         memory = self._memories[target.meta["val"].untyped_storage()._cdata]
+        if not memory.nodes or any(n.graph is not node.graph for n in memory.nodes):
+            raise _BeyondError
         root, *others = memory.nodes
-        if root.op != "call_function" or any(n.graph is not node.graph for n in memory.nodes):
+        if root.op != "call_function":
             raise _BeyondError
         views, source = [], target
         while source is not root:
@@ -261,6 +265,8 @@ class _Copy:
         args, kwargs = map_aggregate(self._given((node.args, dict(node.kwargs)), at), _value)
         with self._recording(node):
             result = call.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise _BeyondError
         return map_aggregate(result, self.node_of)
 
     def add(self, like: fx.Node, func: OpOverload, args: Any, kwargs: Any, value: Any) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.trace import by_torch, said
@@ -244,3 +246,54 @@ def test_what_has_no_gradient_is_written_in_a_block():
 
     model = Net(forward)
     assert_plain_numbers(trace(model, BUCKETS), model)
+
+
+VIEWS = (
+    lambda t: t[:, 1:],
+    lambda t: t[..., :2],
+    lambda t: t.transpose(0, 1),
+    lambda t: t[0],
+    lambda t: t[..., 1],
+    lambda t: t.unsqueeze(0),
+    lambda t: t.flatten(),
+    lambda t: t.detach(),
+    lambda t: t.chunk(2, -1)[0],
+)
+WRITES = (
+    lambda t, x: t.add_(1),
+    lambda t, x: t.mul_(2).sub_(0.5),
+    lambda t, x: t.copy_(t.flip(0) * 3),
+    lambda t, x: t.fill_(0.25),
+    lambda t, x: t.masked_fill_(t > 0.5, -1.0),
+    lambda t, x: t.add_(x.mean()),
+)
+READS = (lambda t: t.sum(), lambda t: (t * t).mean(), lambda t: t.clone().max())
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("vwr"), st.integers(0, 50), st.integers(0, 50)),
+        min_size=3,
+        max_size=9,
+    )
+)
+def test_any_order_of_views_writes_and_reads(steps):
+    """What has no gradient may be written to in any order."""
+
+    def forward(h, x):
+        tensors, sums = [x * 2, x + 1], [h]
+        for kind, which, index in steps:
+            tensor = tensors[index % len(tensors)]
+            if kind == "v" and tensor.ndim > 2:
+                tensors.append(VIEWS[which % len(VIEWS)](tensor))
+            elif kind == "w":
+                tensors.append(WRITES[which % len(WRITES)](tensor, x))
+            else:
+                sums.append(READS[which % len(READS)](tensor) * (len(sums) + 1))
+        return sum(sums, start=h) + sum(t.sum() for t in tensors[:2])
+
+    model = Net(forward)
+    program = trace(model, BUCKETS)
+    assert_nothing_writes(program)
+    assert_plain_numbers(program, model)
