@@ -38,7 +38,7 @@ from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
 
 DEVICE = "a100-80gb"
 DEGREES = (1, 2, 4, 8)
-DEPTH = 4  # pairs of blocks that are traced: the first is like no other, then first, middle, last
+DEPTH = 4  # pairs of blocks that are traced: three are planned, the second of them for the rest
 WORKERS = 2
 LEVELS = 8  # of recompute, from nothing to all
 ROOT = Path(__file__).parents[1]

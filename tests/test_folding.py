@@ -199,7 +199,7 @@ def test_video_blocks(backend):
     for sp in (1, 4):
         placement = variants.placement(at, sp)
         (check if backend == "eager" else check_kernels)(variants, placement, at)
-    # The first pair of blocks is wired otherwise than the copies: it is a block of its own, too.
+    # A first pair that was wired otherwise than the copies once was made again together with one.
     every, placement = whole(variants), variants.placement(at, 1)
     peaks = [v.predict(placement, v.steps(placement), at).peak_bytes for v in (variants, every)]
     assert peaks[0] <= 1.05 * peaks[1]
