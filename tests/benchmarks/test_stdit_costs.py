@@ -1,4 +1,4 @@
-"""What a trace of four pairs of blocks tells of a deeper model is what the deeper one costs."""
+"""What a trace of three pairs of blocks tells of a deeper model is what the deeper one costs."""
 
 import warnings
 
@@ -14,7 +14,7 @@ POINTS = (Point(15, 144, 3), Point(30, 920, 1), Point(120, 3600, 1), Point(120, 
 
 
 @pytest.mark.slow
-def test_four_pairs_tell_six():
+def test_three_pairs_tell_six():
     warnings.simplefilter("ignore")
     config = STDiTConfig(depth=6, dim=96, heads=4, text_dim=64, text_len=20)
     with torch.device("meta"):
