@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import dcpc
 from benchmarks import harness
 from benchmarks.stdit_costs import INPUTS
-from benchmarks.zoo_models import NAMED, ZooModel
+from benchmarks.zoo_models import NAMED
 from dcpc.ir import Program
 from dcpc.trace import capture, trace
 from models.stdit import XL, RectifiedFlow, STDiT
@@ -119,12 +119,6 @@ def both(name: str, make: Callable[[], nn.Module], buckets: dcpc.Buckets, turns:
     )
 
 
-def of_zoo(model: ZooModel) -> dcpc.Buckets:
-    """Returns the buckets of a model of the zoo."""
-    shapes = {tuple(sorted(s.items())): s for s in (*model.sizes, model.coverage_sizes)}
-    return dcpc.Buckets(inputs=model.inputs, sizes=list(shapes.values()))
-
-
 def llama(layers: int) -> nn.Module:
     """Returns a Llama on the meta device: a trace needs no weights."""
     config = LlamaConfig(
@@ -149,7 +143,7 @@ def subjects(quick: bool) -> Mapping[str, tuple[Callable[[], nn.Module], dcpc.Bu
     text = {n: "int64[batch, seq]" for n in ("input_ids", "labels")}
     texts = dcpc.Buckets(text, [{"seq": 128}, {"seq": 4_096}])
     found: dict[str, tuple[Callable[[], nn.Module], dcpc.Buckets]] = {
-        name: (model.make, of_zoo(model)) for name, model in NAMED.items()
+        name: (model.make, model.buckets) for name, model in NAMED.items()
     }
     for layers in (4, 16):
         found[f"Llama, {layers} layers"] = (lambda layers=layers: llama(layers)), texts

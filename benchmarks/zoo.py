@@ -25,7 +25,6 @@ import torch
 from benchmarks.harness import Cell, parser, print_table, write_report
 from benchmarks.zoo_models import DEPTH, NAMED, ZooModel
 from dcpc.acceptance import Prepared, Verdict, compare, nan_as_infinite, prepare
-from dcpc.buckets import Buckets
 from dcpc.passes.lowerings import LOWERINGS
 from dcpc.runtime.local_ranks import run_ranks
 
@@ -44,11 +43,9 @@ def table(which: str) -> Mapping[str, ZooModel]:
 
 def prepared(model: ZooModel, sp: int, ways: Sequence[str]) -> Prepared | Verdict:
     """Returns one model traced, placed and lowered for a group of `sp` ranks."""
-    shapes = {tuple(sorted(s.items())): s for s in (*model.sizes, model.coverage_sizes)}
-    buckets = Buckets(inputs=model.inputs, sizes=list(shapes.values()))
     return prepare(
         model.make,
-        buckets,
+        model.buckets,
         model.sizes,
         sp,
         large=model.coverage_sizes,

@@ -17,6 +17,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from dcpc.buckets import Buckets
+
 VOCABULARY = 64
 DEPTH = {"layers": 2}  # of the named models; `--quick` takes 1, as tracing is most of its time
 
@@ -41,6 +43,12 @@ class ZooModel:
     sizes: tuple[Sizes, ...]
     coverage_sizes: Sizes
     example: Example | None = None
+
+    @property
+    def buckets(self) -> Buckets:
+        """Every shape once."""
+        shapes = {tuple(sorted(s.items())): s for s in (*self.sizes, self.coverage_sizes)}
+        return Buckets(inputs=self.inputs, sizes=list(shapes.values()))
 
 
 class Denoiser(nn.Module):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import operator
 import re
 import traceback
 import warnings
@@ -38,7 +37,7 @@ from dcpc.trace.branches import refuse_branches
 from dcpc.trace.canonical import canonicalise
 from dcpc.trace.capturable import Capturable
 from dcpc.trace.functional import functional
-from dcpc.trace.gradients import detach_without_grad
+from dcpc.trace.gradients import detach_without_grad, flowing, trainable
 from dcpc.trace.losses import spread_row_losses
 from dcpc.trace.single_key import depends_on
 
@@ -326,14 +325,14 @@ def _program(
     constants = {n: exported.constants[t] for n, t in lifted.items()}
     inputs = dict(zip(map(str, signature.user_inputs), buckets.inputs, strict=True))
     env = _shape_env(gm)
-    trainable = {n for n, p in parameters.items() if _requires_grad(exported, n)}
+    flows = flowing(gm.graph, trainable(exported))
     info: dict[str, TensorInfo] = {}
     cache: dict[sympy.Expr, sympy.Expr] = {}
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             shape = tuple(_size(size, env, mapping, cache) for size in value.shape)
-            info[node.name] = TensorInfo(shape, value.dtype, _flows(node, value, info, trainable))
+            info[node.name] = TensorInfo(shape, value.dtype, node in flows)
     _assert_all_named(info, symbols)
     scalars = {
         node.name: _size(node.meta["val"], env, mapping, cache)
@@ -366,27 +365,6 @@ def hash_of(code: str, facts: str) -> str:
     """
     text = _DEVICE.sub("device", code) + facts
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _requires_grad(exported: ExportedProgram, placeholder: str) -> bool:
-    target = exported.graph_signature.inputs_to_parameters[placeholder]
-    return bool(exported.state_dict[target].requires_grad)
-
-
-def _flows(
-    node: fx.Node, value: Tensor, info: Mapping[str, TensorInfo], trainable: set[str]
-) -> bool:
-    """Whether a gradient flows through the node's value."""
-    if node.op == "placeholder":
-        return node.name in trainable
-    if not (value.is_floating_point() or value.is_complex()):
-        return False
-    if node.target is torch.ops.aten.detach.default:
-        return False
-    sources = node.all_input_nodes
-    if node.target is operator.getitem:  # of an op that returns several tensors
-        sources = sources[0].all_input_nodes
-    return any(i.name in info and info[i.name].requires_grad for i in sources)
 
 
 def _size(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
 
 from dcpc.errors import TraceError
 
@@ -27,7 +28,7 @@ def detach_without_grad(exported: ExportedProgram) -> None:
             Autograd knows nothing of the write: the gradient is what it was without.
     """
     gm = exported.graph_module
-    flows = _flowing(exported)
+    flows = flowing(gm.graph, trainable(exported))
     for call, root, is_detached in _writes(gm.graph):
         if is_detached and root in flows:
             raise _past_autograd(call, root)
@@ -61,26 +62,38 @@ def _past_autograd(call: fx.Node, root: fx.Node) -> TraceError:
     )
 
 
-def _flowing(exported: ExportedProgram) -> set[object]:
-    """Returns the calls and placeholders of the outer graph that have a gradient."""
+def trainable(exported: ExportedProgram) -> set[str]:
+    """Returns the placeholders of parameters that learn."""
     held = exported.graph_signature.inputs_to_parameters
+    return {n for n, name in held.items() if exported.state_dict[name].requires_grad}
+
+
+def flowing(graph: fx.Graph, learning: set[str]) -> set[object]:
+    """Returns the nodes that make something with a gradient.
+
+    Args:
+        graph: an exported one; blocks without gradients may be nested in it.
+        learning: placeholders of parameters that learn.
+    """
     found: set[object] = set()
-    for node in exported.graph_module.graph.nodes:
-        value = node.meta.get("val")
+    for node in graph.nodes:
         if node.op == "placeholder":
-            name = held.get(node.name)
-            flows = name is not None and exported.state_dict[name].requires_grad
-        elif node.target is _BLOCK:
-            flows = bool(node.args[0]) and any(n in found for n in node.all_input_nodes)
+            flows = node.name in learning
+        elif node.target is _BLOCK and not node.args[0]:
+            flows = False
         else:
-            exact = isinstance(value, Tensor) and not (
-                value.is_floating_point() or value.is_complex()
-            )
-            cut = exact or node.target in (aten.detach.default, aten.detach_.default)
-            flows = not cut and any(n in found for n in node.all_input_nodes)
+            cut = node.target in (aten.detach.default, aten.detach_.default)
+            flows = not cut and _may_flow(node) and any(n in found for n in node.all_input_nodes)
         if flows:
             found.add(node)
     return found
+
+
+def _may_flow(node: fx.Node) -> bool:
+    """Whether any result is a tensor that can have a gradient; a size of one cannot."""
+    leaves = tree_leaves(node.meta.get("val"))
+    tensors = (t for t in leaves if isinstance(t, Tensor))
+    return any(t.is_floating_point() or t.is_complex() for t in tensors)
 
 
 def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
