@@ -22,6 +22,7 @@ from benchmarks.harness import Cell
 from dcpc.acceptance.exactness import example_inputs
 from dcpc.acceptance.split import Split
 from dcpc.calibrate import calibrate
+from dcpc.calibrate.fit import scaled
 from dcpc.calibrate.links import time_collectives
 from dcpc.codegen import bind_group
 from dcpc.passes.lowerings import LOWERINGS
@@ -185,17 +186,7 @@ def shared(fits: Fits, p: int, cores: int) -> Fits:
     ranks wanted the core meanwhile. Collectives are measured by the clock, among all ranks.
     """
     share = max(1.0, p / cores)
-    classes = tuple(
-        replace(
-            c,
-            launch_s=c.launch_s * share,
-            s_per_flop=c.s_per_flop * share,
-            s_per_byte=c.s_per_byte * share,
-            knots=tuple((at, value * share) for at, value in c.knots),
-        )
-        for c in fits.classes
-    )
-    return replace(fits, classes=classes, launch_s=fits.launch_s * share)
+    return replace(fits, classes=scaled(fits.classes, share), launch_s=fits.launch_s * share)
 
 
 class Prepared:

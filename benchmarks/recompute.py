@@ -372,6 +372,8 @@ def compare_all(
     # The longest jobs first; a process's allocator events are its own.
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
         planned = pool.submit(plan_seconds) if planning else None
+        if planned:
+            planned.result()  # alone: two processes slow each other down
         jobs = [
             pool.submit(compare, name, subjects[name], sizes, settings, shares)
             for name in reversed(names)

@@ -183,10 +183,12 @@ def _calls(
 
 
 def _shape(value: object) -> object:
-    """Returns what values of one dtype and shape share."""
+    """Returns what values of equal dtypes and shapes share."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(map(size_key, value.shape))
-    return str(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_shape, value))
+    return size_key(value)
 
 
 def _memory(lowering: Lowering, meter: Meter, sizes: Sizes) -> Memory:

@@ -125,7 +125,8 @@ def calibration_text(found: Calibration) -> str:
     for c in fits.classes:
         rates = [1 / y for _, y in c.knots] or [1 / c.s_per_flop if c.s_per_flop else 0.0]
         flops = " to ".join(f"{r / 1e9:.1f}" for r in sorted({min(rates), max(rates)}) if r)
-        moved = f"{1e-9 / c.s_per_byte:.1f}" if c.s_per_byte else ""
+        per_byte = {c.s_per_byte, c.s_per_byte + c.s_per_far_byte}
+        moved = " to ".join(f"{1e-9 / s:.1f}" for s in sorted(per_byte) if s)
         direction = "forward" if c.forward else "backward"
         table.add_row(
             c.op_class, direction, str(c.dtype), f"{1e6 * c.launch_s:.1f}", flops, moved

@@ -17,6 +17,8 @@ VIEW = "view"  # a call that only makes another view, or an integer: no profile 
 CURVED = frozenset({"attention"})
 SAME = 1.001  # two intensities nearer than this are one knot
 ROUNDS = 4  # of reweighting
+BENDS = 5  # that are tried
+LEAST_BUSY = 0.1  # of a call's seconds are not its launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,45 +54,87 @@ def fit_classes(samples: Sequence[Sample]) -> tuple[ClassFit, ...]:
     views_s = {forward: _views_s(samples, forward) for forward in (True, False)}
     found = []
     for (_, forward, _), mine in sorted(groups.items()):
-        fit = curve(mine) if mine[0].op_class in CURVED else line(mine)
+        fit = curve(mine) if mine[0].op_class in CURVED else bent(mine)
         found.append(replace(fit, launch_s=fit.launch_s + views_s[forward]))
     return tuple(found)
 
 
 def line(samples: Sequence[Sample]) -> ClassFit:
-    """Returns seconds as launch + FLOPs * a + bytes * b, none of them negative.
+    """Returns seconds as launch + FLOPs * a + bytes * b, none of them negative."""
+    rows = [(1.0, s.flops, s.bytes_moved) for s in samples]
+    (launch_s, per_flop, per_byte), _ = _least(rows, samples)
+    one = samples[0]
+    return ClassFit(one.op_class, one.forward, one.dtype, launch_s, per_flop, per_byte)
+
+
+def bent(samples: Sequence[Sample]) -> ClassFit:
+    """Returns a line, with another price for the bytes beyond some: the bend that fits best.
+
+    Calls that move more than a cache holds are slower; how much that is the samples tell.
+    """
+    moved = [s.bytes_moved for s in samples]
+    bends = np.geomspace(max(min(moved), 1.0), max(max(moved), 1.0), BENDS + 2)[1:-1]
+    found = []
+    for near in bends:
+        rows = [(1.0, s.flops, s.bytes_moved, max(s.bytes_moved - near, 0.0)) for s in samples]
+        prices, off = _least(rows, samples)
+        found.append((off, float(near), prices))
+    _, near_bytes, (launch_s, per_flop, per_byte, per_far_byte) = min(found)
+    one = samples[0]
+    return ClassFit(
+        one.op_class, one.forward, one.dtype, launch_s, per_flop, per_byte, near_bytes, per_far_byte
+    )
+
+
+def _least(
+    rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]
+) -> tuple[tuple[float, ...], float]:
+    """Returns the price of each column, none of them negative, and how far the sums are off.
 
     Weights are one over the root of the fitted seconds, so the fit's seconds of all samples add up
     to the measured ones, and small calls count too.
     """
     seconds = np.array([s.seconds_s for s in samples])
-    columns = np.array([[1.0, s.flops, s.bytes_moved] for s in samples])
+    columns = np.array(rows)
     scale = np.maximum(columns.max(axis=0), 1e-30)
     fitted = np.maximum(seconds, 1e-9)
-    found = np.zeros(3)
+    off, found = 0.0, np.zeros(len(scale))
     for _ in range(ROUNDS):
         weight = 1 / np.sqrt(fitted)
-        found, _ = nnls(columns / scale * weight[:, None], seconds * weight)
+        found, off = nnls(columns / scale * weight[:, None], seconds * weight)
         fitted = np.maximum(columns / scale @ found, 1e-9)
-    launch_s, per_flop, per_byte = map(float, found / scale)
-    one = samples[0]
-    return ClassFit(one.op_class, one.forward, one.dtype, launch_s, per_flop, per_byte)
+    return tuple(map(float, found / scale)), float(off)
 
 
 def curve(samples: Sequence[Sample]) -> ClassFit:
-    """Returns seconds as FLOPs times a rate that depends on the FLOPs a byte."""
+    """Returns seconds as launch + FLOPs times a rate that depends on the FLOPs a byte.
+
+    What a call takes at least, calls tell that differ in nothing but how many rows they have.
+    """
     priced = [s for s in samples if s.flops > 0 and s.bytes_moved > 0]
     if not priced:
         return line(samples)
     groups: list[list[Sample]] = []
-    for s in sorted(priced, key=_intensity):
+    for s in sorted(priced, key=lambda s: (_intensity(s), s.flops)):
         if groups and _intensity(s) < SAME * _intensity(groups[-1][0]):
             groups[-1].append(s)
         else:
             groups.append([s])
-    knots = tuple((_mean_intensity(g), _rate(g)) for g in groups)
+    launch_s = _launch_s([g for g in groups if g[0].flops != g[-1].flops])
+    knots = tuple((_mean_intensity(g), _rate(g, launch_s)) for g in groups)
     one = samples[0]
-    return ClassFit(one.op_class, one.forward, one.dtype, launch_s=0.0, knots=knots)
+    return ClassFit(one.op_class, one.forward, one.dtype, launch_s, knots=knots)
+
+
+def _launch_s(groups: Sequence[Sequence[Sample]]) -> float:
+    """Returns the seconds of a call without FLOPs, of groups with a rate each; 0 without any."""
+    if not groups:
+        return 0.0
+    rows = [
+        (1.0, *(s.flops * (other is group) for other in groups)) for group in groups for s in group
+    ]
+    (launch_s, *_), _ = _least(rows, [s for group in groups for s in group])
+    return launch_s
 
 
 def predicted_s(fits: Sequence[ClassFit], samples: Iterable[Sample]) -> float:
@@ -115,6 +159,7 @@ def scaled(
             launch_s=f.launch_s * by,
             s_per_flop=f.s_per_flop * by,
             s_per_byte=f.s_per_byte * by,
+            s_per_far_byte=f.s_per_far_byte * by,
             knots=tuple((x, y * by) for x, y in f.knots),
         )
         for f in fits
@@ -161,5 +206,7 @@ def _mean_intensity(group: Sequence[Sample]) -> float:
     return float(np.exp(np.mean([np.log(_intensity(s)) for s in group])))
 
 
-def _rate(group: Sequence[Sample]) -> float:
-    return sum(s.seconds_s for s in group) / sum(s.flops for s in group)
+def _rate(group: Sequence[Sample], launch_s: float) -> float:
+    """Returns seconds a FLOP beside the launch, which is never nearly all of a call."""
+    busy_s = sum(max(s.seconds_s - launch_s, LEAST_BUSY * s.seconds_s) for s in group)
+    return busy_s / sum(s.flops for s in group)

@@ -1,10 +1,15 @@
-"""Times each collective over the real process groups: seconds of an empty one, and a byte's."""
+"""Times each collective over the real process groups: seconds of an empty one, and a byte's.
+
+As in a model each comes after some work: ranks do not end that at the same time, and the caches
+hold something else. What a rank waits for the others is part of the seconds.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,6 +23,9 @@ from dcpc.symbolic_profile import CollectiveFit
 WIDTH = 64  # elements of a row
 ROWS = (16, 256, 2048, 16384, 65536)  # of what a rank holds: 4 kB to 16 MB of float32
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
+WORK_S = 5e-3  # before each collective
+FEATURES = 256  # of what the work multiplies
+ROUNDS_OF_WORK = 8  # that are timed to know how much it is
 
 
 def time_collectives(groups: Groups, budget_s: float) -> tuple[CollectiveFit, ...]:
@@ -29,6 +37,9 @@ def time_collectives(groups: Groups, budget_s: float) -> tuple[CollectiveFit, ..
     """
     found: list[CollectiveFit] = []
     degrees = groups.degrees[1:]
+    if not degrees:
+        return ()
+    work = _work(groups)
     for sp in degrees:
         pg = groups.of(sp)
         assert pg is not None, f"degree {sp} has no group"
@@ -36,13 +47,37 @@ def time_collectives(groups: Groups, budget_s: float) -> tuple[CollectiveFit, ..
         bind_group(name, pg)
         share_s = budget_s / (len(degrees) * len(_CALLS))
         for op, call in _CALLS.items():
-            samples = _samples(call, sp, name, groups, share_s)
+            samples = _samples(call, sp, name, groups, work, share_s)
             found.append(_fitted(op, sp, samples))
     return tuple(found)
 
 
+def _work(groups: Groups) -> Callable[[], None]:
+    """Returns what takes each rank about `WORK_S` and is the same on all."""
+    x = torch.randn(2 * FEATURES, FEATURES, device=groups.device)
+    weight = torch.randn(FEATURES, FEATURES, device=groups.device)
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            torch.nn.functional.gelu(x @ weight)
+        _synchronise(groups.device)
+
+    run(1)
+    start_s = time.perf_counter()
+    run(ROUNDS_OF_WORK)
+    spent = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
+    dist.all_reduce(spent, group=groups.control(groups.world))
+    mean_s = spent.item() / groups.world / ROUNDS_OF_WORK
+    return partial(run, max(1, round(WORK_S / mean_s)))
+
+
 def _samples(
-    call: Callable[[Tensor, int, str], int], sp: int, name: str, groups: Groups, budget_s: float
+    call: Callable[[Tensor, int, str], int],
+    sp: int,
+    name: str,
+    groups: Groups,
+    work: Callable[[], None],
+    budget_s: float,
 ) -> list[Sample]:
     """Returns a sample for each size of message; its bytes are those that a rank sends."""
     control = groups.control(groups.world)
@@ -58,6 +93,7 @@ def _samples(
             break
         for i, x in enumerate(tensors):
             dist.barrier(group=control)
+            work()
             start_s = time.perf_counter()
             call(x, sp, name)
             _synchronise(groups.device)
@@ -65,11 +101,10 @@ def _samples(
     else:
         rounds = MOST_ROUNDS
     dist.all_reduce(spent, group=control)
-    # A rank that is late makes all of them wait: other processes disturb these most.
-    low = spent[:, :rounds].sort(dim=1).values[:, rounds // 8] / groups.world
+    typical = spent[:, :rounds].median(dim=1).values / groups.world
     return [
         Sample("collective", True, torch.float32, 0.0, float(bytes_), float(seconds))
-        for bytes_, seconds in zip(sent, low, strict=True)
+        for bytes_, seconds in zip(sent, typical, strict=True)
     ]
 
 

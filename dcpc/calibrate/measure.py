@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -119,30 +120,41 @@ class Bench:
                 each[i].append(calls)
                 whole[i].append(all_of_it)
         both = [_low(w) for w in whole]
-        first, *others = [
+        first, *others = found = [
             Whole(sizes, self._samples(sizes, _low(e)), forward_s, backward_s)
             for sizes, e, (forward_s, backward_s) in zip(points, each, both, strict=True)
         ]
-        return [replace(first, alone=tuple(self._alone(points))), *others]
+        return [replace(first, alone=tuple(self._alone(found))), *others]
 
-    def _alone(self, points: Sequence[Sizes]) -> Iterator[Sample]:
-        """Yields the curved classes' calls at lengths between the points'."""
-        narrow = min(p.get(BATCH, 1) for p in points)
-        lengths = [p for p in points if p.get(BATCH, 1) == narrow]
+    def _alone(self, points: Sequence[Whole]) -> Iterator[Sample]:
+        """Yields the curved classes' calls at lengths between the points'.
+
+        Alone a call finds its operands in the caches. How much longer it takes among the others is
+        known at the points; between two of them it is taken to be the geometric mean.
+        """
+        narrow = min(p.sizes.get(BATCH, 1) for p in points)
+        lengths = [p for p in points if p.sizes.get(BATCH, 1) == narrow]
         rows = iter(range(len(self._flops)))
         seen = set()
-        for timed, node, work in zip(self._owners, self._calls, self._work, strict=True):
+        for i, (timed, node, work) in enumerate(
+            zip(self._owners, self._calls, self._work, strict=True)
+        ):
             row = -1 if work is None else next(rows)
             kind = (str(node.target), str(node.meta["val"]))
             if work is None or work.op_class not in CURVED or kind in seen:
                 continue
             seen.add(kind)
-            for low, high in itertools.pairwise(lengths):
-                for sizes in turning_points(low, high, partial(self._block, timed, node)):
+            slower = [p.samples[i].seconds_s / self._alone_s(timed, node, p.sizes) for p in lengths]
+            for (low, a), (high, b) in itertools.pairwise(zip(lengths, slower, strict=True)):
+                block = partial(self._block, timed, node)
+                for sizes in turning_points(low.sizes, high.sizes, block):
                     flops, moved = self._features(sizes)
-                    dims = self.variants.local_sizes(self.placement, sizes)
-                    spent = timed.seconds_alone(node, dims, FEWEST_ROUNDS)
+                    spent = self._alone_s(timed, node, sizes) * math.sqrt(a * b)
                     yield _sample(work, float(flops[row]), float(moved[row]), spent)
+
+    def _alone_s(self, timed: Timed, node: fx.Node, sizes: Sizes) -> float:
+        dims = self.variants.local_sizes(self.placement, sizes)
+        return timed.seconds_alone(node, dims, FEWEST_ROUNDS)
 
     def _block(self, timed: Timed, node: fx.Node, sizes: Sizes) -> int:
         """Returns the queries that the CPU's attention takes at a time."""

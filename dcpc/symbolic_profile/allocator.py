@@ -22,7 +22,6 @@ the other.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,6 +39,8 @@ LARGE_BYTES = 10 << 20
 LARGE_SEGMENT_BYTES = 20 << 20
 SEGMENT_ROUNDING_BYTES = 2 << 20
 LEAST_REST_BYTES = SMALL_BYTES + 1  # of a large block
+ADDRESS_BITS = 60
+LAST_ADDRESS = (1 << ADDRESS_BITS) - 1
 # Later steps reserve up to 0.4% more than the first (STDiT3-XL/2, 25 buckets on an H200).
 SPARE = 0.98
 
@@ -97,8 +98,8 @@ class CachingAllocator:
         self._limit_bytes = limit_bytes
         self._end = self.most_reserved_bytes = self.given_back = 0
         self.allocated_bytes = self.reserved_bytes = self.most_allocated_bytes = 0
-        # Free blocks of either kind of segment by size, then address.
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        # Free blocks of either kind of segment by size, then address, as one integer.
+        self._free: dict[bool, list[int]] = {True: [], False: []}
         self._at: dict[int, Block] = {}
 
     def reset(self) -> None:
@@ -113,9 +114,9 @@ class CachingAllocator:
         size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         small = size <= SMALL_BYTES
         free = self._free[small]
-        place = bisect_left(free, (size, 0))
+        place = bisect_left(free, size << ADDRESS_BITS)
         if place < len(free):
-            block = self._at[free.pop(place)[1]]
+            block = self._at[free.pop(place) & LAST_ADDRESS]
         else:
             block = self._segment(segment_bytes(size), small)
         if block.size_bytes - size >= (BLOCK_BYTES if small else LEAST_REST_BYTES):
@@ -131,12 +132,12 @@ class CachingAllocator:
         size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         small = size <= SMALL_BYTES
         free = self._free[small]
-        place = bisect_left(free, (size, 0))
+        place = bisect_left(free, size << ADDRESS_BITS)
         if place == len(free):
             self.release(self.allocate(size_bytes))
             return
         # The blocks are again what they were.
-        found = free[place][0]
+        found = free[place] >> ADDRESS_BITS
         taken = size if found - size >= (BLOCK_BYTES if small else LEAST_REST_BYTES) else found
         if self.allocated_bytes + taken > self.most_allocated_bytes:
             self.most_allocated_bytes = self.allocated_bytes + taken
@@ -147,14 +148,14 @@ class CachingAllocator:
             return
         assert not block.free, f"the block at {block.address} is free"
         self.allocated_bytes -= block.size_bytes
+        free = self._free[block.small]
         for other in (block.before, block.after):
             if other is not None and other.free:
-                free = self._free[block.small]
-                del free[bisect_left(free, (other.size_bytes, other.address))]
+                del free[bisect_left(free, other.size_bytes << ADDRESS_BITS | other.address)]
                 first, second = (other, block) if other is block.before else (block, other)
                 block = self._join(first, second)
         block.free = True
-        insort(self._free[block.small], (block.size_bytes, block.address))
+        insort(free, block.size_bytes << ADDRESS_BITS | block.address)
 
     def _segment(self, size_bytes: int, small: bool) -> Block:
         """Returns a new segment."""
@@ -169,12 +170,12 @@ class CachingAllocator:
     def _give_back(self) -> None:
         """Gives back the segments that are one free block."""
         for free in self._free.values():
-            for size_bytes, address in [*free]:
-                block = self._at[address]
+            for key in [*free]:
+                block = self._at[key & LAST_ADDRESS]
                 if block.before is None and block.after is None:
-                    free.remove((size_bytes, address))
-                    del self._at[address]
-                    self.reserved_bytes -= size_bytes
+                    free.remove(key)
+                    del self._at[block.address]
+                    self.reserved_bytes -= block.size_bytes
                     self.given_back += 1
 
     def blocks(self) -> list[Block]:
@@ -188,7 +189,7 @@ class CachingAllocator:
             block.after.before = rest
         block.after, block.size_bytes = rest, size_bytes
         self._at[rest.address] = rest
-        insort(self._free[block.small], (rest.size_bytes, rest.address))
+        insort(self._free[block.small], rest.size_bytes << ADDRESS_BITS | rest.address)
 
     def _join(self, first: Block, second: Block) -> Block:
         """Makes two neighbours one, the first."""
@@ -246,7 +247,7 @@ def usage(
     for size in resident:
         device.allocate(size)
         staying += size
-    events = list(_events(timeline))
+    events = _numbered(timeline)
     for _ in range(steps):
         device.reset()
         _run(device, events, values)
@@ -258,38 +259,58 @@ def usage(
 
 
 def _run(
-    device: CachingAllocator, events: Iterable[tuple[int, int, int]], values: Sequence[int]
+    device: CachingAllocator, events: Iterable[tuple[int, int | None]], values: Sequence[int]
 ) -> None:
     """Runs a step.
 
-    Which block of a size is freed is known by its storage. Copies that stand for others of a deep
-    model leave what their own storages do not name: of its size the last one that was made. Where
-    none is there (what such a copy frees comes from one that is not run by itself), none is freed:
-    the block stays up to the end of the step.
+    Args:
+        device: what allocates.
+        events: size and number of what is allocated, the number's complement where it is freed, no
+            number where it is freed at once.
+        values: bytes of each size.
     """
-    # By size, then storage, the last one made at the end.
-    held: dict[int, dict[int, list[Block | None]]] = defaultdict(dict)
-    for size, change, storage in events:
-        size_bytes = values[size]
+    held: dict[int, Block | None] = {}
+    for size, number in events:
+        if number is None:
+            device.use(values[size])
+        elif number >= 0:
+            held[number] = device.allocate(values[size])
+        else:
+            device.release(held.pop(~number))
+    for block in held.values():
+        device.release(block)
+
+
+def _numbered(timeline: Timeline) -> list[tuple[int, int | None]]:
+    """Returns the events of a timeline as `_run` wants them.
+
+    Which block is freed is known by its storage. Copies that stand for others of a deep model leave
+    what their own storages do not name: of its size the last one that was made. Where none is there
+    (what such a copy frees comes from one that is not run by itself), none is freed: the block
+    stays up to the end of the step.
+    """
+    found: list[tuple[int, int | None]] = []
+    # Numbers by size, then storage, the last one made at the end.
+    held: dict[int, dict[int, list[int]]] = defaultdict(dict)
+    for number, (size, change, storage) in enumerate(_events(timeline)):
+        own = held[size]
         if change > 0:
-            own = held[size]
             blocks = own.pop(storage, None) or []
-            blocks.append(device.allocate(size_bytes))
+            blocks.append(number)
             own[storage] = blocks
-        elif change < 0:
-            own = held[size]
-            if storage not in own:
-                storage = next(reversed(own), storage)
-            if storage in own:
-                blocks = own[storage]
-                device.release(blocks.pop())
-                if not blocks:
-                    del own[storage]
-        elif size_bytes:
-            device.use(size_bytes)
-    for own in held.values():
-        for block in itertools.chain(*own.values()):
-            device.release(block)
+            found.append((size, number))
+        elif change == 0:
+            found.append((size, None))
+        elif own:
+            storage = storage if storage in own else next(reversed(own))
+            freed = own[storage].pop()
+            if not own[storage]:
+                del own[storage]
+            if found[-1][1] == freed:
+                found[-1] = size, None
+            else:
+                found.append((size, ~freed))
+    return found
 
 
 def _events(timeline: Timeline) -> Iterator[tuple[int, int, int]]:

@@ -16,7 +16,7 @@ import torch
 from dcpc.errors import ProfileError
 from dcpc.symbolic_profile.fits import ClassFit, CollectiveFit, Fits
 
-VERSION = 2  # since 2 with a digest of all else
+VERSION = 3  # since 2 with a digest of all else, since 3 with the price of far bytes
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
@@ -227,6 +227,8 @@ def _class_fit(c: Mapping[str, Any]) -> ClassFit:
         launch_s=_number(c["launch_s"]),
         s_per_flop=_number(c["s_per_flop"]),
         s_per_byte=_number(c["s_per_byte"]),
+        near_bytes=_number(c["near_bytes"]),
+        s_per_far_byte=_number(c["s_per_far_byte"]),
         knots=tuple((_positive(x), _positive(y)) for x, y in c["knots"]),
     )
 

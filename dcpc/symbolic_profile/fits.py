@@ -16,6 +16,8 @@ from dcpc.ir import Work
 class ClassFit:
     """Seconds of one call of a class: launch_s + FLOPs * s_per_flop + bytes * s_per_byte.
 
+    Bytes beyond `near_bytes` cost `s_per_far_byte` more: what no longer lies in a cache.
+
     Attributes:
         op_class: as `ir.Work` says.
         forward: whether of the forward graph; backward's products read transposed operands.
@@ -23,7 +25,9 @@ class ClassFit:
         launch_s: seconds a call takes at least, its share of the views around it included.
         s_per_flop: 0 for classes bound by memory alone.
         s_per_byte: 0 for classes bound by arithmetic alone.
-        knots: (FLOPs a byte, seconds a FLOP), ascending, in place of `s_per_flop` and `s_per_byte`,
+        near_bytes: that a call moves before more of them cost more.
+        s_per_far_byte: in addition to `s_per_byte`.
+        knots: (FLOPs a byte, seconds a FLOP), ascending, in place of all of these but `launch_s`,
             with straight lines between the logarithms: attention's kernel takes larger blocks at
             longer lengths; () for other classes.
     """
@@ -34,6 +38,8 @@ class ClassFit:
     launch_s: float
     s_per_flop: float = 0.0
     s_per_byte: float = 0.0
+    near_bytes: float = 0.0
+    s_per_far_byte: float = 0.0
     knots: tuple[tuple[float, float], ...] = ()
 
     def busy_s(self, flops: Any, moved: Any) -> Any:
@@ -44,7 +50,8 @@ class ClassFit:
             moved: bytes it reads and writes.
         """
         if not self.knots:
-            return flops * self.s_per_flop + moved * self.s_per_byte
+            far = np.maximum(moved - self.near_bytes, 0.0)
+            return flops * self.s_per_flop + moved * self.s_per_byte + far * self.s_per_far_byte
         at, value = np.log(np.array(self.knots).T)
         intensity = np.maximum(flops, 1.0) / np.maximum(moved, 1.0)
         return flops * np.exp(np.interp(np.log(intensity), at, value))

@@ -28,8 +28,10 @@ class _Rates:
     """Seconds a FLOP, a byte moved, a byte sent and at least, of each group of calls.
 
     Attributes:
-        per_flop: `[groups]`, and so are the next three.
+        per_flop: `[groups]`, and so are the others but the last.
         per_byte: of memory.
+        near: bytes of memory beyond which they cost more.
+        per_far_byte: more of those.
         per_wire_byte: sent.
         fixed: at least.
         overlap: groups whose arithmetic hides their memory traffic or the other way round.
@@ -39,6 +41,8 @@ class _Rates:
 
     per_flop: Floats
     per_byte: Floats
+    near: Floats
+    per_far_byte: Floats
     per_wire_byte: Floats
     fixed: Floats
     overlap: Floats
@@ -81,7 +85,8 @@ class Roofline:
 
         flops, moved = self._flops @ monomials, self._bytes @ monomials
         flops_s = flops * column(rates.per_flop)
-        bytes_s = moved * column(rates.per_byte)
+        far = np.maximum(moved - column(rates.near), 0.0)
+        bytes_s = moved * column(rates.per_byte) + far * column(rates.per_far_byte)
         for i, fit in rates.curves:
             flops_s[i] = fit.busy_s(flops[i], moved[i])
         wire_s = (self._wire @ monomials) * column(rates.per_wire_byte)
@@ -92,30 +97,31 @@ class Roofline:
 
     def _of(self, device: Device) -> _Rates:
         rows = [_row(w, device) for w in self.work]
-        table = np.array(rows, dtype=np.float64).reshape(len(rows), 6)
-        flop, byte, sent, fixed, both, hides = table.T
+        table = np.array(rows, dtype=np.float64).reshape(len(rows), 8)
+        flop, byte, near, far, sent, fixed, both, hides = table.T
         fits = [None if device.fits is None else device.fits.of(w) for w in self.work]
         curves = tuple((i, f) for i, f in enumerate(fits) if f is not None and f.knots)
-        return _Rates(flop, byte, sent, fixed, both, hides, curves)
+        return _Rates(flop, byte, near, far, sent, fixed, both, hides, curves)
 
 
-def _row(w: Work, device: Device) -> tuple[float, float, float, float, bool, bool]:
+def _row(w: Work, device: Device) -> tuple[float, ...]:
     """Returns the seconds of `_Rates` for one group of calls."""
     collective = w.op_class == "collective" and w.ranks > 1
     if device.fits is not None and collective:
         sent = device.fits.collective(w.op, w.ranks)
         if sent is not None:
-            return 0.0, 0.0, sent.s_per_byte, sent.alpha_s, False, False
+            return 0.0, 0.0, 0.0, 0.0, sent.s_per_byte, sent.alpha_s, False, False
     link = device.link(w.ranks)
     ring = w.op_class != "collective" and w.ranks > 1
     waits_s = w.messages * link.alpha_s if ring else 0.0
     hides = ring and device.overlaps
     fit = None if device.fits is None else device.fits.of(w)
     if fit is not None:
+        per_byte = fit.s_per_byte, fit.near_bytes, fit.s_per_far_byte
         fixed_s = fit.launch_s + waits_s
-        return fit.s_per_flop, fit.s_per_byte, 1 / link.bytes_per_s, fixed_s, False, hides
+        return fit.s_per_flop, *per_byte, 1 / link.bytes_per_s, fixed_s, False, hides
     matmul = w.op_class in MATMUL_CLASSES
     rate = device.matmul_flops_per_s(w.dtype) if matmul else device.vector_flops_per_s
     fixed_s = device.launch_s + (link.alpha_s if collective else waits_s)
-    per_byte = 1 / device.memory_bytes_per_s
-    return 1 / rate, per_byte, 1 / link.bytes_per_s, fixed_s, True, hides
+    per_byte = 1 / device.memory_bytes_per_s, 0.0, 0.0
+    return 1 / rate, *per_byte, 1 / link.bytes_per_s, fixed_s, True, hides

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 import dcpc
 from dcpc.api import plan
 from dcpc.calibrate import calibrate
+from dcpc.calibrate.measure import Bench, Whole
 from dcpc.calibrate.timed import Timed, typical_blocks
 from dcpc.cli import app
 from dcpc.codegen import excerpt
@@ -75,6 +76,26 @@ def test_each_call_has_seconds_and_values_are_freed():
     seconds = timed.seconds_each(timed.arguments(DIMS, {}))
     assert len(seconds) == len(timed.calls)
     assert min(seconds) > 0
+
+
+def test_calls_between_two_points_are_as_much_slower_as_there(monkeypatch):
+    between = []
+
+    def measured(self, points, until_s):
+        monkeypatch.setattr(Bench, "_alone_s", lambda self, timed, node, sizes: 1.0)
+        slow = [4.0 if p["seq"] == 16 else 36.0 for p in points]
+        wholes = [
+            Whole(p, self._samples(p, [x] * len(self._calls)), x, x)
+            for p, x in zip(points, slow, strict=True)
+        ]
+        between.extend(self._alone(wholes))
+        return measure(self, points, until_s)
+
+    measure = Bench.measure
+    monkeypatch.setattr(Bench, "measure", measured)
+    calibrate(model(), buckets(16, 48), backend="eager", budget_s=0.5)
+    assert between
+    assert all(s.seconds_s == pytest.approx(12.0) for s in between)
 
 
 def test_calibrated_seconds_are_the_sum_of_the_fits(found):

@@ -27,7 +27,7 @@ KEY = CalibrationKey(
 )
 FITS = Fits(
     classes=(
-        ClassFit("matmul", True, torch.bfloat16, 1e-6, 2e-12, 3e-11),
+        ClassFit("matmul", True, torch.bfloat16, 1e-6, 2e-12, 3e-11, 1e6, 4e-11),
         ClassFit("attention", False, torch.float32, 0.0, knots=((10.0, 4e-11), (99.5, 1e-11))),
     ),
     collectives=(CollectiveFit("dcpc::all_to_all", 2, 1e-4, 1e-9),),
@@ -97,14 +97,14 @@ def damaged(**changes):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (damaged(version=99), "got version 99; expected 2"),
+        (damaged(version=99), "got version 99; expected 3"),
         (damaged(fits__launch_s=-1.0), "a number from 0 up"),
         (damaged(fits__error=float("nan")), "a number from 0 up"),
         (damaged(fits__classes__0__dtype="torch.save"), "'torch.save' where a dtype"),
         (damaged(fits__collectives__0__s_per_byte=0), "a number above 0"),
         (damaged(key=[]), "expected what `dcpc calibrate` wrote"),
         (damaged(fits={}), "KeyError 'classes'"),
-        (damaged(version=1), "got version 1; expected 2"),
+        (damaged(version=1), "got version 1; expected 3"),
         (damaged(fits__classes__0__s_per_flop=1e-12), "it was edited since; run `dcpc calibrate`"),
         (damaged(fits__classes=[]), "it was edited since"),
         (damaged(key__world=4), "it was edited since"),

@@ -1,12 +1,22 @@
 """Rates that made the seconds are found again, and lines never go below zero."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dcpc.calibrate import fitted
-from dcpc.calibrate.fit import VIEW, Sample, curve, fit_classes, line, predicted_s, product_rates
+from dcpc.calibrate.fit import (
+    VIEW,
+    Sample,
+    bent,
+    curve,
+    fit_classes,
+    line,
+    predicted_s,
+    product_rates,
+)
 from dcpc.calibrate.measure import Whole
 
 LAUNCH_S, PER_FLOP, PER_BYTE = 5e-6, 1e-11, 2e-10
@@ -48,6 +58,34 @@ def test_line_has_no_negative_rate():
     fit = line(falling)
     assert min(fit.launch_s, fit.s_per_flop, fit.s_per_byte) == 0.0
     assert fit.s_per_flop == 0.0
+
+
+def test_bytes_beyond_a_cache_cost_more():
+    far = [
+        replace(s, seconds_s=s.seconds_s + max(0.0, s.bytes_moved - 1e6) * 3 * PER_BYTE)
+        for s in made(200)
+    ]
+    fit = bent(far)
+    assert fit.near_bytes == pytest.approx(1e6, rel=0.3)
+    assert fit.s_per_far_byte == pytest.approx(3 * PER_BYTE, rel=0.1)
+    for moved in (2e4, 5e5, 6e6, 9e7):
+        seconds = LAUNCH_S + moved * PER_BYTE + max(0.0, moved - 1e6) * 3 * PER_BYTE
+        assert fit.launch_s + fit.busy_s(0.0, moved) == pytest.approx(seconds, rel=0.15)
+    assert bent(made(200)).s_per_far_byte < 0.01 * PER_BYTE
+
+
+def test_curve_has_a_launch_where_equal_calls_of_more_rows_tell():
+    rates = {10.0: 4e-11, 100.0: 1e-11}
+    samples = [
+        sample("attention", True, x * rows, rows, 2e-4 + x * rows * y)
+        for x, y in rates.items()
+        for rows in (1e5, 1e7)
+    ]
+    fit = curve(samples)
+    assert fit.launch_s == pytest.approx(2e-4, rel=1e-3)
+    assert [y for _, y in fit.knots] == pytest.approx(list(rates.values()), rel=1e-2)
+    alone = curve([s for s in samples if s.bytes_moved > 1e6])
+    assert alone.launch_s == 0.0
 
 
 def test_curve_passes_through_its_points_and_between_them():
