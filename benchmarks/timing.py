@@ -4,7 +4,10 @@ Two ranks calibrate on a model, and predict forward and backward at sizes and se
 calibration never ran. Then they run them, interleaved; a point's seconds are the lower quartile of
 its rounds, the mean of both ranks. On one rank they are those that its one thread computed, so that
 other processes do not count; of a group, which waits, those that passed. `disturbed` is what passed
-over what was computed: near 1 on a quiet machine; else a group's seconds say little.
+over what was computed: near 1 on a quiet machine; else a group's seconds say little. `slower_since`
+is what a fixed piece of work took after the measurements over what it took before the calibration:
+of a machine whose speed changed in between all predictions are off by that. `median_time_error` is
+without regard to it, `median_error_at_that_speed` of predictions times it.
 
 A ranking error is a pair of settings of one shape whose seconds that passed differ by more than 10%
 and whose predicted seconds are in the other order.
@@ -40,6 +43,7 @@ RANKS = 2
 VOCAB = 258
 DIFFERS = 1.10
 LIMIT_S = 900.0
+FIXED_ROUNDS = 41
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +152,11 @@ def jobs(quick: bool) -> dict[str, Job]:
     }
 
 
-def on_rank(rank: int, job: Job) -> tuple[list[Point], float, float]:
-    """Returns the points, the seconds of calibrating and its own fit error."""
+def on_rank(rank: int, job: Job) -> tuple[list[Point], float, float, float]:
+    """Returns the points, the seconds of calibrating, its own fit error and `slower_since`."""
     warnings.simplefilter("ignore")
     model = job.model()
+    before_s = _fixed_work_s()
     found = calibrate(
         model, job.buckets, backend=job.backend, example=job.example, budget_s=job.budget_s
     )
@@ -172,6 +177,7 @@ def on_rank(rank: int, job: Job) -> tuple[list[Point], float, float]:
     spent = [
         [_seconds(forced, inputs) for *_, forced, inputs in runs] for _ in range(job.rounds + 1)
     ]
+    slower = _fixed_work_s() / before_s
     seconds = torch.tensor(spent[1:], dtype=torch.float64)  # the first round compiles
     dist.all_reduce(seconds)
     low = (seconds / dist.get_world_size()).sort(dim=0).values[len(seconds) // 4]
@@ -179,7 +185,21 @@ def on_rank(rank: int, job: Job) -> tuple[list[Point], float, float]:
     for (shape, setting, forced, _), (passed, computed) in zip(runs, low.tolist(), strict=True):
         measured = computed if setting[0] == 1 else passed
         points.append(Point(shape, setting, *_predicted(forced, variants, shape), measured, passed))
-    return points, found.seconds_s, found.fits.error
+    return points, found.seconds_s, found.fits.error, slower
+
+
+def _fixed_work_s() -> float:
+    """Returns the seconds of some products and passes over memory, the median, of both ranks."""
+    x, weight = torch.randn(4096, 256), torch.randn(256, 256)
+    product, made = torch.empty(4096, 256), torch.empty(4096, 256)  # no pages from the system
+    spent = []
+    for _ in range(FIXED_ROUNDS):
+        start_s = time.thread_time()
+        torch.tanh(torch.mm(x, weight, out=product), out=made)
+        spent.append(time.thread_time() - start_s)
+    typical = torch.tensor(median(spent), dtype=torch.float64)
+    dist.all_reduce(typical)
+    return typical.item() / dist.get_world_size()
 
 
 def _predicted(
@@ -216,22 +236,27 @@ def main() -> None:
     args = harness.parser("timing", __doc__.partition("\n")[0]).parse_args()
     points: list[Point] = []
     calibration_s = 0.0
+    slower, at_that_speed = [], []
     header = ("point", "predicted ms", "measured", "uncalibrated", "off %")
     for name, job in jobs(args.quick).items():
-        mine, seconds_s, error = run_ranks(on_rank, RANKS, job, timeout_s=LIMIT_S)[0]
+        mine, seconds_s, error, since = run_ranks(on_rank, RANKS, job, timeout_s=LIMIT_S)[0]
         points += mine
+        slower.append(since)
+        at_that_speed += [abs(since * p.predicted_s / p.measured_s - 1) for p in mine]
         calibration_s = max(calibration_s, seconds_s)
-        title = f"{name}: calibrated in {seconds_s:.1f} s, fit error {error:.1%}"
+        title = f"{name}: calibrated in {seconds_s:.1f} s, fit error {error:.1%}, x {since:.2f}"
         harness.print_table(title, header, [p.row() for p in mine], digits=1)
     wrong, pairs = ranking_errors(points)
     figures = {
         "points": len(points),
         "median_time_error": median(p.error for p in points),
+        "median_error_at_that_speed": median(at_that_speed),
         "median_time_error_one_rank": median(p.error for p in points if p.setting[0] == 1),
         "max_time_error": max(p.error for p in points),
         "ranking_errors": wrong,
         "ranking_pairs": pairs,
         "calibration_s": calibration_s,
+        "slower_since": median(slower),
         "disturbed": median(p.passed_s / p.measured_s for p in points if p.setting[0] == 1),
     }
     harness.print_table("timing", ("figure", "value"), list(figures.items()), digits=4)

@@ -162,21 +162,22 @@ class Bench:
         return int(QueryBlock(sympy.Integer(timed.length(node, dims))))
 
     def _run(self, sizes: Sizes) -> tuple[list[float], list[float]]:
-        """Returns the seconds of each call, and of forward and backward as a whole."""
+        """Returns the seconds of each call, and of forward and backward as a whole.
+
+        The whole comes first: the caches hold what another point left, as in training what another
+        step did.
+        """
         program = self.variants.program
         given = {n: t for n, t in self.variants.tensors().items() if not t.is_meta}
         inputs = self._inputs(sizes)
         given |= {p: inputs[name] for p, name in program.inputs.items()}
         given = {n: t.detach() for n, t in given.items()}
         dims = self.variants.local_sizes(self.placement, sizes)
-        each: list[float] = []
-        whole: list[float] = []
         with torch.no_grad():
-            for timed in self._timed:
-                arguments = timed.arguments(dims, given)
-                each += timed.seconds_each(arguments)
-                whole.append(timed.seconds(arguments))
-        return each, whole
+            both = [(timed, timed.arguments(dims, given)) for timed in self._timed]
+            whole = [timed.seconds(arguments) for timed, arguments in both]
+            each = [timed.seconds_each(arguments) for timed, arguments in both]
+        return [*itertools.chain(*each)], whole
 
     def _samples(self, sizes: Sizes, seconds: Sequence[float]) -> tuple[Sample, ...]:
         flops, moved = self._features(sizes)
