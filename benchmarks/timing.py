@@ -244,7 +244,8 @@ def main() -> None:
         slower.append(since)
         at_that_speed += [abs(since * p.predicted_s / p.measured_s - 1) for p in mine]
         calibration_s = max(calibration_s, seconds_s)
-        title = f"{name}: calibrated in {seconds_s:.1f} s, fit error {error:.1%}, x {since:.2f}"
+        title = f"{name}: calibrated in {seconds_s:.1f} s, fit error {error:.1%}"
+        title += f"; since then the machine is {since:.2f} times as slow"
         harness.print_table(title, header, [p.row() for p in mine], digits=1)
     wrong, pairs = ranking_errors(points)
     figures = {

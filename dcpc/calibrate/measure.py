@@ -28,6 +28,7 @@ Sizes = Mapping[str, int]
 Inputs = Callable[[Sizes], Mapping[str, Tensor]]
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 7
+SHORTEST_S = 1e-9  # of a call: a clock may not move meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class Bench:
 
     def _alone_s(self, timed: Timed, node: fx.Node, sizes: Sizes) -> float:
         dims = self.variants.local_sizes(self.placement, sizes)
-        return timed.seconds_alone(node, dims, FEWEST_ROUNDS)
+        return max(timed.seconds_alone(node, dims, FEWEST_ROUNDS), SHORTEST_S)
 
     def _block(self, timed: Timed, node: fx.Node, sizes: Sizes) -> int:
         """Returns the queries that the CPU's attention takes at a time."""
