@@ -74,11 +74,11 @@ def report(
     ] = None,
     memory: Annotated[
         list[float] | None,
-        typer.Option(help="bytes a rank may use; more than one: what each would change"),
+        typer.Option(help="bytes a rank may use, as 80e9; planned for the first, others: what if"),
     ] = None,
     world: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="ranks to plan for; more than one: what each would change"),
+        typer.Option(min=1, help="ranks; planned for the first, others: what if"),
     ] = None,
     *,
     options: Options,

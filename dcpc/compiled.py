@@ -181,9 +181,11 @@ class CompiledModel(nn.Module):
         """Returns a bucket's predicted costs on the fullest rank.
 
         Args:
-            bucket: which one.
+            bucket: which one; a batch among its sizes is as `batch`.
             batch: samples in the micro-batch; default: the planned ones.
         """
+        if batch is None and not isinstance(bucket, Bucket):
+            batch = bucket.get(BATCH)
         bucket = self._bucket(bucket)
         plan = self.plans[bucket]
         sizes = {**bucket.sizes, BATCH: batch or plan.micro_batch}

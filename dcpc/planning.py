@@ -20,7 +20,7 @@ from dcpc.passes.crossovers import crossover_lines
 from dcpc.placements import NEAR
 from dcpc.progress import tracked
 from dcpc.source import variant_source
-from dcpc.symbolic_profile import LARGE_SEGMENT_BYTES, ReportRow, render_report
+from dcpc.symbolic_profile import LARGE_SEGMENT_BYTES, ReportRow, bytes_text, render_report
 from dcpc.variants import Variants
 
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
@@ -137,7 +137,12 @@ class Planned:
     def report(self) -> str:
         """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why."""
         changes = crossover_lines(list(self.plans.values()))
-        text = render_report(self.report_rows) + "".join(f"\n{line}" for line in changes) + "\n"
+        text = render_report(self.report_rows)
+        text += (
+            f"\na rank keeps {bytes_text(self.request.resident_bytes)} besides each peak: "
+            "parameters, buffers, their gradients, the optimizer's state\n"
+        )
+        text += "".join(f"\n{line}" for line in changes) + "\n"
         text += "".join(f"\n{line}" for line in self.attention) + "\n" * bool(self.attention)
         return text + "".join(f"\n{note}" for note in self.notes) + "\n" * bool(self.notes)
 
@@ -192,12 +197,29 @@ def plan_buckets(
         for bucket, variants in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
             left.remove(bucket)
             later = [b for b in left if by_bucket[b] is variants]
-            rows = tuple(_rows(variants, bucket, request, later))
-            # Calls outside of planned steps run on aligned blocks; only the planner uses others.
-            own = {(row.sp, row.micro_batch): row for row in rows if request.world % row.sp == 0}
-            plans[bucket] = _choose(variants, bucket, own, request)
-            tables[bucket] = tuple(own.get((row.sp, row.micro_batch), row) for row in rows)
+            plans[bucket], tables[bucket] = _plan(variants, bucket, request, later)
     return plans, tables
+
+
+def _plan(
+    variants: Variants, bucket: Bucket, request: Request, later: Sequence[Bucket]
+) -> tuple[BucketPlan, tuple[Row, ...]]:
+    """Returns the setting of one bucket, and the rows it was chosen from; see `_rows`.
+
+    Where the rows that fit do not fit a GPU's segments, those that seemed not worth having may.
+    """
+    for every in (False, True):
+        rows = tuple(_rows(variants, bucket, request, later, every))
+        # Calls outside of planned steps run on aligned blocks; only the planner uses others.
+        own = {(row.sp, row.micro_batch): row for row in rows if request.world % row.sp == 0}
+        try:
+            plan = _choose(variants, bucket, own, request)
+        except PlanError:
+            if every or not any(row.fits for row in rows):
+                raise
+            continue
+        break
+    return plan, tuple(own.get((row.sp, row.micro_batch), row) for row in rows)
 
 
 def _choose(
@@ -236,7 +258,7 @@ def _reserved_bytes(variants: Variants, bucket: Bucket, row: Row, request: Reque
 
 
 def _rows(
-    variants: Variants, bucket: Bucket, request: Request, later: Sequence[Bucket]
+    variants: Variants, bucket: Bucket, request: Request, later: Sequence[Bucket], every: bool
 ) -> Iterator[Row]:
     """Yields the rows of a bucket that may be worth having.
 
@@ -249,15 +271,16 @@ def _rows(
         bucket: what to price.
         request: what was asked for.
         later: other buckets of the trace that will be priced.
+        every: try these, too.
     """
     fastest_s, widest = inf, max(request.sps)
     ample: set[tuple[float, float]] = set()  # (sp, micro-batch) that fit, or whose halves do
     for sp in request.sps:
-        if sp > widest:
+        if sp > widest and not every:
             return
         best = inf
         for batch in _batches(variants, bucket, sp, request):
-            if (sp / 2, batch / 2) in ample:
+            if (sp / 2, batch / 2) in ample and not every:
                 ample.add((sp, batch))
                 continue
             others = [{**b.sizes, BATCH: b.batch or batch} for b in (bucket, *later)]

@@ -84,8 +84,16 @@ def test_second_backward_is_an_error(compiled):
     compiled.zero_grad()
 
 
+def test_prediction_is_of_the_batch_that_was_named(compiled):
+    one, three = (compiled.predict({"seq": 32}, batch=n) for n in (1, 3))
+    assert compiled.predict({"seq": 32, "batch": 3}) == three
+    assert compiled.predict({"seq": 32, "batch": 3}, batch=1) == one
+    assert one.flops * 3 == three.flops
+
+
 def test_report_and_source_say_what_runs(compiled):
     report = compiled.report()
+    assert "besides each peak: parameters" in report
     for word in ("seq", "micro", "sp", "recompute", "peak"):
         assert word in report.lower(), word
     source = compiled.source({"seq": 32})

@@ -55,6 +55,25 @@ def test_settings_that_are_not_tried_are_no_better(bucket):
             assert row.seconds_s > fastest * (1 - FASTER), "a wider group is hardly faster"
 
 
+def test_wider_groups_are_tried_where_the_segments_of_others_do_not_fit(monkeypatch):
+    """Bytes fit one rank, so wider groups seem not worth having; its segments do not."""
+    enough = {8}
+
+    def reserved(variants, bucket, row, request):
+        return 0 if row.sp in enough else 2 * request.memory_bytes
+
+    monkeypatch.setattr("dcpc.planning._reserved_bytes", reserved)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=512, dim=64, n_layers=1, n_heads=8))
+    buckets = dcpc.Buckets(INPUTS, [{"seq": 64}])
+    given = {"world": 8, "memory": MEMORY, "device": DEVICE, "backend": "eager"}
+    (chosen,) = plan(model, buckets, **given).plans.values()
+    assert chosen.sp == 8
+    enough.clear()
+    with pytest.raises(dcpc.PlanError, match="run on more than 8 ranks"):
+        plan(model, buckets, **given)
+
+
 def test_plan_is_that_of_all_settings():
     sps = set()
     for bucket, chosen in planned().plans.items():

@@ -191,16 +191,21 @@ def _others(x: TensorFacts, dims: Sequence[int]) -> list[int]:
     return [d for d in range(len(x.shape)) if d not in taken]
 
 
-def _pool_backward(call: Call) -> sympy.Expr:
-    """Copies of the indices and of the result that are not laid out as the gradient is.
+def _pool_backward(*names: str) -> Callable[[Call], sympy.Expr]:
+    """Returns the formula: copies of these and of the result that lie otherwise than the gradient.
 
     In one of the two layouts that there are kernels for: channels are the last dim, or are not.
     """
-    grad, where, out = call.tensor("grad_output"), call.tensor("indices"), call.facts.of(call.node)
-    last = not grad.contiguous() and _channels_last(grad)
-    rest = ZERO if last or grad.contiguous() else grad.size_bytes
-    like = _channels_last if last else TensorFacts.contiguous
-    return rest + sympy.Add(*(x.size_bytes for x in (where, out[0]) if not like(x)))
+
+    def formula(call: Call) -> sympy.Expr:
+        grad, (out, *_) = call.tensor("grad_output"), call.facts.of(call.node)
+        last = not grad.contiguous() and _channels_last(grad)
+        rest = ZERO if last or grad.contiguous() else grad.size_bytes
+        like = _channels_last if last else TensorFacts.contiguous
+        others = (*map(call.tensor, names), out)
+        return rest + sympy.Add(*(x.size_bytes for x in others if not like(x)))
+
+    return formula
 
 
 def _gradient_as_input(call: Call) -> sympy.Expr:
@@ -276,6 +281,7 @@ _own = copies("self")
 
 # op -> bytes allocated while it runs and freed before it returns.
 KERNELS: Mapping[str, Callable[[Call], sympy.Expr]] = {
+    "aten::_adaptive_avg_pool2d_backward": _pool_backward(),
     "aten::_cdist_backward": copies("grad", "x1", "x2"),
     "aten::_cdist_forward": copies("x1", "x2"),
     "aten::_embedding_bag": _bags,
@@ -304,8 +310,8 @@ KERNELS: Mapping[str, Callable[[Call], sympy.Expr]] = {
     "aten::log_sigmoid_forward": _own,
     "aten::masked_scatter_backward": _masked_backward,
     "aten::max_pool2d_with_indices": _unordered("self"),
-    "aten::max_pool2d_with_indices_backward": _pool_backward,
-    "aten::max_pool3d_with_indices_backward": _pool_backward,
+    "aten::max_pool2d_with_indices_backward": _pool_backward("indices"),
+    "aten::max_pool3d_with_indices_backward": _pool_backward("indices"),
     "aten::median": _median,
     "aten::nanmedian": _median,
     "aten::native_batch_norm_backward": _batch_norm_backward,
