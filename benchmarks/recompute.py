@@ -371,9 +371,8 @@ def compare_all(
     against_rotor: list[RotorComparison] = []
     # The longest jobs first; a process's allocator events are its own.
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
-        planned = pool.submit(plan_seconds) if planning else None
-        if planned:
-            planned.result()  # alone: two processes slow each other down
+        # Planning alone: two processes slow each other down.
+        plan_s = pool.submit(plan_seconds).result() if planning else {}
         jobs = [
             pool.submit(compare, name, subjects[name], sizes, settings, shares)
             for name in reversed(names)
@@ -382,7 +381,7 @@ def compare_all(
         for job in reversed(jobs):
             one, other = job.result()
             found, against_rotor = found + one, against_rotor + other
-        return found, against_rotor, planned.result() if planned else {}
+        return found, against_rotor, plan_s
 
 
 def main() -> None:

@@ -39,8 +39,6 @@ LARGE_BYTES = 10 << 20
 LARGE_SEGMENT_BYTES = 20 << 20
 SEGMENT_ROUNDING_BYTES = 2 << 20
 LEAST_REST_BYTES = SMALL_BYTES + 1  # of a large block
-ADDRESS_BITS = 60
-LAST_ADDRESS = (1 << ADDRESS_BITS) - 1
 # Later steps reserve up to 0.4% more than the first (STDiT3-XL/2, 25 buckets on an H200).
 SPARE = 0.98
 
@@ -98,8 +96,8 @@ class CachingAllocator:
         self._limit_bytes = limit_bytes
         self._end = self.most_reserved_bytes = self.given_back = 0
         self.allocated_bytes = self.reserved_bytes = self.most_allocated_bytes = 0
-        # Free blocks of either kind of segment by size, then address, as one integer.
-        self._free: dict[bool, list[int]] = {True: [], False: []}
+        # Free blocks of either kind of segment by size, then address.
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._at: dict[int, Block] = {}
 
     def reset(self) -> None:
@@ -114,9 +112,9 @@ class CachingAllocator:
         size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         small = size <= SMALL_BYTES
         free = self._free[small]
-        place = bisect_left(free, size << ADDRESS_BITS)
+        place = bisect_left(free, (size, 0))
         if place < len(free):
-            block = self._at[free.pop(place) & LAST_ADDRESS]
+            block = self._at[free.pop(place)[1]]
         else:
             block = self._segment(segment_bytes(size), small)
         if block.size_bytes - size >= (BLOCK_BYTES if small else LEAST_REST_BYTES):
@@ -132,12 +130,12 @@ class CachingAllocator:
         size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         small = size <= SMALL_BYTES
         free = self._free[small]
-        place = bisect_left(free, size << ADDRESS_BITS)
+        place = bisect_left(free, (size, 0))
         if place == len(free):
             self.release(self.allocate(size_bytes))
             return
         # The blocks are again what they were.
-        found = free[place] >> ADDRESS_BITS
+        found = free[place][0]
         taken = size if found - size >= (BLOCK_BYTES if small else LEAST_REST_BYTES) else found
         if self.allocated_bytes + taken > self.most_allocated_bytes:
             self.most_allocated_bytes = self.allocated_bytes + taken
@@ -151,11 +149,11 @@ class CachingAllocator:
         free = self._free[block.small]
         for other in (block.before, block.after):
             if other is not None and other.free:
-                del free[bisect_left(free, other.size_bytes << ADDRESS_BITS | other.address)]
+                del free[bisect_left(free, (other.size_bytes, other.address))]
                 first, second = (other, block) if other is block.before else (block, other)
                 block = self._join(first, second)
         block.free = True
-        insort(free, block.size_bytes << ADDRESS_BITS | block.address)
+        insort(free, (block.size_bytes, block.address))
 
     def _segment(self, size_bytes: int, small: bool) -> Block:
         """Returns a new segment."""
@@ -170,12 +168,12 @@ class CachingAllocator:
     def _give_back(self) -> None:
         """Gives back the segments that are one free block."""
         for free in self._free.values():
-            for key in [*free]:
-                block = self._at[key & LAST_ADDRESS]
+            for size_bytes, address in [*free]:
+                block = self._at[address]
                 if block.before is None and block.after is None:
-                    free.remove(key)
-                    del self._at[block.address]
-                    self.reserved_bytes -= block.size_bytes
+                    free.remove((size_bytes, address))
+                    del self._at[address]
+                    self.reserved_bytes -= size_bytes
                     self.given_back += 1
 
     def blocks(self) -> list[Block]:
@@ -189,7 +187,7 @@ class CachingAllocator:
             block.after.before = rest
         block.after, block.size_bytes = rest, size_bytes
         self._at[rest.address] = rest
-        insort(self._free[block.small], rest.size_bytes << ADDRESS_BITS | rest.address)
+        insort(self._free[block.small], (rest.size_bytes, rest.address))
 
     def _join(self, first: Block, second: Block) -> Block:
         """Makes two neighbours one, the first."""
