@@ -18,6 +18,7 @@ from dcpc.errors import (
     ProfileError,
     RuleError,
     TraceError,
+    VerifyError,
 )
 from dcpc.passes.rules import register_sharding_rule
 from dcpc.runtime.loader import DataLoader
@@ -47,6 +48,7 @@ __all__ = [
     "Settings",
     "TensorBoardLogger",
     "TraceError",
+    "VerifyError",
     "compile",
     "microbatch",
     "register_sharding_rule",

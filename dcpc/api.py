@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from dcpc.symbolic_profile import (
 )
 from dcpc.trace import autocast_dtype, casting, checked_dtype, trace
 from dcpc.variants import Variants
+from dcpc.verify import Verifier, check_mode
 
 # Adam's two moments, in the parameters' dtype: what a plan counts where it is given no optimizer.
 ADAM_STATES = 2
@@ -62,6 +64,7 @@ def compile(
     zero: bool = False,
     calibration: str | Path | Calibration | None = None,
     attention: str = "auto",
+    verify: str = "auto",
 ) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
 
@@ -102,14 +105,20 @@ def compile(
             its file: seconds are predicted by it.
         attention: how attention is split: "auto" (each as costs least), or "heads", "gathered",
             "ring", "hybrid" wherever an attention can have it (`passes/lowerings.py`).
+        verify: what is compared with the model itself, loss and every gradient, on inputs drawn at
+            small sizes: "auto" (traces and variants, within a tenth of what compiling takes or 2
+            s), "full" (every row of every bucket's table, at each bucket's size too) or "off".
 
     Raises:
         TraceError: the model cannot be captured.
         PlanError: a bucket fits with no setting, or a forced value is impossible.
         ProfileError: the calibration is of another model, device, number of ranks or dtype.
         GroupError: ranks of the group made different plans.
+        VerifyError: a trace or a variant does not compute what the model computes.
     """
     _refuse_meta(model)
+    check_mode(verify)
+    start_s = time.perf_counter()
     groups = Groups.default(group=group, device=_device_of(model))
     planned = plan(
         model,
@@ -130,7 +139,10 @@ def compile(
     )
     hashes = " ".join(v.program.graph_hash for v in planned.traces)
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
-    return CompiledModel(model, buckets, planned, groups, base_seed=_shared_seed(groups))
+    verifier = Verifier(model, buckets, planned, verify)
+    verifier.start(time.perf_counter() - start_s)
+    seed = _shared_seed(groups)
+    return CompiledModel(model, buckets, planned, groups, base_seed=seed, verifier=verifier)
 
 
 def plan(

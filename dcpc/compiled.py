@@ -26,6 +26,7 @@ from dcpc.runtime.steps import MicroBatch, Step
 from dcpc.symbolic_profile import Prediction
 from dcpc.trace import autocast_dtype, casting, trace
 from dcpc.variants import Variants, group_name
+from dcpc.verify import Verifier
 
 # Keeps the random numbers of train steps apart from those of calls, which count up from 1.
 _STEPS = 1 << 40
@@ -44,12 +45,14 @@ class CompiledModel(nn.Module):
         planned: Planned,
         groups: Groups,
         base_seed: int,
+        verifier: Verifier,
     ) -> None:
         """Wraps what `dcpc.compile` made; users call that."""
         super().__init__()
         self.model = model
         self.buckets = buckets
         self.planned = planned
+        self.verifier = verifier
         self.plans = planned.plans  # one object: what dispatch and reports read is the same
         self.tables = dict(planned.tables)
         self.groups = groups
@@ -166,8 +169,11 @@ class CompiledModel(nn.Module):
     # ---------------------------------------------------------------------------------- looking in
 
     def report(self) -> str:
-        """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why."""
-        return self.planned.report()
+        """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why.
+
+        At the end it says what was compared with the model itself, and where.
+        """
+        return f"{self.planned.report()}\n{self.verifier.report()}"
 
     def source(self, bucket: Bucket | Mapping[str, int]) -> str:
         """Returns the forward and backward that run for a bucket as Python a person can read."""

@@ -33,6 +33,10 @@ class CodegenError(DcpcError):
     """A plan cannot be turned into a runnable variant."""
 
 
+class VerifyError(DcpcError):
+    """What dcpc would run does not compute what the model computes."""
+
+
 class DispatchError(DcpcError):
     """A call's arguments match no bucket or no input spec."""
 

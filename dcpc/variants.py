@@ -23,6 +23,7 @@ from dcpc.studies import Structure, Study, split_constants, structure_of
 from dcpc.symbolic_profile import Costs, Device, Prediction, Usage
 
 Sizes = Mapping[str, int]
+Inspect = Callable[["Variants", Placement, Lowering, Partition], None]
 
 
 class Variants:
@@ -44,6 +45,7 @@ class Variants:
     Attributes:
         planner: what places and prices: the variants of the folded program, or these themselves.
         placements: how the program's values are split.
+        inspect: called with the graphs of each variant before it is compiled, if there is one.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Variants:
         self._profiles: dict[tuple[object, ...], Profile] = {}
         self._predictions: dict[tuple[object, ...], Prediction] = {}
         self._variants: dict[tuple[object, ...], list[Variant]] = {}
+        self.inspect: Inspect | None = None
 
     def _folded(self, fewest: int) -> Variants:
         """Returns what plans: the variants of three copies of each repeated block, or these."""
@@ -137,6 +140,12 @@ class Variants:
             tracer = self._tracer(hints, backend)
             self._lowerings[key] = Lowering(tracer, placement, group_name(placement.sp), backend)
         return self._lowerings[key]
+
+    def has_lowering(self, placement: Placement) -> bool:
+        """Whether the graphs that run first at a placement were made for its plan already."""
+        if self.backend != "eager" or self.planner is not self:
+            return False
+        return (self.placements.number(placement), None, self.backend) in self._lowerings
 
     def _tracer(self, hints: tuple[int, ...] | None, backend: str) -> Tracer:
         """Returns what differentiates a lowered graph: without hints one for all placements."""
@@ -340,7 +349,10 @@ class Variants:
         if known:
             hints = tuple(max(2, v) for v in known[0].integer_values(dims, rank)[0])
         lowering = self.lowering(placement, hints, backend)
-        variant = lowering.variant(self.partition(placement, recompute, hints, backend))
+        parts = self.partition(placement, recompute, hints, backend)
+        if self.inspect is not None:
+            self.inspect(self, placement, lowering, parts)
+        variant = lowering.variant(parts)
         values, broken = variant.integer_values(dims, rank)
         if broken and not hints:
             known.append(variant)

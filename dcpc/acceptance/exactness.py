@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,21 +62,37 @@ def plain(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Gradi
 
 
 def gradient_errors(model: nn.Module, expected: Gradients) -> dict[str, float]:
+    """Returns `relative_errors` of the gradients that a model's parameters hold."""
+    return relative_errors({n: p.grad for n, p in model.named_parameters()}, expected)
+
+
+def relative_errors(
+    found: Mapping[str, Tensor | None],
+    expected: Mapping[str, Tensor | None],
+    none_is_zero: bool = False,
+) -> dict[str, float]:
     """Returns for each parameter the largest difference, relative to its own largest gradient.
 
     A gradient that is zero but for rounding (a bias before a softmax) is compared with 1e-3 of the
-    largest of all. A parameter without a gradient must have none: its error is infinite else.
+    largest of all.
+
+    Args:
+        found: name of a parameter -> its gradient.
+        expected: the same of the plain model.
+        none_is_zero: whether no gradient is as good as zeros; else it has an infinite error.
     """
     scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
-    found = {}
-    for name, p in model.named_parameters():
-        g = expected[name]
-        if g is None or p.grad is None:
-            found[name] = 0.0 if g is p.grad else float("inf")
+    errors = {}
+    for name, got in found.items():
+        want = expected[name]
+        if got is None or want is None:
+            given = want if got is None else got
+            size = 0.0 if given is None else float(given.abs().max()) if none_is_zero else math.inf
+            errors[name] = size / max(1e-3 * scale, 1e-12)
             continue
-        own = max(float(g.abs().max()), 1e-3 * scale, 1e-12)
-        found[name] = float((p.grad - g).abs().max()) / own
-    return found
+        own = max(float(want.abs().max()), 1e-3 * scale, 1e-12)
+        errors[name] = float((got - want).abs().max()) / own
+    return errors
 
 
 def loss_error(got: Tensor, expected: Tensor) -> float:

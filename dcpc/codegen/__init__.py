@@ -7,9 +7,10 @@ from dcpc.codegen.excerpt import excerpt
 from dcpc.codegen.joint import Tracer
 from dcpc.codegen.library import Library
 from dcpc.codegen.schedule import VIEWS
-from dcpc.codegen.variant import Boxed, Variant, delivering
+from dcpc.codegen.variant import RUN, Boxed, Variant, broken_guards, delivering
 
 __all__ = [
+    "RUN",
     "VIEWS",
     "Boxed",
     "Key",
@@ -18,6 +19,7 @@ __all__ = [
     "Tracer",
     "Variant",
     "bind_group",
+    "broken_guards",
     "compile_graph",
     "decompositions",
     "delivering",

@@ -78,18 +78,10 @@ class Variant:
     def integer_values(
         self, dims: Mapping[sympy.Symbol, int], rank: int
     ) -> tuple[tuple[int, ...], tuple[sympy.Basic, ...]]:
-        """Returns the integers for one call, and the guards that do not hold for them.
-
-        Sizes 0 and 1 break torch's assumption that a symbol is at least 2 without making the graph
-        wrong, so guards are looked at with these raised to 2. With half of a length raised, and not
-        the length, a guard may not hold that does: those are looked at again as they are.
-        """
+        """Returns the integers for one call, and the guards that do not hold for them."""
         values = tuple(i.value(dims, self.sp, rank) for i in self.integers)
         sizes = {i.symbol: v for i, v in zip(self.integers, values, strict=True)}
-        raised = {symbol: max(v, 2) for symbol, v in sizes.items()}
-        broken = tuple(g for g in self.guards if g.subs(raised) == sympy.false)
-        if 0 not in values:  # a guard may divide
-            broken = tuple(g for g in broken if g.subs(sizes) == sympy.false)
+        broken = broken_guards(self.guards, sizes)
         return values, broken
 
     @property
@@ -112,6 +104,22 @@ class Variant:
         if not torch.is_grad_enabled():
             return self.run_forward([*(t.detach() for t in tensors), *integers])[0]  # type: ignore[no-any-return]
         return _Run.apply(self, integers, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def broken_guards(
+    guards: Sequence[sympy.Basic], sizes: Mapping[sympy.Symbol, int]
+) -> tuple[sympy.Basic, ...]:
+    """Returns the guards that do not hold at some sizes.
+
+    Sizes 0 and 1 break torch's assumption that a symbol is at least 2 without making the graph
+    wrong, so guards are looked at with these raised to 2. With half of a length raised, and not the
+    length, a guard may not hold that does: those are looked at again as they are.
+    """
+    raised = {symbol: max(v, 2) for symbol, v in sizes.items()}
+    broken = tuple(g for g in guards if g.subs(raised) == sympy.false)
+    if 0 not in sizes.values():  # a guard may divide
+        broken = tuple(g for g in broken if g.subs(sizes) == sympy.false)
+    return broken
 
 
 class _Run(torch.autograd.Function):

@@ -1,0 +1,133 @@
+"""Loss and gradients of dcpc's graphs, and how far they are from the plain model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from dcpc.acceptance.exactness import Gradients, loss_error, relative_errors
+from dcpc.codegen import Lowering, run_in_step, summed
+from dcpc.ir import Partition, Program
+from dcpc.trace import casting
+from dcpc.verify.reference import Outcome, state, widened
+from dcpc.verify.replay import Watch, Watched, in_order, replayed
+
+Sizes = Mapping[str, int]
+
+# Two ways to sum the same numbers in float64 differ by far less. More is what torch rounds while it
+# takes a float32 op apart: a constant of it, such as a norm's epsilon, is a float32 number.
+LIMIT = 1e-7
+# In a lower dtype: roundings of it, relative to the largest element, that may add up.
+ROUNDINGS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """How far an outcome is from the plain model's.
+
+    Attributes:
+        worst: the largest relative difference; infinite where something is not a number.
+        where: "loss", or the parameter whose gradient differs most.
+        got: that loss, or the largest difference of that gradient.
+        expected: that loss, or the largest element of that gradient.
+    """
+
+    worst: float
+    where: str
+    got: float
+    expected: float
+
+
+def error_of(found: Outcome, expected: Outcome) -> Error:
+    """Returns the largest difference of a loss and gradients."""
+    by_name = relative_errors(found.gradients, expected.gradients, none_is_zero=True)
+    by_name["loss"] = loss_error(found.loss, expected.loss)
+    worst, where = max(((math.inf if e != e else e), n) for n, e in by_name.items())
+    if where == "loss":
+        return Error(worst, where, float(found.loss), float(expected.loss))
+    got, want = found.gradients[where], expected.gradients[where]
+    size = 0.0 if want is None else float(want.abs().max())
+    gap = size if got is None else float((got - (0 if want is None else want)).abs().max())
+    return Error(worst, f"gradient of {where}", gap, size)
+
+
+class Given:
+    """What a program's graphs take in a comparison.
+
+    Args:
+        program: the traced model.
+        model: the user's.
+        inputs: by name.
+        wide: in float64 throughout.
+        alike: see `draws.KnownDraws`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: nn.Module,
+        inputs: Mapping[str, Tensor],
+        *,
+        wide: bool,
+        alike: bool,
+    ) -> None:
+        """Makes leaves of the model's parameters."""
+        self.program, self.wide, self.alike = program, wide, alike
+        self.parameters, buffers = state(model, wide)
+        # Tied parameters have several names, and one leaf.
+        first = {id(p): n for n, p in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        self.leaf = {n: first[id(p)] for n, p in every}
+        buffers = {
+            n: widened(b.detach(), wide) for n, b in model.named_buffers(remove_duplicate=False)
+        }
+        self.tensors: dict[str, Tensor] = {
+            **{p: self.parameters[self.leaf[n]] for p, n in program.parameters.items()},
+            **{p: buffers[n] for p, n in program.buffers.items()},
+            **program.constants,
+            **{p: widened(inputs[n], wide).contiguous() for p, n in program.inputs.items()},
+        }
+        self.device = next(iter(inputs.values())).device
+
+    def of_program(self, watch: Watch | None = None) -> Outcome:
+        """Returns what the forward graph computes, differentiated by autograd."""
+        gm = replayed(self.program.gm, wide=self.wide, alike=self.alike)
+        interpreter = fx.Interpreter(gm) if watch is None else Watched(gm, watch)
+        with torch.enable_grad(), casting(self.device.type, None):
+            output = interpreter.run(*in_order(gm, self.tensors))
+            loss = output[0] if isinstance(output, tuple | list) else output
+            wanted = {n: p for n, p in self.parameters.items() if p.requires_grad}
+            found = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+        return Outcome(loss.detach(), dict(zip(wanted, found, strict=True)))
+
+    def of_partition(
+        self, lowering: Lowering, parts: Partition, integers: Sequence[Mapping[str, int]]
+    ) -> Outcome:
+        """Returns what the forward and backward graphs of all ranks compute, sums included.
+
+        Args:
+            lowering: whose partition it is.
+            parts: the graphs of any rank.
+            integers: what the graphs take besides tensors, of each rank.
+        """
+        forward = replayed(parts.forward, wide=self.wide, alike=self.alike)
+        backward = replayed(parts.backward, wide=self.wide, alike=self.alike)
+        mine = replace(parts, forward=forward, backward=backward)
+        tensors = {n: t.detach() for n, t in self.tensors.items()}
+        ranks = run_in_step([mine] * len(integers), integers, tensors)
+        found: Gradients = {n: None for n, p in self.parameters.items() if p.requires_grad}
+        for placeholder, gradient in zip(lowering.joint.trainable, summed(ranks), strict=True):
+            name = self.leaf[self.program.parameters[placeholder]]
+            had = found[name]
+            found[name] = had if gradient is None else gradient if had is None else had + gradient
+        return Outcome(ranks[0].loss, found)
+
+
+def dims_of(program: Program, sizes: Sizes) -> dict[sympy.Symbol, int]:
+    """Returns symbol -> length; a model without a batch has no symbol for it."""
+    return {program.symbols[n]: size for n, size in sizes.items() if n in program.symbols}

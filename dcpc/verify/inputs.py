@@ -1,0 +1,127 @@
+"""Inputs to compare at: drawn from what the model's own graph lets each of them be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from dcpc.buckets import Buckets
+from dcpc.ir import Program
+
+aten = torch.ops.aten
+
+# "wide": indices up to the length of what they index, some ignored labels, masks with holes.
+# "narrow": 0 and 1, numbers in (0, 1), masks of ones; where the model refuses the first.
+KINDS = ("wide", "narrow")
+
+# Ops whose result has the elements of their first operand.
+_MOVES = {
+    *("view", "reshape", "transpose", "permute", "slice", "select", "unsqueeze", "squeeze", "t"),
+    *("expand", "clone", "contiguous", "_to_copy", "flatten", "alias", "detach", "narrow", "to"),
+    *("constant_pad_nd", "_unsafe_view", "unflatten", "pad", "where", "masked_fill", "clamp"),
+}
+_COMPARES = ("eq", "ne")
+SPECIAL_SHARE = 4  # one element in so many has a value that the model treats apart
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What the values of an integer input may be.
+
+    Attributes:
+        count: they are below it.
+        special: values that the model compares it with, such as a loss's ignored label.
+    """
+
+    count: int
+    special: tuple[int, ...]
+
+
+def _range(source: fx.Node, program: Program) -> _Range:
+    """Returns what a graph says of the values of an integer placeholder."""
+    lengths: list[int] = []
+    special: list[int] = []
+    todo, seen = [source], {source}
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.op != "call_function" or user in seen:
+                continue
+            length = _length(user, node, program)
+            lengths += [] if length is None else [length]
+            special += _special(user, node)
+            if _op(user) in _MOVES:
+                seen.add(user)
+                todo.append(user)
+    return _Range(min(lengths, default=2), tuple(dict.fromkeys(special)))
+
+
+def _op(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").split(".")[0]
+
+
+def _special(user: fx.Node, value: fx.Node) -> list[int]:
+    """Returns the numbers that a call compares a value with."""
+    if _op(user) in _COMPARES and user.args[0] is value and type(user.args[1]) is int:
+        return [user.args[1]]
+    losses = _op(user) in ("nll_loss_nd", "cross_entropy_loss") and user.args[1] is value
+    return [user.args[4]] if losses and len(user.args) > 4 and type(user.args[4]) is int else []
+
+
+def _length(user: fx.Node, index: fx.Node, program: Program) -> int | None:
+    """Returns the number of values that an index may have for this call, None if unknown."""
+    args: Any = user.args
+    of: Any = None
+    dim = 0
+    if user.target is aten.embedding.default and args[1] is index:
+        of = args[0]
+    elif user.target in (aten.index_select.default, aten.gather.default) and args[2] is index:
+        of, dim = args[0], args[1]
+    elif user.target is aten.index.Tensor and index in args[1]:
+        of, dim = args[0], args[1].index(index)
+    elif _op(user) in ("nll_loss_nd", "cross_entropy_loss") and args[1] is index:
+        of, dim = args[0], min(1, len(program.info[args[0].name].shape) - 1)
+    if of is None or of.name not in program.info:
+        return None
+    size = program.info[of.name].shape[dim]
+    return int(size) if size.is_Integer and size > 1 else None
+
+
+def draw(
+    program: Program, buckets: Buckets, sizes: Mapping[str, int], kind: str, device: torch.device
+) -> dict[str, Tensor]:
+    """Returns inputs of one shape, the same on every rank.
+
+    Args:
+        program: the traced model.
+        buckets: its inputs.
+        sizes: length of every dim, batch included.
+        kind: one of `KINDS`.
+        device: where they go.
+    """
+    generator = torch.Generator().manual_seed(0)
+    nodes = {n.name: n for n in program.gm.graph.nodes}
+    ranges = {n: _range(nodes[p], program) for p, n in program.inputs.items() if p in nodes}
+    wide = kind == "wide"
+    found: dict[str, Tensor] = {}
+    for name, spec in buckets.inputs.items():
+        shape = spec.shape(sizes)
+        value = torch.rand(shape, generator=generator, dtype=torch.float64)
+        if "mask" in name or spec.dtype == torch.bool:
+            value = value < 0.8 if wide else torch.ones(shape, dtype=torch.bool)
+            if value.ndim:
+                value[..., 0] = True
+        elif spec.dtype.is_floating_point or spec.dtype.is_complex:
+            if wide:
+                value = torch.randn(shape, generator=generator, dtype=torch.float64)
+        else:
+            own = ranges.get(name, _Range(2, ()))
+            value = (value * (own.count if wide else 2)).long()
+            for place, number in enumerate(own.special if wide else ()):
+                value.view(-1)[1 + place :: SPECIAL_SHARE + place] = number
+        found[name] = value.to(spec.dtype).to(device)
+    return found

@@ -1,0 +1,101 @@
+"""Loss and gradients of the user's own model, beside which everything is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dcpc.acceptance.exactness import Float64Throughout, Gradients
+from dcpc.trace import casting
+from dcpc.trace.capture import find_loss
+from dcpc.verify.draws import KnownDraws
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Loss and gradients of one run.
+
+    Attributes:
+        loss: the loss.
+        gradients: name of a trainable parameter -> its gradient, None where it has none.
+        draws: random ops that ran, where they were counted.
+    """
+
+    loss: Tensor
+    gradients: Gradients
+    draws: int = 0
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradients are numbers."""
+        values = [self.loss, *(g for g in self.gradients.values() if g is not None)]
+        return all(bool(v.isfinite().all()) for v in values)
+
+
+def widened(tensor: Tensor, wide: bool) -> Tensor:
+    """Returns a tensor in float64, or as it is."""
+    return tensor.double() if wide and tensor.is_floating_point() else tensor
+
+
+def state(model: nn.Module, wide: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns leaves that stand for the model's parameters, and its buffers, by name.
+
+    Args:
+        model: the user's; not changed.
+        wide: whether they are copies in float64; else they share the model's memory.
+    """
+    parameters = {
+        n: widened(p.detach(), wide).detach().requires_grad_(p.requires_grad)
+        for n, p in model.named_parameters()
+    }
+    return parameters, {n: widened(b.detach(), wide) for n, b in model.named_buffers()}
+
+
+def plain(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    *,
+    wide: bool,
+    alike: bool,
+    autocast: torch.dtype | None,
+) -> Outcome:
+    """Returns what the model itself computes.
+
+    Neither its parameters nor their `grad` change, nor torch's random numbers.
+
+    Args:
+        model: the user's.
+        inputs: by name.
+        wide: in float64 throughout: parameters, inputs, and every cast to a lower dtype.
+        alike: see `KnownDraws`.
+        autocast: what it is trained under, where it is not `wide`.
+    """
+    parameters, buffers = state(model, wide)
+    given = {n: widened(t, wide) for n, t in inputs.items()}
+    device = next(iter(given.values())).device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad(), KnownDraws(alike) as draws:
+        with float64_throughout() if wide else casting(device.type, autocast):
+            held = {**parameters, **buffers}
+            loss = find_loss(torch.func.functional_call(model, held, (), given))
+        wanted = {n: p for n, p in parameters.items() if p.requires_grad}
+        with casting(device.type, None):
+            found = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+    return Outcome(loss.detach(), dict(zip(wanted, found, strict=True)), draws.drew)
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Has every cast to a lower floating dtype be one to float64, and tensors made of it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(Float64Throughout())
+            yield
+    finally:
+        torch.set_default_dtype(before)

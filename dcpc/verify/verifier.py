@@ -1,0 +1,352 @@
+"""Holds what dcpc is about to run against the model itself, and refuses what differs.
+
+`Verifier.start` runs at compile: each trace, then the graphs of the chosen plans that are there.
+`Verifier.built` runs when a variant is first built, before it returns a number to anybody. Both
+compare loss and every gradient with the plain model's, in float64 where the model can do that, on
+inputs drawn at small sizes; the ranks of a group are run in this process, one step at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from dcpc.buckets import BATCH, Buckets
+from dcpc.codegen import Lowering, broken_guards, integers_of
+from dcpc.errors import PlanError, VerifyError
+from dcpc.garbage import without_collection
+from dcpc.ir import Partition, Placement, Program
+from dcpc.planning import Planned
+from dcpc.variants import Variants
+from dcpc.verify.compare import LIMIT, ROUNDINGS, Error, Given, dims_of, error_of
+from dcpc.verify.culprit import first_difference, reader
+from dcpc.verify.inputs import KINDS, draw
+from dcpc.verify.points import Point, points
+from dcpc.verify.reference import Outcome, plain
+
+MODES = ("auto", "full", "off")
+
+# "auto" takes at most this share of what compiling took before, or so many seconds.
+SHARE = 0.1
+LEAST_S = 2.0
+# Below what devices do, so that a guess of the seconds is on the safe side.
+FLOPS_PER_S = {"cpu": 5e9}
+GPU_FLOPS_PER_S = 1e12
+# What makes both sides the same in float64 may not be had in the model: constants rounded on the
+# way. Such differences are small; a larger one is held against the model in its own dtype.
+LIFTED = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The plain model's outcome at one point.
+
+    Attributes:
+        point: where.
+        inputs: what it was given.
+        outcome: loss and gradients.
+        wide: whether in float64 throughout.
+        alike: whether random numbers were all alike.
+    """
+
+    point: Point
+    inputs: Mapping[str, Tensor]
+    outcome: Outcome
+    wide: bool
+    alike: bool
+
+
+class Verifier:
+    """Compares traces and variants of one model with it.
+
+    Args:
+        model: the user's.
+        buckets: what it is compiled for.
+        planned: its traces and plans.
+        mode: one of `MODES`.
+
+    Raises:
+        PlanError: an unknown mode.
+    """
+
+    def __init__(self, model: nn.Module, buckets: Buckets, planned: Planned, mode: str) -> None:
+        """Keeps what to compare."""
+        check_mode(mode)
+        self.model, self.planned, self.mode = model, planned, mode
+        self.groups = [(mine, planned.by_bucket[next(iter(mine))]) for mine in buckets.by_ones().values()]
+        parameter = next(model.parameters(), None)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
+        every = mode == "full"
+        self.points = [points(mine, v.program.hints, every) for mine, v in self.groups]
+        self.lines: list[str] = []
+        self.spent_s = 0.0
+        self._until_s = 0.0
+        self._known: dict[tuple[int, Point, bool], Reference | str] = {}
+        self._done: set[int] = set()
+        self._kept: list[Partition] = []  # what `_done` has the ids of
+        if mode != "off":
+            for _, variants in self.groups:
+                variants.inspect = self.built
+
+    # ------------------------------------------------------------------------------------- when
+
+    @without_collection()
+    def start(self, compile_s: float) -> None:
+        """Compares the traces, and those graphs of the chosen plans that are there already.
+
+        Args:
+            compile_s: what tracing and planning took.
+
+        Raises:
+            VerifyError: one of them does not compute what the model computes.
+        """
+        if self.mode == "off":
+            return
+        with self._within(max(SHARE * compile_s, LEAST_S)):
+            for number, (_, variants) in enumerate(self.groups):
+                self._trace(number, variants)
+            for bucket, plan in self.planned.plans.items():
+                variants = self.planned.by_bucket[bucket]
+                placement = self.planned.placement(bucket)
+                if self.mode == "full" or variants.has_lowering(placement):
+                    self._variant(variants, placement, plan.recompute)
+            if self.mode == "full":
+                self._rows()
+
+    def built(
+        self, variants: Variants, placement: Placement, lowering: Lowering, parts: Partition
+    ) -> None:
+        """Compares graphs that are about to run for the first time.
+
+        Raises:
+            VerifyError: they do not compute what the model computes.
+        """
+        with self._within(LEAST_S):
+            self._graphs(variants, placement, lowering, parts)
+
+    def _rows(self) -> None:
+        """Compares every row that a step may use."""
+        for bucket, rows in self.planned.tables.items():
+            variants = self.planned.by_bucket[bucket]
+            for row in (r for r in rows if r.fits):
+                sizes = {**bucket.sizes, BATCH: row.micro_batch}
+                self._variant(variants, variants.placement(sizes, row.sp), row.recompute)
+
+    @contextmanager
+    def _within(self, budget_s: float) -> Iterator[None]:
+        """Sets until when comparisons may start, and adds up what they take."""
+        start_s = time.perf_counter()
+        self._until_s = math.inf if self.mode == "full" else start_s + budget_s
+        try:
+            yield
+        finally:
+            self.spent_s += time.perf_counter() - start_s
+
+    # --------------------------------------------------------------------------------- what: trace
+
+    def _trace(self, number: int, variants: Variants) -> None:
+        """Compares the forward graph of a trace with the model, at each point there is time for."""
+        program, done = variants.program, list[str]()
+        for reference in self._references(number, alike=False):
+            given = self._given(program, reference)
+            error = error_of(given.of_program(), reference.outcome)
+            error = self._in_own_dtype(number, reference, error, None)
+            if error.worst > self._limit(program, reference):
+                if not reference.point.promised:
+                    continue
+                raise VerifyError(self._trace_text(program, reference, error))
+            done.append(_how_far(error, reference))
+        name = f"trace {number + 1}" if len(self.groups) > 1 else "the trace"
+        if done:
+            self.lines.append(f"{name}: loss and every gradient at {', '.join(done)}")
+        else:
+            why = self._why_not(number)
+            self.lines.append(f"{name}: NOT compared with the model: {why}")
+
+    def _trace_text(self, program: Program, reference: Reference, error: Error) -> str:
+        return (
+            f"the captured graph does not compute what the model computes at {reference.point}: "
+            f"{_gap(error)}{reader(program, error.where)}; report this with the model, it is a "
+            "defect of dcpc; verify='off' trains on all the same"
+        )
+
+    # ------------------------------------------------------------------------------ what: variants
+
+    def _variant(self, variants: Variants, placement: Placement, recompute: int) -> None:
+        lowering = variants.lowering(placement)
+        self._graphs(variants, placement, lowering, variants.partition(placement, recompute))
+
+    def _graphs(
+        self, variants: Variants, placement: Placement, lowering: Lowering, parts: Partition
+    ) -> None:
+        """Compares forward and backward of all ranks of a group, at the first point they take."""
+        if id(parts) in self._done:
+            return
+        self._done.add(id(parts))
+        self._kept.append(parts)
+        number = next(i for i, (_, v) in enumerate(self.groups) if v is variants)
+        name = f"sp {placement.sp}, {len(parts.saved)} values saved"
+        for reference in self._references(number, alike=placement.sp > 1):
+            dims = dims_of(variants.program, reference.point.sizes)
+            integers = integers_of(lowering.lowered, dims)
+            if any(self._broken(lowering, own) for own in integers):
+                continue
+            given = self._given(variants.program, reference)
+            error = error_of(given.of_partition(lowering, parts, integers), reference.outcome)
+            error = self._in_own_dtype(number, reference, error, (lowering, parts, integers))
+            if error.worst > self._limit(variants.program, reference):
+                if not reference.point.promised:
+                    continue
+                text = self._graphs_text(variants.program, reference, error, lowering, parts)
+                raise VerifyError(text)
+            where = _how_far(error, reference)
+            self.lines.append(f"{name}: loss and every gradient at {where}")
+            return
+        self.lines.append(f"{name}: NOT compared with the model: {self._why_not(number)}")
+
+    def _broken(self, lowering: Lowering, integers: Mapping[str, int]) -> bool:
+        sizes = {i.symbol: integers[i.name] for i in lowering.lowered.integers}
+        return bool(broken_guards(lowering.joint.guards, sizes))
+
+    def _graphs_text(
+        self,
+        program: Program,
+        reference: Reference,
+        error: Error,
+        lowering: Lowering,
+        parts: Partition,
+    ) -> str:
+        where = reader(program, error.where)
+        if lowering.lowered.sp == 1:
+            given = self._given(program, reference)
+            (own,) = integers_of(lowering.lowered, dims_of(program, reference.point.sizes))
+            where = first_difference(program, given, lowering, parts, own) or where
+        return (
+            f"forward and backward at sp {lowering.lowered.sp} do not compute what the model "
+            f"computes at {reference.point}: {_gap(error)}{where}; report this with the model, it "
+            "is a defect of dcpc; verify='off' trains on all the same"
+        )
+
+    # ----------------------------------------------------------------------------------- references
+
+    def _references(self, number: int, alike: bool) -> Iterator[Reference]:
+        """Yields the plain model's outcomes, as long as there is time; one at least if any runs."""
+        for point in self.points[number]:
+            key = (number, point, alike)
+            if key not in self._known:
+                if time.perf_counter() + self._guess_s(number, point) > self._until_s:
+                    self._known[key] = "it would take too long; verify='full' does it"
+                    continue
+                self._known[key] = self._reference(number, point, alike)
+            found = self._known[key]
+            if isinstance(found, Reference):
+                yield found
+
+    def _why_not(self, number: int) -> str:
+        said = [v for (n, *_), v in self._known.items() if n == number and isinstance(v, str)]
+        return "; ".join(dict.fromkeys(said)) or "sizes it takes were not tried"
+
+    def _guess_s(self, number: int, point: Point) -> float:
+        """Returns the seconds that plain model and graphs take at a point, roughly."""
+        mine, variants = self.groups[number]
+        bucket = next(b for b in mine if self.planned.by_bucket[b] is variants)
+        placement, plan = self.planned.placement(bucket), self.planned.plans[bucket]
+        flops = variants.predict(placement, plan.recompute, point.sizes).flops * placement.sp
+        rate = FLOPS_PER_S.get(self.device.type, GPU_FLOPS_PER_S)
+        return 3 * flops / rate
+
+    def _reference(self, number: int, point: Point, alike: bool) -> Reference | str:
+        """Returns what the plain model makes of the first inputs that it takes, or why of none."""
+        mine, variants = self.groups[number]
+        said = ""
+        for kind in KINDS:
+            inputs = draw(variants.program, mine, point.sizes, kind, self.device)
+            for wide in (True, False):
+                try:
+                    outcome = self._plain(inputs, wide, alike)
+                except Exception as error:  # the model's own, or float64 that it cannot do
+                    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                    said = f"the model itself says {type(error).__name__}: {first}"
+                    continue
+                if outcome.finite:
+                    alike = alike or not outcome.draws
+                    return Reference(point, inputs, outcome, wide, alike)
+                said = "the model's own loss or gradients are no numbers"
+                break
+        return said
+
+    def _plain(self, inputs: Mapping[str, Tensor], wide: bool, alike: bool) -> Outcome:
+        autocast = self.planned.autocast
+        return plain(self.model, inputs, wide=wide, alike=alike, autocast=autocast)
+
+    def _given(self, program: Program, reference: Reference) -> Given:
+        wide, alike = reference.wide, reference.alike
+        return Given(program, self.model, reference.inputs, wide=wide, alike=alike)
+
+    # --------------------------------------------------------------------------------- how far off
+
+    def _limit(self, program: Program, reference: Reference) -> float:
+        if reference.wide:
+            return LIMIT
+        return ROUNDINGS * max(
+            torch.finfo(info.dtype).eps
+            for info in program.info.values()
+            if info.dtype.is_floating_point
+        )
+
+    def _in_own_dtype(
+        self,
+        number: int,
+        reference: Reference,
+        error: Error,
+        graphs: tuple[Lowering, Partition, Sequence[Mapping[str, int]]] | None,
+    ) -> Error:
+        """Returns the error, or one of 0 where the model's own rounding explains a small one.
+
+        In float64 throughout a constant that the trace rounded to the model's dtype is another
+        number than the plain model's, which never rounded it.
+        """
+        if not reference.wide or not LIMIT < error.worst < LIFTED:
+            return error
+        program = self.groups[number][1].program
+        outcome = self._plain(reference.inputs, False, reference.alike)
+        own = Reference(reference.point, reference.inputs, outcome, False, reference.alike)
+        given = self._given(program, own)
+        found = given.of_program() if graphs is None else given.of_partition(*graphs)
+        again = error_of(found, outcome)
+        return replace(error, worst=0.0) if again.worst <= self._limit(program, own) else error
+
+    # -------------------------------------------------------------------------------------- report
+
+    def report(self) -> str:
+        """Returns what was compared with the model, where, and how far it was off."""
+        if self.mode == "off":
+            return "not verified: verify='off'\n"
+        head = f"verified against the model itself (verify='{self.mode}', {self.spent_s:.1f} s)\n"
+        return head + "".join(f"  {line}\n" for line in self.lines)
+
+
+def check_mode(mode: str) -> None:
+    """Refuses an unknown mode.
+
+    Raises:
+        PlanError: it is none of `MODES`.
+    """
+    if mode not in MODES:
+        raise PlanError(f"got verify={mode!r}; expected one of {', '.join(MODES)}; choose one")
+
+
+def _gap(error: Error) -> str:
+    what = "largest difference" if error.where != "loss" else "got"
+    beside = "largest element" if error.where != "loss" else "expected"
+    return f"{error.where}: {what} {error.got:.6g}, {beside} {error.expected:.6g}"
+
+
+def _how_far(error: Error, reference: Reference) -> str:
+    return f"{reference.point} to {error.worst:.0e}{'' if reference.wide else ' (own dtype)'}"
