@@ -43,10 +43,11 @@ ALLOWED: dict[str, set[str]] = {
     "page": GROUND | PHASES | {"planning", "variants"},
     "factories": {"errors"},
     "acceptance": GROUND | PHASES | {"masks", "variants", "factories"},
-    "compiled": GROUND | PHASES | {"variants", "planning"},
+    "verify": GROUND | PHASES | {"acceptance", "variants", "planning"},
+    "compiled": GROUND | PHASES | {"variants", "planning", "verify"},
     "api": GROUND
     | PHASES
-    | {"masks", "placements", "variants", "planning", "compiled", "progress"},
+    | {"masks", "placements", "variants", "planning", "compiled", "progress", "verify"},
     "__init__": GROUND | PHASES | {"api", "compiled"},
     "calibrate": GROUND
     | PHASES

@@ -69,16 +69,18 @@ def gradient_errors(model: nn.Module, expected: Gradients) -> dict[str, float]:
 def relative_errors(
     found: Mapping[str, Tensor | None],
     expected: Mapping[str, Tensor | None],
+    floor: float = 1e-3,
     none_is_zero: bool = False,
 ) -> dict[str, float]:
     """Returns for each parameter the largest difference, relative to its own largest gradient.
 
-    A gradient that is zero but for rounding (a bias before a softmax) is compared with 1e-3 of the
-    largest of all.
+    A gradient that is zero but for rounding (a bias before a softmax) is compared with a share of
+    the largest of all.
 
     Args:
         found: name of a parameter -> its gradient.
         expected: the same of the plain model.
+        floor: that share.
         none_is_zero: whether no gradient is as good as zeros; else it has an infinite error.
     """
     scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
@@ -88,9 +90,9 @@ def relative_errors(
         if got is None or want is None:
             given = want if got is None else got
             size = 0.0 if given is None else float(given.abs().max()) if none_is_zero else math.inf
-            errors[name] = size / max(1e-3 * scale, 1e-12)
+            errors[name] = size / max(floor * scale, 1e-12)
             continue
-        own = max(float(want.abs().max()), 1e-3 * scale, 1e-12)
+        own = max(float(want.abs().max()), floor * scale, 1e-12)
         errors[name] = float((got - want).abs().max()) / own
     return errors
 

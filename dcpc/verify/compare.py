@@ -43,9 +43,15 @@ class Error:
     expected: float
 
 
-def error_of(found: Outcome, expected: Outcome) -> Error:
-    """Returns the largest difference of a loss and gradients."""
-    by_name = relative_errors(found.gradients, expected.gradients, none_is_zero=True)
+def error_of(found: Outcome, expected: Outcome, floor: float) -> Error:
+    """Returns the largest difference of a loss and gradients.
+
+    Args:
+        found: what is judged.
+        expected: the plain model's.
+        floor: see `relative_errors`.
+    """
+    by_name = relative_errors(found.gradients, expected.gradients, floor, none_is_zero=True)
     by_name["loss"] = loss_error(found.loss, expected.loss)
     worst, where = max(((math.inf if e != e else e), n) for n, e in by_name.items())
     if where == "loss":

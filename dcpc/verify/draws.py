@@ -45,7 +45,7 @@ class KnownDraws(TorchDispatchMode):
 
     def __init__(self, alike: bool) -> None:
         """Takes whether the numbers of one tensor are all alike."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alike, self.drew = alike, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,8 @@ def _native_dropout(alike: bool, args: Any, kwargs: Any) -> tuple[Tensor, Tensor
 def _bernoulli(alike: bool, args: Any, kwargs: Any) -> Tensor:
     x = args[0]
     p = args[1] if len(args) > 1 else kwargs.get("p", x)
-    return (_uniform_like(x, alike) < p).to(x.dtype)
+    found: Tensor = (_uniform_like(x, alike) < p).to(x.dtype)
+    return found
 
 
 def _made(known: Any, like: bool) -> Any:

@@ -41,6 +41,9 @@ GPU_FLOPS_PER_S = 1e12
 # What makes both sides the same in float64 may not be had in the model: constants rounded on the
 # way. Such differences are small; a larger one is held against the model in its own dtype.
 LIFTED = 1e-3
+# A gradient smaller than this share of the largest one is compared with that share of it: what is
+# left of sums that cancel is rounding.
+_FINELY, _ROUGHLY = 1e-3, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,8 @@ class Verifier:
         """Keeps what to compare."""
         check_mode(mode)
         self.model, self.planned, self.mode = model, planned, mode
-        self.groups = [(mine, planned.by_bucket[next(iter(mine))]) for mine in buckets.by_ones().values()]
+        each = buckets.by_ones().values()
+        self.groups = [(mine, planned.by_bucket[next(iter(mine))]) for mine in each]
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         every = mode == "full"
@@ -155,12 +159,14 @@ class Verifier:
         program, done = variants.program, list[str]()
         for reference in self._references(number, alike=False):
             given = self._given(program, reference)
-            error = error_of(given.of_program(), reference.outcome)
+            error = error_of(given.of_program(), reference.outcome, _floor(reference))
             error = self._in_own_dtype(number, reference, error, None)
             if error.worst > self._limit(program, reference):
                 if not reference.point.promised:
                     continue
                 raise VerifyError(self._trace_text(program, reference, error))
+            if not done and reference.wide:
+                self._own_dtype(program, reference)
             done.append(_how_far(error, reference))
         name = f"trace {number + 1}" if len(self.groups) > 1 else "the trace"
         if done:
@@ -175,6 +181,18 @@ class Verifier:
             f"{_gap(error)}{reader(program, error.where)}; report this with the model, it is a "
             "defect of dcpc; verify='off' trains on all the same"
         )
+
+    def _own_dtype(self, program: Program, reference: Reference) -> None:
+        """Compares a trace in the model's own dtypes, where it rounds and wraps as it will."""
+        own = self._rounded(reference)
+        error = error_of(self._given(program, own).of_program(), own.outcome, _ROUGHLY)
+        if own.outcome.finite and error.worst > self._limit(program, own):
+            raise VerifyError(self._trace_text(program, own, error))
+
+    def _rounded(self, reference: Reference) -> Reference:
+        """Returns the plain model's outcome at the same point in its own dtypes."""
+        outcome = self._plain(reference.inputs, False, reference.alike)
+        return replace(reference, outcome=outcome, wide=False)
 
     # ------------------------------------------------------------------------------ what: variants
 
@@ -198,7 +216,8 @@ class Verifier:
             if any(self._broken(lowering, own) for own in integers):
                 continue
             given = self._given(variants.program, reference)
-            error = error_of(given.of_partition(lowering, parts, integers), reference.outcome)
+            found = given.of_partition(lowering, parts, integers)
+            error = error_of(found, reference.outcome, _floor(reference))
             error = self._in_own_dtype(number, reference, error, (lowering, parts, integers))
             if error.worst > self._limit(variants.program, reference):
                 if not reference.point.promised:
@@ -315,11 +334,10 @@ class Verifier:
         if not reference.wide or not LIMIT < error.worst < LIFTED:
             return error
         program = self.groups[number][1].program
-        outcome = self._plain(reference.inputs, False, reference.alike)
-        own = Reference(reference.point, reference.inputs, outcome, False, reference.alike)
+        own = self._rounded(reference)
         given = self._given(program, own)
         found = given.of_program() if graphs is None else given.of_partition(*graphs)
-        again = error_of(found, outcome)
+        again = error_of(found, own.outcome, _ROUGHLY)
         return replace(error, worst=0.0) if again.worst <= self._limit(program, own) else error
 
     # -------------------------------------------------------------------------------------- report
@@ -330,6 +348,10 @@ class Verifier:
             return "not verified: verify='off'\n"
         head = f"verified against the model itself (verify='{self.mode}', {self.spent_s:.1f} s)\n"
         return head + "".join(f"  {line}\n" for line in self.lines)
+
+
+def _floor(reference: Reference) -> float:
+    return _FINELY if reference.wide else _ROUGHLY
 
 
 def check_mode(mode: str) -> None:
