@@ -141,11 +141,10 @@ class Variants:
             self._lowerings[key] = Lowering(tracer, placement, group_name(placement.sp), backend)
         return self._lowerings[key]
 
-    def has_lowering(self, placement: Placement) -> bool:
-        """Whether the graphs that run first at a placement were made for its plan already."""
-        if self.backend != "eager" or self.planner is not self:
-            return False
-        return (self.placements.number(placement), None, self.backend) in self._lowerings
+    @property
+    def runs_what_was_priced(self) -> bool:
+        """Whether the graphs that are priced are those that run: no fold, no trace for Inductor."""
+        return self.backend == "eager" and self.planner is self
 
     def _tracer(self, hints: tuple[int, ...] | None, backend: str) -> Tracer:
         """Returns what differentiates a lowered graph: without hints one for all placements."""

@@ -1,6 +1,8 @@
 """Holds what dcpc is about to run against the model itself, and refuses what differs.
 
-`Verifier.start` runs at compile: each trace, then the graphs of the chosen plans that are there.
+`Verifier.start` runs at compile: each trace, then the graphs of the chosen plans, but those that
+only run or are only traced in whole later (Inductor's, and those of a model planned as a few of its
+blocks).
 `Verifier.built` runs when a variant is first built, before it returns a number to anybody. Both
 compare loss and every gradient with the plain model's, in float64 where the model can do that, on
 inputs drawn at small sizes; the ranks of a group are run in this process, one step at a time.
@@ -102,7 +104,7 @@ class Verifier:
 
     @without_collection()
     def start(self, compile_s: float) -> None:
-        """Compares the traces, and those graphs of the chosen plans that are there already.
+        """Compares the traces, and the graphs of the chosen plans as far as there is time.
 
         Args:
             compile_s: what tracing and planning took.
@@ -117,9 +119,9 @@ class Verifier:
                 self._trace(number, variants)
             for bucket, plan in self.planned.plans.items():
                 variants = self.planned.by_bucket[bucket]
-                placement = self.planned.placement(bucket)
-                if self.mode == "full" or variants.has_lowering(placement):
-                    self._variant(variants, placement, plan.recompute)
+                soon = variants.runs_what_was_priced and time.perf_counter() < self._until_s
+                if soon or self.mode == "full":
+                    self._variant(variants, self.planned.placement(bucket), plan.recompute)
             if self.mode == "full":
                 self._rows()
 
