@@ -146,7 +146,11 @@ class Verifier:
 
     @contextmanager
     def _within(self, budget_s: float) -> Iterator[None]:
-        """Sets until when comparisons may start, and adds up what they take."""
+        """Sets until when comparisons may start, and adds up what they take.
+
+        What the plain model makes is kept as long: then its parameters are others.
+        """
+        self._known.clear()
         start_s = time.perf_counter()
         self._until_s = math.inf if self.mode == "full" else start_s + budget_s
         try:
