@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dcpc.acceptance.exactness import Gradients, loss_error, relative_errors
-from dcpc.codegen import Lowering, run_in_step, summed
+from dcpc.codegen import Lowering, Variant, run_in_step, summed
 from dcpc.ir import Partition, Program
 from dcpc.trace import casting
 from dcpc.verify.reference import Outcome, state, widened
@@ -71,6 +71,7 @@ class Given:
         inputs: by name.
         wide: in float64 throughout.
         alike: see `draws.KnownDraws`.
+        wanted: names of the parameters whose gradients are compared.
     """
 
     def __init__(
@@ -81,10 +82,11 @@ class Given:
         *,
         wide: bool,
         alike: bool,
+        wanted: Collection[str],
     ) -> None:
         """Makes leaves of the model's parameters."""
-        self.program, self.wide, self.alike = program, wide, alike
-        self.parameters, buffers = state(model, wide)
+        self.program, self.wide, self.alike, self.wanted = program, wide, alike, wanted
+        self.parameters, _ = state(model, wide, wanted)
         # Tied parameters have several names, and one leaf.
         first = {id(p): n for n, p in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
@@ -107,9 +109,9 @@ class Given:
         with torch.enable_grad(), casting(self.device.type, None):
             output = interpreter.run(*in_order(gm, self.tensors))
             loss = output[0] if isinstance(output, tuple | list) else output
-            wanted = {n: p for n, p in self.parameters.items() if p.requires_grad}
-            found = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
-        return Outcome(loss.detach(), dict(zip(wanted, found, strict=True)))
+            leaves = [self.parameters[n] for n in self.wanted]
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return Outcome(loss.detach(), dict(zip(self.wanted, found, strict=True)))
 
     def of_partition(
         self, lowering: Lowering, parts: Partition, integers: Sequence[Mapping[str, int]]
@@ -126,12 +128,21 @@ class Given:
         mine = replace(parts, forward=forward, backward=backward)
         tensors = {n: t.detach() for n, t in self.tensors.items()}
         ranks = run_in_step([mine] * len(integers), integers, tensors)
-        found: Gradients = {n: None for n, p in self.parameters.items() if p.requires_grad}
+        found: Gradients = dict.fromkeys(self.wanted)
         for placeholder, gradient in zip(lowering.joint.trainable, summed(ranks), strict=True):
             name = self.leaf[self.program.parameters[placeholder]]
             had = found[name]
             found[name] = had if gradient is None else gradient if had is None else had + gradient
         return Outcome(ranks[0].loss, found)
+
+    def of_variant(self, variant: Variant, integers: tuple[int, ...]) -> Outcome:
+        """Returns what a compiled variant of one rank computes."""
+        tensors = [self.tensors[n] for n in variant.placeholders]
+        with torch.enable_grad(), casting(self.device.type, None):
+            loss = variant(tensors, integers)
+            leaves = [self.parameters[n] for n in self.wanted]
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return Outcome(loss.detach(), dict(zip(self.wanted, found, strict=True)))
 
 
 def dims_of(program: Program, sizes: Sizes) -> dict[sympy.Symbol, int]:

@@ -21,34 +21,34 @@ class Point:
     Attributes:
         sizes: length of every dim, batch included.
         promised: whether the trace is for such lengths, so that a difference is an error.
+        extra: whether it is only tried where there is time to spare.
     """
 
     sizes: Mapping[str, int]
     promised: bool = True
+    extra: bool = False
 
     def __str__(self) -> str:
         return f"{{{', '.join(f'{n}: {s}' for n, s in self.sizes.items())}}}"
 
 
-def points(buckets: Buckets, hints: Mapping[str, int], every: bool) -> list[Point]:
+def points(buckets: Buckets, hints: Mapping[str, int]) -> list[Point]:
     """Returns shapes to compare at, those that say most first.
 
     Near the smallest bucket with other lengths than in the trace; that bucket itself with one
-    sample; lengths far below.
+    sample; lengths far below; every other bucket, small ones first.
 
     Args:
         buckets: that share the trace.
         hints: sizes of the trace.
-        every: whether each bucket is one, too.
     """
-    smallest = min(buckets, key=lambda b: math.prod(n for _, n in b.shape_key))
+    smallest, *others = sorted(buckets, key=lambda b: math.prod(n for _, n in b.shape_key))
     found = [
         Point(_near(buckets, smallest, hints)),
         Point(_with_batch(buckets, smallest, 1)),
         Point(_tiny(buckets, smallest), promised=False),
+        *(Point(_with_batch(buckets, b, 2), extra=True) for b in others),
     ]
-    if every:
-        found += [Point(_with_batch(buckets, b, 2)) for b in buckets]
     unique = {tuple(sorted(p.sizes.items())): p for p in reversed(found)}
     return [p for p in found if unique[tuple(sorted(p.sizes.items()))] is p]
 

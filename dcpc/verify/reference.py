@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -41,15 +41,18 @@ def widened(tensor: Tensor, wide: bool) -> Tensor:
     return tensor.double() if wide and tensor.is_floating_point() else tensor
 
 
-def state(model: nn.Module, wide: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def state(
+    model: nn.Module, wide: bool, wanted: Collection[str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns leaves that stand for the model's parameters, and its buffers, by name.
 
     Args:
         model: the user's; not changed.
         wide: whether they are copies in float64; else they share the model's memory.
+        wanted: names of the parameters whose gradients are compared.
     """
     parameters = {
-        n: widened(p.detach(), wide).detach().requires_grad_(p.requires_grad)
+        n: widened(p.detach(), wide).detach().requires_grad_(n in wanted)
         for n, p in model.named_parameters()
     }
     return parameters, {n: widened(b.detach(), wide) for n, b in model.named_buffers()}
@@ -62,6 +65,7 @@ def plain(
     wide: bool,
     alike: bool,
     autocast: torch.dtype | None,
+    wanted: Collection[str],
 ) -> Outcome:
     """Returns what the model itself computes.
 
@@ -73,8 +77,9 @@ def plain(
         wide: in float64 throughout: parameters, inputs, and every cast to a lower dtype.
         alike: see `KnownDraws`.
         autocast: what it is trained under, where it is not `wide`.
+        wanted: names of the parameters whose gradients are compared.
     """
-    parameters, buffers = state(model, wide)
+    parameters, buffers = state(model, wide, wanted)
     given = {n: widened(t, wide) for n, t in inputs.items()}
     device = next(iter(given.values())).device
     devices = [device] if device.type == "cuda" else []
@@ -82,9 +87,9 @@ def plain(
         with float64_throughout() if wide else casting(device.type, autocast):
             held = {**parameters, **buffers}
             loss = find_loss(torch.func.functional_call(model, held, (), given))
-        wanted = {n: p for n, p in parameters.items() if p.requires_grad}
         with casting(device.type, None):
-            found = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+            leaves = [parameters[n] for n in wanted]
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
     return Outcome(loss.detach(), dict(zip(wanted, found, strict=True)), draws.drew)
 
 
@@ -94,8 +99,7 @@ def float64_throughout() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(Float64Throughout())
+        with Float64Throughout():
             yield
     finally:
         torch.set_default_dtype(before)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ MODES = ("auto", "full", "off")
 # "auto" takes at most this share of what compiling took before, or so many seconds.
 SHARE = 0.1
 LEAST_S = 2.0
+LEAST_ROOM_BYTES = 1 << 26
 # Below what devices do, so that a guess of the seconds is on the safe side.
 FLOPS_PER_S = {"cpu": 5e9}
 GPU_FLOPS_PER_S = 1e12
@@ -88,11 +90,12 @@ class Verifier:
         self.groups = [(mine, planned.by_bucket[next(iter(mine))]) for mine in each]
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
-        every = mode == "full"
-        self.points = [points(mine, v.program.hints, every) for mine, v in self.groups]
+        self.points = [points(mine, v.program.hints) for mine, v in self.groups]
+        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.lines: list[str] = []
         self.spent_s = 0.0
-        self._until_s = 0.0
+        self._until_s = self._spare_s = 0.0
+        self._room_bytes = 0
         self._known: dict[tuple[int, Point, bool], Reference | str] = {}
         self._done: set[int] = set()
         self._kept: list[Partition] = []  # what `_done` has the ids of
@@ -114,16 +117,20 @@ class Verifier:
         """
         if self.mode == "off":
             return
-        with self._within(max(SHARE * compile_s, LEAST_S)):
+        held = sum(p.nbytes for p in self.model.parameters())
+        room_bytes = (self.planned.memory_bytes - held) // 2
+        with self._within(max(SHARE * compile_s, LEAST_S), SHARE * compile_s, room_bytes):
             for number, (_, variants) in enumerate(self.groups):
                 self._trace(number, variants)
             for bucket, plan in self.planned.plans.items():
                 variants = self.planned.by_bucket[bucket]
-                soon = variants.runs_what_was_priced and time.perf_counter() < self._until_s
-                if soon or self.mode == "full":
+                soon = self.mode == "auto" and variants.runs_what_was_priced
+                soon = soon and time.perf_counter() < self._until_s
+                if soon:
                     self._variant(variants, self.planned.placement(bucket), plan.recompute)
             if self.mode == "full":
                 self._rows()
+                self._compiled()
 
     def built(
         self, variants: Variants, placement: Placement, lowering: Lowering, parts: Partition
@@ -133,7 +140,8 @@ class Verifier:
         Raises:
             VerifyError: they do not compute what the model computes.
         """
-        with self._within(LEAST_S):
+        # Gradients and the optimizer's state may be there by now.
+        with self._within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
             self._graphs(variants, placement, lowering, parts)
 
     def _rows(self) -> None:
@@ -144,15 +152,45 @@ class Verifier:
                 sizes = {**bucket.sizes, BATCH: row.micro_batch}
                 self._variant(variants, variants.placement(sizes, row.sp), row.recompute)
 
+    def _compiled(self) -> None:
+        """Compares what the backend made of the chosen plans of one rank, in their own dtypes."""
+        for bucket, plan in self.planned.plans.items():
+            variants = self.planned.by_bucket[bucket]
+            if plan.sp > 1 or variants.backend == "eager":
+                continue
+            number = next(i for i, (_, v) in enumerate(self.groups) if v is variants)
+            for reference in self._references(number, alike=False):
+                sizes = {BATCH: 1, **reference.point.sizes}
+                if reference.outcome.draws:
+                    continue
+                at = variants.variant(self.planned.placement(bucket), plan.recompute, sizes, 0)
+                own = self._rounded(reference)
+                given = self._given(variants.program, own)
+                error = error_of(given.of_variant(*at), own.outcome, _ROUGHLY)
+                if error.worst > self._limit(variants.program, own):
+                    raise VerifyError(
+                        f"what {variants.backend} compiled for {bucket} does not compute what the "
+                        f"model computes at {own.point}: {_gap(error)}; take backend='eager'"
+                    )
+                self.lines.append(f"{variants.backend} of {bucket}: {_how_far(error, own)}")
+
     @contextmanager
-    def _within(self, budget_s: float) -> Iterator[None]:
+    def _within(self, budget_s: float, spare_s: float, room_bytes: int) -> Iterator[None]:
         """Sets until when comparisons may start, and adds up what they take.
 
         What the plain model makes is kept as long: then its parameters are others.
+
+        Args:
+            budget_s: seconds for comparisons.
+            spare_s: seconds in which extra points may be begun.
+            room_bytes: for copies of parameters and for gradients.
         """
         self._known.clear()
         start_s = time.perf_counter()
-        self._until_s = math.inf if self.mode == "full" else start_s + budget_s
+        full = self.mode == "full"
+        self._until_s = math.inf if full else start_s + budget_s
+        self._spare_s = math.inf if full else start_s + spare_s
+        self._room_bytes = max(room_bytes, LEAST_ROOM_BYTES)
         try:
             yield
         finally:
@@ -216,6 +254,9 @@ class Verifier:
         self._kept.append(parts)
         number = next(i for i, (_, v) in enumerate(self.groups) if v is variants)
         name = f"sp {placement.sp}, {len(parts.saved)} values saved"
+        if not self._fits(wide=False):
+            self.lines.append(f"{name}: NOT compared with the model: no room for two gradients")
+            return
         for reference in self._references(number, alike=placement.sp > 1):
             dims = dims_of(variants.program, reference.point.sizes)
             integers = integers_of(lowering.lowered, dims)
@@ -262,15 +303,20 @@ class Verifier:
 
     def _references(self, number: int, alike: bool) -> Iterator[Reference]:
         """Yields the plain model's outcomes, as long as there is time; one at least if any runs."""
+        seen = False
         for point in self.points[number]:
             key = (number, point, alike)
+            if seen and not point.promised:
+                continue
             if key not in self._known:
-                if time.perf_counter() + self._guess_s(number, point) > self._until_s:
+                end_s = time.perf_counter() + self._guess_s(number, point)
+                if end_s > (self._spare_s if point.extra else self._until_s):
                     self._known[key] = "it would take too long; verify='full' does it"
                     continue
                 self._known[key] = self._reference(number, point, alike)
             found = self._known[key]
             if isinstance(found, Reference):
+                seen = True
                 yield found
 
     def _why_not(self, number: int) -> str:
@@ -282,7 +328,9 @@ class Verifier:
         mine, variants = self.groups[number]
         bucket = next(b for b in mine if self.planned.by_bucket[b] is variants)
         placement, plan = self.planned.placement(bucket), self.planned.plans[bucket]
-        flops = variants.predict(placement, plan.recompute, point.sizes).flops * placement.sp
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a graph whose costs are those of one size
+            flops = variants.predict(placement, plan.recompute, point.sizes).flops * placement.sp
         rate = FLOPS_PER_S.get(self.device.type, GPU_FLOPS_PER_S)
         return 3 * flops / rate
 
@@ -292,7 +340,7 @@ class Verifier:
         said = ""
         for kind in KINDS:
             inputs = draw(variants.program, mine, point.sizes, kind, self.device)
-            for wide in (True, False):
+            for wide in (True, False)[not self._fits(wide=True) :]:
                 try:
                     outcome = self._plain(inputs, wide, alike)
                 except Exception as error:  # the model's own, or float64 that it cannot do
@@ -308,11 +356,31 @@ class Verifier:
 
     def _plain(self, inputs: Mapping[str, Tensor], wide: bool, alike: bool) -> Outcome:
         autocast = self.planned.autocast
-        return plain(self.model, inputs, wide=wide, alike=alike, autocast=autocast)
+        wanted = self._wanted(wide)
+        return plain(self.model, inputs, wide=wide, alike=alike, autocast=autocast, wanted=wanted)
+
+    def _fits(self, wide: bool) -> bool:
+        """Whether there is room for two sets of all gradients, and for copies of parameters."""
+        sets = 3 if wide else 2
+        sizes = (p.numel() * 8 if wide else p.nbytes for p in self.model.parameters())
+        return sets * sum(sizes) <= self._room_bytes
+
+    def _wanted(self, wide: bool) -> tuple[str, ...]:
+        """Returns the parameters whose gradients are compared: all there is room for, spread."""
+        if wide or self._fits(wide=False):
+            return tuple(self.trained)
+        every = 2 * sum(p.nbytes for p in self.trained.values())
+        return tuple(self.trained)[:: -(-every // self._room_bytes)]
 
     def _given(self, program: Program, reference: Reference) -> Given:
-        wide, alike = reference.wide, reference.alike
-        return Given(program, self.model, reference.inputs, wide=wide, alike=alike)
+        return Given(
+            program,
+            self.model,
+            reference.inputs,
+            wide=reference.wide,
+            alike=reference.alike,
+            wanted=tuple(reference.outcome.gradients),
+        )
 
     # --------------------------------------------------------------------------------- how far off
 
