@@ -23,7 +23,7 @@ from dcpc.studies import Structure, Study, split_constants, structure_of
 from dcpc.symbolic_profile import Costs, Device, Prediction, Usage
 
 Sizes = Mapping[str, int]
-Inspect = Callable[["Variants", Placement, Lowering, Partition], None]
+Inspect = Callable[["Variants", Placement, Lowering, Partition, Sizes], None]
 
 
 class Variants:
@@ -45,7 +45,8 @@ class Variants:
     Attributes:
         planner: what places and prices: the variants of the folded program, or these themselves.
         placements: how the program's values are split.
-        inspect: called with the graphs of each variant before it is compiled, if there is one.
+        inspect: called with the graphs of each variant, and the sizes that it is built for, before
+            it is compiled; None: nobody is.
     """
 
     def __init__(
@@ -350,7 +351,7 @@ class Variants:
         lowering = self.lowering(placement, hints, backend)
         parts = self.partition(placement, recompute, hints, backend)
         if self.inspect is not None:
-            self.inspect(self, placement, lowering, parts)
+            self.inspect(self, placement, lowering, parts, sizes)
         variant = lowering.variant(parts)
         values, broken = variant.integer_values(dims, rank)
         if broken and not hints:

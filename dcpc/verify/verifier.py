@@ -133,16 +133,29 @@ class Verifier:
                 self._compiled()
 
     def built(
-        self, variants: Variants, placement: Placement, lowering: Lowering, parts: Partition
+        self,
+        variants: Variants,
+        placement: Placement,
+        lowering: Lowering,
+        parts: Partition,
+        sizes: Mapping[str, int],
     ) -> None:
         """Compares graphs that are about to run for the first time.
+
+        Args:
+            variants: of the trace.
+            placement: of the graphs.
+            lowering: what they are parts of.
+            parts: the graphs.
+            sizes: what they will run at, and may be for alone.
 
         Raises:
             VerifyError: they do not compute what the model computes.
         """
         # Gradients and the optimizer's state may be there by now.
         with self._within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
-            self._graphs(variants, placement, lowering, parts)
+            point = Point({n: s for n, s in sizes.items() if n in variants.program.symbols})
+            self._graphs(variants, placement, lowering, parts, [point])
 
     def _rows(self) -> None:
         """Compares every row that a step may use."""
@@ -245,9 +258,22 @@ class Verifier:
         self._graphs(variants, placement, lowering, variants.partition(placement, recompute))
 
     def _graphs(
-        self, variants: Variants, placement: Placement, lowering: Lowering, parts: Partition
+        self,
+        variants: Variants,
+        placement: Placement,
+        lowering: Lowering,
+        parts: Partition,
+        own: Sequence[Point] = (),
     ) -> None:
-        """Compares forward and backward of all ranks of a group, at the first point they take."""
+        """Compares forward and backward of all ranks of a group, at the first point they take.
+
+        Args:
+            variants: of the trace.
+            placement: of the graphs.
+            lowering: what they are parts of.
+            parts: the graphs.
+            own: points besides those of the trace.
+        """
         if id(parts) in self._done:
             return
         self._done.add(id(parts))
@@ -257,10 +283,11 @@ class Verifier:
         if not self._fits(wide=False):
             self.lines.append(f"{name}: NOT compared with the model: no room for two gradients")
             return
-        for reference in self._references(number, alike=placement.sp > 1):
+        done: list[str] = []
+        for reference in self._references(number, placement.sp > 1, own):
             dims = dims_of(variants.program, reference.point.sizes)
             integers = integers_of(lowering.lowered, dims)
-            if any(self._broken(lowering, own) for own in integers):
+            if any(self._broken(lowering, each) for each in integers):
                 continue
             given = self._given(variants.program, reference)
             found = given.of_partition(lowering, parts, integers)
@@ -271,10 +298,14 @@ class Verifier:
                     continue
                 text = self._graphs_text(variants.program, reference, error, lowering, parts)
                 raise VerifyError(text)
-            where = _how_far(error, reference)
-            self.lines.append(f"{name}: loss and every gradient at {where}")
-            return
-        self.lines.append(f"{name}: NOT compared with the model: {self._why_not(number)}")
+            done.append(_how_far(error, reference))
+            if self.mode == "auto":
+                break
+        if done:
+            self.lines.append(f"{name}: loss and every gradient at {', '.join(done)}")
+        else:
+            why = self._why_not(number)
+            self.lines.append(f"{name}: NOT compared with the model: {why}")
 
     def _broken(self, lowering: Lowering, integers: Mapping[str, int]) -> bool:
         sizes = {i.symbol: integers[i.name] for i in lowering.lowered.integers}
@@ -301,10 +332,12 @@ class Verifier:
 
     # ----------------------------------------------------------------------------------- references
 
-    def _references(self, number: int, alike: bool) -> Iterator[Reference]:
-        """Yields the plain model's outcomes, as long as there is time; one at least if any runs."""
+    def _references(
+        self, number: int, alike: bool, more: Sequence[Point] = ()
+    ) -> Iterator[Reference]:
+        """Yields the plain model's outcomes, as long as there is time."""
         seen = False
-        for point in self.points[number]:
+        for point in (*self.points[number], *more):
             key = (number, point, alike)
             if seen and not point.promised:
                 continue
