@@ -8,6 +8,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from dcpc.codegen.graphs import LazyGraphModule
 from dcpc.ir import Partition, Schedule
 
 
@@ -42,4 +43,4 @@ def _module(
         copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "storage")}
     graph.output(tuple(None if n is None else made[n] for n in outputs))
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return LazyGraphModule(torch.nn.Module(), graph)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from dcpc.acceptance.exactness import Gradients, loss_error, relative_errors
 from dcpc.codegen import Lowering, Variant, run_in_step, summed
 from dcpc.ir import Partition, Program
 from dcpc.trace import casting
 from dcpc.verify.reference import Outcome, state, widened
-from dcpc.verify.replay import Watch, Watched, in_order, replayed
+from dcpc.verify.replay import Replay, Watch, calls, in_order
 
 Sizes = Mapping[str, int]
 
@@ -85,7 +85,8 @@ class Given:
         wanted: Collection[str],
     ) -> None:
         """Makes leaves of the model's parameters."""
-        self.program, self.wide, self.alike, self.wanted = program, wide, alike, wanted
+        self.program, self.wanted = program, wanted
+        self.calls = calls(wide=wide, alike=alike)
         self.parameters, _ = state(model, wide, wanted)
         # Tied parameters have several names, and one leaf.
         first = {id(p): n for n, p in model.named_parameters()}
@@ -104,10 +105,9 @@ class Given:
 
     def of_program(self, watch: Watch | None = None) -> Outcome:
         """Returns what the forward graph computes, differentiated by autograd."""
-        gm = replayed(self.program.gm, wide=self.wide, alike=self.alike)
-        interpreter = fx.Interpreter(gm) if watch is None else Watched(gm, watch)
+        gm = self.program.gm
         with torch.enable_grad(), casting(self.device.type, None):
-            output = interpreter.run(*in_order(gm, self.tensors))
+            output = Replay(gm, self.calls, watch).run(*in_order(gm, self.tensors))
             loss = output[0] if isinstance(output, tuple | list) else output
             leaves = [self.parameters[n] for n in self.wanted]
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -123,11 +123,8 @@ class Given:
             parts: the graphs of any rank.
             integers: what the graphs take besides tensors, of each rank.
         """
-        forward = replayed(parts.forward, wide=self.wide, alike=self.alike)
-        backward = replayed(parts.backward, wide=self.wide, alike=self.alike)
-        mine = replace(parts, forward=forward, backward=backward)
         tensors = {n: t.detach() for n, t in self.tensors.items()}
-        ranks = run_in_step([mine] * len(integers), integers, tensors)
+        ranks = run_in_step([parts] * len(integers), integers, tensors, self.calls)
         found: Gradients = dict.fromkeys(self.wanted)
         for placeholder, gradient in zip(lowering.joint.trainable, summed(ranks), strict=True):
             name = self.leaf[self.program.parameters[placeholder]]

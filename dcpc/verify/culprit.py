@@ -12,7 +12,7 @@ from dcpc.acceptance.coverage import source_line
 from dcpc.codegen import Lowering
 from dcpc.ir import Partition, Program
 from dcpc.verify.compare import LIMIT, Given
-from dcpc.verify.replay import Watched, in_order, replayed
+from dcpc.verify.replay import Replay, in_order
 
 
 def reader(program: Program, where: str) -> str:
@@ -44,9 +44,9 @@ def first_difference(
             found.setdefault(lowering.joint.owner.get(node.name, ""), []).append(value)
 
     given.of_program(keep)
-    gm = replayed(parts.forward, wide=given.wide, alike=given.alike)
+    values = in_order(parts.forward, {**given.tensors, **integers})
     with torch.no_grad():
-        Watched(gm, collect).run(*in_order(gm, {**given.tensors, **integers}))
+        Replay(parts.forward, given.calls, collect).run(*values)
     for node in program.gm.graph.nodes:
         mine = [v for v in found.get(node.name, []) if v.shape == expected[node.name].shape]
         if mine and not any(_close(v, expected[node.name]) for v in mine):

@@ -61,7 +61,7 @@ def _with_batch(buckets: Buckets, bucket: Bucket, batch: int) -> dict[str, int]:
 def _near(buckets: Buckets, smallest: Bucket, hints: Mapping[str, int]) -> dict[str, int]:
     """Returns lengths near the smallest bucket's, of the other parity, none as in the trace."""
     dims = named_dims(buckets)
-    found = _with_batch(buckets, smallest, 3)
+    found = _with_batch(buckets, smallest, 2)
     for name, size in found.items():
         if name == BATCH or name not in dims:
             continue

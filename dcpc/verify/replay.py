@@ -1,4 +1,4 @@
-"""Copies of dcpc's graphs that run node by node, in float64 and with known random numbers."""
+"""Runs dcpc's graphs node by node, in float64 and with known random numbers."""
 
 from __future__ import annotations
 
@@ -13,60 +13,65 @@ from dcpc.codegen import RUN
 from dcpc.verify.draws import known_normal, known_uniform
 
 Watch = Callable[[fx.Node, Any], None]
-Size = list[int]
+Make = Callable[[Any, Any, Any], Any]
 
 
-def replayed(gm: fx.GraphModule, *, wide: bool, alike: bool) -> fx.GraphModule:
-    """Returns a copy of a graph to compare with the plain model.
+def calls(*, wide: bool, alike: bool) -> Make:
+    """Returns what makes a call of a graph so that it can be compared with the plain model's.
 
     Args:
-        gm: not changed.
         wide: whether every lower floating dtype that a call names is float64.
         alike: see `draws.KnownDraws`.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    for node in graph.nodes:
-        if node.op == "call_function":
-            node.target = _draw(node.target, alike) or RUN.get(node.target, node.target)
-            if wide:
-                node.args = fx.node.map_aggregate(node.args, _wide_dtype)
-                node.kwargs = fx.node.map_aggregate(node.kwargs, _wide_dtype)
-    return fx.GraphModule(gm, graph)
 
+    def uniform(size: list[int], seed: int, salt: int, index: int, *rest: Any) -> Tensor:
+        return known_uniform(size, alike, *rest)
 
-def _draw(target: Any, alike: bool) -> Callable[..., Tensor] | None:
-    known = {
-        torch.ops.dcpc.uniform.default: known_uniform,
-        torch.ops.dcpc.normal.default: known_normal,
-    }.get(target)
-    if known is None:
-        return None
+    def normal(size: list[int], seed: int, salt: int, index: int, *rest: Any) -> Tensor:
+        return known_normal(size, alike, *rest)
 
-    def drawn(
-        size: Size, seed: int, salt: int, index: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return known(size, alike, dtype, device)
+    run: dict[Any, Any] = {
+        **RUN,
+        torch.ops.dcpc.uniform.default: uniform,
+        torch.ops.dcpc.normal.default: normal,
+    }
 
-    return drawn
+    def made(target: Any, args: Any, kwargs: Any) -> Any:
+        if wide:
+            args = tuple(map(_wide_dtype, args))
+            kwargs = {k: _wide_dtype(v) for k, v in kwargs.items()}
+        return run.get(target, target)(*args, **kwargs)
+
+    return made
 
 
 def _wide_dtype(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
 
 
-class Watched(fx.Interpreter):
-    """Runs a graph and shows each node's value."""
+class Replay(fx.Interpreter):
+    """Runs a graph, by what `calls` returns, and shows each node's value.
 
-    def __init__(self, gm: fx.GraphModule, watch: Watch) -> None:
-        """Takes what is called with each node and its value."""
+    Args:
+        gm: the graph.
+        call: makes each call.
+        watch: called with each node and its value.
+    """
+
+    def __init__(self, gm: fx.GraphModule, call: Make, watch: Watch | None = None) -> None:
+        """Keeps the graph."""
         super().__init__(gm)
-        self.watch = watch
+        self.call, self.watch = call, watch
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Makes one call."""
+        return self.call(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node."""
         value = super().run_node(n)
-        self.watch(n, value)
+        if self.watch is not None:
+            self.watch(n, value)
         return value
 
 

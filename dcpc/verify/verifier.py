@@ -40,7 +40,7 @@ SHARE = 0.1
 LEAST_S = 2.0
 LEAST_ROOM_BYTES = 1 << 26
 # Below what devices do, so that a guess of the seconds is on the safe side.
-FLOPS_PER_S = {"cpu": 5e9}
+FLOPS_PER_S = {"cpu": 1e10}
 GPU_FLOPS_PER_S = 1e12
 # What makes both sides the same in float64 may not be had in the model: constants rounded on the
 # way. Such differences are small; a larger one is held against the model in its own dtype.
@@ -125,7 +125,7 @@ class Verifier:
             for bucket, plan in self.planned.plans.items():
                 variants = self.planned.by_bucket[bucket]
                 soon = self.mode == "auto" and variants.runs_what_was_priced
-                soon = soon and time.perf_counter() < self._until_s
+                soon = soon and time.perf_counter() < self._spare_s
                 if soon:
                     self._variant(variants, self.planned.placement(bucket), plan.recompute)
             if self.mode == "full":

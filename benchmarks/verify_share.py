@@ -1,0 +1,91 @@
+"""The share of a compile that its verification takes: GPT, Llama and STDiT at the demos' sizes.
+
+python -m benchmarks.verify_share [--quick] [--json FILE]
+
+Two ranks are planned for in one process; "auto" then compares what `dcpc.compile` would. A variant
+is compared when it is first built, which is not counted: nor is building it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import dcpc
+from benchmarks.harness import parser, print_table, write_report
+from dcpc.verify import Verifier
+from examples.video_workload import DEMO as VIDEO
+from examples.workload import DEMO, INPUTS, QUICK
+
+# Of the video demo's clips: latent frames, rows and columns.
+CLIPS = [
+    {"frames": f, "height": h, "width": w}
+    for h, w, frames in ((13, 31, (1, 5, 10, 15)), (17, 31, (1, 5, 10, 15)), (29, 53, (1, 5)))
+    for f in frames
+]
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _video_buckets() -> dcpc.Buckets:
+    clips: list[Any] = [SimpleNamespace(**sizes, sizes=sizes) for sizes in CLIPS]
+    return VIDEO.buckets(clips)
+
+
+def cases(quick: bool) -> Iterator[tuple[str, nn.Module, dcpc.Buckets, int]]:
+    """Yields name, model, buckets and the bytes of a rank."""
+    torch.manual_seed(0)
+    work = QUICK if quick else DEMO
+    yield "gpt", work.make_model(), work.buckets, work.memory_bytes
+    sizes = [{"seq": n} for n in work.lengths[:: 3 if quick else 1]]
+    yield "llama", _llama(), dcpc.Buckets(inputs=INPUTS, sizes=sizes), work.memory_bytes
+    if not quick:
+        yield "stdit", VIDEO.make_model(), _video_buckets(), VIDEO.memory_bytes
+
+
+def shares(quick: bool) -> Mapping[str, tuple[float, float]]:
+    """Returns name -> seconds of tracing and planning, and of verification."""
+    found = {}
+    for name, model, buckets, memory_bytes in cases(quick):
+        start_s = time.perf_counter()
+        planned = dcpc.api.plan(model, buckets, world=2, memory=memory_bytes, backend="eager")
+        compile_s = time.perf_counter() - start_s
+        verifier = Verifier(model, buckets, planned, "auto")
+        verifier.start(compile_s)
+        print(verifier.report())
+        found[name] = compile_s, verifier.spent_s
+    return found
+
+
+def main() -> None:
+    """Prints the table and writes the figures."""
+    args = parser("verify_share", "share of a compile that verification takes").parse_args()
+    warnings.simplefilter("ignore")
+    found = shares(args.quick)
+    rows = [[name, c, v, v / (c + v)] for name, (c, v) in found.items()]
+    print_table("seconds", ["model", "trace and plan", "verify", "share of both"], rows)
+    figures = {f"verify_share_of_compile_{name}": v / (c + v) for name, (c, v) in found.items()}
+    figures["verify_share_of_compile"] = max(figures.values())
+    write_report("verify_share", figures, args.json)
+
+
+if __name__ == "__main__":
+    main()
