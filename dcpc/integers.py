@@ -1,7 +1,8 @@
-"""Integer expressions as nodes of a graph."""
+"""Expressions of integers as nodes of a graph."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,8 @@ import sympy
 import torch
 from torch import fx
 from torch.utils._sympy.functions import (
+    CeilToInt,
+    FloatPow,
     FloatTrueDiv,
     FloorDiv,
     FloorToInt,
@@ -19,7 +22,9 @@ from torch.utils._sympy.functions import (
     Mod,
     PowByNatural,
     PythonMod,
+    RoundToInt,
     ToFloat,
+    TruncToInt,
 )
 
 from dcpc.errors import CodegenError
@@ -33,15 +38,36 @@ _CALLS: dict[Any, Callable[..., Any]] = {
     FloatTrueDiv: operator.truediv,
     PowByNatural: operator.pow,
     ToFloat: torch.sym_float,
-    FloorToInt: torch.sym_int,
+    FloatPow: operator.pow,
+    FloorToInt: math.floor,
+    CeilToInt: math.ceil,
+    TruncToInt: math.trunc,
+    RoundToInt: round,
     Max: torch.sym_max,
     Min: torch.sym_min,
     sympy.Max: torch.sym_max,
     sympy.Min: torch.sym_min,
     sympy.Add: operator.add,
     sympy.Mul: operator.mul,
+    sympy.Eq: operator.eq,
+    sympy.Ne: operator.ne,
+    sympy.Lt: operator.lt,
+    sympy.Le: operator.le,
+    sympy.Gt: operator.gt,
+    sympy.Ge: operator.ge,
+    sympy.And: operator.and_,
+    sympy.Or: operator.or_,
+    sympy.Not: torch.sym_not,
 }
-_PAIRWISE = (torch.sym_max, torch.sym_min, operator.add, operator.mul)
+# Of these an argument such as h / 3 is no quotient of whole sizes.
+_OF_REALS = (
+    *(FloorToInt, CeilToInt, TruncToInt, RoundToInt, ToFloat, FloatPow, IntTrueDiv, FloatTrueDiv),
+    *(sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge),
+)
+_PAIRWISE = (
+    *(torch.sym_max, torch.sym_min, operator.add, operator.mul),
+    *(operator.and_, operator.or_),
+)
 
 
 class Emitter:
@@ -75,6 +101,8 @@ class Emitter:
             return int(expr)
         if expr.is_Number:
             return float(expr)
+        if expr in (sympy.true, sympy.false):
+            return bool(expr)
         if expr.is_Symbol:
             return self._symbols[expr]
         if isinstance(expr, sympy.floor):
@@ -83,7 +111,8 @@ class Emitter:
             return self._call(operator.pow, self.emit(expr.base), int(expr.exp))
         if expr.func not in _CALLS or _divides(expr):
             return self._quotient(expr)
-        call, given = _CALLS[expr.func], [self.emit(arg) for arg in expr.args]
+        emit = self._real if expr.func in _OF_REALS else self.emit
+        call, given = _CALLS[expr.func], [emit(arg) for arg in expr.args]
         if call not in _PAIRWISE:
             return self._call(call, *given)
         result = given[0]
@@ -91,12 +120,19 @@ class Emitter:
             result = self._call(call, result, value)
         return result
 
+    def _real(self, expr: sympy.Expr) -> Any:
+        """Returns a real number: its fractions are not rounded."""
+        if not _divides(expr):
+            return self.emit(expr)
+        top, bottom = sympy.fraction(sympy.together(expr))
+        return self._call(operator.truediv, self.emit(top), self.emit(bottom))
+
     def _quotient(self, expr: sympy.Expr) -> Any:
         top, bottom = sympy.fraction(sympy.together(expr))
         if bottom == 1:
             raise CodegenError(
-                f"size {expr} is not made of +, *, //, /, %, min and max; report the model's op "
-                "that makes it"
+                f"size {expr} is not made of +, *, //, /, %, **, min, max, rounding and "
+                "comparisons; report the model's op that makes it"
             )
         return self._call(operator.floordiv, self.emit(top), self.emit(bottom))
 

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from dcpc.codegen import VIEWS, Key, Lowering
-from dcpc.fakes import size_key
 from dcpc.folding import Folded
 from dcpc.ir import Fold, Placement, Profile, Program, tensor_operands
+from dcpc.leaves import size_key
 from dcpc.passes.recompute import AlikeBlocks, Call, Memory, Menu, recompute_menu
 from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, with_constants
 

@@ -27,6 +27,7 @@ from dcpc.codegen.tape import Op, Piece, Ref
 from dcpc.errors import CodegenError
 from dcpc.integers import Emitter
 from dcpc.ir import Program
+from dcpc.leaves import is_symbolic, leaf_key
 
 aten = torch.ops.aten
 
@@ -247,7 +248,8 @@ class _Assembly:
                 self.values[node] = self.integers.get(node.name, primals[node.name])
             elif node.op == "call_function":
                 owner = node.meta.get("dcpc", node.name)
-                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.get)
+                read = self.values.__getitem__
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), read)
                 if not isinstance(node.target, torch._ops.OpOverload):
                     self.values[node] = node.target(*args, **kwargs)
                     continue
@@ -308,8 +310,9 @@ class _Assembly:
     def _argument(self, leaf: Any, at: Mapping[Ref, fx.Node]) -> Any:
         if isinstance(leaf, Ref):
             return at[leaf]
-        if isinstance(leaf, torch.SymInt | torch.SymFloat):
+        if is_symbolic(leaf):
             return self.emitter.emit(leaf.node.expr)
+        leaf_key(leaf)  # refuses what it does not know
         return self.lowered.group if isinstance(leaf, str) and leaf == GROUP else leaf
 
     # ---------------------------------------------------------------------------------- backward

@@ -7,7 +7,7 @@ have the same answers. So what splits frames and what splits rows of pixels is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -16,11 +16,13 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.sym_node import SymNode
 from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.asking import Answers, AskingEnv, again_of
 from dcpc.codegen.tape import Derivative, Op, Piece, Ref
-from dcpc.fakes import Layout, layout_of, size_key
+from dcpc.fakes import Layout, layout_of
+from dcpc.leaves import Symbolic, is_symbolic, leaf_key, renamed_key, tree_key
 
 Names: TypeAlias = Mapping[sympy.Symbol, sympy.Symbol]
 
@@ -48,7 +50,7 @@ class Library:
         self._first: dict[Layout, Tensor] = {}  # of each kind
         self._kind_of: dict[int, int] = {}
         self._kept: list[Tensor] = []
-        self._numbers: dict[sympy.Expr, torch.SymInt] = {}
+        self._numbers: dict[tuple[type, sympy.Basic], Symbolic] = {}
 
     # ------------------------------------------------------------------------------------ values
 
@@ -65,21 +67,24 @@ class Library:
     def fake(self, layout: Layout) -> Tensor:
         """Returns a fake tensor of a layout; one stands for all."""
         if layout not in self._first:
-            made = again_of(layout, self.number, self.mode)
+            made = again_of(layout, self.size, self.mode)
             self._first[layout] = made  # its own layout may spell a size otherwise
             self._kind_of[id(made)] = self._kinds.setdefault(layout, len(self._kinds))
         return self._first[layout]
 
-    def number(self, size: Any) -> Any:
+    def size(self, size: Any) -> Any:
         """Returns a size of the trace: an expression as a SymInt, a number as it is."""
-        if not isinstance(size, sympy.Expr):
-            return size
-        if size not in self._numbers:
-            at = {s: sympy.Integer(self.env.hint(s)) for s in size.free_symbols}
-            made = self.env.create_symintnode(size, hint=int(size.xreplace(at)))
-            assert isinstance(made, torch.SymInt), f"{size} was fixed"
-            self._numbers[size] = made
-        return self._numbers[size]
+        return self.number(torch.SymInt, size) if isinstance(size, sympy.Expr) else size
+
+    def number(self, kind: type[Symbolic], expr: sympy.Basic) -> Symbolic:
+        """Returns an expression of sizes as an integer, a float or a bool of the trace."""
+        key = (kind, expr)
+        if key not in self._numbers:
+            at = {s: sympy.Integer(self.env.hint(s)) for s in expr.free_symbols}
+            assert at, f"{expr} was fixed"
+            plain = _PLAIN[kind]
+            self._numbers[key] = kind(SymNode(expr, self.env, plain, plain(expr.xreplace(at))))
+        return self._numbers[key]
 
     # ------------------------------------------------------------------------------------ pieces
 
@@ -94,7 +99,13 @@ class Library:
             kwargs: the same.
             trained: nodes with a gradient.
         """
-        key = (call, self._key(args, trained), self._key(kwargs, trained))
+
+        def of_leaf(leaf: Any) -> Hashable:
+            if isinstance(leaf, fx.Node):
+                return "tensor", self.kind(leaf.meta["val"]), leaf in trained
+            return leaf_key(leaf)
+
+        key = (call, tree_key((args, kwargs), of_leaf))
         if key not in self._pieces:
             self._pieces[key] = self._new(call, args, kwargs, trained)
         return self._pieces[key]
@@ -137,15 +148,6 @@ class Library:
         alike.append((made, pattern.symbols))
         return made
 
-    def _key(self, value: Any, trained: AbstractSet[fx.Node]) -> Any:
-        if isinstance(value, fx.Node):
-            return self.kind(value.meta["val"]), value in trained
-        if isinstance(value, list | tuple):
-            return (type(value).__name__, *(self._key(v, trained) for v in value))
-        if isinstance(value, dict):
-            return tuple((k, self._key(v, trained)) for k, v in sorted(value.items()))
-        return size_key(value)
-
     # ----------------------------------------------------------------------------------- answers
 
     def holds(self, answers: Answers, names: Names) -> bool:
@@ -169,6 +171,13 @@ class Library:
         return tuple(e for e in found if e != sympy.true)
 
 
+_PLAIN: Mapping[type[Symbolic], type] = {
+    torch.SymInt: int,
+    torch.SymFloat: float,
+    torch.SymBool: bool,
+}
+
+
 def _contrary(question: sympy.Basic, answer: sympy.Basic) -> sympy.Basic:
     return sympy.Not(question) if answer == sympy.false else sympy.Eq(question, answer)
 
@@ -190,20 +199,16 @@ class _Pattern:
 
     def of(self, value: Any) -> Any:
         """Returns what an argument has in common with that of another call."""
-        if isinstance(value, Tensor):
-            return tuple(map(self._size, layout_of(value)))
-        if isinstance(value, list | tuple):
-            return (type(value).__name__, *map(self.of, value))
-        if isinstance(value, dict):
-            return tuple((k, self.of(v)) for k, v in sorted(value.items()))
-        return self._size(size_key(value))
+        return renamed_key(tree_key(value, _kind_of), self._placed)
 
-    def _size(self, size: Any) -> Any:
-        if not isinstance(size, sympy.Basic):
-            return size
-        for s in sorted(size.free_symbols - self._places.keys(), key=lambda s: s.name):
+    def _placed(self, expr: sympy.Basic) -> sympy.Basic:
+        for s in sorted(expr.free_symbols - self._places.keys(), key=lambda s: s.name):
             self._places[s] = sympy.Symbol(f"#{len(self._places)}", integer=True, positive=True)
-        return size.xreplace(self._places)
+        return expr.xreplace(self._places)
+
+
+def _kind_of(leaf: Any) -> Hashable:
+    return ("tensor", *layout_of(leaf)) if isinstance(leaf, Tensor) else leaf_key(leaf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +230,17 @@ class _Translation:
         )
 
     def value(self, leaf: Any) -> Any:
-        """Returns a fake tensor or a size in the other names, anything else as it is."""
+        """Returns a fake tensor or an expression in the other names, a constant as it is.
+
+        Raises:
+            CodegenError: it is of no kind that is known to be one of these.
+        """
         if isinstance(leaf, Tensor):
             return self.library.fake(self.layout(leaf))
-        if isinstance(leaf, torch.SymInt):
-            return self.library.number(leaf.node.expr.xreplace(self.names))
+        if is_symbolic(leaf):
+            return self.library.number(type(leaf), leaf.node.expr.xreplace(self.names))
+        if not isinstance(leaf, Ref):
+            leaf_key(leaf)  # refuses what it does not know
         return leaf
 
     def ops(self, ops: Sequence[Op]) -> tuple[Op, ...]:

@@ -1,7 +1,7 @@
 """Fake tensors that are told from the expressions of their sizes, where torch would ask of each."""
 
 from dcpc.fakes.dense import dense_result
-from dcpc.fakes.layouts import Layout, fills_its_memory, layout_of, size_key
+from dcpc.fakes.layouts import Layout, fills_its_memory, layout_of
 from dcpc.fakes.made import KeepingEnv, empty, strided
 from dcpc.fakes.telling import telling
 
@@ -12,7 +12,6 @@ __all__ = [
     "empty",
     "fills_its_memory",
     "layout_of",
-    "size_key",
     "strided",
     "telling",
 ]

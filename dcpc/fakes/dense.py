@@ -18,9 +18,9 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from dcpc.fakes.layouts import size_key
 from dcpc.fakes.made import empty, is_told
 from dcpc.fakes.views import VIEW_OPS, view_result
+from dcpc.leaves import size_key
 
 aten = torch.ops.aten
 

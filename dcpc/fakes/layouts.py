@@ -6,8 +6,9 @@ import functools
 from typing import Any, TypeAlias
 
 import sympy
-import torch
 from torch import Tensor
+
+from dcpc.leaves import size_key
 
 # Dtype, device, dims, then sizes, strides, offset, bytes.
 Layout: TypeAlias = tuple[Any, ...]
@@ -26,13 +27,6 @@ def layout_of(tensor: Tensor) -> Layout:
 def _expanded(size: sympy.Expr) -> sympy.Expr:
     """Returns a size multiplied out: torch writes that of dense memory as n * (m - 1) + n, too."""
     return sympy.expand(size)
-
-
-def size_key(value: Any) -> Any:
-    """Returns the expression of a size; of anything else what equal values share."""
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return value.node.expr
-    return value if type(value) is int else (type(value).__name__, repr(value))
 
 
 def fills_its_memory(layout: Layout) -> bool:

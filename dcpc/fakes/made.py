@@ -13,7 +13,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from dcpc.fakes.layouts import Layout, size_key
+from dcpc.fakes.layouts import Layout
+from dcpc.leaves import size_key
 
 
 class KeepingEnv(ShapeEnv):

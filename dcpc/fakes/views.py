@@ -12,8 +12,8 @@ import sympy
 import torch
 from torch import Tensor
 
-from dcpc.fakes.layouts import size_key
 from dcpc.fakes.made import is_told, strided
+from dcpc.leaves import size_key
 
 aten = torch.ops.aten
 

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcpc.errors import CodegenError
-from dcpc.fakes import size_key
 from dcpc.integers import Emitter
+from dcpc.leaves import size_key
 from dcpc.writes import View, functional_of, whole, written
 
 aten = torch.ops.aten

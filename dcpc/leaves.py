@@ -1,0 +1,96 @@
+"""The kinds of values that arguments are made of: a closed list, for whoever shares results.
+
+What was found of one call is said of another where their arguments are equal. Python calls 1, 1.0
+and True equal, and 0.0 and -0.0, and prints large tensors and objects in ways that tell little. So
+a key of arguments is made here, and nowhere else; a value of a kind that is not listed is an error,
+as nobody has thought about what makes two of it equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+from dcpc.errors import CodegenError
+
+Symbolic: TypeAlias = torch.SymInt | torch.SymFloat | torch.SymBool
+
+# What equals another of its type exactly where its text does: a float's has all its digits, the
+# sign of zero and nan.
+_BY_TEXT = (
+    *(bool, float, complex, str, type(None), torch.dtype, torch.device, torch.layout),
+    torch.memory_format,
+)
+
+
+def is_symbolic(leaf: Any) -> bool:
+    """Whether a value is an expression of sizes: an integer, a float or a bool."""
+    return isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def size_key(size: Any) -> Any:
+    """Returns the expression of a size, a number as it is."""
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    if type(size) is int:
+        return size
+    raise unknown(size, "a size")
+
+
+def leaf_key(leaf: Any) -> Hashable:
+    """Returns what equal values share that are no tensors.
+
+    A symbolic one's key has its expression in it, a size's is that of `size_key`.
+
+    Raises:
+        CodegenError: it is of no known kind.
+    """
+    kind = type(leaf)
+    if kind in (int, torch.SymInt):
+        key: Hashable = size_key(leaf)
+        return key
+    if kind in (torch.SymFloat, torch.SymBool):
+        return kind.__name__, leaf.node.expr
+    if kind in _BY_TEXT:
+        return kind.__name__, repr(leaf)
+    raise unknown(leaf, "an argument")
+
+
+def tree_key(value: Any, of_leaf: Callable[[Any], Hashable] = leaf_key) -> Hashable:
+    """Returns what equal arguments share.
+
+    Args:
+        value: lists, tuples, slices and dicts of leaves.
+        of_leaf: the key of a leaf; default: `leaf_key`.
+    """
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return (kind, *(tree_key(v, of_leaf) for v in value))
+    if isinstance(value, Mapping):
+        return ("dict", *((k, tree_key(v, of_leaf)) for k, v in sorted(value.items())))
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return ("slice", *(tree_key(v, of_leaf) for v in parts))
+    return of_leaf(value)
+
+
+def renamed_key(key: Hashable, name: Callable[[sympy.Basic], sympy.Basic]) -> Hashable:
+    """Returns a key with other expressions for those in it."""
+    if isinstance(key, tuple):
+        return tuple(renamed_key(part, name) for part in key)
+    if isinstance(key, sympy.Basic):
+        other: Hashable = name(key)
+        return other
+    return key
+
+
+def unknown(leaf: Any, what: str) -> CodegenError:
+    """Returns the error of a value of a kind that is not listed."""
+    return CodegenError(
+        f"{what} is {type(leaf).__name__}, of which dcpc does not know when two are equal; "
+        "expected a tensor, a number, a str, None or what names a dtype, device or layout; "
+        "report the model's op that takes it"
+    )
