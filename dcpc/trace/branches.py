@@ -3,13 +3,14 @@
 A forward that computes with a size in Python (`int(n ** 0.5)`, `if n % 8 == 0`) is traced at one
 size. Export notes what it assumed as assertions in the graph, which the canonical form drops: an
 equation or an inequality (`if n > 20 * batch`, pieces of `tensor_split`) that does not hold at a
-bucket would make the graph silently wrong there.
+bucket would make the graph silently wrong there. So may an inequation (`if n != 9`), or it is one
+of torch's own and makes no difference: there the graph is compared with forward, call by call.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import sympy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -17,9 +18,12 @@ from torch.utils._sympy.functions import Mod, PythonMod
 
 from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import TraceError
+from dcpc.trace.paths import UnknownPathError
 
 # What an assertion is tried at where a bucket names no batch: the planner takes some of these.
 BATCHES = (2, 3, 64)
+TRIED = range(2, 65)  # of these, where two sides should differ, MOST at which they do not
+MOST = 2
 SMALLEST = 2  # sizes of 0 and 1 run the graph of more
 
 
@@ -28,47 +32,74 @@ def refuse_branches(
     buckets: Buckets,
     symbols: Mapping[str, sympy.Symbol],
     mapping: Mapping[sympy.Symbol, sympy.Expr],
+    difference: Callable[[Mapping[str, int]], str],
 ) -> None:
     """Raises where the trace holds for some of the buckets only.
 
     An equation or an inequality that does not hold is an error. That two sizes differ, or that one
     does not divide another, torch assumes all the time (of strides, of positions that are
-    interpolated), and the graph is right without. That a number leaves a remainder is a warning: it
-    may be that forward pads to a multiple, and padding by 0 is right too, or that it branches.
+    interpolated), and forward where it pads to a multiple: the graph is right without. Or forward
+    branches (`if n != 9`), and the graph is that of the other branch: at such sizes the calls of
+    both are compared.
 
     Args:
         env: of the exported graph.
         buckets: the sizes that the graph is for.
         symbols: our symbol of each named dim.
         mapping: torch's symbols -> expressions of ours.
+        difference: sizes -> how the graph's calls differ from forward's, "" if they do not; raises
+            UnknownPathError.
 
     Raises:
-        TraceError: an equation or an inequality does not hold at a bucket.
+        TraceError: an equation or an inequality does not hold at a bucket, or something else does
+            not and the graph differs from forward there.
     """
+    compared: set[tuple[tuple[str, int], ...]] = set()
     for assertion in (a for found in env.deferred_runtime_asserts.values() for a in found):
         expr = _in_dims(assertion.expr, env, mapping)
-        remainder = _is_remainder(expr)
-        if isinstance(expr, sympy.Ne) and not remainder:
-            continue
-        for sizes in _sizes(buckets):
+        differ = isinstance(expr, sympy.Ne) or _is_remainder(expr)
+        for sizes in _sizes(buckets, expr if differ else None, symbols):
             at = {symbols[n]: sympy.Integer(size) for n, size in sizes.items() if n in symbols}
-            if expr.subs(at) == sympy.false:
-                named = ", ".join(f"{n} {s}" for n, s in sizes.items())
-                what = f"forward was traced as if {expr}"
-                if not remainder:
-                    raise TraceError(
-                        f"{what}; expected a graph that holds at every bucket, and at {named} it "
-                        "does not; look for a Python int(), a comparison, a square root or a "
-                        "tensor_split of a size in forward, or keep to sizes where it holds"
-                        + ", the batch among them"
-                        * _of_batch(expr, buckets, symbols)
-                    )
-                warnings.warn(
-                    f"{what}, and at {named} that is not so: right where forward only pads to a "
-                    "multiple, wrong where it branches; `dcpc check` compares such sizes",
-                    stacklevel=2,
-                )
-                break
+            holds = expr.subs(at)
+            if holds == sympy.true or (not differ and holds != sympy.false):
+                continue
+            what = (
+                f"forward was traced as if {expr}; expected a graph that holds at every bucket, "
+                f"and at {', '.join(f'{n} {s}' for n, s in sizes.items())} it "
+                "does not"
+            )
+            if not differ:
+                raise TraceError(_advised(what, expr, buckets, symbols))
+            key = tuple(sorted(sizes.items()))
+            if key not in compared:
+                compared.add(key)
+                _compare(_advised(what, expr, buckets, symbols), sizes, difference)
+
+
+def _compare(
+    what: str, sizes: Mapping[str, int], difference: Callable[[Mapping[str, int]], str]
+) -> None:
+    try:
+        found = difference(sizes)
+    except UnknownPathError as error:
+        warnings.warn(
+            f"{what}; forward could not be followed there ({error}), so whether the graph is right "
+            "is not known; `dcpc check` compares such sizes",
+            stacklevel=2,
+        )
+        return
+    if found:
+        raise TraceError(f"{what} ({found})")
+
+
+def _advised(
+    what: str, expr: sympy.Basic, buckets: Buckets, symbols: Mapping[str, sympy.Symbol]
+) -> str:
+    """A message with what to do."""
+    return (
+        f"{what}; look for a Python int(), a comparison, a square root or a tensor_split of a size "
+        "in forward, or keep to sizes where it holds"
+    ) + ", the batch among them" * _of_batch(expr, buckets, symbols)
 
 
 def _is_remainder(expr: sympy.Basic) -> bool:
@@ -99,8 +130,43 @@ def _in_dims(
     return expr.xreplace(dict(mapping))
 
 
-def _sizes(buckets: Buckets) -> Iterator[dict[str, int]]:
+def _sizes(
+    buckets: Buckets, unequal: sympy.Basic | None, symbols: Mapping[str, sympy.Symbol]
+) -> Iterator[dict[str, int]]:
+    """Yields what an assertion is tried at: each bucket, with its batch or some.
+
+    Args:
+        buckets: that the graph is for.
+        unequal: the assertion, where it says that something differs: then the batches are tried as
+            well at which it would not, and one alone where it says nothing of the batch.
+        symbols: our symbol of each named dim.
+    """
+    batch = symbols.get(BATCH)
     for bucket in buckets.buckets:
         sizes = {n: max(s, SMALLEST) for n, s in bucket.sizes.items()}
-        for batch in [sizes[BATCH]] if BATCH in sizes else BATCHES:
-            yield {**sizes, BATCH: batch}
+        batches: Iterable[int] = [sizes[BATCH]] if BATCH in sizes else BATCHES
+        if unequal is not None and BATCH not in sizes:
+            batches = BATCHES[:1]
+            if batch in unequal.free_symbols:
+                at = {symbols[n]: sympy.Integer(s) for n, s in sizes.items() if n in symbols}
+                batches = _equal_at(unequal.subs(at), batch)
+        for chosen in batches:
+            yield {**sizes, BATCH: chosen}
+
+
+def _equal_at(unequal: sympy.Basic, batch: sympy.Symbol) -> list[int]:
+    """Batches at which two sides that were taken to differ are equal, and one at which others are.
+
+    Of remainders the first few are enough: they come again.
+    """
+    found: list[int] = []
+    if isinstance(unequal, sympy.Ne):
+        gap = sympy.expand(unequal.lhs - unequal.rhs)
+        slope = gap.coeff(batch, 1)
+        if slope.is_Number and slope and (gap - slope * batch).is_Number:
+            root = -(gap - slope * batch) / slope
+            return [int(root)] if root.is_Integer and root >= SMALLEST else []
+    for size in TRIED:
+        if unequal.subs({batch: sympy.Integer(size)}) != sympy.true:
+            found.append(size)
+    return found[:MOST]

@@ -39,6 +39,7 @@ from dcpc.trace.capturable import Capturable
 from dcpc.trace.functional import functional
 from dcpc.trace.gradients import detach_without_grad, flowing, trainable
 from dcpc.trace.losses import spread_row_losses
+from dcpc.trace.paths import Paths
 from dcpc.trace.single_key import depends_on
 
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
@@ -115,13 +116,13 @@ def _traced(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None) ->
     model = _meta_as_fake(model)
     dims = named.named_dims(buckets)
     hints = named.choose_hints(buckets, dims)
-    exported = _export(model, buckets, dims, hints, autocast)
+    exported, paths = _export(model, buckets, dims, hints, autocast)
     _refuse_mutation(exported)
     gm = copy.deepcopy(exported.graph_module)
     symbols = {n: sympy.Symbol(n, integer=True, positive=True) for n in buckets.names}
     mapping = _symbol_mapping(exported, buckets, symbols, dims)
     if (env := _shape_env(gm)) is not None:
-        refuse_branches(env, buckets, symbols, mapping)
+        refuse_branches(env, buckets, symbols, mapping, paths.difference)
     reached = depends_on(gm.graph)
     canonicalise(gm)
     program = _program(gm, exported, buckets, symbols, mapping, hints)
@@ -150,7 +151,7 @@ def _export(
     dims: Mapping[str, Any],
     hints: Mapping[str, int],
     autocast: torch.dtype | None,
-) -> ExportedProgram:
+) -> tuple[ExportedProgram, Paths]:
     wrapped = _LossOf(model, tuple(buckets.inputs))
     wrapped.training = model.training
     parameter = next(model.parameters(), None)
@@ -168,16 +169,17 @@ def _export(
                     strict=False,
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )
+            paths = Paths(wrapped, exported, buckets, device, autocast)
             detach_without_grad(exported)
             for inner in exported.graph_module.modules():  # `with` blocks have graphs of their own
                 if isinstance(inner, fx.GraphModule):
                     spread_row_losses(inner.graph)
                     inner.recompile()
             if autocast is None:
-                return functional(exported)
+                return functional(exported), paths
             cast: ExportedProgram = exported.run_decompositions({})
             share_casts(cast.graph, _cached_by_autocast(cast))
-            return cast
+            return cast, paths
     except TraceError:
         raise
     except Exception as error:

@@ -22,6 +22,7 @@ from dcpc.trace.editor import Editor
 aten = torch.ops.aten
 
 MEAN, SUM = 1, 2  # values of ATen's `reduction` argument; 0 is none
+SKIPPED = -100  # what stands for an ignored row; no number of a class, unlike the user's own
 
 # Losses that without a reduction have one value an element or a row, and the position of
 # `reduction` in their schema.
@@ -158,15 +159,18 @@ def _reduced(
     The rows are what may be sharded; the reduction of one number a row is not, so that the loss is
     the plain model's to the last bit even where a library computes it in float32. A weighted mean
     is over the sum of the rows' weights.
+
+    Each row's loss is its only class, 0, and an ignored row's class is SKIPPED: the user's
+    `ignored` may be 0 itself.
     """
     flat = edit.call(aten.reshape.default, target, [-1])
     kept = edit.call(aten.ne.Scalar, flat, ignored)
     zeros = edit.call(aten.zeros_like.default, flat)
-    places = edit.call(aten.where.ScalarOther, kept, zeros, ignored)
+    places = edit.call(aten.where.ScalarOther, kept, zeros, SKIPPED)
 
     def total(each: fx.Node, how: int) -> fx.Node:
         column = edit.call(aten.reshape.default, edit.call(aten.neg.default, each), [-1, 1])
-        return edit.call(aten.nll_loss_nd.default, column, places, None, how, ignored)
+        return edit.call(aten.nll_loss_nd.default, column, places, None, how, SKIPPED)
 
     if weight is None or reduction == SUM:
         return total(rows, reduction)

@@ -50,7 +50,7 @@ def attention_of_one_key(node: fx.Node, edit: Editor) -> fx.Node | None:
 def narrow_projections(graph: fx.Graph) -> None:
     """Makes of each linear only the rows that someone takes, where that is one part of several."""
     for node in list(graph.nodes):
-        if node.target is not aten.linear.default:
+        if node.target is not aten.linear.default or node.kwargs:
             continue
         chain = _one_part(node)
         if chain is not None:
@@ -88,7 +88,7 @@ def _one_part(linear: fx.Node) -> _Chain | None:
         (user,) = node.users
         before = node.meta["val"].shape
         if user.target is aten.select.int and split >= 0:
-            if user.args[1] % len(before) != at:  # type: ignore[operator]
+            if user.args[1] % len(before) != at or not isinstance(user.args[2], int):  # type: ignore[operator]
                 return None
             return _Chain(tuple(views), split, dim, parts, user)
         if user.target is aten.reshape.default and split < 0:
@@ -136,8 +136,8 @@ def _narrow_slice(linear: fx.Node, user: fx.Node) -> None:
     last = len(linear.meta["val"].shape) - 1
     if dim not in (-1, last) or not isinstance(start, int) or not isinstance(stop, int):
         return
-    start, stop = max(start, 0), min(stop, width)
-    if stop - start in (0, width):
+    start, stop, _ = slice(start, stop).indices(width)  # from the end where they are negative
+    if stop <= start or stop - start == width:
         return
     user.replace_all_uses_with(_rows(linear, start, stop))
     linear.graph.erase_node(user)

@@ -5,11 +5,14 @@ import warnings
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import dcpc
 from dcpc.buckets import Buckets
 from dcpc.errors import TraceError
 from dcpc.trace import trace
+from tests.multirank.exactness import compiled_error
 
 
 class Function(nn.Module):
@@ -189,12 +192,115 @@ def test_comparison_of_sizes_that_a_bucket_decides_otherwise_is_refused(forward,
         program(forward, SEQUENCE, *({"seq": n} for n in seqs))
 
 
-def test_branch_on_a_remainder_is_warned_of_where_a_bucket_takes_the_other_way():
-    def forward(w, x):
-        return (w * x).mean() if x.shape[1] % 2 == 0 else (2 * w * x).mean()
+class Branching(nn.Module):
+    def __init__(self, branch):
+        super().__init__()
+        self.net, self.branch = nn.Linear(8, 8).double(), branch
 
-    with pytest.warns(UserWarning, match=r"as if Ne\(Mod\(seq, 2\), 0\), and at seq 50"):
-        program(forward, SEQUENCE, {"seq": 9}, {"seq": 50})
+    def forward(self, x):
+        z = self.net(x)
+        return z.mean() if self.branch(x.shape[1], x.shape[0]) else (2 * z.square()).mean()
+
+
+BRANCHES = {
+    "unequal": (lambda n, b: n != 9, "Ne.seq, 9."),
+    "equal": (lambda n, b: n == 9, "Ne.seq, 9."),
+    "not equal": (lambda n, b: not n == 9, "Ne.seq, 9."),  # noqa: SIM201
+    "one of some": (lambda n, b: n in (9, 12), "Ne.seq, (9|12)."),
+    "remainder": (lambda n, b: n % 3 != 0, "Mod.seq, 3."),
+    "truth of a remainder": (lambda n, b: n % 3, "Mod.seq, 3."),
+    "truth of a difference": (lambda n, b: n - 9, "Ne.seq"),
+    "quotient": (lambda n, b: n // 4 == 3, "seq"),
+    "bits": (lambda n, b: n & (n - 1), "bitwise_and"),
+    "root": (lambda n, b: n**0.5 == 3, "FloatPow"),
+    "larger of two": (lambda n, b: max(n, 9) == 9, "Max"),
+    "either": (lambda n, b: n == 9 or n == 12, "Ne.seq, (9|12)."),
+    "by the batch": (lambda n, b: n == 3 * b, "Ne.seq, 3.batch.; .* batch 3 .*the batch among"),
+    "remainder by the batch": (lambda n, b: n % b, "Mod.seq, batch., 0.; .*the batch among"),
+    "remainder of the batch": (lambda n, b: b % 2, "Mod.batch, 2., 0.; .*the batch among"),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branch_that_a_bucket_takes_otherwise_is_refused(name):
+    branch, assumed = BRANCHES[name]
+    sizes = [{"seq": n} for n in (7, 9, 12, 16)]
+    with pytest.raises(TraceError, match=f"as if .*{assumed}") as caught:
+        trace(Branching(branch), Buckets({"x": "float64[batch, seq, 8]"}, sizes))
+    assert "forward calls" in str(caught.value)
+
+
+def padded(z):
+    if (more := (4 - z.shape[1] % 4) % 4) > 0:
+        z = F.pad(z, (0, 0, 0, more))
+    return z.unflatten(1, (-1, 4)).mean(2)
+
+
+def padded_and_cut(z):
+    y = padded(torch.relu_(z * torch.tensor([2.0] * 8, dtype=z.dtype))).repeat_interleave(4, 1)
+    return y[:, : z.shape[1]].contiguous() if z.shape[1] % 4 else y
+
+
+def even(z):
+    return z[:, : z.shape[1] // 2 * 2] if z.shape[1] % 2 else z
+
+
+class Padding(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.net, self.form = nn.Linear(8, 8).double(), form
+
+    def forward(self, x):
+        return self.form(self.net(x)).square().mean()
+
+
+@pytest.mark.parametrize("form", [padded, padded_and_cut, even])
+def test_padding_by_nothing_is_no_branch(form):
+    sizes = [{"seq": n} for n in (7, 8, 9, 12)]
+    model, buckets = Padding(form), Buckets({"x": "float64[batch, seq, 8]"}, sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        program(forward, SEQUENCE, {"seq": 9}, {"seq": 51})
+        trace(model, buckets)
+    compiled = dcpc.compile(model, buckets, backend="eager")
+    for n in (7, 8, 12):
+        x = torch.randn(2, n, 8, dtype=torch.float64)
+        assert compiled_error(compiled, model, {"x": x}) < 1e-10
+
+
+def padded_to_more(z):
+    if z.shape[1] % 4:
+        z = torch.cat([z, z.new_zeros(z.shape[0], 4 - z.shape[1] % 4, 8)], 1)
+    return z.unflatten(1, (-1, 4)).mean(2)
+
+
+def written_where_padded(z):
+    y = z * 1
+    wide = F.pad(y, (0, 0, 0, 4 - z.shape[1] % 4)) if z.shape[1] % 4 else y
+    wide *= 3
+    return y
+
+
+@pytest.mark.parametrize("form", [padded_to_more, written_where_padded])
+def test_padding_that_makes_a_difference_is_refused(form):
+    sizes = [{"seq": n} for n in (7, 8, 9, 12)]
+    with pytest.raises(TraceError, match=r"Ne\(Mod\(seq, 4\), 0\).* seq 8"):
+        trace(Padding(form), Buckets({"x": "float64[batch, seq, 8]"}, sizes))
+
+
+class Unfollowed(nn.Module):
+    """What it does at 9 is not known without a number of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if x.shape[1] == 9 and not float(self.net.weight.detach().sum()):
+            return x.mean()
+        return self.net(x).mean()
+
+
+def test_branch_that_cannot_be_followed_is_warned_of():
+    sizes = [{"seq": n} for n in (7, 9)]
+    with pytest.warns(UserWarning, match=r"Ne\(seq, 9\).*could not be followed"):
+        trace(Unfollowed(), Buckets(SEQUENCE, sizes))

@@ -86,6 +86,45 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
+PARTS = {
+    "from the end": (lambda z: z[..., -4:-1], 3),
+    "to the end": (lambda z: z[..., -4:], 4),
+    "from before the beginning": (lambda z: z[..., -20:3], 3),
+    "to before the end": (lambda z: z[..., :-5], 3),
+    "up to beyond the end": (lambda z: z[..., 2:20], 6),
+    "narrow": (lambda z: z.narrow(-1, -4, 2), 2),
+    "split at places from the end": (lambda z: z.tensor_split((-6, -2), -1)[1], 4),
+    "every other one": (lambda z: z[..., -7:-1:2], 8),
+    "of a part": (lambda z: z.unflatten(-1, (4, 2))[..., -2, :], 2),
+    "one of each part": (lambda z: z.unflatten(-1, (4, 2))[..., -2], 8),
+    "one at a size": (lambda z: z.unflatten(-1, (4, 2))[..., z.shape[1] - 4, :], 8),
+}
+
+
+class Part(nn.Module):
+    """A part of what one matrix makes."""
+
+    def __init__(self, part) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.part = nn.Linear(8, 8).double(), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part(self.net(x))
+        return (y.cumsum(-1) + y.square()).mean()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_part_of_a_projection_is_of_its_own_rows(name):
+    part, rows = PARTS[name]
+    model, x = Part(part), {"x": sample(5, 3)["x"]}
+    buckets = dcpc.Buckets({"x": INPUTS["x"]}, [{"frames": 5}, {"frames": 7}])
+    program = trace(model, buckets)
+    (linear,) = (n for n in program.gm.graph.nodes if n.target is torch.ops.aten.linear.default)
+    assert program.info[linear.name].shape[-1] == rows
+    assert compiled_error(dcpc.compile(model, buckets, backend="eager"), model, x) < 1e-10
+
+
 def over_ranks(rank: int) -> float:
     model, buckets = make(1)
     return compiled_error(dcpc.compile(model, buckets, backend="eager", sp=2), model, sample(1, 3))

@@ -1,0 +1,313 @@
+"""Whether a captured graph and forward make the same calls at given sizes, run on fake tensors.
+
+    forward(sizes)   ->  view, mm, constant_pad_nd(.., [0, 0]), mul, ...
+    graph(sizes)     ->  view, mm, mul, ...                               the same
+
+Sizes are numbers here, so a branch of forward goes where it goes at these sizes, and a graph that
+was traced along another branch shows other calls, arguments or shapes. No number is computed and no
+memory used, so this may be asked of any model at any size.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from dcpc.buckets import Buckets
+from dcpc.trace.autocast import casting
+from dcpc.trace.capturable import Capturable
+from dcpc.trace.dims import example_inputs
+
+aten = torch.ops.aten
+
+# Results that are their operand, and those that are a copy of it, where shape and dtype are alike.
+_ALIASES = {
+    *(aten.alias.default, aten.detach.default, aten.detach_.default, aten.lift_fresh.default),
+    *(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.slice.Tensor),
+    aten.reshape.default,
+}
+_COPIES = {
+    *(aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default),
+    *(aten.constant_pad_nd.default, aten.cat.default, aten.repeat.default),
+}
+# Views of other names that say the same.
+_SHAPED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_SMALL_BYTES = 1 << 16
+
+
+class UnknownPathError(Exception):
+    """Forward does not run on fake tensors at these sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of an op below autograd.
+
+    Attributes:
+        op: that is called.
+        args: its arguments; of a tensor its key.
+        outputs: keys of the tensors it returns.
+        text: of the op and the shapes it makes, for a message.
+        memory: the storages of operands and results.
+        same: the key that its only result stands for, "" if it makes something.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    text: str
+    memory: frozenset[int]
+    same: Any = None
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down the calls in its block."""
+
+    def __init__(self, names: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.keys: dict[int, Any] = dict(names)
+        self.written: dict[int, int] = {}  # memory -> the last call that wrote to it
+        self._kept: list[Tensor] = []  # as long as these live, so do their ids
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Makes the call."""
+        kwargs = kwargs or {}
+        flat, tree = tree_flatten((args, kwargs))
+        if func is aten.slice.Tensor:
+            flat, tree = tree_flatten(_bounds(*args))
+        given = tuple(self.key(x) if isinstance(x, Tensor) else _plain(x) for x in flat)
+        operands = [x for x in flat if isinstance(x, Tensor)]
+        out = func(*args, **kwargs)
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if func._schema.name.endswith("_") and len(results) == 1:  # it returns what it wrote to
+            self.keys[id(results[0])] = self.key(operands[0])
+        fresh = [x for x in results if id(x) not in self.keys]
+        for i, x in enumerate(fresh):
+            self.keys[id(x)] = (len(self.calls), i)
+        self._kept += [*operands, *results]
+        if func._schema.is_mutable and func is not aten.detach_.default:
+            for a, x in zip(func._schema.arguments, args, strict=False):
+                if isinstance(x, Tensor) and a.alias_info is not None and a.alias_info.is_write:
+                    self.written[_memory(x)] = len(self.calls)
+        self.calls.append(
+            _Call(
+                aten.view.default if func in _SHAPED else func,
+                (given, str(tree)),
+                tuple(self.keys[id(x)] for x in results),
+                f"{func}, {', '.join(str(list(x.shape)) for x in results)}",
+                frozenset(map(_memory, [*operands, *results])),
+                self._same(func, operands, results),
+            )
+        )
+        return out
+
+    def key(self, x: Tensor) -> Any:
+        """Returns what stands for a tensor: its name, the call that made it, or what is in it."""
+        if id(x) not in self.keys:
+            self._kept.append(x)
+            with _disable_current_modes():
+                storage = x.untyped_storage()
+                where = x.data_ptr() if storage.nbytes() > _SMALL_BYTES else bytes(storage)
+            self.keys[id(x)] = ("constant", x.dtype, tuple(x.shape), x.stride(), where)
+        return self.keys[id(x)]
+
+    def _same(self, func: Any, operands: list[Tensor], results: list[Tensor]) -> Any:
+        """The key of the operand that a result is equal to, as nothing is cut off or added."""
+        if func not in _ALIASES | _COPIES or len(results) != 1:
+            return None
+        (out,) = results
+        full = [x for x in operands if x.numel() or not out.numel()]
+        if len(full) != 1 or full[0].shape != out.shape or full[0].dtype != out.dtype:
+            return None
+        return self.key(full[0])
+
+    def path(self, loss: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yields the calls that a loss depends on, in order, by numbers in order of appearance.
+
+        A copy that changes nothing at the sizes at hand (a padding by nothing) is left out where
+        nothing is written to its memory or that of its operand later.
+        """
+        equal: dict[Any, Any] = {}
+        kept: list[_Call] = []
+        for i, call in enumerate(self.calls):
+            free = call.op in _ALIASES or all(self.written.get(m, -1) < i for m in call.memory)
+            if call.same is not None and free:
+                equal[call.outputs[0]] = equal.get(call.same, call.same)
+            else:
+                kept.append(call)
+        needed = {equal.get(k := self.key(loss), k)}
+        used: list[_Call] = []
+        for call in reversed(kept):
+            if call.op._schema.is_mutable or needed & {*call.outputs}:
+                used.append(call)
+                needed |= {equal.get(a, a) for a in call.args[0] if isinstance(a, tuple)}
+        numbers: dict[Any, int] = {}
+        for call in reversed(used):
+            given = tuple(equal.get(a, a) if isinstance(a, tuple) else a for a in call.args[0])
+            named = tuple(numbers.get(a, a) if isinstance(a, tuple) else a for a in given)
+            for key in call.outputs:
+                numbers.setdefault(equal.get(key, key), len(numbers))
+            yield call.text, call.op, named, call.args[1]
+        yield (
+            "the loss",
+            None,
+            (numbers.get(k := equal.get(self.key(loss), self.key(loss)), k),),
+            "",
+        )
+
+
+@contextmanager
+def _exporting() -> Iterator[None]:
+    """Has forward ask in its block what it is run for, and keeps torch from logging failures."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled, torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    logger.disabled = True
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        logger.disabled, torch.compiler._is_compiling_flag = before[:2]
+        torch.compiler._is_exporting_flag = before[2]
+
+
+def _memory(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _bounds(
+    x: Tensor, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
+) -> tuple[Any, ...]:
+    """A slice's arguments, with bounds that are in the dim: a graph may say 2**63 - 1."""
+    return x, dim % x.ndim, *slice(start, stop, step).indices(x.shape[dim])
+
+
+def _plain(x: Any) -> Any:
+    """An argument that is no tensor, by a text: 1 is not 1.0, and a NaN is equal to itself."""
+    return f"{type(x).__name__} {x!r}"
+
+
+class _Graph(fx.Interpreter):
+    """Runs an exported graph, without what it asserts of sizes."""
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Does nothing: such a module checks what the graph was traced for."""
+        return None
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Makes a call, or runs a nested graph."""
+        name = str(getattr(target, "__name__", target))
+        if name.startswith(("_assert", "sym_constrain")):
+            return None
+        if name == "wrap_with_set_grad_enabled":
+            with torch.set_grad_enabled(args[0]):
+                return _Graph(args[1]).run(*args[2:])
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, cached, inner, *operands = args
+            with torch.autocast(device, dtype, enabled, cached):
+                return _Graph(inner).run(*operands)
+        return super().call_function(target, args, kwargs)
+
+
+class Paths:
+    """Forward and the graph captured of it, to be compared at sizes.
+
+    Args:
+        model: what was exported.
+        exported: the result, before anything else is done to its graph, which is copied.
+        buckets: the inputs.
+        device: of the inputs.
+        autocast: what autocast computes in; None: every op in the dtype of its operands.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        exported: ExportedProgram,
+        buckets: Buckets,
+        device: torch.device,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self._model, self._buckets, self._device = model, buckets, device
+        self._raw = copy.deepcopy(exported.graph_module)
+        self._signature, self._constants = exported.graph_signature, exported.constants
+        self._autocast = autocast
+
+    def difference(self, sizes: Mapping[str, int]) -> str:
+        """Returns where the graph leaves forward at these sizes; "" if it does not.
+
+        Raises:
+            UnknownPathError: forward does not run there on fake tensors.
+        """
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            inputs = dict(
+                zip(
+                    self._buckets.inputs,
+                    example_inputs(self._buckets, sizes, self._device),
+                    strict=True,
+                )
+            )
+            state = self._state()
+        keys = {id(t): ("state", n) for n, t in reversed(state.items())}
+        keys |= {id(t): ("input", n) for n, t in inputs.items()}
+        forward, graph = _Recorder(keys), _Recorder(keys)
+        try:
+            with _exporting(), mode, self._casting(), Capturable(), forward:
+                expected = functional_call(self._model, state, tuple(inputs.values()))
+        except Exception as error:
+            raise UnknownPathError(f"{type(error).__name__}: {error}") from error
+        signature = self._signature
+        given = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        values = {n: state[t] for n, t in given.items()}
+        lifted = signature.inputs_to_lifted_tensor_constants
+        values |= {n: self._constants[t] for n, t in lifted.items()}
+        values |= dict(zip(map(str, signature.user_inputs), inputs.values(), strict=True))
+        names = [n.name for n in self._raw.graph.find_nodes(op="placeholder")]
+        try:
+            with _exporting(), mode, self._casting(), graph:
+                got = _Graph(self._raw).run(*(values[n] for n in names))[0]
+        except Exception as error:
+            return f"the graph fails there: {type(error).__name__}: {error}"
+        return _first_difference([*forward.path(expected)], [*graph.path(got)])
+
+    def _casting(self) -> AbstractContextManager[object]:
+        return casting(self._device.type, self._autocast)
+
+    def _state(self) -> dict[str, Tensor]:
+        """Parameters and buffers as fake tensors; one that has two names is one."""
+        made: dict[int, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        named = self._model.named_parameters(remove_duplicate=False)
+        for name, x in (*named, *self._model.named_buffers(remove_duplicate=False)):
+            if id(x) not in made:
+                device = self._device if x.is_meta else x.device
+                fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+                made[id(x)] = fake.requires_grad_(x.requires_grad)
+            state[name] = made[id(x)]
+        return state
+
+
+def _first_difference(expected: list[tuple[Any, ...]], got: list[tuple[Any, ...]]) -> str:
+    for a, b in zip(expected, got, strict=False):
+        if a[1:] != b[1:]:
+            if a[0] != b[0]:
+                return f"forward calls {a[0]}, the graph {b[0]}"
+            return f"they call {a[0]} with other arguments: {a[2]}, the graph's {b[2]}"
+    if len(expected) != len(got):
+        return f"forward makes {len(expected)} calls, the graph {len(got)}"
+    return ""
