@@ -1,7 +1,7 @@
 """Attention as one op with saved tensors of its own: q, k, v, out, logsumexp, on any device."""
 
 from dcpc.attention.blocks import ROWS
-from dcpc.attention.kernels import kernel_name
+from dcpc.attention.kernels import DEMANDS, added_dtype, kernel_name, laid
 from dcpc.attention.op import EMPTY
 from dcpc.attention.partial import Backward, Forward, Operands
 from dcpc.attention.rectangles import sees
@@ -9,6 +9,7 @@ from dcpc.attention.spec import Run, Sight, accumulated, empty_gradient, empty_o
 from dcpc.attention.whole import WIDEST
 
 __all__ = [
+    "DEMANDS",
     "EMPTY",
     "ROWS",
     "WIDEST",
@@ -18,8 +19,10 @@ __all__ = [
     "Run",
     "Sight",
     "accumulated",
+    "added_dtype",
     "empty_gradient",
     "empty_outputs",
     "kernel_name",
+    "laid",
     "sees",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpc.attention.kernels import check_sizes, laid, takes
 from dcpc.attention.spec import Sight, empty_gradient, empty_outputs
 
 try:
@@ -24,16 +25,13 @@ except ImportError:
 
 aten = torch.ops.aten
 
-WIDEST = 256  # of a head, for both
-
 
 def able(q: Tensor, k: Tensor, sight: Sight) -> bool:
     """Returns whether a fused kernel computes this attention without a mask.
 
     Not where positions hide all keys from a query: kernels differ in what they give it.
     """
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if not half or q.shape[-1] > WIDEST or q.shape[-1] % 8 or not recent(q.device):
+    if not takes("cuda", q) or not recent(q.device):
         return False
     if sight.misses(sight.start + q.shape[2], k.shape[2]):
         return False
@@ -72,6 +70,9 @@ def _window(q: Tensor, k: Tensor, sight: Sight) -> tuple[int, int]:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
     """Returns out `[b, h, s, d]` and logsumexp `[b, h, s]`."""
+    check_sizes(q, k, v)
+    given = q
+    q, k, v = laid("cuda", q), laid("cuda", k), laid("cuda", v)
     v, _ = _seen(q, v, sight)
     k, sight = _seen(q, k, sight)
     if installed is not None:
@@ -80,11 +81,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tens
         result: Any = installed._flash_attn_forward(
             *tensors, 0.0, sight.scale, False, left, right, 0.0, None, False
         )
-        return _laid_out(result[0].transpose(1, 2), result[1], (q, v))
+        return _laid_out(result[0].transpose(1, 2), result[1], (given, v))
     result = aten._scaled_dot_product_flash_attention.default(
         q, k, v, 0.0, sight.after is not None, False, scale=sight.scale
     )
-    return _laid_out(result[0], result[1], (q, v))
+    return _laid_out(result[0], result[1], (given, v))
 
 
 def _laid_out(out: Tensor, lse: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -96,7 +97,10 @@ def _laid_out(out: Tensor, lse: Tensor, given: tuple[Tensor, Tensor]) -> tuple[T
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v."""
+    """Returns the gradients of q, k and v, laid out (b, s, h, d)."""
+    check_sizes(q, k, v)
+    grad, q, k, v, out = (laid("cuda", x) for x in (grad, q, k, v, out))
+    lse = lse.contiguous()
     low, high = sight.keys(0, q.shape[2], k.shape[2])
     if (low, high) == (0, k.shape[2]):
         return _backward(grad, q, k, v, out, lse, sight)

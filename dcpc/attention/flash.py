@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dcpc.attention.kernels import added_dtype, check_sizes, laid, takes
 from dcpc.attention.spec import Sight, empty_gradient, empty_outputs, part_of
 
 aten = torch.ops.aten
@@ -19,11 +20,14 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, sight: Sight
 ) -> tuple[Tensor, Tensor]:
     """Returns out `[b, h, s, d]` and logsumexp `[b, h, s]`; rows without a key give 0 and 0."""
+    given = q
+    q, k, v = _laid(q, k, v)
     added = _added(q, mask, keep)
     groups = q.shape[1] // k.shape[1]
     if groups == 1:
-        return _forward(q, k, v, added, keep, sight)
-    out, lse = empty_outputs(q, v)
+        out, lse = _forward(q, k, v, added, keep, sight)
+        return out if q is given else empty_outputs(given, v)[0].copy_(out), lse
+    out, lse = empty_outputs(given, v)
     for i in range(groups):
         heads = slice(i, None, groups)
         part, part_lse = _forward(q[:, heads], k, v, part_of(added, 1, heads), keep, sight)
@@ -45,6 +49,8 @@ def backward(
     sight: Sight,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, laid out (b, s, h, d)."""
+    q, k, v = _laid(q, k, v)
+    out = laid("flash", out)
     added = _added(q, mask, keep)
     groups = q.shape[1] // k.shape[1]
     if groups == 1:
@@ -65,6 +71,12 @@ def backward(
     return dq, dk, dv
 
 
+def _laid(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    check_sizes(q, k, v)
+    assert takes("flash", q), f"torch's flash attention computes none of {q.dtype}"
+    return laid("flash", q), laid("flash", k), laid("flash", v)
+
+
 def _added(q: Tensor, mask: Tensor | None, keep: Tensor | None) -> Tensor | None:
     """Returns the mask that the kernel adds, `[b, 1 or h, s, t]`, broadcast dims without memory."""
     if keep is not None:
@@ -75,8 +87,8 @@ def _added(q: Tensor, mask: Tensor | None, keep: Tensor | None) -> Tensor | None
     if mask.dtype == torch.bool:
         added = q.new_zeros(mask.shape)
         mask = added.masked_fill_(mask.logical_not(), float("-inf"))
-    elif mask.dtype != q.dtype:
-        mask = mask.to(q.dtype)
+    else:
+        mask = mask.to(added_dtype(mask.dtype, q.dtype))
     return mask.expand(q.shape[0], mask.shape[1], q.shape[2], mask.shape[3])
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dcpc.attention import blocks, whole
+from dcpc.attention.kernels import check_sizes
 from dcpc.attention.spec import EMPTY, Sight, empty_gradient, empty_outputs
 
 __all__ = ["EMPTY"]
@@ -42,6 +43,7 @@ def attention_forward(
     empty: str,
 ) -> tuple[Tensor, Tensor]:
     """Returns out `[b, h, s, e]` and logsumexp `[b, h, s]` in float32 or better."""
+    check_sizes(query, key, value)
     sight = Sight(scale, before, after, start, empty, turn, second)
     if not (query.numel() and key.numel() and value.numel()):
         out, lse = empty_outputs(query, value)

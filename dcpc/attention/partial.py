@@ -84,7 +84,7 @@ def _part(given: Operands, r: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> _Pa
     sight = replace(r.sight, empty="zero")
     kernel = kernel_name(
         q.device.type, q.shape[-1] == v.shape[-1], None if mask is None else mask.dtype,
-        keep is not None, sight.before, sight.after, "zero", mask is not None,
+        keep is not None, sight.scale, sight.before, sight.after, "zero", mask is not None,
     )  # fmt: skip
     if kernel == "cuda" and not cuda.able(q, k, sight):
         kernel = "blocks"
@@ -235,7 +235,7 @@ class Backward:
         mine = at.samples, slice(None), at.rows
         grad, out, lse = self._grad[mine], self._out[mine], self._lse[(..., *mine)]
         if part.kernel == "cuda":
-            return cuda.backward(grad, part.q, part.k, part.v, out, lse.contiguous(), part.sight)
+            return cuda.backward(grad, part.q, part.k, part.v, out, lse, part.sight)
         if part.kernel == "flash":
             return flash.backward(
                 grad, part.q, part.k, part.v, None, part.keep, out, lse, part.sight

@@ -129,7 +129,7 @@ def _fused_backward(
     if kernel == "flash":
         return flash.backward(grad, q, k, v, mask, keep, out, lse, sight)
     if cuda.able(q, k, sight):
-        return cuda.backward(grad, q, k, v, out, lse.contiguous(), sight)
+        return cuda.backward(grad, q, k, v, out, lse, sight)
     return blocks.backward(grad, q, k, v, mask, keep, out, lse, sight)[:3]
 
 
@@ -154,7 +154,7 @@ def _kernel(
 ) -> str:
     return kernel_name(
         q.device.type, q.shape[-1] == v.shape[-1], None if mask is None else mask.dtype,
-        keep is not None, sight.before, sight.after, sight.empty, segment is not None,
+        keep is not None, sight.scale, sight.before, sight.after, sight.empty, segment is not None,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
-from dcpc.attention import ROWS, WIDEST, kernel_name
+from dcpc.attention import ROWS, WIDEST, added_dtype, kernel_name
 from dcpc.symbolic_profile.facts import Call, Facts, TensorFacts, argument
 from dcpc.symbolic_profile.polynomials import Packs, QueryBlock, larger
 
@@ -162,7 +162,9 @@ def forward(call: Call) -> sympy.Expr:
     rows = _run(call)
     share = rows / query.shape[2]
     lse_bytes = query.numel / query.shape[3] * _accumulator(query)
-    held = kernel(call, rows)
+    held = kernel(call, rows) + _relaid(call, "query", "key", "value")
+    if groups == 1:  # the output, brought to the layout of queries that were copied
+        held += _relaid(call, "query") * share
     if _split(call):  # two parts, merged; the first is the result if heads are not grouped
         held += (query.size_bytes + 2 * lse_bytes) * share / groups
     if groups != 1:
@@ -194,6 +196,7 @@ def backward(call: Call) -> sympy.Expr:
     parts = call.given("segment") is not None or argument(call.node, "turn") is not None
     share = rows / query.shape[2]
     held = kernel_backward(call, rows if parts else None)
+    held += _relaid(call, "query", "key", "value", "out")
     if groups != 1:
         if not parts:
             grad = call.tensor("grad_out")
@@ -217,6 +220,16 @@ def backward(call: Call) -> sympy.Expr:
     return _with_added(call, held, share)
 
 
+def _relaid(call: Call, *names: str) -> sympy.Expr:
+    """Bytes of the copies of those tensors that do not lie as the kernel reads them."""
+    held = ZERO
+    for x in map(call.tensor, names):
+        apart = x.shape[3] != 1 and x.strides[3] != 1
+        overlap = x.shape[2] != 1 and x.strides[2] == 0
+        held += x.size_bytes if apart or overlap else ZERO
+    return held
+
+
 def _run(call: Call) -> sympy.Expr:
     """The most queries that a kernel is called for."""
     rows = call.tensor("query").shape[2]
@@ -231,6 +244,7 @@ def _by_flash(call: Call) -> bool:
         query.shape[3] == value.shape[3],
         None if mask is None else mask.dtype,
         call.given("keep") is not None,
+        argument(call.node, "scale"),
         argument(call.node, "before"),
         argument(call.node, "after"),
         argument(call.node, "empty"),
@@ -247,8 +261,9 @@ def _with_added(call: Call, held: sympy.Expr, share: sympy.Expr) -> sympy.Expr:
         return held
     if given.dtype.is_floating_point and given.strides[3] not in (0, 1) and given.shape[3] != 1:
         # The kernel copies a mask whose keys do not lie together, of all samples.
-        held += query.shape[0] * given.numel / given.shape[0] * query.dtype.itemsize * share
-    if given.dtype == query.dtype:
+        size = added_dtype(given.dtype, query.dtype).itemsize
+        held += query.shape[0] * given.numel / given.shape[0] * size * share
+    if given.dtype == added_dtype(given.dtype, query.dtype):
         return held
     numel = given.numel
     if mask is not None and mask.shape[2] != 1:
@@ -448,8 +463,8 @@ def _round(call: Call) -> tuple[_Rows, sympy.Expr, sympy.Expr]:
 def _ring_by_flash(call: Call) -> bool:
     """Whether the parts of a ring are the kernel's."""
     widths = call.tensor("query").shape[3] == call.tensor("value").shape[3]
-    before, after = (argument(call.node, name) for name in ("before", "after"))
-    name = kernel_name("cpu", widths, None, False, before, after, "zero")
+    scale, before, after = (argument(call.node, name) for name in ("scale", "before", "after"))
+    name = kernel_name("cpu", widths, None, False, scale, before, after, "zero")
     return name == "flash" and call.given("mask") is None
 
 

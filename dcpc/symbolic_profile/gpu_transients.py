@@ -12,31 +12,31 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import sympy
-import torch
 from torch.utils._sympy.functions import CeilDiv
 
-from dcpc.attention import kernel_name
+from dcpc.attention import DEMANDS, kernel_name
 from dcpc.symbolic_profile import attention
 from dcpc.symbolic_profile.facts import Call, argument
 
 ZERO = sympy.Integer(0)
-WIDEST = 256  # of a head; Source: flash-attn's and torch's kernels
+WIDEST = DEMANDS["cuda"].widest or 0  # of a head
 ROWS = 128  # queries are rounded up to a multiple of this
 
 
 def _fused(call: Call) -> bool:
     """Whether a fused kernel computes an attention, as `dcpc/attention/cuda.py` decides."""
     query, value, mask = call.tensor("query"), call.tensor("value"), call.given("mask")
-    width = query.shape[3]
-    if query.dtype not in (torch.float16, torch.bfloat16) or not width.is_Integer:
+    width, asks = query.shape[3], DEMANDS["cuda"]
+    if query.dtype not in asks.dtypes or not width.is_Integer:
         return False
-    if width > WIDEST or width % 8:
+    if width > WIDEST or width % asks.multiple:
         return False
     name = kernel_name(
         "cuda",
         width == value.shape[3],
         None if mask is None else mask.dtype,
         call.given("keep") is not None,
+        argument(call.node, "scale"),
         argument(call.node, "before"),
         argument(call.node, "after"),
         argument(call.node, "empty", "zero"),
