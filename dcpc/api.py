@@ -13,8 +13,9 @@ from torch import nn
 from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.codegen.backends import decompositions
-from dcpc.compiled import CompiledModel, Held
+from dcpc.compiled import CompiledModel
 from dcpc.errors import PlanError
+from dcpc.following import Held
 from dcpc.masks import without_masks
 from dcpc.passes.lowerings import restricted
 from dcpc.passes.rules import warn_derived, warn_replicated

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import Variant, bind_group, delivering, wire_log
 from dcpc.errors import DispatchError
+from dcpc.following import Followed
 from dcpc.ir import Packable, Placement, Profile, Program
 from dcpc.passes.packable import packable
 from dcpc.planning import Planned
@@ -24,7 +25,7 @@ from dcpc.runtime.stats import Stats, log_step
 from dcpc.runtime.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.runtime.steps import MicroBatch, Step
 from dcpc.symbolic_profile import Prediction
-from dcpc.trace import autocast_dtype, casting, trace
+from dcpc.trace import autocast_dtype, casting
 from dcpc.variants import Variants, group_name
 
 # Keeps the random numbers of train steps apart from those of calls, which count up from 1.
@@ -55,7 +56,7 @@ class CompiledModel(nn.Module):
         self.groups = groups
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
-        self._modes = {model.training}
+        self._followed = Followed(model, buckets, planned)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._stats = Stats()
         self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
@@ -76,17 +77,21 @@ class CompiledModel(nn.Module):
             inputs: inputs by name.
 
         Raises:
-            DispatchError: names, dtypes or shapes match no bucket.
+            DispatchError: names, dtypes or shapes match no bucket, or the model changed since it
+                was compiled.
             GroupError: ranks of the SP group passed different shapes.
         """
         inputs = self._named(args, inputs)
         bucket, sizes = self._match(inputs)
+        problem = self._followed.problem(self.model)
         setting = self._setting(bucket)
         if setting.sp > 1:
             self._calls += 1
             batch = sizes.get(BATCH, 1)
             what = f"{bucket} with batch {batch}, call {self._calls}, {self.plans[bucket]}"
-            agree(self.groups, setting.sp, "bucket", what)
+            agree(self.groups, setting.sp, "bucket", f"{what}{problem or ''}")
+        if problem is not None:
+            raise problem
         with self._own_casts():
             return self._run(bucket, sizes, inputs, setting, self.groups.rank % setting.sp)
 
@@ -121,6 +126,12 @@ class CompiledModel(nn.Module):
                 bucket, sizes, inputs, setting, mb.ranks.index(self.groups.rank), seed
             )
 
+        problem = self._followed.problem(self.model)
+
+        def check() -> None:
+            if problem is not None:
+                raise problem
+
         try:
             with self._own_casts():
                 result = train_step(
@@ -132,6 +143,8 @@ class CompiledModel(nn.Module):
                     delivering=delivering,
                     clip=clip,
                     comm_bucket_bytes=self.comm_bucket_bytes,
+                    state=f", {problem}" if problem else "",
+                    check=check,
                 )
         finally:
             self._bind_blocks()
@@ -292,7 +305,6 @@ class CompiledModel(nn.Module):
             place: of this rank in its group.
             seed: of the random numbers; None: that of the next call.
         """
-        self._check_mode()
         variants = self.planned.by_bucket[bucket]
         variant, integers = self._variant(bucket, sizes, setting, place)
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
@@ -322,22 +334,6 @@ class CompiledModel(nn.Module):
         """
         self._draws[sp] = self._draws.get(sp, 0) + 1
         return mix(self._base_seed, sp, self.groups.ranks(sp)[0], self._draws[sp]) >> 1
-
-    def _check_mode(self) -> None:
-        """Refuses a train() or eval() that the graph was not captured in and that changes it."""
-        if self.model.training in self._modes:
-            return
-        autocast = self.planned.autocast
-        each = self.buckets.by_ones().values()
-        now = [trace(self.model, mine, autocast).graph_hash for mine in each]
-        if now != [v.program.graph_hash for v in self.planned.traces]:
-            modes = ("eval()", "train()")
-            raise DispatchError(
-                f"the model was compiled in {modes[not self.model.training]} and is now in "
-                f"{modes[self.model.training]}, which its dropout or norms depend on; compile it "
-                "once for each mode"
-            )
-        self._modes.add(self.model.training)
 
     def _own_casts(self) -> AbstractContextManager[object]:
         """Returns a context without autocast: the captured graph has the casts.
@@ -385,35 +381,3 @@ class CompiledModel(nn.Module):
 
     def _bucket(self, bucket: Bucket | Mapping[str, int]) -> Bucket:
         return self.planned.find(bucket.sizes if isinstance(bucket, Bucket) else bucket)
-
-
-class Held:
-    """Finds the model's tensors by placeholder, at every call afresh: a parameter may be replaced.
-
-    Args:
-        program: the traced model.
-        model: the user's module.
-
-    Raises:
-        DispatchError: the model lost a parameter since it was traced.
-    """
-
-    def __init__(self, program: Program, model: nn.Module) -> None:
-        self._constants = dict(program.constants)
-        self._places: list[tuple[str, nn.Module, str]] = []
-        for placeholder, name in {**program.parameters, **program.buffers}.items():
-            owner, _, leaf = name.rpartition(".")
-            self._places.append((placeholder, model.get_submodule(owner), leaf))
-
-    def __call__(self) -> dict[str, Tensor]:
-        """Returns placeholder name -> parameter, buffer or constant."""
-        held = dict(self._constants)
-        for placeholder, module, leaf in self._places:
-            value = getattr(module, leaf, None)
-            if not isinstance(value, Tensor):
-                raise DispatchError(
-                    f"the model has no parameter or buffer '{leaf}' in {type(module).__name__} any "
-                    "more; expected the module that was compiled; compile it again"
-                )
-            held[placeholder] = value
-        return held

@@ -43,14 +43,15 @@ ALLOWED: dict[str, set[str]] = {
     "page": GROUND | PHASES | {"planning", "variants"},
     "factories": {"errors"},
     "acceptance": GROUND | PHASES | {"masks", "variants", "factories"},
-    "compiled": GROUND | PHASES | {"variants", "planning"},
+    "following": GROUND | PHASES | {"planning"},
+    "compiled": GROUND | PHASES | {"variants", "planning", "following"},
     "api": GROUND
     | PHASES
-    | {"masks", "placements", "variants", "planning", "compiled", "progress"},
+    | {"masks", "placements", "variants", "planning", "following", "compiled", "progress"},
     "__init__": GROUND | PHASES | {"api", "compiled"},
     "calibrate": GROUND
     | PHASES
-    | {"acceptance", "api", "compiled", "factories", "masks", "options", "variants"},
+    | {"acceptance", "api", "compiled", "factories", "following", "masks", "options", "variants"},
     "options": PHASES | {"errors"},
     "simulate": GROUND | PHASES | {"planning", "variants"},
     "cli": GROUND
