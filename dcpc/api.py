@@ -15,7 +15,7 @@ from dcpc.codegen import Library
 from dcpc.codegen.backends import decompositions
 from dcpc.compiled import CompiledModel
 from dcpc.errors import PlanError
-from dcpc.following import Held
+from dcpc.following import Held, state_tensors
 from dcpc.masks import without_masks
 from dcpc.passes.lowerings import restricted
 from dcpc.passes.rules import warn_derived, warn_replicated
@@ -25,6 +25,7 @@ from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_te
 from dcpc.progress import tracked
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
+from dcpc.runtime.same_state import share_state
 from dcpc.runtime.zero import fullest_share
 from dcpc.symbolic_profile import (
     Calibration,
@@ -104,6 +105,9 @@ def compile(
         attention: how attention is split: "auto" (each as costs least), or "heads", "gathered",
             "ring", "hybrid" wherever an attention can have it (`passes/lowerings.py`).
 
+    Where ranks have other parameters, buffers or constants than rank 0, they get rank 0's, with a
+    warning.
+
     Raises:
         TraceError: the model cannot be captured.
         PlanError: a bucket fits with no setting, or a forced value is impossible.
@@ -131,6 +135,7 @@ def compile(
     )
     hashes = " ".join(v.program.graph_hash for v in planned.traces)
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
+    share_state(state_tensors(model, planned), groups)
     return CompiledModel(model, buckets, planned, groups, base_seed=_shared_seed(groups))
 
 

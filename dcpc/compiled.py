@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import Variant, bind_group, delivering, wire_log
 from dcpc.errors import DispatchError
-from dcpc.following import Followed
+from dcpc.following import Followed, state_tensors
 from dcpc.ir import Packable, Placement, Profile, Program
 from dcpc.passes.packable import packable
 from dcpc.planning import Planned
@@ -21,6 +21,7 @@ from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.plans import Setting
 from dcpc.runtime.reduction import COMM_BUCKET_BYTES
+from dcpc.runtime.same_state import refuse_different, share_of
 from dcpc.runtime.stats import Stats, log_step
 from dcpc.runtime.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.runtime.steps import MicroBatch, Step
@@ -61,6 +62,8 @@ class CompiledModel(nn.Module):
         self._stats = Stats()
         self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
         self._calls = 0
+        self._loads = self._compared_loads = 0
+        self._next_shared = 0  # place of the first tensor that the next step compares
         self._base_seed = base_seed
         self._draws: dict[int, int] = {}
         self._dispatch: dict[tuple[Bucket, int, Setting, int], tuple[Variant, tuple[int, ...]]] = {}
@@ -126,12 +129,7 @@ class CompiledModel(nn.Module):
                 bucket, sizes, inputs, setting, mb.ranks.index(self.groups.rank), seed
             )
 
-        problem = self._followed.problem(self.model)
-
-        def check() -> None:
-            if problem is not None:
-                raise problem
-
+        state, check = self._state_of_step(self._followed.problem(self.model))
         try:
             with self._own_casts():
                 result = train_step(
@@ -143,7 +141,7 @@ class CompiledModel(nn.Module):
                     delivering=delivering,
                     clip=clip,
                     comm_bucket_bytes=self.comm_bucket_bytes,
-                    state=f", {problem}" if problem else "",
+                    state=state,
                     check=check,
                 )
         finally:
@@ -160,7 +158,8 @@ class CompiledModel(nn.Module):
 
     def reduce_gradients(self) -> None:
         """Sums every parameter's gradient over all ranks, once an optimizer step."""
-        reduce_gradients(self.model.parameters(), self.groups)
+        state, check = self._state_of_step(None)
+        reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales a gradient longer than `max_norm` down to it; returns its norm before.
@@ -243,8 +242,13 @@ class CompiledModel(nn.Module):
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the model's own state, as without dcpc."""
-        return self.model.load_state_dict(*args, **kwargs)
+        """Loads the model's own state, as without dcpc; every rank loads the same.
+
+        The next step compares what the ranks have loaded.
+        """
+        loaded = self.model.load_state_dict(*args, **kwargs)
+        self._loads += 1
+        return loaded
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the model's parameters under their own names."""
@@ -253,6 +257,31 @@ class CompiledModel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields the model's buffers under their own names."""
         return self.model.named_buffers(*args, **kwargs)
+
+    def _state_of_step(
+        self, problem: DispatchError | None
+    ) -> tuple[str, Callable[[], None]]:
+        """Returns what has to be the same on all ranks before a step, and what they do then.
+
+        Args:
+            problem: with this rank's model; raised by the second.
+        """
+        tensors = {} if self.groups.world == 1 else state_tensors(self.model, self.planned)
+        loads, text = self._loads, str(problem)
+        if problem is None:
+            text = f"{loads} calls of load_state_dict"
+            if loads == self._compared_loads:
+                share, self._next_shared = share_of(tensors, self._next_shared)
+                text = f"{text}, {share}"
+
+        def check() -> None:
+            if problem is not None:
+                raise problem
+            if loads != self._compared_loads:
+                refuse_different(tensors, self.groups)
+                self._compared_loads = loads
+
+        return f", {text}", check
 
     # ------------------------------------------------------------------------------------- dispatch
 

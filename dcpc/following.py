@@ -85,7 +85,8 @@ class Followed:
                 "them, or compile the model again: then what forward hooks make of tensors is "
                 "captured"
             )
-        if self._compiled.devices() != now.devices():
+        # A graph does not say these of its inputs, and what was compiled counts on them.
+        if any(now.kinds.get(n, k) != k for n, k in self._compiled.kinds.items()):
             raise self._refused(changes)
         try:
             for variants, mine in zip(
@@ -98,9 +99,9 @@ class Followed:
         self._traces += 1
         if self._traces == _MANY:
             warnings.warn(
-                f"the model changed {_MANY} times since it was compiled ({_shown(changes)}); it was "
-                f"captured again each time, in {time.perf_counter() - start_s:.2g} s, only to find "
-                "that nothing depends on it; keep what changes often outside of the model",
+                f"the model changed {_MANY} times since it was compiled ({_shown(changes)}); it "
+                f"was captured again each time, in {time.perf_counter() - start_s:.2g} s, only to "
+                "find that nothing depends on it; keep what changes often outside of the model",
                 stacklevel=5,
             )
 
@@ -117,10 +118,27 @@ class Followed:
         )
 
 
+def state_tensors(model: nn.Module, planned: Planned) -> dict[str, Tensor]:
+    """Returns name -> tensor of all that a compiled model reads and is not given, each once.
+
+    Args:
+        model: the user's module.
+        planned: with its traces.
+    """
+    constants = [
+        (f"constant {name}", t) for v in planned.traces for name, t in v.program.constants.items()
+    ]
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *constants):
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
 def stands_for(before: Program, now: Program) -> bool:
     """Whether a program can run in place of another: the same graph, constants and gradients.
 
-    A parameter that was frozen since has a gradient that nobody asks for.
+    Of tensors of the same kinds. A parameter that was frozen since has a gradient that nobody asks
+    for.
     """
 
     def trained(program: Program) -> set[str]:

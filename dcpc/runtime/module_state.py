@@ -77,10 +77,12 @@ class ModuleState:
 
     Attributes:
         entries: by name, in the order of the modules.
+        kinds: name of a tensor -> its dtype, device, shape and strides.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.entries: dict[str, Entry] = {}
+        self.kinds: dict[str, tuple[object, ...]] = {}
         self._model = model
         self._seen: dict[int, str] = {}  # id of an object -> its first name
         self._watched: list[Collection[Any]] = []  # live containers; of mappings keys and values
@@ -148,10 +150,6 @@ class ModuleState:
                 if set(_hooks_of(entry)) - set(_hooks_of(ours)):
                     found.append(f"{name} ({entry.text})")
         return found
-
-    def devices(self) -> set[torch.device]:
-        """Returns where parameters and buffers are."""
-        return {t.device for t in self._tensors}
 
     # ------------------------------------------------------------------------------------- a visit
 
@@ -241,6 +239,7 @@ class ModuleState:
         elif registered != name:
             text = f"{text}, tied to {registered}"
         self._add(name, text, (type(tensor), which))
+        self.kinds[name] = (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
         if not self._is_known(name, tensor):
             (self._loose if registered is None else self._tensors).append(tensor)
 
