@@ -27,8 +27,8 @@ import torch
 import dcpc
 from benchmarks.harness import timed
 from dcpc.codegen import Library
-from dcpc.compiled import Held
 from dcpc.folding import fold
+from dcpc.following import Held
 from dcpc.masks import without_masks
 from dcpc.passes.sharding import analyse
 from dcpc.symbolic_profile import find

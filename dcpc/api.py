@@ -14,8 +14,9 @@ from torch import nn
 from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.codegen.backends import decompositions
-from dcpc.compiled import CompiledModel, Held
+from dcpc.compiled import CompiledModel
 from dcpc.errors import PlanError
+from dcpc.following import Held, state_tensors
 from dcpc.masks import without_masks
 from dcpc.passes.lowerings import restricted
 from dcpc.passes.rules import warn_derived, warn_replicated
@@ -25,6 +26,7 @@ from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_te
 from dcpc.progress import tracked
 from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
+from dcpc.runtime.same_state import share_state
 from dcpc.runtime.zero import fullest_share
 from dcpc.symbolic_profile import (
     Calibration,
@@ -109,6 +111,9 @@ def compile(
             small sizes: "auto" (traces and variants, within a tenth of what compiling takes or 2
             s), "full" (every row of every bucket's table, at each bucket's size too) or "off".
 
+    Where ranks have other parameters, buffers or constants than rank 0, they get rank 0's, with a
+    warning.
+
     Raises:
         TraceError: the model cannot be captured.
         PlanError: a bucket fits with no setting, or a forced value is impossible.
@@ -139,6 +144,7 @@ def compile(
     )
     hashes = " ".join(v.program.graph_hash for v in planned.traces)
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
+    share_state(state_tensors(model, planned), groups)
     verifier = Verifier(model, buckets, planned, verify)
     verifier.start(time.perf_counter() - start_s)
     seed = _shared_seed(groups)

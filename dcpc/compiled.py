@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import Variant, bind_group, delivering, wire_log
 from dcpc.errors import DispatchError
+from dcpc.following import Followed, state_tensors
 from dcpc.ir import Packable, Placement, Profile, Program
 from dcpc.passes.packable import packable
 from dcpc.planning import Planned
@@ -20,11 +21,12 @@ from dcpc.runtime.agreement import agree
 from dcpc.runtime.groups import Groups
 from dcpc.runtime.plans import Setting
 from dcpc.runtime.reduction import COMM_BUCKET_BYTES
+from dcpc.runtime.same_state import refuse_different, share_of
 from dcpc.runtime.stats import Stats, log_step
 from dcpc.runtime.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.runtime.steps import MicroBatch, Step
 from dcpc.symbolic_profile import Prediction
-from dcpc.trace import autocast_dtype, casting, trace
+from dcpc.trace import autocast_dtype, casting
 from dcpc.variants import Variants, group_name
 from dcpc.verify import Verifier
 
@@ -58,11 +60,13 @@ class CompiledModel(nn.Module):
         self.groups = groups
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
-        self._modes = {model.training}
+        self._followed = Followed(model, buckets, planned)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._stats = Stats()
         self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
         self._calls = 0
+        self._loads = self._compared_loads = 0
+        self._next_shared = 0  # place of the first tensor that the next step compares
         self._base_seed = base_seed
         self._draws: dict[int, int] = {}
         self._dispatch: dict[tuple[Bucket, int, Setting, int], tuple[Variant, tuple[int, ...]]] = {}
@@ -79,17 +83,21 @@ class CompiledModel(nn.Module):
             inputs: inputs by name.
 
         Raises:
-            DispatchError: names, dtypes or shapes match no bucket.
+            DispatchError: names, dtypes or shapes match no bucket, or the model changed since it
+                was compiled.
             GroupError: ranks of the SP group passed different shapes.
         """
         inputs = self._named(args, inputs)
         bucket, sizes = self._match(inputs)
+        problem = self._followed.problem(self.model)
         setting = self._setting(bucket)
         if setting.sp > 1:
             self._calls += 1
             batch = sizes.get(BATCH, 1)
             what = f"{bucket} with batch {batch}, call {self._calls}, {self.plans[bucket]}"
-            agree(self.groups, setting.sp, "bucket", what)
+            agree(self.groups, setting.sp, "bucket", f"{what}{problem or ''}")
+        if problem is not None:
+            raise problem
         with self._own_casts():
             return self._run(bucket, sizes, inputs, setting, self.groups.rank % setting.sp)
 
@@ -124,6 +132,7 @@ class CompiledModel(nn.Module):
                 bucket, sizes, inputs, setting, mb.ranks.index(self.groups.rank), seed
             )
 
+        state, check = self._state_of_step(self._followed.problem(self.model))
         try:
             with self._own_casts():
                 result = train_step(
@@ -135,6 +144,8 @@ class CompiledModel(nn.Module):
                     delivering=delivering,
                     clip=clip,
                     comm_bucket_bytes=self.comm_bucket_bytes,
+                    state=state,
+                    check=check,
                 )
         finally:
             self._bind_blocks()
@@ -150,7 +161,8 @@ class CompiledModel(nn.Module):
 
     def reduce_gradients(self) -> None:
         """Sums every parameter's gradient over all ranks, once an optimizer step."""
-        reduce_gradients(self.model.parameters(), self.groups)
+        state, check = self._state_of_step(None)
+        reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales a gradient longer than `max_norm` down to it; returns its norm before.
@@ -236,8 +248,13 @@ class CompiledModel(nn.Module):
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the model's own state, as without dcpc."""
-        return self.model.load_state_dict(*args, **kwargs)
+        """Loads the model's own state, as without dcpc; every rank loads the same.
+
+        The next step compares what the ranks have loaded.
+        """
+        loaded = self.model.load_state_dict(*args, **kwargs)
+        self._loads += 1
+        return loaded
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the model's parameters under their own names."""
@@ -246,6 +263,31 @@ class CompiledModel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields the model's buffers under their own names."""
         return self.model.named_buffers(*args, **kwargs)
+
+    def _state_of_step(
+        self, problem: DispatchError | None
+    ) -> tuple[str, Callable[[], None]]:
+        """Returns what has to be the same on all ranks before a step, and what they do then.
+
+        Args:
+            problem: with this rank's model; raised by the second.
+        """
+        tensors = {} if self.groups.world == 1 else state_tensors(self.model, self.planned)
+        loads, text = self._loads, str(problem)
+        if problem is None:
+            text = f"{loads} calls of load_state_dict"
+            if loads == self._compared_loads:
+                share, self._next_shared = share_of(tensors, self._next_shared)
+                text = f"{text}, {share}"
+
+        def check() -> None:
+            if problem is not None:
+                raise problem
+            if loads != self._compared_loads:
+                refuse_different(tensors, self.groups)
+                self._compared_loads = loads
+
+        return f", {text}", check
 
     # ------------------------------------------------------------------------------------- dispatch
 
@@ -298,7 +340,6 @@ class CompiledModel(nn.Module):
             place: of this rank in its group.
             seed: of the random numbers; None: that of the next call.
         """
-        self._check_mode()
         variants = self.planned.by_bucket[bucket]
         variant, integers = self._variant(bucket, sizes, setting, place)
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
@@ -328,22 +369,6 @@ class CompiledModel(nn.Module):
         """
         self._draws[sp] = self._draws.get(sp, 0) + 1
         return mix(self._base_seed, sp, self.groups.ranks(sp)[0], self._draws[sp]) >> 1
-
-    def _check_mode(self) -> None:
-        """Refuses a train() or eval() that the graph was not captured in and that changes it."""
-        if self.model.training in self._modes:
-            return
-        autocast = self.planned.autocast
-        each = self.buckets.by_ones().values()
-        now = [trace(self.model, mine, autocast).graph_hash for mine in each]
-        if now != [v.program.graph_hash for v in self.planned.traces]:
-            modes = ("eval()", "train()")
-            raise DispatchError(
-                f"the model was compiled in {modes[not self.model.training]} and is now in "
-                f"{modes[self.model.training]}, which its dropout or norms depend on; compile it "
-                "once for each mode"
-            )
-        self._modes.add(self.model.training)
 
     def _own_casts(self) -> AbstractContextManager[object]:
         """Returns a context without autocast: the captured graph has the casts.
@@ -391,35 +416,3 @@ class CompiledModel(nn.Module):
 
     def _bucket(self, bucket: Bucket | Mapping[str, int]) -> Bucket:
         return self.planned.find(bucket.sizes if isinstance(bucket, Bucket) else bucket)
-
-
-class Held:
-    """Finds the model's tensors by placeholder, at every call afresh: a parameter may be replaced.
-
-    Args:
-        program: the traced model.
-        model: the user's module.
-
-    Raises:
-        DispatchError: the model lost a parameter since it was traced.
-    """
-
-    def __init__(self, program: Program, model: nn.Module) -> None:
-        self._constants = dict(program.constants)
-        self._places: list[tuple[str, nn.Module, str]] = []
-        for placeholder, name in {**program.parameters, **program.buffers}.items():
-            owner, _, leaf = name.rpartition(".")
-            self._places.append((placeholder, model.get_submodule(owner), leaf))
-
-    def __call__(self) -> dict[str, Tensor]:
-        """Returns placeholder name -> parameter, buffer or constant."""
-        held = dict(self._constants)
-        for placeholder, module, leaf in self._places:
-            value = getattr(module, leaf, None)
-            if not isinstance(value, Tensor):
-                raise DispatchError(
-                    f"the model has no parameter or buffer '{leaf}' in {type(module).__name__} any "
-                    "more; expected the module that was compiled; compile it again"
-                )
-            held[placeholder] = value
-        return held

@@ -45,14 +45,16 @@ ALLOWED: dict[str, set[str]] = {
     "factories": {"errors"},
     "acceptance": GROUND | PHASES | {"masks", "variants", "factories"},
     "verify": GROUND | PHASES | {"acceptance", "variants", "planning"},
-    "compiled": GROUND | PHASES | {"variants", "planning", "verify"},
+    "following": GROUND | PHASES | {"planning"},
+    "compiled": GROUND | PHASES | {"variants", "planning", "following", "verify"},
     "api": GROUND
     | PHASES
-    | {"masks", "placements", "variants", "planning", "compiled", "progress", "verify"},
+    | {"masks", "placements", "variants", "planning", "following", "compiled", "progress"}
+    | {"verify"},
     "__init__": GROUND | PHASES | {"api", "compiled"},
     "calibrate": GROUND
     | PHASES
-    | {"acceptance", "api", "compiled", "factories", "masks", "options", "variants"},
+    | {"acceptance", "api", "compiled", "factories", "following", "masks", "options", "variants"},
     "options": PHASES | {"errors"},
     "simulate": GROUND | PHASES | {"planning", "variants"},
     "cli": GROUND

@@ -26,7 +26,7 @@ from dcpc.calibrate.fit import (
 from dcpc.calibrate.links import time_collectives
 from dcpc.calibrate.measure import Bench, Whole
 from dcpc.calibrate.points import choose_points
-from dcpc.compiled import Held
+from dcpc.following import Held
 from dcpc.masks import without_masks
 from dcpc.passes.sharding import analyse
 from dcpc.runtime.groups import Groups

@@ -139,6 +139,13 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise CodegenError(
+                "backward of a compiled loss: got create_graph=True; expected False: compiled "
+                "gradients have no graph of their own, so what is made of them would train "
+                "nothing; compute that loss with the plain model (compiled.model), or with "
+                "torch.autograd.grad(..., create_graph=True) inside forward"
+            )
         if ctx.saved is None:
             raise CodegenError(
                 "backward was called twice on one loss; its activations are gone after the first; "
@@ -165,7 +172,9 @@ def _deliverable(variant: Variant, tensors: Sequence[Tensor]) -> dict[int, torch
     for number, position in enumerate(variant.trainable):
         t = tensors[position]
         hooked = bool(t._backward_hooks) or bool(getattr(t, "_post_accumulate_grad_hooks", None))
-        if isinstance(t, torch.nn.Parameter) and not hooked and read.count(id(t)) == 1:
+        alone = not hooked and read.count(id(t)) == 1
+        # One that was frozen since it was compiled gets no gradient.
+        if isinstance(t, torch.nn.Parameter) and t.requires_grad and alone:
             own[number] = t
     return own
 

@@ -81,6 +81,8 @@ def train_step(
     delivering: Delivering | None = None,
     clip: float | None = None,
     comm_bucket_bytes: int = COMM_BUCKET_BYTES,
+    state: str = "",
+    check: Callable[[], None] | None = None,
 ) -> StepResult:
     """Adds the gradient of the global batch's weighted loss to every parameter's `grad`.
 
@@ -96,6 +98,9 @@ def train_step(
         delivering: lets backward hand over gradients before it ends; None: it does not.
         clip: largest norm of all gradients together; longer ones are scaled down to it.
         comm_bucket_bytes: gradients that are sent at once.
+        state: of the model, as text: the same on every rank.
+        check: runs once all ranks are known to have the same state, before anything else; what it
+            raises it raises on every rank.
 
     Returns:
         The step's loss and measured seconds.
@@ -111,8 +116,11 @@ def train_step(
         groups,
         groups.world,
         "step",
-        f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}, {summary(params)}",
+        f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}, {summary(params)}"
+        f"{state}",
     )
+    if check is not None:
+        check()
     groups.prepare(step.plan.ranges)
     total = _total_weight(step, groups)
     # Gradients that are there already were reduced by an earlier step: they are not summed again.
@@ -146,7 +154,13 @@ def train_step(
     )
 
 
-def reduce_gradients(parameters: Iterable[torch.nn.Parameter], groups: Groups) -> None:
+def reduce_gradients(
+    parameters: Iterable[torch.nn.Parameter],
+    groups: Groups,
+    *,
+    state: str = "",
+    check: Callable[[], None] | None = None,
+) -> None:
     """Sums every parameter's gradient over all ranks, in place; alone: nothing.
 
     A parameter without a gradient here counts as zeros, one without a gradient anywhere stays
@@ -156,12 +170,16 @@ def reduce_gradients(parameters: Iterable[torch.nn.Parameter], groups: Groups) -
     Args:
         parameters: all of the model's, in the same order on every rank; tied ones count once.
         groups: the process groups.
+        state: of the model, as for `train_step`.
+        check: as for `train_step`.
 
     Raises:
         GroupError: the ranks have different parameters, or one did not arrive.
     """
     params = trained(parameters)
-    agree(groups, groups.world, "reduce_gradients of", summary(params))
+    agree(groups, groups.world, "reduce_gradients of", summary(params) + state)
+    if check is not None:
+        check()
     Reduction(params, groups).finish()
 
 

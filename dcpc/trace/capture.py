@@ -39,6 +39,7 @@ from dcpc.trace.capturable import Capturable
 from dcpc.trace.functional import functional
 from dcpc.trace.gradients import detach_without_grad, flowing, trainable
 from dcpc.trace.losses import spread_row_losses
+from dcpc.trace.own_backward import own_backwards, refuse_backward_hooks
 from dcpc.trace.paths import Paths
 from dcpc.trace.single_key import depends_on
 
@@ -113,6 +114,7 @@ def trace(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = Non
 
 
 def _traced(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None) -> Program:
+    refuse_backward_hooks(model)
     model = _meta_as_fake(model)
     dims = named.named_dims(buckets)
     hints = named.choose_hints(buckets, dims)
@@ -161,7 +163,8 @@ def _export(
     try:
         with warnings.catch_warnings(), casting(device.type, autocast), _silent():
             warnings.simplefilter("ignore")
-            with Capturable():
+            # Within a caller's no_grad the graph would not say which parts of forward have none.
+            with torch.inference_mode(False), torch.enable_grad(), Capturable(), own_backwards():
                 exported = torch.export.export(
                     wrapped,
                     args,

@@ -128,8 +128,9 @@ class Given:
         found: Gradients = dict.fromkeys(self.wanted)
         for placeholder, gradient in zip(lowering.joint.trainable, summed(ranks), strict=True):
             name = self.leaf[self.program.parameters[placeholder]]
-            had = found[name]
-            found[name] = had if gradient is None else gradient if had is None else had + gradient
+            if gradient is not None and name in found:  # else it was frozen since
+                had = found[name]
+                found[name] = gradient if had is None else had + gradient
         return Outcome(ranks[0].loss, found)
 
     def of_variant(self, variant: Variant, integers: tuple[int, ...]) -> Outcome:

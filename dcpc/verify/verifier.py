@@ -91,7 +91,6 @@ class Verifier:
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.points = [points(mine, v.program.hints) for mine, v in self.groups]
-        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.lines: list[str] = []
         self.spent_s = 0.0
         self._until_s = self._spare_s = 0.0
@@ -403,10 +402,11 @@ class Verifier:
 
     def _wanted(self, wide: bool) -> tuple[str, ...]:
         """Returns the parameters whose gradients are compared: all there is room for, spread."""
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if wide or self._fits(wide=False):
-            return tuple(self.trained)
-        every = 2 * sum(p.nbytes for p in self.trained.values())
-        return tuple(self.trained)[:: -(-every // self._room_bytes)]
+            return tuple(trained)
+        every = 2 * sum(p.nbytes for p in trained.values())
+        return tuple(trained)[:: -(-every // self._room_bytes)]
 
     def _given(self, program: Program, reference: Reference) -> Given:
         return Given(

@@ -1,0 +1,172 @@
+"""What forward says of its own gradient, which a graph of its calls does not say.
+
+    autograd.Function with a gradient  ->  TraceError: the graph has its forward's calls alone
+    checkpoint(use_reentrant=True)     ->  the call that it wraps: dcpc chooses what to make again
+    autograd.grad, no create_graph     ->  its results, detached
+    backward, register_hook, grad_fn,
+    saved_tensors_hooks                ->  TraceError
+
+A custom op with a registered backward is one call in the graph, which keeps its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as _module
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from dcpc.errors import TraceError
+
+# Functions of these modules are how one call of a graph gets its backward.
+_OF_CALLS = ("torch._library.", "torch._higher_order_ops.")
+_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+_NOT_USERS = ("/torch/", "/dcpc/", "/contextlib.py", "/unittest/")
+
+
+@contextmanager
+def own_backwards() -> Iterator[None]:
+    """Sees to it that no gradient of its own is lost while a model is captured.
+
+    Raises:
+        TraceError: forward runs what a graph cannot say: see the module's docstring.
+    """
+    with ExitStack() as stack:
+        # Below `Function.apply`, which users keep under names of their own (`ste = STE.apply`).
+        stack.enter_context(
+            patch.object(_SingleLevelFunction, "apply", classmethod(_apply), create=True)
+        )
+        run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", _run_by(run)))
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            stack.enter_context(patch.object(Tensor, name, _refused_hook(name)))
+        stack.enter_context(_refused_packing())
+        stack.enter_context(_NoGraph())
+        yield
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Refuses hooks that run in the backward of a module: no variant runs modules.
+
+    Raises:
+        TraceError: there is one.
+    """
+    hooked = [name or type(m).__name__ for name, m in model.named_modules() if _hooks_backward(m)]
+    if _module._global_backward_hooks or _module._global_backward_pre_hooks:
+        hooked.append("every module (torch.nn.modules.module.register_module_..._hook)")
+    if hooked:
+        raise TraceError(
+            f"got full backward hooks on {', '.join(hooked[:4])}; expected none: a compiled "
+            "backward runs no modules and would never call them; remove them, or put a hook on the "
+            "parameters (`parameter.register_hook`), which is called"
+        )
+
+
+def _hooks_backward(module: nn.Module) -> bool:
+    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+
+
+class _NoGraph(TorchFunctionMode):
+    """Refuses `grad_fn` to the user's code: what it hooks there never runs."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == _GRAD_FN and "/torch/" not in _reader():
+            raise _hooked("reads grad_fn of a tensor")
+        return func(*args, **(kwargs or {}))
+
+
+def _reader() -> str:
+    """Returns the file that reads, past the modes that hand the call on."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _refused_packing() -> AbstractContextManager[object]:
+    """Refuses hooks that say what backward gets of a saved tensor, but for torch's own."""
+    enter = saved_tensors_hooks.__enter__
+
+    def entered(self: saved_tensors_hooks) -> None:
+        kind = type(self)
+        if kind is saved_tensors_hooks or not kind.__module__.startswith("torch."):
+            raise _hooked(f"enters {kind.__qualname__}")
+        enter(self)
+
+    return patch.object(saved_tensors_hooks, "__enter__", entered)
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    learns = torch.is_grad_enabled() and any(
+        isinstance(a, Tensor) and a.requires_grad for a in args
+    )
+    if learns and cls is CheckpointFunction:
+        function, _, *operands = args
+        return function(*operands)
+    if learns and not cls.__module__.startswith(_OF_CALLS):
+        raise TraceError(
+            f"forward runs the autograd function {cls.__module__}.{cls.__qualname__}{_where()}: "
+            "got a backward of its own; expected calls whose derivative torch knows: a captured "
+            "graph has the calls of its forward, and would have their gradient; make it a custom "
+            "op (torch.library.custom_op, register_fake, register_autograd), or write it with "
+            "detach(): `x + (x.round() - x).detach()`"
+        )
+    return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+
+def _run_by(run: Callable[..., Any]) -> Callable[..., Any]:
+    def engine(
+        outputs: Any,
+        gradients: Any,
+        keep_graph: bool,
+        create_graph: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if kwargs.get("accumulate_grad"):
+            raise TraceError(
+                f"forward runs backward(){_where()}: got gradients added to what forward reads; "
+                "expected a forward that only reads; use torch.autograd.grad"
+            )
+        found = run(outputs, gradients, keep_graph, create_graph, *args, **kwargs)
+        return found if create_graph else _detached(found)
+
+    return engine
+
+
+def _detached(found: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else t.detach() for t in found)
+
+
+def _refused_hook(name: str) -> Callable[[Tensor, Any], Any]:
+    def register(self: Tensor, hook: Any) -> Any:
+        raise _hooked(f"calls {name} on a tensor")
+
+    return register
+
+
+def _hooked(what: str) -> TraceError:
+    return TraceError(
+        f"forward {what}{_where()}: got a hook into autograd; expected calls whose derivative "
+        "torch knows: a compiled backward would never call the hook; make it a custom op "
+        "(torch.library.custom_op, register_fake, register_autograd), or put a hook on a parameter "
+        "outside of forward"
+    )
+
+
+def _where() -> str:
+    """Returns the user's line that is running, as text."""
+    frames = [f for f in traceback.extract_stack() if not any(s in f.filename for s in _NOT_USERS)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
