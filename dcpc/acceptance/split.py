@@ -19,7 +19,7 @@ from dcpc.acceptance.exactness import (
     plain,
 )
 from dcpc.buckets import Buckets
-from dcpc.codegen import bind_group
+from dcpc.codegen import bind_group, run_in_step, summed
 from dcpc.ir import Placement, Program
 from dcpc.masks import without_masks
 from dcpc.passes.lowerings import LOWERINGS, attentions, lowerings_of, restricted
@@ -137,17 +137,55 @@ class Split:
                 dist.all_reduce(p.grad)
         return loss.detach()
 
-    def difference(
+    def run_in_step(
         self, sizes: Sizes, inputs: Mapping[str, Tensor], recompute: str = "none"
+    ) -> list[Tensor]:
+        """Returns each rank's loss, all run in this process; adds up every parameter's gradient."""
+        count = self._count(recompute)
+        ranks = [self.variants.variant(self.placement, count, sizes, r) for r in range(self.sp)]
+        held = self.held()
+        named = {**held, **{p: inputs[n] for p, n in self.program.inputs.items()}}
+        integers = [
+            {i.name: value for i, value in zip(variant.integers, values, strict=True)}
+            for variant, values in ranks
+        ]
+        results = run_in_step([variant.partition for variant, _ in ranks], integers, named)
+        first = ranks[0][0]
+        trained = (held[first.placeholders[position]] for position in first.trainable)
+        for parameter, gradient in zip(trained, summed(results), strict=True):
+            if gradient is not None:  # tied parameters have several placeholders
+                before = parameter.grad
+                parameter.grad = gradient if before is None else before + gradient
+        return [result.loss for result in results]
+
+    def difference(
+        self,
+        sizes: Sizes,
+        inputs: Mapping[str, Tensor],
+        recompute: str = "none",
+        *,
+        in_step: bool = False,
     ) -> Difference:
-        """Returns how far loss and gradients are from the plain model's."""
+        """Returns how far loss and gradients are from the plain model's.
+
+        Args:
+            sizes: length of every dim, batch included.
+            inputs: by name, whole.
+            recompute: "none" or "all".
+            in_step: whether all ranks run in this process; else each is a process of a group.
+        """
         expected, gradients = plain(self.model, inputs)
-        got = self.run(sizes, inputs, recompute)
+        run = self.run_in_step if in_step else self._run_here
+        losses = [loss_error(got, expected) for got in run(sizes, inputs, recompute)]
         errors = gradient_errors(self.model, gradients)
         self.model.zero_grad()
         worst = max(errors, key=lambda n: nan_as_infinite(errors[n]), default="")
         error = errors.get(worst, 0.0)
-        return Difference(dict(sizes), loss_error(got, expected), error, worst, recompute)
+        loss = max(losses, key=nan_as_infinite)
+        return Difference(dict(sizes), loss, error, worst, recompute)
+
+    def _run_here(self, sizes: Sizes, inputs: Mapping[str, Tensor], recompute: str) -> list[Tensor]:
+        return [self.run(sizes, inputs, recompute)]
 
     def errors(
         self,

@@ -6,6 +6,7 @@ from dcpc.codegen.collectives import bind_group, wire_log
 from dcpc.codegen.excerpt import excerpt
 from dcpc.codegen.joint import Tracer
 from dcpc.codegen.library import Library
+from dcpc.codegen.lockstep import integers_of, run_in_step, summed
 from dcpc.codegen.schedule import VIEWS
 from dcpc.codegen.variant import Boxed, Variant, delivering
 
@@ -22,5 +23,8 @@ __all__ = [
     "decompositions",
     "delivering",
     "excerpt",
+    "integers_of",
+    "run_in_step",
+    "summed",
     "wire_log",
 ]

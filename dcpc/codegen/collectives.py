@@ -76,7 +76,7 @@ def _pack(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     return packed
 
 
-def _scattered(
+def scattered(
     x: Tensor, dim: int, parent: int, shift: int, zigzag: bool, p: int
 ) -> tuple[Tensor, ...]:
     """Returns each rank's piece of a whole dim; memory of x where a piece is one run."""
@@ -87,7 +87,7 @@ def _scattered(
     return tuple(torch.cat([x.narrow(dim, *run) for run in mine], dim) for mine in pieces)
 
 
-def _gathered(
+def gathered(
     parts: Sequence[Tensor], dim: int, size: int, parent: int, shift: int, zigzag: bool
 ) -> Tensor:
     """Returns a whole dim of each rank's piece of it."""
@@ -235,12 +235,12 @@ def all_gather(
     # Every rank sends as much as the longest piece: gathering equal parts is what all backends do
     # well, and pieces differ by one element of the dim.
     # Its own goes where it will lie in the end, so that no copy of it lives beside what comes.
-    gathered = x.new_empty((p, *_with_dim(x, dim, max(lengths))))
-    mine = gathered[rank]
+    every = x.new_empty((p, *_with_dim(x, dim, max(lengths))))
+    mine = every[rank]
     mine.narrow(dim, 0, lengths[rank]).copy_(x)
-    dist.all_gather_into_tensor(on_wire(gathered.view(-1)), on_wire(mine.view(-1)), group=pg)
-    parts = [gathered[r].narrow(dim, 0, n) for r, n in enumerate(lengths)]
-    return _gathered(parts, dim, size, parent, shift, zigzag)
+    dist.all_gather_into_tensor(on_wire(every.view(-1)), on_wire(mine.view(-1)), group=pg)
+    parts = [every[r].narrow(dim, 0, n) for r, n in enumerate(lengths)]
+    return gathered(parts, dim, size, parent, shift, zigzag)
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -262,7 +262,7 @@ def reduce_scatter(
     """Returns this rank's piece of the sum of all ranks' x; `length` is the piece's."""
     pg = group_named(group)
     p, rank = pg.size(), pg.rank()
-    sends = _scattered(x, dim, parent, shift, zigzag, p)
+    sends = scattered(x, dim, parent, shift, zigzag, p)
     _log("reduce_scatter", sends, rank)
     received = _exchange(sends, [sends[rank].numel()] * p, x, pg)
     out = received[0].clone()
@@ -339,7 +339,7 @@ def all_to_all(
     pg = group_named(group)
     p, rank = pg.size(), pg.rank()
     gathers = _lengths(gather_size, gather_parent, gather_shift, gather_zigzag, p)
-    sends = _scattered(x, scatter_dim, scatter_parent, scatter_shift, scatter_zigzag, p)
+    sends = scattered(x, scatter_dim, scatter_parent, scatter_shift, scatter_zigzag, p)
     _log("all_to_all", sends, rank)
     shapes = []
     for length in gathers:
@@ -348,7 +348,7 @@ def all_to_all(
         shapes.append(shape)
     received = _exchange(sends, [_numel(s) for s in shapes], x, pg)
     parts = [r.view(s) for r, s in zip(received, shapes, strict=True)]
-    return _gathered(parts, gather_dim, gather_size, gather_parent, gather_shift, gather_zigzag)
+    return gathered(parts, gather_dim, gather_size, gather_parent, gather_shift, gather_zigzag)
 
 
 @all_to_all.register_fake

@@ -30,7 +30,7 @@ from dcpc.attention import (
 )
 from dcpc.codegen.collectives import group_named
 from dcpc.codegen.ring_passing import Ring, pass_backward, pass_forward
-from dcpc.codegen.ring_route import Split, route
+from dcpc.codegen.ring_route import Route, Split, route
 from dcpc.errors import CodegenError
 
 # ------------------------------------------------------------------------------------- the op
@@ -95,10 +95,11 @@ def ring_attention_forward(
         (key_size, key_parent, key_shift, key_zigzag, key_rows),
     )
     sight = Sight(scale, before, after, 0, empty)
-    if _nothing(query, key, value) or not key_size:
-        out, lse = _empty_results(query, value, mask)
+    if nothing(query, key, value) or not key_size:
+        out, lse = empty_results(query, value, mask)
         return out.zero_(), lse.zero_()
-    ring, given = _setup((query, key, value), mask, keep, segment, sight, splits, across, group)
+    tensors, hiding = (query, key, value), (mask, keep, segment)
+    ring, given = _setup(tensors, hiding, sight, splits, across, group)
     state = Forward(given, query, value)
     pass_forward(ring, state)
     ring.log()
@@ -109,10 +110,11 @@ def ring_attention_forward(
 def _(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    return _empty_results(query, value, mask)
+    return empty_results(query, value, mask)
 
 
-def _empty_results(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns memory for out and its logsumexp, of queries `[b, h, s, d]` and values like these."""
     out, lse = empty_outputs(q, v)
     if mask is not None and mask.dtype != torch.bool:
         lse = lse.new_empty((2, *lse.shape))
@@ -124,33 +126,56 @@ def _splits(*given: tuple[int, int, int, bool, int]) -> tuple[Split, Split]:
     return queries, keys
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def nothing(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether there is nothing to compute on any rank."""
     return 0 in (*q.shape[:2], *k.shape[:2], q.shape[3], v.shape[3])
 
 
+def placed(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    hiding: tuple[Tensor | None, Tensor | None, Tensor | None],
+    sight: Sight,
+    splits: tuple[Split, Split],
+    across: int,
+    p: int,
+    rank: int,
+) -> tuple[Route, Operands]:
+    """Returns where keys go, and what one rank's attention to all of them is given.
+
+    Args:
+        tensors: the rank's queries, keys and values.
+        hiding: mask, keep and segment.
+        sight: limits by position.
+        splits: of queries and of keys.
+        across: ranks at a position.
+        p: ranks of the group.
+        rank: which of them.
+    """
+    (mask, keep, segment), (queries, keys), (q, k, _) = hiding, splits, tensors
+    misses = sight.misses(queries.size * queries.rows, keys.size * keys.rows)
+    hides = mask is not None or keep is not None or misses
+    everywhere = sight.empty in ("mean", "fixed") and hides
+    way = route(queries, keys, p, across, sight.before, sight.after, everywhere)
+    position = rank // across
+    mine = way.queries[position]
+    expected = sum(run.length for run in mine), way.rows(position)
+    got = q.shape[2], k.shape[2]
+    assert got == expected, f"rows of queries and keys here: got {got}, expected {expected}"
+    size = keys.size * keys.rows
+    return way, Operands(mask, keep, segment, sight, mine, size, everywhere)
+
+
 def _setup(
     tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    keep: Tensor | None,
-    segment: Tensor | None,
+    hiding: tuple[Tensor | None, Tensor | None, Tensor | None],
     sight: Sight,
     splits: tuple[Split, Split],
     across: int,
     group: str,
 ) -> tuple[Ring, Operands]:
-    pg, (queries, keys), (q, k, v) = group_named(group), splits, tensors
-    misses = sight.misses(queries.size * queries.rows, keys.size * keys.rows)
-    hides = mask is not None or keep is not None or misses
-    everywhere = sight.empty in ("mean", "fixed") and hides
-    way = route(queries, keys, pg.size(), across, sight.before, sight.after, everywhere)
-    ring = Ring(way, group, k, v)
-    mine = way.queries[ring.position]
-    expected = sum(run.length for run in mine), way.rows(ring.position)
-    got = q.shape[2], k.shape[2]
-    assert got == expected, f"rows of queries and keys here: got {got}, expected {expected}"
-    size = keys.size * keys.rows
-    return ring, Operands(mask, keep, segment, sight, mine, size, everywhere)
+    pg = group_named(group)
+    way, given = placed(tensors, hiding, sight, splits, across, pg.size(), pg.rank())
+    return Ring(way, group, *tensors[1:]), given
 
 
 @torch.library.custom_op("dcpc::ring_attention_backward", mutates_args=())
@@ -187,11 +212,11 @@ def ring_attention_backward(
         (key_size, key_parent, key_shift, key_zigzag, key_rows),
     )
     sight = Sight(scale, before, after, 0, empty)
-    if _nothing(query, key, value) or not key_size:
+    if nothing(query, key, value) or not key_size:
         dq, dk, dv = (empty_gradient(x).zero_() for x in (query, key, value))
         return dq, dk, dv
-    tensors = query, key, value
-    ring, given = _setup(tensors, mask, keep, segment, sight, splits, across, group)
+    tensors, hiding = (query, key, value), (mask, keep, segment)
+    ring, given = _setup(tensors, hiding, sight, splits, across, group)
     state = Backward(given, grad_out, query, out, logsumexp)
     mine = pass_backward(ring, state)
     ring.log()

@@ -62,12 +62,12 @@ def swap(
         sends = x.split(heads // across, heads_dim)
         lengths = [sum(run.length for run in mine) for mine in pieces]
     else:
-        sends = _rows_of(x, pieces, rows_dim)
+        sends = rows_of(x, pieces, rows_dim)
         lengths = [rows_length] * across
     parts = _exchanged(sends, lengths, heads // across, dims, first, pg)
     if not to_heads:
         return torch.cat(parts, heads_dim)
-    return _in_order(parts, pieces, rows_dim)
+    return in_order(parts, pieces, rows_dim)
 
 
 @swap.register_fake
@@ -98,7 +98,7 @@ def _placed(pieces: list[tuple[Run, ...]]) -> list[tuple[Run, int]]:
     return sorted(every, key=lambda item: item[0].position)
 
 
-def _rows_of(x: Tensor, pieces: list[tuple[Run, ...]], dim: int) -> list[Tensor]:
+def rows_of(x: Tensor, pieces: list[tuple[Run, ...]], dim: int) -> list[Tensor]:
     """Returns each rank's rows of all their rows."""
     taken: list[list[Tensor]] = [[] for _ in pieces]
     start = 0
@@ -109,7 +109,7 @@ def _rows_of(x: Tensor, pieces: list[tuple[Run, ...]], dim: int) -> list[Tensor]
     return [torch.cat(mine or [nothing], dim) if len(mine) != 1 else mine[0] for mine in taken]
 
 
-def _in_order(parts: list[Tensor], pieces: list[tuple[Run, ...]], dim: int) -> Tensor:
+def in_order(parts: list[Tensor], pieces: list[tuple[Run, ...]], dim: int) -> Tensor:
     """Returns the rows of several ranks, in order of position."""
     found = [parts[i].narrow(dim, run.at, run.length) for run, i in _placed(pieces)]
     return torch.cat(found or parts, dim)
