@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.fuzz.draw import B, H, W, Draw, Skip, Value, template
+from tests.fuzz.draw import B, Draw, H, Skip, Value, W, template
 
 HEADS, HEAD = 2, 2
 

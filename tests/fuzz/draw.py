@@ -269,10 +269,11 @@ class Draw:
     def _points(self, used: dict[str, str]) -> tuple[dict[str, int], ...]:
         """Sizes on either side of a constant, and one that ranks do not divide."""
         c = self.rng.choice(sorted(self.constants)) if self.constants else 4
-        points = []
-        near = sorted({max(2, c - 1), max(2, c), c + 1})
-        near = self.rng.sample(near, 2) + [self.pick(7, 9, 10, 8)]
-        other = self.rng.sample(sorted({max(2, c - 1), max(2, c), c + 1, 5, 8, 3, 11}), 3)
+        # What is one or two shorter than a dim should not be 1, for which torch has another graph.
+        least = 3 if self.flag(0.1) else 4
+        near = sorted({max(least, n) for n in (c - 1, c, c + 1)} | {least, least + 1})
+        other = self.rng.sample(sorted({*near, 5, 8, 11}), 3)
+        near = [*self.rng.sample(near, 2), self.pick(9, 10, 11)]
         names = {"batch", "h"} | ({"w"} if any(", w" in s for s in used.values()) else set())
         every = zip((2, 1, 2), near, other, strict=True)
         points = [{"batch": b, "h": n, "w": m} for b, n, m in every]

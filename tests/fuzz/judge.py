@@ -11,19 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import dcpc
 from dcpc.acceptance import Split, gradient_errors, loss_error, nan_as_infinite, plain
 from dcpc.acceptance.exactness import Difference
 from dcpc.codegen import Variant, run_in_step, summed
 from dcpc.errors import DcpcError
+from dcpc.garbage import without_collection
+from dcpc.ir import Partition
 from dcpc.trace.capture import find_loss
 from tests.fuzz.program import data
 
 LIMIT = 1e-10
 NUDGE = 1e-14  # relative, of all parameters: what a plain model makes of it is its conditioning
 TIMES = 3000  # a difference that is less than this many nudges' says nothing
+
+NOTHING = fx.GraphModule(nn.Module(), fx.Graph())
+NO_GRAPHS = Partition(NOTHING, NOTHING, (), (), (), {})  # a variant that is asked for integers alone
 
 Sizes = Mapping[str, int]
 
@@ -87,6 +92,7 @@ def taken(
     return found
 
 
+@without_collection()
 def judge(
     model: nn.Module,
     inputs: Mapping[str, str],
@@ -174,21 +180,25 @@ def _difference(
     """
     symbols = split.program.symbols
     dims = {symbols[n]: size for n, size in sizes.items() if n in symbols}
-    parts, integers, lowering = [], [], None
+    integers, lowerings = [], []
     share = {"none": 0.0, "all": 1.0}.get(recompute, rng.random())
     seed = rng.random()
     for rank in range(split.sp):
         lowering, values = _lowered(split, dims, rank)
-        draw = random.Random(seed)
-        chosen = [key for key in lowering.keys if draw.random() < share]
-        parts.append(lowering.partition(chosen))
+        lowerings.append(lowering)
         integers.append(values)
-    assert lowering is not None
+    graphs: dict[int, Partition] = {}
+    for lowering in lowerings:
+        if id(lowering) not in graphs:
+            draw = random.Random(seed)
+            chosen = [key for key in lowering.keys if draw.random() < share]
+            graphs[id(lowering)] = lowering.partition(chosen)
+    parts = [graphs[id(lowering)] for lowering in lowerings]
     named = {**split.held(), **{p: inputs[n] for p, n in split.program.inputs.items()}}
     expected, gradients = plain(split.model, inputs)
     results = run_in_step(parts, integers, named)
     held = split.held()
-    for name, gradient in zip(lowering.joint.trainable, summed(results), strict=True):
+    for name, gradient in zip(lowerings[0].joint.trainable, summed(results), strict=True):
         if gradient is not None:
             before = held[name].grad
             held[name].grad = gradient if before is None else before + gradient
@@ -204,17 +214,16 @@ def _lowered(split: Split, dims: Any, rank: int) -> tuple[Any, dict[str, int]]:
     """Returns the graph that is right for one rank's sizes, and its integers."""
     lowering = split.variants.lowering(split.placement)
     for _ in range(2):
-        variant = Variant(
-            partition=lowering.partition(()), integers=lowering.lowered.integers,
-            placeholders=(), trainable=(), sp=split.sp, guards=lowering.joint.guards,
-            run_forward=_never, run_backward=_never, run_handing_over=None, backend="eager",
+        guarded = Variant(
+            partition=NO_GRAPHS, integers=lowering.lowered.integers, placeholders=(),
+            trainable=(), sp=split.sp, guards=lowering.joint.guards, run_forward=_never,
+            run_backward=_never, run_handing_over=None, backend="eager",
         )  # fmt: skip
-        values, broken = variant.integer_values(dims, rank)
+        values, broken = guarded.integer_values(dims, rank)
         if not broken:
             break
-        hints = tuple(max(2, v) for v in values)
-        lowering = split.variants.lowering(split.placement, hints)
-    return lowering, {i.name: v for i, v in zip(variant.integers, values, strict=True)}
+        lowering = split.variants.lowering(split.placement, tuple(max(2, v) for v in values))
+    return lowering, {i.name: v for i, v in zip(guarded.integers, values, strict=True)}
 
 
 def _never(arguments: list[Any]) -> Any:

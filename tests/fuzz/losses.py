@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.draw import B, H, W, Draw, Value
+from tests.fuzz.draw import B, Draw, H, Value, W
 
 CLASSES = 5  # as many as there are integers in the inputs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sympy
 
-from tests.fuzz.draw import B, H, W, WIDTH, Draw, Skip, Value, template
+from tests.fuzz.draw import WIDTH, B, Draw, H, Skip, Value, W, template
 
 UNARY = (
     "torch.tanh({0})", "{0}.sigmoid()", "F.gelu({0})", "F.silu({0})", "F.softplus({0})",
@@ -165,7 +165,7 @@ def norm(d: Draw, v: Value) -> None:
         f"F.layer_norm({{0}}, ({c},), {weight}, {bias}, {eps})", f"F.rms_norm({{0}}, ({c},), {weight}, {eps})",
         f"F.layer_norm({{0}}, ({c},))", f"{{0}} * torch.rsqrt({{0}}.pow(2).mean(-1, keepdim=True) + {eps}) * {weight}",
         *([f"F.group_norm({{0}}.transpose(1, 2), 2, {weight}, {bias}).transpose(1, 2)"] if v.ndim == 3 and c % 2 == 0 else []),
-        *([f"F.instance_norm({{0}}.mT).mT"] if v.ndim == 3 else []),
+        *(["F.instance_norm({0}.mT).mT"] if v.ndim == 3 else []),
         *([f"F.batch_norm({{0}}.mT, None, None, {weight}, training=True).mT"] if v.ndim == 3 else []),
     )  # fmt: skip
     d.put(how.format(v.name), v.shape)
@@ -236,7 +236,7 @@ def sliced(d: Draw, v: Value) -> None:
         half, rest, ceil = n // 2, n - n // 2, (n + 1) // 2
     there, size = d.pick(
         (f"{k}:", n - k), (f":-{k}", n - k), (f":{n} - {k}", n - k), (f":({n}) // 2", half),
-        (f"({n}) // 2:", rest), ("::2", ceil), (f"-{k}:", k), (f":{k}", k), (f"1::2", half),
+        (f"({n}) // 2:", rest), ("::2", ceil), (f"-{k}:", k), (f":{k}", k), ("1::2", half),
         (f"1:{n}", n - 1),
     )  # fmt: skip
     if d.flag(0.25):
@@ -461,12 +461,12 @@ def convolved(d: Draw, v: Value) -> None:
         (f"F.conv1d(F.pad({{0}}.mT, ({k - 1}, 0)), {weight}).mT", n, WIDTH),
         (f"F.conv1d({{0}}.mT, {weight}, padding='same').mT", n, WIDTH),
         (f"F.conv1d({{0}}.mT, {d.parameter(c, 1, k)}, groups={c}, padding={k - 1}).mT[:, :{n}]", n, c),
-        (f"F.avg_pool1d({{0}}.mT, 2).mT", half, c), (f"F.max_pool1d({{0}}.mT, 2).mT", half, c),
-        (f"F.avg_pool1d({{0}}.mT, 3, 1, 1).mT", n, c), (f"F.max_pool1d({{0}}.mT, 3, 1, 1).mT", n, c),
-        (f"F.interpolate({{0}}.mT, scale_factor=2.0).mT", 2 * n, c),
+        ("F.avg_pool1d({0}.mT, 2).mT", half, c), ("F.max_pool1d({0}.mT, 2).mT", half, c),
+        ("F.avg_pool1d({0}.mT, 3, 1, 1).mT", n, c), ("F.max_pool1d({0}.mT, 3, 1, 1).mT", n, c),
+        ("F.interpolate({0}.mT, scale_factor=2.0).mT", 2 * n, c),
         (f"F.interpolate({{0}}.mT, size={n} + 1, mode='linear').mT", n + 1, c),
         (f"F.conv_transpose1d({{0}}.mT, {d.parameter(c, WIDTH, 2)}, stride=2).mT", 2 * n, WIDTH),
-        (f"F.adaptive_avg_pool1d({{0}}.mT, 2).mT", 2, c),
+        ("F.adaptive_avg_pool1d({0}.mT, 2).mT", 2, c),
     )  # fmt: skip
     d.put(text.format(v.name), (v.shape[0], size, width))
 

@@ -1,6 +1,6 @@
 """`make fuzz SECONDS=600`: fresh programs until the time is over; what fails becomes a case.
 
-    python -m tests.fuzz --seconds 600 [--seed N] [--refused]
+    python -m tests.fuzz.run --seconds 600 [--seed N] [--refused]
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def write(program: Program, found: Outcome, seed: int) -> Path:
 
 def main() -> None:
     """Runs programs until the time is over."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=None, help="of the first program")
     parser.add_argument("--refused", action="store_true", help="show what is refused, too")
