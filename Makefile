@@ -9,7 +9,7 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 	if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	then echo $$p; break; fi; done
 
-.PHONY: demo demo-video test test-slow lint clean
+.PHONY: demo demo-video test test-slow fuzz lint clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -26,6 +26,11 @@ test: $(STAMP)
 # Inductor, more ranks, the demo and the benchmarks: over 20 minutes on 2 cores.
 test-slow: $(STAMP)
 	$(PY) -m pytest -m slow
+
+# Fresh random programs against the plain model; what fails is shrunk and written to tests/fuzz/cases.
+SECONDS := 600
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz.run --seconds $(SECONDS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check

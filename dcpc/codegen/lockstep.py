@@ -31,6 +31,8 @@ from dcpc.codegen.variant import RUN
 from dcpc.errors import CodegenError
 from dcpc.ir import Partition
 
+GROUP = ("group", "str")  # an argument that says which ranks: a number of groups is another's
+
 # Yields (op, its arguments) where ranks meet, is sent its result, and returns the graph's outputs.
 Run = Generator[tuple[Any, Call], Any, Sequence[Any]]
 Make = Callable[[Any, Any, Any], Any]
@@ -181,7 +183,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def _called(node: fx.Node, args: Any, kwargs: Any, call: Make | None) -> Any:
     """Returns what a call that concerns one rank alone gives."""
     schema = getattr(node.target, "_schema", None)
-    if schema is not None and any(a.name == "group" for a in schema.arguments):
+    if schema is not None and any((a.name, str(a.type)) == GROUP for a in schema.arguments):
         raise CodegenError(
             f"node '{node.name}': got {node.target}, which ranks call together; expected one of "
             f"{', '.join(map(str, COLLECTIVES))}; add what it makes of all ranks' operands to "

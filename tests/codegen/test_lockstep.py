@@ -115,3 +115,17 @@ def test_ranks_at_different_collectives_are_an_error():
     last.graph.erase_node(last)
     with pytest.raises(CodegenError, match="ranks of one group do not meet"):
         run_in_step([v.partition for v, _ in pairs], integers, named)
+
+
+def test_a_number_of_groups_is_no_group_of_ranks():
+    split, point = made("GroupsOfChannels", 2), sizes("GroupsOfChannels")[0]
+    data = CASES["GroupsOfChannels"].data(point)
+    assert split.difference(point, data, in_step=True).worst < 1e-10
+
+
+def test_a_collective_without_a_definition_is_an_error(monkeypatch):
+    split, point = made("MaskedMean", 2), sizes("MaskedMean")[0]
+    for op in list(COLLECTIVES):
+        monkeypatch.delitem(COLLECTIVES, op)
+    with pytest.raises(CodegenError, match="which ranks call together"):
+        split.difference(point, CASES["MaskedMean"].data(point), in_step=True)

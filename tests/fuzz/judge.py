@@ -1,0 +1,252 @@
+"""What dcpc makes of a program: right, wrong, a crash, or refused by name."""
+
+from __future__ import annotations
+
+import random
+import re
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import dcpc
+from dcpc.acceptance import Split, gradient_errors, loss_error, nan_as_infinite, plain
+from dcpc.acceptance.exactness import Difference
+from dcpc.codegen import Variant, run_in_step, summed
+from dcpc.errors import DcpcError
+from dcpc.garbage import without_collection
+from dcpc.ir import Partition
+from dcpc.trace.capture import find_loss
+from tests.fuzz.program import data
+
+LIMIT = 1e-10
+NUDGE = 1e-14  # relative, of all parameters: what a plain model makes of it is its conditioning
+TIMES = 3000  # a difference that is less than this many nudges' says nothing
+
+NOTHING = fx.GraphModule(nn.Module(), fx.Graph())
+NO_GRAPHS = Partition(NOTHING, NOTHING, (), (), (), {})  # a variant that is asked for integers alone
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program.
+
+    Attributes:
+        kind: "right", "wrong", "crash", "refused"; "void" where the plain model says nothing: it
+            refuses all sizes, is not finite, or changes as much by itself.
+        text: the error, or the difference, and the setting.
+        alike: the same where two programs fail in the same way.
+        setting: that failed.
+    """
+
+    kind: str
+    text: str = ""
+    alike: str = ""
+    setting: Setting | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a program is run: ranks in one process, the lowering of attention, recompute."""
+
+    sp: int = 1
+    attention: str = "auto"
+    recompute: str = "none"
+
+
+EVERY = tuple(
+    Setting(sp, way, again)
+    for sp, way in ((1, "auto"), (2, "auto"), (2, "ring"), (3, "auto"), (4, "auto"), (4, "hybrid"))
+    for again in ("none", "some", "all")
+)
+# The plan's own menu of recompute, which costs as much time as all else.
+MENU = tuple(Setting(sp, "auto", again) for sp in (1, 2, 4) for again in ("menu 0", "menu all"))
+
+
+def settings(rng: random.Random, count: int) -> list[Setting]:
+    """Returns one rank alone, and one drawn setting of 2 to 4 ranks (or more)."""
+    alone, more = ([s for s in EVERY if (s.sp > 1) == flag] for flag in (False, True))
+    return [rng.choice(alone), *rng.sample(more, count)]
+
+
+def taken(
+    model: nn.Module, inputs: Mapping[str, str], points: Sequence[Sizes]
+) -> list[Sizes]:
+    """Returns the sizes at which the plain model has a finite loss and gradients."""
+    found = []
+    for sizes in points:
+        try:
+            loss, gradients = plain(model, data(inputs, sizes))
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, DcpcError):
+            continue
+        every = [loss, *(g for g in gradients.values() if g is not None)]
+        finite = all(bool(x.isfinite().all()) and float(x.abs().max()) < 1e7 for x in every)
+        if finite and len(every) > 1 and loss.dtype == torch.float64:
+            found.append(sizes)
+    return found
+
+
+@without_collection()
+def judge(
+    model: nn.Module,
+    inputs: Mapping[str, str],
+    points: Sequence[Sizes],
+    tried: Sequence[Setting],
+    seed: int = 0,
+) -> Outcome:
+    """Returns what dcpc makes of a module, in settings of ranks and recompute.
+
+    Args:
+        model: a module in float64.
+        inputs: name -> spec.
+        points: sizes of the buckets, none of them 1 in some of the points only.
+        tried: the settings.
+        seed: of the values that "some" recompute makes again.
+    """
+    now: list[Setting | None] = [None]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        points = taken(model, inputs, points)
+        if not points:
+            return Outcome("void", "the plain model does not run")
+        try:
+            found = _judged(model, inputs, points, tried, random.Random(seed), now)
+        except DcpcError as error:
+            return Outcome("refused", f"{type(error).__name__}: {error}", _alike(error), now[0])
+        except Exception as error:
+            return Outcome("crash", traceback.format_exc(limit=-4), _alike(error), now[0])
+    told = [str(w.message) for w in said if "remainder" in str(w.message)]
+    if found.kind == "wrong" and told:
+        return Outcome("refused", f"a warning: {told[0]}")
+    return found
+
+
+def _judged(
+    model: nn.Module,
+    inputs: Mapping[str, str],
+    points: Sequence[Sizes],
+    tried: Sequence[Setting],
+    rng: random.Random,
+    now: list[Setting | None],
+) -> Outcome:
+    buckets = dcpc.Buckets(dict(inputs), [dict(p) for p in points])
+    traced = Split(model, buckets, {**points[-1], "batch": 1}, sp=1)
+    for setting in tried:
+        now[0] = setting
+        split = traced.of("eager", setting.sp, setting.attention)
+        for sizes in points:
+            given = data(inputs, sizes)
+            if setting.recompute.startswith("menu"):
+                again = setting.recompute.removeprefix("menu ").replace("0", "none")
+                found = split.difference(sizes, given, again, in_step=True)
+            else:
+                found = _difference(split, sizes, given, setting.recompute, rng)
+            if found.worst <= LIMIT:
+                continue
+            if found.worst <= TIMES * _nudged(model, given):
+                return Outcome("void", "the plain model changes as much by itself")
+            where = f"{setting} at {dict(sizes)}"
+            how = f"loss {found.loss:.1e}, gradient {found.gradient:.1e} of {found.parameter}"
+            return Outcome("wrong", f"{where}: {how}", setting=setting)
+    return Outcome("right")
+
+
+def _alike(error: Exception) -> str:
+    """Returns what errors of one cause have in common: the class and how the text begins."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = next((f"{f.filename}:{f.name}" for f in reversed(frames) if "/dcpc/" in f.filename), "")
+    return f"{type(error).__name__} {at} {re.sub('[0-9]+', '', str(error))[:60]}"
+
+
+def _difference(
+    split: Split, sizes: Sizes, inputs: Mapping[str, Tensor], recompute: str, rng: random.Random
+) -> Difference:
+    """Returns how far all ranks in one process are from the plain model.
+
+    Args:
+        split: the program, placed.
+        sizes: length of every dim.
+        inputs: by name.
+        recompute: "none", "all" or "some": a drawn part of what can be made again, whatever a plan
+            would choose.
+        rng: draws it.
+    """
+    symbols = split.program.symbols
+    dims = {symbols[n]: size for n, size in sizes.items() if n in symbols}
+    integers, lowerings = [], []
+    share = {"none": 0.0, "all": 1.0}.get(recompute, rng.random())
+    seed = rng.random()
+    for rank in range(split.sp):
+        lowering, values = _lowered(split, dims, rank)
+        lowerings.append(lowering)
+        integers.append(values)
+    graphs: dict[int, Partition] = {}
+    for lowering in lowerings:
+        if id(lowering) not in graphs:
+            draw = random.Random(seed)
+            chosen = [key for key in lowering.keys if draw.random() < share]
+            graphs[id(lowering)] = lowering.partition(chosen)
+    parts = [graphs[id(lowering)] for lowering in lowerings]
+    named = {**split.held(), **{p: inputs[n] for p, n in split.program.inputs.items()}}
+    expected, gradients = plain(split.model, inputs)
+    results = run_in_step(parts, integers, named)
+    held = split.held()
+    for name, gradient in zip(lowerings[0].joint.trainable, summed(results), strict=True):
+        if gradient is not None:
+            before = held[name].grad
+            held[name].grad = gradient if before is None else before + gradient
+    errors = gradient_errors(split.model, gradients)
+    split.model.zero_grad()
+    losses = [loss_error(r.loss, expected) for r in results]
+    worst = max(errors, key=lambda n: nan_as_infinite(errors[n]), default="")
+    loss = max(losses, key=nan_as_infinite)
+    return Difference(dict(sizes), loss, errors.get(worst, 0.0), worst, recompute)
+
+
+def _lowered(split: Split, dims: Any, rank: int) -> tuple[Any, dict[str, int]]:
+    """Returns the graph that is right for one rank's sizes, and its integers."""
+    lowering = split.variants.lowering(split.placement)
+    for _ in range(2):
+        guarded = Variant(
+            partition=NO_GRAPHS, integers=lowering.lowered.integers, placeholders=(),
+            trainable=(), sp=split.sp, guards=lowering.joint.guards, run_forward=_never,
+            run_backward=_never, run_handing_over=None, backend="eager",
+        )  # fmt: skip
+        values, broken = guarded.integer_values(dims, rank)
+        if not broken:
+            break
+        lowering = split.variants.lowering(split.placement, tuple(max(2, v) for v in values))
+    return lowering, {i.name: v for i, v in zip(guarded.integers, values, strict=True)}
+
+
+def _never(arguments: list[Any]) -> Any:
+    raise AssertionError("a variant that is asked for its integers alone")
+
+
+def _nudged(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
+    """Returns how much the plain model's numbers change with its parameters' last bits."""
+    expected, gradients = plain(model, inputs)
+    held = {n: p.detach().clone() for n, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    worst = 0.0
+    for _ in range(2):
+        with torch.no_grad():
+            for p in model.parameters():
+                noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                p.mul_(1 + NUDGE * noise)
+        loss = find_loss(model(**inputs))
+        loss.backward()
+        errors = gradient_errors(model, gradients)
+        model.zero_grad()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(held[name])
+        worst = max(worst, loss_error(loss.detach(), expected), *errors.values())
+    return worst
