@@ -177,7 +177,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Returns what a call that concerns one rank alone gives."""
     schema = getattr(node.target, "_schema", None)
-    if schema is not None and any(a.name == "group" for a in schema.arguments):
+    if schema is not None and any(map(_names_ranks, schema.arguments)):
         raise CodegenError(
             f"node '{node.name}': got {node.target}, which ranks call together; expected one of "
             f"{', '.join(map(str, COLLECTIVES))}; add what it makes of all ranks' operands to "
@@ -189,6 +189,11 @@ def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         error.add_note(f"at node {node.format_node()}")
         raise
+
+
+def _names_ranks(argument: Any) -> bool:
+    """Whether an argument is a process group's name; that of a group norm is a number of them."""
+    return bool(argument.name == "group" and argument.type.kind() == "StringType")
 
 
 def _by_name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

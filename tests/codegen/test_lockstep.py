@@ -115,3 +115,20 @@ def test_ranks_at_different_collectives_are_an_error():
     last.graph.erase_node(last)
     with pytest.raises(CodegenError, match="ranks of one group do not meet"):
         run_in_step([v.partition for v, _ in pairs], integers, named)
+
+
+class GroupsOfChannels(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.GroupNorm(2, 4)
+
+    def forward(self, x):
+        return self.norm(x).square().sin().mean()
+
+
+def test_a_norm_of_groups_is_no_collective():
+    buckets = dcpc.Buckets(inputs={"x": "float64[batch, 4, seq]"}, sizes=[{"seq": 7}])
+    point = {"seq": 7, "batch": 2}
+    split = Split(GroupsOfChannels().double(), buckets, point, "eager", 1)
+    data = {"x": torch.randn(2, 4, 7, dtype=torch.float64)}
+    assert split.difference(point, data, in_step=True).worst < 1e-10
