@@ -1,0 +1,209 @@
+"""Faults below the split: derivatives, what is saved and made again, kernels, caches, calls."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+
+from benchmarks.mutants_plant import Mutant, edited, returned
+from dcpc import placements, variants, writes
+from dcpc.attention import blocks, flash, ids, rectangles, spec, whole
+from dcpc.attention import partial as parts
+from dcpc.codegen import build, joint, library, schedule, variant
+from dcpc.fakes import layouts
+from dcpc.ir import Partition
+
+_derive = partial(Mutant, phase="derivatives")
+_schedule = partial(Mutant, phase="schedule")
+_attention = partial(Mutant, phase="attention")
+_cache = partial(Mutant, phase="caches")
+_runtime = partial(Mutant, phase="runtime", setting="called")
+_Assembly, _Translation, _Library = joint._Assembly, library._Translation, library.Library
+
+DERIVATIVES = [
+    _derive("sizes are not renamed", setting="grid", quick=True, plant=edited(
+        _Translation.value, "leaf.node.expr.xreplace(self.names)", "leaf.node.expr")),
+    _derive("tensors are not renamed", setting="grid", plant=edited(
+        _Translation.layout, "x.xreplace(self.names) if", "x if")),
+    _derive("a renamed call's backward keeps the other's names", setting="grid", plant=edited(
+        library.Renamed._renamed, "self._here.ops(found.ops)", "found.ops")),
+    _derive("calls with other constants are alike", setting="grid", quick=True, plant=edited(
+        library._Pattern._size, "sympy.Basic):\n        return size",
+        "sympy.Basic):\n        return 0")),
+    _derive("a gradient's sum with the one before is dropped", setting="gpt", quick=True,
+        plant=edited(_Assembly._differentiate, "for n in wanted if n in self.gradients}",
+        "for n in wanted if n in self.gradients and not wanted}")),
+    _derive("of two gradients of one operand the last is taken", setting="sums", plant=edited(
+        _Assembly._differentiate, "operand in wanted[:i] and operand in self.gradients", "False")),
+    _derive("gradients of two operands exchanged", setting="sums", plant=edited(
+        _Assembly._differentiate, "zip(wanted, derivative.gradients, strict=True)",
+        "zip(wanted, derivative.gradients[:: -1 if len({str(n.meta['val'].shape) for n in wanted})"
+        " == 1 else 1], strict=True)")),
+    _derive("the last call's backward is left out", setting="sums", plant=edited(
+        _Assembly._backward, "if flows:", "if flows and call is not calls[2]:")),
+    _derive("a tied parameter's gradient is zero", setting="gpt", plant=edited(
+        _Assembly._gradient, "return self.gradients.get(primal)",
+        "return None if \"bias\" in name else self.gradients.get(primal)")),
+    _derive("a write through a slice lands at its beginning", setting="sums", plant=edited(
+        writes._of_split, "sum(p.shape[dim] for p in parts[:index])", "0")),
+]  # fmt: skip
+
+
+def _alike(graph: fx.Graph, nodes: list[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+    """Two nodes whose values have one shape and dtype, the ones that come first."""
+    seen: dict[Any, fx.Node] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
+            key = str(value.shape), value.dtype
+            if key in seen and seen[key] is not node:
+                return seen[key], node
+            seen[key] = node
+    return None
+
+
+def _exchanged(outputs: tuple[Any, ...], pair: tuple[fx.Node, fx.Node]) -> tuple[Any, ...]:
+    a, b = pair
+    return tuple(b if n is a else a if n is b else n for n in outputs)
+
+
+def _saved_exchanged(made: Partition) -> Partition:
+    output = made.forward.graph.output_node()
+    loss, *saved = output.args[0]
+    pair = _alike(made.forward.graph, saved)
+    if pair is not None:
+        output.args = ((loss, *_exchanged(tuple(saved), pair)),)
+        made.forward.recompile()
+    return made
+
+
+def _gradients_exchanged(made: Partition) -> Partition:
+    output = made.backward.graph.output_node()
+    found = tuple(output.args[0])
+    pair = _alike(made.backward.graph, [n for n in found if n is not None])
+    if pair is not None:
+        output.args = (_exchanged(found, pair),)
+        made.backward.recompile()
+    return made
+
+
+def _gradient_lost(made: Partition) -> Partition:
+    output = made.backward.graph.output_node()
+    output.args = ((None, *output.args[0][1:]),)
+    made.backward.recompile()
+    return made
+
+
+def _made_again_of_another(made: Partition) -> Partition:
+    """The last product that backward makes again takes another operand of the same shape."""
+    nodes = list(made.backward.graph.nodes)
+    for node in nodes:
+        before = [n for n in nodes[: nodes.index(node)] if n.op == "call_function"]
+        for operand in node.all_input_nodes if "native_layer_norm" in str(node.target) else ():
+            pair = _alike(made.backward.graph, [operand, *before])
+            if pair is not None and pair[0] is operand and pair[1] is not operand:
+                node.replace_input_with(*pair)
+                made.backward.recompile()
+                return made
+    return made
+
+
+def _dropped_term(made: Partition) -> Partition:
+    """A sum of two gradients is the first of them."""
+    for node in made.backward.graph.nodes:
+        if str(node.target) == "aten.add.Tensor" and len(node.all_input_nodes) == 2:
+            node.replace_all_uses_with(node.args[0])
+            made.backward.recompile()
+            return made
+    return made
+
+
+SCHEDULE = [
+    _schedule("two saved values exchanged", setting="gpt", quick=True, plant=returned(
+        build, "partition", _saved_exchanged)),
+    _schedule("two gradients exchanged", setting="gpt", plant=returned(
+        build, "partition", _gradients_exchanged)),
+    _schedule("a gradient lost", setting="gpt", plant=returned(
+        build, "partition", _gradient_lost)),
+    _schedule("a value is made again of another operand", setting="again", quick=True,
+        plant=returned(build, "partition", _made_again_of_another)),
+    _schedule("a sum in backward loses a term", setting="again", plant=returned(
+        build, "partition", _dropped_term)),
+    _schedule("two saved values exchanged on two ranks", setting="gathered 2", plant=returned(
+        build, "partition", _saved_exchanged)),
+]  # fmt: skip
+
+ATTENTION = [
+    _attention("backward of attention without its scale", setting="gpt", quick=True, plant=edited(
+        flash._backward, "sight.after is not None, sight.scale)", "sight.after is not None, 1.0)")),
+    _attention("keys before the queries are left out", setting="gathered 2", plant=edited(
+        flash._split, "min(sight.start, k.shape[2])", "0")),
+    _attention("two parts merged by the larger logsumexp", setting="gathered 2", plant=edited(
+        flash._forward, "torch.logaddexp(lse, more_lse)", "torch.maximum(lse, more_lse)")),
+    _attention("parts of a ring merged by the larger logsumexp", setting="ring 2", quick=True,
+        plant=edited(parts._merge, "torch.logaddexp(lse, more_lse)",
+        "torch.maximum(lse, more_lse)")),
+    _attention("a part of a ring is added without its weight", setting="ring 2", plant=edited(
+        parts._merge, "more.to(out.dtype).mul_(weight)", "more.to(out.dtype)")),
+    _attention("gradients of keys and values exchanged", setting="ring 2", plant=edited(
+        parts.Backward.add, "dq, more_k, more_v =", "dq, more_v, more_k =")),
+    _attention("a block's window one key too wide", setting="marked", plant=edited(
+        spec.Sight.hidden, "distance < -self.before", "distance < -self.before - 1")),
+    _attention("a block's keys end one too soon", setting="marked", plant=edited(
+        spec.Sight.keys, "position + rows + self.after", "position + rows + self.after - 1")),
+    _attention("padding seen by blocks", setting="marked", plant=edited(
+        blocks._Block.scores, "scores.masked_fill_(keep.logical_not(), float(\"-inf\"))", "pass")),
+    _attention("rectangles' queries start one key later", setting="marked ring 2", plant=edited(
+        rectangles._trimmed, "low - first, sight.empty", "low - first + 1, sight.empty")),
+    _attention("blocks do not tell sequences apart", setting="marked", plant=edited(
+        ids.Ids.hidden, "!= mine", "< mine")),
+    _attention("a block's gradient without delta", setting="marked", quick=True, plant=edited(
+        blocks._backward, "scores.sub_(delta).mul_(weights)", "scores.mul_(weights)")),
+    _attention("padding of another sample", setting="padded", plant=edited(
+        flash._added, "keep[:, None, None, :]", "keep.roll(1, 0)[:, None, None, :]")),
+    _attention("a zigzag piece's second run as if it followed the first", setting="zigzag 2",
+        plant=edited(spec.Sight.runs, "Run(turn, queries - turn, self.second)",
+        "Run(turn, queries - turn, self.start + turn)")),
+]  # fmt: skip
+
+CACHES = [
+    _cache("lowered graphs of any placement are one", setting="degrees", quick=True, plant=edited(
+        variants.Variants.lowering, "(self.placements.number(placement), hints, backend)",
+        "(0, hints, backend)")),
+    _cache("partitions of any placement are one", setting="degrees", plant=edited(
+        variants.Variants.partition, "key = (self.placements.number(placement), recompute,",
+        "key = (0, recompute,")),
+    _cache("variants of any placement are one", setting="degrees", plant=edited(
+        variants.Variants.variant, "key = (self.placements.number(placement), recompute, backend)",
+        "key = (0, recompute, backend)")),
+    _cache("placements of any degree are one", setting="degrees", plant=edited(
+        placements._key, "return sp, tuple(sorted(sizes.items())) if sp > 1 else ()",
+        "return (1, ())")),
+    _cache("placements' numbers leave out zigzag", setting="degrees", plant=edited(
+        placements.Placements.number, "sp, *splits = placement.key()",
+        "sp, *splits = placement.key()[:2]")),
+    _cache("pieces leave out who has a gradient", setting="sums", quick=True, plant=edited(
+        _Library._key, "self.kind(value.meta[\"val\"]), value in trained",
+        "self.kind(value.meta[\"val\"])")),
+    _cache("pieces leave out constants", setting="grid", plant=edited(
+        _Library._key, "return size_key(value)", "return 0")),
+    _cache("kinds of tensors leave out the dtype", setting="gpt", plant=edited(
+        layouts.layout_of, "return tensor.dtype, tensor.device", "return 0, tensor.device")),
+    _cache("integers of one role are one", setting="grid 2", plant=edited(
+        joint.Tracer._integer, "key = (integer.name, integer.role)", "key = (\"\", integer.role)")),
+]  # fmt: skip
+
+RUNTIME = [
+    _runtime("the gradient of the loss is taken for 1", quick=True, plant=edited(
+        variant._Run.backward, "gradients[0] / variant.sp", "torch.ones_like(gradients[0])")),
+    _runtime("saved values in another order", plant=edited(
+        variant._Run.forward, "loss, *ctx.saved = variant.run_forward(arguments)",
+        "loss, *ctx.saved = variant.run_forward(arguments)\n"
+        "    a, b = [i for i, x in enumerate(ctx.saved) if x.shape == ctx.saved[0].shape][:2]\n"
+        "    ctx.saved[a], ctx.saved[b] = ctx.saved[b], ctx.saved[a]")),
+    _runtime("gradients of other parameters", plant=edited(
+        variant._Run.backward, "zip(variant.trainable, found, strict=True)",
+        "zip(variant.trainable, [torch.zeros_like(found[0]), *found[1:]], strict=True)")),
+]  # fmt: skip

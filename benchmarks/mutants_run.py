@@ -1,0 +1,191 @@
+"""Runs one fault: whether it changes numbers without verification, and whether "auto" sees it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.mutants_models import SETTINGS, Setting
+from benchmarks.mutants_plant import Mutant
+from dcpc import api
+from dcpc.acceptance.split import SPLITTING
+from dcpc.buckets import BATCH
+from dcpc.codegen import Variant, run_in_step, summed
+from dcpc.errors import DcpcError, VerifyError
+from dcpc.planning import Planned
+from dcpc.variants import Variants
+from dcpc.verify import Verifier
+from dcpc.verify.compare import Given, error_of
+from dcpc.verify.reference import Outcome, plain
+from dcpc.verify.replay import replayed
+
+EFFECTIVE = 1e-6
+SAMPLES = 2
+LOSS_FACTOR = 0.5  # the gradient of the loss that a variant's backward gets
+_FLOOR = 1e-3  # gradients below this share of the largest are compared with that share of it
+
+# How planting a fault ends.
+CAUGHT = "VerifyError"  # before a number reached the user
+REFUSED = "DcpcError"  # another one: dcpc's own checks
+ESCAPED = "escaped"
+HARMLESS = "ineffective"  # the numbers are right: it does not count
+LOUD = "error"  # not effective either: no number comes out at all, with or without verification
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a fault.
+
+    Attributes:
+        mutant: the fault; None: nothing was planted.
+        end: one of the constants above.
+        error: largest relative error of loss and gradients without verification.
+        said: what was raised.
+        spent_s: seconds of planting, planning, verifying and running.
+    """
+
+    mutant: Mutant | None
+    end: str
+    error: float
+    said: str
+    spent_s: float
+
+    @property
+    def effective(self) -> bool:
+        """Whether it makes wrong numbers that nothing but verification stops."""
+        return self.end in (CAUGHT, REFUSED, ESCAPED)
+
+
+def run_mutant(mutant: Mutant) -> Verdict:
+    """Plants a fault, plans, verifies and runs its model; returns what became of it."""
+    return judged(SETTINGS[mutant.setting], mutant)
+
+
+def run_sound(setting: str) -> Verdict:
+    """Does the same without a fault: it has to be ineffective, and nothing may be raised."""
+    return judged(SETTINGS[setting], None)
+
+
+def judged(setting: Setting, mutant: Mutant | None) -> Verdict:
+    """Returns what became of a fault, or of none, on one model."""
+    start_s = time.perf_counter()
+    error, raised, said = 0.0, "", ""
+    model = setting.model()
+    expected = [plain_outcome(setting, model, sizes) for sizes in _points(setting)]
+    plant: AbstractContextManager[object] = nullcontext() if mutant is None else mutant.plant()
+    try:
+        with warnings.catch_warnings(), plant:
+            warnings.simplefilter("ignore")
+            planned = _planned(setting, model)
+            raised, said = _verified(setting, model, planned, time.perf_counter() - start_s)
+            for sizes, want in zip(_points(setting), expected, strict=True):
+                for sp in _degrees(setting, planned, sizes):
+                    found = _outcome(setting, model, planned, sizes, sp)
+                    error = max(error, error_of(found, want[sp > 1], _FLOOR).worst)
+    except Exception as failure:  # numbers that nobody sees: a crash, or a refusal
+        said = said or f"{type(failure).__name__}: {failure}"
+        return Verdict(mutant, LOUD, error, said, time.perf_counter() - start_s)
+    end = (raised or ESCAPED) if error > EFFECTIVE else HARMLESS
+    if mutant is None and raised:
+        end = raised
+    return Verdict(mutant, end, error, said, time.perf_counter() - start_s)
+
+
+def _planned(setting: Setting, model: nn.Module) -> Planned:
+    options = {"device": SPLITTING, **setting.options}
+    return api.plan(model, setting.buckets(), backend="eager", **options)
+
+
+def _points(setting: Setting) -> list[dict[str, int]]:
+    batched = any("batch" in text for text in setting.inputs.values())
+    return [{**sizes, **({BATCH: SAMPLES} if batched else {})} for sizes in setting.sizes]
+
+
+def _degrees(setting: Setting, planned: Planned, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The degrees that a bucket is run at: its plan's, and what a step planner may use besides."""
+    return setting.degrees or (planned.plans[planned.find(sizes)].sp,)
+
+
+def plain_outcome(
+    setting: Setting, model: nn.Module, sizes: Mapping[str, int]
+) -> tuple[Outcome, Outcome]:
+    """Returns what the model itself computes: with random numbers by place, and all alike."""
+    data = setting.data(sizes)
+    found = [plain(model, data, wide=True, alike=alike, autocast=None) for alike in (False, True)]
+    return found[0], found[1]
+
+
+def _verified(
+    setting: Setting, model: nn.Module, planned: Planned, compile_s: float
+) -> tuple[str, str]:
+    """Returns how verification ends, as `dcpc.compile` and a first call of each shape do it."""
+    try:
+        verifier = Verifier(model, setting.buckets(), planned, "auto")
+        verifier.start(compile_s)
+        for sizes in _points(setting):
+            for sp in _degrees(setting, planned, sizes):
+                _ranks(planned, sizes, sp)
+    except VerifyError as error:
+        return CAUGHT, str(error)
+    except DcpcError as error:
+        return REFUSED, f"{type(error).__name__}: {error}"
+    except Exception as error:  # of the checks themselves: it stops the user, but says too little
+        return "", f"{type(error).__name__}: {error}"
+    finally:
+        for variants in planned.traces:
+            variants.inspect = None
+    return "", ""
+
+
+def _ranks(
+    planned: Planned, sizes: Mapping[str, int], sp: int
+) -> tuple[Variants, list[tuple[Variant, tuple[int, ...]]]]:
+    """Returns each rank's variant and integers, as `CompiledModel` asks for them."""
+    bucket = planned.find(sizes)
+    variants, plan = planned.by_bucket[bucket], planned.plans[bucket]
+    own = {**bucket.sizes, BATCH: plan.micro_batch}
+    placement = variants.placement(own, sp)
+    every = [variants.variant(placement, plan.recompute, sizes, rank) for rank in range(sp)]
+    return variants, every
+
+
+def _outcome(
+    setting: Setting, model: nn.Module, planned: Planned, sizes: Mapping[str, int], sp: int
+) -> Outcome:
+    variants, ranks = _ranks(planned, sizes, sp)
+    data = setting.data(sizes)
+    given = Given(variants.program, model, data, wide=False, alike=sp > 1)
+    if setting.called:
+        return _called(given, *ranks[0])
+    parts, integers = [], []
+    for variant, values in ranks:
+        own = variant.partition
+        forward, backward = (
+            replayed(gm, wide=False, alike=sp > 1) for gm in (own.forward, own.backward)
+        )
+        parts.append(replace(own, forward=forward, backward=backward))
+        integers.append(dict(zip((i.name for i in variant.integers), values, strict=True)))
+    tensors = {n: t.detach() for n, t in given.tensors.items()}
+    results = run_in_step(parts, integers, tensors)
+    first = ranks[0][0]
+    trained = [first.placeholders[position] for position in first.trainable]
+    names = [given.leaf[variants.program.parameters[placeholder]] for placeholder in trained]
+    share = sp / first.sp  # a variant takes the share of the degree that it was made for
+    gradients = {n: None if g is None else g * share for n, g in zip(names, summed(results), strict=True)}
+    return Outcome(results[0].loss, gradients)
+
+
+def _called(given: Given, variant: Variant, integers: tuple[int, ...]) -> Outcome:
+    """Calls a variant as a compiled model does, with autograd around it."""
+    leaves: Mapping[str, Tensor] = {n: p for n, p in given.parameters.items() if p.requires_grad}
+    with torch.enable_grad():
+        loss = variant([given.tensors[n] for n in variant.placeholders], integers)
+        found = torch.autograd.grad(loss * LOSS_FACTOR, [*leaves.values()], allow_unused=True)
+    gradients = {n: None if g is None else g / LOSS_FACTOR for n, g in zip(leaves, found, strict=True)}
+    return Outcome(loss.detach(), gradients)
