@@ -9,7 +9,7 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 	if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	then echo $$p; break; fi; done
 
-.PHONY: demo demo-video test test-slow fuzz lint clean
+.PHONY: demo demo-video test test-exact test-slow zoo fuzz lint clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -23,7 +23,16 @@ demo-video: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
-# Inductor, more ranks, the demo and the benchmarks: over 20 minutes on 2 cores.
+# The slow tests that hold numbers: the zoo over ranks, all modes, Inductor. Which slow ones are left
+# out, and why, is in tests/conftest.py.
+test-exact: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not by_hand" -n auto --maxprocesses 2 --dist worksteal
+
+# The named models of transformers and diffusers against the plain ones; exit 1 where one differs.
+zoo: $(STAMP)
+	$(PY) -m benchmarks.zoo --quick
+
+# Everything that is slow.
 test-slow: $(STAMP)
 	$(PY) -m pytest -m slow
 
