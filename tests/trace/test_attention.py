@@ -170,3 +170,42 @@ def test_compiled_numbers_are_the_model_s(name):
     gradients = (torch.autograd.grad(y, leaves) for y in (loss, want))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+def seen_by(q: Tensor, before: int) -> Tensor:
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    return (distance >= 0) & (distance < before)
+
+
+BITS = {
+    "causal": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "numbers": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b.detach()[None].float()),
+}
+NEAR = {
+    "causal mask": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, seen_by(q, 99)),
+    "window": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, seen_by(q, 5)),
+    "wide values": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, torch.cat([v, v], -1)),
+    "negative scale": lambda q, k, v, b: F.scaled_dot_product_attention(
+        q, k, v, seen_by(q, 99), scale=-0.5
+    ),
+    "spelled": lambda q, k, v, b: (q @ k.mT * 0.5).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", BITS | NEAR)
+def test_bits_of_the_plain_model_under_autocast(name):
+    """Or as near to float64 as these are, where another kernel computes them."""
+    inputs = {"x": "float32[batch, seq, 8]"}
+    buckets = dcpc.Buckets(inputs=inputs, sizes=[{"seq": 48}, {"seq": 64}])
+    model, exact = Attends((BITS | NEAR)[name]).float(), Attends((BITS | NEAR)[name])
+    compiled = dcpc.compile(model, buckets, backend="eager", autocast=torch.bfloat16)
+    x = torch.randn(8, 64, 8, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(x)
+    found = [torch.autograd.grad(y, model.qkv.weight)[0] for y in (compiled(x=x), want)]
+    if name in BITS:
+        assert found[0].equal(found[1])
+        return
+    (truth,) = torch.autograd.grad(exact(x.double()), exact.qkv.weight)
+    far = [float((g - truth).norm() / truth.norm()) for g in found]
+    assert far[0] < 1.2 * far[1] < 0.1
