@@ -101,6 +101,19 @@ class Sight:
         return hidden if self.after is None else hidden | (distance > self.after)
 
 
+# Scores as low as this are nowhere but where a mask puts them.
+LOWEST = -1e30
+
+
+def hides(number: float, dtype: torch.dtype) -> bool:
+    """Returns whether a number in place of a score, or added to it, leaves it no weight for sure.
+
+    That is -inf, and what no score of the dtype comes near: of float16 the lowest number there is,
+    of others 1e30 below 0. Scores do reach -1e4 and -1e9.
+    """
+    return number <= max(LOWEST, torch.finfo(dtype).min)
+
+
 def accumulated(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which softmax is computed: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import fx
 
+from dcpc.attention import hides
 from dcpc.ir import MaskDecision, MaskPlan, Program, Recipe
 from dcpc.passes.mask_graph import MaskReader
 from dcpc.passes.mask_values import (
@@ -38,8 +39,6 @@ from dcpc.passes.mask_values import (
 )
 from dcpc.passes.segments import is_one, segment_of, within
 
-# A number added to a score that leaves nothing of its weight: e to the power of it is 0.
-LOW = -1e4
 # One that leaves nothing of the score itself, in float32 and float64.
 DROWNS = -1e30
 
@@ -117,6 +116,7 @@ class _Mask:
         self.sizes = {"b": query[0], "h": query[1], "i": query[2], "j": key[2]}
         self.reader = reader
         shape = program.info[mask.name].shape
+        self.dtype = program.info[node.all_input_nodes[0].name].dtype
         names = zip(shape, self.sizes, strict=True)
         self.index = tuple(Affine(0) if n == 1 else Affine(0, ((v, 1),)) for n, v in names)
 
@@ -175,9 +175,12 @@ class _Mask:
             number = float(value.number)
             if number == 0:
                 return TRUE, set()
-            if number <= LOW:
+            if hides(number, self.dtype):
                 return FALSE, {number}
-            raise _RefusedError(f"it adds {number:g} to scores")
+            raise _RefusedError(
+                f"it adds {number:g} to scores, which may differ by as much; float('-inf') and "
+                "torch.finfo(dtype).min hide keys for sure"
+            )
         raise _RefusedError(f"it adds numbers to scores: {self._blame(value)}")
 
     def _blame(self, value: Value) -> str:

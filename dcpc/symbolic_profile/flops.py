@@ -104,6 +104,7 @@ LOOKUPS = frozenset(
 )
 # Other ops, by FLOPs an element of their largest operand.
 ELEMENTS: Mapping[str, int] = {
+    "_safe_softmax": 5,
     "_softmax": 4,
     "_softmax_backward_data": 4,
     "_log_softmax": 4,

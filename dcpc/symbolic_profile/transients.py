@@ -57,6 +57,13 @@ def _group_norm_backward(call: Call) -> sympy.Expr:
     return 2 * n * c * 4 + copies("grad_out", "input")(call)
 
 
+def _safe_softmax(call: Call) -> sympy.Expr:
+    """What a softmax takes, and then which scores are -inf, and which rows are so throughout."""
+    x = call.tensor("self")
+    hidden = x.numel + x.numel / x.shape[argument(call.node, "dim")]
+    return larger(copies("self")(call), hidden)
+
+
 def _convolution(call: Call) -> sympy.Expr:
     """Of oneDNN an upper bound: its own output, its reordered input and weight; or columns."""
     x, out = call.tensor("input"), call.facts.of(call.node)[0]
@@ -243,6 +250,7 @@ TRANSIENTS: dict[str, Callable[[Call], sympy.Expr]] = {
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::native_group_norm_backward": _group_norm_backward,
     "aten::_fused_rms_norm": _fused_rms_norm,
+    "aten::_safe_softmax": _safe_softmax,
     "aten::_softmax": copies("self"),
     "aten::_log_softmax": copies("self"),
     "aten::_softmax_backward_data": copies("grad_output", "output"),

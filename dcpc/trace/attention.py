@@ -11,6 +11,7 @@ float64 model: the numbers would change), dropout, and weights that something el
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
-import dcpc.attention  # noqa: F401 - registers the op
+from dcpc.attention import accumulated, hides
+from dcpc.errors import TraceError
 from dcpc.trace.editor import Editor
 
 aten = torch.ops.aten
 
-# Numbers as low as this replace a score by "not at all": e to the power of it is 0.
-LOW = -1e4
+# Numbers as low as this are meant to hide keys, even if they are not certain to.
+REMARKABLE = -1e3
 
 PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.mm.default}
 SOFTMAXES = {aten.softmax.int, aten._softmax.default}
@@ -38,7 +40,7 @@ class _Found:
         q: `[..., s, d]`.
         k: `[..., t, d]`.
         v: `[..., t, e]`.
-        scale: of the scores.
+        scale: of the scores; None: one by the root of the width, which is a named dim.
         mask: makes what is added to the scores or says which are seen; None: nothing.
         causal: whether query i sees keys 0 to i.
         grouped: whether key heads may be fewer than query heads.
@@ -48,7 +50,7 @@ class _Found:
     q: fx.Node
     k: fx.Node
     v: fx.Node
-    scale: float
+    scale: float | None
     mask: Callable[[Editor], fx.Node] | None = None
     causal: bool = False
     grouped: bool = False
@@ -78,14 +80,36 @@ def _fused(node: fx.Node) -> _Found | None:
     if given.get("dropout_p"):
         return None
     q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
-    scale = given.get("scale")
-    scale = float(q.meta["val"].shape[-1]) ** -0.5 if scale is None else float(scale)
     return _Found(
-        q, k, v, scale,
+        q, k, v, scale_of(given.get("scale"), q),
         mask=None if mask is None else lambda edit: mask,
         causal=bool(given.get("is_causal")),
         grouped=bool(given.get("enable_gqa")),
     )  # fmt: skip
+
+
+def scale_of(scale: Any, q: fx.Node) -> float | None:
+    """Returns what scores are scaled by; None if that is the root of a width with a symbol."""
+    width = q.meta["val"].shape[-1]
+    if scale is None:
+        return float(width) ** -0.5 if isinstance(width, int) else None
+    if isinstance(scale, int | float):
+        return float(scale)
+    raise TraceError(
+        f"attention is scaled by {scale}, which depends on a size; expected a number; multiply the "
+        "queries by it, and give scale=1.0"
+    )
+
+
+def scaled_by_width(edit: Editor, q: fx.Node) -> fx.Node:
+    """Returns queries divided by the root of their width, whatever symbol that is."""
+    dtype = q.meta["val"].dtype
+    ones = edit.call(aten.ones_like.default, q, dtype=accumulated(dtype))
+    root = edit.call(aten.rsqrt.default, edit.call(aten.sum.dim_IntList, ones, [-1], True))
+    scaled = edit.call(aten.mul.Tensor, q, root)
+    if scaled.meta["val"].dtype != dtype:
+        scaled = edit.call(aten._to_copy.default, scaled, dtype=dtype)
+    return scaled
 
 
 # --------------------------------------------------------------------- matmul, softmax, matmul
@@ -123,7 +147,10 @@ def _spelled(node: fx.Node) -> _Found | None:
     scores = _scores(weights.args[0])
     if scores is None:
         return None
-    dtypes = {x.meta["val"].dtype for x in (scores.q, scores.k, v, node)}
+    tensors = [x.meta["val"] for x in (scores.q, scores.k, v, node)]
+    if any(x.ndim < 2 for x in tensors):  # the product of a matrix and a vector
+        return None
+    dtypes = {x.dtype for x in tensors}
     precise = len(dtypes) == 1 and _itemsize(weights) >= _itemsize(node)
     masked = _masked(scores)
     if not precise or masked is None:
@@ -148,7 +175,7 @@ def _scores(x: Any) -> _Scores | None:
     if x.target is aten.baddbmm.default:
         return _baddbmm(x)
     for source, change in _steps(x):
-        if isinstance(source, fx.Node) and _same_shape(source, x):
+        if _is_tensor(source) and _same_shape(source, x):
             below = _scores(source)
             if below is not None:
                 return change(below)
@@ -160,7 +187,10 @@ def _baddbmm(x: fx.Node) -> _Scores | None:
     assert isinstance(added, fx.Node)
     assert isinstance(q, fx.Node)
     assert isinstance(k, fx.Node)
-    beta, alpha = (float(x.kwargs.get(name, 1)) for name in ("beta", "alpha"))  # type: ignore[arg-type]
+    beta, alpha = (x.kwargs.get(name, 1) for name in ("beta", "alpha"))
+    if not isinstance(beta, int | float) or not isinstance(alpha, int | float):
+        return None
+    beta, alpha = float(beta), float(alpha)
     return _Scores(q, k, alpha, ((added, beta),) if beta else ())
 
 
@@ -176,10 +206,11 @@ def _steps(x: fx.Node) -> Iterator[tuple[Any, Callable[[_Scores], _Scores]]]:
         if isinstance(args[1], int | float):
             factor = float(args[1])
             divides = x.target in (aten.div.Tensor, aten.div.Scalar)
-            yield args[0], lambda s: _scaled(s, 1 / factor if divides else factor)
+            if factor or not divides:
+                yield args[0], lambda s: _scaled(s, 1 / factor if divides else factor)
     elif x.target is aten.add.Tensor and "alpha" not in x.kwargs:
         for one, other in ((args[0], args[1]), (args[1], args[0])):
-            if isinstance(other, fx.Node):
+            if _is_tensor(other):
                 yield one, lambda s, m=other: replace(s, added=(*s.added, (m, 1.0)))  # type: ignore[misc]
     else:
         yield from _fill(x)
@@ -224,7 +255,15 @@ def _scaled(s: _Scores, factor: float) -> _Scores:
 def _masked(scores: _Scores) -> tuple[Callable[[Editor], fx.Node] | None, str] | None:
     """Returns how to make the mask, and what rows without a key give; None if it cannot be one."""
     numbers = {number for _, _, number in scores.fills}
-    if len(numbers) > 1 or any(number > LOW for number in numbers):
+    dtype = scores.q.meta["val"].dtype
+    low = [number for number in numbers if not hides(number, dtype)]
+    if any(number <= REMARKABLE for number in low):
+        warnings.warn(
+            f"scores are replaced by {min(low):g}, which others may reach: attention stays matmul, "
+            "softmax, matmul, which takes memory with the square of the length; use float('-inf') "
+            "or torch.finfo(dtype).min to hide keys", stacklevel=2,
+        )  # fmt: skip
+    if len(numbers) > 1 or low:
         return None
     if any(not m.meta["val"].is_floating_point() for m, _ in scores.added):
         return None
@@ -274,6 +313,8 @@ def _emit(found: _Found, edit: Editor, node: fx.Node) -> fx.Node:
     """Emits the call on tensors of rank 4, and what brings its result to the old one's shape."""
     k, v, repeats = _unrepeated(found)
     q, mask = found.q, found.mask(edit) if found.mask is not None else None
+    if found.scale is None:
+        q = scaled_by_width(edit, q)
     rank = max(x.meta["val"].ndim for x in (q, k, v))
     q, k, v = (_ranked(edit, x, rank) for x in (q, k, v))
     q, k, v = _broadcast(edit, (q, k, v), found.grouped or repeats)
@@ -281,7 +322,7 @@ def _emit(found: _Found, edit: Editor, node: fx.Node) -> fx.Node:
     if mask is not None:
         mask = _mask_of_rank_4(edit, _ranked(edit, mask, rank), q)
     tensors = [_rank_4(edit, x) for x in (q, k, v)]
-    kwargs: dict[str, Any] = {"scale": found.scale}
+    kwargs: dict[str, Any] = {"scale": 1.0 if found.scale is None else found.scale}
     if found.causal:
         kwargs["after"] = 0
     if found.empty != "zero":
@@ -374,6 +415,11 @@ def _mask_of_rank_4(edit: Editor, mask: fx.Node, q: fx.Node) -> fx.Node:
         sizes[: rank - 3] = edit.sizes(q, lead)
         mask = edit.call(aten.expand.default, mask, sizes)
     return _rank_4(edit, mask)
+
+
+def _is_tensor(x: Any) -> bool:
+    """Returns whether x is a node of a tensor, and not of a size."""
+    return isinstance(x, fx.Node) and isinstance(x.meta["val"], torch.Tensor)
 
 
 def _itemsize(x: fx.Node) -> int:

@@ -3,7 +3,7 @@
 dropout(x, p)                  ->  where(uniform >= p, x / (1 - p), 0)
 rand, rand_like, bernoulli     ->  uniform, uniform < p
 randn, randn_like              ->  normal
-attention with dropout         ->  matmul, softmax, dropout, matmul
+attention with dropout         ->  matmul, softmax (safe where masked), dropout, matmul
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import fx
 
 import dcpc.random_ops  # noqa: F401 - registers the ops
 from dcpc.errors import TraceError
+from dcpc.trace.attention import scale_of, scaled_by_width
 from dcpc.trace.editor import Editor
 
 aten = torch.ops.aten
@@ -129,8 +130,9 @@ def _attention(node: fx.Node, edit: Editor, index: int) -> None:
     groups = queries.shape[-3] // keys.shape[-3] if given.get("enable_gqa") else 1
     if groups != 1:
         k, v = (repeat_heads(edit, x, groups) for x in (k, v))
-    scale: Any = given.get("scale")
-    scale = scale if scale is not None else float(queries.shape[-1]) ** -0.5
+    scale = scale_of(given.get("scale"), q)
+    if scale is None:
+        q, scale = scaled_by_width(edit, q), 1.0
     scores = edit.call(aten.matmul.default, q, edit.call(aten.transpose.int, k, -2, -1))
     scores = edit.call(aten.mul.Tensor, scores, scale)
     if given.get("is_causal"):
@@ -139,7 +141,11 @@ def _attention(node: fx.Node, edit: Editor, index: int) -> None:
         scores = edit.call(aten.where.ScalarOther, mask, scores, float("-inf"))
     elif isinstance(mask, fx.Node):
         scores = edit.call(aten.add.Tensor, scores, mask)
-    weights = edit.call(aten.softmax.int, scores, -1)
+    # Of a query that sees no key torch's own are 0: a plain softmax has no number for it.
+    softmax = aten.softmax.int if mask is None else aten._safe_softmax.default
+    weights = edit.call(softmax, scores, -1)
+    if weights.meta["val"].dtype != queries.dtype:  # a float32 mask of half precision
+        weights = edit.call(aten._to_copy.default, weights, dtype=queries.dtype)
     weights = _kept(edit, weights, _attention_dropout(node), index)[0]
     _replace(node, edit.call(aten.matmul.default, weights, v))
 

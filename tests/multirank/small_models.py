@@ -213,6 +213,23 @@ class CrossAttention(nn.Module):
         return {"loss": (y.transpose(1, 2).flatten(2) - x).square().mean()}
 
 
+@case({"x": "float64[batch, seq, 12]"})
+class LyingAttention(nn.Module):
+    """Queries, keys and values whose last dim is not innermost; a scale below 0 where keys hide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.near = nn.Linear(DIM, 3 * DIM), nn.Conv1d(DIM, DIM, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        apart = [t.unflatten(-1, (3, 4)).permute(0, 3, 1, 2) for t in self.qkv(x).chunk(3, -1)]
+        at = torch.arange(x.shape[1])
+        y = F.scaled_dot_product_attention(*apart, attn_mask=at <= at[:, None], scale=-0.7)
+        channels = self.near(x.mT).mT.unsqueeze(1)
+        one = F.scaled_dot_product_attention(channels, channels, channels, is_causal=True)
+        return {"loss": (y.transpose(1, 2).flatten(2) + one.squeeze(1) - x).square().mean()}
+
+
 @case(TOKENS)
 class LinearAttention(Tokens):
     """Contracts over the sequence: keys^T values is a sum over all ranks' positions."""

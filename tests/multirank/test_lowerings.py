@@ -75,8 +75,8 @@ def small_errors(rank: int, names: Sequence[str], sp: int) -> dict[str, float]:
     return found
 
 
-def test_cross_attention_by_every_lowering():
-    found = run_ranks(small_errors, 2, ("CrossAttention",), 2, timeout_s=300)
+def test_attention_of_two_lengths_and_of_any_layout_by_every_lowering():
+    found = run_ranks(small_errors, 2, ("CrossAttention", "LyingAttention"), 2, timeout_s=300)
     assert wrong(found, 1e-10) == {}
 
 

@@ -88,6 +88,8 @@ CHANNELS_LAST = torch.randn(2, 8, 30, 40).to(memory_format=torch.channels_last)
     ("function", "tensors"),
     [
         (lambda x: aten._softmax(x, -1, False), [XT]),
+        (lambda x: aten._safe_softmax(x, -1), [XT]),
+        (lambda x: aten._safe_softmax(x, -1), [X]),
         (lambda g, y: aten._softmax_backward_data(g, y, -1, torch.float32), [XT, X]),
         (lambda x: aten.native_layer_norm(x, [64], None, None, 1e-5), [XT]),
         (lambda g, i: aten.embedding_dense_backward(g, i, 50, -1, False), [XT, IDS]),

@@ -52,10 +52,23 @@ HITS = {
     "bias, then scaled": lambda q, k, v, b: ((q @ k.mT + b) * 0.3).softmax(-1) @ v,
     "baddbmm": baddbmm,
 }  # fmt: skip
+
+
+def filled(scores: Tensor) -> Tensor:
+    hidden = torch.ones(scores.shape[2], scores.shape[3], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -1e4).softmax(-1)
+
+
 MISSES = {
     "lower precision": lambda q, k, v, b: (q @ k.mT).softmax(-1, dtype=torch.float32).double() @ v,
     "weights read twice": lambda q, k, v, b: (w := (q @ k.mT).softmax(-1)) @ v + w.mean(),
     "softmax over queries": lambda q, k, v, b: (q @ k.mT).softmax(-2) @ v,
+    "scores reach its fill": lambda q, k, v, b: filled(3e4 * q @ k.mT) @ v,
+    "a vector of values": lambda q, k, v, b: (q @ k.mT).softmax(-1) @ v[0, 0, :, 0],
+    "a vector of keys": lambda q, k, v, b: (q @ k[0, 0, 0]).softmax(-1) @ v[0, 0],
+    "a vector of queries": lambda q, k, v, b: (q[0, 0, 0] @ k[0, 0].mT).softmax(-1) @ v[0, 0],
+    "divided by 0": lambda q, k, v, b: (q @ k.mT * 0 / 0).softmax(-1) @ v,
+    "a length added": lambda q, k, v, b: (q @ k.mT + q.shape[2]).softmax(-1) @ v,
     "a fill not low": lambda q, k, v, b: (q @ k.mT).masked_fill(b > 0, -3.0).softmax(-1) @ v,
 }  # fmt: skip
 
@@ -89,9 +102,110 @@ def test_spelling_becomes_one_op_of_the_same_numbers(name):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:scores are replaced by")
 @pytest.mark.parametrize("name", MISSES)
 def test_other_things_stay_as_they_are(name):
     nodes, program, model = calls(MISSES[name])
     assert not nodes
     x = torch.randn(3, 15, 8, dtype=torch.float64)
-    torch.testing.assert_close(run(program, model, x), model(x), rtol=1e-6, atol=0)
+    got, want = run(program, model, x), model(x)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_fill_that_scores_may_reach_is_named():
+    with pytest.warns(UserWarning, match="replaced by -10000, which others may reach"):
+        calls(MISSES["scores reach its fill"])
+
+
+def with_scale(scale: float, causal: bool = False):
+    def attends(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        n = q.shape[2]
+        seen = torch.ones(n, n, dtype=torch.bool).tril()
+        numbers = torch.zeros(n, n, dtype=q.dtype).masked_fill(~seen, float("-inf"))
+        y = F.scaled_dot_product_attention(q, k, v, seen, scale=scale)
+        y = y + F.scaled_dot_product_attention(q, k, v, numbers, scale=scale)
+        return y + (q @ k.mT * scale).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+    return attends
+
+
+def columns(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """The width of a head is a named dim, and so is what it scales by."""
+    return F.scaled_dot_product_attention(q.mT, k.mT, v.mT)
+
+
+def without_a_key(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    at = torch.arange(q.shape[2])
+    seen = (at <= at[:, None]) & (at > 2)
+    y = F.scaled_dot_product_attention(q, k, v, seen, dropout_p=1e-12)
+    numbers = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf"))
+    return y + F.scaled_dot_product_attention(q, k, v, numbers, dropout_p=1e-12, scale=-0.3)
+
+
+def innermost_last(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    q, k, v = (t.mT.contiguous().mT for t in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    y = y + F.scaled_dot_product_attention(k, q, v[..., :1].expand(v.shape))
+    q, k, v = torch.stack([q, k, v], -1).unbind(-1)
+    return y + F.scaled_dot_product_attention(q, k, v)
+
+
+WHOLE = {
+    "negative scale": with_scale(-0.5),
+    "scale of 0": with_scale(0.0),
+    "width of a named dim": columns,
+    "dropout, no key": without_a_key,
+    "last dim not innermost": innermost_last,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_compiled_numbers_are_the_model_s(name):
+    model = Attends(WHOLE[name])
+    compiled = dcpc.compile(model, BUCKETS, backend="eager")
+    x = torch.randn(3, 20, 8, dtype=torch.float64)
+    leaves = list(model.qkv.parameters())
+    loss, want = compiled(x=x), model(x)
+    torch.testing.assert_close(loss, want, rtol=1e-10, atol=0)
+    gradients = (torch.autograd.grad(y, leaves) for y in (loss, want))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+def seen_by(q: Tensor, before: int) -> Tensor:
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    return (distance >= 0) & (distance < before)
+
+
+BITS = {
+    "causal": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "numbers": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, b.detach()[None].float()),
+}
+NEAR = {
+    "causal mask": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, seen_by(q, 99)),
+    "window": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, seen_by(q, 5)),
+    "wide values": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, torch.cat([v, v], -1)),
+    "negative scale": lambda q, k, v, b: F.scaled_dot_product_attention(
+        q, k, v, seen_by(q, 99), scale=-0.5
+    ),
+    "spelled": lambda q, k, v, b: (q @ k.mT * 0.5).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", BITS | NEAR)
+def test_bits_of_the_plain_model_under_autocast(name):
+    """Or as near to float64 as these are, where another kernel computes them."""
+    inputs = {"x": "float32[batch, seq, 8]"}
+    buckets = dcpc.Buckets(inputs=inputs, sizes=[{"seq": 48}, {"seq": 64}])
+    model, exact = Attends((BITS | NEAR)[name]).float(), Attends((BITS | NEAR)[name])
+    compiled = dcpc.compile(model, buckets, backend="eager", autocast=torch.bfloat16)
+    x = torch.randn(8, 64, 8, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(x)
+    found = [torch.autograd.grad(y, model.qkv.weight)[0] for y in (compiled(x=x), want)]
+    if name in BITS:
+        assert found[0].equal(found[1])
+        return
+    (truth,) = torch.autograd.grad(exact(x.double()), exact.qkv.weight)
+    far = [float((g - truth).norm() / truth.norm()) for g in found]
+    assert far[0] < 1.2 * far[1] < 0.1
