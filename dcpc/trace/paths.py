@@ -76,7 +76,7 @@ class _Recorder(TorchDispatchMode):
     """Writes down the calls in its block."""
 
     def __init__(self, names: Mapping[int, Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []
         self.keys: dict[int, Any] = dict(names)
         self.written: dict[int, int] = {}  # memory -> the last call that wrote to it
