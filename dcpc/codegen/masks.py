@@ -92,6 +92,8 @@ class _Applied:
             return recipe
         if recipe[0] == "get":
             return self._get(*recipe[1:])
+        if recipe[0] == "cast":
+            return self._call(aten._to_copy.default, self._emit(recipe[2]), dtype=recipe[1])
         first, *rest = map(self._emit, recipe[1:])
         op = _OPS[str(recipe[0])]
         if not isinstance(first, fx.Node):  # a number first: the op wants a tensor there
@@ -115,13 +117,13 @@ class _Applied:
             found = self._call(aten.unsqueeze.default, found, 1)
         return found
 
-    def _call(self, op: Callable[..., Any], *args: Any) -> fx.Node:
-        node = self.graph.call_function(op, args)
+    def _call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(op, args, kwargs)
         values = tree_map(lambda x: x.meta["val"] if isinstance(x, fx.Node) else x, args)
         mode = detect_fake_mode([v for v in values if isinstance(v, Tensor)])
         assert mode is not None, "a program's values are fake"
         with mode:
-            node.meta["val"] = op(*values)
+            node.meta["val"] = op(*values, **kwargs)
         if isinstance(node.meta["val"], Tensor):
             self.info[node.name] = self._info(op, args, node.meta["val"])
         return node

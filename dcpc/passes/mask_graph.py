@@ -18,6 +18,7 @@ from dcpc.passes.mask_values import (
     FALSE,
     TRUE,
     Affine,
+    Choice,
     Data,
     Magnitude,
     Truth,
@@ -28,6 +29,7 @@ from dcpc.passes.mask_values import (
     combined,
     compared,
     either,
+    held,
     negation,
     plus,
     positive,
@@ -60,6 +62,8 @@ class MaskReader:
             return TRUE if node is True else FALSE if node is False else Affine(node)
         if node.name in self.program.scalars:
             return Affine(self.program.scalars[node.name])
+        if node.name not in self.program.info:
+            raise UnknownError  # a size that is divided, or compared
         key = (node.name, index)
         if key not in self._memo:
             self._memo[key] = self._read(node, index)
@@ -69,12 +73,15 @@ class MaskReader:
         rule = _RULES.get(getattr(node.target, "_opname", ""))
         if rule is not None:
             try:
-                return rule(self, node, arguments(node), index)
+                return held(rule(self, node, arguments(node), index), self.dtype(node))
             except UnknownError:
                 pass
         value = Data(("get", node.name, index))
-        boolean = self.program.info[node.name].dtype == torch.bool
-        return Truth("data", data=value) if boolean else value
+        return Truth("data", data=value) if self.dtype(node) == torch.bool else value
+
+    def dtype(self, node: fx.Node) -> torch.dtype:
+        """Returns the dtype of a node's value."""
+        return self.program.info[node.name].dtype
 
     def shape(self, node: fx.Node) -> tuple[sympy.Expr, ...]:
         """Returns the sizes of a node's value."""
@@ -82,7 +89,23 @@ class MaskReader:
 
     def number(self, x: Any) -> Any:
         """Returns a size argument as a number or an expression."""
-        return self.program.scalars[x.name] if isinstance(x, fx.Node) else x
+        if not isinstance(x, fx.Node):
+            return x
+        if x.name not in self.program.scalars:
+            raise UnknownError
+        return self.program.scalars[x.name]
+
+    def place(self, at: Any, size: sympy.Expr) -> Any:
+        """Returns a place in a dim, counted from its beginning.
+
+        Raises:
+            UnknownError: it may be before the beginning, and so count from the end.
+        """
+        at = sympy.sympify(at)
+        at = at + size if at.is_negative else at
+        if not at.is_nonnegative:
+            raise UnknownError
+        return int(at) if at.is_Integer else at
 
     def operand(self, x: Any, index: Index) -> Value:
         """Returns an operand of an elementwise op, broadcast to the result's index."""
@@ -111,34 +134,24 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 @_rule("arange")
 def _arange(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
-    start, step = r.number(args.get("start", 0)), args.get("step", 1)
+    start, step = r.number(args.get("start", 0)), r.number(args.get("step", 1))
     return plus(times(index[0], step), Affine(start))
 
 
 @_rule("full", "new_full", "full_like", "scalar_tensor")
 def _full(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
     number = args["s"] if "s" in args else args["fill_value"]
-    return _typed(r, node, r.read(number, ()))
+    return r.read(number, ())
 
 
 @_rule("zeros", "zeros_like", "new_zeros")
 def _zeros(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
-    return _typed(r, node, Affine(0))
+    return Affine(0)
 
 
 @_rule("ones", "ones_like", "new_ones")
 def _ones(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
-    return _typed(r, node, Affine(1))
-
-
-def _typed(r: MaskReader, node: fx.Node, value: Value) -> Value:
-    """A value in the node's dtype."""
-    dtype = r.program.info[node.name].dtype
-    if dtype == torch.bool:
-        return truth_of(value)
-    if isinstance(value, Truth):
-        return chosen(value, Affine(1), Affine(0))
-    return value
+    return Affine(1)
 
 
 # ------------------------------------------------------------------------------------------ views
@@ -147,12 +160,17 @@ def _typed(r: MaskReader, node: fx.Node, value: Value) -> Value:
 @_rule("alias", "clone", "contiguous", "detach", "lift_fresh_copy", "_to_copy")
 def _same(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
     (source,) = node.all_input_nodes
-    value = r.read(source, index)
-    old, new = (r.program.info[n.name].dtype for n in (source, node))
-    rounds = old.is_floating_point and not new.is_floating_point and new != torch.bool
-    if rounds and not isinstance(value, Affine):
-        raise UnknownError
-    return _typed(r, node, value)
+    value, dtype = r.read(source, index), r.dtype(node)
+    return _cast(value, dtype) if dtype not in (r.dtype(source), torch.bool) else value
+
+
+def _cast(value: Value, dtype: torch.dtype) -> Value:
+    """What is read from tensors is cast where it is looked up; `held` looks after the others."""
+    if isinstance(value, Data):
+        return Data(("cast", dtype, value.recipe))
+    if isinstance(value, Choice):
+        return Choice(value.condition, _cast(value.yes, dtype), _cast(value.no, dtype))
+    return value
 
 
 @_rule("expand")
@@ -202,10 +220,8 @@ def _permute(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -
 @_rule("slice")
 def _slice(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
     dim = args["dim"] % len(index)
-    start, step = sympy.sympify(r.number(args["start"] or 0)), args["step"]
-    start = start + r.shape(args["self"])[dim] if start.is_negative else start
-    if not start.is_nonnegative:
-        raise UnknownError
+    start = r.place(r.number(args["start"] or 0), r.shape(args["self"])[dim])
+    step = r.number(args["step"])
     own = list(index)
     own[dim] = plus(times(own[dim], step), Affine(start))
     return r.read(args["self"], tuple(own))
@@ -215,8 +231,7 @@ def _slice(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> 
 def _select(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
     source = args["self"]
     dim = args["dim"] % len(r.shape(source))
-    at = r.number(args["index"])
-    at = at + r.shape(source)[dim] if isinstance(at, int) and at < 0 else at
+    at = r.place(r.number(args["index"]), r.shape(source)[dim])
     return r.read(source, (*index[:dim], Affine(at), *index[dim:]))
 
 
@@ -230,10 +245,22 @@ def _index(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> 
     if any(r.program.info[x.name].dtype == torch.bool for x in indices):
         raise UnknownError
     place = index[: len(index) - rest]
-    own = [r.operand(x, place) for x in indices]
-    if not all(isinstance(i, Affine) for i in own):
+    pairs = zip(indices, r.shape(source), strict=False)
+    own = [_looked_up(r, r.operand(x, place), size) for x, size in pairs]
+    return r.read(source, (*own, *index[len(index) - rest :]))
+
+
+def _looked_up(r: MaskReader, at: Value, size: sympy.Expr) -> Affine:
+    """A place that is looked up: one that is negative counts from the end."""
+    if not isinstance(at, Affine) or any(times < 0 for _, times in at.coefficients):
         raise UnknownError
-    return r.read(source, (*own, *index[len(index) - rest :]))  # type: ignore[arg-type]
+    return Affine(r.place(at.number, size)) if at.constant else _from_here(at)
+
+
+def _from_here(at: Affine) -> Affine:
+    if not sympy.sympify(at.number).is_nonnegative:
+        raise UnknownError
+    return at
 
 
 # ---------------------------------------------------------------------------------------- algebra
@@ -320,14 +347,14 @@ def _where(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> 
 @_rule("masked_fill")
 def _masked_fill(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
     hit = truth_of(r.operand(args["mask"], index))
-    filled = _typed(r, node, r.operand(args["value"], ()))
+    filled = held(r.operand(args["value"], ()), r.dtype(node))
     return chosen(hit, filled, r.operand(args["self"], index))
 
 
 @_rule("tril", "triu")
 def _triangle(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
-    below = plus(plus(index[-2], times(index[-1], -1)), Affine(args["diagonal"]))  # row >= column
+    diagonal = Affine(r.number(args["diagonal"]))
+    below = plus(plus(index[-2], times(index[-1], -1)), diagonal)  # row >= column
     if node.target._opname == "triu":  # type: ignore[union-attr]
         below = times(below, -1)
-    return chosen(positive(below), r.read(args["self"], index), _typed(r, node, Affine(0)))
-
+    return chosen(positive(below), r.read(args["self"], index), held(Affine(0), r.dtype(node)))

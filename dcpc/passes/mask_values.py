@@ -16,6 +16,7 @@ from math import floor, isfinite
 from typing import Any, TypeAlias
 
 import sympy
+import torch
 
 Number: TypeAlias = Any  # int, float, or a sympy expression of the dims
 
@@ -150,7 +151,8 @@ def times(a: Affine, number: Number) -> Affine:
     """
     if a.constant:
         return Affine(a.number * number)
-    if int(number) != number:
+    known = isinstance(number, int | float | sympy.Number)
+    if not known or not isfinite(number) or int(number) != number:
         raise UnknownError
     return Affine.of(a.number * number, {v: c * int(number) for v, c in a.coefficients})
 
@@ -212,10 +214,55 @@ def compared(op: str, a: Value, b: Value) -> Truth:
 
 
 def _compared_truths(op: str, a: Value, b: Value) -> Truth:
-    if op not in ("eq", "ne"):
+    """A truth value compared: as 1 or 0, so that none is equal to 2."""
+    if isinstance(a, Truth) and isinstance(b, Truth) and op in ("eq", "ne"):
+        same = branch(a, b, negation(b))
+        return same if op == "eq" else negation(same)
+    a, b = (Choice(x, Affine(1), Affine(0)) if isinstance(x, Truth) else x for x in (a, b))
+    return compared(op, a, b)
+
+
+# Integers up to 2**24 and more: positions in a row are exact. Others round them, or wrap.
+_HOLD_POSITIONS = (torch.int64, torch.int32, torch.float64, torch.float32)
+
+
+def held(value: Value, dtype: torch.dtype) -> Value:
+    """Returns a value as a tensor of some dtype holds it.
+
+    Raises:
+        UnknownError: positions would be rounded or wrap in it, or a number is none.
+    """
+    if dtype == torch.bool:
+        return truth_of(value)
+    if isinstance(value, Choice):
+        return Choice(value.condition, held(value.yes, dtype), held(value.no, dtype))
+    if isinstance(value, Truth):
+        return chosen(value, Affine(1), Affine(0))
+    if isinstance(value, Magnitude):
+        return Magnitude(_held(value.inner, dtype))
+    return _held(value, dtype) if isinstance(value, Affine) else value
+
+
+def _held(value: Affine, dtype: torch.dtype) -> Affine:
+    number = value.number
+    known = isinstance(number, int | float)
+    if not (known and value.constant) and dtype not in _HOLD_POSITIONS:
         raise UnknownError
-    same = branch(truth_of(a), truth_of(b), negation(truth_of(b)))
-    return same if op == "eq" else negation(same)
+    if known and number != number:
+        raise UnknownError
+    if not dtype.is_floating_point:
+        if isinstance(number, float):
+            if not number.is_integer():
+                raise UnknownError
+            number = int(number)
+        if not known and not sympy.sympify(number).is_integer:
+            raise UnknownError
+        limits = torch.iinfo(dtype)
+        if known and not limits.min <= number <= limits.max:
+            raise UnknownError
+    elif known and value.constant:
+        number = float(torch.tensor(number, dtype=dtype))
+    return Affine(number, value.coefficients)
 
 
 def combined(op: Callable[[Affine, Affine], Affine], name: str, a: Value, b: Value) -> Value:

@@ -13,7 +13,7 @@ or left as it is, with the reason in the report. The last of them is of sequence
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +77,14 @@ def recognise_masks(program: Program) -> MaskPlan:
             decisions[node.name] = _Mask(program, reader, node, mask).decide()
         except _RefusedError as reason:
             refused.setdefault((mask.name, str(reason)), []).append(node.name)
-    notes = tuple(_note(program, *why, nodes) for why, nodes in refused.items())
-    return MaskPlan(decisions, notes)
+    return MaskPlan(decisions, notes_of(program, refused))
+
+
+def notes_of(
+    program: Program, refused: Mapping[tuple[str, str], Sequence[str]]
+) -> tuple[str, ...]:
+    """Returns a line each for (mask, why it stays) -> attentions."""
+    return tuple(_note(program, *why, nodes) for why, nodes in refused.items())
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
@@ -89,7 +95,7 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
     return mask if isinstance(mask, fx.Node) and not any(keep) else None
 
 
-def _note(program: Program, mask: str, reason: str, nodes: list[str]) -> str:
+def _note(program: Program, mask: str, reason: str, nodes: Sequence[str]) -> str:
     node = next(n for n in program.gm.graph.nodes if n.name == mask)
     line = source_line(node)
     count = f"{len(nodes)} attentions" if len(nodes) > 1 else nodes[0]

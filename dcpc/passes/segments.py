@@ -33,6 +33,9 @@ from dcpc.passes.op_kinds import arguments
 # An expression of lookups whose indices are Affine in the positions b, i (query) and j (key).
 Expression: TypeAlias = Any
 
+# Positions and numbers of sequences do not wrap in these.
+COUNTING = (torch.int64, torch.int32)
+
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
@@ -94,6 +97,8 @@ def _is_integer(program: Program, recipe: Expression) -> bool:
     if recipe[0] == "get":
         dtype = program.info[recipe[1]].dtype
         return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+    if recipe[0] == "cast":  # equal before it, equal after it, and the other way where none wraps
+        return recipe[1] in COUNTING and _is_integer(program, recipe[2])
     return all(_is_integer(program, part) for part in recipe[1:])
 
 
@@ -216,6 +221,8 @@ def _counted(reader: MaskReader, segment: Expression) -> Any:
     given = arguments(steps)
     first = given["prepend"]
     aligned = isinstance(first, fx.Node) and reader.shape(first)[last] == 1
+    if {reader.dtype(count), reader.dtype(steps)} - {*COUNTING}:
+        return None
     if given["n"] != 1 or given["dim"] % len(index) != last or not aligned or given["append"]:
         return None
     return reader.read(given["self"], index)

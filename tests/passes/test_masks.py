@@ -1,16 +1,19 @@
 """Masks of attention: what is recognised, what is not and why, and that the numbers stay."""
 
+import dataclasses
 import re
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import dcpc
+from dcpc.codegen.mask_check import MaskCase, Values
 from dcpc.codegen.masks import apply_masks
 from dcpc.ir import MaskDecision, Program
+from dcpc.masks import without_masks
 from dcpc.passes.masks import recognise_masks
 from dcpc.passes.sharding import analyse
 from dcpc.symbolic_profile import find
@@ -125,6 +128,10 @@ HITS = {
     ends: hit(None, 0, segment=("get", "cumsum", (), 0, 1)),
     restarts: hit(2, 0, segment=("get", "cumsum", (), 0, 1)),
 }
+
+
+def far(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c <= r) & (c > r - 41)
 
 
 def prefix(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
@@ -275,6 +282,154 @@ def test_mask_that_says_something_else_stays_and_says_why(mask):
     assert "test_masks.py:" in note
     assert re.search(MISSES[mask], note), note
     assert apply_masks(before, plan).notes == (note,)
+
+
+def circulant(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return torch.arange(keep.shape[1])[r - c] < 5
+
+
+def ends_of_the_row(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    at = torch.arange(keep.shape[1])
+    return (c <= r) & (c <= at[-3]) & (c <= at[-2:].select(0, -1)) | (c == r)
+
+
+def rounded(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return c.to(torch.bfloat16) <= r.to(torch.bfloat16)
+
+
+def rounded_when_made(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    at = torch.arange(keep.shape[1], dtype=torch.bfloat16)
+    return at[None] <= at[:, None]
+
+
+def wrapped(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return c.to(torch.uint8) <= r.to(torch.uint8)
+
+
+def wrapped_with_a_sign(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c.to(torch.int8) <= r.to(torch.int8)) | (c == r)
+
+
+def cut_to_integers(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c + 0.5).long() <= r - 0.5
+
+
+def truth_and_two(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return ((c <= r) != 2) & (keep[:, None, None] != 2) & (c <= r + 1)
+
+
+def truths_in_order(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return ((c <= r) > 0) & ((c <= r) >= (c < r))
+
+
+def by_half_a_length(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    n = keep.shape[1]
+    return torch.ones(n, n, dtype=torch.bool).tril(n // 2) & (r - c < n / 2)
+
+
+def lowest_number_of_a_byte(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return -(c <= r).to(torch.uint8) == 255
+
+
+def documents_rounded(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    same = (ids + 256).to(torch.bfloat16)
+    return (c <= r) & (same[:, None, :, None] == same[:, None, None])
+
+
+def numbers_of_a_byte(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c <= r) & ((ids.to(torch.int8).long() + 127)[:, None, None] > 127)
+
+
+def no_number(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+    return (c <= r) & ~(c * float("nan") > r)
+
+
+ODD = [
+    *(circulant, ends_of_the_row, rounded, rounded_when_made, wrapped, wrapped_with_a_sign),
+    *(cut_to_integers, truth_and_two, truths_in_order, by_half_a_length, documents_rounded),
+    *(lowest_number_of_a_byte, numbers_of_a_byte, no_number),
+]
+
+
+def check_graph(model: nn.Module, program: Program, seq: int) -> None:
+    """Loss and gradients of a graph at some length are the model's."""
+    inputs, own = data(seq), dict(model.named_parameters())
+    named = {p: own[n] for p, n in program.parameters.items()} | dict(program.constants)
+    named |= {p: inputs[n] for p, n in program.inputs.items()}
+    loss, gradients = plain(model, inputs)
+    got = fx.Interpreter(program.gm).run(*named.values())[0]
+    got.backward()
+    assert loss_error(got, loss) < 1e-10
+    assert gradient_error(model, gradients) < 1e-10
+
+
+@pytest.mark.parametrize("mask", ODD, ids=lambda m: m.__name__)
+def test_mask_of_odd_positions_keeps_its_numbers(mask):
+    """Without the check of masks: what is read off these is right, or nothing is."""
+    model = Masked(mask)
+    before = trace(model, BUCKETS)
+    after = apply_masks(before, recognise_masks(before))
+    for seq in (12, 300):
+        check_graph(model, after, seq)
+
+
+PLANTED = {
+    "one key more": (causal, {"after": 1}),
+    "one key fewer": (window, {"before": 2}),
+    "padding forgotten": (padding_of_ids, {"keep": None}),
+    "other padding": (padding, {"keep": ("not", KEEP)}),
+    "sequences forgotten": (same_document, {"segment": None}),
+    "other sequences": (ends, {"segment": IDS}),
+    "one key more than a long window": (far, {"before": 39}),
+    "not a number instead of the mean": (lowest, {"empty": ""}),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_mask_that_is_recognised_wrongly_stays_and_says_where(name, monkeypatch):
+    mask, wrong = PLANTED[name]
+    model = Masked(mask, spelled=mask is lowest)
+    before = trace(model, BUCKETS)
+    plan = recognise_masks(before)
+    assert without_masks(before).notes == ()
+    found = {n: dataclasses.replace(d, **wrong) for n, d in plan.decisions.items()}
+    planted = dataclasses.replace(plan, decisions=found)
+    monkeypatch.setattr("dcpc.masks.recognise_masks", lambda program: planted)
+    after = without_masks(before)
+    (note,) = after.notes
+    assert re.search(r"stays a tensor: what was read off it .* at batch 2, seq \d+, .*taken", note)
+    assert "test_masks.py:" in note
+    check_graph(model, after, 41)
+
+
+def test_mask_that_cannot_be_evaluated_stays(monkeypatch):
+    def of(*_: object) -> Tensor:
+        raise ValueError("no such size")
+
+    before = program(causal)
+    monkeypatch.setattr(Values, "of", of)
+    (note,) = without_masks(before).notes
+    assert "could not be evaluated: ValueError: no such size" in note
+
+
+class Blocks(nn.Module):
+    """Attentions that each make a mask of their own, the last one another mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked(m) for m in (causal, causal, causal, far))
+
+    def forward(self, x: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+        return torch.stack([block(x, keep, ids) for block in self.blocks]).sum()
+
+
+def test_equal_masks_of_repeated_blocks_are_checked_once(monkeypatch):
+    before = trace(Blocks(), BUCKETS)
+    assert len(recognise_masks(before).decisions) == 4
+    checked, differs = [], MaskCase.differs
+    monkeypatch.setattr(MaskCase, "differs", lambda *a: checked.append(a) or differs(*a))
+    assert without_masks(before).notes == ()
+    assert len(checked) == 2
 
 
 def errors_over_ranks(rank: int) -> dict[str, float]:
