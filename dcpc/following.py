@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from dcpc.buckets import Buckets
 from dcpc.errors import DispatchError, TraceError
 from dcpc.ir import Program
+from dcpc.module_state import ModuleState
 from dcpc.planning import Planned
-from dcpc.runtime.module_state import ModuleState
 from dcpc.trace import trace
 
 # States that are known to have the same trace: as many as a loop may go round between.

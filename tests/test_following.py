@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dcpc
-from dcpc.runtime.module_state import ModuleState
+from dcpc.module_state import ModuleState
 
 BUCKETS = dcpc.Buckets(inputs={"x": "float64[batch, n, 4]"}, sizes=[{"n": 6}])
 
@@ -187,3 +187,22 @@ def test_state_tells_what_a_trace_reads_and_no_values():
     now = ModuleState(model)
     model.b[1].p = 1
     assert now.changes(ModuleState(model)) == ["b.1.p: True -> 1"]
+
+
+class Counts(Net):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen, self.kept = 0, [], None
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(x.shape[1])
+        self.kept = x
+        return super().forward(x) * self.calls
+
+
+def test_forward_that_changes_its_module_is_told():
+    model = Counts()
+    with pytest.warns(UserWarning, match=r"forward changes .*calls: 0 -> 1; .*seen") as said:
+        dcpc.compile(model, BUCKETS, backend="eager")
+    assert "kept" not in str(said[0].message)

@@ -13,7 +13,7 @@ import hashlib
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from dcpc.errors import TraceError
 from dcpc.fakes import telling
 from dcpc.garbage import without_collection
 from dcpc.ir import Program, TensorInfo
+from dcpc.module_state import ModuleState
 from dcpc.trace import dims as named
 from dcpc.trace.autocast import casting, share_casts
 from dcpc.trace.branches import refuse_branches
@@ -46,6 +47,12 @@ from dcpc.trace.single_key import depends_on
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
 
+class _Noted:
+    """What forward changes of its module, but for tensors; torch.export puts lists back."""
+
+    changes: Sequence[str] = ()
+
+
 class _LossOf(nn.Module):
     """Positional arguments in, the one scalar loss of the user's output out."""
 
@@ -53,9 +60,15 @@ class _LossOf(nn.Module):
         super().__init__()
         self.model = model
         self.names = names
+        self.noted = _Noted()
 
     def forward(self, *args: Tensor) -> Tensor:
-        return find_loss(self.model(**dict(zip(self.names, args, strict=True))))
+        before = ModuleState(self.model)
+        loss = find_loss(self.model(**dict(zip(self.names, args, strict=True))))
+        after = ModuleState(self.model)
+        tensors = {*before.kinds, *after.kinds}
+        self.noted.changes = before.changes(after, besides=tensors)
+        return loss
 
 
 def find_loss(output: Any) -> Tensor:
@@ -179,14 +192,22 @@ def _export(
                     spread_row_losses(inner.graph)
                     inner.recompile()
             if autocast is None:
-                return functional(exported), paths
-            cast: ExportedProgram = exported.run_decompositions({})
-            share_casts(cast.graph, _cached_by_autocast(cast))
-            return cast, paths
+                made = functional(exported)
+            else:
+                made = exported.run_decompositions({})
+                share_casts(made.graph, _cached_by_autocast(made))
     except TraceError:
         raise
     except Exception as error:
         raise TraceError(_explain(error, model)) from error
+    if changes := wrapped.noted.changes:
+        warnings.warn(
+            f"forward changes its own module ({'; '.join(changes[:4])}): a compiled model does "
+            "not, and every call computes what the first one does; pass what changes as an input, "
+            "or keep it outside of forward",
+            stacklevel=2,
+        )
+    return made, paths
 
 
 @contextmanager

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from dcpc.errors import TraceError
 
-# Functions of these modules are how one call of a graph gets its backward.
-_OF_CALLS = ("torch._library.", "torch._higher_order_ops.")
 _GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _NOT_USERS = ("/torch/", "/dcpc/", "/contextlib.py", "/unittest/")
 
@@ -112,10 +111,12 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     learns = torch.is_grad_enabled() and any(
         isinstance(a, Tensor) and a.requires_grad for a in args
     )
+    # Without a mode that writes down calls this is the backward of a call that was written down.
+    learns = learns and get_proxy_mode() is not None
     if learns and cls is CheckpointFunction:
         function, _, *operands = args
         return function(*operands)
-    if learns and not cls.__module__.startswith(_OF_CALLS):
+    if learns:
         raise TraceError(
             f"forward runs the autograd function {cls.__module__}.{cls.__qualname__}{_where()}: "
             "got a backward of its own; expected calls whose derivative torch knows: a captured "

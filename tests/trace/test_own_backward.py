@@ -24,6 +24,35 @@ class Rounded(torch.autograd.Function):
 kept_apply = Rounded.apply  # the usual way to name a function
 
 
+LIBRARY = torch.library.Library("dcpc_test_own_backward", "DEF")
+LIBRARY.define("thrice(Tensor x) -> Tensor")
+LIBRARY.impl("thrice", lambda x: x * 3, "CPU")
+LIBRARY.impl("thrice", torch.empty_like, "Meta")
+
+
+class Thrice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.dcpc_test_own_backward.thrice(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 5
+
+
+LIBRARY.impl("thrice", Thrice.apply, "Autograd")
+
+
+@torch.library.custom_op("dcpc_test_own_backward::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, gradient: gradient * 7)
+
+
 class Between(nn.Module):
     """Two linears with a function of the first one's output between them."""
 
@@ -80,10 +109,23 @@ def errors(model):
         lambda m, x: x + checkpoint(lambda y: torch.tanh(m.b(y)), x, use_reentrant=False),
         lambda m, x: gradient_of_cube(m, x, create=False),
         lambda m, x: gradient_of_cube(m, x, create=True),
+        lambda m, x: twice(x),
+        lambda m, x: torch.ops.dcpc_test_own_backward.thrice(x),
         lambda m, x: torch.func.vmap(lambda y: torch.sin(y) * y)(x),
         lambda m, x: torch.func.jvp(lambda y: y.sin() * y, (x,), (torch.ones_like(x),))[1],
     ],
-    ids=["no_grad", "detach", "reentrant", "checkpoint", "grad", "grad_graph", "vmap", "jvp"],
+    ids=[
+        "no_grad",
+        "detach",
+        "reentrant",
+        "checkpoint",
+        "grad",
+        "grad_graph",
+        "op",
+        "kernel",
+        "vmap",
+        "jvp",
+    ],
 )
 def test_gradient_is_the_plain_models_where_forward_says_something_of_it(function):
     assert max(errors(Between(function))) < 1e-10

@@ -120,13 +120,22 @@ class ModuleState:
             )
         )
 
-    def changes(self, now: ModuleState) -> list[str]:
-        """Returns what another state has that this one has not, a line each, outermost first."""
+    def changes(self, now: ModuleState, besides: Collection[str] = ()) -> list[str]:
+        """Returns what another state has that this one has not, a line each, outermost first.
+
+        Args:
+            now: the other one.
+            besides: names that are left out.
+        """
         found: list[str] = []
         replaced: list[str] = []
         for name in {**self.entries, **now.entries}:
             before, after = self.entries.get(name), now.entries.get(name)
-            if before == after or any(name.startswith(prefix) for prefix in replaced):
+            if (
+                before == after
+                or name in besides
+                or any(name.startswith(prefix) for prefix in replaced)
+            ):
                 continue
             shown = name or "the model"
             if before is None or after is None:
