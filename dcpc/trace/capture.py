@@ -39,6 +39,7 @@ from dcpc.trace.capturable import Capturable
 from dcpc.trace.functional import functional
 from dcpc.trace.gradients import detach_without_grad, flowing, trainable
 from dcpc.trace.losses import spread_row_losses
+from dcpc.trace.order import order_preparations
 from dcpc.trace.single_key import depends_on
 
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
@@ -124,6 +125,9 @@ def _traced(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None) ->
         refuse_branches(env, buckets, symbols, mapping)
     reached = depends_on(gm.graph)
     canonicalise(gm)
+    order_preparations(gm.graph, exported.graph_signature.inputs_to_parameters.keys())
+    gm.graph.lint()
+    gm.recompile()
     program = _program(gm, exported, buckets, symbols, mapping, hints)
     dropped = frozenset(reached - depends_on(gm.graph))
     return dataclasses.replace(program, zero_gradients=dropped & program.parameters.keys())
