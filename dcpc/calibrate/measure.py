@@ -55,6 +55,27 @@ class Whole:
         return mine, self.forward_s if forward else self.backward_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """Two blocks of one trace, compiled.
+
+    Attributes:
+        timed: forward and backward.
+        guards: relations between sizes without which they are not right.
+    """
+
+    timed: tuple[Timed, Timed]
+    guards: tuple[sympy.Basic, ...]
+
+    def holds(self, dims: Sizes) -> bool:
+        """Whether it may run at these sizes; see `Variant.integer_values`."""
+        for least in (2, 0):
+            at = {s: max(dims[s.name], least) for g in self.guards for s in g.free_symbols}
+            if all(g.subs(at) != sympy.false for g in self.guards):
+                return True
+        return False
+
+
 class Bench:
     """Two blocks of one trace, ready to be timed.
 
@@ -69,12 +90,10 @@ class Bench:
         self.placement = variants.placement({**variants.program.hints}, 1)
         # Inductor adds guards to what it compiles: such a graph is traced alone.
         hints = None if variants.backend == "eager" else ()
-        parts = variants.partition(self.placement, 0, hints)
-        facts = Facts(parts.names)
-        self._timed = [Timed(gm, facts, device) for gm in (parts.forward, parts.backward)]
-        mode = variants.lowering(self.placement, hints).joint.fake_mode
-        for timed in self._timed:
-            timed.compile(variants.backend, mode)
+        self._device = device
+        self._compiled = [self._compile(hints)]
+        # What is compiled may have become that of one length; what is priced is of all.
+        facts, self._timed = self._excerpts(None)
         self._work = [
             work_of(n, facts, 1, forward=forward)
             for timed, forward in zip(self._timed, (True, False), strict=True)
@@ -91,6 +110,36 @@ class Bench:
         self._flops = basis.matrix([w.flops for w in priced])
         self._bytes = basis.matrix([w.bytes_moved for w in priced])
         self._monomials = basis.compile(self._symbols)
+
+    def _compile(self, hints: tuple[int, ...] | None) -> _Compiled:
+        """Returns the excerpts of a trace at these hints, compiled."""
+        joint = self.variants.lowering(self.placement, hints).joint
+        _, (forward, backward) = self._excerpts(hints)
+        mode, backend = joint.fake_mode, self.variants.backend
+        found = [*forward.compile(backend, mode), *backward.compile(backend, mode)]
+        guards = (*joint.guards, *(g.subs(joint.names) for g in found))
+        return _Compiled((forward, backward), guards)
+
+    def _excerpts(self, hints: tuple[int, ...] | None) -> tuple[Facts, tuple[Timed, Timed]]:
+        """Returns forward and backward of a trace at these hints, and what reads their values."""
+        parts = self.variants.partition(self.placement, 0, hints)
+        facts = Facts(parts.names)
+        forward, backward = (
+            Timed(gm, facts, self._device) for gm in (parts.forward, parts.backward)
+        )
+        return facts, (forward, backward)
+
+    def _compiled_for(self, dims: Sizes) -> _Compiled:
+        """Returns excerpts that may run at these sizes, compiled for them where none may.
+
+        Inductor takes a length for a number where that suits its kernels.
+        """
+        for known in self._compiled:
+            if known.holds(dims):
+                return known
+        integers = self.variants.lowering(self.placement).lowered.integers
+        self._compiled.append(self._compile(tuple(max(2, dims[i.name]) for i in integers)))
+        return self._compiled[-1]
 
     def expected_s(self, sizes: Sizes) -> float:
         """Returns the seconds of one run by the device's data sheet."""
@@ -175,9 +224,9 @@ class Bench:
         given = {n: t.detach() for n, t in given.items()}
         dims = self.variants.local_sizes(self.placement, sizes)
         with torch.no_grad():
-            both = [(timed, timed.arguments(dims, given)) for timed in self._timed]
-            whole = [timed.seconds(arguments) for timed, arguments in both]
-            each = [timed.seconds_each(arguments) for timed, arguments in both]
+            compiled = self._compiled_for(dims).timed
+            whole = [timed.seconds(timed.arguments(dims, given)) for timed in compiled]
+            each = [timed.seconds_each(timed.arguments(dims, given)) for timed in self._timed]
         return [*itertools.chain(*each)], whole
 
     def _samples(self, sizes: Sizes, seconds: Sequence[float]) -> tuple[Sample, ...]:

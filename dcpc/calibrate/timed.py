@@ -110,9 +110,10 @@ class Timed:
         query = self._facts.of(argument(node, "query"))[0].shape[2]
         return int(query.xreplace({s: sympy.Integer(dims[s.name]) for s in self._facts.symbols}))
 
-    def compile(self, backend: str, mode: Any) -> None:
-        """Compiles the excerpt, for `seconds`."""
-        self._whole, _ = compile_graph(self.gm, backend, mode)
+    def compile(self, backend: str, mode: Any) -> tuple[sympy.Basic, ...]:
+        """Compiles the excerpt, for `seconds`; returns what the backend assumed of sizes."""
+        self._whole, guards = compile_graph(self.gm, backend, mode)
+        return guards
 
     def seconds(self, arguments: list[Any]) -> float:
         """Returns the seconds of the whole excerpt, compiled."""

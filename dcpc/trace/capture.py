@@ -40,6 +40,7 @@ from dcpc.trace.capturable import Capturable
 from dcpc.trace.functional import functional
 from dcpc.trace.gradients import detach_without_grad, flowing, trainable
 from dcpc.trace.losses import spread_row_losses
+from dcpc.trace.order import order_preparations
 from dcpc.trace.own_backward import own_backwards, refuse_backward_hooks
 from dcpc.trace.paths import Paths
 from dcpc.trace.single_key import depends_on
@@ -140,6 +141,9 @@ def _traced(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None) ->
         refuse_branches(env, buckets, symbols, mapping, paths.difference)
     reached = depends_on(gm.graph)
     canonicalise(gm)
+    order_preparations(gm.graph, exported.graph_signature.inputs_to_parameters.keys())
+    gm.graph.lint()
+    gm.recompile()
     program = _program(gm, exported, buckets, symbols, mapping, hints)
     dropped = frozenset(reached - depends_on(gm.graph))
     return dataclasses.replace(program, zero_gradients=dropped & program.parameters.keys())
