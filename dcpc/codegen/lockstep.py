@@ -17,7 +17,7 @@ not: how a collective's messages travel, which `tests/codegen/test_lockstep.py` 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ GROUP = ("group", "str")  # an argument that says which ranks: a number of group
 
 # Yields (op, its arguments) where ranks meet, is sent its result, and returns the graph's outputs.
 Run = Generator[tuple[Any, Call], Any, Sequence[Any]]
+Make = Callable[[Any, Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ def run_in_step(
     parts: Sequence[Partition],
     integers: Sequence[Mapping[str, int]],
     tensors: Mapping[str, Tensor],
+    call: Make | None = None,
 ) -> list[Result]:
     """Returns the loss and the gradients of each rank, as the eager backend computes them.
 
@@ -84,6 +86,8 @@ def run_in_step(
         integers: of each rank, from `integers_of`.
         tensors: placeholder -> parameter, buffer, constant or input, whole and the same on every
             rank; they are read and not written to.
+        call: makes a call of (op, arguments, keyword arguments) that concerns one rank alone;
+            default: what the eager backend runs for it.
 
     Raises:
         CodegenError: ranks call different collectives, or one that is not in `COLLECTIVES`.
@@ -92,11 +96,11 @@ def run_in_step(
     kind = next((t.device.type for t in tensors.values()), "cpu")
     with torch.no_grad(), torch.autocast(kind, enabled=False):
         forwards = zip(parts, given, strict=True)
-        forward = _together([_run(own.forward, values) for own, values in forwards])
+        forward = _together([_run(own.forward, values, call) for own, values in forwards])
         backwards = zip(parts, given, forward, strict=True)
         backward = _together(
             [
-                _run(own.backward, _known(own, values, made, len(given)))
+                _run(own.backward, _known(own, values, made, len(given)), call)
                 for own, values, made in backwards
             ]
         )
@@ -145,7 +149,7 @@ def _together(runs: Sequence[Run]) -> list[Sequence[Any]]:
         sent = COLLECTIVES[met[0][0]]([call for _, call in met])
 
 
-def _run(gm: fx.GraphModule, given: Mapping[str, Any]) -> Run:
+def _run(gm: fx.GraphModule, given: Mapping[str, Any], call: Make | None) -> Run:
     """Runs one rank's graph; values are let go of after their last use."""
     values: dict[fx.Node, Any] = {}
     dying = _last_uses(gm.graph)
@@ -159,7 +163,7 @@ def _run(gm: fx.GraphModule, given: Mapping[str, Any]) -> Run:
             if node.target in COLLECTIVES:
                 values[node] = yield node.target, _by_name(node.target, args, kwargs)
             else:
-                values[node] = _called(node, args, kwargs)
+                values[node] = _called(node, args, kwargs, call)
         for dead in dying.get(node, ()):
             del values[dead]
     raise AssertionError("a graph without an output")
@@ -176,7 +180,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dying
 
 
-def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
+def _called(node: fx.Node, args: Any, kwargs: Any, call: Make | None) -> Any:
     """Returns what a call that concerns one rank alone gives."""
     schema = getattr(node.target, "_schema", None)
     if schema is not None and any((a.name, str(a.type)) == GROUP for a in schema.arguments):
@@ -185,12 +189,16 @@ def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
             f"{', '.join(map(str, COLLECTIVES))}; add what it makes of all ranks' operands to "
             "codegen/lockstep_collectives.py"
         )
-    function: Any = RUN.get(node.target, node.target)
     try:
-        return function(*args, **kwargs)
+        return (call or _eager)(node.target, args, kwargs)
     except Exception as error:
         error.add_note(f"at node {node.format_node()}")
         raise
+
+
+def _eager(target: Any, args: Any, kwargs: Any) -> Any:
+    function: Any = RUN.get(target, target)
+    return function(*args, **kwargs)
 
 
 def _by_name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
