@@ -120,12 +120,12 @@ class Tracer:
         """Returns a size: of a dim that of the program's trace, all different.
 
         A quotient has what follows from its dims, lest one such as rows of patches do not fit the
-        rows.
+        rows; but where that is 0 or 1 (a third of a length of 3), which torch would fix, it has 2.
         """
         if integer.role == "quotient":
             symbols = self.program.symbols
             dims = {symbols[n]: h for (n, role), (_, h) in self._integers.items() if role == "dim"}
-            return int(integer.size.subs(dims))
+            return max(2, int(integer.size.subs(dims)))
         own = self.program.hints.get(integer.name, 0) if integer.role == "dim" else 0
         return own if own > 1 else next(self._unused)
 

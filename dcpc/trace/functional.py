@@ -41,6 +41,11 @@ _BLOCK = torch.ops.higher_order.wrap_with_set_grad_enabled
 # A constant is made in forward, and its gradient cut off: what torch.tensor does.
 _FRESH = aten.lift_fresh_copy.default
 _CHECKS = (aten._assert_tensor_metadata.default,)
+# Kinds of arguments that are the same in every graph.
+_PLAIN = (
+    *(bool, int, float, complex, str, torch.dtype, torch.device, torch.layout),
+    *(torch.memory_format, torch.Generator),
+)
 
 
 class _BeyondError(Exception):
@@ -288,12 +293,14 @@ class _Copy:
                 self._enter(self.graph.call_function(operator.getitem, (node, position)), item)
 
     def node_of(self, leaf: Any) -> Any:
-        """Returns what makes a fake tensor or a size; anything else as it is."""
+        """Returns what makes a fake tensor or a number of sizes; other arguments as they are."""
         if isinstance(leaf, Tensor):
             if id(leaf) not in self._nodes:
                 raise _BeyondError
             return self._nodes[id(leaf)]
-        if not isinstance(leaf, torch.SymInt):
+        if not isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            if leaf is not None and not isinstance(leaf, _PLAIN):
+                raise _BeyondError
             return leaf
         with self.graph.inserting_before(self._top):  # equal blocks read it from outside of them
             for symbol in leaf.node.expr.free_symbols - self._symbols.keys():

@@ -1,0 +1,106 @@
+"""Whether numbers can be trusted: fresh random programs on dcpc against the plain model.
+
+Each program is a random module of `tests/fuzz/`, run in float64 on one rank and, in one process, on
+2 to 4, with values made again or not, at sizes on either side of its constants. `silent_wrong` are
+those whose loss or some gradient differs by over 1e-10 with nothing said, `crashes` those that end
+in an error that is no DcpcError, `refused_share` those that dcpc refuses by name. Programs that the
+plain model itself cannot run, or whose numbers hang on the last bit, are not counted. Seeds are
+fresh, and printed; `--seed` repeats a run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+
+import torch
+
+from benchmarks.harness import Cell, parser, print_table, timed, write_report
+from tests.fuzz.generate import generate
+from tests.fuzz.judge import settings
+from tests.fuzz.run import outcome, tried_at
+
+QUICK, FULL = 300, 2000
+CHUNK = 10  # programs a task
+MOST_SPARE = 1.2  # programs drawn for each that is to be counted: some are void
+
+
+def judged(first: int, count: int, quick: bool) -> list[tuple[int, str, str]]:
+    """Returns seed, kind and text of what becomes of some programs."""
+    torch.set_num_threads(1)
+    found = []
+    for seed in range(first, first + count):
+        program = generate(seed, 2 if quick else 5)
+        tried = settings(random.Random(seed), 1) if quick else tried_at(seed)
+        if quick:
+            tried = random.Random(seed).sample(tried, 1)
+        result = outcome(program, tried, seed)
+        found.append((seed, result.kind, result.text))
+    return found
+
+
+def every(first: int, wanted: int, quick: bool) -> Iterator[tuple[int, str, str]]:
+    """Yields outcomes until so many programs counted; a process that dies is a crash."""
+    workers = os.cpu_count() or 1
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        count = 0
+        tasks = [
+            (start, pool.submit(judged, start, CHUNK, quick))
+            for start in range(first, first + int(MOST_SPARE * wanted), CHUNK)
+        ]
+        for start, task in tasks:
+            if count >= wanted:
+                task.cancel()
+                continue
+            try:
+                results = task.result()
+            except BrokenProcessPool:
+                yield start, "crash", f"a process died at one of the seeds from {start} on"
+                return
+            yield from results
+            count += sum(kind != "void" for _, kind, _ in results)
+
+
+def programs(first: int, quick: bool) -> dict[str, Cell]:
+    """Returns the figures of random programs, and prints what failed."""
+    counts: Counter[str] = Counter()
+    for seed, kind, text in every(first, QUICK if quick else FULL, quick):
+        counts[kind] += 1
+        if kind in ("wrong", "crash"):
+            last = text.strip().splitlines()[-1]
+            print(f"seed {seed}: {kind}: {last[:150]}", flush=True)
+    counted = sum(counts.values()) - counts["void"]
+    return {
+        "programs": counted,
+        "silent_wrong": counts["wrong"],
+        "crashes": counts["crash"],
+        "refused_share": counts["refused"] / counted,
+        "void": counts["void"],
+    }
+
+
+def main() -> None:
+    """Runs programs, prints and writes the figures; ends with 1 where a promise is broken."""
+    p = parser("trust", (__doc__ or "").splitlines()[0])
+    p.add_argument("--seed", type=int, default=None, help="of the first program; default: fresh")
+    args = p.parse_args()
+    first = random.SystemRandom().randrange(10**9) if args.seed is None else args.seed
+    print(f"seeds from {first} on")
+    with timed() as watch:
+        figures = programs(first, args.quick)
+    # Here come those of the validator: caught_by_verify, mutants, mutants_caught,
+    # verify_share_of_compile.
+    figures |= {"first_seed": first, "fuzz_s": watch.elapsed_s}
+    print_table("Random programs against the plain model", ["", "figure"], list(figures.items()))
+    write_report("trust", figures, args.json)
+    if figures["silent_wrong"] or figures["crashes"] or figures["refused_share"] >= 0.05:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
