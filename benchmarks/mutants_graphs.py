@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from benchmarks.mutants_plant import Mutant, edited, returned
-from dcpc import integers, placements, variants, writes
+from dcpc import placements, variants, writes
 from dcpc.attention import blocks, flash, ids, rectangles, spec
 from dcpc.attention import partial as parts
 from dcpc.codegen import build, joint, library, lower, ring_route, variant
@@ -25,8 +25,6 @@ _Assembly, _Translation, _Library = joint._Assembly, library._Translation, libra
 DERIVATIVES = [
     _derive("a wrong rename of a divisor", setting="scaled", quick=True, plant=edited(
         _Translation.ops, "args=args,", "args=op.args if \"div\" in str(op.target) else args,")),
-    _derive("a renamed call's backward keeps the other's names", setting="scaled", plant=edited(
-        library.Renamed._renamed, "self._here.ops(found.ops)", "found.ops")),
     _derive("calls with other constants are alike", setting="scaled", plant=edited(
         library._Pattern._size, "sympy.Basic):\n        return size",
         "sympy.Basic):\n        return size[0] if isinstance(size, tuple) else size")),
@@ -177,20 +175,10 @@ CACHES = [
     _cache("pieces leave out constants", setting="sums", quick=True, plant=edited(
         _Library._key, "return size_key(value)",
         "found = size_key(value)\n    return found[0] if isinstance(found, tuple) else found")),
-    _cache("an expression that was emitted stands for others", setting="scaled", plant=edited(
-        integers.Emitter.emit, "if expr not in self._emitted:",
-        "expr = next((e for e in self._emitted if isinstance(expr, sympy.Symbol) and e.is_Symbol"
-        " and str(e)[:1] == str(expr)[:1]), expr)\n    if expr not in self._emitted:")),
-    _cache("all casts of a graph are one", setting="marked", plant=edited(
-        _Library.kind, "layout = layout_of(tensor)", "layout = (None, *layout_of(tensor)[1:])")),
     _cache("recipes of masks are one", setting="marked", quick=True, plant=edited(
         applied._Applied.value, "if recipe not in self.made:",
         "recipe = next((r for r in self.made if r[0] == recipe[0]), recipe)\n"
         "    if recipe not in self.made:")),
-    _cache("a changed value is found by its name alone", setting="grid 2", plant=edited(
-        lower._Lowering.value, "return self.values[name, want]",
-        "return next(v for (n, w), v in self.values.items() if n == name and (w == want or"
-        " (w.sharded and want.sharded)))")),
     _cache("pieces of any two roles are one", setting="zigzag 2", plant=edited(
         lower._Lowering.piece, "self.pieces[factor.key, role]",
         "self.pieces[factor.key, \"start\" if role == \"second\" else role]")),

@@ -1,7 +1,6 @@
 """How a fault is planted: an edit of a function's code while it lasts, never of a file."""
 
 from __future__ import annotations
-
 import __future__
 
 import inspect

@@ -17,8 +17,8 @@ from dcpc import api
 from dcpc.acceptance.split import SPLITTING
 from dcpc.buckets import BATCH
 from dcpc.codegen import Variant, run_in_step, summed
-from dcpc.ir import Program
 from dcpc.errors import DcpcError, VerifyError
+from dcpc.ir import Program
 from dcpc.planning import Planned
 from dcpc.variants import Variants
 from dcpc.verify import Verifier
@@ -187,9 +187,7 @@ def _outcome(
     return Outcome(results[0].loss, dict(zip(names, sums, strict=True)))
 
 
-def _tensors(
-    program: Program, model: nn.Module, data: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _tensors(program: Program, model: nn.Module, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns placeholder -> parameter, buffer, constant or input."""
     held: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     named = {p: held[n] for p, n in {**program.parameters, **program.buffers}.items()}

@@ -17,7 +17,6 @@ from dcpc.ir import Placement, TensorInfo
 from dcpc.passes import sharding
 from dcpc.passes.rule_types import OpSharding
 from dcpc.passes.rules import op_name, op_sharding
-from dcpc.passes.sharding import Alternative
 
 _rule = partial(Mutant, phase="rules")
 _place = partial(Mutant, phase="placement")
@@ -50,21 +49,13 @@ def _exchanged(rule: OpSharding) -> OpSharding:
     return replace(rule, whole=rule.sizes.keys() - rule.whole)
 
 
-def _in_place(rule: OpSharding) -> OpSharding:
-    """Says that each element of a convolution's last dim is made of one element."""
-    source, *others = rule.operands
-    *lead, last = rule.output
-    operands = ((*source[:-1], last), *others)
-    return replace(rule, operands=operands, whole=rule.whole - {*last})
-
-
 RULES = [
     _rule("a running sum of pieces", setting="grid 2", quick=True, plant=_ruled(
         "aten.cumsum", _free)),
     _rule("pieces are rolled by themselves", setting="grid 2", plant=_ruled("aten.roll", _free)),
-    _rule("names of a flip exchanged", setting="grid 2", plant=_ruled("aten.flip", _exchanged)),
-    _rule("a convolution without its neighbours", setting="near 2", plant=_ruled(
-        "aten.conv1d", _in_place)),
+    _rule("a flip along a split dim", setting="near 2", plant=_ruled("aten.flip", _free)),
+    _rule("a running sum of one number a position", setting="near 2", plant=_ruled(
+        "aten.cumsum", _free)),
     _rule("a softmax of each piece", setting="sums 2", plant=_ruled("aten.softmax", _free)),
     _rule("a running sum along a split dim", setting="sums 2", plant=_ruled(
         "aten.cumsum", _free)),
@@ -85,16 +76,15 @@ PLACEMENT = [
         plant=edited(sharding._shard, "if in_output else PARTIAL", "if in_output else REPLICATED")),
     _place("what is passed on as a partial sum is taken for whole", setting="sums 2", plant=edited(
         sharding._partial, "range(operands)), PARTIAL, -1)", "range(operands)), REPLICATED, -1)")),
-    _place("an operand is wanted whole, not as a piece", setting="gathered 2", plant=edited(
-        Alternative.placed.fget, "NodePlacement(self.operands,",
-        "NodePlacement(self.operands[:1] + (Label(),) * len(self.operands[1:]),")),
-    _place("operands exchanged", setting="sums 2", plant=edited(
-        Alternative.placed.fget, "NodePlacement(self.operands,",
-        "NodePlacement(self.operands[::-1],")),
+    _place("whatever op passes a partial sum on", setting="reduced 2", plant=edited(
+        sharding._partial, "not operands or rule.linear == \"none\"", "not operands")),
+    _place("what is whole is added on every rank", setting="reduced 2", plant=edited(
+        sharding._partial, "(PARTIAL,) * operands,",
+        "(PARTIAL, *(REPLICATED,) * (operands - 1)),")),
     _place("a slice of a zigzag dim taken in order", setting="shifted ring 2", plant=edited(
         Placement.is_zigzag, "factor.key if factor.parent < 0 else factor.parent", "factor.key")),
-    _place("heads of a ring not shared", setting="hybrid 4", plant=edited(
-        Alternative.placed.fget, "max(self.across, 1)", "1")),
+    _place("pieces of a factor follow another split", setting="shifted ring 2", plant=edited(
+        Placement.is_zigzag, "in self.zigzag", "in self.zigzag and factor.parent < 0")),
 ]  # fmt: skip
 
 LOWERING = [
