@@ -18,7 +18,7 @@ import torch
 from benchmarks import harness
 from benchmarks.mutants_graphs import ATTENTION, CACHES, DERIVATIVES, RUNTIME, SCHEDULE
 from benchmarks.mutants_plant import PHASES, Mutant
-from benchmarks.mutants_run import CAUGHT, ESCAPED, REFUSED, Verdict, run_mutant
+from benchmarks.mutants_run import CAUGHT, ESCAPED, REFUSED, STOPPED, Verdict, run_mutant
 from benchmarks.mutants_split import LOWERING, PLACEMENT, RULES
 from benchmarks.mutants_trace import MASKS, TRACE
 
@@ -26,6 +26,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *TRACE, *MASKS, *RULES, *PLACEMENT, *LOWERING, *DERIVATIVES, *SCHEDULE, *ATTENTION, *CACHES,
     *RUNTIME,
 )  # fmt: skip
+
+ENDS = (CAUGHT, REFUSED, STOPPED, ESCAPED)
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,13 @@ class Caught:
 
     def figures(self) -> dict[str, harness.Cell]:
         """Returns the figures of a report."""
-        effective = self.count(CAUGHT, REFUSED, ESCAPED)
+        effective = sum(v.effective for v in self.verdicts)
         caught = self.count(CAUGHT, REFUSED)
         return {
             "mutants": effective,
             "mutants_caught": caught,
             "mutants_by_other_errors": self.count(REFUSED),
+            "mutants_stopped": self.count(STOPPED),
             "caught_by_verify": caught / effective if effective else 0.0,
             "mutants_ineffective": len(self.verdicts) - effective,
             "mutants_spent_s": round(self.spent_s, 1),
@@ -75,12 +78,9 @@ def show(caught: Caught, every: bool = False) -> None:
     """Prints a table by phase, and by name what escaped or did not count."""
     rows: list[Sequence[harness.Cell]] = []
     for phase in PHASES:
-        effective = caught.count(CAUGHT, REFUSED, ESCAPED, phase=phase)
-        row = (caught.count(e, phase=phase) for e in (CAUGHT, REFUSED, ESCAPED))
-        rows.append((phase, effective, *row))
-    harness.print_table(
-        "planted faults", ("phase", "effective", "VerifyError", "other error", "escaped"), rows
-    )
+        row = [caught.count(e, phase=phase) for e in ENDS]
+        rows.append((phase, sum(row), *row))
+    harness.print_table("planted faults", ("phase", "effective", *ENDS), rows)
     for v in caught.verdicts:
         if every or v.end not in (CAUGHT, REFUSED):
             said = v.said.splitlines()[0][:160] if v.said else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,16 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dcpc
+from dcpc.acceptance.split import SPLITTING
 from dcpc.buckets import Buckets
 from dcpc.specs import InputSpec
+from dcpc.symbolic_profile.hardware import Link
 
 DIM = 8
 VOCABULARY = 20
 TOKENS = {"ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 MARKED = {**TOKENS, "mask": "bool[batch, seq]", "segment": "int64[batch, seq]"}
 GRID = {"x": "float64[batch, h, w, 8]"}
+SIDES = {"x": "float64[batch, h, 8]", "y": "float64[batch, w, 8]"}
 VIDEO = {"x": "float64[batch, t, s, 8]"}
 SOUND = {"x": "float64[1, 8, seq]"}
+ROWS = {"x": "float64[seq, 8]"}
 VECTORS = {"x": "float64[seq, 8]", "y": "float64[seq, 8]"}
 
 
@@ -64,9 +68,11 @@ class Setting:
             shape = spec.shape(sizes)
             if name == "mask":
                 value = torch.rand(shape, generator=generator) < 0.7
-                value[:, 0] = True
-            elif name == "segment":
-                value = (torch.rand(shape, generator=generator) < 0.3).cumsum(1)
+                value[:, 0], value[:, 4] = True, False
+            elif name == "segment":  # one of them has one position alone, which is hidden
+                value = (torch.rand(shape, generator=generator) < 0.2).cumsum(1)
+                value[:, 4:] += 1
+                value[:, 5:] += 1
             elif spec.dtype.is_floating_point:
                 value = torch.randn(shape, generator=generator, dtype=torch.float64)
             else:
@@ -231,16 +237,18 @@ class Convolutions(nn.Module):
 
 
 class Near(nn.Module):
-    """A convolution of neighbours."""
+    """One number a position, and its neighbours'."""
 
     def __init__(self) -> None:
         """Makes the layer."""
         super().__init__()
-        self.near = nn.Conv1d(DIM, DIM, 3, padding=1)
+        self.first = nn.Linear(DIM, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the loss."""
-        return (self.near(x.sin()) * x).sin().mean()
+        y = self.first(x).flatten()
+        y = y.exp() + y.sin().flip(0) * y
+        return (y * y.cumsum(0)).tanh().sum()
 
 
 class Grid(nn.Module):
@@ -260,10 +268,26 @@ class Grid(nn.Module):
         y = y + self.columns(x * right[:, None]).cumsum(2) / w
         across, along = torch.meshgrid(down, right, indexing="xy")
         y = y + (across - 2 * along).T[..., None]
-        y = y + torch.outer(right, down).T[..., None] + y.mean(1, keepdim=True) * y.sum(2).tanh()[:, :, None]
+        y = y + torch.outer(right, down).T[..., None]
+        y = y + y.mean(1, keepdim=True) * y.sum(2).tanh()[:, :, None]
         y = y + y.roll(1, 1) * y.roll(1, 2).flip(2)
         z = self.mixer(y.flatten(1, 2) / 100).unflatten(1, (h, w))
         return z.square().mean() + z.tanh().amax(1).mean() + z.tanh().amax(2).sum().tanh()
+
+
+class Scaled(nn.Module):
+    """What is made of rows and of columns is divided by how many there are, and scaled."""
+
+    def __init__(self) -> None:
+        """Makes the layers."""
+        super().__init__()
+        self.rows, self.columns = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Returns the loss."""
+        a, b = self.rows(x), self.columns(y)
+        a, b = a * 0.25 + (a / x.shape[1]).sin(), b * 4.0 + (b / y.shape[1]).sin()
+        return (a.sum(1) * b.sum(1)).mean()
 
 
 class Video(nn.Module):
@@ -297,14 +321,33 @@ class Sums(nn.Module):
         k, v = self.keys(x), self.values(x)
         state = (k.T @ v) / x.shape[0]
         z = self.after(x @ state + v @ state.T) + torch.cat([x[1:], x[:1]]) * self.scale
-        z = z * self.twice.repeat_interleave(2) + v * self.again.repeat(2)
+        z = z * self.twice.repeat_interleave(2, 0) + v * self.again.repeat(2)
         z[:, 0] = k[:, 1]
-        z[1:] *= 2
+        z[1:4] *= 2
+        z = z + k.softmax(0) * v.softmax(1) + z.cumsum(0) * 0.25 + z.cumsum(1) * 4.0
         loss = F.mse_loss(z, y) + F.smooth_l1_loss(z, y, reduction="sum") * 0.01
         loss = loss + (z.mean(0) * k.amax(0)).sum() + z.sum(0).tanh().mean() * self.scale
-        return loss + (v * k * z * z).mean()
+        return loss + (v * k * z * z).mean() + (z * z).mean()
 
 
+class Reduced(nn.Module):
+    """One number a position: sums and largest of them, and what is made of these."""
+
+    def __init__(self) -> None:
+        """Makes the layers."""
+        super().__init__()
+        self.first, self.after = nn.Linear(DIM, 1), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the loss."""
+        y = self.first(x.sin()).flatten()
+        total = y.sin().sum().tanh() + y.cos().sum().tanh() + (y * y).sum().tanh()
+        more = [self.after(z.sum(0, keepdim=True)) for z in (y.sigmoid(), y.exp(), y * 3)]
+        return total + more[0].sum() + more[1].sum() + more[2].sum() + y.amax(0) * 2
+
+
+# Sending costs as much as computing, so that a partial sum is passed on where it may be.
+SENDING = replace(SPLITTING, name="sending", inside=Link(0.0, 1e6), across=Link(0.0, 1e6))
 SHORT = ({"seq": 9},)
 SPLIT: dict[str, Any] = {"world": 2, "sp": 2}
 RING: dict[str, Any] = {**SPLIT, "attention": "ring"}
@@ -321,6 +364,7 @@ SETTINGS: dict[str, Setting] = {
     "padded": Setting(Padded, {k: v for k, v in MARKED.items() if k != "segment"}, SHORT),
     "sound": Setting(Convolutions, SOUND, SHORT),
     "grid": Setting(Grid, GRID, ({"h": 4, "w": 7},)),
+    "scaled": Setting(Scaled, SIDES, ({"h": 4, "w": 7},)),
     "video": Setting(Video, VIDEO, ({"t": 1, "s": 6},)),
     "video and image": Setting(Video, VIDEO, ({"t": 3, "s": 5}, {"t": 1, "s": 6})),
     "sums": Setting(Sums, VECTORS, SHORT),
@@ -329,15 +373,23 @@ SETTINGS: dict[str, Setting] = {
     "gathered 2": Setting(Tokens, TOKENS, SHORT, {**SPLIT, "attention": "gathered"}),
     "ring 2": Setting(Tokens, TOKENS, SHORT, RING),
     "marked 2": Setting(Marked, MARKED, SHORT, {**SPLIT, "attention": "gathered"}),
-    "marked ring 2": Setting(Marked, MARKED, SHORT, RING),
+    "marked ring 2": Setting(Marked, MARKED, ({"seq": 13},), RING),
     "hybrid 4": Setting(
-        lambda: Tokens(heads=2), TOKENS, ({"seq": 13},), {"world": 4, "sp": 4, "attention": "hybrid"}
+        lambda: Tokens(heads=2),
+        TOKENS,
+        ({"seq": 13},),
+        {"world": 4, "sp": 4, "attention": "hybrid"},
     ),
     "zigzag 2": Setting(lambda: Tokens(heads=1), TOKENS, SHORT, {**SPLIT, "attention": "gathered"}),
     "frames 2": Setting(Frames, {"x": "float64[1, t, s, 8]"}, ({"t": 3, "s": 6},), SPLIT),
     "sums 2": Setting(Sums, VECTORS, SHORT, SPLIT),
-    "near 2": Setting(Near, SOUND, ({"seq": 10},), SPLIT),
-    "grid 2": Setting(Grid, GRID, ({"h": 4, "w": 7},), SPLIT),
+    "sent 2": Setting(Sums, VECTORS, SHORT, {**SPLIT, "device": SENDING}),
+    "reduced 2": Setting(
+        Reduced, {"x": "float64[seq, 8]"}, ({"seq": 33},), {**SPLIT, "device": SENDING}
+    ),
+    "even 2": Setting(Tokens, TOKENS, ({"seq": 12},), RING),
+    "near 2": Setting(Near, ROWS, ({"seq": 33},), SPLIT),
+    "grid 2": Setting(Grid, {"x": "float64[1, h, w, 8]"}, ({"h": 4, "w": 7},), SPLIT),
     "dropout 2": Setting(
         lambda: Tokens(dropout=0.3), TOKENS, SHORT, {**SPLIT, "attention": "gathered"}, train=True
     ),

@@ -1,7 +1,6 @@
 """How a fault is planted: an edit of a function's code while it lasts, never of a file."""
 
 from __future__ import annotations
-
 import __future__
 
 import inspect
@@ -76,7 +75,9 @@ def _code(function: FunctionType, source: str) -> CodeType:
     flags = __future__.annotations.compiler_flag
     scope: dict[str, Any] = {}
     exec(compile(source, f"<{function.__qualname__}>", "exec", flags), function.__globals__, scope)
-    return inspect.unwrap(scope[function.__name__]).__code__  # type: ignore[no-any-return]
+    made = scope[function.__name__]
+    made = made.fget if isinstance(made, property) else inspect.unwrap(made)
+    return made.__code__  # type: ignore[no-any-return]
 
 
 def returned(

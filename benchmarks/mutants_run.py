@@ -18,11 +18,13 @@ from dcpc.acceptance.split import SPLITTING
 from dcpc.buckets import BATCH
 from dcpc.codegen import Variant, run_in_step, summed
 from dcpc.errors import DcpcError, VerifyError
+from dcpc.ir import Program
 from dcpc.planning import Planned
 from dcpc.variants import Variants
 from dcpc.verify import Verifier
-from dcpc.verify.compare import Given, error_of
-from dcpc.verify.reference import Outcome, plain
+from dcpc.verify.compare import error_of
+from dcpc.verify.draws import KnownDraws
+from dcpc.verify.reference import Outcome
 from dcpc.verify.replay import replayed
 
 EFFECTIVE = 1e-6
@@ -33,6 +35,7 @@ _FLOOR = 1e-3  # gradients below this share of the largest are compared with tha
 # How planting a fault ends.
 CAUGHT = "VerifyError"  # before a number reached the user
 REFUSED = "DcpcError"  # another one: dcpc's own checks
+STOPPED = "stopped"  # by an error that is no DcpcError: no wrong number, but nobody knows why
 ESCAPED = "escaped"
 HARMLESS = "ineffective"  # the numbers are right: it does not count
 LOUD = "error"  # not effective either: no number comes out at all, with or without verification
@@ -59,7 +62,7 @@ class Verdict:
     @property
     def effective(self) -> bool:
         """Whether it makes wrong numbers that nothing but verification stops."""
-        return self.end in (CAUGHT, REFUSED, ESCAPED)
+        return self.end in (CAUGHT, REFUSED, STOPPED, ESCAPED)
 
 
 def run_mutant(mutant: Mutant) -> Verdict:
@@ -116,8 +119,13 @@ def plain_outcome(
     setting: Setting, model: nn.Module, sizes: Mapping[str, int]
 ) -> tuple[Outcome, Outcome]:
     """Returns what the model itself computes: with random numbers by place, and all alike."""
-    data = setting.data(sizes)
-    found = [plain(model, data, wide=True, alike=alike, autocast=None) for alike in (False, True)]
+    data, wanted = setting.data(sizes), dict(model.named_parameters())
+    found = []
+    for alike in (False, True):
+        with KnownDraws(alike), torch.enable_grad():
+            loss = model(**data)
+            gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+        found.append(Outcome(loss.detach(), dict(zip(wanted, gradients, strict=True))))
     return found[0], found[1]
 
 
@@ -136,7 +144,7 @@ def _verified(
     except DcpcError as error:
         return REFUSED, f"{type(error).__name__}: {error}"
     except Exception as error:  # of the checks themselves: it stops the user, but says too little
-        return "", f"{type(error).__name__}: {error}"
+        return STOPPED, f"{type(error).__name__}: {error}"
     finally:
         for variants in planned.traces:
             variants.inspect = None
@@ -159,10 +167,9 @@ def _outcome(
     setting: Setting, model: nn.Module, planned: Planned, sizes: Mapping[str, int], sp: int
 ) -> Outcome:
     variants, ranks = _ranks(planned, sizes, sp)
-    data = setting.data(sizes)
-    given = Given(variants.program, model, data, wide=False, alike=sp > 1)
+    tensors = _tensors(variants.program, model, setting.data(sizes))
     if setting.called:
-        return _called(given, *ranks[0])
+        return _called(model, tensors, *ranks[0])
     parts, integers = [], []
     for variant, values in ranks:
         own = variant.partition
@@ -171,21 +178,29 @@ def _outcome(
         )
         parts.append(replace(own, forward=forward, backward=backward))
         integers.append(dict(zip((i.name for i in variant.integers), values, strict=True)))
-    tensors = {n: t.detach() for n, t in given.tensors.items()}
-    results = run_in_step(parts, integers, tensors)
+    results = run_in_step(parts, integers, {n: t.detach() for n, t in tensors.items()})
     first = ranks[0][0]
     trained = [first.placeholders[position] for position in first.trainable]
-    names = [given.leaf[variants.program.parameters[placeholder]] for placeholder in trained]
+    names = [variants.program.parameters[placeholder] for placeholder in trained]
     share = sp / first.sp  # a variant takes the share of the degree that it was made for
-    gradients = {n: None if g is None else g * share for n, g in zip(names, summed(results), strict=True)}
-    return Outcome(results[0].loss, gradients)
+    sums = [None if g is None else g * share for g in summed(results)]
+    return Outcome(results[0].loss, dict(zip(names, sums, strict=True)))
 
 
-def _called(given: Given, variant: Variant, integers: tuple[int, ...]) -> Outcome:
+def _tensors(program: Program, model: nn.Module, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns placeholder -> parameter, buffer, constant or input."""
+    held: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {p: held[n] for p, n in {**program.parameters, **program.buffers}.items()}
+    return {**named, **program.constants, **{p: data[n] for p, n in program.inputs.items()}}
+
+
+def _called(
+    model: nn.Module, tensors: Mapping[str, Tensor], variant: Variant, integers: tuple[int, ...]
+) -> Outcome:
     """Calls a variant as a compiled model does, with autograd around it."""
-    leaves: Mapping[str, Tensor] = {n: p for n, p in given.parameters.items() if p.requires_grad}
+    wanted = dict(model.named_parameters())
     with torch.enable_grad():
-        loss = variant([given.tensors[n] for n in variant.placeholders], integers)
-        found = torch.autograd.grad(loss * LOSS_FACTOR, [*leaves.values()], allow_unused=True)
-    gradients = {n: None if g is None else g / LOSS_FACTOR for n, g in zip(leaves, found, strict=True)}
-    return Outcome(loss.detach(), gradients)
+        loss = variant([tensors[n] for n in variant.placeholders], integers)
+        found = torch.autograd.grad(loss * LOSS_FACTOR, [*wanted.values()], allow_unused=True)
+    sums = [None if g is None else g / LOSS_FACTOR for g in found]
+    return Outcome(loss.detach(), dict(zip(wanted, sums, strict=True)))

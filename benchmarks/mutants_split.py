@@ -17,7 +17,6 @@ from dcpc.ir import Placement, TensorInfo
 from dcpc.passes import sharding
 from dcpc.passes.rule_types import OpSharding
 from dcpc.passes.rules import op_name, op_sharding
-from dcpc.passes.sharding import Alternative
 
 _rule = partial(Mutant, phase="rules")
 _place = partial(Mutant, phase="placement")
@@ -46,30 +45,27 @@ def _added_up(rule: OpSharding) -> OpSharding:
     return replace(rule, whole=rule.whole - gone, summed=rule.summed | gone)
 
 
-def _turned(rule: OpSharding) -> OpSharding:
-    return replace(rule, output=rule.output[::-1])
+def _exchanged(rule: OpSharding) -> OpSharding:
+    return replace(rule, whole=rule.sizes.keys() - rule.whole)
 
 
 RULES = [
     _rule("a running sum of pieces", setting="grid 2", quick=True, plant=_ruled(
         "aten.cumsum", _free)),
     _rule("pieces are rolled by themselves", setting="grid 2", plant=_ruled("aten.roll", _free)),
-    _rule("pieces are flipped by themselves", setting="grid 2", plant=_ruled("aten.flip", _free)),
-    _rule("a convolution without its neighbours", setting="near 2", plant=_ruled(
-        "aten.conv1d", _free)),
-    _rule("a softmax of pieces' classes", setting="gathered 2", plant=_ruled(
-        "aten.cross_entropy_loss", _free)),
-    _rule("a norm of pieces' channels", setting="gathered 2", plant=_ruled(
-        "aten.layer_norm", _free)),
-    _rule("largest elements of pieces are added", setting="sums 2", quick=True, plant=_ruled(
+    _rule("a flip along a split dim", setting="near 2", plant=_ruled("aten.flip", _free)),
+    _rule("a running sum of one number a position", setting="near 2", plant=_ruled(
+        "aten.cumsum", _free)),
+    _rule("a softmax of each piece", setting="sums 2", plant=_ruled("aten.softmax", _free)),
+    _rule("a running sum along a split dim", setting="sums 2", plant=_ruled(
+        "aten.cumsum", _free)),
+    _rule("largest elements of pieces are added", setting="reduced 2", plant=_ruled(
         "aten.amax", _added_up)),
-    _rule("two names of a transpose exchanged", setting="sums 2", plant=_ruled(
-        "aten.permute", _turned)),
-    _rule("two names of a product exchanged", setting="sums 2", plant=_ruled(
-        "aten.matmul", _turned)),
-    _rule("tanh passes a partial sum on", setting="sums 2", plant=_ruled(
+    _rule("two names of a softmax exchanged", setting="sums 2", quick=True, plant=_ruled(
+        "aten.softmax", _exchanged)),
+    _rule("tanh passes a partial sum on", setting="reduced 2", plant=_ruled(
         "aten.tanh", lambda rule: replace(rule, linear="first"))),
-    _rule("a biased product passes partial sums on", setting="sums 2", plant=_ruled(
+    _rule("a biased product passes partial sums on", setting="reduced 2", plant=_ruled(
         "aten.linear", lambda rule: replace(rule, linear="first"))),
     _rule("a slice forgets where it begins", setting="shifted", plant=edited(
         sharding._factor, "table.size(key), parent, shift)", "table.size(key), parent, 0)")),
@@ -80,16 +76,15 @@ PLACEMENT = [
         plant=edited(sharding._shard, "if in_output else PARTIAL", "if in_output else REPLICATED")),
     _place("what is passed on as a partial sum is taken for whole", setting="sums 2", plant=edited(
         sharding._partial, "range(operands)), PARTIAL, -1)", "range(operands)), REPLICATED, -1)")),
-    _place("an operand is wanted whole, not as a piece", setting="gathered 2", plant=edited(
-        Alternative.placed.fget, "NodePlacement(self.operands,",
-        "NodePlacement(self.operands[:1] + (Label(),) * len(self.operands[1:]),")),
-    _place("operands exchanged", setting="sums 2", plant=edited(
-        Alternative.placed.fget, "NodePlacement(self.operands,",
-        "NodePlacement(self.operands[::-1],")),
+    _place("whatever op passes a partial sum on", setting="reduced 2", plant=edited(
+        sharding._partial, "not operands or rule.linear == \"none\"", "not operands")),
+    _place("what is whole is added on every rank", setting="reduced 2", plant=edited(
+        sharding._partial, "(PARTIAL,) * operands,",
+        "(PARTIAL, *(REPLICATED,) * (operands - 1)),")),
     _place("a slice of a zigzag dim taken in order", setting="shifted ring 2", plant=edited(
         Placement.is_zigzag, "factor.key if factor.parent < 0 else factor.parent", "factor.key")),
-    _place("heads of a ring not shared", setting="hybrid 4", plant=edited(
-        Alternative.placed.fget, "max(self.across, 1)", "1")),
+    _place("pieces of a factor follow another split", setting="shifted ring 2", plant=edited(
+        Placement.is_zigzag, "in self.zigzag", "in self.zigzag and factor.parent < 0")),
 ]  # fmt: skip
 
 LOWERING = [
@@ -101,25 +96,18 @@ LOWERING = [
         _Integer.value, "else mine[-1][0]", "else mine[-1][0] - 1")),
     _lower("skip off by one", setting="shifted", plant=edited(
         _Integer.value, "max(self.shift - start, 0)", "max(self.shift - 1 - start, 0)")),
-    _lower("length off by one", setting="gathered 2", plant=edited(
-        _Integer.value, "\"length\": _length(mine)", "\"length\": _length(mine) - 1")),
-    _lower("shared counts one rank", setting="hybrid 4", plant=edited(
-        _Integer.value, "range(first, first + self.across)", "range(first, first + 1)")),
-    _lower("a wrong zigzag position", setting="ring 2", quick=True, plant=edited(
+    _lower("a wrong zigzag position", setting="even 2", quick=True, plant=edited(
         lower.IntegerInput._runs, "self.shift, p, rank, self.zigzag",
         "self.shift, p, p - 1 - rank, self.zigzag")),
     _lower("an all-reduce left out", setting="sums 2", quick=True, plant=edited(
         _Lowering._collective, "call(ops.all_reduce.default, (x, self.group))", "x")),
-    _lower("a reduce-scatter only scatters", setting="sums 2", plant=edited(
+    _lower("a reduce-scatter only scatters", setting="sent 2", plant=edited(
         _Lowering._collective, "call(ops.reduce_scatter.default, (*args, self.group))",
         "self.narrowed(x, at[want], target)")),
     _lower("an all-gather in order of a zigzag dim", setting="ring 2", plant=edited(
         _Lowering._collective, "self.emit(source.size), *self._origin(source))",
         "self.emit(source.size), *self._origin(source)[:2], False)")),
-    _lower("dims of an all-to-all exchanged", setting="sums 2", plant=edited(
-        _Lowering._collective, "(x, *gathered, *scattered, self.group)",
-        "(x, at[want], *gathered[1:], at[have], *scattered[1:], self.group)")),
-    _lower("a piece from the beginning, whoever asks", setting="gathered 2", plant=edited(
+    _lower("a piece from the beginning, whoever asks", setting="grid 2", plant=edited(
         _Lowering.narrowed, "(x, dim, start, length)", "(x, dim, 0, length)")),
     _lower("a slice of a piece from its beginning", setting="shifted", plant=edited(
         _Lowering.cut, "chosen.output.dim, skipped,", "chosen.output.dim, 0,")),
@@ -132,8 +120,6 @@ LOWERING = [
         local_attention._ring, "f\"{name}_zigzag\": z", "f\"{name}_zigzag\": False")),
     _lower("keys go round one rank short", setting="ring 2", quick=True, plant=edited(
         ring_route.route, "hops = range(1, positions)", "hops = range(1, positions - 1)")),
-    _lower("keys are passed on where nobody asks for them", setting="marked ring 2", plant=edited(
-        ring_route.route, "(owner + hop) % positions", "(owner - hop + 1) % positions")),
     _lower("a mask of a piece of patches one key off", setting="frames 2", plant=edited(
         local_attention._masked, "(distance, band[\"after\"])", "(distance, band[\"after\"] + 1)")),
 ]  # fmt: skip

@@ -14,9 +14,10 @@ from dcpc.ir import Program
 
 aten = torch.ops.aten
 
-# "wide": indices up to the length of what they index, some ignored labels, masks with holes.
-# "narrow": 0 and 1, numbers in (0, 1), masks of ones; where the model refuses the first.
-KINDS = ("wide", "narrow")
+# "wide": indices up to the length of what they index, values the graph compares with, masks with
+# holes. "ignored": of those values only labels that a loss ignores; where the model refuses the
+# first. "narrow": 0 and 1, numbers in (0, 1), masks of ones; where it refuses that, too.
+KINDS = ("wide", "ignored", "narrow")
 
 # Ops whose result has the elements of their first operand.
 _MOVES = {
@@ -34,17 +35,20 @@ class _Range:
 
     Attributes:
         count: they are below it.
-        special: values that the model compares it with, such as a loss's ignored label.
+        special: values that the graph compares it with, such as a loss's ignored label.
+        ignored: of these, the ignored labels of losses.
     """
 
     count: int
     special: tuple[int, ...]
+    ignored: tuple[int, ...]
 
 
 def _range(source: fx.Node, program: Program) -> _Range:
     """Returns what a graph says of the values of an integer placeholder."""
     lengths: list[int] = []
     special: list[int] = []
+    ignored: list[int] = []
     todo, seen = [source], {source}
     while todo:
         node = todo.pop()
@@ -53,21 +57,27 @@ def _range(source: fx.Node, program: Program) -> _Range:
                 continue
             length = _length(user, node, program)
             lengths += [] if length is None else [length]
-            special += _special(user, node)
+            special += _compared(user, node)
+            ignored += _ignored(user, node)
             if _op(user) in _MOVES:
                 seen.add(user)
                 todo.append(user)
-    return _Range(min(lengths, default=2), tuple(dict.fromkeys(special)))
+    every, labels = (tuple(dict.fromkeys(n)) for n in ([*ignored, *special], ignored))
+    return _Range(min(lengths, default=2), every, labels)
 
 
 def _op(node: fx.Node) -> str:
     return str(node.target).removeprefix("aten.").split(".")[0]
 
 
-def _special(user: fx.Node, value: fx.Node) -> list[int]:
+def _compared(user: fx.Node, value: fx.Node) -> list[int]:
     """Returns the numbers that a call compares a value with."""
-    if _op(user) in _COMPARES and user.args[0] is value and type(user.args[1]) is int:
-        return [user.args[1]]
+    compares = _op(user) in _COMPARES and user.args[0] is value
+    return [user.args[1]] if compares and type(user.args[1]) is int else []
+
+
+def _ignored(user: fx.Node, value: fx.Node) -> list[int]:
+    """Returns the label that a loss ignores."""
     losses = _op(user) in ("nll_loss_nd", "cross_entropy_loss") and user.args[1] is value
     return [user.args[4]] if losses and len(user.args) > 4 and type(user.args[4]) is int else []
 
@@ -106,7 +116,7 @@ def draw(
     generator = torch.Generator().manual_seed(0)
     nodes = {n.name: n for n in program.gm.graph.nodes}
     ranges = {n: _range(nodes[p], program) for p, n in program.inputs.items() if p in nodes}
-    wide = kind == "wide"
+    wide = kind != "narrow"
     found: dict[str, Tensor] = {}
     for name, spec in buckets.inputs.items():
         shape = spec.shape(sizes)
@@ -119,9 +129,10 @@ def draw(
             if wide:
                 value = torch.randn(shape, generator=generator, dtype=torch.float64)
         else:
-            own = ranges.get(name, _Range(2, ()))
+            own = ranges.get(name, _Range(2, (), ()))
             value = (value * (own.count if wide else 2)).long()
-            for place, number in enumerate(own.special if wide else ()):
+            special = {"wide": own.special, "ignored": own.ignored}.get(kind, ())
+            for place, number in enumerate(special):
                 value.view(-1)[1 + place :: SPECIAL_SHARE + place] = number
         found[name] = value.to(spec.dtype).to(device)
     return found

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Buckets
-from dcpc.codegen import Lowering, broken_guards, integers_of
+from dcpc.codegen import Lowering, Variant, broken_guards, integers_of
 from dcpc.errors import PlanError, VerifyError
 from dcpc.garbage import without_collection
 from dcpc.ir import Partition, Placement, Program
 from dcpc.planning import Planned
 from dcpc.variants import Variants
+from dcpc.verify.calls import called
 from dcpc.verify.compare import LIMIT, ROUNDINGS, Error, Given, dims_of, error_of
 from dcpc.verify.culprit import first_difference, reader
 from dcpc.verify.inputs import KINDS, draw
@@ -96,6 +97,7 @@ class Verifier:
         self._until_s = self._spare_s = 0.0
         self._room_bytes = 0
         self._known: dict[tuple[int, Point, bool], Reference | str] = {}
+        self._called = False
         self._done: set[int] = set()
         self._kept: list[Partition] = []  # what `_done` has the ids of
         if mode != "off":
@@ -255,6 +257,31 @@ class Verifier:
     def _variant(self, variants: Variants, placement: Placement, recompute: int) -> None:
         lowering = variants.lowering(placement)
         self._graphs(variants, placement, lowering, variants.partition(placement, recompute))
+        if placement.sp == 1 and lowering.backend == "eager" and not self._called:
+            self._called = True  # what is between the graphs and a user is the same for all
+            self._call(variants, lowering.variant(variants.partition(placement, recompute)))
+
+    def _call(self, variants: Variants, variant: Variant) -> None:
+        """Compares what a call of a variant and its backward give, where there is time."""
+        if variant.draws:
+            return
+        number = next(i for i, (_, v) in enumerate(self.groups) if v is variants)
+        for reference in self._references(number, alike=False):
+            dims = dims_of(variants.program, reference.point.sizes)
+            values, broken = variant.integer_values(dims, 0)
+            if broken or not reference.point.promised:
+                continue
+            own = self._rounded(reference)
+            error = error_of(
+                called(self._given(variants.program, own), variant, values), own.outcome, _ROUGHLY
+            )
+            if own.outcome.finite and error.worst > self._limit(variants.program, own):
+                raise VerifyError(
+                    f"a call of the compiled model does not give what the model gives at "
+                    f"{own.point}: {_gap(error)}, though its graphs do; report this with the "
+                    "model, it is a defect of dcpc; verify='off' trains on all the same"
+                )
+            return
 
     def _graphs(
         self,
@@ -277,6 +304,12 @@ class Verifier:
             return
         self._done.add(id(parts))
         self._kept.append(parts)
+        if lowering.lowered.sp != placement.sp:
+            raise VerifyError(
+                f"got graphs that are lowered for sp {lowering.lowered.sp}; expected sp "
+                f"{placement.sp}; report this with the model, it is a defect of dcpc; verify='off' "
+                "trains on all the same"
+            )
         number = next(i for i, (_, v) in enumerate(self.groups) if v is variants)
         name = f"sp {placement.sp}, {len(parts.saved)} values saved"
         if not self._fits(wide=False):
