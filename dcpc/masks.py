@@ -5,7 +5,7 @@ from dataclasses import replace
 from dcpc.codegen.mask_check import wrong_masks
 from dcpc.codegen.masks import apply_masks
 from dcpc.ir import MaskPlan, Program
-from dcpc.passes.masks import LOW, notes_of, recognise_masks
+from dcpc.passes.masks import notes_of, recognise_masks
 
 
 def without_masks(program: Program) -> Program:
@@ -15,7 +15,7 @@ def without_masks(program: Program) -> Program:
     """
     plan = recognise_masks(program)
     applied = apply_masks(program, plan)
-    wrong = wrong_masks(program, applied, plan, LOW)
+    wrong = wrong_masks(program, applied, plan)
     return apply_masks(program, _without(program, plan, wrong)) if wrong else applied
 
 

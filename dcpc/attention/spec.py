@@ -106,12 +106,17 @@ LOWEST = -1e30
 
 
 def hides(number: float, dtype: torch.dtype) -> bool:
-    """Returns whether a number in place of a score, or added to it, leaves it no weight for sure.
+    """Returns whether a number in place of a score, or added to it, leaves it no weight for sure."""
+    return number <= hiding(dtype)
+
+
+def hiding(dtype: torch.dtype) -> float:
+    """Returns the number from which on down numbers hide a score for sure.
 
     That is -inf, and what no score of the dtype comes near: of float16 the lowest number there is,
     of others 1e30 below 0. Scores do reach -1e4 and -1e9.
     """
-    return number <= max(LOWEST, torch.finfo(dtype).min)
+    return max(LOWEST, torch.finfo(dtype).min)
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:

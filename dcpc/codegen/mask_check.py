@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from dcpc.attention import hiding
 from dcpc.buckets import BATCH
 from dcpc.ir import MaskDecision, MaskPlan, Program
 
@@ -27,14 +28,13 @@ GROWING = (17, 23, 37, 67, 131, 263, 521, 1031, 2111, 4099)
 COUNTS_TO = {torch.bfloat16: 256, torch.float16: 2048, torch.uint8: 255, torch.int8: 127}
 
 
-def wrong_masks(program: Program, applied: Program, plan: MaskPlan, low: float) -> dict[str, str]:
+def wrong_masks(program: Program, applied: Program, plan: MaskPlan) -> dict[str, str]:
     """Returns the attentions whose mask says something else than was recognised, and where.
 
     Args:
         program: with the masks' tensors.
         applied: the same without them, as `apply_masks` made it.
         plan: what was recognised.
-        low: numbers up to here that are added to a score hide the key.
     """
     values: dict[tuple[int, ...], Values] = {}
     found: dict[tuple[Any, ...], str] = {}
@@ -47,7 +47,7 @@ def wrong_masks(program: Program, applied: Program, plan: MaskPlan, low: float) 
         limits = (decision.before, decision.after, decision.empty, node.kwargs.get("after"))
         case = (*limits, query, key, *map(alike.number, (node.args[3], *new.args[3:])))
         if case not in found:
-            found[case] = MaskCase(program, before, after, node, new, decision, low).differs(values)
+            found[case] = MaskCase(program, before, after, node, new, decision).differs(values)
         if found[case]:
             wrong[name] = found[case]
     return wrong
@@ -94,10 +94,10 @@ class MaskCase:
         node: fx.Node,
         new: fx.Node,
         decision: MaskDecision,
-        low: float,
     ) -> None:
         self.program, self.before, self.after = program, before, after
-        self.node, self.new, self.decision, self.low = node, new, decision, low
+        self.node, self.new, self.decision = node, new, decision
+        self.low = hiding(program.info[node.all_input_nodes[0].name].dtype)
         self.lengths = [program.info[n.name].shape[2] for n in node.all_input_nodes[:2]]
         mask = node.args[3]
         assert isinstance(mask, fx.Node), "a recognised mask is a tensor"

@@ -106,7 +106,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     before = []
     for module in model.modules():
         own = {k: v for k, v in vars(module).items() if k not in torchs}
-        filled = [(v, copy(v)) for v in own.values() if isinstance(v, list | dict | set)]
+        filled = [(v, copy(v)) for v in own.values() if type(v) in (list, dict, set)]
         before.append((module, own, filled))
     try:
         yield
