@@ -95,7 +95,8 @@ class CompiledModel(nn.Module):
             self._calls += 1
             batch = sizes.get(BATCH, 1)
             what = f"{bucket} with batch {batch}, call {self._calls}, {self.plans[bucket]}"
-            agree(self.groups, setting.sp, "bucket", f"{what}{problem or ''}")
+            what += "" if problem is None else f", {problem}"
+            agree(self.groups, setting.sp, "bucket", what)
         if problem is not None:
             raise problem
         with self._own_casts():

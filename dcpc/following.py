@@ -40,8 +40,8 @@ class Followed:
     def __init__(self, model: nn.Module, buckets: Buckets, planned: Planned) -> None:
         self._buckets = buckets
         self._planned = planned
-        self._compiled = self._last = ModuleState(model)
-        self._known = [self._compiled]
+        self._last = ModuleState(model)
+        self._known = [self._last]  # the first: as it was compiled
         self._traces = 0
 
     def problem(self, model: nn.Module) -> DispatchError | None:
@@ -76,8 +76,8 @@ class Followed:
 
     def _trace_again(self, model: nn.Module, now: ModuleState) -> None:
         start_s = time.perf_counter()
-        changes = self._compiled.changes(now)
-        hooks = self._compiled.added_hooks(now)
+        compiled = self._known[0]
+        changes, hooks = compiled.changes(now), compiled.added_hooks(now)
         if hooks:
             raise DispatchError(
                 f"the model changed since it was compiled: got {_shown(hooks)}; expected the hooks "
@@ -86,7 +86,7 @@ class Followed:
                 "captured"
             )
         # A graph does not say these of its inputs, and what was compiled counts on them.
-        if any(now.kinds.get(n, k) != k for n, k in self._compiled.kinds.items()):
+        if any(now.kinds.get(n, k) != k for n, k in compiled.kinds.items()):
             raise self._refused(changes)
         try:
             for variants, mine in zip(
@@ -126,7 +126,9 @@ def state_tensors(model: nn.Module, planned: Planned) -> dict[str, Tensor]:
         planned: with its traces.
     """
     constants = [
-        (f"constant {name}", t) for v in planned.traces for name, t in v.program.constants.items()
+        (f"constant {name} of trace {number}", t)
+        for number, v in enumerate(planned.traces)
+        for name, t in v.program.constants.items()
     ]
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *constants):

@@ -225,7 +225,8 @@ class ModuleState:
         elif isinstance(value, _FUNCTIONS):
             self._add(name, getattr(value, "__qualname__", repr(value)), id(value))
         elif isinstance(value, types.MethodType):
-            self._add(name, value.__qualname__, (id(value.__func__), id(value.__self__)))
+            text = getattr(value, "__qualname__", "method")
+            self._add(name, text, (id(value.__func__), id(value.__self__)))
         elif isinstance(value, functools.partial):
             self._add(name, "partial")
             self._visit(f"{name}.func", value.func, depth)
