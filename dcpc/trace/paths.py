@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -42,6 +42,12 @@ _COPIES = {
     *(aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default),
     *(aten.constant_pad_nd.default, aten.cat.default, aten.repeat.default),
 }
+# Interpolations, which copy where the size is the same and no factor is given.
+_RESIZES = {
+    *(aten.upsample_nearest1d.default, aten.upsample_nearest2d.default),
+    *(aten.upsample_linear1d.default, aten.upsample_bilinear2d.default),
+}
+_TURNS = {aten.transpose.int, aten.permute.default, aten.t.default}
 # Views of other names that say the same.
 _SHAPED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _SMALL_BYTES = 1 << 16
@@ -61,7 +67,8 @@ class _Call:
         outputs: keys of the tensors it returns.
         text: of the op and the shapes it makes, for a message.
         memory: the storages of operands and results.
-        same: the key that its only result stands for, "" if it makes something.
+        same: the key of the operand that its only result is equal to, None if it makes something.
+        turned: the order of the operand's dims in the result, where that is all it changes.
     """
 
     op: Any
@@ -70,6 +77,51 @@ class _Call:
     text: str
     memory: frozenset[int]
     same: Any = None
+    turned: tuple[int, ...] = ()
+
+
+class _Turned(NamedTuple):
+    """What stands for a tensor with its dims in another order."""
+
+    base: Any
+    order: tuple[int, ...]
+
+    @staticmethod
+    def of(source: Any, order: tuple[int, ...]) -> Any:
+        """Returns a tensor's key after one more change; the tensor's own where two cancel."""
+        if isinstance(source, _Turned):
+            source, order = source.base, tuple(source.order[d] for d in order)
+        return source if list(order) == sorted(order) else _Turned(source, order)
+
+
+def _base(key: Any) -> Any:
+    return key.base if isinstance(key, _Turned) else key
+
+
+def _numbered(key: Any, numbers: Mapping[Any, int]) -> Any:
+    """A key with the number of what it stands for; an argument that is no tensor as it is."""
+    if not isinstance(key, tuple):
+        return key
+    base = numbers.get(_base(key), _base(key))
+    return (base, key.order) if isinstance(key, _Turned) else base
+
+
+def _turned(func: Any, x: Any = None, *dims: Any) -> tuple[int, ...]:
+    """The order of dims that a call makes of its operand's, none if it does something else."""
+    if func not in _TURNS:
+        return ()
+    if func is aten.permute.default:
+        return tuple(d % x.ndim for d in dims[0])
+    order = list(range(x.ndim))
+    if x.ndim:
+        a, b = dims or (0, -1)
+        order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
+def _scaled(func: Any, flat: list[Any]) -> bool:
+    """Whether an interpolation is by a factor, which need not be that of the sizes."""
+    return func in _RESIZES and any(isinstance(x, float) for x in flat)
 
 
 class _Recorder(TorchDispatchMode):
@@ -111,7 +163,8 @@ class _Recorder(TorchDispatchMode):
                 tuple(self.keys[id(x)] for x in results),
                 f"{func}, {', '.join(str(list(x.shape)) for x in results)}",
                 frozenset(map(_memory, [*operands, *results])),
-                self._same(func, operands, results),
+                self._same(func, operands, results) if not _scaled(func, flat) else None,
+                _turned(func, *args),
             )
         )
         return out
@@ -128,7 +181,7 @@ class _Recorder(TorchDispatchMode):
 
     def _same(self, func: Any, operands: list[Tensor], results: list[Tensor]) -> Any:
         """The key of the operand that a result is equal to, as nothing is cut off or added."""
-        if func not in _ALIASES | _COPIES or len(results) != 1:
+        if func not in _ALIASES | _COPIES | _RESIZES or len(results) != 1:
             return None
         (out,) = results
         full = [x for x in operands if x.numel() or not out.numel()]
@@ -146,22 +199,25 @@ class _Recorder(TorchDispatchMode):
         kept: list[_Call] = []
         for i, call in enumerate(self.calls):
             free = call.op in _ALIASES or all(self.written.get(m, -1) < i for m in call.memory)
-            if call.same is not None and free:
+            if call.turned:
+                source = equal.get(call.args[0][0], call.args[0][0])
+                equal[call.outputs[0]] = _Turned.of(source, call.turned)
+            elif call.same is not None and free:
                 equal[call.outputs[0]] = equal.get(call.same, call.same)
             else:
                 kept.append(call)
-        needed = {equal.get(k := self.key(loss), k)}
+        needed = {_base(equal.get(k := self.key(loss), k))}
         used: list[_Call] = []
         for call in reversed(kept):
             if call.op._schema.is_mutable or needed & {*call.outputs}:
                 used.append(call)
-                needed |= {equal.get(a, a) for a in call.args[0] if isinstance(a, tuple)}
+                needed |= {_base(equal.get(a, a)) for a in call.args[0] if isinstance(a, tuple)}
         numbers: dict[Any, int] = {}
         for call in reversed(used):
             given = tuple(equal.get(a, a) if isinstance(a, tuple) else a for a in call.args[0])
-            named = tuple(numbers.get(a, a) if isinstance(a, tuple) else a for a in given)
+            named = tuple(_numbered(a, numbers) for a in given)
             for key in call.outputs:
-                numbers.setdefault(equal.get(key, key), len(numbers))
+                numbers.setdefault(_base(equal.get(key, key)), len(numbers))
             yield call.text, call.op, named, call.args[1]
         yield (
             "the loss",
