@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from dcpc.ir import Fold, NodePlacement, Placement, Program
+from dcpc.leaves import leaf_key, tree_key
 from dcpc.passes.placement import zigzag
 from dcpc.passes.sharding import Sharding
 from dcpc.random_ops import DRAWS, INDEX
@@ -101,16 +102,16 @@ def fold(program: Program, fewest: int = FEWEST) -> Folded | None:
 def _kind(node: fx.Node, program: Program) -> Hashable:
     """What tells calls apart, but for the values they read, and which draw of random numbers."""
 
-    def plain(leaf: Any) -> Any:
-        return "a value" if isinstance(leaf, fx.Node) else leaf
+    def plain(leaf: Any) -> Hashable:
+        return ("a value",) if isinstance(leaf, fx.Node) else leaf_key(leaf)
 
     info, scalar = program.info.get(node.name), program.scalars.get(node.name)
     made = None if info is None else (info.shape, info.dtype, info.requires_grad)
     args = node.args
     if node.target in DRAWS:  # the index changes the numbers, not what they cost
         args = (*args[:INDEX], *args[INDEX + 1 :])
-    arguments = fx.node.map_aggregate((args, dict(node.kwargs)), plain)
-    return str(node.target), repr(arguments), str(made), str(scalar)
+    arguments = tree_key((args, node.kwargs), plain)
+    return str(node.target), arguments, str(made), str(scalar)
 
 
 def _alike(copies: Sequence[Sequence[fx.Node]], program: Program) -> bool:

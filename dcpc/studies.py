@@ -18,7 +18,7 @@ from torch import fx
 from dcpc.codegen import VIEWS, Key, Lowering
 from dcpc.folding import Folded
 from dcpc.ir import Fold, Placement, Profile, Program, tensor_operands
-from dcpc.leaves import size_key
+from dcpc.leaves import leaf_key, size_key
 from dcpc.passes.recompute import AlikeBlocks, Call, Memory, Menu, recompute_menu
 from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, with_constants
 
@@ -188,7 +188,7 @@ def _shape(value: object) -> object:
         return value.dtype, tuple(map(size_key, value.shape))
     if isinstance(value, list | tuple):
         return tuple(map(_shape, value))
-    return size_key(value)
+    return leaf_key(value)
 
 
 def _memory(lowering: Lowering, meter: Meter, sizes: Sizes) -> Memory:

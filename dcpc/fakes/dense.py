@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcpc.fakes.made import empty, is_told
 from dcpc.fakes.views import VIEW_OPS, view_result
-from dcpc.leaves import size_key
+from dcpc.leaves import leaf_key, size_key
 
 aten = torch.ops.aten
 
@@ -173,8 +173,9 @@ def _dtype_of(
 ) -> torch.dtype:
     """Returns the dtype of what an op makes of operands of these dtypes."""
     leaves = tree_leaves((args, dict(kwargs)))
-    kinds = ((x.dtype, x.ndim) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
-    key = (func, len(args), *kwargs, *kinds)
+    kinds = ((x.dtype, x.ndim) if isinstance(x, Tensor) else leaf_key(x) for x in leaves)
+    # An integer tensor and a float make one of the default dtype.
+    key = (func, torch.get_default_dtype(), len(args), *kwargs, *kinds)
     if key not in _dtypes:
         with _disable_current_modes(), torch._C._DisableAutocast():
             tiny_args, tiny_kwargs = map_aggregate((args, dict(kwargs)), _tiny)

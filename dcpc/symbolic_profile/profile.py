@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import fx
 
 from dcpc.errors import ProfileError
 from dcpc.ir import Fold, Partition, Profile, Schedule, Work
+from dcpc.leaves import leaf_key, tree_key
 from dcpc.symbolic_profile.facts import Facts
 from dcpc.symbolic_profile.flops import ZERO, GroupSize, cost_of
 from dcpc.symbolic_profile.lifetimes import Numbered
@@ -153,11 +154,11 @@ class Ledger:
         own = [t.storage for n in (*inputs, node) for t in self.facts.of(n)]
         first = [own.index(s) for s in own]
 
-        def plain(leaf: Any) -> Any:
-            return ("input", place[leaf]) if isinstance(leaf, fx.Node) else leaf
+        def plain(leaf: Any) -> Hashable:
+            return ("input", place[leaf]) if isinstance(leaf, fx.Node) else leaf_key(leaf)
 
-        arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), plain)
-        return node.target, id(node.meta.get("val")), *alike, *first, repr(arguments)
+        arguments = tree_key((node.args, node.kwargs), plain)
+        return node.target, id(node.meta.get("val")), *alike, *first, arguments
 
     def work(self, node: fx.Node, *, forward: bool) -> Work | None:
         """Returns the cost of a call, None for what costs nothing (a view)."""

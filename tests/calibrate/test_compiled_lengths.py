@@ -1,4 +1,4 @@
-"""Inductor takes a convolution's length for a number: other lengths have an excerpt of their own."""
+"""Inductor takes a convolution's length for a number: other lengths have their own excerpt."""
 
 import math
 
@@ -11,15 +11,20 @@ from dcpc.calibrate import calibrate
 
 
 class Audio(nn.Module):
-    """A convolution of frames, at half their rate."""
+    """Convolutions of frames, the second at half their rate, and attention."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.out = nn.Conv1d(8, 8, 3, stride=2, padding=1), nn.Linear(8, 8)
+        self.one = nn.Conv1d(8, 16, 3, padding=1)
+        self.two = nn.Conv1d(16, 16, 3, stride=2, padding=1)
+        self.norm, self.query, self.out = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = nn.functional.gelu(self.conv(x.transpose(1, 2))).transpose(1, 2)
-        return self.out(h).square().mean()
+        h = nn.functional.gelu(self.one(x.transpose(1, 2)))
+        h = nn.functional.gelu(self.two(h)).transpose(1, 2)
+        q = self.query(self.norm(h)).unflatten(-1, (2, 8)).transpose(1, 2)
+        attended = nn.functional.scaled_dot_product_attention(q, q, q)
+        return self.out(h + attended.transpose(1, 2).flatten(2)).square().mean()
 
 
 @pytest.mark.slow
