@@ -129,11 +129,3 @@ def test_a_collective_without_a_definition_is_an_error(monkeypatch):
         monkeypatch.delitem(COLLECTIVES, op)
     with pytest.raises(CodegenError, match="which ranks call together"):
         split.difference(point, CASES["MaskedMean"].data(point), in_step=True)
-
-
-def test_a_collective_without_a_definition_is_an_error(monkeypatch):
-    split, point = made("MaskedMean", 2), sizes("MaskedMean")[0]
-    for op in list(COLLECTIVES):
-        monkeypatch.delitem(COLLECTIVES, op)
-    with pytest.raises(CodegenError, match="which ranks call together"):
-        split.difference(point, CASES["MaskedMean"].data(point), in_step=True)

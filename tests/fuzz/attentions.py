@@ -1,5 +1,7 @@
 """Attention, fused or spelled out, with operands in many orders of strides and masks of all kinds."""
 
+# ruff: noqa: E501 - a line of source a template
+
 from __future__ import annotations
 
 from typing import Any

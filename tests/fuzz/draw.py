@@ -1,5 +1,7 @@
 """Draws programs: what templates draw from, repeats with one thing changed, losses, sizes."""
 
+# ruff: noqa: E501 - a line of source a template
+
 from __future__ import annotations
 
 import random
@@ -116,7 +118,7 @@ class Draw:
         value = self.rng.choice(choices)
         if isinstance(value, int) and value > 1:
             self.constants.add(value)
-        return f"‹{value}›"
+        return f"`{value}`"
 
     def number(self) -> str:
         """Returns a float, constant or of a dim, positive and not large."""
@@ -247,13 +249,13 @@ class Draw:
 
     def _changed(self, line: str) -> str:
         """Changes one marked constant."""
-        marked = list(re.finditer("‹([^›]*)›", line))
+        marked = list(re.finditer("`([^`]*)`", line))
         if not marked:
             return line
         m = self.rng.choice(marked)
         now = m[1]
         new = str(float(now) * 0.75) if "." in now else str(max(1, int(now) + self.pick(-1, 1)))
-        return f"{line[: m.start()]}‹{new}›{line[m.end() :]}"
+        return f"{line[: m.start()]}`{new}`{line[m.end() :]}"
 
     # ----------------------------------------------------------------------------------- the end
 

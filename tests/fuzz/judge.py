@@ -28,7 +28,7 @@ NUDGE = 1e-14  # relative, of all parameters: what a plain model makes of it is 
 TIMES = 3000  # a difference that is less than this many nudges' says nothing
 
 NOTHING = fx.GraphModule(nn.Module(), fx.Graph())
-NO_GRAPHS = Partition(NOTHING, NOTHING, (), (), (), {})  # a variant that is asked for integers alone
+NO_GRAPHS = Partition(NOTHING, NOTHING, (), (), (), {})  # of a variant asked for integers
 
 Sizes = Mapping[str, int]
 
@@ -75,9 +75,7 @@ def settings(rng: random.Random, count: int) -> list[Setting]:
     return [rng.choice(alone), *rng.sample(more, count)]
 
 
-def taken(
-    model: nn.Module, inputs: Mapping[str, str], points: Sequence[Sizes]
-) -> list[Sizes]:
+def taken(model: nn.Module, inputs: Mapping[str, str], points: Sequence[Sizes]) -> list[Sizes]:
     """Returns the sizes at which the plain model has a finite loss and gradients."""
     found = []
     for sizes in points:

@@ -1,5 +1,7 @@
 """Terms of the loss."""
 
+# ruff: noqa: E501 - a line of source a template
+
 from __future__ import annotations
 
 from collections.abc import Callable

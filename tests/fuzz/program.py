@@ -1,7 +1,7 @@
 """A random module as plain data: it prints as Python source, runs, and can be made smaller.
 
-A program is a list of steps; each is a few lines of Python that make one value of earlier ones. What
-the lines may name: inputs, parameters (`self.p0`), earlier values, and the sizes `b`, `h`, `w`.
+A program is a list of steps; each is a few lines of Python that make one value of earlier ones.
+The lines may name inputs, parameters (`self.p0`), earlier values, and the sizes `b`, `h`, `w`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MARK = re.compile("[‹›]")  # around a number in a line that may be another
+MARK = re.compile("`")  # around a number in a line that may be another
 NAMES = {"batch": "b", "h": "h", "w": "w"}  # of a dim in specs -> in the source
 
 
@@ -24,7 +24,7 @@ class Step:
 
     Attributes:
         out: its name.
-        lines: of Python; constants that may be changed stand between ‹ and ›.
+        lines: of Python; constants that may be changed stand between backticks.
         reads: earlier values and inputs that the lines name.
         shape: text of each size.
         kind: "float", "int", "bool"; a "term" is a scalar of the loss.

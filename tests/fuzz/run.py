@@ -1,6 +1,6 @@
 """`make fuzz SECONDS=600`: fresh programs until the time is over; what fails becomes a case.
 
-    python -m tests.fuzz.run --seconds 600 [--seed N] [--refused]
+python -m tests.fuzz.run --seconds 600 [--seed N] [--refused]
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def outcome(program: Program, tried: list[Setting], seed: int) -> Outcome:
     return judge(model, program.inputs, program.points, tried, seed)
 
 
-def smallest(program: Program, found: Outcome, seed: int, most: int = 150) -> tuple[Program, Outcome]:
+def smallest(
+    program: Program, found: Outcome, seed: int, most: int = 150
+) -> tuple[Program, Outcome]:
     """Returns a small program that fails as this one does, and how."""
     last = [found]
 

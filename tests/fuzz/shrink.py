@@ -40,27 +40,39 @@ def alive(program: Program) -> Program:
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    if len(program.terms) > 1:
-        for kept in program.terms:
-            some = tuple(s for s in program.steps if s.kind != "term" or s.out == kept)
-            yield alive(replace(program, steps=some))
-        for gone in program.terms:
-            yield alive(replace(program, steps=tuple(s for s in program.steps if s.out != gone)))
+    yield from _with_fewer_terms(program)
     for i in reversed(range(len(program.steps))):
         yield from _without(program, i)
-    for i, step in enumerate(program.steps):
-        for j in range(1, len(step.lines)):
-            lines = (*step.lines[:j], *step.lines[j + 1 :])
-            yield alive(_put(program, i, replace(step, lines=lines)))
-        if step.kind == "term" and not step.lines[0].endswith(".square().sum()"):
-            for read in step.reads:
-                if re.fullmatch(r"v\d+", read):
-                    lines = (f"{step.out} = {read}.square().sum()",)
-                    yield alive(_put(program, i, replace(step, lines=lines, reads=(read,))))
+    for i in range(len(program.steps)):
+        yield from _with_less(program, i)
     if len(program.points) > 1:
         for i in range(len(program.points)):
             points = (*program.points[:i], *program.points[i + 1 :])
             yield replace(program, points=points)
+
+
+def _with_fewer_terms(program: Program) -> Iterator[Program]:
+    if len(program.terms) < 2:
+        return
+    for kept in program.terms:
+        some = tuple(s for s in program.steps if s.kind != "term" or s.out == kept)
+        yield alive(replace(program, steps=some))
+    for gone in program.terms:
+        yield alive(replace(program, steps=tuple(s for s in program.steps if s.out != gone)))
+
+
+def _with_less(program: Program, i: int) -> Iterator[Program]:
+    """Leaves out lines of a step, or puts a plain sum in a term's place."""
+    step = program.steps[i]
+    for j in range(1, len(step.lines)):
+        lines = (*step.lines[:j], *step.lines[j + 1 :])
+        yield alive(_put(program, i, replace(step, lines=lines)))
+    if step.kind != "term" or step.lines[0].endswith(".square().sum()"):
+        return
+    for read in step.reads:
+        if re.fullmatch(r"v\d+", read):
+            lines = (f"{step.out} = {read}.square().sum()",)
+            yield alive(_put(program, i, replace(step, lines=lines, reads=(read,))))
 
 
 def _without(program: Program, i: int) -> Iterator[Program]:

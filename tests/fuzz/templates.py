@@ -1,5 +1,7 @@
 """What a step may be: one function a family of ops, over the whole table of sharding rules."""
 
+# ruff: noqa: E501 - a line of source a template
+
 from __future__ import annotations
 
 import sympy
@@ -9,7 +11,7 @@ from tests.fuzz.draw import WIDTH, B, Draw, H, Skip, Value, W, template
 UNARY = (
     "torch.tanh({0})", "{0}.sigmoid()", "F.gelu({0})", "F.silu({0})", "F.softplus({0})",
     "torch.exp({0}.tanh())", "torch.log1p({0}.abs())", "torch.sqrt({0}.square() + 1)",
-    "torch.rsqrt({0} ** 2 + ‹1.0›)", "torch.erf({0})", "torch.atan({0})", "{0}.abs()", "F.relu({0})",
+    "torch.rsqrt({0} ** 2 + `1.0`)", "torch.erf({0})", "torch.atan({0})", "{0}.abs()", "F.relu({0})",
     "F.relu6({0})", "F.elu({0})", "F.hardtanh({0})", "F.hardswish({0})", "F.mish({0})",
     "F.logsigmoid({0})", "F.softsign({0})", "F.tanhshrink({0})", "F.selu({0})", "torch.sin({0})",
     "torch.cos({0})", "torch.asinh({0})", "torch.reciprocal({0}.square() + 1)", "torch.sinc({0})",
@@ -319,7 +321,6 @@ def joined(d: Draw, v: Value) -> None:
     elif kind == "interleave":
         d.put(f"{v.name}.repeat_interleave(2, {at})", _with(v, dim, 2 * v.shape[dim]))
     elif kind == "pad":
-        i = d.integer(v.shape[dim])
         d.put(f"torch.cat([{v.name}, {v.name}.narrow({at}, 0, 1)], {at})", _with(v, dim, v.shape[dim] + 1))
     else:
         d.put(f"torch.cat([{u.name}, {v.name} * {d.number()}], {at}).narrow({at}, 1, {v.shape[dim]})", v.shape)
@@ -375,7 +376,7 @@ def triangle(d: Draw, v: Value) -> None:
 
 
 @template(2.5)
-def indexed(d: Draw, v: Value) -> None:
+def indexed(d: Draw, v: Value) -> None:  # noqa: C901 - a list of forms
     """Rows at positions: constant ones, computed ones, those of an input."""
     if v.ndim != 3:
         raise Skip

@@ -1,4 +1,4 @@
-"""A quotient of a dim that is 1 at the trace's own size: `KeyError: 1` while it was differentiated."""
+"""A quotient of a dim that is 1 at the sizes of the trace: a KeyError."""
 
 import torch
 from torch import nn
