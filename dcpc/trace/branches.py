@@ -76,6 +76,31 @@ def refuse_branches(
                 _compare(_advised(what, expr, buckets, symbols), sizes, difference)
 
 
+def refuse_batch_of_one(buckets: Buckets, difference: Callable[[Mapping[str, int]], str]) -> None:
+    """Raises where a batch of 1 takes another branch (`if batch == 1`): it runs the graph of more.
+
+    Torch takes it for granted that a symbolic batch is not 1, and asserts nothing.
+
+    Raises:
+        TraceError: a bucket's batch is 1, and forward makes other calls there. Where only a short
+            or a free batch may be 1, a warning says so.
+    """
+    bucket = min(buckets.buckets, key=lambda b: b.batch != 1)
+    try:
+        found = difference({**bucket.sizes, BATCH: 1})
+    except UnknownPathError:
+        return
+    what = f"forward was traced for batches of 2 and more, and at 1 does something else: {found}"
+    if found and bucket.batch == 1:
+        raise TraceError(f"{what}; take a batch of 2, or leave the branch on the batch out")
+    if found:
+        warnings.warn(
+            f"{what}; a micro-batch of 1 is computed as the others are, which is wrong where "
+            "forward branches on the batch: give batches of 2 or more, or leave the branch out",
+            stacklevel=2,
+        )
+
+
 def _compare(
     what: str, sizes: Mapping[str, int], difference: Callable[[Mapping[str, int]], str]
 ) -> None:
@@ -143,7 +168,8 @@ def _sizes(
     """
     batch = symbols.get(BATCH)
     for bucket in buckets.buckets:
-        sizes = {n: max(s, SMALLEST) for n, s in bucket.sizes.items()}
+        # Another dim that is 1 is so in every bucket of a trace (`Buckets.by_ones`).
+        sizes = {n: max(s, SMALLEST) if n == BATCH else s for n, s in bucket.sizes.items()}
         batches: Iterable[int] = [sizes[BATCH]] if BATCH in sizes else BATCHES
         if unequal is not None and BATCH not in sizes:
             batches = BATCHES[:1]

@@ -34,7 +34,7 @@ from dcpc.ir import Program, TensorInfo
 from dcpc.module_state import ModuleState
 from dcpc.trace import dims as named
 from dcpc.trace.autocast import casting, share_casts
-from dcpc.trace.branches import refuse_branches
+from dcpc.trace.branches import refuse_batch_of_one, refuse_branches
 from dcpc.trace.canonical import canonicalise
 from dcpc.trace.capturable import Capturable
 from dcpc.trace.functional import functional
@@ -139,6 +139,7 @@ def _traced(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None) ->
     mapping = _symbol_mapping(exported, buckets, symbols, dims)
     if (env := _shape_env(gm)) is not None:
         refuse_branches(env, buckets, symbols, mapping, paths.difference)
+        refuse_batch_of_one(buckets, paths.difference)
     reached = depends_on(gm.graph)
     canonicalise(gm)
     order_preparations(gm.graph, exported.graph_signature.inputs_to_parameters.keys())

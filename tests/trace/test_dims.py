@@ -230,6 +230,15 @@ def test_branch_that_a_bucket_takes_otherwise_is_refused(name):
     assert "forward calls" in str(caught.value)
 
 
+@pytest.mark.parametrize("branch", [lambda n, b: b == 1, lambda n, b: b < 2])
+def test_branch_at_a_batch_of_one_is_refused_or_warned_of(branch):
+    inputs, model = {"x": "float64[batch, seq, 8]"}, Branching(branch)
+    with pytest.raises(TraceError, match="at 1 does something else"):
+        trace(model, Buckets(inputs, [{"seq": 7, "batch": 1}, {"seq": 9, "batch": 1}]))
+    with pytest.warns(UserWarning, match="at 1 does something else"):
+        trace(model, Buckets(inputs, [{"seq": 7}, {"seq": 9}]))
+
+
 def padded(z):
     if (more := (4 - z.shape[1] % 4) % 4) > 0:
         z = F.pad(z, (0, 0, 0, more))
