@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from benchmarks.mutants_plant import Mutant, edited, returned
-from dcpc import placements, variants, writes
+from dcpc import variants, writes
 from dcpc.attention import blocks, flash, ids, rectangles, spec
 from dcpc.attention import partial as parts
 from dcpc.codegen import build, joint, library, lower, ring_route, variant
@@ -169,9 +169,6 @@ CACHES = [
     _cache("lowered graphs of any placement are one", setting="degrees", quick=True, plant=edited(
         variants.Variants.lowering, "(self.placements.number(placement), hints, backend)",
         "(0, hints, backend)")),
-    _cache("placements of any degree are one", setting="degrees", plant=edited(
-        placements._key, "return sp, tuple(sorted(sizes.items())) if sp > 1 else ()",
-        "return (1, ())")),
     _cache("pieces leave out constants", setting="sums", quick=True, plant=edited(
         _Library._key, "return size_key(value)",
         "found = size_key(value)\n    return found[0] if isinstance(found, tuple) else found")),

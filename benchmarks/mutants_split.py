@@ -78,9 +78,6 @@ PLACEMENT = [
         sharding._partial, "range(operands)), PARTIAL, -1)", "range(operands)), REPLICATED, -1)")),
     _place("whatever op passes a partial sum on", setting="reduced 2", plant=edited(
         sharding._partial, "not operands or rule.linear == \"none\"", "not operands")),
-    _place("what is whole is added on every rank", setting="reduced 2", plant=edited(
-        sharding._partial, "(PARTIAL,) * operands,",
-        "(PARTIAL, *(REPLICATED,) * (operands - 1)),")),
     _place("a slice of a zigzag dim taken in order", setting="shifted ring 2", plant=edited(
         Placement.is_zigzag, "factor.key if factor.parent < 0 else factor.parent", "factor.key")),
     _place("pieces of a factor follow another split", setting="shifted ring 2", plant=edited(
@@ -101,9 +98,6 @@ LOWERING = [
         "self.shift, p, p - 1 - rank, self.zigzag")),
     _lower("an all-reduce left out", setting="sums 2", quick=True, plant=edited(
         _Lowering._collective, "call(ops.all_reduce.default, (x, self.group))", "x")),
-    _lower("a reduce-scatter only scatters", setting="sent 2", plant=edited(
-        _Lowering._collective, "call(ops.reduce_scatter.default, (*args, self.group))",
-        "self.narrowed(x, at[want], target)")),
     _lower("an all-gather in order of a zigzag dim", setting="ring 2", plant=edited(
         _Lowering._collective, "self.emit(source.size), *self._origin(source))",
         "self.emit(source.size), *self._origin(source)[:2], False)")),

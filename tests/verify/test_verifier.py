@@ -13,7 +13,7 @@ from dcpc import api
 from dcpc.acceptance.split import SPLITTING
 from dcpc.errors import PlanError, VerifyError
 from dcpc.verify import Verifier
-from dcpc.verify.inputs import draw
+from dcpc.verify.inputs import KINDS, draw
 
 aten = torch.ops.aten
 BUCKETS = dcpc.Buckets(inputs={"x": "float32[batch, seq, 4]"}, sizes=[{"seq": 6}])
@@ -176,3 +176,22 @@ def test_drawn_inputs_keep_to_the_vocabulary():
     assert 9 < labels.max() < 12
     assert {*labels[labels < 0].tolist()} == {-100, -7}
     assert ids.shape == labels.shape == (8, 40)
+
+
+def test_a_sample_is_masked_but_for_its_first_element():
+    case = SETTINGS["marked"]
+    planned = api.plan(case.model(), case.buckets(), backend="eager")
+    sizes, cpu = {"seq": 9, "batch": 3}, torch.device("cpu")
+    found = (draw(planned.program, case.buckets(), sizes, k, cpu)["mask"] for k in KINDS)
+    wide, ignored, narrow = found
+    assert wide[-1].tolist() == [True] + [False] * 8
+    assert 1 < ignored[-1].sum() < 9
+    assert narrow.all()
+
+
+def test_a_graph_that_fails_where_the_model_runs_is_refused():
+    with (
+        exchanged(aten.sin.default, torch.ops.aten.nonzero.default),
+        pytest.raises(VerifyError, match=r"Error at \{seq: 5, batch: 3\}, where the model itself"),
+    ):
+        compiled(Waves())
