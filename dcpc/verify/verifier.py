@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -164,7 +164,7 @@ class Verifier:
         program, done = variants.program, list[str]()
         for reference in self._references(number, alike=False):
             given = self._given(program, reference)
-            found = _made(given.of_program, "the captured graph", reference)
+            found = _made(partial(given.of_program), "the captured graph", reference)
             if found is None:
                 continue
             error = error_of(found, reference.outcome, _floor(reference))
@@ -392,7 +392,7 @@ class Verifier:
         return head + "".join(f"  {line}\n" for line in self.lines)
 
 
-def _made(run: Callable[[], Outcome], what: str, reference: Reference) -> Outcome | None:
+def _made(run: partial[Outcome], what: str, reference: Reference) -> Outcome | None:
     """Returns what a graph makes; None where it fails at lengths that it was not made for.
 
     Raises:
