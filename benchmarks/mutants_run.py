@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.mutants_models import SETTINGS, Setting
-from benchmarks.mutants_plant import Mutant
+from benchmarks.mutants_plant import MisplantedError, Mutant
 from dcpc import api
 from dcpc.acceptance.split import SPLITTING
 from dcpc.buckets import BATCH
@@ -38,6 +38,7 @@ REFUSED = "DcpcError"  # another one: dcpc's own checks
 STOPPED = "stopped"  # by an error that is no DcpcError: no wrong number, but nobody knows why
 ESCAPED = "escaped"
 HARMLESS = "ineffective"  # the numbers are right: it does not count
+MISPLANTED = "no place"  # the code that it is an edit of reads otherwise now: to be written anew
 LOUD = "error"  # not effective either: no number comes out at all, with or without verification
 
 
@@ -91,6 +92,8 @@ def judged(setting: Setting, mutant: Mutant | None) -> Verdict:
                 for sp in _degrees(setting, planned, sizes):
                     found = _outcome(setting, model, planned, sizes, sp)
                     error = max(error, error_of(found, want[sp > 1], _FLOOR).worst)
+    except MisplantedError as missing:
+        return Verdict(mutant, MISPLANTED, 0.0, str(missing), time.perf_counter() - start_s)
     except Exception as failure:  # numbers that nobody sees: a crash, or a refusal
         said = said or f"{type(failure).__name__}: {failure}"
         return Verdict(mutant, LOUD, error, said, time.perf_counter() - start_s)
