@@ -18,7 +18,15 @@ import torch
 from benchmarks import harness
 from benchmarks.mutants_graphs import ATTENTION, CACHES, DERIVATIVES, RUNTIME, SCHEDULE
 from benchmarks.mutants_plant import PHASES, Mutant
-from benchmarks.mutants_run import CAUGHT, ESCAPED, REFUSED, STOPPED, Verdict, run_mutant
+from benchmarks.mutants_run import (
+    CAUGHT,
+    ESCAPED,
+    MISPLANTED,
+    REFUSED,
+    STOPPED,
+    Verdict,
+    run_mutant,
+)
 from benchmarks.mutants_split import LOWERING, PLACEMENT, RULES
 from benchmarks.mutants_trace import MASKS, TRACE
 
@@ -57,6 +65,7 @@ class Caught:
             "mutants_by_other_errors": self.count(REFUSED),
             "mutants_stopped": self.count(STOPPED),
             "caught_by_verify": caught / effective if effective else 0.0,
+            "mutants_without_place": self.count(MISPLANTED),
             "mutants_ineffective": len(self.verdicts) - effective,
             "mutants_spent_s": round(self.spent_s, 1),
         }

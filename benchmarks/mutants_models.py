@@ -70,7 +70,7 @@ class Setting:
                 value = torch.rand(shape, generator=generator) < 0.7
                 value[:, 0], value[:, 4] = True, False
             elif name == "segment":  # one of them has one position alone, which is hidden
-                value = (torch.rand(shape, generator=generator) < 0.2).cumsum(1)
+                value = (torch.rand(shape, generator=generator) < 0.1).cumsum(1)
                 value[:, 4:] += 1
                 value[:, 5:] += 1
             elif spec.dtype.is_floating_point:
@@ -360,7 +360,7 @@ SETTINGS: dict[str, Setting] = {
     "shifted": Setting(Shifted, TOKENS, SHORT, {**SPLIT, "attention": "gathered"}),
     "shifted ring 2": Setting(Shifted, TOKENS, SHORT, RING),
     "spelled": Setting(Spelled, TOKENS, SHORT),
-    "marked": Setting(Marked, MARKED, SHORT),
+    "marked": Setting(Marked, MARKED, ({"seq": 14},)),
     "padded": Setting(Padded, {k: v for k, v in MARKED.items() if k != "segment"}, SHORT),
     "sound": Setting(Convolutions, SOUND, SHORT),
     "grid": Setting(Grid, GRID, ({"h": 4, "w": 7},)),

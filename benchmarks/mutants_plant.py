@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import inspect
+import pkgutil
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -43,25 +44,28 @@ class MisplantedError(Exception):
     """The code that a fault is an edit of reads otherwise now."""
 
 
-def edited(function: Any, old: str, new: str) -> Callable[[], AbstractContextManager[Any]]:
+def edited(place: str, old: str, new: str) -> Callable[[], AbstractContextManager[Any]]:
     """Returns what plants a fault: a function whose source has `new` where it has `old`.
 
     The code of the function itself is exchanged, so whoever holds it runs the other one.
 
     Args:
-        function: of dcpc, without a closure.
+        place: module of dcpc and function in it, without a closure: `trace.losses:_added`.
         old: part of its source; it has to be there once.
         new: what stands there instead.
     """
-    inner: Any = inspect.unwrap(function)
-    return lambda: _exchanged(inner, old, new)
+    return lambda: _exchanged(place, old, new)
 
 
 @contextmanager
-def _exchanged(function: FunctionType, old: str, new: str) -> Iterator[None]:
+def _exchanged(place: str, old: str, new: str) -> Iterator[None]:
+    try:
+        function: FunctionType = inspect.unwrap(pkgutil.resolve_name(f"dcpc.{place}"))
+    except (AttributeError, ImportError) as error:
+        raise MisplantedError(f"there is no {place}: {error}") from error
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(old) != 1:
-        raise MisplantedError(f"{function.__qualname__} has {old!r} {source.count(old)} times")
+        raise MisplantedError(f"{place} has {old!r} {source.count(old)} times; expected once")
     before, faulty = function.__code__, _code(function, source.replace(old, new))
     function.__code__ = faulty
     try:

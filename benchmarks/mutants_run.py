@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from benchmarks.mutants_models import SETTINGS, Setting
-from benchmarks.mutants_plant import Mutant
+from benchmarks.mutants_plant import MisplantedError, Mutant
 from dcpc import api
 from dcpc.acceptance.split import SPLITTING
 from dcpc.buckets import BATCH
@@ -23,9 +23,8 @@ from dcpc.planning import Planned
 from dcpc.variants import Variants
 from dcpc.verify import Verifier
 from dcpc.verify.compare import error_of
-from dcpc.verify.draws import KnownDraws
+from dcpc.verify.draws import KnownDraws, known_normal, known_uniform
 from dcpc.verify.reference import Outcome
-from dcpc.verify.replay import replayed
 
 EFFECTIVE = 1e-6
 SAMPLES = 2
@@ -38,6 +37,7 @@ REFUSED = "DcpcError"  # another one: dcpc's own checks
 STOPPED = "stopped"  # by an error that is no DcpcError: no wrong number, but nobody knows why
 ESCAPED = "escaped"
 HARMLESS = "ineffective"  # the numbers are right: it does not count
+MISPLANTED = "no place"  # the code that it is an edit of reads otherwise now: to be written anew
 LOUD = "error"  # not effective either: no number comes out at all, with or without verification
 
 
@@ -91,6 +91,8 @@ def judged(setting: Setting, mutant: Mutant | None) -> Verdict:
                 for sp in _degrees(setting, planned, sizes):
                     found = _outcome(setting, model, planned, sizes, sp)
                     error = max(error, error_of(found, want[sp > 1], _FLOOR).worst)
+    except MisplantedError as missing:
+        return Verdict(mutant, MISPLANTED, 0.0, str(missing), time.perf_counter() - start_s)
     except Exception as failure:  # numbers that nobody sees: a crash, or a refusal
         said = said or f"{type(failure).__name__}: {failure}"
         return Verdict(mutant, LOUD, error, said, time.perf_counter() - start_s)
@@ -173,9 +175,7 @@ def _outcome(
     parts, integers = [], []
     for variant, values in ranks:
         own = variant.partition
-        forward, backward = (
-            replayed(gm, wide=False, alike=sp > 1) for gm in (own.forward, own.backward)
-        )
+        forward, backward = (_drawing(gm, sp > 1) for gm in (own.forward, own.backward))
         parts.append(replace(own, forward=forward, backward=backward))
         integers.append(dict(zip((i.name for i in variant.integers), values, strict=True)))
     results = run_in_step(parts, integers, {n: t.detach() for n, t in tensors.items()})
@@ -185,6 +185,21 @@ def _outcome(
     share = sp / first.sp  # a variant takes the share of the degree that it was made for
     sums = [None if g is None else g * share for g in summed(results)]
     return Outcome(results[0].loss, dict(zip(names, sums, strict=True)))
+
+
+def _drawing(gm: fx.GraphModule, alike: bool) -> fx.GraphModule:
+    """Returns a copy of a graph that draws the numbers of `KnownDraws`."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    ops = {
+        torch.ops.dcpc.uniform.default: known_uniform,
+        torch.ops.dcpc.normal.default: known_normal,
+    }
+    for op, known in ops.items():
+        for node in graph.find_nodes(op="call_function", target=op):
+            size, _, _, _, *rest = node.args
+            node.target, node.args = known, (size, alike, *rest)
+    return fx.GraphModule(gm, graph)
 
 
 def _tensors(program: Program, model: nn.Module, data: Mapping[str, Tensor]) -> dict[str, Tensor]:

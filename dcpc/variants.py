@@ -111,7 +111,9 @@ class Variants:
 
     def placement(self, sizes: Sizes, sp: int, *, near: bool = False) -> Placement:
         """Returns the placement of least predicted time at these sizes; see `Placements.at`."""
-        return self.placements.at(sizes, sp, near=near)
+        found = self.placements.at(sizes, sp, near=near)
+        assert found.sp == sp, f"got a placement for sp {found.sp}; expected one for sp {sp}"
+        return found
 
     def _copies(self, owner: Mapping[str, str]) -> Fold | None:
         """Returns what the nodes of a graph stand for, None where each stands for itself."""

@@ -15,8 +15,9 @@ from dcpc.ir import Program
 aten = torch.ops.aten
 
 # "wide": indices up to the length of what they index, values the graph compares with, masks with
-# holes. "ignored": of those values only labels that a loss ignores; where the model refuses the
-# first. "narrow": 0 and 1, numbers in (0, 1), masks of ones; where it refuses that, too.
+# holes, a sample that is masked but for its first element. "ignored": of those values only labels
+# that a loss ignores, and no such sample; where the model refuses the first or makes no numbers of
+# it. "narrow": 0 and 1, numbers in (0, 1), masks of ones; where that does not do, either.
 KINDS = ("wide", "ignored", "narrow")
 
 # Ops whose result has the elements of their first operand.
@@ -123,6 +124,8 @@ def draw(
         value = torch.rand(shape, generator=generator, dtype=torch.float64)
         if "mask" in name or spec.dtype == torch.bool:
             value = value < 0.8 if wide else torch.ones(shape, dtype=torch.bool)
+            if kind == "wide" and value.ndim > 1 and len(value) > 1:
+                value[-1] = False
             if value.ndim:
                 value[..., 0] = True
         elif spec.dtype.is_floating_point or spec.dtype.is_complex:

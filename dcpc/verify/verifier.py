@@ -16,13 +16,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Buckets
 from dcpc.codegen import Lowering, Variant, broken_guards, integers_of
-from dcpc.errors import PlanError, VerifyError
+from dcpc.errors import DcpcError, PlanError, VerifyError
 from dcpc.garbage import without_collection
 from dcpc.ir import Partition, Placement, Program
 from dcpc.planning import Planned
@@ -217,7 +218,10 @@ class Verifier:
         program, done = variants.program, list[str]()
         for reference in self._references(number, alike=False):
             given = self._given(program, reference)
-            error = error_of(given.of_program(), reference.outcome, _floor(reference))
+            found = _made(partial(given.of_program), "the captured graph", reference)
+            if found is None:
+                continue
+            error = error_of(found, reference.outcome, _floor(reference))
             error = self._in_own_dtype(number, reference, error, None)
             if error.worst > self._limit(program, reference):
                 if not reference.point.promised:
@@ -322,7 +326,10 @@ class Verifier:
             if any(self._broken(lowering, each) for each in integers):
                 continue
             given = self._given(variants.program, reference)
-            found = given.of_partition(lowering, parts, integers)
+            run = partial(given.of_partition, lowering, parts, integers)
+            found = _made(run, f"forward and backward at sp {placement.sp}", reference)
+            if found is None:
+                continue
             error = error_of(found, reference.outcome, _floor(reference))
             error = self._in_own_dtype(number, reference, error, (lowering, parts, integers))
             if error.worst > self._limit(variants.program, reference):
@@ -491,6 +498,27 @@ class Verifier:
             return "not verified: verify='off'\n"
         head = f"verified against the model itself (verify='{self.mode}', {self.spent_s:.1f} s)\n"
         return head + "".join(f"  {line}\n" for line in self.lines)
+
+
+def _made(run: partial[Outcome], what: str, reference: Reference) -> Outcome | None:
+    """Returns what a graph makes; None where it fails at lengths that it was not made for.
+
+    Raises:
+        VerifyError: it fails where the model itself does not.
+    """
+    try:
+        return run()
+    except (DcpcError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not reference.point.promised:
+            return None
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise VerifyError(
+            f"{what}: {type(error).__name__} at {reference.point}, where the model itself runs: "
+            f"{first}; report this with the model, it is a defect of dcpc; verify='off' trains on "
+            "all the same"
+        ) from error
 
 
 def _floor(reference: Reference) -> float:

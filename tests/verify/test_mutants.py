@@ -44,13 +44,22 @@ def test_every_phase_has_faults_and_a_quick_one():
     assert len(BY_NAME) == len(MUTANTS) >= 70
 
 
+def test_every_fault_has_its_place():
+    for mutant in MUTANTS:
+        with mutant.plant():
+            pass
+
+
 def test_a_fault_is_gone_when_its_context_ends():
     before = piece(9, 9, 0, 2, 1)
-    with edited(piece, "rank * base", "rank * base + 1")():
+    with edited("codegen.pieces:piece", "rank * base", "rank * base + 1")():
         assert piece(9, 9, 0, 2, 1) != before
     assert piece(9, 9, 0, 2, 1) == before
 
 
 def test_a_fault_is_refused_when_its_place_is_gone():
-    with pytest.raises(MisplantedError, match="0 times"), edited(piece, "no such code", "")():
+    gone = edited("codegen.pieces:piece", "no such code", "")
+    with pytest.raises(MisplantedError, match="0 times"), gone():
+        pass
+    with pytest.raises(MisplantedError, match="there is no"), edited("codegen:gone", "", "")():
         pass
