@@ -5,7 +5,15 @@ from dcpc.attention.kernels import DEMANDS, added_dtype, kernel_name, laid
 from dcpc.attention.op import EMPTY
 from dcpc.attention.partial import Backward, Forward, Operands
 from dcpc.attention.rectangles import sees
-from dcpc.attention.spec import Run, Sight, accumulated, empty_gradient, empty_outputs, hides, hiding
+from dcpc.attention.spec import (
+    Run,
+    Sight,
+    accumulated,
+    empty_gradient,
+    empty_outputs,
+    hides,
+    hiding,
+)
 from dcpc.attention.whole import WIDEST
 
 __all__ = [

@@ -106,7 +106,7 @@ LOWEST = -1e30
 
 
 def hides(number: float, dtype: torch.dtype) -> bool:
-    """Returns whether a number in place of a score, or added to it, leaves it no weight for sure."""
+    """Returns whether a number in place of a score, or added to it, surely leaves it no weight."""
     return number <= hiding(dtype)
 
 

@@ -173,7 +173,7 @@ class Verifier:
             variants = self.planned.by_bucket[bucket]
             if plan.sp > 1 or variants.backend == "eager":
                 continue
-            number = next(i for i, (_, v) in enumerate(self.groups) if v is variants)
+            number = self._number(variants)
             for reference in self._references(number, alike=False):
                 sizes = {BATCH: 1, **reference.point.sizes}
                 if reference.outcome.draws:
@@ -269,7 +269,7 @@ class Verifier:
         """Compares what a call of a variant and its backward give, where there is time."""
         if variant.draws:
             return
-        number = next(i for i, (_, v) in enumerate(self.groups) if v is variants)
+        number = self._number(variants)
         for reference in self._references(number, alike=False):
             dims = dims_of(variants.program, reference.point.sizes)
             values, broken = variant.integer_values(dims, 0)
@@ -314,29 +314,16 @@ class Verifier:
                 f"{placement.sp}; report this with the model, it is a defect of dcpc; verify='off' "
                 "trains on all the same"
             )
-        number = next(i for i, (_, v) in enumerate(self.groups) if v is variants)
+        number = self._number(variants)
         name = f"sp {placement.sp}, {len(parts.saved)} values saved"
         if not self._fits(wide=False):
             self.lines.append(f"{name}: NOT compared with the model: no room for two gradients")
             return
         done: list[str] = []
         for reference in self._references(number, placement.sp > 1, own):
-            dims = dims_of(variants.program, reference.point.sizes)
-            integers = integers_of(lowering.lowered, dims)
-            if any(self._broken(lowering, each) for each in integers):
+            error = self._compared(variants, lowering, parts, reference)
+            if error is None:
                 continue
-            given = self._given(variants.program, reference)
-            run = partial(given.of_partition, lowering, parts, integers)
-            found = _made(run, f"forward and backward at sp {placement.sp}", reference)
-            if found is None:
-                continue
-            error = error_of(found, reference.outcome, _floor(reference))
-            error = self._in_own_dtype(number, reference, error, (lowering, parts, integers))
-            if error.worst > self._limit(variants.program, reference):
-                if not reference.point.promised:
-                    continue
-                text = self._graphs_text(variants.program, reference, error, lowering, parts)
-                raise VerifyError(text)
             done.append(_how_far(error, reference))
             if self.mode == "auto":
                 break
@@ -345,6 +332,33 @@ class Verifier:
         else:
             why = self._why_not(number)
             self.lines.append(f"{name}: NOT compared with the model: {why}")
+
+    def _compared(
+        self, variants: Variants, lowering: Lowering, parts: Partition, reference: Reference
+    ) -> Error | None:
+        """Returns how far graphs are from the plain model; None where that says nothing.
+
+        Raises:
+            VerifyError: they are too far off.
+        """
+        program, number = variants.program, self._number(variants)
+        integers = integers_of(lowering.lowered, dims_of(program, reference.point.sizes))
+        if any(self._broken(lowering, each) for each in integers):
+            return None
+        run = partial(self._given(program, reference).of_partition, lowering, parts, integers)
+        found = _made(run, f"forward and backward at sp {lowering.lowered.sp}", reference)
+        if found is None:
+            return None
+        error = error_of(found, reference.outcome, _floor(reference))
+        error = self._in_own_dtype(number, reference, error, (lowering, parts, integers))
+        if error.worst <= self._limit(program, reference):
+            return error
+        if reference.point.promised:
+            raise VerifyError(self._graphs_text(program, reference, error, lowering, parts))
+        return None
+
+    def _number(self, variants: Variants) -> int:
+        return next(i for i, (_, v) in enumerate(self.groups) if v is variants)
 
     def _broken(self, lowering: Lowering, integers: Mapping[str, int]) -> bool:
         sizes = {i.symbol: integers[i.name] for i in lowering.lowered.integers}
