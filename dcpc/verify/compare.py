@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dcpc.acceptance.exactness import Gradients, loss_error, relative_errors
-from dcpc.codegen import Lowering, Variant, run_in_step, summed
+from dcpc.codegen import Lowering, run_in_step, summed
 from dcpc.ir import Partition, Program
 from dcpc.trace import casting
 from dcpc.verify.reference import Outcome, state, widened
@@ -132,15 +132,6 @@ class Given:
                 had = found[name]
                 found[name] = gradient if had is None else had + gradient
         return Outcome(ranks[0].loss, found)
-
-    def of_variant(self, variant: Variant, integers: tuple[int, ...]) -> Outcome:
-        """Returns what a compiled variant of one rank computes."""
-        tensors = [self.tensors[n] for n in variant.placeholders]
-        with torch.enable_grad(), casting(self.device.type, None):
-            loss = variant(tensors, integers)
-            leaves = [self.parameters[n] for n in self.wanted]
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        return Outcome(loss.detach(), dict(zip(self.wanted, found, strict=True)))
 
 
 def dims_of(program: Program, sizes: Sizes) -> dict[sympy.Symbol, int]:
