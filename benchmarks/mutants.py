@@ -4,8 +4,8 @@
 
 A fault counts where it is *effective*: without verification a loss or a gradient of what runs
 differs from plain torch's by more than 1e-6. It is caught where `verify="auto"` raises before a
-number would reach the user, or where the check of masks drops the shortcut. A fault whose numbers are right, or that crashes anyway, is listed and
-does not count.
+number would reach the user, or where the check of masks drops the shortcut. A fault whose numbers
+are right, or that crashes anyway, is listed and does not count.
 """
 
 from __future__ import annotations

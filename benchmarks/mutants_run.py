@@ -72,7 +72,7 @@ def run_mutant(mutant: Mutant) -> Verdict:
     verdict = judged(SETTINGS[mutant.setting], mutant)
     if verdict.end != HARMLESS or not hasattr(masks, "wrong_masks"):
         return verdict
-    with mock.patch.object(masks, "wrong_masks", lambda *_: {}):  # is it that which makes it right?
+    with mock.patch.object(masks, "wrong_masks", return_value={}):  # what makes it right?
         again = judged(SETTINGS[mutant.setting], mutant)
     return replace(again, end=DROPPED) if again.effective else verdict
 
