@@ -4,8 +4,8 @@
 
 A fault counts where it is *effective*: without verification a loss or a gradient of what runs
 differs from plain torch's by more than 1e-6. It is caught where `verify="auto"` raises before a
-number would reach the user. A fault whose numbers are right, or that crashes anyway, is listed and
-does not count.
+number would reach the user, or where the check of masks drops the shortcut. A fault whose numbers
+are right, or that crashes anyway, is listed and does not count.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from benchmarks.mutants_graphs import ATTENTION, CACHES, DERIVATIVES, RUNTIME, S
 from benchmarks.mutants_plant import PHASES, Mutant
 from benchmarks.mutants_run import (
     CAUGHT,
+    DROPPED,
     ESCAPED,
     MISPLANTED,
     REFUSED,
@@ -35,7 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *RUNTIME,
 )  # fmt: skip
 
-ENDS = (CAUGHT, REFUSED, STOPPED, ESCAPED)
+ENDS = (CAUGHT, REFUSED, DROPPED, STOPPED, ESCAPED)
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,12 @@ class Caught:
     def figures(self) -> dict[str, harness.Cell]:
         """Returns the figures of a report."""
         effective = sum(v.effective for v in self.verdicts)
-        caught = self.count(CAUGHT, REFUSED)
+        caught = self.count(CAUGHT, REFUSED, DROPPED)
         return {
             "mutants": effective,
             "mutants_caught": caught,
             "mutants_by_other_errors": self.count(REFUSED),
+            "mutants_dropped": self.count(DROPPED),
             "mutants_stopped": self.count(STOPPED),
             "caught_by_verify": caught / effective if effective else 0.0,
             "mutants_without_place": self.count(MISPLANTED),
@@ -91,7 +93,7 @@ def show(caught: Caught, every: bool = False) -> None:
         rows.append((phase, sum(row), *row))
     harness.print_table("planted faults", ("phase", "effective", *ENDS), rows)
     for v in caught.verdicts:
-        if every or v.end not in (CAUGHT, REFUSED):
+        if every or v.end not in (CAUGHT, REFUSED, DROPPED):
             said = v.said.splitlines()[0][:160] if v.said else ""
             what = f"{v.mutant.phase}: {v.mutant.name} ({v.mutant.setting})"
             print(f"{v.end:12} {v.error:8.1e} {v.spent_s:5.2f} s  {what}  {said}")

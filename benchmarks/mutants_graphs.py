@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from benchmarks.mutants_plant import Mutant, edited, returned
+from benchmarks.mutants_plant import Mutant, edited, either, returned
 from dcpc.codegen import build
 from dcpc.ir import Partition
 
@@ -21,9 +21,11 @@ DERIVATIVES = [
     _derive("a wrong rename of a divisor", setting="scaled", quick=True, plant=edited(
         "codegen.library:_Translation.ops",
         "args=args,", "args=op.args if \"div\" in str(op.target) else args,")),
-    _derive("calls with other constants are alike", setting="scaled", plant=edited(
-        "codegen.library:_Pattern._size", "sympy.Basic):\n        return size",
-        "sympy.Basic):\n        return size[0] if isinstance(size, tuple) else size")),
+    _derive("calls with other constants are alike", setting="scaled", plant=either(
+        edited("codegen.library:_Pattern._size", "sympy.Basic):\n        return size",
+        "sympy.Basic):\n        return size[0] if isinstance(size, tuple) else size"),
+        edited("codegen.library:_kind_of", "else leaf_key(leaf)",
+        "else type(leaf) if isinstance(leaf, float) else leaf_key(leaf)"))),
     _derive("a gradient's sum with the one before is dropped", setting="gpt", quick=True,
         plant=edited("codegen.joint:_Assembly._differentiate",
         "for n in wanted if n in self.gradients}",
@@ -172,9 +174,11 @@ CACHES = [
     _cache("lowered graphs of any placement are one", setting="degrees", quick=True, plant=edited(
         "variants:Variants.lowering", "(self.placements.number(placement), hints, backend)",
         "(0, hints, backend)")),
-    _cache("pieces leave out constants", setting="sums", quick=True, plant=edited(
-        "codegen.library:Library._key", "return size_key(value)",
-        "found = size_key(value)\n    return found[0] if isinstance(found, tuple) else found")),
+    _cache("pieces leave out constants", setting="sums", quick=True, plant=either(
+        edited("codegen.library:Library._key", "return size_key(value)",
+        "found = size_key(value)\n    return found[0] if isinstance(found, tuple) else found"),
+        edited("codegen.library:Library.piece", "return leaf_key(leaf)",
+        "return type(leaf) if isinstance(leaf, float) else leaf_key(leaf)"))),
     _cache("recipes of masks are one", setting="marked", quick=True, plant=edited(
         "codegen.masks:_Applied.value", "if recipe not in self.made:",
         "recipe = next((r for r in self.made if r[0] == recipe[0]), recipe)\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.mutants_plant import Mutant, edited
+from benchmarks.mutants_plant import Mutant, edited, either
 
 _trace = partial(Mutant, phase="trace")
 _mask = partial(Mutant, phase="masks", setting="marked")
@@ -41,8 +41,9 @@ TRACE = [
         "trace.spellings:repeat_interleave", "outer=False", "outer=True")),
     _trace("copies side by side, not one after the other", setting="sums", quick=True, plant=edited(
         "trace.spellings:repeat", "outer=True", "outer=False")),
-    _trace("another scale of attention", setting="gpt", quick=True, plant=edited(
-        "trace.attention:_fused", "** -0.5", "** -0.25")),
+    _trace("another scale of attention", setting="gpt", quick=True, plant=either(
+        edited("trace.attention:_emit", "\"scale\": found.scale", "\"scale\": 0.9"),
+        edited("trace.attention:_emit", "else found.scale}", "else 0.9}"))),
     _trace("attention forgets that it is causal", setting="gpt", plant=edited(
         "trace.attention:_fused", "causal=bool(given.get(\"is_causal\"))", "causal=False")),
     _trace("causal attention sees one key too many", setting="gpt", plant=edited(

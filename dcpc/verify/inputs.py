@@ -134,6 +134,8 @@ def draw(
         else:
             own = ranges.get(name, _Range(2, (), ()))
             value = (value * (own.count if wide else 2)).long()
+            if wide and value.ndim > 1:  # in order, as the numbers of packed sequences are
+                value[0] = value[0].sort(-1).values
             special = {"wide": own.special, "ignored": own.ignored}.get(kind, ())
             for place, number in enumerate(special):
                 value.view(-1)[1 + place :: SPECIAL_SHARE + place] = number

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.mutants import MUTANTS
 from benchmarks.mutants_plant import PHASES, MisplantedError, edited
-from benchmarks.mutants_run import CAUGHT, HARMLESS, run_mutant, run_sound
+from benchmarks.mutants_run import CAUGHT, DROPPED, HARMLESS, run_mutant, run_sound
 from dcpc.codegen.pieces import piece
 
 BY_NAME = {f"{m.phase}: {m.name}": m for m in MUTANTS}
@@ -26,7 +26,7 @@ CHEAP = (
 def test_a_planted_fault_is_caught_when_it_changes_numbers(name):
     verdict = run_mutant(BY_NAME[name])
     assert verdict.error > 1e-6
-    assert verdict.end == CAUGHT, verdict.said
+    assert verdict.end in (CAUGHT, DROPPED), verdict.said
 
 
 @pytest.mark.parametrize("setting", ["gpt", "marked", "scaled", "ring 2", "called"])
