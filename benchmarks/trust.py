@@ -6,21 +6,28 @@ those whose loss or some gradient differs by over 1e-10 with nothing said, `cras
 in an error that is no DcpcError, `refused_share` those that dcpc refuses by name. Programs that the
 plain model itself cannot run, or whose numbers hang on the last bit, are not counted. Seeds are
 fresh, and printed; `--seed` repeats a run.
+
+Then faults are planted in every phase (`benchmarks.mutants`), of which verification has to see
+`caught_by_verify`, and the share that it takes of a compile is measured (`benchmarks.verify_share`).
+`--quick` plants some of the faults.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
 import torch
 
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
+from benchmarks.mutants import chosen, plant_all
+from benchmarks.verify_share import share_figures, shares
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import settings
 from tests.fuzz.run import outcome, tried_at
@@ -35,7 +42,7 @@ def judged(first: int, count: int, quick: bool) -> list[tuple[int, str, str]]:
     torch.set_num_threads(1)
     found = []
     for seed in range(first, first + count):
-        program = generate(seed, 2 if quick else 5)
+        program = generate(seed, 1 if quick else 5)
         tried = settings(random.Random(seed), 1) if quick else tried_at(seed)
         if quick:
             tried = random.Random(seed).sample(tried, 1)
@@ -91,14 +98,18 @@ def main() -> None:
     args = p.parse_args()
     first = random.SystemRandom().randrange(10**9) if args.seed is None else args.seed
     print(f"seeds from {first} on")
-    with timed() as watch:
-        figures = programs(first, args.quick)
-    # Here come those of the validator: caught_by_verify, mutants, mutants_caught,
-    # verify_share_of_compile.
-    figures |= {"first_seed": first, "fuzz_s": watch.elapsed_s}
-    print_table("Random programs against the plain model", ["", "figure"], list(figures.items()))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with timed() as watch, ThreadPoolExecutor(1) as beside:
+        running = beside.submit(programs, first, args.quick)  # in processes of their own
+        caught = plant_all(chosen(args.quick)).figures()
+        figures = running.result()
+    figures |= {"first_seed": first, "fuzz_and_plant_s": watch.elapsed_s}
+    figures |= caught | share_figures(shares(args.quick))
+    print_table("Random programs and planted faults", ["", "figure"], list(figures.items()))
     write_report("trust", figures, args.json)
-    if figures["silent_wrong"] or figures["crashes"] or figures["refused_share"] >= 0.05:
+    broken = figures["silent_wrong"] or figures["crashes"] or figures["refused_share"] >= 0.05
+    if broken or float(caught["caught_by_verify"] or 0) < 0.95:
         raise SystemExit(1)
 
 
