@@ -7,9 +7,9 @@ in an error that is no DcpcError, `refused_share` those that dcpc refuses by nam
 plain model itself cannot run, or whose numbers hang on the last bit, are not counted. Seeds are
 fresh, and printed; `--seed` repeats a run.
 
-Then faults are planted in every phase (`benchmarks.mutants`), of which verification has to see
-`caught_by_verify`, and the share that it takes of a compile is measured (`benchmarks.verify_share`).
-`--quick` plants some of the faults.
+Then faults are planted in every phase (`benchmarks.mutants`; some of them with `--quick`), of which
+verification has to see `caught_by_verify`, and the share of a compile that it takes is measured
+(`benchmarks.verify_share`).
 """
 
 from __future__ import annotations
