@@ -29,6 +29,7 @@ from benchmarks.stdit_costs import INPUTS
 from benchmarks.zoo_models import NAMED
 from dcpc.ir import Program
 from dcpc.trace import capture, trace
+from dcpc.trace.order import staying
 from models.stdit import XL, RectifiedFlow, STDiT
 
 QUICK = ("transformers GPT-2", "diffusers CogVideoX", "Llama, 4 layers")
@@ -61,14 +62,19 @@ class Traced:
 def said(program: Program) -> list[tuple[str, ...]]:
     """Returns all that a graph says but for names: calls, arguments, shapes, dtypes.
 
-    Which tensor a size is read of makes no difference, nor do -1 in a shape that is known and the
-    number that tells one call for random numbers from another.
+    Which tensor a size is read of makes no difference, and so where among what depends on no
+    parameter that tensor is made; nor do -1 in a shape that is known and the number that tells one
+    call for random numbers from another.
     """
-    nodes = [n for n in program.gm.graph.nodes if n.name not in program.scalars]
-    nodes.sort(key=lambda n: (n.op != "placeholder", n.name if n.op == "placeholder" else ""))
+    every = [n for n in program.gm.graph.nodes if n.name not in program.scalars]
+    nodes = sorted((n for n in every if n.op == "placeholder"), key=lambda n: n.name)
+    stays = staying(program.gm.graph, program.parameters)
+    for node in every:
+        if node in stays:
+            nodes += _made_for(node, program, {*nodes})
     names: dict[fx.Node, Any] = {node: f"#{i}" for i, node in enumerate(nodes)}
-    every = program.gm.graph.nodes
-    names |= {n: str(program.scalars[n.name]) for n in every if n.name in program.scalars}
+    scalars = (n for n in program.gm.graph.nodes if n.name in program.scalars)
+    names |= {n: str(program.scalars[n.name]) for n in scalars}
     return [
         (
             node.op,
@@ -78,6 +84,15 @@ def said(program: Program) -> list[tuple[str, ...]]:
         )
         for node in nodes
     ]
+
+
+def _made_for(node: fx.Node, program: Program, known: set[fx.Node]) -> list[fx.Node]:
+    """Returns what a call reads and nobody before it did, operands first, and the call."""
+    found: list[fx.Node] = []
+    for n in node.all_input_nodes:
+        if n.name not in program.scalars and n not in known:
+            found += _made_for(n, program, {*known, *found})
+    return [*dict.fromkeys(found), *([] if node in known else [node])]
 
 
 def _telling(node: fx.Node) -> tuple[Any, ...]:

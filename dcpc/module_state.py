@@ -20,6 +20,8 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -310,3 +312,54 @@ def _same_function(hook: Any) -> object:
 def _hooks_of(entry: Entry) -> tuple[object, ...]:
     assert isinstance(entry.which, tuple), "hooks are told apart one by one"
     return entry.which
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Puts back what a forward leaves in its modules: a table or a cache of another dtype."""
+    torchs = vars(nn.Module()).keys()
+    before = []
+    for module in model.modules():
+        own = {k: v for k, v in vars(module).items() if k not in torchs}
+        filled = [(v, copy(v)) for v in own.values() if type(v) in (list, dict, set)]
+        before.append((module, own, filled))
+    try:
+        yield
+    finally:
+        for module, own, filled in before:
+            for name in [k for k in vars(module) if k not in torchs and k not in own]:
+                del vars(module)[name]
+            vars(module).update(own)
+            for container, content in filled:
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(
+                    content
+                )
+
+
+@contextmanager
+def holding(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
+    """Has a model's modules hold other tensors in its block.
+
+    Not `torch.func.functional_call`, which leaves its own tensors in a module that has two names
+    (torch 2.13): it puts them in twice, and the second time takes the first ones for the model's.
+
+    Args:
+        model: whose parameters and buffers they stand for.
+        others: id of a parameter or buffer -> what is held in its place.
+    """
+    before: list[tuple[Any, Any, Any]] = []
+    places: list[tuple[Any, Any]]
+    for module in model.modules():
+        lists = [v for v in vars(module).values() if type(v) is list]  # an RNN's weights
+        places = [(held, enumerate(held)) for held in lists]
+        places += [(held, held.items()) for held in (module._parameters, module._buffers)]
+        for held, items in places:
+            before += [(held, key, value) for key, value in items if id(value) in others]
+    try:
+        for held, key, value in before:
+            held[key] = others[id(value)]
+        yield
+    finally:
+        for held, key, value in before:
+            held[key] = value

@@ -73,7 +73,8 @@ def backward(
 
 def _laid(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_sizes(q, k, v)
-    assert takes("flash", q), f"torch's flash attention computes none of {q.dtype}"
+    if not takes("flash", q):
+        raise TypeError(f"torch's flash attention computes none of {q.dtype}")
     return laid("flash", q), laid("flash", k), laid("flash", v)
 
 

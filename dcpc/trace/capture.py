@@ -67,7 +67,7 @@ class _LossOf(nn.Module):
         before = ModuleState(self.model)
         loss = find_loss(self.model(**dict(zip(self.names, args, strict=True))))
         after = ModuleState(self.model)
-        tensors = {*before.kinds, *after.kinds}
+        tensors = {"", *before.kinds, *after.kinds}  # "" is the model itself
         self.noted.changes = before.changes(after, besides=tensors)
         return loss
 

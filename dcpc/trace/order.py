@@ -25,13 +25,7 @@ def order_preparations(graph: fx.Graph, parameters: Collection[str]) -> None:
         graph: without dead code.
         parameters: names of their placeholders.
     """
-    stays: set[fx.Node] = set()
-    for node in graph.nodes:
-        given = node.name in parameters if node.op == "placeholder" else node.op != "call_function"
-        read = any(n in stays and n.op != "placeholder" for n in node.all_input_nodes)
-        own = any(n.name in parameters for n in node.all_input_nodes)
-        if given or read or own or node.target in DRAWS:
-            stays.add(node)
+    stays = staying(graph, parameters)
     calls = [n for n in graph.nodes if n.op != "placeholder"]
     old = [n for n in calls if n not in stays]
     new = [*dict.fromkeys(_read(n for n in calls if n in stays))]
@@ -45,6 +39,23 @@ def order_preparations(graph: fx.Graph, parameters: Collection[str]) -> None:
     for node, name in zip(new, names, strict=True):
         node.name = name
         graph._graph_namespace._rename_object(node, name)
+
+
+def staying(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
+    """Returns the nodes that depend on a parameter, or draw numbers.
+
+    Args:
+        graph: of a program.
+        parameters: names of their placeholders.
+    """
+    stays: set[fx.Node] = set()
+    for node in graph.nodes:
+        given = node.name in parameters if node.op == "placeholder" else node.op != "call_function"
+        read = any(n in stays and n.op != "placeholder" for n in node.all_input_nodes)
+        own = any(n.name in parameters for n in node.all_input_nodes)
+        if given or read or own or node.target in DRAWS:
+            stays.add(node)
+    return stays
 
 
 def _read(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dcpc.buckets import Buckets
+from dcpc.module_state import holding, untouched
 from dcpc.trace.autocast import casting
 from dcpc.trace.capturable import Capturable
 from dcpc.trace.dims import example_inputs
@@ -321,10 +321,19 @@ class Paths:
             state = self._state()
         keys = {id(t): ("state", n) for n, t in reversed(state.items())}
         keys |= {id(t): ("input", n) for n, t in inputs.items()}
+        fakes = {id(x): state[n] for n, x in self._held()}
         forward, graph = _Recorder(keys), _Recorder(keys)
         try:
-            with _exporting(), mode, self._casting(), Capturable(), forward:
-                expected = functional_call(self._model, state, tuple(inputs.values()))
+            with (
+                untouched(self._model),
+                holding(self._model, fakes),
+                _exporting(),
+                mode,
+                self._casting(),
+                Capturable(),
+                forward,
+            ):
+                expected = self._model(*inputs.values())
         except Exception as error:
             raise UnknownPathError(f"{type(error).__name__}: {error}") from error
         signature = self._signature
@@ -344,12 +353,16 @@ class Paths:
     def _casting(self) -> AbstractContextManager[object]:
         return casting(self._device.type, self._autocast)
 
+    def _held(self) -> list[tuple[str, Tensor]]:
+        """Parameters and buffers under each of their names."""
+        named = self._model.named_parameters(remove_duplicate=False)
+        return [*named, *self._model.named_buffers(remove_duplicate=False)]
+
     def _state(self) -> dict[str, Tensor]:
         """Parameters and buffers as fake tensors; one that has two names is one."""
         made: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
-        named = self._model.named_parameters(remove_duplicate=False)
-        for name, x in (*named, *self._model.named_buffers(remove_duplicate=False)):
+        for name, x in self._held():
             if id(x) not in made:
                 device = self._device if x.is_meta else x.device
                 fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)

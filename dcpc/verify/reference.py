@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from dcpc.acceptance.exactness import Float64Throughout, Gradients
+from dcpc.module_state import holding, untouched
 from dcpc.trace import casting
 from dcpc.trace.capture import find_loss
 from dcpc.verify.draws import KnownDraws
@@ -81,45 +81,24 @@ def plain(
         wanted: names of the parameters whose gradients are compared.
     """
     parameters, buffers = state(model, wide, wanted)
+    own = (*model.named_parameters(), *model.named_buffers())
+    others = {id(t): {**parameters, **buffers}[n] for n, t in own}
     given = {n: widened(t, wide) for n, t in inputs.items()}
     device = next(iter(given.values())).device
     devices = [device] if device.type == "cuda" else []
     with (
         untouched(model),
+        holding(model, others),
         torch.random.fork_rng(devices),
         torch.enable_grad(),
         KnownDraws(alike) as draws,
     ):
         with float64_throughout() if wide else casting(device.type, autocast):
-            held = {**parameters, **buffers}
-            loss = find_loss(torch.func.functional_call(model, held, (), given))
+            loss = find_loss(model(**given))
         with casting(device.type, None):
             leaves = [parameters[n] for n in wanted]
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
     return Outcome(loss.detach(), dict(zip(wanted, found, strict=True)), draws.drew)
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back what a forward leaves in its modules: a table or a cache of another dtype."""
-    torchs = vars(nn.Module()).keys()
-    before = []
-    for module in model.modules():
-        own = {k: v for k, v in vars(module).items() if k not in torchs}
-        filled = [(v, copy(v)) for v in own.values() if type(v) in (list, dict, set)]
-        before.append((module, own, filled))
-    try:
-        yield
-    finally:
-        for module, own, filled in before:
-            for name in [k for k in vars(module) if k not in torchs and k not in own]:
-                del vars(module)[name]
-            vars(module).update(own)
-            for container, content in filled:
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(
-                    content
-                )
 
 
 @contextmanager
