@@ -15,7 +15,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.codegen.backends import decompositions
 from dcpc.compiled import CompiledModel
-from dcpc.errors import PlanError
+from dcpc.errors import PlanError, VerifyError
 from dcpc.following import Held, state_tensors
 from dcpc.masks import without_masks
 from dcpc.passes.lowerings import restricted
@@ -146,7 +146,10 @@ def compile(
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
     share_state(state_tensors(model, planned), groups)
     verifier = Verifier(model, buckets, planned, verify)
-    verifier.start(time.perf_counter() - start_s)
+    problem = _problem(verifier, time.perf_counter() - start_s)
+    agree(groups, groups.world, "verification", str(problem or ""))
+    if problem is not None:
+        raise problem
     seed = _shared_seed(groups)
     return CompiledModel(model, buckets, planned, groups, base_seed=seed, verifier=verifier)
 
@@ -275,6 +278,15 @@ def _trace_all(
         )
         found |= dict.fromkeys(mine, variants)
     return {bucket: found[bucket] for bucket in buckets}
+
+
+def _problem(verifier: Verifier, compile_s: float) -> VerifyError | None:
+    """Returns what verification found; not raised, as ranks have to tell each other first."""
+    try:
+        verifier.start(compile_s)
+    except VerifyError as error:
+        return error
+    return None
 
 
 def _shared_seed(groups: Groups) -> int:
