@@ -20,9 +20,25 @@ from dcpc.ir import Partition
 Boxed = Callable[[list[Any]], Any]
 Deliver = Callable[[torch.nn.Parameter, Tensor], None]
 
+def _group_norm(x: Tensor, *args: Any) -> Any:
+    return torch.ops.aten.native_group_norm.default(x.contiguous(), *args)
+
+
+def _group_norm_backward(g: Tensor, x: Tensor, *args: Any) -> Any:
+    op = torch.ops.aten.native_group_norm_backward.default
+    return op(g.contiguous(), x.contiguous(), *args)
+
+
 # What runs for an op. A kernel may return other strides than torch's fake tensors have (batch norms
 # of a transposed input): what was a view of the fake one may need a copy of the real one.
-RUN = {**SAFE, torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+# Group norms take memory as it lies only if it is dense in some format; torch copies above its
+# dispatch.
+RUN = {
+    **SAFE,
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.native_group_norm.default: _group_norm,
+    torch.ops.aten.native_group_norm_backward.default: _group_norm_backward,
+}
 
 _deliver: ContextVar[Deliver | None] = ContextVar("dcpc_deliver", default=None)
 

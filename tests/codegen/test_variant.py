@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dcpc.buckets import Buckets
+from dcpc.codegen import RUN
 from dcpc.errors import CodegenError
 from dcpc.passes.sharding import analyse
 from dcpc.symbolic_profile import detect
@@ -176,3 +177,16 @@ def test_one_graph_is_right_at_every_length(function):
         x = torch.randn(2, seq, 8, generator=torch.Generator().manual_seed(seq)).double()
         assert split.difference(sizes, {"x": x}).worst < 1e-10
     assert split.variants.compiled_count == 1
+
+
+def test_group_norm_takes_what_a_kernel_laid_otherwise_than_its_fake():
+    x = torch.randn(2, 5, 3, 4, dtype=torch.float64).permute(0, 3, 1, 2)[:, :, :, 1:]
+    aten = torch.ops.aten
+    ops = aten.native_group_norm.default, aten.native_group_norm_backward.default
+    rest = None, None, 2, 4, 10, 2
+    out, mean, scale = RUN[ops[0]](x, *rest, 1e-5)
+    expected = torch.nn.functional.group_norm(x, 2)
+    assert torch.allclose(out, expected, rtol=1e-12)
+    given = mean, scale, None, 2, 4, 10, 2, [True, False, False]
+    gradients = [RUN[ops[1]](g, y, *given)[0] for g, y in ((x, x), (x.contiguous(),) * 2)]
+    assert torch.equal(*gradients)
