@@ -22,6 +22,22 @@ BY_HAND = {
     "test_planning.py": "which settings need not be priced",
 }
 
+# Exactness tests that `.ci/run` does not run yet: nobody has seen them all pass, and timed them,
+# since verification came. `make test-slow` runs them. File -> names, or all.
+NOT_YET: dict[str, tuple[str, ...]] = {
+    # Llama rounds to float32: 1.1e-7 at 3 tokens on 4 ranks, whose last one has none.
+    "multirank/test_exactness.py": ("test_language_models_through_compile_equal_the_plain_ones[4]",),
+    "multirank/test_lowerings.py": ("test_all_language_models", "test_all_small_models"),
+    "multirank/test_modes.py": ("",),
+    "multirank/test_packing.py": ("",),
+    "multirank/test_ring.py": ("",),
+    "multirank/test_small_models.py": ("",),
+    "multirank/test_step_features.py": ("",),
+    "multirank/test_video.py": ("",),
+    "trace/test_hash_seeds.py": ("test_every_hash_seed_makes_the_same_of_the_zoo",),
+    "trace/test_telling.py": ("",),
+}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the mark known."""
@@ -33,5 +49,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(root).as_posix() if root in item.path.parents else ""
-        if path in BY_HAND and item.get_closest_marker("slow"):
+        later = any(item.name.startswith(name) for name in NOT_YET.get(path, ()))
+        if (path in BY_HAND or later) and item.get_closest_marker("slow"):
             item.add_marker("by_hand")
