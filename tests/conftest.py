@@ -26,7 +26,9 @@ BY_HAND = {
 # since verification came. `make test-slow` runs them. File -> names, or all.
 NOT_YET: dict[str, tuple[str, ...]] = {
     # Llama rounds to float32: 1.1e-7 at 3 tokens on 4 ranks, whose last one has none.
-    "multirank/test_exactness.py": ("test_language_models_through_compile_equal_the_plain_ones[4]",),
+    "multirank/test_exactness.py": (
+        "test_language_models_through_compile_equal_the_plain_ones[4]",
+    ),
     "multirank/test_lowerings.py": ("test_all_language_models", "test_all_small_models"),
     "multirank/test_modes.py": ("",),
     "multirank/test_packing.py": ("",),
