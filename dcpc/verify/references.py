@@ -215,14 +215,7 @@ class References:
         ) from found
 
     def _compare(self, program: Program, make: Make, reference: Reference) -> Compared | Exception:
-        given = Given(
-            program,
-            self.model,
-            reference.inputs,
-            wide=reference.wide,
-            alike=reference.alike,
-            wanted=tuple(reference.outcome.gradients),
-        )
+        given = self.given(program, reference)
         try:
             found = make(given)
         except (DcpcError, MemoryError, torch.OutOfMemoryError):
@@ -232,6 +225,17 @@ class References:
         error = error_of(found, reference.outcome, FINELY if reference.wide else ROUGHLY)
         limit = LIMIT if reference.wide else ROUNDINGS * torch.finfo(_lowest(program)).eps
         return Compared(reference, error, error.worst <= limit)
+
+    def given(self, program: Program, reference: Reference) -> Given:
+        """Returns what a program's graphs take to be compared with an outcome."""
+        return Given(
+            program,
+            self.model,
+            reference.inputs,
+            wide=reference.wide,
+            alike=reference.alike,
+            wanted=tuple(reference.outcome.gradients),
+        )
 
     def fits(self, wide: bool = False) -> bool:
         """Whether there is room for two sets of all gradients, and for copies of parameters."""

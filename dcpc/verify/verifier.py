@@ -278,14 +278,7 @@ class Verifier:
         program, at = variants.program, found.reference
         where, sp = reader(program, found.error.where), lowering.lowered.sp
         if sp == 1:
-            given = Given(
-                program,
-                self.model,
-                at.inputs,
-                wide=at.wide,
-                alike=at.alike,
-                wanted=tuple(at.outcome.gradients),
-            )
+            given = self.references.given(program, at)
             (own,) = integers_of(lowering.lowered, dims_of(program, at.point.sizes))
             where = first_difference(program, given, lowering, parts, own) or where
         return (
