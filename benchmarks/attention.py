@@ -52,7 +52,7 @@ from benchmarks.attention_times import (
     times_of,
 )
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
-from dcpc.passes.lowerings import LOWERINGS
+from dcpc.passes.sharding.attention_ways import LOWERINGS
 
 WORKERS = 2
 WORLDS = (2, 4)  # that are timed

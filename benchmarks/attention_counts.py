@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dcpc.codegen.pieces import runs
-from dcpc.codegen.ring_route import Split, route, sent_bytes
+from dcpc.codegen.collectives.pieces import runs
+from dcpc.codegen.collectives.ring_route import RowSplit, route, sent_bytes
 
 
 def pairs(length: int, p: int, zigzag: bool) -> list[int]:
@@ -61,7 +61,7 @@ def ring_bytes(
         before: how many keys before its own position a query sees, None: all.
         after: how many after it, None: all.
     """
-    split = Split(length, length, 0, zigzag)
+    split = RowSplit(length, length, 0, zigzag)
     way = route(split, split, p, across, before, after)
     return sum(sent_bytes(way, rank, row_bytes, row_bytes))
 
@@ -82,7 +82,7 @@ def swap_bytes(
         zigzag: whether a rank has a chunk from either end.
         head_bytes: of each tensor, the bytes of one row in a rank's share of the heads.
     """
-    split = Split(length, length, 0, zigzag)
+    split = RowSplit(length, length, 0, zigzag)
     first = rank - rank % across
     rows = {r: sum(n for _, n, _ in split.runs(p, 1, r)) for r in range(first, first + across)}
     others = sum(n for r, n in rows.items() if r != rank)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from benchmarks.attention_counts import ring_bytes, swap_bytes
 from benchmarks.attention_layer import BATCH, KINDS, Kind, Layer, buckets, example
-from dcpc.acceptance.exactness import Gradients, gradient_errors, loss_error, plain
-from dcpc.acceptance.split import Split
 from dcpc.codegen import bind_group
-from dcpc.codegen.collectives import wire_log
-from dcpc.passes.lowerings import attentions, lowering_of
-from dcpc.runtime.local_ranks import run_ranks
+from dcpc.codegen.collectives.collectives import wire_log
+from dcpc.commands.check.split import SplitModel
+from dcpc.passes.sharding.attention_ways import attentions, lowering_of
+from dcpc.plan.traced import group_name
+from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import evaluator
-from dcpc.variants import group_name
+from dcpc.verify.exactness import Gradients, gradient_errors, loss_error, plain
 
 ITEM_BYTES = 8  # of float64
 TIMEOUT_S = 120.0
@@ -142,14 +142,14 @@ class Prepared:
         self.job, self.kind = job, KINDS[job.kind]
         longest = max(max(lengths) for lengths in job.lengths)
         self.layer = Layer(self.kind, BATCH * longest)
-        first = Split(
+        first = SplitModel(
             self.layer,
             buckets(self.kind, [64, longest]),
             {"batch": BATCH, "seq": longest},
             "eager",
             sp=max(job.worlds),
         )
-        self.splits: dict[tuple[int, str], Split] = {}
+        self.splits: dict[tuple[int, str], SplitModel] = {}
         for p in job.worlds:
             for lowering in job.lowerings:
                 split = first.of("eager", p, lowering)
@@ -162,21 +162,23 @@ class Prepared:
                     self.expected[n] = plain(self.layer, example(self.kind, n))
         for p, lengths in zip(job.worlds, job.lengths, strict=True):
             for split in (s for (q, _), s in self.splits.items() if q == p):
-                evaluator(split.variants.profile(split.placement, 0))
+                evaluator(split.study.profile(0))
                 for n in lengths:
                     split.ready({"batch": BATCH, "seq": n})
 
 
-def used(split: Split) -> set[str]:
+def used(split: SplitModel) -> set[str]:
     """Returns the ways in which a model's attentions are split."""
     return {lowering_of(split.placement.nodes[n.name]) for n in attentions(split.program)}
 
 
-def run(split: Split, length: int, kind: Kind, group: dist.ProcessGroup) -> tuple[Tensor, Sent]:
+def run(
+    split: SplitModel, length: int, kind: Kind, group: dist.ProcessGroup
+) -> tuple[Tensor, Sent]:
     """Returns the loss, with all gradients summed over the group, and what this rank sent."""
     bind_group(group_name(split.sp), group)
     sizes = {"batch": BATCH, "seq": length}
-    variant, integers = split.variants.variant(split.placement, 0, sizes, group.rank())
+    variant, integers = split.runnable.variant(split.placement, 0, sizes, group.rank())
     inputs = example(kind, length)
     named = {**split.held(), **{p: inputs[n] for p, n in split.program.inputs.items()}}
     split.model.zero_grad()
@@ -194,7 +196,7 @@ def run(split: Split, length: int, kind: Kind, group: dist.ProcessGroup) -> tupl
 
 
 def bytes_off(
-    split: Split, length: int, kind: Kind, lowering: str, rank: int, sent: Sent
+    split: SplitModel, length: int, kind: Kind, lowering: str, rank: int, sent: Sent
 ) -> tuple[int, bool]:
     """Returns how far what was sent is from the formulas, and whether the profile's is among them.
 
@@ -235,8 +237,8 @@ def bytes_off(
     all_round = lowering not in ("ring", "hybrid") or kind.window is None
     by_profile = even and all_round and (lowering != "heads" or even_heads(kind, p))
     if by_profile:
-        at = evaluator(split.variants.profile(split.placement, 0))
-        sizes = split.variants.local_sizes(split.placement, {"batch": BATCH, "seq": length}, rank)
+        at = evaluator(split.study.profile(0))
+        sizes = split.study.local_sizes({"batch": BATCH, "seq": length}, rank)
         # A reduction of one number is a fraction of bytes: less than one is rounding.
         off.append(int(abs(float(sent.total) - float(at.wire_bytes(sizes)))))
     return max(off), by_profile
@@ -305,10 +307,10 @@ def saved_by_ranks(ranks: Sequence[int], length: int) -> Mapping[int, int]:
     kind = KINDS["4 heads, causal"]
     layer = Layer(kind, BATCH * length)
     sizes = {"batch": BATCH, "seq": length}
-    first = Split(layer, buckets(kind, [64, length]), sizes, "eager", max(ranks), "ring")
+    first = SplitModel(layer, buckets(kind, [64, length]), sizes, "eager", max(ranks), "ring")
     found = {}
     for p in ranks:
         split = first.of("eager", p, "ring")
-        at = evaluator(split.variants.profile(split.placement, 0))
-        found[p] = int(at.saved_bytes(split.variants.local_sizes(split.placement, sizes)))
+        at = evaluator(split.study.profile(0))
+        found[p] = int(at.saved_bytes(split.study.local_sizes(sizes)))
     return found

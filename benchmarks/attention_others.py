@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
 from benchmarks.attention_layer import KINDS, Kind, example
-from dcpc.runtime.local_ranks import run_ranks
+from dcpc.runtime.groups.local_ranks import run_ranks
 
 TOLERANCE = 1e-10  # in float64
 TIMEOUT_S = 60.0

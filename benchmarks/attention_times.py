@@ -19,17 +19,17 @@ import dcpc
 from benchmarks.attention_counts import clear, crossing
 from benchmarks.attention_exact import used
 from benchmarks.harness import Cell
-from dcpc.acceptance.exactness import example_inputs
-from dcpc.acceptance.split import Split
-from dcpc.calibrate import calibrate
-from dcpc.calibrate.fit import scaled
-from dcpc.calibrate.links import time_collectives
 from dcpc.codegen import bind_group
-from dcpc.passes.lowerings import LOWERINGS
-from dcpc.runtime.groups import Groups
-from dcpc.runtime.local_ranks import run_ranks
+from dcpc.commands.calibrate import calibrate
+from dcpc.commands.calibrate.fit import scaled
+from dcpc.commands.calibrate.links import time_collectives
+from dcpc.commands.check.split import SplitModel
+from dcpc.passes.sharding.attention_ways import LOWERINGS
+from dcpc.plan.traced import group_name
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import Device, Fits, calibrated, evaluator, find
-from dcpc.variants import group_name
+from dcpc.verify.exactness import example_inputs
 
 ALONE = "one rank"
 HEADS, WIDTH = 4, 64
@@ -197,8 +197,8 @@ class Prepared:
         self.layer = TimedLayer()
         self.buckets = dcpc.Buckets(INPUTS, [{"seq": n, "batch": 1} for n in plan.lengths])
         sizes = {"batch": 1, "seq": plan.lengths[-1]}
-        first = Split(self.layer, self.buckets, sizes, "eager", sp=1)
-        self.splits: dict[int, dict[str, Split]] = {}
+        first = SplitModel(self.layer, self.buckets, sizes, "eager", sp=1)
+        self.splits: dict[int, dict[str, SplitModel]] = {}
         for p in worlds:
             self.splits[p] = {ALONE: first}
             for lowering in LOWERINGS:
@@ -209,16 +209,16 @@ class Prepared:
                 for n in plan.lengths:
                     split.ready({"batch": 1, "seq": n})
 
-    def predicted_s(self, split: Split, length: int, device: Device) -> float:
+    def predicted_s(self, split: SplitModel, length: int, device: Device) -> float:
         """Returns the seconds of the first rank."""
-        at = evaluator(split.variants.profile(split.placement, 0))
-        sizes = split.variants.local_sizes(split.placement, {"batch": 1, "seq": length})
+        at = evaluator(split.study.profile(0))
+        sizes = split.study.local_sizes({"batch": 1, "seq": length})
         return float(at.seconds(sizes, device))
 
-    def call(self, split: Split, length: int, rank: int) -> None:
+    def call(self, split: SplitModel, length: int, rank: int) -> None:
         """Runs forward and backward on one rank."""
         sizes = {"batch": 1, "seq": length}
-        variant, integers = split.variants.variant(split.placement, 0, sizes, rank)
+        variant, integers = split.runnable.variant(split.placement, 0, sizes, rank)
         inputs = example_inputs(self.buckets, sizes)
         named = {**split.held(), **{p: inputs[n] for p, n in split.program.inputs.items()}}
         self.layer.zero_grad()
@@ -270,7 +270,7 @@ def _calibrated(prepared: Prepared, known: Fits | None) -> Fits:
     return replace(known, collectives=links)
 
 
-def _seconds(prepared: Prepared, split: Split, length: int, rank: int) -> float:
+def _seconds(prepared: Prepared, split: SplitModel, length: int, rank: int) -> float:
     """Returns the seconds that passed on this rank; where one rank runs alone, others wait."""
     dist.barrier()
     start_s = time.perf_counter()

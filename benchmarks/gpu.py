@@ -17,7 +17,8 @@ out and counted.
 Without a GPU nothing is measured. `--device cpu` runs the same program on tiny models, which shows
 that it works, and nothing of a GPU. Not seen by anyone yet: this on a GPU. What it leans on there
 and no test covers: autograd on CUDA tensors in dcpc's trace, the fused kernels of
-`dcpc/attention/cuda.py`, their memory in `symbolic_profile/gpu_transients.py`, Inductor's Triton.
+`dcpc/ops/attention/cuda.py`, their memory in `symbolic_profile/ops/gpu_transients.py`, Inductor's
+Triton.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from benchmarks.gpu_attention import Shape, Speed, speeds
 from benchmarks.gpu_machine import Machine, Peak
 from benchmarks.gpu_models import Sizes, Subject, full, quick, tiny
 from dcpc.buckets import BATCH
-from dcpc.calibrate import calibrate
+from dcpc.commands.calibrate import calibrate
 from dcpc.ir import BucketPlan
-from dcpc.planning import Request, plan_buckets
+from dcpc.plan.planning import PlanRequest, plan_buckets
 from examples.forced import ForcedVariant
 
 SHARES = (0.0, 0.5, 1.0)
@@ -154,7 +155,7 @@ class OnDevice:
             self.model, subject.buckets, backend="eager", recompute="none", memory=AMPLE,
             device=machine.target, calibration=found,
         )  # fmt: skip
-        self.variants = self.compiled.variants
+        self.runnable = self.compiled.runnable
 
     def inputs(self, sizes: Sizes) -> dict[str, Tensor]:
         """Returns the model's inputs of a shape, on the device."""
@@ -162,7 +163,7 @@ class OnDevice:
 
     def forced(self, sizes: Sizes, recompute: int) -> ForcedVariant:
         """Returns what runs a shape with so much made again."""
-        return ForcedVariant(self.compiled, self.variants.placement(sizes, 1), recompute)
+        return ForcedVariant(self.compiled, self.runnable.priced.placement(sizes, 1), recompute)
 
     def clear(self) -> None:
         """Drops all gradients."""
@@ -183,9 +184,9 @@ class OnDevice:
         bucket = self.compiled.planned.find(lengths)
         resident = STATES * sum(p.nbytes for p in self.model.parameters())
         memory_bytes = min(self.subject.memory_bytes, self.machine.memory_bytes)
-        request = Request((1,), recompute, memory_bytes, resident, 1)
+        request = PlanRequest((1,), recompute, memory_bytes, resident, 1)
         try:
-            return plan_buckets({bucket: self.variants}, request)[0][bucket]
+            return plan_buckets({bucket: self.runnable.priced}, request)[0][bucket]
         except dcpc.PlanError:
             return None
 
@@ -205,8 +206,8 @@ def points_of(mine: OnDevice, effort: Effort, found: Found) -> None:
     """Adds the peaks and seconds of each length and share of recompute."""
     kept = []
     for sizes, share in itertools.product(mine.subject.shapes, SHARES):
-        placement = mine.variants.placement(sizes, 1)
-        forced = mine.forced(sizes, round(share * mine.variants.steps(placement)))
+        placement = mine.runnable.priced.placement(sizes, 1)
+        forced = mine.forced(sizes, round(share * mine.runnable.priced.at(placement).steps))
         predicted = forced.predict(sizes)
         if not mine.machine.has_room(predicted.peak_bytes + predicted.input_bytes):
             found.left_out += 1
@@ -230,7 +231,7 @@ def pyramid_of(mine: OnDevice, effort: Effort, found: Found) -> None:
             if plan is None:
                 continue
             full_batch = {**sizes, BATCH: plan.micro_batch}
-            forced = mine.forced(full_batch, plan.recompute)
+            forced = mine.forced(full_batch, plan.menu_step)
             runs.append(step(forced, mine.inputs(full_batch)))
             whose.append((sizes, recompute, plan.micro_batch * mine.subject.tokens(sizes)))
     seconds = mine.machine.medians_s(runs, effort.rounds, mine.clear)

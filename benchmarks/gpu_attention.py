@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_machine import Machine
-from dcpc.attention import blocks
-from dcpc.attention.spec import Sight
+from dcpc.ops.attention import blocks
+from dcpc.ops.attention.spec import Sight
 
 try:
     from flash_attn import flash_attn_func

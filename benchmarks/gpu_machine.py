@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from dcpc.runtime.clock import Clock
+from dcpc.runtime.step.clock import Clock
 from examples.allocator import measured_peak_bytes
 
 SPARE = 0.95  # of a GPU's memory

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import dcpc
-from benchmarks.video_placement import inputs as video_inputs
-from dcpc.buckets import BATCH
+from dcpc.buckets import BATCH, Sizes
 from models.gpt import GPT, GPTConfig
-from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
+from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig, input_specs
 
-Sizes = Mapping[str, int]
 TEXT = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 # 1.0e9 parameters
 GPT_1B = GPTConfig(vocab_size=32_000, dim=2048, n_layers=18, n_heads=16)
@@ -92,7 +90,7 @@ def _clips(config: STDiTConfig, dtype: torch.dtype, sizes: Sizes) -> dict[str, T
 
 
 def _video_specs(config: STDiTConfig, dtype: str) -> dict[str, str]:
-    specs = video_inputs(config, dtype)
+    specs = input_specs(config, dtype)
     return {n: s for n, s in specs.items() if n not in ("frame_mask", "drop_text")}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("dcpc", "torch", "numpy", "scipy", "sympy", "networkx")
+PACKAGES = ("dcpc", "torch", "numpy", "scipy", "sympy")
 
 Cell = str | int | float | None
 

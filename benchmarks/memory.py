@@ -29,11 +29,11 @@ from torch import Tensor
 import dcpc
 from benchmarks import harness
 from benchmarks.memory_models import SUBJECTS, Sizes
-from dcpc.acceptance import Split
 from dcpc.codegen import bind_group
-from dcpc.runtime.local_ranks import run_ranks
+from dcpc.commands.check import SplitModel
+from dcpc.plan.traced import group_name
+from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import evaluator
-from dcpc.variants import group_name
 from examples.allocator import measured_peak_bytes
 
 BACKENDS = ("eager", "inductor")
@@ -135,7 +135,9 @@ class Model:
         self.name, self.subject = name, SUBJECTS[name]
         torch.manual_seed(0)
         buckets = dcpc.Buckets(self.subject.inputs, list(self.subject.sizes))
-        first = Split(self.subject.make(layers), buckets, self.subject.placed_for, "eager", sp=1)
+        first = SplitModel(
+            self.subject.make(layers), buckets, self.subject.placed_for, "eager", sp=1
+        )
         hints = first.program.hints
         assert hints not in self.subject.sizes, f"the trace saw {hints}: choose another point"
         kinds = dict.fromkeys((s.backend, s.sp) for s in found)
@@ -145,20 +147,20 @@ class Model:
         """Makes the graphs that all ranks share; only Inductor's code is made by the ranks."""
         for s in found:
             split = self.splits[s.backend, s.sp]
-            split.variants.profile(split.placement, self.steps(s))
+            split.study.profile(self.steps(s))
             if s.backend == "eager":
                 for rank in range(s.sp):
-                    split.variants.variant(split.placement, self.steps(s), s.sizes, rank)
+                    split.runnable.variant(split.placement, self.steps(s), s.sizes, rank)
 
     def steps(self, setting: Setting) -> int:
         """Returns the steps of recompute that a setting takes."""
         split = self.splits[setting.backend, setting.sp]
-        return int(RECOMPUTE[setting.recompute] * split.variants.steps(split.placement))
+        return int(RECOMPUTE[setting.recompute] * split.study.steps)
 
     def measure(self, setting: Setting, rank: int) -> Point:
         """Returns the point of this rank; collective over the ranks of the setting."""
         split, steps = self.splits[setting.backend, setting.sp], self.steps(setting)
-        variant, integers = split.variants.variant(split.placement, steps, setting.sizes, rank)
+        variant, integers = split.runnable.variant(split.placement, steps, setting.sizes, rank)
         inputs = self.subject.example(setting.sizes)
         named = {**split.held(), **{p: inputs[n] for p, n in split.program.inputs.items()}}
         tensors = [named[p] for p in variant.placeholders]
@@ -172,8 +174,8 @@ class Model:
 
         measured_bytes = measured_peak_bytes(run)
         split.model.zero_grad()
-        at = evaluator(split.variants.profile(split.placement, steps))
-        local = split.variants.local_sizes(split.placement, setting.sizes, rank)
+        at = evaluator(split.study.profile(steps))
+        local = split.study.local_sizes(setting.sizes, rank)
         return Point(
             model=self.name,
             setting=setting,
@@ -211,7 +213,7 @@ def _run_rank(rank: int, model: Model, found: Sequence[Setting]) -> list[Point]:
         if s.backend == "inductor" and s.sp > 1 and rank > 0:
             dist.barrier()  # the first rank compiles, the others take its code from the cache
         split = model.splits[s.backend, s.sp]
-        split.variants.variant(split.placement, model.steps(s), s.sizes, rank % s.sp)
+        split.runnable.variant(split.placement, model.steps(s), s.sizes, rank % s.sp)
         if s.backend == "inductor" and s.sp > 1 and rank == 0:
             dist.barrier()
         points.append(model.measure(s, rank % s.sp))

@@ -9,11 +9,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.video_placement import inputs as video_inputs
+from dcpc.buckets import Sizes
 from models.gpt import GPT, GPTConfig
-from models.stdit import RectifiedFlow, STDiT, STDiTConfig
+from models.stdit import RectifiedFlow, STDiT, STDiTConfig, input_specs
 
-Sizes = Mapping[str, int]
 VOCAB = 258
 TEXT = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 VIDEO = STDiTConfig(depth=1, dim=64, heads=4, text_dim=48, text_len=12)
@@ -117,7 +116,7 @@ SUBJECTS: Mapping[str, Subject] = {
     ),
     "STDiT": Subject(
         _stdit,
-        video_inputs(VIDEO),
+        input_specs(VIDEO),
         _video,
         (_clip(1, 5, 17, 23), _clip(3, 3, 12, 17), _clip(2, 15, 9, 13), _clip(1, 31, 11, 9)),
         _clip(1, 16, 16, 16),

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from benchmarks.mutants_plant import Mutant, edited, either, returned
-from dcpc.codegen import build
+from benchmarks.mutants_plant import Mutant, edited, returned
+from dcpc.codegen.variant import build
 from dcpc.ir import Partition
 
 _derive = partial(Mutant, phase="derivatives")
@@ -19,31 +19,31 @@ _runtime = partial(Mutant, phase="runtime", setting="called")
 
 DERIVATIVES = [
     _derive("a wrong rename of a divisor", setting="scaled", quick=True, plant=edited(
-        "codegen.library:_Translation.ops",
+        "codegen.joint.library:_Translation.ops",
         "args=args,", "args=op.args if \"div\" in str(op.target) else args,")),
-    _derive("calls with other constants are alike", setting="scaled", plant=either(
-        edited("codegen.library:_Pattern._size", "sympy.Basic):\n        return size",
-        "sympy.Basic):\n        return size[0] if isinstance(size, tuple) else size"),
-        edited("codegen.library:_kind_of", "else leaf_key(leaf)",
-        "else type(leaf) if isinstance(leaf, float) else leaf_key(leaf)"))),
+    _derive("calls with other constants are alike", setting="scaled", plant=edited(
+        "codegen.joint.library:_kind_of", "else leaf_key(leaf)",
+        "else type(leaf) if isinstance(leaf, float) else leaf_key(leaf)")),
     _derive("a gradient's sum with the one before is dropped", setting="gpt", quick=True,
-        plant=edited("codegen.joint:_Assembly._differentiate",
+        plant=edited("codegen.joint.joint:_Assembly._differentiate",
         "for n in wanted if n in self.gradients}",
         "for n in wanted if n in self.gradients and not wanted}")),
     _derive("of two gradients of one operand the last is taken", setting="sums", plant=edited(
-        "codegen.joint:_Assembly._differentiate",
+        "codegen.joint.joint:_Assembly._differentiate",
         "operand in wanted[:i] and operand in self.gradients", "False")),
     _derive("gradients of two operands exchanged", setting="sums", plant=edited(
-        "codegen.joint:_Assembly._differentiate", "zip(wanted, derivative.gradients, strict=True)",
+        "codegen.joint.joint:_Assembly._differentiate",
+        "zip(wanted, derivative.gradients, strict=True)",
         "zip(wanted, derivative.gradients[:: -1 if len({str(n.meta['val'].shape) for n in wanted})"
         " == 1 else 1], strict=True)")),
     _derive("the last call's backward is left out", setting="sums", plant=edited(
-        "codegen.joint:_Assembly._backward", "if flows:", "if flows and call is not calls[2]:")),
+        "codegen.joint.joint:_Assembly._backward",
+        "if flows:", "if flows and call is not calls[2]:")),
     _derive("a tied parameter's gradient is zero", setting="gpt", plant=edited(
-        "codegen.joint:_Assembly._gradient", "return self.gradients.get(primal)",
+        "codegen.joint.joint:_Assembly._gradient", "return self.gradients.get(primal)",
         "return None if \"bias\" in name else self.gradients.get(primal)")),
     _derive("a write through a slice lands one row early", setting="sums", plant=edited(
-        "writes:whole", "rule(operand, value, *rest, **view.kwargs)",
+        "fx.writes:whole", "rule(operand, value, *rest, **view.kwargs)",
         "rule(operand, value, *(r - (len(rest) > 2 and i > 0) for i, r in enumerate(rest)))")),
 ]  # fmt: skip
 
@@ -134,72 +134,76 @@ SCHEDULE = [
 
 ATTENTION = [
     _attention("backward of attention without its scale", setting="gpt", quick=True, plant=edited(
-        "attention.flash:_backward",
+        "ops.attention.flash:_backward",
         "sight.after is not None, sight.scale)", "sight.after is not None, 1.0)")),
     _attention("keys before the queries are left out", setting="gathered 2", plant=edited(
-        "attention.flash:_split", "min(sight.start, k.shape[2])", "0")),
+        "ops.attention.flash:_split", "min(sight.start, k.shape[2])", "0")),
     _attention("two parts merged by the larger logsumexp", setting="gathered 2", plant=edited(
-        "attention.flash:_forward",
+        "ops.attention.flash:_forward",
         "torch.logaddexp(lse, more_lse)", "torch.maximum(lse, more_lse)")),
     _attention("parts of a ring merged by the larger logsumexp", setting="ring 2", quick=True,
-        plant=edited("attention.partial:_merge", "torch.logaddexp(lse, more_lse)",
+        plant=edited("ops.attention.partial:_merge", "torch.logaddexp(lse, more_lse)",
         "torch.maximum(lse, more_lse)")),
     _attention("a part of a ring is added without its weight", setting="ring 2", plant=edited(
-        "attention.partial:_merge", "more.to(out.dtype).mul_(weight)", "more.to(out.dtype)")),
+        "ops.attention.partial:_merge", "more.to(out.dtype).mul_(weight)", "more.to(out.dtype)")),
     _attention("gradients of keys and values exchanged", setting="ring 2", plant=edited(
-        "attention.partial:Backward.add", "dq, more_k, more_v =", "dq, more_v, more_k =")),
+        "ops.attention.partial:Backward.add", "dq, more_k, more_v =", "dq, more_v, more_k =")),
     _attention("a block's window one key too wide", setting="marked", plant=edited(
-        "attention.spec:Sight.hidden", "distance < -self.before", "distance < -self.before - 1")),
+        "ops.attention.spec:Sight.hidden",
+        "distance < -self.before", "distance < -self.before - 1")),
     _attention("a block's keys end one too soon", setting="marked", plant=edited(
-        "attention.spec:Sight.keys",
+        "ops.attention.spec:Sight.keys",
         "position + rows + self.after", "position + rows + self.after - 4")),
     _attention("padding seen by blocks", setting="marked", plant=edited(
-        "attention.blocks:_Block.scores",
+        "ops.attention.blocks:_QueryRun.scores",
         "scores.masked_fill_(keep.logical_not(), float(\"-inf\"))", "pass")),
     _attention("rectangles' queries start one key later", setting="marked ring 2", plant=edited(
-        "attention.rectangles:_trimmed",
+        "ops.attention.rectangles:_trimmed",
         "low - first, sight.empty", "low - first + 1, sight.empty")),
     _attention("blocks do not tell sequences apart", setting="marked", plant=edited(
-        "attention.ids:Ids.hidden", "!= mine", "< mine")),
+        "ops.attention.ids:Ids.hidden", "!= mine", "< mine")),
     _attention("a block's gradient without delta", setting="marked", quick=True, plant=edited(
-        "attention.blocks:_backward", "scores.sub_(delta).mul_(weights)", "scores.mul_(weights)")),
+        "ops.attention.blocks:_backward",
+        "scores.sub_(delta).mul_(weights)", "scores.mul_(weights)")),
     _attention("padding of another sample", setting="padded", plant=edited(
-        "attention.flash:_added", "keep[:, None, None, :]", "keep.roll(1, 0)[:, None, None, :]")),
+        "ops.attention.flash:_added",
+        "keep[:, None, None, :]", "keep.roll(1, 0)[:, None, None, :]")),
     _attention("a zigzag piece's second run as if it followed the first", setting="zigzag 2",
-        plant=edited("attention.spec:Sight.runs", "Run(turn, queries - turn, self.second)",
-        "Run(turn, queries - turn, self.start + turn)")),
+        plant=edited("ops.attention.spec:Sight.runs",
+        "RunOfRows(turn, queries - turn, self.second)",
+        "RunOfRows(turn, queries - turn, self.start + turn)")),
 ]  # fmt: skip
 
 CACHES = [
     _cache("lowered graphs of any placement are one", setting="degrees", quick=True, plant=edited(
-        "variants:Variants.lowering", "(self.placements.number(placement), hints, backend)",
-        "(0, hints, backend)")),
-    _cache("pieces leave out constants", setting="sums", quick=True, plant=either(
-        edited("codegen.library:Library._key", "return size_key(value)",
-        "found = size_key(value)\n    return found[0] if isinstance(found, tuple) else found"),
-        edited("codegen.library:Library.piece", "return leaf_key(leaf)",
-        "return type(leaf) if isinstance(leaf, float) else leaf_key(leaf)"))),
+        "plan.traced:Traced.lowering", "self.id_of(placement), hints",
+        "PlacementId(0, 0), hints")),
+    _cache("pieces leave out constants", setting="sums", quick=True, plant=edited(
+        "codegen.joint.library:Library.piece", "return leaf_key(leaf)",
+        "return type(leaf) if isinstance(leaf, float) else leaf_key(leaf)")),
     _cache("recipes of masks are one", setting="marked", quick=True, plant=edited(
-        "codegen.masks:_Applied.value", "if recipe not in self.made:",
+        "codegen.lower.masks:_Applied.value", "if recipe not in self.made:",
         "recipe = next((r for r in self.made if r[0] == recipe[0]), recipe)\n"
         "    if recipe not in self.made:")),
     _cache("pieces of any two roles are one", setting="zigzag 2", plant=edited(
-        "codegen.lower:_Lowering.piece", "self.pieces[factor.key, role]",
+        "codegen.lower.lower:_Lowering.piece", "self.pieces[factor.key, role]",
         "self.pieces[factor.key, \"start\" if role == \"second\" else role]")),
     _cache("a ring's route of other limits", setting="marked ring 2", plant=edited(
-        "codegen.ring_route:route", "sees(q, k, before, after)", "sees(q, k, 0, 0)")),
+        "codegen.collectives.ring_route:route", "sees(q, k, before, after)", "sees(q, k, 0, 0)")),
 ]  # fmt: skip
 
 RUNTIME = [
     _runtime("the gradient of the loss is taken for 1", quick=True, plant=edited(
-        "codegen.variant:_Run.backward",
+        "codegen.variant.variant:_RunVariant.backward",
         "gradients[0] / variant.sp", "torch.ones_like(gradients[0])")),
     _runtime("saved values in another order", plant=edited(
-        "codegen.variant:_Run.forward", "loss, *ctx.saved = variant.run_forward(arguments)",
-        "loss, *ctx.saved = variant.run_forward(arguments)\n"
-        "    a = [i for i, x in enumerate(ctx.saved) if x.shape == ctx.saved[-1].shape]\n"
-        "    ctx.saved[a[0]], ctx.saved[a[-1]] = ctx.saved[a[-1]], ctx.saved[a[0]]")),
+        "codegen.variant.variant:_RunVariant.forward",
+        "loss, *saved = variant.run_forward(arguments)",
+        "loss, *saved = variant.run_forward(arguments)\n"
+        "    a = [i for i, x in enumerate(saved) if x.shape == saved[-1].shape]\n"
+        "    saved[a[0]], saved[a[-1]] = saved[a[-1]], saved[a[0]]")),
     _runtime("gradients of other parameters", plant=edited(
-        "codegen.variant:_Run.backward", "zip(variant.trainable, found, strict=True)",
+        "codegen.variant.variant:_RunVariant.backward",
+        "zip(variant.trainable, found, strict=True)",
         "zip(variant.trainable, [torch.zeros_like(found[0]), *found[1:]], strict=True)")),
 ]  # fmt: skip

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dcpc
-from dcpc.acceptance.split import SPLITTING
 from dcpc.buckets import Buckets
-from dcpc.specs import InputSpec
-from dcpc.symbolic_profile.hardware import Link
+from dcpc.buckets.specs import InputSpec
+from dcpc.commands.check.split import SPLITTING
+from dcpc.symbolic_profile.seconds.hardware import Link
 
 DIM = 8
 VOCABULARY = 20

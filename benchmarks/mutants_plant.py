@@ -7,13 +7,13 @@ import inspect
 import pkgutil
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 from unittest import mock
 
-from dcpc.codegen.ring_route import route
+from dcpc.codegen.collectives.ring_route import route
 
 PHASES = (
     "trace", "masks", "rules", "placement", "lowering", "derivatives", "schedule", "attention",
@@ -55,25 +55,6 @@ def edited(place: str, old: str, new: str) -> Callable[[], AbstractContextManage
         new: what stands there instead.
     """
     return lambda: _exchanged(place, old, new)
-
-
-def either(
-    *plants: Callable[[], AbstractContextManager[Any]],
-) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns what plants the first of several edits whose place there is."""
-
-    @contextmanager
-    def plant() -> Iterator[None]:
-        with ExitStack() as stack:
-            for each in plants[:-1]:
-                with suppress(MisplantedError):
-                    stack.enter_context(each())
-                    break
-            else:
-                stack.enter_context(plants[-1]())
-            yield
-
-    return plant
 
 
 @contextmanager

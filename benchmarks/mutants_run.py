@@ -14,18 +14,19 @@ from torch import Tensor, fx, nn
 
 from benchmarks.mutants_models import SETTINGS, Setting
 from benchmarks.mutants_plant import MisplantedError, Mutant
-from dcpc import api, masks
-from dcpc.acceptance.split import SPLITTING
+from dcpc import api
 from dcpc.buckets import BATCH
 from dcpc.codegen import Variant, run_in_step, summed
+from dcpc.commands.check.split import SPLITTING
 from dcpc.errors import DcpcError, VerifyError
 from dcpc.ir import Program
-from dcpc.planning import Planned
-from dcpc.variants import Variants
+from dcpc.plan import traced
+from dcpc.plan.planning import Planned
+from dcpc.plan.runnable import Runnable
 from dcpc.verify import Verifier
 from dcpc.verify.compare import error_of
 from dcpc.verify.draws import KnownDraws, known_normal, known_uniform
-from dcpc.verify.reference import Outcome
+from dcpc.verify.reference import LossAndGradients
 
 EFFECTIVE = 1e-6
 SAMPLES = 2
@@ -70,9 +71,9 @@ class Verdict:
 def run_mutant(mutant: Mutant) -> Verdict:
     """Plants a fault, plans, verifies and runs its model; returns what became of it."""
     verdict = judged(SETTINGS[mutant.setting], mutant)
-    if verdict.end != HARMLESS or not hasattr(masks, "wrong_masks"):
+    if verdict.end != HARMLESS or not hasattr(traced, "wrong_masks"):
         return verdict
-    with mock.patch.object(masks, "wrong_masks", return_value={}):  # what makes it right?
+    with mock.patch.object(traced, "wrong_masks", return_value={}):  # what makes it right?
         again = judged(SETTINGS[mutant.setting], mutant)
     return replace(again, end=DROPPED) if again.effective else verdict
 
@@ -126,7 +127,7 @@ def _degrees(setting: Setting, planned: Planned, sizes: Mapping[str, int]) -> tu
 
 def plain_outcome(
     setting: Setting, model: nn.Module, sizes: Mapping[str, int]
-) -> tuple[Outcome, Outcome]:
+) -> tuple[LossAndGradients, LossAndGradients]:
     """Returns what the model itself computes: with random numbers by place, and all alike."""
     data, wanted = setting.data(sizes), dict(model.named_parameters())
     found = []
@@ -134,7 +135,7 @@ def plain_outcome(
         with KnownDraws(alike), torch.enable_grad():
             loss = model(**data)
             gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
-        found.append(Outcome(loss.detach(), dict(zip(wanted, gradients, strict=True))))
+        found.append(LossAndGradients(loss.detach(), dict(zip(wanted, gradients, strict=True))))
     return found[0], found[1]
 
 
@@ -155,28 +156,28 @@ def _verified(
     except Exception as error:  # of the checks themselves: it stops the user, but says too little
         return STOPPED, f"{type(error).__name__}: {error}"
     finally:
-        for variants in planned.traces:
-            variants.inspect = None
+        for runnable in planned.traces:
+            runnable.inspect = None
     return "", ""
 
 
 def _ranks(
     planned: Planned, sizes: Mapping[str, int], sp: int
-) -> tuple[Variants, list[tuple[Variant, tuple[int, ...]]]]:
+) -> tuple[Runnable, list[tuple[Variant, tuple[int, ...]]]]:
     """Returns each rank's variant and integers, as `CompiledModel` asks for them."""
     bucket = planned.find(sizes)
-    variants, plan = planned.by_bucket[bucket], planned.plans[bucket]
+    runnable, plan = planned.by_bucket[bucket], planned.plans[bucket]
     own = {**bucket.sizes, BATCH: plan.micro_batch}
-    placement = variants.placement(own, sp)
-    every = [variants.variant(placement, plan.recompute, sizes, rank) for rank in range(sp)]
-    return variants, every
+    placement = runnable.priced.placement(own, sp)
+    every = [runnable.variant(placement, plan.menu_step, sizes, rank) for rank in range(sp)]
+    return runnable, every
 
 
 def _outcome(
     setting: Setting, model: nn.Module, planned: Planned, sizes: Mapping[str, int], sp: int
-) -> Outcome:
-    variants, ranks = _ranks(planned, sizes, sp)
-    tensors = _tensors(variants.program, model, setting.data(sizes))
+) -> LossAndGradients:
+    runnable, ranks = _ranks(planned, sizes, sp)
+    tensors = _tensors(runnable.traced.program, model, setting.data(sizes))
     if setting.called:
         return _called(model, tensors, *ranks[0])
     parts, integers = [], []
@@ -188,10 +189,10 @@ def _outcome(
     results = run_in_step(parts, integers, {n: t.detach() for n, t in tensors.items()})
     first = ranks[0][0]
     trained = [first.placeholders[position] for position in first.trainable]
-    names = [variants.program.parameters[placeholder] for placeholder in trained]
+    names = [runnable.traced.program.parameters[placeholder] for placeholder in trained]
     share = sp / first.sp  # a variant takes the share of the degree that it was made for
     sums = [None if g is None else g * share for g in summed(results)]
-    return Outcome(results[0].loss, dict(zip(names, sums, strict=True)))
+    return LossAndGradients(results[0].loss, dict(zip(names, sums, strict=True)))
 
 
 def _drawing(gm: fx.GraphModule, alike: bool) -> fx.GraphModule:
@@ -218,11 +219,11 @@ def _tensors(program: Program, model: nn.Module, data: Mapping[str, Tensor]) -> 
 
 def _called(
     model: nn.Module, tensors: Mapping[str, Tensor], variant: Variant, integers: tuple[int, ...]
-) -> Outcome:
+) -> LossAndGradients:
     """Calls a variant as a compiled model does, with autograd around it."""
     wanted = dict(model.named_parameters())
     with torch.enable_grad():
         loss = variant([tensors[n] for n in variant.placeholders], integers)
         found = torch.autograd.grad(loss * LOSS_FACTOR, [*wanted.values()], allow_unused=True)
     sums = [None if g is None else g / LOSS_FACTOR for g in found]
-    return Outcome(loss.detach(), dict(zip(wanted, sums, strict=True)))
+    return LossAndGradients(loss.detach(), dict(zip(wanted, sums, strict=True)))

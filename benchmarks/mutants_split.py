@@ -13,9 +13,9 @@ from torch import fx
 
 from benchmarks.mutants_plant import Mutant, edited
 from dcpc.ir import TensorInfo
-from dcpc.passes import sharding
-from dcpc.passes.rule_types import OpSharding
-from dcpc.passes.rules import op_name, op_sharding
+from dcpc.passes.sharding import sharding
+from dcpc.passes.sharding.rule_types import OpSharding
+from dcpc.passes.sharding.rules import op_name, op_sharding
 
 _rule = partial(Mutant, phase="rules")
 _place = partial(Mutant, phase="placement")
@@ -66,19 +66,20 @@ RULES = [
     _rule("a biased product passes partial sums on", setting="reduced 2", plant=_ruled(
         "aten.linear", lambda rule: replace(rule, linear="first"))),
     _rule("a slice forgets where it begins", setting="shifted", plant=edited(
-        "passes.sharding:_factor",
+        "passes.sharding.sharding:_factor",
         "table.size(key), parent, shift)", "table.size(key), parent, 0)")),
 ]  # fmt: skip
 
 PLACEMENT = [
     _place("a summed name is lost: partial taken for whole", setting="sums 2", quick=True,
-        plant=edited("passes.sharding:_shard",
+        plant=edited("passes.sharding.sharding:_shard",
         "if in_output else PARTIAL", "if in_output else REPLICATED")),
     _place("what is passed on as a partial sum is taken for whole", setting="sums 2", plant=edited(
-        "passes.sharding:_partial",
+        "passes.sharding.sharding:_partial",
         "range(operands)), PARTIAL, -1)", "range(operands)), REPLICATED, -1)")),
     _place("whatever op passes a partial sum on", setting="reduced 2", plant=edited(
-        "passes.sharding:_partial", "not operands or rule.linear == \"none\"", "not operands")),
+        "passes.sharding.sharding:_partial",
+        "not operands or rule.linear == \"none\"", "not operands")),
     _place("a slice of a zigzag dim taken in order", setting="shifted ring 2", plant=edited(
         "ir:Placement.is_zigzag",
         "factor.key if factor.parent < 0 else factor.parent", "factor.key")),
@@ -88,40 +89,45 @@ PLACEMENT = [
 
 LOWERING = [
     _lower("start off by one", setting="gathered 2", quick=True, plant=edited(
-        "codegen.lower:IntegerInput.value",
+        "codegen.lower.lower:IntegerInput.value",
         "\"start\": mine[0][0]", "\"start\": max(mine[0][0] - 1, 0)")),
     _lower("turn off by one", setting="ring 2", plant=edited(
-        "codegen.lower:IntegerInput.value", "\"turn\": mine[0][1]", "\"turn\": mine[0][1] + 1")),
+        "codegen.lower.lower:IntegerInput.value",
+        "\"turn\": mine[0][1]", "\"turn\": mine[0][1] + 1")),
     _lower("second off by one", setting="ring 2", quick=True, plant=edited(
-        "codegen.lower:IntegerInput.value", "else mine[-1][0]", "else mine[-1][0] - 1")),
+        "codegen.lower.lower:IntegerInput.value", "else mine[-1][0]", "else mine[-1][0] - 1")),
     _lower("skip off by one", setting="shifted", plant=edited(
-        "codegen.lower:IntegerInput.value",
+        "codegen.lower.lower:IntegerInput.value",
         "max(self.shift - start, 0)", "max(self.shift - 1 - start, 0)")),
     _lower("a wrong zigzag position", setting="even 2", quick=True, plant=edited(
-        "codegen.lower:IntegerInput._runs", "self.shift, p, rank, self.zigzag",
+        "codegen.lower.lower:IntegerInput._runs", "self.shift, p, rank, self.zigzag",
         "self.shift, p, p - 1 - rank, self.zigzag")),
     _lower("an all-reduce left out", setting="sums 2", quick=True, plant=edited(
-        "codegen.lower:_Lowering._collective",
+        "codegen.lower.lower:_Lowering._collective",
         "call(ops.all_reduce.default, (x, self.group))", "x")),
     _lower("an all-gather in order of a zigzag dim", setting="ring 2", plant=edited(
-        "codegen.lower:_Lowering._collective", "self.emit(source.size), *self._origin(source))",
+        "codegen.lower.lower:_Lowering._collective",
+        "self.emit(source.size), *self._origin(source))",
         "self.emit(source.size), *self._origin(source)[:2], False)")),
     _lower("a piece from the beginning, whoever asks", setting="grid 2", plant=edited(
-        "codegen.lower:_Lowering.narrowed", "(x, dim, start, length)", "(x, dim, 0, length)")),
+        "codegen.lower.lower:_Lowering.narrowed",
+        "(x, dim, start, length)", "(x, dim, 0, length)")),
     _lower("a slice of a piece from its beginning", setting="shifted", plant=edited(
-        "codegen.lower:_Lowering.cut", "chosen.output.dim, skipped,", "chosen.output.dim, 0,")),
+        "codegen.lower.lower:_Lowering.cut",
+        "chosen.output.dim, skipped,", "chosen.output.dim, 0,")),
     _lower("queries take themselves for the first", setting="gathered 2", quick=True, plant=edited(
-        "codegen.local_attention:local_attention",
+        "codegen.lower.local_attention:local_attention",
         "{**copied.kwargs, **where}", "dict(copied.kwargs)")),
     _lower("queries do not know their second run", setting="zigzag 2", plant=edited(
-        "codegen.local_attention:local_attention", "{**copied.kwargs, **where}",
+        "codegen.lower.local_attention:local_attention", "{**copied.kwargs, **where}",
         "{**copied.kwargs, \"start\": where[\"start\"]}")),
     _lower("a ring takes a zigzag dim in order", setting="ring 2", plant=edited(
-        "codegen.local_attention:_ring", "f\"{name}_zigzag\": z", "f\"{name}_zigzag\": False")),
+        "codegen.lower.local_attention:_ring",
+        "f\"{name}_zigzag\": z", "f\"{name}_zigzag\": False")),
     _lower("keys go round one rank short", setting="ring 2", quick=True, plant=edited(
-        "codegen.ring_route:route",
+        "codegen.collectives.ring_route:route",
         "hops = range(1, positions)", "hops = range(1, positions - 1)")),
     _lower("a mask of a piece of patches one key off", setting="frames 2", plant=edited(
-        "codegen.local_attention:_masked",
+        "codegen.lower.local_attention:_masked",
         "(distance, band[\"after\"])", "(distance, band[\"after\"] + 1)")),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
-from benchmarks.placement_oracle import Oracle
+from benchmarks.placement_oracle import Oracle, on_machine
 from benchmarks.random_programs import random_program
 from benchmarks.video_placement import (
     LONG_VIDEO,
@@ -27,9 +27,8 @@ from benchmarks.video_placement import (
 )
 from dcpc.buckets import Buckets
 from dcpc.ir import Placement, Program, tensor_operands
-from dcpc.passes.placement import PlacementModel, Rates, place
-from dcpc.passes.sharding import Sharding, analyse
-from dcpc.placements import rates_of
+from dcpc.passes.placement.placement import Objective, PlacementModel, place
+from dcpc.passes.sharding.sharding import Sharding, analyse
 from dcpc.symbolic_profile import find
 from dcpc.trace import trace
 from models.gpt import GPT, GPTConfig
@@ -39,10 +38,10 @@ LAYERS = 28
 DEGREES = (2, 4, 8)
 LONG = {"batch": 1, "seq": 8192}
 SIZES = (LONG, {"batch": 4, "seq": 1024})
-# A CPU core's rates, and those of a GPU in a node: plans differ, the gap must not.
-CPU = Rates(5e10, 1e10, 1e9, 5e-5, 5e-6)
-GPU = Rates(4e14, 3e12, 2e11, 1e-5, 5e-6)
-TIGHT = Rates(4e14, 3e12, 2e11, 1e-9, 5e-6, held_s_per_byte=5e-12)  # memory is what counts
+# A CPU core's objective, and those of a GPU in a node: plans differ, the gap must not.
+CPU = on_machine(5e10, 1e10, 1e9, 5e-5, 5e-6)
+GPU = on_machine(4e14, 3e12, 2e11, 1e-5, 5e-6)
+TIGHT = on_machine(4e14, 3e12, 2e11, 1e-9, 5e-6, held_s_per_byte=5e-12)  # memory is what counts
 
 
 def gpt(layers: int, width: int = 256) -> Program:
@@ -82,11 +81,11 @@ def solve_times(
 
 
 def gap(
-    program: Program, sharding: Sharding, sizes: dict[str, int], sp: int, rates: Rates
+    program: Program, sharding: Sharding, sizes: dict[str, int], sp: int, objective: Objective
 ) -> float:
     """|cost / MILP's optimum - 1|, of the cost as claimed and as an independent sum says."""
-    found = place(program, sharding, sizes, sp, rates)
-    oracle = Oracle(program, sharding, sizes, sp, rates)
+    found = place(program, sharding, sizes, sp, objective)
+    oracle = Oracle(program, sharding, sizes, sp, objective)
     optimum = oracle.minimum()
     return max(abs(c / optimum - 1) for c in (found.cost_s, oracle.cost(found.nodes)))
 
@@ -98,12 +97,12 @@ def random_gaps(count: int) -> list[float]:
         rng = random.Random(seed)
         program = random_program(seed, rng.randint(3, 9))
         sizes = {"batch": rng.choice([1, 2, 3, 8]), "seq": rng.choice([2, 7, 64, 1000])}
-        rates = Rates(*(10 ** rng.uniform(a, a + 3) for a in (9.0, 8.0, 7.0, -7.0, -7.0)))
-        gaps.append(gap(program, analyse(program), sizes, rng.choice([2, 3, 4]), rates))
+        objective = on_machine(*(10 ** rng.uniform(a, a + 3) for a in (9.0, 8.0, 7.0, -7.0, -7.0)))
+        gaps.append(gap(program, analyse(program), sizes, rng.choice([2, 3, 4]), objective))
     return gaps
 
 
-def real_gaps(cases: Sequence[tuple[dict[str, int], int, Rates]]) -> list[float]:
+def real_gaps(cases: Sequence[tuple[dict[str, int], int, Objective]]) -> list[float]:
     """Gaps of a 2-layer GPT."""
     program = gpt(2, width=64)
     sharding = analyse(program)
@@ -122,15 +121,15 @@ def video(depth: int, repeats: int) -> dict[str, Cell]:
     forced = ulysses(program, sharding)
     rows: list[list[Cell]] = []
     for sizes, sp in product((LONG_VIDEO, MANY_VIDEOS), DEGREES):
-        rates = rates_of(device, sp, torch.bfloat16)
+        objective = Objective.of_group(device, sp)
         seconds = []
         for _ in range(repeats + 1):
             with timed() as t:
-                found = place(program, sharding, sizes, sp, rates, model)
+                found = place(program, sharding, sizes, sp, objective, model)
             seconds.append(t.elapsed_s)
         bytes_ratio = sent_bytes(program, found, sizes)
         if sizes is LONG_VIDEO:
-            other = place(program, forced, sizes, sp, rates)
+            other = place(program, forced, sizes, sp, objective)
             bytes_ratio /= sent_bytes(program, other, sizes)
         where = ", ".join(f"{k} {v}" for k, v in sizes.items())
         per_pair = len(switches(program, found, sizes)) / depth

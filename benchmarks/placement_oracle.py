@@ -11,12 +11,50 @@ from functools import cache
 from math import inf, lcm, prod
 
 import numpy as np
+import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from dcpc.ir import REPLICATED, Factor, Label, NodePlacement, Program, tensor_operands
-from dcpc.passes.label_costs import Rates
-from dcpc.passes.sharding import Alternative, Sharding
+from dcpc.ir import (
+    REPLICATED,
+    Factor,
+    Label,
+    NodePlacement,
+    Program,
+    call_of,
+    tensor_operands,
+)
+from dcpc.passes.placement.node_calls import CallPattern, call_patterns
+from dcpc.passes.placement.objective import Objective
+from dcpc.passes.sharding.sharding import Alternative, Sharding
+from dcpc.symbolic_profile import Device, Link
+
+
+def on_machine(
+    flops_per_s: float,
+    bytes_per_s: float,
+    link_bytes_per_s: float,
+    start_s: float,
+    launch_s: float,
+    held_s_per_byte: float = 0.0,
+) -> Objective:
+    """Returns what placements minimise on a machine of these rates, one link for all ranks.
+
+    Args:
+        flops_per_s: of products and of all else.
+        bytes_per_s: of memory.
+        link_bytes_per_s: what one rank sends.
+        start_s: what the start of a collective counts.
+        launch_s: start of one op.
+        held_s_per_byte: price of what is kept for backward.
+    """
+    link = Link(start_s, link_bytes_per_s)
+    device = Device(
+        name="any", flops_per_s=((torch.float32, flops_per_s),), vector_flops_per_s=flops_per_s,
+        memory_bytes_per_s=bytes_per_s, memory_bytes=1 << 40, launch_s=launch_s,
+        node_ranks=1 << 20, inside=link, across=link, overlaps=False,
+    )  # fmt: skip
+    return Objective(device, held_s_per_byte, start_s)
 
 
 class Oracle:
@@ -28,9 +66,14 @@ class Oracle:
         sharding: Sharding,
         sizes: Mapping[str, int],
         sp: int,
-        rates: Rates,
+        objective: Objective,
     ) -> None:
-        self.program, self.sharding, self.sp, self.rates = program, sharding, sp, rates
+        self.program, self.sharding, self.sp = program, sharding, sp
+        self.objective, self.device = objective, objective.device
+        assert self.device.fits is None, "one roofline for all calls"
+        assert not self.device.overlaps, "nothing is hidden"
+        assert objective.tie_s is not None, "a collective's start has a price of its own"
+        self.tie_s = objective.tie_s
         self.dims = {program.symbols[n]: s for n, s in sizes.items() if n in program.symbols}
         nodes = list(program.gm.graph.nodes)
         self.operands = {n.name: [o.name for o in tensor_operands(n, program.info)] for n in nodes}
@@ -92,83 +135,100 @@ class Oracle:
             return 0.0
         if want.partial or (name in self.cheap and have.sharded):
             return inf
-        rates, whole, p = self.rates, self.bytes(name), self.sp
+        whole, p = self.bytes(name), self.sp
         grad = self.program.info[name].requires_grad
+        before, after = (whole * self.label_share(name, label) for label in (have, want))
         if not have.sharded and not have.partial:
-            piece = whole * self.label_share(name, want)
-            cut_s = rates.overhead_s + 2 * piece / rates.bytes_per_s
-            pad_s = rates.overhead_s + (whole + piece) / rates.bytes_per_s
-            return cut_s + grad * pad_s
-        sent = copied = whole
-        if have.sharded and want.sharded:
-            sent = whole * max(self.label_share(name, have), self.label_share(name, want))
-            copied = 2 * sent
-        elif have.partial and not want.sharded:
-            sent = 2 * whole
-        seconds = (
-            rates.link_latency_s
-            + sent * (p - 1) / p / rates.link_bytes_per_s
-            + 2 * copied / rates.bytes_per_s
-        )
-        kept = whole * (1 - self.label_share(name, have)) if have.sharded else 0.0
-        if want.sharded:
-            kept = 0.0
-        return seconds * (2 if grad else 1) + grad * kept * rates.held_s_per_byte
+            return self.call_s(2 * after) + grad * self.call_s(whole + after)
+        moved_s = (before + after) / self.device.memory_bytes_per_s
+        link = self.device.inside.bytes_per_s
+        if have.partial and not want.sharded:
+            sent, back = 2 * (p - 1) / p * whole, 2 * (p - 1) / p * whole
+        elif have.partial:
+            sent, back = (p - 1) / p * whole, (p - 1) * after
+        elif not want.sharded:
+            sent, back = (p - 1) * before, (p - 1) / p * whole
+        else:
+            sent, back = (p - 1) / p * before, (p - 1) / p * after
+        seconds = self.tie_s + moved_s + sent / link
+        if grad:
+            seconds += self.tie_s + moved_s + back / link
+        kept = whole - before if have.sharded and not want.sharded else 0.0
+        return seconds + grad * kept * self.objective.held_s_per_byte
+
+    def call_s(self, moved: float, flops: float = 0.0, product: bool = False) -> float:
+        """Seconds of one call of so many bytes moved and FLOPs."""
+        dev = self.device
+        rate = dict(dev.flops_per_s).popitem()[1] if product else dev.vector_flops_per_s
+        return max(moved / dev.memory_bytes_per_s, flops / rate) + dev.launch_s
+
+    def calls(self, name: str) -> tuple[CallPattern, ...]:
+        """What a node does, forward and backward; () where it has no rule."""
+        rule, info = self.sharding.rules.get(name), self.program.info
+        if rule is None:
+            return ()
+        node = next(n for n in self.program.gm.graph.nodes if n.name == name)
+        tensors = [info[t] for t in (*self.operands[name], name)]
+        readers = [n for n in node.users if n.name in info and info[n.name].requires_grad]
+        return call_patterns(call_of(node).target, rule, tensors, len(readers))
 
     def compute(self, name: str, alternative: Alternative) -> float:
-        """Seconds of one node on the fullest rank."""
-        rule, rates = self.sharding.rules.get(name), self.rates
-        if rule is None or rule.is_view:
+        """Seconds of one node on the fullest rank, and the price of what it keeps."""
+        rule = self.sharding.rules.get(name)
+        calls = self.calls(name)
+        if rule is None or not calls:
             return 0.0
-        tensors = (*self.operands[name], name)
-        labels = (*alternative.operands, alternative.output)
-        moved = sum(
-            self.bytes(t) * self.label_share(t, lab) for t, lab in zip(tensors, labels, strict=True)
-        )
-        flops = 0.0
-        if rule.multiplies:
-            flops = 2 * prod(float(s.subs(self.dims)) for s in rule.sizes.values())
-            flops *= rule.work.get(alternative.name, rule.work.get("", 1.0))
-            for t, lab in zip(tensors, labels, strict=True):
-                if lab.sharded and self._factor(t, lab).key == alternative.factor:
-                    flops *= self.label_share(t, lab)
-                    break
-        seconds = max(moved / rates.bytes_per_s, flops / rates.flops_per_s) + rates.overhead_s
-        grad = self.program.info[name].requires_grad
-        if alternative.across:
-            held = self.bytes(name) * self.label_share(name, alternative.output)
-            kept_s = grad * held * rates.held_s_per_byte
-            return seconds * (3 if grad else 1) + self.ring(name, alternative) + kept_s
-        if not grad:
-            return seconds
-        held = self.bytes(name) * self.label_share(name, alternative.output)
-        return 3 * seconds + held * rates.held_s_per_byte
+        tensors = list(
+            zip((*self.operands[name], name), (*alternative.operands, alternative.output),
+                strict=True)
+        )  # fmt: skip
+        pieces = [self.bytes(t) * self.label_share(t, label) for t, label in tensors]
+        numels = [b / self.program.info[t].dtype.itemsize for b, (t, _) in zip(
+            pieces, tensors, strict=True)]  # fmt: skip
+        product = 2 * prod(float(s.subs(self.dims)) for s in rule.sizes.values())
+        product *= rule.work.get(alternative.name, rule.work.get("", 1.0))
+        for t, label in tensors:
+            if label.sharded and self._factor(t, label).key == alternative.factor:
+                product *= self.label_share(t, label)
+                break
+        total = 0.0
+        for c in calls:
+            moved = sum(pieces[i] for i in c.moved)
+            flops = c.elements * max(numels[i] for i in c.moved) + c.product * product
+            if alternative.across and c.op_class == "attention":
+                total += self.ring(name, alternative, c.forward, moved, flops)
+            else:
+                total += self.call_s(moved, flops, bool(c.product))
+        if rule.is_view or not self.program.info[name].requires_grad:
+            return total
+        return total + pieces[-1] * self.objective.held_s_per_byte
 
-    def ring(self, name: str, alternative: Alternative) -> float:
-        """Seconds of what attention sends by itself, nothing of it hidden behind its work."""
+    def ring(
+        self, name: str, alternative: Alternative, forward: bool, moved: float, flops: float
+    ) -> float:
+        """Seconds of one direction of a ring, nothing of what it sends hidden behind its work."""
         ring = self.sharding.rules[name].ring
         assert ring is not None
-        a, rates, size = alternative.across, self.rates, self.program.info[name].dtype.itemsize
-        grad = self.program.info[name].requires_grad
+        a, size = alternative.across, self.program.info[name].dtype.itemsize
+        wider = max(1, 4 // size)
         tensors = list(zip(self.operands[name], alternative.operands, strict=True))
         repeats = lcm(ring.heads[1], a) // ring.heads[1]
-        turned = repeats * sum(
-            self.bytes(t) * self.label_share(t, at) for t, at in (tensors[i] for i in ring.rotated)
-        )
+        turned = [tensors[i] for i in ring.rotated] * repeats
+        ends = [tensors[0], (name, alternative.output)]
+        piece = sum(self.bytes(t) * self.label_share(t, at) for t, at in turned)
         steps = self.sp // a
-        piece = self.bytes(name) * self.label_share(name, alternative.output)
-        added = 3 * piece * max(1, 4 // size) / rates.bytes_per_s + rates.overhead_s
-        step_s = rates.link_latency_s + turned / rates.link_bytes_per_s + added
-        seconds = (steps - 1) * step_s
-        if grad:
-            wide = turned * max(1, 4 // size) / rates.link_bytes_per_s
-            seconds = 2 * seconds + steps * (rates.link_latency_s + wide)
+        t, at = ends[1] if forward else ends[0]
+        moved += 3 * (steps - 1) * self.bytes(t) * self.label_share(t, at) * wider
+        sent, messages = (steps - 1) * piece, steps - 1
+        if not forward:
+            sent, messages = sent + sent * wider + piece * wider, 2 * steps - 1
+        link = self.device.inside.bytes_per_s
+        seconds = self.call_s(moved, flops, True) + sent / link + messages * self.tie_s
         if a > 1:
-            ends = (tensors[0], (name, alternative.output))
-            moved = turned + sum(self.bytes(t) * self.label_share(t, at) for t, at in ends)
-            sent = moved * (a - 1) / a / rates.link_bytes_per_s
-            swaps = 4 * rates.link_latency_s + sent + 4 * moved / rates.bytes_per_s
-            seconds += swaps * (2 if grad else 1)
+            for t, at in (*ends, *turned):
+                swapped = self.bytes(t) * self.label_share(t, at)
+                away = (a - 1) / a / link + 2 / self.device.memory_bytes_per_s
+                seconds += self.tie_s + swapped * away
         return seconds
 
     def cost(self, placement: Mapping[str, NodePlacement | Alternative]) -> float:
@@ -270,4 +330,3 @@ class _Problem:
         if result.status != 0:
             raise RuntimeError(f"milp stopped without a proved optimum: {result.message}")
         return [bool(value > 0.5) for value in result.x]
-

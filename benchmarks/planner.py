@@ -1,6 +1,6 @@
 """The global-batch planner on batches of sequence lengths: predicted seconds, bound, solve time.
 
-Model times by the cost table of FlexSP (GPT-7B, 64 A100-40GB), as every other planner of PEERS.md.
+Model times by the cost table of FlexSP (GPT-7B, 64 A100-40GB), as other planners do.
 `--lengths DIR` reads a folder of {"lens": [tokens, ...], "cost": {overrides}}.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.lengths import SHARED, Batch, generate, read
-from dcpc.runtime.planner import BatchPlan, LinearCost, Recompute, plan_batch
-from dcpc.runtime.planner.baselines import BASELINES, fixed_sp
+from dcpc.commands.simulate.barriers import BatchPlan, LinearCost, Recompute, plan_batch
+from dcpc.commands.simulate.barriers.baselines import BASELINES, fixed_sp
 
 MIB = 2**20
 # GB/s as FlexSP fitted them, its "GB" being 1000 MiB
@@ -34,7 +34,7 @@ Planner = Callable[[Sequence[int], LinearCost], BatchPlan]
 def flexsp_cost(
     overrides: dict[str, float], joint: bool = False, ranks: int | None = None
 ) -> LinearCost:
-    """The cost table of PEERS.md.
+    """FlexSP's cost table.
 
     Args:
         overrides: a batch file's "cost".

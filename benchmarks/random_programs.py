@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-import dcpc.attention  # noqa: F401 - registers the op
+import dcpc.ops.attention  # noqa: F401 - registers the op
 from dcpc.ir import Program, TensorInfo
 
 aten = torch.ops.aten

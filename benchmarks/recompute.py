@@ -38,16 +38,17 @@ from benchmarks import harness
 from benchmarks.recompute_models import QUICK_SUBJECTS, SUBJECTS, Sizes, Subject
 from benchmarks.recompute_torch import register_attention, torch_joint, torch_partition
 from benchmarks.rotor_oracle import Stage, least_recompute
-from benchmarks.stdit_costs import variants_of
+from benchmarks.stdit_costs import priced_of
 from benchmarks.video import shapes
 from dcpc.api import plan
 from dcpc.buckets import Bucket
 from dcpc.codegen import Library
 from dcpc.ir import Placement
-from dcpc.passes.recompute import Menu
-from dcpc.planning import Request, check_forced, plan_buckets
+from dcpc.passes.recompute.menu import Menu
+from dcpc.plan.options import degrees
+from dcpc.plan.planning import PlanRequest, plan_buckets
+from dcpc.plan.runnable import Runnable
 from dcpc.symbolic_profile import find
-from dcpc.variants import Variants
 from examples.allocator import measured_peak_bytes
 from models.stdit import XL
 
@@ -125,30 +126,31 @@ class OnTrial:
             model, buckets, memory=1e15, device=FLOPS_ALONE, recompute="none", backend="eager"
         )
         self.bucket = Bucket.of(self.sizes)
-        self.variants: Variants = planned.by_bucket[self.bucket]
-        self.placement: Placement = self.variants.placement(self.sizes, 1)
-        self.input_bytes = self.variants.predict(self.placement, 0, self.sizes).input_bytes
+        self.runnable: Runnable = planned.by_bucket[self.bucket]
+        self.placement: Placement = self.runnable.priced.placement(self.sizes, 1)
+        self.study = self.runnable.priced.at(self.placement)
+        self.input_bytes = self.study.predict(0, self.sizes).input_bytes
         self._runs: dict[int, Measured] = {}
 
     def recompute(self, budget_bytes: int) -> int | None:
         """Returns the steps that the planner takes for a budget, None where none fit it."""
-        request = Request((1,), "auto", budget_bytes + self.input_bytes, 0, 1)
+        request = PlanRequest((1,), "auto", budget_bytes + self.input_bytes, 0, 1)
         try:
-            plans, _ = plan_buckets({self.bucket: self.variants}, request)
+            plans, _ = plan_buckets({self.bucket: self.runnable.priced}, request)
         except dcpc.PlanError:
             return None
-        return plans[self.bucket].recompute
+        return plans[self.bucket].menu_step
 
     def predicted_peak(self, recompute: int) -> int:
         """Returns the peak that the profile says."""
-        return self.variants.predict(self.placement, recompute, self.sizes).peak_bytes
+        return self.study.predict(recompute, self.sizes).peak_bytes
 
     def measured(self, recompute: int) -> Measured:
         """Returns the peak and the FLOPs of a real run."""
         if recompute not in self._runs:
-            variant, integers = self.variants.variant(self.placement, recompute, self.sizes, 0)
-            program = self.variants.program
-            held = {**self.variants.tensors()}
+            variant, integers = self.runnable.variant(self.placement, recompute, self.sizes, 0)
+            program = self.runnable.traced.program
+            held = {**self.runnable.traced.tensors()}
             held |= {p: self.inputs[n] for p, n in program.inputs.items()}
 
             def run() -> Tensor:
@@ -306,7 +308,7 @@ def rotor(
     trial: OnTrial, name: str, length: str, shares: Sequence[float]
 ) -> list[RotorComparison]:
     """Returns dcpc against Rotor at some budgets, each run and measured."""
-    menu = trial.variants.menu(trial.placement)
+    menu = trial.study.menu
     once = sum(block.forward_s for block in menu.blocks)
     free = max(k for k in range(menu.count) if menu.seconds(k) <= once / NOTHING)
     high, low = trial.predicted_peak(free), trial.predicted_peak(menu.count - 1)
@@ -350,13 +352,13 @@ def plan_seconds() -> dict[int, float]:
     One world after the other; what is known of the smaller ones is not done again.
     """
     libraries: dict[str, Library] = {}
-    videos, images = (variants_of(XL, image, libraries=libraries) for image in (False, True))
+    videos, images = (priced_of(XL, image, libraries=libraries) for image in (False, True))
     buckets = {s.bucket: images if s.frames == 1 else videos for s in shapes()}
     found = {}
     for world in (8, 16, 32, 64, 128, 256, 512, 1024):
         with harness.timed() as watch:
-            degrees = check_forced("auto", "auto", world)
-            plan_buckets(buckets, Request(degrees, "auto", int(141e9), int(20e9), world))
+            sps = degrees("auto", world)
+            plan_buckets(buckets, PlanRequest(sps, "auto", int(141e9), int(20e9), world))
         found[world] = watch.elapsed_s
     return found
 

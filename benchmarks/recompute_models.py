@@ -14,11 +14,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.video_placement import inputs as video_inputs
+from dcpc.buckets import Sizes
 from models.gpt import GPT, GPTConfig
-from models.stdit import RectifiedFlow, STDiT, STDiTConfig
+from models.stdit import RectifiedFlow, STDiT, STDiTConfig, input_specs
 
-Sizes = Mapping[str, int]
 VOCAB = 258
 TEXT = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 VIDEO = STDiTConfig(depth=2, dim=96, heads=4, text_dim=48, text_len=12)
@@ -92,9 +91,7 @@ def _clip(batch: int, frames: int, height: int, width: int) -> Sizes:
 
 
 LENGTHS = (_text(4, 250), _text(2, 600), _text(1, 1500))
-VIDEO_INPUTS = {
-    n: s for n, s in video_inputs(VIDEO).items() if n not in ("frame_mask", "drop_text")
-}
+VIDEO_INPUTS = {n: s for n, s in input_specs(VIDEO).items() if n not in ("frame_mask", "drop_text")}
 SUBJECTS: Mapping[str, Subject] = {
     "GPT": Subject(_gpt, TEXT, _tokens, LENGTHS),
     "Llama": Subject(_llama, TEXT, _tokens, LENGTHS),

@@ -1,9 +1,9 @@
 """The simulator against published figures: FlexSP's cost table and what planners make of it.
 
-Every planner of `dcpc.simulate` that PEERS.md has a figure for plans the shared batches, its
-timeline is simulated, and the mean step is compared. FlexSP's own planner is not run: its seconds
-are those of PEERS.md, on the same cost table, and the ratios are compared with its paper's figure.
-VideoSys' figure is compared in `benchmarks.video`.
+Every planner of `dcpc.commands.simulate` that there is a published figure for plans the shared
+batches, its timeline is simulated, and the mean step is compared. FlexSP's own planner is not run:
+its seconds are published ones, on the same cost table, and the ratios are compared with its paper's
+figure. VideoSys' figure is compared in `benchmarks.video`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from statistics import mean
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.lengths import SHARED, read
 from benchmarks.planner import flexsp_cost
-from dcpc.runtime.planner import BatchPlan, LinearCost, plan_batch
-from dcpc.runtime.planner.baselines import best_homogeneous, fixed_sp
-from dcpc.simulate.outcome import of_batches
+from dcpc.commands.simulate.barriers import BatchPlan, LinearCost, plan_batch
+from dcpc.commands.simulate.barriers.baselines import best_homogeneous, fixed_sp
+from dcpc.commands.simulate.outcome import of_batches
 
-# Source: PEERS.md, mean seconds of the 12 batches of Wikipedia lengths, caps of 384K and 192K.
+# Source: each planner run apart on FlexSP's cost table: mean seconds of the 12 batches of
+# Wikipedia lengths, caps of 384K and 192K.
 TABLE = {
     "fixed SP 64, packing": {"wikipedia_384k": 7.56, "wikipedia_192k": 6.87},
     "best homogeneous": {"wikipedia_384k": 6.01, "wikipedia_192k": 5.21},
 }
 FLEXSP = {"wikipedia_384k": 4.85, "wikipedia_192k": 4.15}
-# Source: FlexSP's paper as PEERS.md has it: FlexSP over static Ulysses with packing (Wikipedia, 7B,
+# Source: FlexSP's paper (ASPLOS 2025): FlexSP over static Ulysses with packing (Wikipedia, 7B,
 # 192K), and over the best homogeneous SP of each batch (at most 1.41, typically 1.1 to 1.4).
 PUBLISHED = {"fixed SP 64, packing": 1.72, "best homogeneous": 1.41}
 
@@ -67,7 +68,7 @@ def main() -> None:
             figures[f"{key}_s"] = ours
             figures[f"{key}_deviation"] = ours / published - 1
             rows.append([f"{name}, {family}", published, ours, ours / published - 1])
-    header = ["mean step, s", "PEERS.md", "simulated", "deviation"]
+    header = ["mean step, s", "published", "simulated", "deviation"]
     print_table("Planners on FlexSP's cost table", header, rows)
     rows = []
     for name, published in PUBLISHED.items():
@@ -84,7 +85,7 @@ def main() -> None:
         "deviation",
         "dcpc simulated",
     ]
-    print_table("Ratios (FlexSP's own seconds are PEERS.md's)", header, rows)
+    print_table("Ratios (FlexSP's own seconds are published ones)", header, rows)
     print(f"simulated in {watch.elapsed_s:.0f} s")
     write_report("simulator", figures, args.json)
 

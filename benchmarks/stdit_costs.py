@@ -1,9 +1,9 @@
 """What STDiT3-XL/2 costs on each bucket of VideoSys' workload, from dcpc's symbolic profile.
 
 Blocks repeat, so a model of 28 pairs of blocks costs what a trace of three pairs tells: dcpc plans
-any deep model as the first, a middle and the last of its blocks (`dcpc/folding.py`), exactly; here
-the blocks between are not traced to begin with. `tests/benchmarks/test_stdit_costs.py` compares
-with a deeper trace.
+any deep model as the first, a middle and the last of its blocks (`dcpc/plan/folding.py`), exactly;
+here the blocks between are not traced to begin with. `tests/benchmarks/test_stdit_costs.py`
+compares with a deeper trace.
 
 A frame of S patches is traced as a strip of S x 1: the same ops on the same numbers of elements,
 with one symbol fewer.
@@ -27,13 +27,10 @@ import torch
 import dcpc
 from benchmarks.harness import timed
 from dcpc.codegen import Library
-from dcpc.folding import fold
-from dcpc.following import Held
-from dcpc.masks import without_masks
-from dcpc.passes.sharding import analyse
+from dcpc.plan.folding import Lift, fold
+from dcpc.plan.priced import Priced
+from dcpc.plan.traced import traced
 from dcpc.symbolic_profile import find
-from dcpc.trace import trace
-from dcpc.variants import Variants
 from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
 
 DEVICE = "a100-80gb"
@@ -45,8 +42,9 @@ ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build" / "stdit_costs"
 # What a profile depends on: the cache is good as long as these say the same.
 SOURCES = (
-    "dcpc/trace", "dcpc/passes", "dcpc/codegen", "dcpc/symbolic_profile", "dcpc/variants.py",
-    "dcpc/folding.py", "dcpc/ir.py", "models/stdit.py", "benchmarks/stdit_costs.py",
+    "dcpc/trace", "dcpc/passes", "dcpc/codegen", "dcpc/symbolic_profile", "dcpc/plan/traced.py",
+    "dcpc/plan/folding.py", "dcpc/plan/placements.py", "dcpc/plan/priced.py",
+    "dcpc/plan/studies.py", "dcpc/ir.py", "models/stdit.py", "benchmarks/stdit_costs.py",
 )  # fmt: skip
 INPUTS = {
     "latents": "{dtype}[batch, {channels}, frames, tokens*2, 2]",
@@ -97,12 +95,12 @@ class Cost:
     saved_bytes: float
 
 
-def variants_of(
+def priced_of(
     config: STDiTConfig,
     image: bool,
     dtype: torch.dtype = torch.bfloat16,
     libraries: dict[str, Library] | None = None,
-) -> Variants:
+) -> Priced:
     """Returns what dcpc makes of a model on the meta device: placements, graphs, profiles.
 
     Args:
@@ -117,31 +115,31 @@ def variants_of(
     inputs = {name: spec.format(**fields) for name, spec in INPUTS.items()}
     frames = (1,) if image else (2, 120)
     sizes = [{"frames": f, "tokens": t} for f in frames for t in (16, 3600)]
-    program = without_masks(trace(model, dcpc.Buckets(inputs, sizes)))
-    folded = fold(program, 3)
+    buckets = dcpc.Buckets(inputs, sizes)
+    known = traced(model, buckets, find(DEVICE), "eager", libraries=libraries)
+    folded = fold(known.program, 3)
     assert folded is not None, f"{DEPTH} pairs of blocks are not alike"
     assert folded.others == (0,), f"{folded.others} pairs are left out, and would count twice"
     folded = replace(folded, others=(folded.others[0] + config.depth - DEPTH,))
-    given = (program, analyse(program), find(DEVICE), "eager", Held(program, model), sizes[-1])
-    return Variants(*given, folded, libraries=libraries)
+    return Priced(Lift(replace(known, reference=sizes[-1]), folded=folded))
 
 
 def costs_of_levels(
-    variants: Variants, image: bool, sp: int, points: Sequence[Point]
+    priced: Priced, image: bool, sp: int, points: Sequence[Point]
 ) -> list[list[Cost]]:
     """Returns the costs at each point, one list a level of recompute.
 
     All are split as a middle-sized sample is.
     """
     middle = Point(1, 1620, 1) if image else Point(60, 1620, 1)
-    placement = variants.placement(middle.sizes, sp)
-    most = variants.steps(placement)
+    study = priced.at(priced.placement(middle.sizes, sp))
+    most = study.steps
     levels = sorted({round(i * most / (LEVELS - 1)) for i in range(LEVELS)})
     found = []
     for k in levels:
         costs = []
         for point in points:
-            p = variants.predict(placement, k, point.sizes)
+            p = study.predict(k, point.sizes)
             peak = float(p.peak_bytes + p.input_bytes)
             costs.append(Cost(p.seconds_s, peak, float(p.wire_bytes), float(p.saved_bytes)))
         found.append(costs)
@@ -217,11 +215,11 @@ def _job(job: tuple[STDiTConfig, bool, Sequence[Point], Path]) -> None:
     config, image, points, folder = job
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    variants = variants_of(config, image)
-    whole_model = variants.profile(variants.placement(points[0].sizes, 1), 0)
+    priced = priced_of(config, image)
+    whole_model = priced.at(priced.placement(points[0].sizes, 1)).profile(0)
     found: dict[str, Any] = {"gradient_bytes": whole_model.gradient_bytes, "levels": {}}
     for sp in DEGREES:
-        levels = costs_of_levels(variants, image, sp, points)
+        levels = costs_of_levels(priced, image, sp, points)
         found["levels"][str(sp)] = [[asdict(c) for c in level] for level in levels]
     whole = _file(folder, image).with_suffix(".part")
     whole.write_text(json.dumps(found))

@@ -28,16 +28,15 @@ from torch import Tensor, nn
 
 import dcpc
 from benchmarks import harness
-from benchmarks.video_placement import inputs as video_inputs
-from dcpc.acceptance.exactness import example_inputs
 from dcpc.buckets import BATCH
-from dcpc.calibrate import calibrate
-from dcpc.runtime.local_ranks import run_ranks
+from dcpc.commands.calibrate import calibrate
+from dcpc.plan.runnable import Runnable
+from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import evaluator, find
-from dcpc.variants import Variants
+from dcpc.verify.exactness import example_inputs
 from examples.forced import ForcedVariant
 from models.gpt import GPT, GPTConfig
-from models.stdit import RectifiedFlow, STDiT, STDiTConfig
+from models.stdit import RectifiedFlow, STDiT, STDiTConfig, input_specs
 
 RANKS = 2
 VOCAB = 258
@@ -142,7 +141,7 @@ def jobs(quick: bool) -> dict[str, Job]:
     shapes = ({"batch": 1, "seq": 777}, {"batch": 3, "seq": 203}, {"batch": 2, "seq": 450})
     if quick:
         return {"GPT": Job(gpt, text, shapes, backend="eager", rounds=4, budget_s=9.0)}
-    video = dcpc.Buckets(video_inputs(VIDEO), [_clip(*clip) for clip in CLIPS])
+    video = dcpc.Buckets(input_specs(VIDEO), [_clip(*clip) for clip in CLIPS])
     unseen = ((1, 7, 17, 23), (3, 5, 12, 17), (1, 13, 22, 30))
     videos = tuple({"batch": batch, **_clip(*clip)} for batch, *clip in unseen)
     return {
@@ -166,12 +165,13 @@ def on_rank(rank: int, job: Job) -> tuple[list[Point], float, float, float]:
         [{n: size for n, size in shape.items() if n != BATCH} for shape in job.shapes],
     )
     compiled = dcpc.compile(model, unseen, calibration=found, **planning)
-    variants = compiled.variants
+    runnable = compiled.runnable
     runs: list[tuple[Mapping[str, int], tuple[int, float], ForcedVariant, Mapping[str, Tensor]]]
     runs = []
     for shape, (sp, share) in itertools.product(job.shapes, SETTINGS):
-        placement = variants.placement(shape, sp)
-        forced = ForcedVariant(compiled, placement, round(share * variants.steps(placement)))
+        placement = runnable.priced.placement(shape, sp)
+        steps = runnable.priced.at(placement).steps
+        forced = ForcedVariant(compiled, placement, round(share * steps))
         inputs = example_inputs(compiled.buckets, shape, job.example)
         runs.append((shape, (sp, share), forced, inputs))
     spent = [
@@ -184,7 +184,7 @@ def on_rank(rank: int, job: Job) -> tuple[list[Point], float, float, float]:
     points = []
     for (shape, setting, forced, _), (passed, computed) in zip(runs, low.tolist(), strict=True):
         measured = computed if setting[0] == 1 else passed
-        points.append(Point(shape, setting, *_predicted(forced, variants, shape), measured, passed))
+        points.append(Point(shape, setting, *_predicted(forced, runnable, shape), measured, passed))
     return points, found.seconds_s, found.fits.error, slower
 
 
@@ -203,11 +203,11 @@ def _fixed_work_s() -> float:
 
 
 def _predicted(
-    forced: ForcedVariant, variants: Variants, shape: Mapping[str, int]
+    forced: ForcedVariant, runnable: Runnable, shape: Mapping[str, int]
 ) -> tuple[float, float]:
     """Returns the seconds with and without calibration."""
-    at = evaluator(variants.profile(forced.placement, forced.recompute))
-    dims = variants.local_sizes(forced.placement, shape)
+    study = runnable.priced.at(forced.placement)
+    at, dims = evaluator(study.profile(forced.menu_step)), study.local_sizes(shape)
     return forced.predict(shape).seconds_s, at.seconds(dims, find("cpu"))
 
 

@@ -28,8 +28,9 @@ from benchmarks import harness
 from benchmarks.stdit_costs import INPUTS
 from benchmarks.zoo_models import NAMED
 from dcpc.ir import Program
-from dcpc.trace import capture, trace
-from dcpc.trace.order import staying
+from dcpc.trace import trace
+from dcpc.trace.capture import capture
+from dcpc.trace.capture.order import staying
 from models.stdit import XL, RectifiedFlow, STDiT
 
 QUICK = ("transformers GPT-2", "diffusers CogVideoX", "Llama, 4 layers")

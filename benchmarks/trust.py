@@ -18,9 +18,10 @@ import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing import get_context
 
 import torch
@@ -51,17 +52,25 @@ def judged(first: int, count: int, quick: bool) -> list[tuple[int, str, str]]:
     return found
 
 
-def every(first: int, wanted: int, quick: bool) -> Iterator[tuple[int, str, str]]:
-    """Yields outcomes until so many programs counted; a process that dies is a crash."""
-    workers = os.cpu_count() or 1
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+@dataclass(frozen=True)
+class Tried:
+    """Programs that processes of their own try, a task for each `CHUNK` of seeds."""
+
+    tasks: Sequence[tuple[int, Future[list[tuple[int, str, str]]]]]
+    wanted: int
+
+    @staticmethod
+    def by(pool: Executor, first: int, quick: bool) -> Tried:
+        """Hands the programs to a pool."""
+        wanted = QUICK if quick else FULL
+        starts = range(first, first + int(MOST_SPARE * wanted), CHUNK)
+        return Tried([(s, pool.submit(judged, s, CHUNK, quick)) for s in starts], wanted)
+
+    def outcomes(self) -> Iterator[tuple[int, str, str]]:
+        """Yields outcomes until so many programs counted; a process that dies is a crash."""
         count = 0
-        tasks = [
-            (start, pool.submit(judged, start, CHUNK, quick))
-            for start in range(first, first + int(MOST_SPARE * wanted), CHUNK)
-        ]
-        for start, task in tasks:
-            if count >= wanted:
+        for start, task in self.tasks:
+            if count >= self.wanted:
                 task.cancel()
                 continue
             try:
@@ -72,23 +81,22 @@ def every(first: int, wanted: int, quick: bool) -> Iterator[tuple[int, str, str]
             yield from results
             count += sum(kind != "void" for _, kind, _ in results)
 
-
-def programs(first: int, quick: bool) -> dict[str, Cell]:
-    """Returns the figures of random programs, and prints what failed."""
-    counts: Counter[str] = Counter()
-    for seed, kind, text in every(first, QUICK if quick else FULL, quick):
-        counts[kind] += 1
-        if kind in ("wrong", "crash"):
-            last = text.strip().splitlines()[-1]
-            print(f"seed {seed}: {kind}: {last[:150]}", flush=True)
-    counted = sum(counts.values()) - counts["void"]
-    return {
-        "programs": counted,
-        "silent_wrong": counts["wrong"],
-        "crashes": counts["crash"],
-        "refused_share": counts["refused"] / counted,
-        "void": counts["void"],
-    }
+    def figures(self) -> dict[str, Cell]:
+        """Returns the figures of random programs, and prints what failed."""
+        counts: Counter[str] = Counter()
+        for seed, kind, text in self.outcomes():
+            counts[kind] += 1
+            if kind in ("wrong", "crash"):
+                last = text.strip().splitlines()[-1]
+                print(f"seed {seed}: {kind}: {last[:150]}", flush=True)
+        counted = sum(counts.values()) - counts["void"]
+        return {
+            "programs": counted,
+            "silent_wrong": counts["wrong"],
+            "crashes": counts["crash"],
+            "refused_share": counts["refused"] / counted,
+            "void": counts["void"],
+        }
 
 
 def main() -> None:
@@ -100,12 +108,17 @@ def main() -> None:
     print(f"seeds from {first} on")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    with timed() as watch, ThreadPoolExecutor(1) as beside:
-        running = beside.submit(programs, first, args.quick)  # in processes of their own
-        caught = plant_all(chosen(args.quick)).figures()
-        figures = running.result()
+    # Forked before this process runs anything of torch: they need not import it again.
+    forked = ProcessPoolExecutor(os.cpu_count() or 1, mp_context=get_context("fork"))
+    with timed() as watch, forked as pool:
+        tried = Tried.by(pool, first, args.quick)
+        caught = plant_all(chosen(args.quick)[:: 2 if args.quick else 1]).figures()
+        figures = tried.figures()
     figures |= {"first_seed": first, "fuzz_and_plant_s": watch.elapsed_s}
-    figures |= caught | share_figures(shares(args.quick))
+    # As a user's process would: what ran here before has warmed torch's caches for the compile.
+    one = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), **one) as fresh:
+        figures |= caught | share_figures(fresh.submit(shares, args.quick).result())
     print_table("Random programs and planted faults", ["", "figure"], list(figures.items()))
     write_report("trust", figures, args.json)
     broken = figures["silent_wrong"] or figures["crashes"] or figures["refused_share"] >= 0.05

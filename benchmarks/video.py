@@ -1,6 +1,6 @@
 """VideoSys' workload, planned: dcpc against a padded bucket and VideoSys' own three systems.
 
-25 buckets, 2,000 videos and 100,000 images, 8 ranks of one node, three mixes (PEERS.md). What a
+25 buckets, 2,000 videos and 100,000 images, 8 ranks of one node, three mixes. What a
 micro-batch costs is dcpc's symbolic profile of STDiT3-XL/2 in bf16 on an A100 of 80 GB
 (`stdit_costs.py`); nothing is measured on a GPU. The baseline has one SP size for all, the smallest
 at which the largest bucket fits, one micro-batch a replica and full recompute; it and VideoSys'
@@ -22,16 +22,16 @@ import numpy as np
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.stdit_costs import DEVICE, Point, Table, price
 from dcpc.buckets import Bucket
-from dcpc.simulate.costs import BucketCosts, ModelCosts, SimRow, reduction_seconds
-from dcpc.simulate.outcome import Outcome, of_steps
-from dcpc.simulate.systems import dcpc_auto, padded_bucket, videosys_mode
-from dcpc.simulate.workload import Epoch
+from dcpc.commands.simulate.costs import BucketCosts, ModelCosts, SimRow, reduction_seconds
+from dcpc.commands.simulate.outcome import SimulatedOutcome, of_steps
+from dcpc.commands.simulate.systems import dcpc_auto, padded_bucket, videosys_mode
+from dcpc.commands.simulate.workload import Epoch
 from dcpc.symbolic_profile import find
 
 WORLD = 8
 MEMORY_BYTES = 80e9
 FRAMES = (1, 15, 30, 60, 120)  # latent frames of 1, 51, 102, 204, 408 frames
-# Source: VideoSys' benchmark as PEERS.md has it: pixels and its batch sizes, by latent frames.
+# Source: VideoSys' benchmark: pixels and its batch sizes, by latent frames.
 SIZES = {
     (144, 256): (345, 48, 25, 12, 6),
     (240, 426): (128, 16, 8, 4, 2),
@@ -41,7 +41,7 @@ SIZES = {
 }
 IMAGES, VIDEOS = 100_000, 2_000
 MIXES = ("short", "balanced", "long")
-# Source: VideoSys' figure, million tokens/s: baseline, intra, inter, inter+PAC (PEERS.md).
+# Source: VideoSys' figure, million tokens/s: baseline, intra, inter, inter+PAC.
 PUBLISHED = {
     "short": (0.90, 1.40, 1.92, 2.24),
     "balanced": (1.16, 1.42, 1.95, 2.06),
@@ -113,7 +113,7 @@ def costs_of(table: Table, all_shapes: Sequence[Shape], world: int = WORLD) -> M
                     if table.resident_bytes + cost.peak_bytes <= MEMORY_BYTES
                 ]
                 least += [min(rows, key=lambda row: row.seconds_s)] if rows else []
-                full += [r for r in rows if r.recompute == len(by_point[point]) - 1]
+                full += [r for r in rows if r.menu_step == len(by_point[point]) - 1]
         tokens = shape.frames * shape.tokens
         buckets.append(BucketCosts(shape.bucket, tokens, tuple(least), tuple(full), shape.usual))
     reduction_s = reduction_seconds(table.gradient_bytes, world, find(DEVICE))
@@ -136,7 +136,7 @@ def rebatch(epoch: Epoch, tokens_per_step: float) -> Epoch:
     return replace(epoch, batches=tuple(batches))
 
 
-def run_dcpc(costs: ModelCosts, epoch: Epoch, most: int) -> Outcome:
+def run_dcpc(costs: ModelCosts, epoch: Epoch, most: int) -> SimulatedOutcome:
     """Returns dcpc's outcome; of more than `most` batches evenly spaced ones are planned."""
     every = max(1, -(-len(epoch.batches) // most)) if most else 1
     chosen = tuple(islice(epoch.batches, 0, None, every))
@@ -145,7 +145,7 @@ def run_dcpc(costs: ModelCosts, epoch: Epoch, most: int) -> Outcome:
     return of_steps("dcpc", dcpc_auto(costs, planned), costs, tokens)
 
 
-def run(costs: ModelCosts, epoch: Epoch, most: int) -> dict[str, Outcome]:
+def run(costs: ModelCosts, epoch: Epoch, most: int) -> dict[str, SimulatedOutcome]:
     """Returns every system's outcome on an epoch; dcpc's step is as large as inter+PAC's."""
     found = {"baseline": of_steps("baseline", padded_bucket(costs, epoch), costs, epoch.tokens)}
     for mode in ("intra", "inter", "pac"):
@@ -158,7 +158,7 @@ def run(costs: ModelCosts, epoch: Epoch, most: int) -> dict[str, Outcome]:
     return found
 
 
-def figures_of(by_mix: Mapping[str, Mapping[str, Outcome]]) -> dict[str, Cell]:
+def figures_of(by_mix: Mapping[str, Mapping[str, SimulatedOutcome]]) -> dict[str, Cell]:
     """Returns the ratios over the baseline, and what was dropped."""
     figures: dict[str, Cell] = {}
     for mix, found in by_mix.items():
@@ -176,7 +176,7 @@ def figures_of(by_mix: Mapping[str, Mapping[str, Outcome]]) -> dict[str, Cell]:
     return figures
 
 
-def show(by_mix: Mapping[str, Mapping[str, Outcome]], figures: Mapping[str, Cell]) -> None:
+def show(by_mix: Mapping[str, Mapping[str, SimulatedOutcome]], figures: Mapping[str, Cell]) -> None:
     """Prints each mix, and how far the simulated ratios are from VideoSys' figure."""
     for mix, found in by_mix.items():
         rows: list[list[Cell]] = []

@@ -11,30 +11,13 @@ import torch
 
 from dcpc.buckets import Buckets
 from dcpc.ir import Factor, Label, Placement, Program, tensor_operands
-from dcpc.passes.sharding import Sharding
+from dcpc.passes.sharding.sharding import Sharding
 from dcpc.trace import trace
-from models.stdit import RectifiedFlow, STDiT, STDiTConfig
+from models.stdit import RectifiedFlow, STDiT, STDiTConfig, input_specs
 
 # Source: shared/specs/stdit.md 1.7: 360p, 102 frames: 30 x 920 tokens
 LONG_VIDEO = {"batch": 1, "frames": 30, "height": 45, "width": 80}
 MANY_VIDEOS = {"batch": 8, "frames": 15, "height": 30, "width": 53}
-
-
-def inputs(config: STDiTConfig, dtype: str = "float32") -> dict[str, str]:
-    """Returns the specs of the training step's inputs; height and width are those of the latent."""
-    latents = f"{dtype}[batch, {config.channels}, frames, height, width]"
-    return {
-        "latents": latents,
-        "noise": latents,
-        "timestep": "float32[batch]",
-        "text": f"{dtype}[batch, {config.text_len}, {config.text_dim}]",
-        "text_mask": f"bool[batch, {config.text_len}]",
-        "fps": "float32[batch]",
-        "pixel_height": "float32[batch]",
-        "pixel_width": "float32[batch]",
-        "frame_mask": "bool[batch, frames]",
-        "drop_text": "bool[batch]",
-    }
 
 
 def stdit(config: STDiTConfig) -> Program:
@@ -42,7 +25,7 @@ def stdit(config: STDiTConfig) -> Program:
     with torch.device("meta"):
         model = RectifiedFlow(STDiT(config))
     sizes = [{"frames": 2, "height": 18, "width": 32}, {"frames": 120, "height": 90, "width": 160}]
-    return trace(model, Buckets(inputs=inputs(config), sizes=sizes))
+    return trace(model, Buckets(inputs=input_specs(config), sizes=sizes))
 
 
 def changes(program: Program, placement: Placement) -> dict[tuple[str, Label], Label]:

@@ -3,9 +3,9 @@
 A row a model: which dims its one trace keeps symbolic, the largest relative difference of loss and
 gradients from the plain model's in float64 (batch 1, lengths the ranks do not divide), the share of
 its FLOPs that is split, collectives in forward, ops that are replicated for want of a rule.
-Each is run again with every way to split attention that applies (`dcpc/passes/lowerings.py`).
-`--quick` takes models of one layer instead of two, at sp 2 alone, and of these ways the ring in
-three of them.
+Each is run again with every way to split attention that applies
+(`dcpc/passes/sharding/attention_ways.py`). `--quick` takes models of one layer instead of two, at
+sp 2 alone, and of these ways the ring in three of them.
 `--more` runs other architectures of the same libraries too; the figures are of the named ones.
 """
 
@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.harness import Cell, parser, print_table, write_report
 from benchmarks.zoo_models import DEPTH, NAMED, ZooModel
-from dcpc.acceptance import Prepared, Verdict, compare, nan_as_infinite, prepare
-from dcpc.passes.lowerings import LOWERINGS
-from dcpc.runtime.local_ranks import run_ranks
+from dcpc.commands.check import Prepared, Verdict, compare, nan_as_infinite, prepare
+from dcpc.passes.sharding.attention_ways import LOWERINGS
+from dcpc.runtime.groups.local_ranks import run_ranks
 
 # A window, cross-attention with a learned bias, patches: what a ring may get wrong.
 QUICK_RINGS = ("transformers Mistral", "transformers T5", "diffusers PixArt")

@@ -17,12 +17,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from dcpc.buckets import Buckets
+from dcpc.buckets import Buckets, Sizes
 
 VOCABULARY = 64
 DEPTH = {"layers": 2}  # of the named models; `--quick` takes 1, as tracing is most of its time
 
-Sizes = Mapping[str, int]
 Example = Callable[[Sizes], dict[str, Tensor]]
 
 

@@ -26,12 +26,12 @@ WORLD = 2
 def fingerprint(model: nn.Module, buckets: dcpc.Buckets) -> str:
     """Returns what all ranks must agree on: hashes of the traces, of the plan, of the graphs."""
     planned = dcpc.api.plan(model, buckets, world=WORLD, device="h200", backend="eager")
-    traces = " ".join(v.program.graph_hash for v in planned.traces)
+    traces = " ".join(v.traced.program.graph_hash for v in planned.traces)
     rows = [repr((str(b), planned.tables[b], planned.plans[b])) for b in buckets]
     graphs = []
     for bucket in buckets:
-        variants = planned.by_bucket[bucket]
-        joint = variants.lowering(variants.placement(bucket.sizes, WORLD)).joint
+        runnable = planned.by_bucket[bucket]
+        joint = runnable.traced.lowering(runnable.priced.placement(bucket.sizes, WORLD)).joint
         graphs.append(f"{joint.gm.code} {joint.primals} {[*map(str, joint.guards)]}")
     return f"{traces} {_hash(rows)} {_hash(graphs)}"
 

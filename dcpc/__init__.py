@@ -20,13 +20,13 @@ from dcpc.errors import (
     TraceError,
     VerifyError,
 )
-from dcpc.passes.rules import register_sharding_rule
-from dcpc.runtime.loader import DataLoader
-from dcpc.runtime.planner import microbatch
-from dcpc.runtime.settings import Settings
-from dcpc.runtime.tensorboard import TensorBoardLogger
-from dcpc.runtime.weights import CountLabels
-from dcpc.runtime.zero import zero
+from dcpc.passes.sharding.rules import register_sharding_rule
+from dcpc.runtime.data.loader import DataLoader
+from dcpc.runtime.data.settings import Settings
+from dcpc.runtime.data.weights import CountLabels
+from dcpc.runtime.planner.batch import microbatch
+from dcpc.runtime.step.tensorboard import TensorBoardLogger
+from dcpc.runtime.step.zero import zero
 
 __version__ = "0.1.0"
 

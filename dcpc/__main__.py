@@ -1,5 +1,5 @@
 """`python -m dcpc`, and `torchrun -m dcpc`: the command line."""
 
-from dcpc.cli import app
+from dcpc.commands.cli import app
 
 app()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,26 +12,25 @@ from torch import nn
 
 from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
-from dcpc.codegen.backends import decompositions
 from dcpc.compiled import CompiledModel
 from dcpc.errors import PlanError, VerifyError
-from dcpc.following import Held, state_tensors
-from dcpc.masks import without_masks
-from dcpc.passes.lowerings import restricted
-from dcpc.passes.rules import warn_derived, warn_replicated
-from dcpc.passes.sharding import analyse
-from dcpc.placements import compute_dtype
-from dcpc.planning import Planned, Request, check_forced, plan_buckets, plans_text
-from dcpc.progress import tracked
-from dcpc.runtime.agreement import agree
-from dcpc.runtime.groups import Groups
-from dcpc.runtime.same_state import share_state
-from dcpc.runtime.zero import fullest_share
+from dcpc.passes.sharding.rules import warn_derived, warn_replicated
+from dcpc.plan.choose import elements
+from dcpc.plan.following import state_tensors
+from dcpc.plan.options import CompileOptions, PlanOptions, check_memory, degrees, taking
+from dcpc.plan.placements import compute_dtype
+from dcpc.plan.planning import Planned, PlanRequest, plan_buckets, plans_text
+from dcpc.plan.progress import tracked
+from dcpc.plan.runnable import Runnable
+from dcpc.plan.traced import Traced, traced
+from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.groups.same_state import share_state
+from dcpc.runtime.step.zero import fullest_share
 from dcpc.symbolic_profile import (
     Calibration,
     CalibrationKey,
     Device,
-    OptimizerLike,
     calibrated,
     detect,
     find,
@@ -41,33 +39,15 @@ from dcpc.symbolic_profile import (
     state_bytes,
     step_bytes,
 )
-from dcpc.trace import autocast_dtype, casting, checked_dtype, trace
-from dcpc.variants import Variants
-from dcpc.verify import Verifier, check_mode
+from dcpc.trace import autocast_dtype, casting, checked_dtype
+from dcpc.verify import Verifier
 
 # Adam's two moments, in the parameters' dtype: what a plan counts where it is given no optimizer.
 ADAM_STATES = 2
 
 
-def compile(
-    model: nn.Module,
-    buckets: Buckets,
-    *,
-    group: dist.ProcessGroup | None = None,
-    memory: int | float | None = None,
-    device: str | Device = "auto",
-    sp: int | str | Sequence[int] = "auto",
-    recompute: str = "auto",
-    backend: str = "inductor",
-    optimizer: OptimizerLike | None = None,
-    optimizer_bytes: int | None = None,
-    autocast: torch.dtype | None = None,
-    derive_rules: bool = True,
-    zero: bool = False,
-    calibration: str | Path | Calibration | None = None,
-    attention: str = "auto",
-    verify: str = "auto",
-) -> CompiledModel:
+@taking(CompileOptions)
+def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
 
     Example:
@@ -75,7 +55,7 @@ def compile(
             inputs={"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"},
             sizes=[{"seq": 512}, {"seq": 2048}, {"seq": 8192}],
         )
-        compiled = dcpc.compile(model, buckets)
+        compiled = dcpc.compile(model, buckets, memory=80e9)
         loss = compiled(input_ids=ids, labels=labels)
         loss.backward()
         compiled.reduce_gradients()
@@ -84,32 +64,7 @@ def compile(
         model: any module whose forward takes the buckets' inputs and returns a scalar loss, or a
             mapping, dataclass or tuple that has one. Its parameters are shared, not copied.
         buckets: input specs and the shapes to compile for.
-        group: ranks to use; default: the initialised process group, or one rank alone.
-        memory: bytes a rank may use, or a share of what the device has, up to 1.0; default: all
-            that the device has.
-        device: what costs are predicted for: "auto", a name of `dcpc.symbolic_profile.DEVICES`, or
-            a `Device`.
-        sp: "auto" (every divisor of the number of ranks), a degree of sequence parallelism for
-            every bucket, or the degrees to price: `DataLoader(mode="auto")` uses any of them, also
-            those that do not divide the ranks.
-        recompute: "auto" (as little as fits; "pyramid" is the same), "none" or "all".
-        backend: "inductor" or "eager".
-        optimizer: what will train the model, whose state takes memory: a class of torch.optim, a
-            partial of one (`functools.partial(torch.optim.SGD, momentum=0.9)`), an optimizer, or a
-            class of your own; default: two tensors for each trainable parameter, as Adam has.
-        optimizer_bytes: what the optimizer keeps on a rank, where that is known better.
-        autocast: mixed precision, `torch.bfloat16`: the model runs as under `torch.autocast` of it,
-            parameters and gradients stay as they are. None: what is active around this call.
-        derive_rules: whether an op without a sharding rule is run on small random pieces to find
-            one, which is then used with a warning that prints it; else each rank does all of it.
-        zero: the optimizer is `dcpc.zero`'s: a rank keeps only its share of the state.
-        calibration: what `dcpc calibrate` measured of this model on this device and these ranks, or
-            its file: seconds are predicted by it.
-        attention: how attention is split: "auto" (each as costs least), or "heads", "gathered",
-            "ring", "hybrid" wherever an attention can have it (`passes/lowerings.py`).
-        verify: what is compared with the model itself, loss and every gradient, on inputs drawn at
-            small sizes: "auto" (traces and variants, within a tenth of what compiling takes or 2
-            s), "full" (every row of every bucket's table, at each bucket's size too) or "off".
+        options: each field of `CompileOptions` by its name, such as `memory=80e9`.
 
     Where ranks have other parameters, buffers or constants than rank 0, they get rank 0's, with a
     warning.
@@ -122,30 +77,13 @@ def compile(
         VerifyError: a trace or a variant does not compute what the model computes.
     """
     _refuse_meta(model)
-    check_mode(verify)
     start_s = time.perf_counter()
-    groups = Groups.default(group=group, device=_device_of(model))
-    planned = plan(
-        model,
-        buckets,
-        world=groups.world,
-        memory=memory,
-        device=device,
-        sp=sp,
-        recompute=recompute,
-        backend=backend,
-        optimizer=optimizer,
-        optimizer_bytes=optimizer_bytes,
-        autocast=autocast,
-        derive_rules=derive_rules,
-        zero=zero,
-        calibration=calibration,
-        attention=attention,
-    )
-    hashes = " ".join(v.program.graph_hash for v in planned.traces)
+    groups = Groups.default(group=options.group, device=_device_of(model))
+    planned = plan_with(model, buckets, options.planned_for(groups.world))
+    hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
     share_state(state_tensors(model, planned), groups)
-    verifier = Verifier(model, buckets, planned, verify)
+    verifier = Verifier(model, buckets, planned, options.verify)
     problem = _problem(verifier, time.perf_counter() - start_s)
     agree(groups, groups.world, "verification", str(problem or ""))
     if problem is not None:
@@ -154,87 +92,73 @@ def compile(
     return CompiledModel(model, buckets, planned, groups, base_seed=seed, verifier=verifier)
 
 
-def plan(
-    model: nn.Module,
-    buckets: Buckets,
-    *,
-    world: int = 1,
-    memory: int | float | None = None,
-    device: str | Device = "auto",
-    sp: int | str | Sequence[int] = "auto",
-    recompute: str = "auto",
-    backend: str = "inductor",
-    optimizer: OptimizerLike | None = None,
-    optimizer_bytes: int | None = None,
-    autocast: torch.dtype | None = None,
-    derive_rules: bool = True,
-    zero: bool = False,
-    calibration: str | Path | Calibration | None = None,
-    attention: str = "auto",
-) -> Planned:
+@taking(PlanOptions)
+def plan(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Planned:
     """Returns the plan of every bucket for `world` ranks, from one process and no process group.
 
     Args:
         model: as for `compile`; its parameters' values are not read, so they may be on the meta
             device (`with torch.device("meta"): model = ...`), where they take no memory.
         buckets: as for `compile`.
-        world: number of ranks to plan for.
-        memory: bytes a rank may use; default: what the device has, shared by all ranks if it is the
-            CPU.
-        device: as for `compile`, and so are the others.
-        sp: "auto", a degree, or degrees.
-        recompute: "auto" ("pyramid" is the same), "none" or "all".
-        backend: "inductor" or "eager".
-        optimizer: as for `compile`.
-        optimizer_bytes: what the optimizer keeps on a rank.
-        autocast: dtype of mixed precision; None: what is active around this call.
-        derive_rules: as for `compile`.
-        zero: the optimizer's state is spread over the ranks.
-        calibration: as for `compile`; with `device="auto"` it must be of this very machine, with a
-            named device of any that has it.
-        attention: as for `compile`.
+        options: each field of `PlanOptions` by its name. With `device="auto"` a calibration must be
+            of this very machine, with a named device of any that has it.
 
     Raises:
         TraceError: the model cannot be captured.
         PlanError: a bucket fits with no setting, or a forced value is impossible.
         ProfileError: the calibration is of another model, device, number of ranks or dtype.
     """
-    decompositions(backend)  # refuses an unknown backend before minutes of work
-    degrees = check_forced(sp, recompute, world)
-    recompute = "auto" if recompute == "pyramid" else recompute
-    target = _target(device)
-    measured = Calibration.of(calibration)
+    return plan_with(model, buckets, options)
+
+
+def plan_with(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Planned:
+    """Returns what `plan` does, of options made before."""
+    world = options.world
+    sps = degrees(options.sp, world)
+    target = _target(options.device)
+    measured = Calibration.of(options.calibration)
     if measured is not None:
         target = calibrated(target, measured.fits)
-    memory_bytes = rank_memory_bytes(memory, target, world)
-    residents = _residents(model, optimizer, optimizer_bytes, world if zero else 1)
-    resident = sum(rounded(size_bytes, target.block_bytes) for size_bytes in residents)
-    stepped = model.parameters() if optimizer_bytes is None else ()
-    step = step_bytes(optimizer or torch.optim.Adam, stepped, target.gpu)
-    request = Request(degrees, recompute, memory_bytes, resident, world, tuple(residents), step)
+    request = _request(model, options, sps, target)
     kind = (_device_of(model) or torch.device("cpu")).type
     kind = "cpu" if kind == "meta" else kind  # what a trace takes meta tensors for
-    autocast = checked_dtype(autocast or autocast_dtype(kind))
-    by_bucket = _trace_all(
-        model, buckets, target, backend, autocast, world > 1 and derive_rules, attention
-    )
+    autocast = checked_dtype(options.autocast or autocast_dtype(kind))
+    by_bucket = _trace_all(model, buckets, target, autocast, options)
     if measured is not None:
-        traces = tuple({id(v): v for v in by_bucket.values()}.values())
-        wanted = calibration_key(traces, target, _device_of(model), world)
-        measured.check(wanted, anywhere=device != "auto")
+        traces = {id(v): v.traced for v in by_bucket.values()}
+        wanted = calibration_key([*traces.values()], target, _device_of(model), world)
+        measured.check(wanted, anywhere=options.device != "auto")
     if world > 1:
-        replicated = {n: r for v in by_bucket.values() for n, r in v.sharding.replicated.items()}
-        warn_replicated(replicated)
-        warn_derived({op: v for b in by_bucket.values() for op, v in b.sharding.derived.items()})
+        every = [v.traced.sharding for v in by_bucket.values()]
+        warn_replicated({n: reason for s in every for n, reason in s.replicated.items()})
+        warn_derived({op: rule for s in every for op, rule in s.derived.items()})
     with casting(kind, None):  # what is traced now has its casts already
-        plans, tables = plan_buckets(by_bucket, request)
-    for variants in by_bucket.values():
-        variants.placements.settle()
+        plans, tables = plan_buckets({b: v.priced for b, v in by_bucket.items()}, request)
+    for runnable in by_bucket.values():
+        runnable.priced.placements.settle()
     return Planned(by_bucket, plans, tables, request, autocast)
 
 
+def _request(
+    model: nn.Module, options: PlanOptions, sps: tuple[int, ...], target: Device
+) -> PlanRequest:
+    """Returns what the planner is asked for: the options, with the model's bytes."""
+    world, optimizer = options.world, options.optimizer
+    residents = _residents(model, options)
+    stepped = model.parameters() if options.optimizer_bytes is None else ()
+    return PlanRequest(
+        sps=sps,
+        recompute_mode=options.recompute_mode,
+        memory_bytes=rank_memory_bytes(options.memory, target, world),
+        resident_bytes=sum(rounded(size_bytes, target.block_bytes) for size_bytes in residents),
+        world=world,
+        residents=tuple(residents),
+        step_bytes=step_bytes(optimizer or torch.optim.Adam, stepped, target.gpu),
+    )
+
+
 def calibration_key(
-    traces: Sequence[Variants], device: Device, at: torch.device | None, world: int
+    traces: Sequence[Traced], device: Device, at: torch.device | None, world: int
 ) -> CalibrationKey:
     """Returns what a calibration must be of that these traces are planned with.
 
@@ -260,23 +184,20 @@ def _trace_all(
     model: nn.Module,
     buckets: Buckets,
     device: Device,
-    backend: str,
     autocast: torch.dtype | None,
-    derive_rules: bool,
-    attention: str,
-) -> dict[Bucket, Variants]:
+    options: PlanOptions,
+) -> dict[Bucket, Runnable]:
     """Returns what is made from the trace of each bucket, in the buckets' order."""
-    found: dict[Bucket, Variants] = {}
+    found: dict[Bucket, Runnable] = {}
     libraries: dict[str, Library] = {}
+    derive = options.world > 1 and options.derive_rules
     for mine in tracked([*buckets.by_ones().values()], "trace", lambda b: f"{len(b)} buckets"):
-        program = without_masks(trace(model, mine, autocast))
-        sharding = restricted(program, analyse(program, derive_rules), attention)
-        held = Held(program, model)
-        longest = max(mine, key=lambda bucket: math.prod(n for _, n in bucket.shape_key))
-        variants = Variants(
-            program, sharding, device, backend, held, longest.sizes, libraries=libraries
-        )
-        found |= dict.fromkeys(mine, variants)
+        made = traced(
+            model, mine, device, options.backend, autocast=autocast, derive_rules=derive,
+            attention=options.attention, libraries=libraries,
+        )  # fmt: skip
+        runnable = Runnable(replace(made, reference=max(mine, key=elements).sizes))
+        found |= dict.fromkeys(mine, runnable)
     return {bucket: found[bucket] for bucket in buckets}
 
 
@@ -320,25 +241,18 @@ def _target(device: str | Device) -> Device:
     return detect() if device == "auto" else find(device)
 
 
-def _residents(
-    model: nn.Module, optimizer: OptimizerLike | None, optimizer_bytes: int | None, shares: int
-) -> list[int]:
+def _residents(model: nn.Module, options: PlanOptions) -> list[int]:
     """Bytes of each parameter, buffer, gradient and tensor of the optimizer's state."""
     parameters = list(model.parameters())
     trained = [p.nbytes for p in parameters if p.requires_grad]
     found = [*(p.nbytes for p in parameters), *(b.nbytes for b in model.buffers()), *trained]
-    if optimizer is not None and optimizer_bytes is not None:
-        raise PlanError(
-            "got optimizer= and optimizer_bytes=; expected one of them: what the optimizer's state "
-            "takes follows from the first, and the second says it; leave one out"
-        )
-    if optimizer_bytes is not None:
-        return [*found, optimizer_bytes]
+    if options.optimizer_bytes is not None:
+        return [*found, options.optimizer_bytes]
     states = {id(p): ADAM_STATES * p.nbytes for p in parameters if p.requires_grad}
-    if optimizer is not None:
-        states = state_bytes(optimizer, parameters)
-    if shares > 1:
-        return [*found, fullest_share(parameters, shares, states)]
+    if options.optimizer is not None:
+        states = state_bytes(options.optimizer, parameters)
+    if options.zero and options.world > 1:
+        return [*found, fullest_share(parameters, options.world, states)]
     for p in parameters:  # what is as large as the parameter, and the rest
         count, rest = divmod(states.get(id(p), 0), max(p.nbytes, 1))
         found += [p.nbytes] * count + [rest]
@@ -363,19 +277,3 @@ def rank_memory_bytes(memory: int | float | None, device: Device, world: int) ->
     if isinstance(memory, float) and memory <= 1.0:
         return int(memory * have_bytes)
     return int(memory)
-
-
-def check_memory(memory: int | float | None) -> None:
-    """Refuses what is no memory that a rank may use.
-
-    Raises:
-        PlanError: it is not a positive number.
-    """
-    if memory is None:
-        return
-    number = isinstance(memory, int | float) and not isinstance(memory, bool)
-    if not number or not 0 < memory < math.inf:
-        raise PlanError(
-            f"got memory={memory!r}; expected a positive number of bytes a rank may use; pass e.g. "
-            "80e9, or leave it out for all that the device has"
-        )

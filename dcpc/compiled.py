@@ -12,22 +12,23 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import Variant, bind_group, delivering, wire_log
 from dcpc.errors import DispatchError
-from dcpc.following import Followed, state_tensors
 from dcpc.ir import Packable, Placement, Profile, Program
-from dcpc.passes.packable import packable
-from dcpc.planning import Planned
-from dcpc.random_ops import mix
-from dcpc.runtime.agreement import agree
-from dcpc.runtime.groups import Groups
-from dcpc.runtime.plans import Setting
-from dcpc.runtime.reduction import COMM_BUCKET_BYTES
-from dcpc.runtime.same_state import refuse_different, share_of
-from dcpc.runtime.stats import Stats, log_step
-from dcpc.runtime.step import StepResult, clip_gradients, reduce_gradients, train_step
-from dcpc.runtime.steps import MicroBatch, Step
+from dcpc.ops.random import mix
+from dcpc.passes.masks.packable import packable
+from dcpc.plan.following import Followed, state_tensors
+from dcpc.plan.planning import Planned
+from dcpc.plan.runnable import Runnable
+from dcpc.plan.traced import group_name
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.groups.same_state import checksum, refuse_different, share_of
+from dcpc.runtime.planner.plans import Setting
+from dcpc.runtime.step.reduction import COMM_BUCKET_BYTES
+from dcpc.runtime.step.stats import Stats, log_step
+from dcpc.runtime.step.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.symbolic_profile import Prediction
 from dcpc.trace import autocast_dtype, casting
-from dcpc.variants import Variants, group_name
 from dcpc.verify import Verifier
 
 # Keeps the random numbers of train steps apart from those of calls, which count up from 1.
@@ -85,7 +86,8 @@ class CompiledModel(nn.Module):
         Raises:
             DispatchError: names, dtypes or shapes match no bucket, or the model changed since it
                 was compiled.
-            GroupError: ranks of the SP group passed different shapes.
+            GroupError: ranks of the SP group passed different shapes, or different values of
+                inputs that are no floats.
         """
         inputs = self._named(args, inputs)
         bucket, sizes = self._match(inputs)
@@ -95,6 +97,9 @@ class CompiledModel(nn.Module):
             self._calls += 1
             batch = sizes.get(BATCH, 1)
             what = f"{bucket} with batch {batch}, call {self._calls}, {self.plans[bucket]}"
+            # Floats may differ in their last bits, as where each rank ran an encoder before.
+            whole = {n: checksum(x) for n, x in inputs.items() if not x.is_floating_point()}
+            what += f", checksums of inputs {sorted(whole.items())}"
             what += "" if problem is None else f", {problem}"
             agree(self.groups, setting.sp, "bucket", what)
         if problem is not None:
@@ -118,12 +123,12 @@ class CompiledModel(nn.Module):
 
         def prepare(mb: MicroBatch) -> None:
             bucket, sizes = self._match(mb.inputs)
-            setting = Setting(mb.sp, mb.micro_batch, mb.recompute)
+            setting = Setting(mb.sp, mb.micro_batch, mb.menu_step)
             self._variant(bucket, sizes, setting, mb.ranks.index(self.groups.rank))
 
         def call(mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
             bucket, sizes = self._match(inputs)
-            setting = Setting(mb.sp, mb.micro_batch, mb.recompute)
+            setting = Setting(mb.sp, mb.micro_batch, mb.menu_step)
             pg = self.groups.over(mb.ranks)
             if pg is not None:
                 # Backward follows before the next micro-batch binds the name to its own group.
@@ -208,23 +213,23 @@ class CompiledModel(nn.Module):
         bucket = self._bucket(bucket)
         plan = self.plans[bucket]
         sizes = {**bucket.sizes, BATCH: batch or plan.micro_batch}
-        variants = self.planned.by_bucket[bucket]
         placement = self._placement(bucket, sizes, self._setting(bucket))
-        return variants.predict(placement, plan.recompute, sizes)
+        priced = self.planned.by_bucket[bucket].priced
+        return priced.at(placement).predict(plan.menu_step, sizes)
 
     @property
     def packable(self) -> Packable:
         """Whether a row may hold several sequences, for `DataLoader(packing=)`; else why not."""
-        traces = self.planned.traces
+        traces = [v.traced for v in self.planned.traces]
         # A trace of rows of one token has no length: there is nothing to pack.
-        longer = [v for v in traces if set(v.program.symbols) - {BATCH}] or traces
-        found = [packable(v.program, v.sharding.rules) for v in longer]
+        longer = [t for t in traces if set(t.program.symbols) - {BATCH}] or traces
+        found = [packable(t.program, t.sharding.rules) for t in longer]
         return next((p for p in found if p.reason), found[0])
 
     @property
     def node_ranks(self) -> int:
         """Ranks of a node of the device that was planned for."""
-        return self.planned.node_ranks
+        return self.planned.device.node_ranks
 
     @property
     def program(self) -> Program:
@@ -232,9 +237,9 @@ class CompiledModel(nn.Module):
         return self.planned.program
 
     @property
-    def variants(self) -> Variants:
-        """Placements, graphs and profiles; only where all buckets share one trace."""
-        return self.planned.variants
+    def runnable(self) -> Runnable:
+        """Graphs, placements and prices; only where all buckets share one trace."""
+        return self.planned.runnable
 
     def stats(self) -> Stats:
         """Returns counts of what has run on this rank."""
@@ -341,11 +346,11 @@ class CompiledModel(nn.Module):
             place: of this rank in its group.
             seed: of the random numbers; None: that of the next call.
         """
-        variants = self.planned.by_bucket[bucket]
+        traced = self.planned.by_bucket[bucket].traced
         variant, integers = self._variant(bucket, sizes, setting, place)
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
-        given = {p: inputs[n].contiguous() for p, n in variants.program.inputs.items()}
-        named = {**variants.tensors(), **given}
+        given = {p: inputs[n].contiguous() for p, n in traced.program.inputs.items()}
+        named = {**traced.tensors(), **given}
         self._stats.called(bucket, sizes.get(BATCH, 1))
         tensors = [named[p] for p in variant.placeholders]
         if seed is None:
@@ -358,9 +363,9 @@ class CompiledModel(nn.Module):
         """Returns what runs these sizes with a row, compiled on first use, and its integers."""
         key = (bucket, sizes.get(BATCH, 1), setting, place)
         if key not in self._dispatch:
-            variants = self.planned.by_bucket[bucket]
+            runnable = self.planned.by_bucket[bucket]
             placement = self._placement(bucket, sizes, setting)
-            self._dispatch[key] = variants.variant(placement, setting.recompute, sizes, place)
+            self._dispatch[key] = runnable.variant(placement, setting.menu_step, sizes, place)
         return self._dispatch[key]
 
     def _seed(self, sp: int) -> int:
@@ -395,17 +400,17 @@ class CompiledModel(nn.Module):
 
     def _setting(self, bucket: Bucket) -> Setting:
         plan = self.plans[bucket]
-        return Setting(plan.sp, plan.micro_batch, plan.recompute)
+        return Setting(plan.sp, plan.micro_batch, plan.menu_step)
 
     def _placement(
         self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting
     ) -> Placement:
         """The row's placement; another one where it would leave ranks without samples."""
-        variants = self.planned.by_bucket[bucket]
+        runnable = self.planned.by_bucket[bucket]
         full = {**bucket.sizes, BATCH: setting.micro_batch}
-        planned = variants.placement(full, setting.sp)
-        if variants.sharded_batch_is_idle(planned, sizes):
-            return variants.placement(sizes, setting.sp)
+        planned = runnable.priced.placement(full, setting.sp)
+        if runnable.sharded_batch_is_idle(planned, sizes):
+            return runnable.priced.placement(sizes, setting.sp)
         return planned
 
     def _bind_blocks(self) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import sympy
 import torch
 from torch import fx
 
-from dcpc.buckets import Bucket
+from dcpc.buckets import Bucket, Sizes
 
 # ---------------------------------------------------------------------------------------- trace
 
@@ -82,6 +82,10 @@ class Program:
     graph_hash: str
     zero_gradients: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+
+    def dims(self, sizes: Sizes) -> dict[sympy.Symbol, int]:
+        """Returns symbol -> length; a model without a batch has no symbol for it."""
+        return {self.symbols[n]: size for n, size in sizes.items() if n in self.symbols}
 
 
 def call_of(node: fx.Node) -> fx.Node:
@@ -427,26 +431,42 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketPlan:
-    """The setting chosen for one bucket.
+class PlanRow:
+    """A setting of a bucket: how a micro-batch is run, and the seconds it is predicted to take.
+
+    Attributes:
+        sp: ranks of the group that shares a micro-batch.
+        micro_batch: most samples; the placement is made for so many.
+        menu_step: steps of the recompute menu that are taken.
+        seconds_s: of a full micro-batch, forward and backward.
+        fits: whether it is within a rank's memory.
+    """
+
+    sp: int
+    micro_batch: int
+    menu_step: int
+    seconds_s: float
+    fits: bool = field(default=True, kw_only=True)
+
+    @property
+    def rank_seconds(self) -> float:
+        """Seconds of one rank's time that a sample takes."""
+        return self.seconds_s * self.sp / self.micro_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPlan(PlanRow):
+    """The row chosen for one bucket.
 
     Attributes:
         bucket: the shape bucket.
-        sp: ranks that share one micro-batch of this bucket.
-        micro_batch: samples in a full micro-batch.
-        recompute: steps of the recompute menu that are taken.
-        steps: steps there are.
-        seconds_s: predicted seconds of one full micro-batch, forward and backward.
+        steps: steps that the recompute menu has.
         peak_bytes: predicted peak of activations and gradients on the fullest rank; parameters and
             optimizer state excluded.
         reason: why this row, in words.
     """
 
     bucket: Bucket
-    sp: int
-    micro_batch: int
-    recompute: int
     steps: int
-    seconds_s: float
     peak_bytes: int
     reason: str

@@ -21,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 import dcpc
-from dcpc.ir import BucketPlan
-from dcpc.passes.choose import Row
-from dcpc.runtime.step import train_step
-from dcpc.runtime.steps import MicroBatch, Step
+from dcpc.ir import BucketPlan, PlanRow
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.step.step import train_step
 from examples.forced import ForcedVariant
 from examples.stdlib_source import BEGIN, IGNORE, PAD, StdlibSource
 from examples.workload import Workload
@@ -89,11 +88,12 @@ class FixedSp:
         self.model = model
         self.buckets, self.groups = compiled.buckets, compiled.groups
         longest = max(self.buckets, key=lambda b: b["seq"])
-        placement = compiled.variants.placement({**longest.sizes, "batch": 1}, sp)
-        everything = compiled.variants.steps(placement)
+        priced = compiled.runnable.priced
+        placement = priced.placement({**longest.sizes, "batch": 1}, sp)
+        everything = priced.at(placement).steps
         self._variant = ForcedVariant(compiled, placement, everything, model)
         self.plans = {b: self._plan(b, longest["seq"] // b["seq"], sp) for b in self.buckets}
-        self.tables: dict[dcpc.Bucket, tuple[Row, ...]] = {}  # its own setting alone
+        self.tables: dict[dcpc.Bucket, tuple[PlanRow, ...]] = {}  # its own setting alone
         self.node_ranks = compiled.node_ranks
         self.loader = workload.loader(dataset, self, mode="inter")
         self.steps: list[Step] = []
@@ -105,8 +105,8 @@ class FixedSp:
             bucket=bucket,
             sp=sp,
             micro_batch=batch,
-            recompute=self._variant.recompute,
-            steps=self._variant.recompute,
+            menu_step=self._variant.menu_step,
+            steps=self._variant.menu_step,
             seconds_s=cost.seconds_s,
             peak_bytes=cost.peak_bytes,
             reason="fixed",

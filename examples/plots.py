@@ -38,10 +38,11 @@ def plot_memory(compiled: dcpc.CompiledModel, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     longest = max(b["seq"] for b in compiled.buckets)
     lengths = [longest * i // 64 for i in range(1, 65)]
-    settings = {(p.sp, p.recompute) for p in compiled.plans.values()}
+    settings = {(p.sp, p.menu_step) for p in compiled.plans.values()}
     sizes = {"batch": 1, "seq": longest}
-    placements = {sp: compiled.variants.placement(sizes, sp) for sp in compiled.groups.degrees}
-    everything = {sp: compiled.variants.steps(placements[sp]) for sp in placements}
+    priced = compiled.runnable.priced
+    placements = {sp: priced.placement(sizes, sp) for sp in compiled.groups.degrees}
+    everything = {sp: priced.at(placements[sp]).steps for sp in placements}
     settings |= {(sp, k) for sp in placements for k in (0, everything[sp])}
     for sp, recompute in sorted(settings):
         variant = ForcedVariant(compiled, placements[sp], recompute)
@@ -49,8 +50,8 @@ def plot_memory(compiled: dcpc.CompiledModel, path: Path) -> None:
         label = f"sp {sp}, {recompute} of {everything[sp]} steps of recompute"
         axes.plot(lengths, needed, ls="-" if sp == 1 else "--", label=label)
     for bucket, plan in compiled.plans.items():
-        placement = compiled.variants.placement({**bucket.sizes, "batch": 1}, plan.sp)
-        variant = ForcedVariant(compiled, placement, plan.recompute)
+        placement = priced.placement({**bucket.sizes, "batch": 1}, plan.sp)
+        variant = ForcedVariant(compiled, placement, plan.menu_step)
         mb = needed_bytes(compiled, variant, {**bucket.sizes, "batch": 1}) / MB
         axes.plot(bucket["seq"], mb, "ko", ms=4)
     cap_mb = compiled.memory_bytes / MB

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dcpc
-from dcpc.ir import BucketPlan
-from dcpc.passes.choose import Row
-from dcpc.runtime.step import train_step
-from dcpc.runtime.steps import MicroBatch, Step
+from dcpc.ir import BucketPlan, PlanRow
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.step.step import train_step
 from examples.baselines import Dcpc
 from examples.forced import ForcedVariant
 from examples.video_samples import Samples
@@ -43,7 +42,7 @@ class FixedSp:
         self.buckets, self.groups = compiled.buckets, compiled.groups
         self._variants = {b: _forced(compiled, model, b, sp) for b in self.buckets}
         self.plans = {b: self._plan(b, sp) for b in self.buckets}
-        self.tables: dict[dcpc.Bucket, tuple[Row, ...]] = {}  # its own setting alone
+        self.tables: dict[dcpc.Bucket, tuple[PlanRow, ...]] = {}  # its own setting alone
         self.node_ranks = compiled.node_ranks
         self.loader = workload.loader(samples, self)
         self.steps: list[Step] = []
@@ -55,8 +54,8 @@ class FixedSp:
             bucket=bucket,
             sp=sp,
             micro_batch=1,
-            recompute=variant.recompute,
-            steps=variant.recompute,
+            menu_step=variant.menu_step,
+            steps=variant.menu_step,
             seconds_s=cost.seconds_s,
             peak_bytes=cost.peak_bytes,
             reason="fixed",
@@ -119,8 +118,8 @@ class PlainDdp:
 def _forced(
     compiled: dcpc.CompiledModel, model: nn.Module, bucket: dcpc.Bucket, sp: int
 ) -> ForcedVariant:
-    variants = compiled.planned.by_bucket[bucket]
-    mine = (b for b, v in compiled.planned.by_bucket.items() if v is variants)
+    runnable = compiled.planned.by_bucket[bucket]
+    mine = (b for b, v in compiled.planned.by_bucket.items() if v is runnable)
     largest = max(mine, key=lambda b: prod(b.sizes.values()))
-    placement = variants.placement({**largest.sizes, "batch": 1}, sp)
-    return ForcedVariant(compiled, placement, variants.steps(placement), model, variants)
+    placement = runnable.priced.placement({**largest.sizes, "batch": 1}, sp)
+    return ForcedVariant(compiled, placement, runnable.priced.at(placement).steps, model, runnable)

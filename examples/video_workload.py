@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import dcpc
-from dcpc.runtime.protocol import Compiled
+from dcpc.runtime.planner.protocol import Compiled
 from examples.video_data import Clip
 from examples.video_samples import Samples, WordTable
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig

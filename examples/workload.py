@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 import dcpc
-from dcpc.runtime.plans import Mode
-from dcpc.runtime.protocol import Compiled
+from dcpc.runtime.planner.plans import Mode
+from dcpc.runtime.planner.protocol import Compiled
 from examples.stdlib_source import PAD, StdlibSource
 from models.gpt import GPT, GPTConfig
 

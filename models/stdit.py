@@ -402,3 +402,20 @@ def draw(
         "timestep": shift_timesteps(tau_B, pixels_B.float(), pixel_frames) * STEPS,
         "drop_text": torch.rand(batch, generator=generator) < drop_text,
     }
+
+
+def input_specs(config: STDiTConfig, dtype: str = "float32") -> dict[str, str]:
+    """Returns the specs of the training step's inputs; height and width are those of the latent."""
+    latents = f"{dtype}[batch, {config.channels}, frames, height, width]"
+    return {
+        "latents": latents,
+        "noise": latents,
+        "timestep": "float32[batch]",
+        "text": f"{dtype}[batch, {config.text_len}, {config.text_dim}]",
+        "text_mask": f"bool[batch, {config.text_len}]",
+        "fps": "float32[batch]",
+        "pixel_height": "float32[batch]",
+        "pixel_width": "float32[batch]",
+        "frame_mask": "bool[batch, frames]",
+        "drop_text": "bool[batch]",
+    }

@@ -185,8 +185,8 @@ def needs(compiled, bucket, recompute):
         compiled.plans[bucket],
         {**bucket.sizes, "batch": compiled.plans[bucket].micro_batch},
     )
-    placement = compiled.variants.placement(sizes, plan.sp)
-    cost = compiled.variants.predict(placement, recompute, sizes)
+    placement = compiled.runnable.priced.placement(sizes, plan.sp)
+    cost = compiled.runnable.priced.at(placement).predict(recompute, sizes)
     return cost.peak_bytes + cost.input_bytes
 
 
@@ -200,8 +200,8 @@ def test_recompute_is_just_enough():
     most, least = needs(roomy, bucket, 0), needs(roomy, bucket, roomy.plans[bucket].steps - 1)
     memory = resident + (most + least) // 2
     tight = dcpc.compile(gpt(), size, memory=memory, **options)
-    k = tight.plans[bucket].recompute
-    assert roomy.plans[bucket].recompute == 0 < k
+    k = tight.plans[bucket].menu_step
+    assert roomy.plans[bucket].menu_step == 0 < k
     assert resident + needs(tight, bucket, k) <= memory < resident + needs(tight, bucket, k - 1)
     inputs = data(4, 256)
     torch.testing.assert_close(tight(**inputs), roomy(**inputs))

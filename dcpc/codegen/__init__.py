@@ -1,26 +1,28 @@
 """Phase 4: a plan becomes a runnable variant, and the Python a person can read."""
 
-from dcpc.codegen.backends import compile_graph, decompositions
-from dcpc.codegen.build import Key, Lowering
-from dcpc.codegen.collectives import bind_group, wire_log
-from dcpc.codegen.excerpt import excerpt
-from dcpc.codegen.joint import Tracer
-from dcpc.codegen.library import Library
-from dcpc.codegen.lockstep import integers_of, run_in_step, summed
-from dcpc.codegen.schedule import VIEWS
-from dcpc.codegen.variant import RUN, Boxed, Variant, broken_guards, delivering
+from dcpc.codegen.collectives.collectives import bind_group, wire_log
+from dcpc.codegen.joint.joint import Tracer, with_quotients
+from dcpc.codegen.joint.library import Library
+from dcpc.codegen.joint.schedule import VIEWS
+from dcpc.codegen.variant.backends import BACKENDS, check_backend, compile_graph, decompositions
+from dcpc.codegen.variant.build import Key, LoweredPair
+from dcpc.codegen.variant.excerpt import excerpt
+from dcpc.codegen.variant.lockstep import integers_of, run_in_step, summed
+from dcpc.codegen.variant.variant import RUN, Boxed, Variant, broken_guards, delivering
 
 __all__ = [
+    "BACKENDS",
     "RUN",
     "VIEWS",
     "Boxed",
     "Key",
     "Library",
-    "Lowering",
+    "LoweredPair",
     "Tracer",
     "Variant",
     "bind_group",
     "broken_guards",
+    "check_backend",
     "compile_graph",
     "decompositions",
     "delivering",
@@ -29,4 +31,5 @@ __all__ = [
     "run_in_step",
     "summed",
     "wire_log",
+    "with_quotients",
 ]

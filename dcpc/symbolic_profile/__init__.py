@@ -1,24 +1,8 @@
 """A partition's costs as expressions of its dims: bytes, FLOPs, seconds, and the report of them."""
 
-from dcpc.symbolic_profile.allocator import LARGE_SEGMENT_BYTES, Usage, rounded
-from dcpc.symbolic_profile.calibration import (
-    CalibratedPoint,
-    Calibration,
-    CalibrationKey,
-    machine,
-)
 from dcpc.symbolic_profile.evaluate import Evaluator, Meter, Prediction, evaluator
-from dcpc.symbolic_profile.fits import ClassFit, CollectiveFit, Fits
-from dcpc.symbolic_profile.hardware import (
-    DEVICES,
-    Device,
-    Link,
-    calibrate_cpu,
-    calibrated,
-    detect,
-    find,
-)
-from dcpc.symbolic_profile.optimizer import OptimizerLike, state_bytes, step_bytes
+from dcpc.symbolic_profile.memory.allocator import LARGE_SEGMENT_BYTES, Usage, rounded
+from dcpc.symbolic_profile.memory.optimizer import OptimizerLike, state_bytes, step_bytes
 from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, with_constants, work_of
 from dcpc.symbolic_profile.report import (
     ReportRow,
@@ -29,6 +13,22 @@ from dcpc.symbolic_profile.report import (
     render_report,
     seconds_text,
     variant_formulas,
+)
+from dcpc.symbolic_profile.seconds.calibration import (
+    CalibratedPoint,
+    Calibration,
+    CalibrationKey,
+    machine,
+)
+from dcpc.symbolic_profile.seconds.fits import ClassFit, CollectiveFit, Fits
+from dcpc.symbolic_profile.seconds.hardware import (
+    DEVICES,
+    Device,
+    Link,
+    calibrate_cpu,
+    calibrated,
+    detect,
+    find,
 )
 
 __all__ = [

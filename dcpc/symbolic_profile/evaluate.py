@@ -19,12 +19,12 @@ import sympy
 from torch import fx
 
 from dcpc.ir import Profile, Work
-from dcpc.symbolic_profile.allocator import Usage, rounded, usage
-from dcpc.symbolic_profile.hardware import Device
+from dcpc.symbolic_profile.memory.allocator import Usage, rounded, usage
+from dcpc.symbolic_profile.ops.transients import at_ranks, groups_in
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers, values_of
 from dcpc.symbolic_profile.profile import Costs, Ledger
-from dcpc.symbolic_profile.time import MATMUL_CLASSES, Roofline
-from dcpc.symbolic_profile.transients import at_ranks, groups_in
+from dcpc.symbolic_profile.seconds.hardware import Device
+from dcpc.symbolic_profile.seconds.time import MATMUL_CLASSES, Roofline
 
 
 class Evaluator:

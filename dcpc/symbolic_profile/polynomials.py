@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import sympy
+from sympy.core.function import Application
+from sympy.logic.boolalg import Boolean
 
 from dcpc.errors import ProfileError
 
@@ -62,6 +64,10 @@ def _packs(queries: Any, keys: Any) -> Any:
     return np.where(np.minimum(queries, keys) >= 64, 1, 0)
 
 
+_BITWISE = ("and", "or", "xor")
+_UNARY = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "exp", "log", "log2")
+_ARCS = ("sin", "cos", "tan", "sinh")
+
 # Functions of sympy or torch.utils._sympy that sizes may hold: name -> integers or arrays of them.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "QueryBlock": _query_block,
@@ -71,8 +77,27 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "CeilDiv": lambda a, b: -(-a // b),
     "Mod": lambda a, b: a % b,
     "PythonMod": lambda a, b: a % b,
+    "ToFloat": lambda a: a * 1.0,
+    "CeilToInt": np.ceil,
+    "FloorToInt": np.floor,
+    "TruncToInt": np.trunc,
+    "RoundToInt": np.round,
+    "IntTrueDiv": lambda a, b: a / b,
+    "FloatTrueDiv": lambda a, b: a / b,
+    "PowByNatural": lambda a, b: a**b,
+    "FloatPow": lambda a, b: a**b,
+    "LShift": lambda a, b: a * 2**b,
+    "RShift": lambda a, b: a // 2**b,
+    "ModularIndexing": lambda a, b, c: (a // b) % c,
+    "Where": lambda c, a, b: np.where(c, a, b),
     "Min": lambda *a: functools.reduce(np.minimum, a),
     "Max": lambda *a: functools.reduce(np.maximum, a),
+    "TruncToFloat": np.trunc,
+    "floor": np.floor,
+    "ceiling": np.ceil,
+    **{f"BitwiseFn_bitwise_{name}": getattr(np, f"bitwise_{name}") for name in _BITWISE},
+    **{f"OpaqueUnaryFn_{name}": getattr(np, name) for name in _UNARY},
+    **{f"OpaqueUnaryFn_a{name}": getattr(np, f"arc{name}") for name in _ARCS},
 }
 
 
@@ -136,8 +161,12 @@ class Basis:
         return sympy.Add(*(_number(c) * m for c, m in pairs if c != 0))
 
     def compile(self, symbols: Sequence[sympy.Symbol]) -> Callable[..., list[Any]]:
-        """Returns a function from the symbols' values (integers or arrays) to each monomial's."""
-        terms = [_callable_minmax(m) for m in self.terms]
+        """Returns a function from the symbols' values (integers or arrays) to each monomial's.
+
+        Raises:
+            ProfileError: a size is a function that nobody has said how to compute.
+        """
+        terms = [_callable(m) for m in self.terms]
         function = sympy.lambdify(list(symbols), terms, modules=[FUNCTIONS, "math"])
         return function  # type: ignore[no-any-return]
 
@@ -174,10 +203,16 @@ def _shift(basis: Basis) -> Floats:
     return Basis(shifted).matrix(shifted)
 
 
-def _callable_minmax(size: sympy.Expr) -> sympy.Expr:
-    """Returns the size with Min and Max, which lambdify prints its own way, as plain functions."""
-    found = size.atoms(sympy.Min, sympy.Max)
-    return size.xreplace({f: sympy.Function(type(f).__name__)(*f.args) for f in found})
+def _callable(size: sympy.Expr) -> sympy.Expr:
+    """Returns the size with plain functions, as lambdify prints sympy's own its own way."""
+    found = size.atoms(Application) - size.atoms(Boolean)
+    for f in found:
+        if (name := type(f).__name__) not in FUNCTIONS:
+            raise ProfileError(
+                f"size {size} has {name}; expected one of {', '.join(FUNCTIONS)}; report the "
+                "model's op that makes it, and compute the size outside of forward until then"
+            )
+    return size.replace(lambda e: e in found, lambda e: sympy.Function(type(e).__name__)(*e.args))
 
 
 def _number(value: float) -> sympy.Expr:

@@ -14,16 +14,16 @@ import torch
 from torch import fx
 
 from dcpc.errors import ProfileError
+from dcpc.fx.leaves import leaf_key, tree_key
 from dcpc.ir import Fold, Partition, Profile, Schedule, Work
-from dcpc.leaves import leaf_key, tree_key
-from dcpc.symbolic_profile.facts import Facts
-from dcpc.symbolic_profile.flops import ZERO, GroupSize, cost_of
-from dcpc.symbolic_profile.lifetimes import Numbered
-from dcpc.symbolic_profile.memory import Timeline, live_rows, timeline_of
+from dcpc.symbolic_profile.memory.lifetimes import Numbered
+from dcpc.symbolic_profile.memory.memory import MemoryTimeline, live_rows, timeline_of
+from dcpc.symbolic_profile.memory.run import RankRun
+from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.ops.flops import ZERO, GroupSize, cost_of
+from dcpc.symbolic_profile.ops.transients import at_ranks, transient_bytes
 from dcpc.symbolic_profile.polynomials import Basis, undominated
-from dcpc.symbolic_profile.run import Run
-from dcpc.symbolic_profile.time import MATMUL_CLASSES
-from dcpc.symbolic_profile.transients import at_ranks, transient_bytes
+from dcpc.symbolic_profile.seconds.time import MATMUL_CLASSES
 
 
 def profile_partition(
@@ -61,7 +61,7 @@ class Costs:
         unpriced: ops that no table has.
     """
 
-    timeline: Timeline
+    timeline: MemoryTimeline
     calls: tuple[tuple[fx.Node, bool, int], ...]
     parameters: Mapping[sympy.Expr, int]
     inputs: Mapping[sympy.Expr, int]
@@ -189,7 +189,7 @@ class Ledger:
         Warns:
             UserWarning: ops that no table has, by name.
         """
-        run = Run.of(what)
+        run = RankRun.of(what)
         resident = set(what.resident) if isinstance(what, Partition) else None
         parameters, inputs = self._residents(run.primals, resident, fold)
         calls, unpriced = self._calls(run, fold)
@@ -202,7 +202,7 @@ class Ledger:
         )
 
     def _calls(
-        self, run: Run, fold: Fold | None
+        self, run: RankRun, fold: Fold | None
     ) -> tuple[tuple[tuple[fx.Node, bool, int], ...], tuple[str, ...]]:
         """Returns the kinds of calls that cost something, and the ops that no table has."""
         found: list[tuple[fx.Node, bool, int]] = []

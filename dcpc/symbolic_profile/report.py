@@ -140,7 +140,7 @@ def _table(rows: Sequence[ReportRow]) -> Table:
             str(row.plan.bucket),
             str(row.plan.sp),
             str(row.plan.micro_batch),
-            f"{row.plan.recompute}/{row.plan.steps}",
+            f"{row.plan.menu_step}/{row.plan.steps}",
             bytes_text(row.plan.peak_bytes),  # of a GPU whole blocks, as what fits is decided by
             bytes_text(at.saved_bytes(row.dims)),
             f"{at.flops(row.dims) / 1e12:.3g}",
@@ -177,9 +177,9 @@ def _formulas(profile: Profile, rows: Sequence[ReportRow]) -> list[str]:
 
 
 def _recompute(plan: BucketPlan) -> str:
-    if plan.recompute == 0:
+    if plan.menu_step == 0:
         return "nothing recomputed"
-    return f"{plan.recompute} of {plan.steps} steps of recompute"
+    return f"{plan.menu_step} of {plan.steps} steps of recompute"
 
 
 def _degree(monomial: sympy.Expr) -> int:

@@ -1,5 +1,5 @@
 """Translation validation: what dcpc runs is compared with the user's own model, by machine."""
 
-from dcpc.verify.verifier import MODES, Verifier, check_mode
+from dcpc.verify.verifier import Verifier
 
-__all__ = ["MODES", "Verifier", "check_mode"]
+__all__ = ["Verifier"]

@@ -7,12 +7,12 @@ import torch
 from dcpc.codegen import Variant
 from dcpc.trace import casting
 from dcpc.verify.compare import Given
-from dcpc.verify.reference import Outcome
+from dcpc.verify.reference import LossAndGradients
 
 SHARE = 0.5  # of the loss that is differentiated, as training scales it: a power of 2 is exact
 
 
-def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> Outcome:
+def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAndGradients:
     """Returns the loss of a variant of one rank, and the gradients that a backward of it leaves.
 
     Args:
@@ -25,4 +25,4 @@ def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> Outcome
         loss = variant([given.tensors[n] for n in variant.placeholders], integers)
         found = torch.autograd.grad(loss * SHARE, [*wanted.values()], allow_unused=True)
     gradients = (None if g is None else g / SHARE for g in found)
-    return Outcome(loss.detach(), dict(zip(wanted, gradients, strict=True)))
+    return LossAndGradients(loss.detach(), dict(zip(wanted, gradients, strict=True)))

@@ -6,18 +6,15 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import sympy
 import torch
 from torch import Tensor, nn
 
-from dcpc.acceptance.exactness import Gradients, loss_error, relative_errors
-from dcpc.codegen import Lowering, run_in_step, summed
+from dcpc.codegen import LoweredPair, run_in_step, summed
 from dcpc.ir import Partition, Program
 from dcpc.trace import casting
-from dcpc.verify.reference import Outcome, state, widened
+from dcpc.verify.exactness import Gradients, loss_error, relative_errors
+from dcpc.verify.reference import LossAndGradients, state, widened
 from dcpc.verify.replay import Replay, Watch, calls, in_order
-
-Sizes = Mapping[str, int]
 
 # Two ways to sum the same numbers in float64 differ by far less. More is what torch rounds while it
 # takes a float32 op apart: a constant of it, such as a norm's epsilon, is a float32 number.
@@ -43,7 +40,7 @@ class Error:
     expected: float
 
 
-def error_of(found: Outcome, expected: Outcome, floor: float) -> Error:
+def error_of(found: LossAndGradients, expected: LossAndGradients, floor: float) -> Error:
     """Returns the largest difference of a loss and gradients.
 
     Args:
@@ -103,7 +100,7 @@ class Given:
         }
         self.device = next(iter(inputs.values())).device
 
-    def of_program(self, watch: Watch | None = None) -> Outcome:
+    def of_program(self, watch: Watch | None = None) -> LossAndGradients:
         """Returns what the forward graph computes, differentiated by autograd."""
         gm = self.program.gm
         with torch.enable_grad(), casting(self.device.type, None):
@@ -111,11 +108,11 @@ class Given:
             loss = output[0] if isinstance(output, tuple | list) else output
             leaves = [self.parameters[n] for n in self.wanted]
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        return Outcome(loss.detach(), dict(zip(self.wanted, found, strict=True)))
+        return LossAndGradients(loss.detach(), dict(zip(self.wanted, found, strict=True)))
 
     def of_partition(
-        self, lowering: Lowering, parts: Partition, integers: Sequence[Mapping[str, int]]
-    ) -> Outcome:
+        self, lowering: LoweredPair, parts: Partition, integers: Sequence[Mapping[str, int]]
+    ) -> LossAndGradients:
         """Returns what the forward and backward graphs of all ranks compute, sums included.
 
         Args:
@@ -131,9 +128,4 @@ class Given:
             if gradient is not None and name in found:  # else it was frozen since
                 had = found[name]
                 found[name] = gradient if had is None else had + gradient
-        return Outcome(ranks[0].loss, found)
-
-
-def dims_of(program: Program, sizes: Sizes) -> dict[sympy.Symbol, int]:
-    """Returns symbol -> length; a model without a batch has no symbol for it."""
-    return {program.symbols[n]: size for n, size in sizes.items() if n in program.symbols}
+        return LossAndGradients(ranks[0].loss, found)

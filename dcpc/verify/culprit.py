@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dcpc.acceptance.coverage import source_line
-from dcpc.codegen import Lowering
+from dcpc.codegen import LoweredPair
+from dcpc.fx.graphs import source_line
 from dcpc.ir import Partition, Program
 from dcpc.verify.compare import LIMIT, Given
 from dcpc.verify.replay import Replay, in_order
@@ -27,7 +27,7 @@ def reader(program: Program, where: str) -> str:
 def first_difference(
     program: Program,
     given: Given,
-    lowering: Lowering,
+    lowering: LoweredPair,
     parts: Partition,
     integers: Mapping[str, int],
 ) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dcpc.buckets import BATCH, Bucket, Buckets
-from dcpc.trace.dims import named_dims
+from dcpc.trace.capture.dims import named_dims
 
 # Where a trace's own lengths are too long to be run in a moment, it is compared at such ones too:
 # what agrees there is right there, what does not says nothing, as the trace was promised more.

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dcpc.acceptance.exactness import Float64Throughout, Gradients
-from dcpc.module_state import holding, untouched
 from dcpc.trace import casting
-from dcpc.trace.capture import find_loss
+from dcpc.trace.capture.capture import find_loss
+from dcpc.trace.capture.module_state import holding, untouched
 from dcpc.verify.draws import KnownDraws
+from dcpc.verify.exactness import Gradients
+from dcpc.verify.float64 import float64_throughout
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LossAndGradients:
     """Loss and gradients of one run.
 
     Attributes:
@@ -67,10 +67,11 @@ def plain(
     alike: bool,
     autocast: torch.dtype | None,
     wanted: Collection[str],
-) -> Outcome:
+) -> LossAndGradients:
     """Returns what the model itself computes.
 
-    Neither its parameters nor their `grad` change, nor torch's random numbers.
+    Neither its parameters nor their `grad` change, nor torch's random numbers, nor anything that
+    another thread of this process sees: a dataset may be read in one meanwhile.
 
     Args:
         model: the user's.
@@ -85,11 +86,9 @@ def plain(
     others = {id(t): {**parameters, **buffers}[n] for n, t in own}
     given = {n: widened(t, wide) for n, t in inputs.items()}
     device = next(iter(given.values())).device
-    devices = [device] if device.type == "cuda" else []
     with (
         untouched(model),
         holding(model, others),
-        torch.random.fork_rng(devices),
         torch.enable_grad(),
         KnownDraws(alike) as draws,
     ):
@@ -98,16 +97,4 @@ def plain(
         with casting(device.type, None):
             leaves = [parameters[n] for n in wanted]
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return Outcome(loss.detach(), dict(zip(wanted, found, strict=True)), draws.drew)
-
-
-@contextmanager
-def float64_throughout() -> Iterator[None]:
-    """Has every cast to a lower floating dtype be one to float64, and tensors made of it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Float64Throughout():
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    return LossAndGradients(loss.detach(), dict(zip(wanted, found, strict=True)), draws.drew)

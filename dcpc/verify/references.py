@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from dcpc.buckets import Buckets
 from dcpc.errors import DcpcError, VerifyError
 from dcpc.ir import Program
-from dcpc.planning import Planned
-from dcpc.variants import Variants
+from dcpc.plan.planning import Planned
+from dcpc.plan.traced import Traced
 from dcpc.verify.compare import LIMIT, ROUNDINGS, Error, Given, error_of
 from dcpc.verify.inputs import KINDS, draw
 from dcpc.verify.points import Point, points
-from dcpc.verify.reference import Outcome, plain
+from dcpc.verify.reference import LossAndGradients, plain
 
 LEAST_S = 2.0  # a trace is compared once where that takes no longer, whatever was spent on others
 LEAST_ROOM_BYTES = 1 << 26
@@ -34,7 +34,7 @@ LIFTED = 1e-3
 # left of sums that cancel is rounding.
 FINELY, ROUGHLY = 1e-3, 0.1
 
-Make = Callable[[Given], Outcome]
+Make = Callable[[Given], LossAndGradients]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Reference:
 
     point: Point
     inputs: Mapping[str, Tensor]
-    outcome: Outcome
+    outcome: LossAndGradients
     wide: bool
     alike: bool
 
@@ -102,12 +102,14 @@ class References:
     ) -> None:
         self.model, self.planned, self.unbounded = model, planned, unbounded
         each = buckets.by_ones().values()
-        self.groups = [(mine, planned.by_bucket[next(iter(mine))]) for mine in each]
+        self.groups = [(mine, planned.by_bucket[next(iter(mine))].traced) for mine in each]
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.points = [points(mine, v.program.hints) for mine, v in self.groups]
         self.spent_s = 0.0
         self._until_s = self._spare_s = 0.0
+        self._longest_s = 0.0  # that a point took
+        self._kinds: tuple[str, ...] = KINDS  # of inputs, from the first on that the model took
         self._room_bytes = 0
         self._known: dict[tuple[int, Point, bool], Reference | str] = {}
 
@@ -137,29 +139,29 @@ class References:
         """Whether more than what has to be compared may be begun."""
         return time.perf_counter() < self._spare_s
 
-    def number(self, variants: Variants) -> int:
+    def number(self, traced: Traced) -> int:
         """Returns which trace these are made from."""
-        return next(i for i, (_, v) in enumerate(self.groups) if v is variants)
+        return next(i for i, (_, v) in enumerate(self.groups) if v is traced)
 
-    def of(
-        self, variants: Variants, alike: bool, more: Sequence[Point] = ()
-    ) -> Iterator[Reference]:
+    def of(self, traced: Traced, alike: bool, more: Sequence[Point] = ()) -> Iterator[Reference]:
         """Yields the plain model's outcomes at the points of a trace, as long as there is time.
 
         Args:
-            variants: made from the trace.
+            traced: the trace.
             alike: see `draws.KnownDraws`.
             more: points besides.
         """
-        seen, number = False, self.number(variants)
+        seen, number = False, self.number(traced)
         for point in (*self.points[number], *more):
-            key = (number, point, alike)
+            key, begin_s = (number, point, alike), time.perf_counter()
             if seen and not point.promised:
                 continue
             if key not in self._known:
                 guess_s = self._guess_s(number, point)
                 until_s = self._spare_s if point.extra else self._until_s
-                late = time.perf_counter() + guess_s > until_s
+                late = (
+                    begin_s + (max(guess_s, self._longest_s) if point.extra else guess_s) > until_s
+                )
                 if late and (seen or guess_s > LEAST_S):
                     self._known[key] = "it would take too long; verify='full' does it"
                     continue
@@ -168,10 +170,11 @@ class References:
             if isinstance(found, Reference):
                 seen = True
                 yield found
+                self._longest_s = max(self._longest_s, time.perf_counter() - begin_s)
 
-    def why_not(self, variants: Variants) -> str:
+    def why_not(self, traced: Traced) -> str:
         """Returns why there is no outcome for a trace."""
-        mine = self.number(variants)
+        mine = self.number(traced)
         said = [v for (n, *_), v in self._known.items() if n == mine and isinstance(v, str)]
         return "; ".join(dict.fromkeys(said)) or "sizes it takes were not tried"
 
@@ -245,21 +248,20 @@ class References:
 
     def _guess_s(self, number: int, point: Point) -> float:
         """Returns the seconds that plain model and graphs take at a point, roughly."""
-        mine, variants = self.groups[number]
-        bucket = next(b for b in mine if self.planned.by_bucket[b] is variants)
-        placement, plan = self.planned.placement(bucket), self.planned.plans[bucket]
+        bucket = next(iter(self.groups[number][0]))
+        plan = self.planned.plans[bucket]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a graph whose costs are those of one size
-            flops = variants.predict(placement, plan.recompute, point.sizes).flops * placement.sp
+            cost = self.planned.study(bucket).predict(plan.menu_step, point.sizes)
         rate = FLOPS_PER_S.get(self.device.type, GPU_FLOPS_PER_S)
-        return 3 * flops / rate
+        return 3 * cost.flops * plan.sp / rate
 
     def _reference(self, number: int, point: Point, alike: bool) -> Reference | str:
         """Returns what the plain model makes of the first inputs that it takes, or why of none."""
-        mine, variants = self.groups[number]
+        mine, traced = self.groups[number]
         said = ""
-        for kind in KINDS:
-            inputs = draw(variants.program, mine, point.sizes, kind, self.device)
+        for i, kind in enumerate(self._kinds):
+            inputs = draw(traced.program, mine, point.sizes, kind, self.device)
             for wide in (True, False)[not self.fits(wide=True) :]:
                 try:
                     outcome = self._plain(inputs, wide, alike)
@@ -269,12 +271,13 @@ class References:
                     continue
                 if outcome.finite:
                     alike = alike or not outcome.draws
+                    self._kinds = self._kinds[i:]
                     return Reference(point, inputs, outcome, wide, alike)
                 said = "the model's own loss or gradients are no numbers"
                 break
         return said
 
-    def _plain(self, inputs: Mapping[str, Tensor], wide: bool, alike: bool) -> Outcome:
+    def _plain(self, inputs: Mapping[str, Tensor], wide: bool, alike: bool) -> LossAndGradients:
         autocast = self.planned.autocast
         wanted = self._wanted(wide)
         return plain(self.model, inputs, wide=wide, alike=alike, autocast=autocast, wanted=wanted)

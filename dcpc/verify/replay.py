@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dcpc.acceptance.exactness import LOW
 from dcpc.codegen import RUN
 from dcpc.verify.draws import known_normal, known_uniform
+from dcpc.verify.float64 import float64_dtypes, float64_result
 
 Watch = Callable[[fx.Node, Any], None]
 Make = Callable[[Any, Any, Any], Any]
@@ -37,16 +37,15 @@ def calls(*, wide: bool, alike: bool) -> Make:
     }
 
     def made(target: Any, args: Any, kwargs: Any) -> Any:
-        if wide:
-            args = tuple(map(_wide_dtype, args))
-            kwargs = {k: _wide_dtype(v) for k, v in kwargs.items()}
-        return run.get(target, target)(*args, **kwargs)
+        function = run.get(target, target)
+        if not wide:
+            return function(*args, **kwargs)
+        args, kwargs = float64_dtypes(args, kwargs)
+        if isinstance(function, torch._ops.OpOverload) and function.namespace == "aten":
+            return float64_result(function, args, kwargs)
+        return function(*args, **kwargs)
 
     return made
-
-
-def _wide_dtype(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
 
 
 class Replay(fx.Interpreter):

@@ -16,34 +16,23 @@ from functools import partial
 from torch import nn
 
 from dcpc.buckets import BATCH, Buckets
-from dcpc.codegen import Lowering, Variant, broken_guards, integers_of
-from dcpc.errors import PlanError, VerifyError
-from dcpc.garbage import without_collection
+from dcpc.codegen import LoweredPair, Variant, broken_guards, integers_of
+from dcpc.errors import VerifyError
+from dcpc.fx.garbage import without_collection
 from dcpc.ir import Partition, Placement
-from dcpc.planning import Planned
-from dcpc.variants import Variants
+from dcpc.plan.planning import Planned
+from dcpc.plan.runnable import Runnable
+from dcpc.plan.traced import Traced
 from dcpc.verify.calls import called
-from dcpc.verify.compare import Given, dims_of
+from dcpc.verify.compare import Given
 from dcpc.verify.culprit import first_difference, reader
 from dcpc.verify.points import Point
 from dcpc.verify.references import LEAST_S, Compared, References
-
-MODES = ("auto", "full", "off")
 
 # "auto" takes at most this share of what compiling took before, or `LEAST_S`.
 SHARE = 0.1
 
 _REPORT = "report this with the model, it is a defect of dcpc; verify='off' trains on all the same"
-
-
-def check_mode(mode: str) -> None:
-    """Refuses an unknown mode.
-
-    Raises:
-        PlanError: it is none of `MODES`.
-    """
-    if mode not in MODES:
-        raise PlanError(f"got verify={mode!r}; expected one of {', '.join(MODES)}; choose one")
 
 
 class Verifier:
@@ -53,18 +42,14 @@ class Verifier:
         model: the user's.
         buckets: what it is compiled for.
         planned: its traces and plans.
-        mode: one of `MODES`.
+        mode: one of `dcpc.plan.options.VERIFY`.
 
     Attributes:
         lines: what was compared, for the report.
-
-    Raises:
-        PlanError: an unknown mode.
     """
 
     def __init__(self, model: nn.Module, buckets: Buckets, planned: Planned, mode: str) -> None:
         """Keeps what to compare."""
-        check_mode(mode)
         self.model, self.planned, self.mode = model, planned, mode
         self.references = References(model, buckets, planned, unbounded=mode == "full")
         self.lines: list[str] = []
@@ -72,8 +57,8 @@ class Verifier:
         self._done: set[int] = set()
         self._kept: list[Partition] = []  # what `_done` has the ids of
         if mode != "off":
-            for variants in planned.traces:
-                variants.inspect = self.built
+            for runnable in planned.traces:
+                runnable.inspect = self.built
 
     @property
     def spent_s(self) -> float:
@@ -98,29 +83,29 @@ class Verifier:
         room_bytes = (self.planned.memory_bytes - held) // 2
         spare_s = SHARE * compile_s
         with self.references.within(max(spare_s, LEAST_S), spare_s, room_bytes):
-            for variants in self.planned.traces:
-                self._trace(variants)
+            for runnable in self.planned.traces:
+                self._trace(runnable.traced)
             if self.mode == "full":
                 self._rows()
                 self._compiled()
                 return
             for bucket, plan in self.planned.plans.items():
-                variants = self.planned.by_bucket[bucket]
-                if variants.runs_what_was_priced and self.references.has_spare_time:
-                    self._variant(variants, self.planned.placement(bucket), plan.recompute)
+                runnable = self.planned.by_bucket[bucket]
+                if runnable.runs_what_was_priced and self.references.has_spare_time:
+                    self._variant(runnable, self.planned.placement(bucket), plan.menu_step)
 
     def built(
         self,
-        variants: Variants,
+        traced: Traced,
         placement: Placement,
-        lowering: Lowering,
+        lowering: LoweredPair,
         parts: Partition,
         sizes: Mapping[str, int],
     ) -> None:
         """Compares graphs that are about to run for the first time.
 
         Args:
-            variants: of the trace.
+            traced: the trace.
             placement: of the graphs.
             lowering: what they are parts of.
             parts: the graphs.
@@ -131,36 +116,37 @@ class Verifier:
         """
         # Gradients and the optimizer's state may be there by now.
         with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
-            point = Point({n: s for n, s in sizes.items() if n in variants.program.symbols})
-            self._graphs(variants, placement, lowering, parts, [point])
+            point = Point({n: s for n, s in sizes.items() if n in traced.program.symbols})
+            self._graphs(traced, placement, lowering, parts, [point])
 
     def _rows(self) -> None:
         """Compares every row that a step may use."""
         for bucket, rows in self.planned.tables.items():
-            variants = self.planned.by_bucket[bucket]
+            runnable = self.planned.by_bucket[bucket]
             for row in (r for r in rows if r.fits):
                 sizes = {**bucket.sizes, BATCH: row.micro_batch}
-                self._variant(variants, variants.placement(sizes, row.sp), row.recompute)
+                self._variant(runnable, runnable.priced.placement(sizes, row.sp), row.menu_step)
 
     def _compiled(self) -> None:
         """Compares what the backend made of the chosen plans of one rank."""
         for bucket, plan in self.planned.plans.items():
-            variants = self.planned.by_bucket[bucket]
-            if plan.sp > 1 or variants.backend == "eager":
+            runnable = self.planned.by_bucket[bucket]
+            if plan.sp > 1 or runnable.traced.backend == "eager":
                 continue
             placement = self.planned.placement(bucket)
-            for point in self.references.points[self.references.number(variants)]:
+            for point in self.references.points[self.references.number(runnable.traced)]:
                 if point.promised:
                     sizes = {BATCH: 1, **point.sizes}
-                    variant, _ = variants.variant(placement, plan.recompute, sizes, 0)
-                    self._call(variants, variant, f"{variants.backend} of {bucket}")
+                    variant, _ = runnable.variant(placement, plan.menu_step, sizes, 0)
+                    name = f"{runnable.traced.backend} of {bucket}"
+                    self._call(runnable.traced, variant, name)
 
     # --------------------------------------------------------------------------------- what: trace
 
-    def _trace(self, variants: Variants) -> None:
+    def _trace(self, traced: Traced) -> None:
         """Compares the forward graph of a trace with the model, at each point there is time for."""
-        program, done = variants.program, list[str]()
-        for reference in self.references.of(variants, alike=False):
+        program, done = traced.program, list[str]()
+        for reference in self.references.of(traced, alike=False):
             found = self.references.compare(program, Given.of_program, reference)
             if found is None:
                 continue
@@ -179,43 +165,43 @@ class Verifier:
                 )
             done.append(str(found))
         many = len(self.planned.traces) > 1
-        name = f"trace {self.references.number(variants) + 1}" if many else "the trace"
-        self._note(name, variants, done)
+        name = f"trace {self.references.number(traced) + 1}" if many else "the trace"
+        self._note(name, traced, done)
 
-    def _note(self, name: str, variants: Variants, done: Sequence[str]) -> None:
+    def _note(self, name: str, traced: Traced, done: Sequence[str]) -> None:
         said = f"loss and every gradient at {', '.join(done)}"
         if not done:
-            said = f"NOT compared with the model: {self.references.why_not(variants)}"
+            said = f"NOT compared with the model: {self.references.why_not(traced)}"
         self.lines.append(f"{name}: {said}")
 
     # ------------------------------------------------------------------------------ what: variants
 
-    def _variant(self, variants: Variants, placement: Placement, recompute: int) -> None:
-        lowering = variants.lowering(placement)
-        parts = variants.partition(placement, recompute)
-        self._graphs(variants, placement, lowering, parts)
+    def _variant(self, runnable: Runnable, placement: Placement, menu_step: int) -> None:
+        lowering = runnable.traced.lowering(placement)
+        parts = runnable.partition(placement, menu_step)
+        self._graphs(runnable.traced, placement, lowering, parts)
         if placement.sp == 1 and lowering.backend == "eager" and not self._called:
             self._called = True  # what is between the graphs and a user is the same for all
-            self._call(variants, lowering.variant(parts))
+            self._call(runnable.traced, lowering.variant(parts))
 
-    def _call(self, variants: Variants, variant: Variant, name: str = "") -> None:
+    def _call(self, traced: Traced, variant: Variant, name: str = "") -> None:
         """Compares what a call of a variant and its backward give, in the model's own dtypes.
 
         Args:
-            variants: of the trace.
+            traced: the trace.
             variant: of one rank.
             name: for the report; "": it is not in there.
         """
         if variant.draws:
             return
-        for reference in self.references.of(variants, alike=False):
-            dims = dims_of(variants.program, reference.point.sizes)
+        for reference in self.references.of(traced, alike=False):
+            dims = traced.program.dims(reference.point.sizes)
             values, broken = variant.integer_values(dims, 0)
             if broken or not reference.point.promised:
                 continue
             own = self.references.rounded(reference)
             make = partial(called, variant=variant, integers=values)
-            found = self.references.compare(variants.program, make, own)
+            found = self.references.compare(traced.program, make, own)
             if found is not None and own.outcome.finite and not found.right:
                 raise VerifyError(
                     f"a call of the compiled model does not give what the model gives at "
@@ -227,16 +213,16 @@ class Verifier:
 
     def _graphs(
         self,
-        variants: Variants,
+        traced: Traced,
         placement: Placement,
-        lowering: Lowering,
+        lowering: LoweredPair,
         parts: Partition,
         own: Sequence[Point] = (),
     ) -> None:
         """Compares forward and backward of all ranks of a group, at the first point they take.
 
         Args:
-            variants: of the trace.
+            traced: the trace.
             placement: of the graphs.
             lowering: what they are parts of.
             parts: the graphs.
@@ -256,30 +242,30 @@ class Verifier:
             self.lines.append(f"{name}: NOT compared with the model: no room for two gradients")
             return
         done: list[str] = []
-        for reference in self.references.of(variants, sp > 1, own):
-            dims = dims_of(variants.program, reference.point.sizes)
+        for reference in self.references.of(traced, sp > 1, own):
+            dims = traced.program.dims(reference.point.sizes)
             integers = integers_of(lowering.lowered, dims)
             if any(_broken(lowering, each) for each in integers):
                 continue
             make = partial(Given.of_partition, lowering=lowering, parts=parts, integers=integers)
-            found = self.references.compare(variants.program, make, reference)
+            found = self.references.compare(traced.program, make, reference)
             if found is None or not (found.right or reference.point.promised):
                 continue
             if not found.right:
-                raise VerifyError(self._graphs_text(variants, found, lowering, parts))
+                raise VerifyError(self._graphs_text(traced, found, lowering, parts))
             done.append(str(found))
             if self.mode == "auto":
                 break
-        self._note(name, variants, done)
+        self._note(name, traced, done)
 
     def _graphs_text(
-        self, variants: Variants, found: Compared, lowering: Lowering, parts: Partition
+        self, traced: Traced, found: Compared, lowering: LoweredPair, parts: Partition
     ) -> str:
-        program, at = variants.program, found.reference
+        program, at = traced.program, found.reference
         where, sp = reader(program, found.error.where), lowering.lowered.sp
         if sp == 1:
             given = self.references.given(program, at)
-            (own,) = integers_of(lowering.lowered, dims_of(program, at.point.sizes))
+            (own,) = integers_of(lowering.lowered, program.dims(at.point.sizes))
             where = first_difference(program, given, lowering, parts, own) or where
         return (
             f"forward and backward at sp {sp} do not compute what the model computes at "
@@ -296,7 +282,7 @@ class Verifier:
         return head + "".join(f"  {line}\n" for line in self.lines)
 
 
-def _broken(lowering: Lowering, integers: Mapping[str, int]) -> bool:
+def _broken(lowering: LoweredPair, integers: Mapping[str, int]) -> bool:
     """Whether graphs are not for some sizes."""
     sizes = {i.symbol: integers[i.name] for i in lowering.lowered.integers}
     return bool(broken_guards(lowering.joint.guards, sizes))

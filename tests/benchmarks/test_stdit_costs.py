@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dcpc
-from benchmarks.stdit_costs import DEVICE, INPUTS, Point, costs_of_levels, variants_of
+from benchmarks.stdit_costs import DEVICE, INPUTS, Point, costs_of_levels, priced_of
 from dcpc.api import plan
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig
 
@@ -24,15 +24,15 @@ def test_three_pairs_tell_six():
     sizes = [{"frames": f, "tokens": t} for f in (2, 120) for t in (16, 3600)]
     deep = plan(
         model, dcpc.Buckets(inputs, sizes), memory=1e18, device=DEVICE, sp=1, backend="eager"
-    ).variants
-    shallow = variants_of(config, False)
+    ).runnable.priced
+    shallow = priced_of(config, False)
     at = Point(60, 1620, 1).sizes
     for sp in (1, 2):
         levels = costs_of_levels(shallow, False, sp, POINTS)
-        placement = deep.placement(at, sp)
-        for k, level in ((0, levels[0]), (deep.steps(placement), levels[-1])):
+        study = deep.at(deep.placement(at, sp))
+        for k, level in ((0, levels[0]), (study.steps, levels[-1])):
             for point, cost in zip(POINTS, level, strict=True):
-                p = deep.predict(placement, k, point.sizes)
+                p = study.predict(k, point.sizes)
                 assert cost.seconds_s == pytest.approx(p.seconds_s, rel=1e-9)
                 assert cost.peak_bytes == p.peak_bytes + p.input_bytes
                 assert cost.saved_bytes == p.saved_bytes

@@ -3,11 +3,10 @@
 import torch
 
 from dcpc.buckets import Buckets
-from dcpc.passes.sharding import analyse
+from dcpc.plan.runnable import Runnable
+from dcpc.plan.traced import traced
 from dcpc.symbolic_profile import detect
-from dcpc.trace import trace
-from dcpc.variants import Variants
-from tests.multirank.exactness import gradient_error, loss_error, plain
+from tests.cases.exactness import gradient_error, loss_error, plain
 
 
 class Made:
@@ -17,20 +16,17 @@ class Made:
         torch.manual_seed(0)
         self.model = model.double()
         buckets = Buckets({"x": "float64[batch, seq, 8]"}, sizes=[{"seq": 3}, {"seq": 512}])
-        self.program = trace(self.model, buckets)
-        analysed = analyse(self.program)
-        self.variants = Variants(self.program, analysed, detect(), backend, self.held)
-        self.placement = self.variants.placement({"batch": 2, "seq": 16}, 1)
-        self.recompute = (0, self.variants.steps(self.placement) - 1)
-
-    def held(self):
-        own = dict(self.model.named_parameters())
-        return {**{p: own[n] for p, n in self.program.parameters.items()}, **self.program.constants}
+        known = traced(self.model, buckets, detect(), backend)
+        self.program, self.held = known.program, known.tensors
+        self.runnable = Runnable(known)
+        self.priced = self.runnable.priced
+        self.placement = self.priced.placement({"batch": 2, "seq": 16}, 1)
+        self.recompute = (0, self.priced.at(self.placement).steps - 1)
 
     def step(self, batch, seq, recompute):
         """A call of the variant for these sizes, and its input."""
         sizes, x = {"batch": batch, "seq": seq}, torch.randn(batch, seq, 8, dtype=torch.float64)
-        variant, integers = self.variants.variant(self.placement, recompute, sizes, 0)
+        variant, integers = self.runnable.variant(self.placement, recompute, sizes, 0)
         named = {**self.held(), **dict.fromkeys(self.program.inputs, x)}
         self.model.zero_grad()
         return lambda: variant([named[p] for p in variant.placeholders], integers), x

@@ -7,28 +7,32 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo import main
+from tests.cases.fresh import fresh
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.multirank, pytest.mark.timeout(900)]
 
 
-def run(module: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_demo_trains_compares_and_draws(tmp_path):
-    text = run("examples.demo", "--seconds", "30", "--out", str(tmp_path))
-    for part in ("cut", "variant 1", "training", "imbalance measured", "padded buckets, sp 2"):
-        assert part in text
-    for name in ("demo_loss.png", "demo_memory.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    found = fresh(main, "--seconds", "30", "--out", str(tmp_path))
+    assert found.variants > 1
+    history = found.history
+    assert len(history.losses) == len(history.imbalances) == len(history.tokens) > 0
+    assert all(0 <= share < 1 for share in history.imbalances)
+    names = [each.name.partition(",")[0] for each in found.compared]
+    assert names == ["dcpc", "padded buckets", "plain DDP", "plain DDP"]
+    assert all(each.tokens > 0 and each.peak_bytes > 0 for each in found.compared)
+    assert [file.name for file in found.pictures] == ["demo_loss.png", "demo_memory.png"]
+    for file in found.pictures:
+        assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def figures(module: str, tmp_path: Path) -> dict[str, float]:
     file = tmp_path / "figures.json"
-    run(module, "--quick", "--json", str(file))
+    command = [sys.executable, "-m", module, "--quick", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
     return json.loads(file.read_text())["figures"]
 
 

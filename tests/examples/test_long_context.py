@@ -1,16 +1,10 @@
 """The long-context example: its data, and the whole of it as a user starts it."""
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from examples.long_context import FULL, QUICK, Trained, text
-
-ROOT = Path(__file__).parents[2]
+from examples.long_context import FULL, QUICK, Trained, main, text
+from tests.cases.fresh import fresh
 
 
 def test_text_is_consecutive_source_and_what_follows():
@@ -36,17 +30,12 @@ def test_error_is_of_the_prediction():
 @pytest.mark.multirank
 @pytest.mark.timeout(600)
 def test_one_rank_and_two_cannot_and_four_can():
-    command = [sys.executable, "-m", "examples.long_context", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    for world in ("1 rank", "2 ranks"):
-        line = next(line for line in done.stdout.splitlines() if line.startswith(f"{world}: "))
-        assert "needs" in line
-    assert done.stdout.count("too little") >= 2
-    losses = [float(x) for x in re.search(r"steps: loss ([\d. ]+);", done.stdout)[1].split()]
-    assert losses[-1] < losses[0]
-    rows = [r for r in done.stdout.splitlines() if re.match(r"│ [0-3] +│", r)]
-    assert len(rows) == 4
-    for row in rows:
-        predicted, measured = (float(x) for x in row.split("│")[2:4])
-        assert predicted == pytest.approx(measured, rel=0.005)
+    found = fresh(main, "--quick")
+    assert [*found.refused] == [1, 2]
+    assert all("too little" in said for said in found.refused.values())
+    assert found.error < 1e-10
+    losses = found.ranks[0].losses
+    assert losses[-1] < losses[0] == pytest.approx(found.first_loss, rel=1e-5)
+    assert len(found.ranks) == 4
+    for rank in found.ranks:
+        assert abs(rank.error) < 0.005

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from dcpc.codegen import bind_group
 from examples.packing import Pack, Share, loss_sum
 from models.gpt import GPT, GPTConfig
-from tests.multirank.launch import run_ranks
+from tests.cases.launch import run_ranks
 
 LENGTHS = (7, 1, 12, 5)
 

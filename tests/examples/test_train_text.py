@@ -1,9 +1,9 @@
-"""The README's training script: the same losses alone and on two ranks."""
+"""The training script of docs/train.md: the same losses alone and on two ranks."""
 
 import pytest
 
 from examples import train_text
-from tests.multirank.launch import run_ranks
+from tests.cases.launch import run_ranks
 
 
 def train(rank, steps):

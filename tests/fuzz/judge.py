@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import traceback
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import dcpc
-from dcpc.acceptance import Split, gradient_errors, loss_error, nan_as_infinite, plain
-from dcpc.acceptance.exactness import Difference
+from dcpc.buckets import Sizes
 from dcpc.codegen import Variant, run_in_step, summed
-from dcpc.errors import DcpcError
-from dcpc.garbage import without_collection
+from dcpc.commands.check import SplitModel, gradient_errors, loss_error, nan_as_infinite, plain
+from dcpc.errors import CodegenError, DcpcError
+from dcpc.fx.garbage import without_collection
 from dcpc.ir import Partition
-from dcpc.trace.capture import find_loss
+from dcpc.trace.capture.capture import find_loss
+from dcpc.verify.exactness import Difference
 from tests.fuzz.program import data
 
 LIMIT = 1e-10
@@ -29,8 +31,6 @@ TIMES = 3000  # a difference that is less than this many nudges' says nothing
 
 NOTHING = fx.GraphModule(nn.Module(), fx.Graph())
 NO_GRAPHS = Partition(NOTHING, NOTHING, (), (), (), {})  # of a variant asked for integers
-
-Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _judged(
     now: list[Setting | None],
 ) -> Outcome:
     buckets = dcpc.Buckets(dict(inputs), [dict(p) for p in points])
-    traced = Split(model, buckets, {**points[-1], "batch": 1}, sp=1)
+    traced = SplitModel(model, buckets, {**points[-1], "batch": 1}, sp=1)
     for setting in tried:
         now[0] = setting
         split = traced.of("eager", setting.sp, setting.attention)
@@ -164,7 +164,11 @@ def _alike(error: Exception) -> str:
 
 
 def _difference(
-    split: Split, sizes: Sizes, inputs: Mapping[str, Tensor], recompute: str, rng: random.Random
+    split: SplitModel,
+    sizes: Sizes,
+    inputs: Mapping[str, Tensor],
+    recompute: str,
+    rng: random.Random,
 ) -> Difference:
     """Returns how far all ranks in one process are from the plain model.
 
@@ -208,10 +212,22 @@ def _difference(
     return Difference(dict(sizes), loss, errors.get(worst, 0.0), worst, recompute)
 
 
-def _lowered(split: Split, dims: Any, rank: int) -> tuple[Any, dict[str, int]]:
-    """Returns the graph that is right for one rank's sizes, and its integers."""
-    lowering = split.variants.lowering(split.placement)
-    for _ in range(2):
+def _lowered(split: SplitModel, dims: Any, rank: int) -> tuple[Any, dict[str, int]]:
+    """Returns the graph that is right for one rank's sizes, and its integers.
+
+    Raises:
+        CodegenError: there is none, as `Runnable.variant` says.
+    """
+    got = ""
+    hints = split.runnable.hints(split.placement, "eager", dims, rank)
+    for chosen in itertools.chain([None], hints):
+        try:
+            lowering = split.traced.lowering(split.placement, chosen)
+        except CodegenError as error:
+            if chosen is None:
+                raise
+            got = got or str(error)
+            continue
         guarded = Variant(
             partition=NO_GRAPHS, integers=lowering.lowered.integers, placeholders=(),
             trainable=(), sp=split.sp, guards=lowering.joint.guards, run_forward=_never,
@@ -219,9 +235,9 @@ def _lowered(split: Split, dims: Any, rank: int) -> tuple[Any, dict[str, int]]:
         )  # fmt: skip
         values, broken = guarded.integer_values(dims, rank)
         if not broken:
-            break
-        lowering = split.variants.lowering(split.placement, tuple(max(2, v) for v in values))
-    return lowering, {i.name: v for i, v in zip(guarded.integers, values, strict=True)}
+            return lowering, {i.name: v for i, v in zip(guarded.integers, values, strict=True)}
+        got = got or f"a graph that assumes {broken}"
+    raise CodegenError(f"rank {rank} of {split.sp} at {dims}: {got}")
 
 
 def _never(arguments: list[Any]) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcpc.codegen.lockstep_collectives import COLLECTIVES
+from dcpc.codegen.collectives.lockstep_collectives import COLLECTIVES
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import Setting, judge, settings
 from tests.fuzz.program import seeded

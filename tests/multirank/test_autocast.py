@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import dcpc
 from dcpc.errors import DispatchError, TraceError
 from models.gpt import GPT, GPTConfig
-from tests.multirank.exactness import SPLITTING
-from tests.multirank.launch import run_ranks
+from tests.cases.exactness import SPLITTING
+from tests.cases.launch import run_ranks
 
 BF16 = torch.bfloat16
 INPUTS = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
@@ -123,11 +123,12 @@ def test_costs_see_the_low_precision():
     for planned in (full, mixed):
         assert planned.profile(bucket) is not None
     saved = [
-        p.variants.predict(p.placement(bucket), 0, {"seq": 24, "batch": 2}) for p in (full, mixed)
+        p.study(bucket).predict(0, {"seq": 24, "batch": 2}) for p in (full, mixed)
     ]
     assert saved[1].saved_bytes < 0.95 * saved[0].saved_bytes
-    rates = [p.variants.rates(1).flops_per_s for p in (full, mixed)]
-    assert rates[1] > 2 * rates[0]
+    work = [p.profile(bucket).work for p in (full, mixed)]
+    dtypes = [{w.dtype for w in each if w.op_class == "matmul"} for each in work]
+    assert dtypes == [{torch.float32}, {BF16}]
 
 
 def over_ranks(rank: int, world: int) -> list[tuple[float, float, int]]:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import dcpc
-from tests.multirank.exactness import Split, wrong
-from tests.multirank.launch import run_ranks
-from tests.passes import user_ops
+from tests.cases.exactness import SplitModel, wrong
+from tests.cases.launch import run_ranks
+from tests.passes.sharding import user_ops
 
 pytestmark = pytest.mark.multirank
 
@@ -46,11 +46,11 @@ def run(rank: int) -> tuple[dict[str, float], list[str], dict[str, object]]:
     torch.manual_seed(0)
     inputs = {"ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
     buckets = dcpc.Buckets(inputs=inputs, sizes=list(POINTS))
-    split = Split(UserOps().double(), buckets, {"batch": 1, "seq": 64}, "eager")
+    split = SplitModel(UserOps().double(), buckets, {"batch": 1, "seq": 64}, "eager")
     errors = split.errors("user ops", [(p, data(p)) for p in POINTS])
     chosen = split.placement.nodes
     sharded = [n for n in (*SPLIT, "mix") if chosen[n].output.sharded or chosen[n].output.partial]
-    return errors, sharded, dict(split.variants.sharding.derived)
+    return errors, sharded, dict(split.traced.sharding.derived)
 
 
 def test_user_ops_without_rules_are_split_exactly():

@@ -5,9 +5,9 @@ import warnings
 import pytest
 
 import dcpc
-from tests.multirank import language_models as zoo
-from tests.multirank.exactness import SPLITTING, Split, compiled_error, wrong
-from tests.multirank.launch import run_ranks
+from tests.cases import language_models as zoo
+from tests.cases.exactness import SPLITTING, SplitModel, compiled_error, wrong
+from tests.cases.launch import run_ranks
 
 pytestmark = pytest.mark.multirank
 
@@ -24,7 +24,7 @@ def split_errors(
     for name in names:
         model = getattr(zoo.model(name), dtype)()
         buckets = dcpc.Buckets(inputs=zoo.inputs(name), sizes=LENGTHS)
-        split = Split(model, buckets, {"batch": 1, "seq": 37}, backend)
+        split = SplitModel(model, buckets, {"batch": 1, "seq": 37}, backend)
         assert split.split_values > 20, name
         found |= split.errors(name, [(p, zoo.data(name, p)) for p in POINTS])
     return found
@@ -32,6 +32,7 @@ def split_errors(
 
 def compile_errors(rank: int, names: tuple[str, ...], sp: int) -> dict[str, float]:
     warnings.simplefilter("ignore")
+    zoo.in_float64()
     found = {}
     for name in names:
         for recompute in ("none", "all"):

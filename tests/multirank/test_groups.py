@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from dcpc.errors import GroupError
-from dcpc.runtime.groups import Groups
-from tests.multirank.launch import run_ranks
+from dcpc.runtime.groups.groups import Groups
+from tests.cases.launch import run_ranks
 
 pytestmark = pytest.mark.multirank
 

@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import time
 
@@ -5,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multirank.launch import RanksError, run_ranks
+from tests.cases.launch import RanksError, run_ranks
 
 pytestmark = pytest.mark.multirank
 
@@ -41,10 +42,10 @@ def test_traceback_of_the_failed_rank_is_shown():
 
 
 def test_rank_that_does_not_end_is_killed():
-    start = time.monotonic()
+    before = multiprocessing.active_children()
     with pytest.raises(RanksError, match="rank 1: still running, killed"):
         run_ranks(sleep_on_one, 2, timeout_s=12.0)
-    assert time.monotonic() - start < 20
+    assert not {*multiprocessing.active_children()} - {*before}
 
 
 def test_dead_rank_is_an_error_unless_it_may_die():

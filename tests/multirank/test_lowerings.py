@@ -7,12 +7,11 @@ import pytest
 import torch
 
 import dcpc
-from dcpc.passes.lowerings import LOWERINGS, attentions, lowering_of
-from tests.multirank import language_models
-from tests.multirank.exactness import Split, wrong
-from tests.multirank.launch import run_ranks
-from tests.multirank.small_models import CASES
-from tests.multirank.test_small_models import sizes
+from dcpc.passes.sharding.attention_ways import LOWERINGS, attentions, lowering_of
+from tests.cases import language_models
+from tests.cases.exactness import SplitModel, wrong
+from tests.cases.launch import run_ranks
+from tests.cases.small_models import CASES, sizes
 
 pytestmark = pytest.mark.multirank
 
@@ -28,7 +27,7 @@ def language_errors(
     for name in names:
         sizes = [{"batch": 1, "seq": n} for n in lengths if n > 1] + [{"batch": 2, "seq": 21}]
         buckets = dcpc.Buckets(inputs=language_models.inputs(name), sizes=sizes)
-        free = Split(language_models.model(name), buckets, {"batch": 1, "seq": 64})
+        free = SplitModel(language_models.model(name), buckets, {"batch": 1, "seq": 64})
         for lowering in LOWERINGS:
             split = free.of("eager", sp, lowering)
             got = {lowering_of(split.placement.nodes[n.name]) for n in attentions(split.program)}
@@ -63,7 +62,7 @@ def small_errors(rank: int, names: Sequence[str], sp: int) -> dict[str, float]:
         case, points = CASES[name], sizes(name)
         buckets = dcpc.Buckets(inputs=case.inputs, sizes=points)
         at = {**points[1], "batch": 1}
-        free = Split(case.model(), buckets, at)
+        free = SplitModel(case.model(), buckets, at)
         kinds = {
             lowering_of(a)
             for n in attentions(free.program)

@@ -11,14 +11,15 @@ from torch.nn import functional as F
 
 import dcpc
 from dcpc.errors import PlanError
-from dcpc.runtime import cuts
-from dcpc.runtime.groups import Groups
-from dcpc.runtime.loader import DataLoader
-from dcpc.runtime.step import train_step
+from dcpc.ir import PlanRow
+from dcpc.runtime.data import cuts
+from dcpc.runtime.data.loader import DataLoader
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.step.step import train_step
 from models.gpt import GPT, GPTConfig
-from tests.multirank.exactness import SPLITTING, gradient_error
-from tests.multirank.launch import run_ranks
-from tests.runtime.fakes import LONG, FakeRow, Ragged, Tiny, compiled_for
+from tests.cases.exactness import SPLITTING, gradient_error
+from tests.cases.fakes import LONG, Ragged, Tiny, compiled_for
+from tests.cases.launch import run_ranks
 
 pytestmark = pytest.mark.multirank
 
@@ -28,9 +29,9 @@ LENGTHS = [4, 2, 16, 7, 5, 3, 16, 12, 4, 4, 3, 7, 9, 6, 6, 7, 1, 2, 15, 8, 4]
 SETTINGS = {4: (1, 3), 7: (2, 2), 16: (2, 1)}
 # seq -> rows: 16 is fastest on 3 ranks, which are no aligned block of 4.
 ROWS = {
-    4: [FakeRow(1, 1, 0, 4.0), FakeRow(1, 3, 0, 9.0)],
-    7: [FakeRow(1, 2, 0, 15.0), FakeRow(2, 1, 1, 4.0)],
-    16: [FakeRow(1, 1, 2, 60.0), FakeRow(2, 1, 0, 50.0), FakeRow(3, 1, 0, 12.0)],
+    4: [PlanRow(1, 1, 0, 4.0), PlanRow(1, 3, 0, 9.0)],
+    7: [PlanRow(1, 2, 0, 15.0), PlanRow(2, 1, 1, 4.0)],
+    16: [PlanRow(1, 1, 2, 60.0), PlanRow(2, 1, 0, 50.0), PlanRow(3, 1, 0, 12.0)],
 }
 
 

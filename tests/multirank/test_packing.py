@@ -9,15 +9,14 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 
 import dcpc
-from dcpc.masks import without_masks
-from dcpc.passes.lowerings import lowering_of
-from dcpc.passes.packable import packable
-from dcpc.passes.sharding import analyse
-from dcpc.trace import trace
-from dcpc.variants import Variants
-from tests.multirank.exactness import SPLITTING, Split, compiled_error, gradient_error, loss_error
-from tests.multirank.launch import run_ranks
-from tests.multirank.packed_models import (
+from dcpc.passes.masks.packable import packable
+from dcpc.passes.sharding.attention_ways import lowering_of
+from dcpc.plan.folding import lift_of
+from dcpc.plan.priced import Priced
+from dcpc.plan.traced import traced
+from tests.cases.exactness import SPLITTING, SplitModel, compiled_error, gradient_error, loss_error
+from tests.cases.launch import run_ranks
+from tests.cases.packed_models import (
     NUMBERS,
     POSITIONS,
     Documents,
@@ -95,7 +94,7 @@ def lowerings(compiled: dcpc.CompiledModel) -> set[str]:
     """How the attentions of the longest rows are split."""
     plan = compiled.plans[compiled.buckets.buckets[-1]]
     sizes = {**plan.bucket.sizes, "batch": plan.micro_batch}
-    nodes = compiled.variants.placement(sizes, plan.sp).nodes
+    nodes = compiled.runnable.priced.placement(sizes, plan.sp).nodes
     return {lowering_of(x) for name, x in nodes.items() if name.startswith("attention_default")}
 
 
@@ -145,10 +144,10 @@ def errors_of_frames(rank: int, causals: tuple[bool, ...]) -> dict[str, float]:
     )  # fmt: skip
     found = {}
     for causal in causals:
-        split = Split(Frames(causal), buckets, {"batch": 1, "frames": 3, "patches": 40}, "eager")
-        (chosen,) = [
-            x for name, x in split.placement.nodes.items() if name.startswith("attention")
-        ]
+        split = SplitModel(
+            Frames(causal), buckets, {"batch": 1, "frames": 3, "patches": 40}, "eager"
+        )
+        (chosen,) = [x for name, x in split.placement.nodes.items() if name.startswith("attention")]
         assert (chosen.name, chosen.output.index) == ("q", 1)
         for batch, frames, patches in ((1, 3, 40), (2, 5, 7)):
             generator = torch.Generator().manual_seed(0)
@@ -182,12 +181,12 @@ def test_finding_the_sequences_sends_nothing():
     sent = []
     for cache in (False, True):
         model = transformers_model("llama", use_cache=cache, num_hidden_layers=1)
-        program = without_masks(trace(model, dcpc.Buckets(inputs=POSITIONS, sizes=SIZES)))
-        variants = Variants(program, analyse(program), SPLITTING, "eager", lambda: {})
+        known = traced(model, dcpc.Buckets(inputs=POSITIONS, sizes=SIZES), SPLITTING, "eager")
+        priced = Priced(lift_of(known))
         sizes = {"seq": 41, "batch": 1}
-        placement = variants.placement(sizes, 2)
+        placement = priced.placement(sizes, 2)
         assert ("cumsum" in placement.nodes) == (not cache)
-        reason = packable(program, variants.sharding.rules).reason
+        reason = packable(known.program, known.sharding.rules).reason
         assert ("sees all of a row" in reason) == cache
-        sent.append(variants.predict(placement, 0, sizes).wire_bytes)
+        sent.append(priced.at(placement).predict(0, sizes).wire_bytes)
     assert sent[0] == sent[1] > 0

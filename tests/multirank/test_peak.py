@@ -8,8 +8,8 @@ import torch
 import dcpc
 from examples.allocator import measured_peak_bytes
 from models.gpt import GPT, GPTConfig
-from tests.multirank.exactness import SPLITTING
-from tests.multirank.launch import run_ranks
+from tests.cases.exactness import SPLITTING
+from tests.cases.launch import run_ranks
 
 SEQ = 1024
 # Numbers on which ranks agree, and a scalar or two.

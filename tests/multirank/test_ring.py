@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dcpc.codegen.collectives import bind_group
-from dcpc.symbolic_profile.facts import Facts
-from dcpc.symbolic_profile.transients import transient_bytes
-from tests.multirank import rsa
-from tests.multirank.launch import run_ranks
-from tests.multirank.ring_cases import (
+from dcpc.codegen.collectives.collectives import bind_group
+from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.ops.transients import transient_bytes
+from tests.cases.joint_graphs import measure_call
+from tests.cases.launch import run_ranks
+from tests.cases.ring_cases import (
     GROUP,
     SCALE,
     Case,
@@ -28,7 +28,7 @@ from tests.multirank.ring_cases import (
     whole,
     worst,
 )
-from tests.symbolic_profile.joint_graphs import measure_call
+from tests.multirank import rsa
 
 pytestmark = pytest.mark.multirank
 ops = torch.ops.dcpc

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dcpc
-from tests.multirank.launch import run_ranks
+from tests.cases.launch import run_ranks
 
 BUCKETS = dcpc.Buckets(inputs={"x": "float64[batch, n, 4]"}, sizes=[{"n": 4, "batch": 2}])
 
@@ -120,3 +120,29 @@ def test_parameters_frozen_after_compile_have_no_gradient_and_a_change_of_one_ra
         assert none
         errors.append(error)
     assert all("scale: float64[4] on cpu -> float32[4] on cpu" in e for e in errors)
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(32, 4)
+
+    def forward(self, ids):
+        return self.table(ids).square().mean()
+
+
+def other_tokens(rank, world):
+    buckets = dcpc.Buckets(inputs={"ids": "int64[batch, n]"}, sizes=[{"n": 8}])
+    compiled = dcpc.compile(Tokens(), buckets, backend="eager", sp=2)
+    same = error_of(lambda: compiled(ids=torch.arange(8)[None]))
+    return same, error_of(lambda: compiled(ids=torch.arange(8)[None] + rank))
+
+
+@pytest.mark.multirank
+def test_ranks_of_one_group_that_pass_other_tokens_are_refused():
+    """As a sampler gives them that deals samples to ranks."""
+    for same, other in run_ranks(other_tokens, 2, 2):
+        assert not same
+        assert "ranks disagree" in other
+        assert "checksums of inputs" in other

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import Buckets
-from dcpc.codegen.lower import lower
+from dcpc.codegen.lower.lower import lower
 from dcpc.ir import Program, call_of
-from dcpc.passes.label_costs import Rates
-from dcpc.passes.placement import place
-from dcpc.passes.sharding import analyse
+from dcpc.passes.placement.placement import place
+from dcpc.passes.sharding.sharding import analyse
 from dcpc.trace import trace
-from tests.multirank.exactness import Split, wrong
-from tests.multirank.launch import run_ranks
+from tests.cases.analysed import on_machine
+from tests.cases.exactness import SplitModel, wrong
+from tests.cases.launch import run_ranks
 
 INPUTS = {"x": "float64[batch, seq, 12]"}
 POINTS = ({"batch": 2, "seq": 8}, {"batch": 3, "seq": 17}, {"batch": 1, "seq": 3})
-RATES = Rates(1e6, 1e6, 1e15, 1e-9, 0.0)
+FAST_LINK = on_machine(1e6, 1e6, 1e15, 1e-9, 0.0)
 
 
 class Several(nn.Module):
@@ -67,7 +67,7 @@ SPLIT = ("topk", "sort", "max", "var_mean", "median", "cummax", "aminmax")
 def test_each_result_is_split_and_the_call_made_once():
     sharding = analyse(program())
     before = program().gm.print_readable(print_output=False)
-    placement = place(program(), sharding, {"batch": 1, "seq": 64}, 2, RATES)
+    placement = place(program(), sharding, {"batch": 1, "seq": 64}, 2, FAST_LINK)
     lowered = lower(program(), placement, "no group")
     assert program().gm.print_readable(print_output=False) == before
     for name in SPLIT:
@@ -98,7 +98,7 @@ class Along(nn.Module):
 
 def errors(rank: int) -> dict[str, float]:
     warnings.simplefilter("ignore")
-    split = Split(
+    split = SplitModel(
         model(), Buckets(inputs=INPUTS, sizes=list(POINTS)), {"batch": 1, "seq": 64}, "eager"
     )
     generator = torch.Generator().manual_seed(2)

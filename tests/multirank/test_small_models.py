@@ -6,35 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 import dcpc
-from tests.multirank.exactness import SPLITTING, Split, compiled_error, wrong
-from tests.multirank.launch import run_ranks
-from tests.multirank.small_models import CASES
+from tests.cases.exactness import SPLITTING, SplitModel, compiled_error, wrong
+from tests.cases.launch import run_ranks
+from tests.cases.small_models import CASES, TELLING, sizes
 
 pytestmark = pytest.mark.multirank
-
-# (batch, length): p divides it, it does not, it is shorter than 4 ranks.
-POINTS = ((2, 8), (3, 17), (1, 3))
-# Lengths of a second named dim beside a first one of 8, 17 and 3.
-SECOND = {"words": (5, 4, 7), "picks": (3, 6, 2), "frames": (4, 3, 5)}
-
-
-# What the tests run by default: one case for each way to be wrong. The slow ones run all.
-TELLING = (
-    *("Alibi", "CrossAttention", "Detached", "Frozen", "Gathered", "GridPositions", "InPlace"),
-    *("GroupsOfChannels", "LinearAttention", "MaskedMean", "NoBatch", "Norms", "PartialSums"),
-    *("PositionTable", "Preferences", "Scalars", "Shifted", "SixHeads", "SpaceTime", "Squeezed"),
-)
-
-
-def sizes(name: str) -> list[dict[str, int]]:
-    """The buckets of a case, batch given."""
-    declared = " ".join(CASES[name].inputs.values())
-    points = []
-    for i, (batch, length) in enumerate(POINTS):
-        point = {d: length for d in ("seq", "patches") if d in declared}
-        point |= {d: lengths[i] for d, lengths in SECOND.items() if d in declared}
-        points.append(point | ({"batch": batch} if "batch" in declared else {}))
-    return points
 
 
 def split_errors(rank: int, names: Sequence[str]) -> dict[str, float]:
@@ -43,7 +19,7 @@ def split_errors(rank: int, names: Sequence[str]) -> dict[str, float]:
     for name in names:
         case, points = CASES[name], sizes(name)
         buckets = dcpc.Buckets(inputs=case.inputs, sizes=points)
-        split = Split(case.model(), buckets, {**points[1], "batch": 1}, "eager")
+        split = SplitModel(case.model(), buckets, {**points[1], "batch": 1}, "eager")
         assert split.split_values >= 3, name
         found |= split.errors(name, [(p, case.data(p)) for p in points])
     return found

@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 
 from dcpc.errors import DataError, GroupError
-from dcpc.runtime.groups import Groups
-from dcpc.runtime.loader import DataLoader
-from dcpc.runtime.step import reduce_gradients, train_step
-from dcpc.runtime.steps import Step
-from tests.multirank.launch import run_ranks
-from tests.runtime.fakes import LONG, Ragged, RaggedWithDims, Tiny, compiled_for
+from dcpc.runtime.data.loader import DataLoader
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.step.step import reduce_gradients, train_step
+from tests.cases.fakes import LONG, Ragged, RaggedWithDims, Tiny, compiled_for
+from tests.cases.launch import run_ranks
 
 pytestmark = pytest.mark.multirank
 
@@ -100,6 +100,32 @@ def special_cases(rank: int):
     return True
 
 
+class Drawing(RaggedWithDims):
+    """Its samples' values are drawn from the process's random numbers."""
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(i)
+        return {**sample, "labels": torch.randint(5, sample["labels"].shape)}
+
+
+def drawn_apart(rank: int):
+    """Rank 0 has drawn once more than its peer."""
+    groups, model = Groups.default(timeout_s=20), Tiny()
+    compiled = compiled_for(groups, {4: (1, 1), 16: (2, 1)})
+    call = functools.partial(model.call, groups)
+    for lengths, differs in (([4, 4], False), ([4, 16], True)):
+        torch.manual_seed(rank)
+        (step,) = DataLoader(
+            Drawing(lengths), compiled, tokens_per_step=99, shuffle=False, pad=PAD, weight="labels"
+        )
+        if differs:
+            with pytest.raises(DataError, match=r"samples \[1\]: ranks 0,1 take them together"):
+                train_step(call, step, model.parameters(), groups)
+        else:
+            train_step(call, step, model.parameters(), groups)
+    return True
+
+
 def many_dtypes(rank: int):
     """Several dtypes, a parameter larger than a comm bucket, tied ones, scalars."""
     groups = Groups.default(timeout_s=60)
@@ -127,6 +153,32 @@ def test_gradient_of_ragged_steps_with_mixed_degrees_equals_one_device(world):
 def test_gradient_alone_equals_one_device():
     assert not dist.is_initialized()
     assert epoch(1) < 1e-12
+
+
+def test_ranks_that_drew_a_shared_sample_apart_are_an_error():
+    assert run_ranks(drawn_apart, 2) == [True, True]
+
+
+def test_a_step_that_fails_leaves_gradients_as_they_were():
+    groups, model = Groups.default(timeout_s=60, device="cpu"), Tiny()
+    compiled = compiled_for(groups, {4: (1, 1)})
+    (step,) = DataLoader(Ragged([4, 4, 4]), compiled, tokens_per_step=99, pad=PAD, weight="labels")
+    before = [torch.full_like(p, 2.0) for p in model.parameters()]
+    for p, grad in zip(model.parameters(), before, strict=True):
+        p.grad = grad.clone()
+    calls = []
+
+    def failing(mb, inputs):
+        calls.append(mb)
+        if len(calls) == 2:
+            raise RuntimeError("injected")
+        return model.call(groups, mb, inputs)
+
+    with pytest.raises(RuntimeError, match="injected"):
+        train_step(failing, step, model.parameters(), groups)
+    assert len(calls) == 2
+    for p, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.grad, grad)
 
 
 def test_idle_ranks_earlier_gradients_and_disagreement():

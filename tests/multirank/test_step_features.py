@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 import dcpc
 from dcpc.errors import DataError
-from dcpc.runtime.step import clip_gradients
-from dcpc.runtime.zero import fullest_share
-from tests.multirank.exactness import SPLITTING
-from tests.multirank.launch import run_ranks
-from tests.multirank.test_train_step import LENGTHS, Ragged, gpt
+from dcpc.runtime.step.step import clip_gradients
+from dcpc.runtime.step.zero import fullest_share
+from tests.cases.exactness import SPLITTING
+from tests.cases.launch import run_ranks
+from tests.cases.ragged import LENGTHS, Ragged, gpt
 
 DEGREES = {5: 2, 9: 1, 16: 1, 24: 4}
 PAD = {"input_ids": 0, "labels": -100}

@@ -8,31 +8,12 @@ import torch
 from torch.nn import functional as F
 
 import dcpc
-from models.gpt import GPT, GPTConfig
-from tests.multirank.exactness import SPLITTING, gradient_error
-from tests.multirank.launch import run_ranks
+from tests.cases.exactness import SPLITTING, gradient_error
+from tests.cases.launch import run_ranks
+from tests.cases.ragged import Ragged, gpt
 
-LENGTHS = [5, 16, 9, 3, 24, 16, 1, 9, 5, 24, 7, 2, 24, 16, 9]
 # seq -> degree: several degrees in one step; 5 and 9 are not divided by it, 3 is below 4 ranks.
 DEGREES = {3: 1, 5: 2, 9: 4, 16: 1, 24: 4}
-
-
-class Ragged:
-    def __len__(self) -> int:
-        return len(LENGTHS)
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(i)
-        ids, labels = torch.randint(64, (2, LENGTHS[i]), generator=generator)
-        labels[torch.rand(LENGTHS[i], generator=generator) < 0.3] = -100
-        labels[-1] = 1
-        return {"input_ids": ids, "labels": labels}
-
-
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    config = GPTConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, tie_embeddings=True)
-    return GPT(config).double()
 
 
 def step_errors(rank: int, world: int, backend: str) -> list[tuple[float, float, set[int]]]:

@@ -6,7 +6,7 @@ import torch
 from dcpc.errors import ProfileError
 from dcpc.symbolic_profile import calibrate_cpu, detect, evaluator, find, profile_partition
 from dcpc.symbolic_profile.polynomials import Basis, QueryBlock, undominated
-from tests.symbolic_profile.joint_graphs import BATCH, GPT, SEQ, capture, case
+from tests.cases.joint_graphs import BATCH, GPT, SEQ, capture, case
 
 
 def test_arrays_of_sizes_give_each_points_value():

@@ -6,7 +6,7 @@ from dcpc.buckets import Bucket
 from dcpc.ir import BucketPlan
 from dcpc.symbolic_profile import ReportRow, evaluator, find, formula, profile_partition
 from dcpc.symbolic_profile.report import bytes_text, dominating_term, render_report, seconds_text
-from tests.symbolic_profile.joint_graphs import BATCH, SEQ, case
+from tests.cases.joint_graphs import BATCH, SEQ, case
 
 
 def row(model: str, seq: int) -> ReportRow:
@@ -17,7 +17,7 @@ def row(model: str, seq: int) -> ReportRow:
         bucket=Bucket.of({"seq": seq}),
         sp=1,
         micro_batch=4,
-        recompute=1,
+        menu_step=1,
         steps=2,
         seconds_s=at.seconds(dims, find("h200")),
         peak_bytes=at.peak_bytes(dims),

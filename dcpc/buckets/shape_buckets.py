@@ -1,0 +1,396 @@
+"""Input specs and shape buckets: what a user declares, checked, and the look-up by shape.
+
+    buckets = Buckets(
+        inputs={"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"},
+        sizes=[{"seq": 512}, {"seq": 2048}],
+    )
+
+The same as a file for `Buckets.from_yaml`:
+
+    inputs:
+      input_ids: int64[batch, seq]
+      labels: int64[batch, seq]
+    sizes:
+      - {seq: 512}
+      - {seq: 2048}
+"""
+
+import keyword
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Self
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
+
+from dcpc.buckets.specs import MAX_SIZE, DimExpr, InputSpec, Sizes
+from dcpc.buckets.yaml_lines import FieldPath, read_yaml
+from dcpc.errors import BucketError, DispatchError
+
+__all__ = ["BATCH", "MAX_BATCH", "Bucket", "Buckets", "DimExpr", "InputSpec", "Sizes"]
+
+BATCH = "batch"
+# Range of `batch` where a size leaves it to the planner: no plan has a larger micro-batch.
+MAX_BATCH = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One exact shape: a length for every named dim, and for `batch` if the user gave it.
+
+    A given batch is the largest micro-batch of this bucket; otherwise the planner chooses it.
+    """
+
+    dims: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Self:
+        """Returns the bucket of these lengths, in whatever order they come."""
+        return cls(tuple(sorted(sizes.items())))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Length of each name, as a new dict."""
+        return dict(self.dims)
+
+    @property
+    def batch(self) -> int | None:
+        """Largest micro-batch, None where the planner chooses it."""
+        return self.sizes.get(BATCH)
+
+    @property
+    def shape_key(self) -> tuple[tuple[str, int], ...]:
+        """The dims without `batch`: no two buckets have the same."""
+        return tuple(dim for dim in self.dims if dim[0] != BATCH)
+
+    def __getitem__(self, name: str) -> int:
+        return self.sizes[name]
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{name}: {size}" for name, size in self.dims) + "}"
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Buckets:
+    """The shapes a model is compiled for.
+
+    Attributes:
+        inputs: spec of each keyword argument of the model's forward.
+        buckets: the shape buckets, in the order given.
+    """
+
+    inputs: Mapping[str, InputSpec]
+    buckets: tuple[Bucket, ...]
+
+    def __init__(self, inputs: Mapping[str, str], sizes: Sequence[Mapping[str, int]]) -> None:
+        """Checks and parses a declaration.
+
+        Args:
+            inputs: argument name -> `dtype[dim, ...]`; a dim is a name, an integer, or a name with
+                one or more of `*k`, `//k`, `+k`, `-k`, in this order.
+            sizes: for each bucket, the exact length of every name; `batch` may be left out.
+
+        Raises:
+            BucketError: names each wrong field, what was got, what is expected, and what to do.
+        """
+        self._set({"inputs": inputs, "sizes": sizes}, _python_place)
+
+    @classmethod
+    def from_yaml(cls, file: str | Path) -> Self:
+        """Returns the buckets declared in a YAML file with the fields `inputs` and `sizes`.
+
+        Raises:
+            BucketError: as from Python, with file and line of each wrong field.
+        """
+        document = read_yaml(file, BucketError)
+
+        def place(path: FieldPath) -> str:
+            return f"{document.place(path)}: {_field(path)}"
+
+        buckets = cls.__new__(cls)
+        buckets._set(document.data, place)
+        return buckets
+
+    def to_yaml(self, file: str | Path | None = None) -> str:
+        """Returns the declaration as YAML that `from_yaml` reads, and writes it if told where."""
+        data = {
+            "inputs": {name: str(spec) for name, spec in self.inputs.items()},
+            "sizes": [bucket.sizes for bucket in self.buckets],
+        }
+        text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
+        if file is not None:
+            Path(file).write_text(text, encoding="utf-8")
+        return text
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The named dims, in order of first appearance in the input specs."""
+        return _names(self.inputs)
+
+    def range_of(self, name: str) -> tuple[int, int]:
+        """Returns the smallest and the largest length of a named dim over the buckets.
+
+        `batch` goes from 1 to the largest given, and to `MAX_BATCH` if any bucket leaves it open.
+        """
+        if name == BATCH:
+            return 1, max(bucket.batch or MAX_BATCH for bucket in self.buckets)
+        sizes = [bucket[name] for bucket in self.buckets]
+        return min(sizes), max(sizes)
+
+    def by_ones(self) -> dict[frozenset[str], "Buckets"]:
+        """Returns the buckets by which of their dims are 1, `batch` apart: what needs own traces.
+
+        A model may run other code where a dim is 1 (an image is a video of one frame), and torch
+        takes a size of 1 for a constant.
+        """
+        found: dict[frozenset[str], list[Bucket]] = {}
+        for bucket in self.buckets:
+            ones = frozenset(name for name, size in bucket.shape_key if size == 1)
+            found.setdefault(ones, []).append(bucket)
+        return {ones: self._only(mine) for ones, mine in found.items()}
+
+    def match(
+        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    ) -> tuple[Bucket, dict[str, int]]:
+        """Returns the bucket of a call's arguments and the length of every name, batch included.
+
+        Args:
+            shapes: argument name -> shape.
+            dtypes: argument name -> dtype.
+
+        Raises:
+            DispatchError: names, dtypes, ndims or dims contradict the specs, or no bucket has
+                these lengths.
+        """
+        self._check_arguments(shapes, dtypes)
+        dims = self._solve_dims(shapes)
+        for arg, spec in self.inputs.items():
+            if spec.shape(dims) != tuple(shapes[arg]):
+                self._refuse(
+                    f"argument '{arg}': got shape {tuple(shapes[arg])}; expected {spec}, which is "
+                    f"{spec.shape(dims)} where {Bucket.of(dims)}; make the arguments agree"
+                )
+        bucket = self._by_key.get(Bucket.of(dims).shape_key)
+        if bucket is None:
+            got = ", ".join(f"'{arg}' {tuple(shape)}" for arg, shape in shapes.items())
+            self._refuse(
+                f"arguments {got}: got {Bucket.of(dims)}; expected the lengths of a bucket; "
+                "cut or pad the samples to one, or add these lengths to sizes="
+            )
+        limit = bucket.batch or MAX_BATCH
+        if dims.get(BATCH, 1) > limit:
+            self._refuse(
+                f"bucket {bucket}: got batch {dims[BATCH]}; expected at most {limit}; "
+                "split the batch, or raise batch in this size"
+            )
+        return bucket, dims
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self.buckets)
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Buckets):
+            return NotImplemented
+        return (self.inputs, self.buckets) == (other.inputs, other.buckets)
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.inputs.items()), self.buckets))
+
+    def __repr__(self) -> str:
+        inputs = {name: str(spec) for name, spec in self.inputs.items()}
+        return f"Buckets(inputs={inputs}, sizes={[bucket.sizes for bucket in self.buckets]})"
+
+    def _only(self, buckets: Sequence[Bucket]) -> "Buckets":
+        mine = Buckets.__new__(Buckets)
+        mine._fill(self.inputs, tuple(buckets))
+        return mine
+
+    def _set(self, raw: Any, place: Callable[[FieldPath], str]) -> None:
+        inputs, sizes = _validate(raw, place)
+        self._fill(inputs, tuple(map(Bucket.of, sizes)))
+
+    def _fill(self, inputs: Mapping[str, InputSpec], buckets: tuple[Bucket, ...]) -> None:
+        object.__setattr__(self, "inputs", inputs)
+        object.__setattr__(self, "buckets", buckets)
+        object.__setattr__(self, "_by_key", {b.shape_key: b for b in buckets})
+
+    _by_key: Mapping[tuple[tuple[str, int], ...], Bucket]
+
+    def _refuse(self, problem: str) -> NoReturn:
+        shown = ", ".join(map(str, self.buckets[:8])) + (", ..." if len(self) > 8 else "")
+        raise DispatchError(f"{problem}\n  {len(self)} bucket(s): {shown}")
+
+    def _check_arguments(
+        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """Refuses names, dtypes and ndims that contradict the specs."""
+        if shapes.keys() != self.inputs.keys():
+            missing = ", ".join(sorted(self.inputs.keys() - shapes.keys())) or "none"
+            unknown = ", ".join(sorted(shapes.keys() - self.inputs.keys())) or "none"
+            self._refuse(
+                f"arguments: got missing: {missing}; unknown: {unknown}; expected exactly "
+                f"{', '.join(self.inputs)}; pass these by keyword"
+            )
+        for arg, spec in self.inputs.items():
+            if dtypes.get(arg) != spec.dtype:
+                self._refuse(
+                    f"argument '{arg}': got dtype {dtypes.get(arg)}; expected {spec.dtype}; "
+                    f"convert it by .to({spec.dtype})"
+                )
+            if len(shapes[arg]) != len(spec.dims):
+                self._refuse(
+                    f"argument '{arg}': got {len(shapes[arg])} dims, shape {tuple(shapes[arg])}; "
+                    f"expected {len(spec.dims)}, {spec}; reshape it or correct its spec"
+                )
+
+    def _solve_dims(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Returns the length of every name, read where the name first stands without a `//`."""
+        dims: dict[str, int] = {}
+        for arg, spec in self.inputs.items():
+            for i, (dim, size) in enumerate(zip(spec.dims, shapes[arg], strict=True)):
+                if dim.name is None or dim.name in dims or dim.divisor > 1:
+                    continue
+                value = dim.solve(size)
+                if value is None:
+                    self._refuse(
+                        f"argument '{arg}': got {size} in dim {i}, shape {tuple(shapes[arg])}; "
+                        f"expected '{dim}' for an integer {dim.name} >= 1; correct this argument"
+                    )
+                dims[dim.name] = value
+        return dims
+
+
+class _Declaration(BaseModel):
+    """Types of the fields; what they say to each other is checked after."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    inputs: Annotated[dict[StrictStr, StrictStr], Field(min_length=1)]
+    sizes: Annotated[
+        list[dict[StrictStr, Annotated[int, Field(strict=True, ge=1, le=MAX_SIZE)]]],
+        Field(min_length=1),
+    ]
+
+
+# pydantic's error type -> expected; what to do.
+_EXPECTED = {
+    "int": f"an integer from 1 to {MAX_SIZE}; write the exact length of this dim",
+    "string": "a text; write names as plain words and specs as dtype[dim, ...]",
+    "dict": "a mapping; write `name: value` pairs",
+    "mapping": "a mapping; write `name: value` pairs",
+    "list": "a list of sizes; write one mapping of lengths for each bucket",
+    "model": "a mapping with the fields inputs and sizes; write both",
+    "too": "at least one entry; add one",
+    "missing": "this field; add it",
+    "extra": "only the fields inputs and sizes; remove it",
+    "invalid": "only the fields inputs and sizes; remove it",
+    "greater": f"an integer from 1 to {MAX_SIZE}; write the exact length of this dim",
+    "less": f"an integer from 1 to {MAX_SIZE}; write the exact length of this dim",
+}
+
+
+def _validate(
+    raw: Any, place: Callable[[FieldPath], str]
+) -> tuple[dict[str, InputSpec], list[dict[str, int]]]:
+    try:
+        declared = _Declaration.model_validate(raw)
+    except ValidationError as e:
+        problems = []
+        for error in e.errors():
+            path = tuple(part for part in error["loc"] if part != "[key]")
+            got = "nothing" if error["type"] == "missing" else reprlib.repr(error["input"])
+            expected = _EXPECTED.get(error["type"].split("_")[0], error["msg"])
+            problems.append(f"{place(path)}: got {got}; expected {expected}")
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise BucketError("\n".join(problems[:8] + more)) from None
+    inputs = _parse_inputs(declared.inputs, place)
+    _check_sizes(inputs, declared.sizes, place)
+    return inputs, declared.sizes
+
+
+def _parse_inputs(
+    declared: Mapping[str, str], place: Callable[[FieldPath], str]
+) -> dict[str, InputSpec]:
+    inputs = {}
+    for name, text in declared.items():
+        where = place(("inputs", name))
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise BucketError(
+                f"{where}: got argument name {name!r}; expected the name of a keyword argument of "
+                "the model's forward; correct it"
+            )
+        try:
+            inputs[name] = InputSpec.parse(text)
+        except BucketError as e:
+            raise BucketError(f"{where}: {e}") from None
+    determined = {d.name for spec in inputs.values() for d in spec.dims if d.divisor == 1}
+    for name, spec in inputs.items():
+        for dim in spec.dims:
+            if dim.name not in determined:
+                raise BucketError(
+                    f"{place(('inputs', name))}: got dim '{dim}' and no other use of '{dim.name}'; "
+                    f"expected a dim that determines it, without //; rename '{dim}' to one name"
+                )
+    return inputs
+
+
+def _check_sizes(
+    inputs: Mapping[str, InputSpec],
+    sizes: Sequence[Mapping[str, int]],
+    place: Callable[[FieldPath], str],
+) -> None:
+    names = _names(inputs)
+    first: dict[tuple[tuple[str, int], ...], int] = {}
+    for i, size in enumerate(sizes):
+        bucket = Bucket.of(size)
+        for name in size:
+            if name not in names:
+                raise BucketError(
+                    f"{place(('sizes', i, name))}: got dim '{name}', which no input has; expected "
+                    f"{', '.join(names) or 'none'}; remove it, or use it in an input spec"
+                )
+        missing = [name for name in names if name not in size and name != BATCH]
+        if missing:
+            raise BucketError(
+                f"{place(('sizes', i))}: got {bucket}; expected a length for {', '.join(missing)} "
+                "too; add it"
+            )
+        _check_lengths(inputs, bucket, place(("sizes", i)))
+        j = first.setdefault(bucket.shape_key, i)
+        if j != i:
+            raise BucketError(
+                f"{place(('sizes', i))}: got {bucket}, the same shape as sizes[{j}] "
+                f"{Bucket.of(sizes[j])}; expected each shape once (batch does not tell them "
+                "apart); remove one"
+            )
+
+
+def _check_lengths(inputs: Mapping[str, InputSpec], bucket: Bucket, where: str) -> None:
+    for arg, spec in inputs.items():
+        for dim in spec.dims:
+            length = dim.evaluate({BATCH: 1, **bucket.sizes})
+            if length < 1:
+                raise BucketError(
+                    f"{where}: got {bucket}, where dim '{dim}' of input '{arg}' is {length}; "
+                    f"expected at least 1; raise {dim.name} or correct the spec"
+                )
+
+
+def _names(inputs: Mapping[str, InputSpec]) -> tuple[str, ...]:
+    found = (dim.name for spec in inputs.values() for dim in spec.dims if dim.name is not None)
+    return tuple(dict.fromkeys(found))
+
+
+def _field(path: FieldPath) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".") or "the file"
+
+
+def _python_place(path: FieldPath) -> str:
+    return f"Buckets: {_field(path)}"

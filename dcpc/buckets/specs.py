@@ -1,0 +1,147 @@
+"""Input specs: dtype and named dims of one argument, parsed from `int64[batch, seq]`."""
+
+import difflib
+import keyword
+import re
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import sympy
+import torch
+
+from dcpc.errors import BucketError
+
+Sizes = Mapping[str, int]  # of dims, by their names
+
+# A dim is stored in 64 bits, and products of two dims must fit as well.
+MAX_SIZE = (1 << 31) - 1
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
+        *("complex64", "complex128"),
+    )
+}
+
+_GRAMMAR = "name, integer, name*2, name//2, name+1 or name-1"
+_SPEC = re.compile(r"\s*(?P<dtype>\w+)\s*\[(?P<dims>[^\[\]]*)\]\s*", re.ASCII)
+_DIM = re.compile(
+    r"\s*(?:(?P<left>\d+)\s*\*\s*)?(?P<name>[A-Za-z_]\w*)\s*"
+    r"(?:\*\s*(?P<right>\d+)\s*)?(?://\s*(?P<divisor>\d+)\s*)?"
+    r"(?:(?P<sign>[+-])\s*(?P<offset>\d+)\s*)?",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DimExpr:
+    """One dim of an input: `name * multiplier // divisor + offset`; without a name, `offset`."""
+
+    name: str | None
+    multiplier: int = 1
+    divisor: int = 1
+    offset: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Returns the dim that a text such as `seq`, `77`, `seq*2` or `seq+1` stands for.
+
+        Raises:
+            BucketError: the text is not of this grammar.
+        """
+        if re.fullmatch(r"\s*\d+\s*", text, re.ASCII):
+            return cls(None, offset=_constant(text, text))
+        match = _DIM.fullmatch(text)
+        if not match or (match["left"] and match["right"]) or keyword.iskeyword(match["name"]):
+            raise BucketError(f"got dim '{text.strip()}'; expected {_GRAMMAR}; rewrite this dim")
+        multiplier = match["left"] or match["right"] or "1"
+        offset = _constant(match["offset"], text) if match["offset"] else 0
+        return cls(
+            match["name"],
+            multiplier=_constant(multiplier, text),
+            divisor=_constant(match["divisor"] or "1", text),
+            offset=-offset if match["sign"] == "-" else offset,
+        )
+
+    def evaluate(self, sizes: Mapping[str, int]) -> int:
+        """Returns this dim's length, given the length of every name."""
+        if self.name is None:
+            return self.offset
+        return sizes[self.name] * self.multiplier // self.divisor + self.offset
+
+    def sympy(self, symbols: Mapping[str, sympy.Expr]) -> sympy.Expr:
+        """Returns this dim's length as an expression, given a symbol for every name."""
+        if self.name is None:
+            return sympy.Integer(self.offset)
+        product = symbols[self.name] * self.multiplier
+        return (sympy.floor(product / self.divisor) if self.divisor > 1 else product) + self.offset
+
+    def solve(self, value: int) -> int | None:
+        """Returns the one length >= 1 of `name` that makes this dim `value`.
+
+        None where there is none, or where it is not determined: a constant, or a `//`.
+        """
+        if self.name is None or self.divisor > 1:
+            return None
+        size, rest = divmod(value - self.offset, self.multiplier)
+        return size if rest == 0 and size >= 1 else None
+
+    def __str__(self) -> str:
+        if self.name is None:
+            return str(self.offset)
+        text = self.name
+        text += f"*{self.multiplier}" if self.multiplier > 1 else ""
+        text += f"//{self.divisor}" if self.divisor > 1 else ""
+        return text + (f"{self.offset:+d}" if self.offset else "")
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """dtype and dims of one keyword argument of the model's forward."""
+
+    dtype: torch.dtype
+    dims: tuple[DimExpr, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Returns the spec that a text such as `int64[batch, seq]` or `float32[]` stands for.
+
+        Raises:
+            BucketError: the text is not of this grammar, or names no dtype of torch.
+        """
+        match = _SPEC.fullmatch(text)
+        if not match:
+            raise BucketError(
+                f"got '{text}'; expected dtype[dim, ...] such as int64[batch, seq] or float32[]; "
+                "rewrite this spec"
+            )
+        dtype = DTYPES.get(match["dtype"])
+        if dtype is None:
+            close = difflib.get_close_matches(match["dtype"], DTYPES, n=1, cutoff=0.5)
+            hint = f"write {close[0]}" if close else "use one of these"
+            raise BucketError(
+                f"got dtype '{match['dtype']}'; expected one of {', '.join(DTYPES)}; {hint}"
+            )
+        dims = match["dims"]
+        return cls(dtype, tuple(map(DimExpr.parse, dims.split(","))) if dims.strip() else ())
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Returns the shape, given the length of every name."""
+        return tuple(dim.evaluate(sizes) for dim in self.dims)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.dims))}]"
+
+
+def _constant(text: str, dim: str) -> int:
+    # The length bound keeps int() from its own limit of 4300 digits.
+    if len(text.strip()) > 10 or not 1 <= int(text) <= MAX_SIZE:
+        raise BucketError(
+            f"got dim '{reprlib.repr(dim.strip())[1:-1]}'; expected integers from 1 to {MAX_SIZE} "
+            "in it; rewrite this dim"
+        )
+    return int(text)

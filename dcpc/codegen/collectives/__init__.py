@@ -1,0 +1,1 @@
+"""Pieces of factors, and the collectives that change them."""

@@ -1,0 +1,418 @@
+"""Collectives as PyTorch ops with autograd, for pieces whose sizes differ by one (or by a cut end).
+
+Each op's backward is its linear transpose: all-gather <-> reduce-scatter, all-to-all <-> all-to-all
+with the dims swapped, narrow <-> widen, all-reduce <-> all-reduce. A piece is described by its
+size, parent, shift and whether it is zigzag: see `pieces.py`. What is whole is always in order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpc.codegen.collectives.pieces import Run, runs
+from dcpc.errors import CodegenError
+
+
+@dataclass(slots=True)
+class WireLog:
+    """Counts what this rank sends: bytes to other ranks, and calls, by collective."""
+
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, sent_bytes: int) -> None:
+        """Adds one collective."""
+        self.sent_bytes[name] = self.sent_bytes.get(name, 0) + sent_bytes
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def total_bytes(self) -> int:
+        """Returns the bytes sent since the last `clear`."""
+        return sum(self.sent_bytes.values())
+
+    def clear(self) -> None:
+        """Starts again at zero."""
+        self.sent_bytes.clear()
+        self.calls.clear()
+
+
+wire_log = WireLog()
+_groups: dict[str, dist.ProcessGroup] = {}
+
+
+def bind_group(name: str, group: dist.ProcessGroup) -> None:
+    """Lets compiled graphs find a process group by name."""
+    _groups[name] = group
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Returns the process group that compiled graphs call by this name."""
+    group = _groups.get(name)
+    if group is None:
+        raise CodegenError(
+            f"a variant uses process group '{name}', which this process has not made; expected "
+            f"one of {', '.join(_groups) or 'none'}; call it through the compiled model "
+            "on every rank"
+        )
+    return group
+
+
+def _lengths(size: int, parent: int, shift: int, zigzag: bool, p: int) -> list[int]:
+    every = (runs(size, parent, shift, p, r, zigzag) for r in range(p))
+    return [sum(length for _, length in mine) for mine in every]
+
+
+def _pack(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Returns all pieces, flattened, one after the other: one copy, whatever their strides."""
+    packed = like.new_empty(sum(x.numel() for x in pieces))
+    for part, x in zip(packed.split([x.numel() for x in pieces]), pieces, strict=True):
+        part.view(x.shape).copy_(x)
+    return packed
+
+
+def scattered(
+    x: Tensor, dim: int, parent: int, shift: int, zigzag: bool, p: int
+) -> tuple[Tensor, ...]:
+    """Returns each rank's piece of a whole dim; memory of x where a piece is one run."""
+    size = x.shape[dim]
+    if not zigzag:
+        return tuple(torch.split(x, _lengths(size, parent, shift, False, p), dim))
+    pieces = (runs(size, parent, shift, p, r, zigzag) for r in range(p))
+    return tuple(torch.cat([x.narrow(dim, *run) for run in mine], dim) for mine in pieces)
+
+
+def gathered(
+    parts: Sequence[Tensor], dim: int, size: int, parent: int, shift: int, zigzag: bool
+) -> Tensor:
+    """Returns a whole dim of each rank's piece of it."""
+    if not zigzag:
+        return torch.cat(list(parts), dim)
+    placed: list[tuple[Run, Tensor]] = []
+    for rank, part in enumerate(parts):
+        mine = runs(size, parent, shift, len(parts), rank, zigzag)
+        placed += zip(mine, part.split([length for _, length in mine], dim), strict=True)
+    placed.sort(key=lambda item: item[0])
+    return torch.cat([part for _, part in placed], dim)
+
+
+def _exchange(
+    sends: Sequence[Tensor], receive_numels: list[int], like: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Sends one piece to each rank, returns what each rank sent here, flat."""
+    packed = _pack(sends, like)
+    received = like.new_empty(sum(receive_numels))
+    send_numels = [s.numel() for s in sends]
+    dist.all_to_all_single(
+        on_wire(received), on_wire(packed), receive_numels, send_numels, group=group
+    )
+    parts: tuple[Tensor, ...] = received.split(receive_numels)
+    return parts
+
+
+def on_wire(x: Tensor) -> Tensor:
+    """Returns a dense tensor's elements as a backend takes them: booleans as bytes.
+
+    On the CPU it is the same memory under another owner. Gloo's threads let go of what they sent
+    some time after the collective has returned, whenever they get to run: memory of theirs would
+    be freed late, by as much as a layer's activations. All collectives here wait until they are
+    done, and their caller holds `x` meanwhile.
+    """
+    x = x.view(torch.uint8) if x.dtype == torch.bool else x
+    if x.device.type != "cpu" or x.numel() == 0:
+        return x
+    memory = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
+    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
+
+
+def _log(name: str, sends: Sequence[Tensor], rank: int) -> None:
+    count = sum(s.numel() * s.element_size() for r, s in enumerate(sends) if r != rank)
+    wire_log.add(name, count)
+
+
+def _with_dim(x: Tensor, dim: int, length: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = length
+    return shape
+
+
+# ------------------------------------------------------------------------------ narrow and widen
+
+
+@torch.library.custom_op("dcpc::narrow", mutates_args=())
+def narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """Returns a copy of x[..., start : start + length, ...]."""
+    return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+@narrow.register_fake
+def _(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, length))
+
+
+@torch.library.custom_op("dcpc::widen", mutates_args=())
+def widen(x: Tensor, dim: int, start: int, size: int) -> Tensor:
+    """Returns zeros of length `size` along dim, with x at `start`."""
+    out = x.new_zeros(_with_dim(x, dim, size))
+    out.narrow(dim, start, x.shape[dim]).copy_(x)
+    return out
+
+
+@widen.register_fake
+def _(x: Tensor, dim: int, start: int, size: int) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, size))
+
+
+def _narrow_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, ctx.start, _ = inputs
+    ctx.size = x.shape[ctx.dim]
+
+
+def _narrow_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    return torch.ops.dcpc.widen(g, ctx.dim, ctx.start, ctx.size), None, None, None
+
+
+narrow.register_autograd(_narrow_backward, setup_context=_narrow_context)
+
+
+@torch.library.custom_op("dcpc::pick", mutates_args=())
+def pick(x: Tensor, dim: int, first: int, turn: int, second: int, length: int) -> Tensor:
+    """Returns a zigzag piece: `turn` elements from `first` on, then from `second` on, `length`."""
+    runs = (x.narrow(dim, first, turn), x.narrow(dim, second, length - turn))
+    return torch.cat(runs, dim)
+
+
+@pick.register_fake
+def _(x: Tensor, dim: int, first: int, turn: int, second: int, length: int) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, length))
+
+
+@torch.library.custom_op("dcpc::spread", mutates_args=())
+def spread(x: Tensor, dim: int, first: int, turn: int, second: int, size: int) -> Tensor:
+    """Returns zeros of length `size` along dim, with the runs of a zigzag piece in their places."""
+    out = x.new_zeros(_with_dim(x, dim, size))
+    rest = x.shape[dim] - turn
+    out.narrow(dim, first, turn).copy_(x.narrow(dim, 0, turn))
+    out.narrow(dim, second, rest).copy_(x.narrow(dim, turn, rest))
+    return out
+
+
+@spread.register_fake
+def _(x: Tensor, dim: int, first: int, turn: int, second: int, size: int) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, size))
+
+
+def _pick_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, ctx.first, ctx.turn, ctx.second, _ = inputs
+    ctx.size = x.shape[ctx.dim]
+
+
+def _pick_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    where = (ctx.dim, ctx.first, ctx.turn, ctx.second)
+    return torch.ops.dcpc.spread(g, *where, ctx.size), *(None,) * 5
+
+
+pick.register_autograd(_pick_backward, setup_context=_pick_context)
+
+
+# ------------------------------------------------------------------------------------ all-gather
+
+
+@torch.library.custom_op("dcpc::all_gather", mutates_args=())
+def all_gather(
+    x: Tensor, dim: int, size: int, parent: int, shift: int, zigzag: bool, group: str
+) -> Tensor:
+    """Returns the whole dim from every rank's piece of it."""
+    pg = group_named(group)
+    p, rank = pg.size(), pg.rank()
+    lengths = _lengths(size, parent, shift, zigzag, p)
+    wire_log.add("all_gather", (p - 1) * x.numel() * x.element_size())
+    # Every rank sends as much as the longest piece: gathering equal parts is what all backends do
+    # well, and pieces differ by one element of the dim.
+    # Its own goes where it will lie in the end, so that no copy of it lives beside what comes.
+    every = x.new_empty((p, *_with_dim(x, dim, max(lengths))))
+    mine = every[rank]
+    mine.narrow(dim, 0, lengths[rank]).copy_(x)
+    dist.all_gather_into_tensor(on_wire(every.view(-1)), on_wire(mine.view(-1)), group=pg)
+    parts = [every[r].narrow(dim, 0, n) for r, n in enumerate(lengths)]
+    return gathered(parts, dim, size, parent, shift, zigzag)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+@all_gather.register_fake
+def _(x: Tensor, dim: int, size: int, parent: int, shift: int, zigzag: bool, group: str) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, size))
+
+
+@torch.library.custom_op("dcpc::reduce_scatter", mutates_args=())
+def reduce_scatter(
+    x: Tensor, dim: int, length: int, parent: int, shift: int, zigzag: bool, group: str
+) -> Tensor:
+    """Returns this rank's piece of the sum of all ranks' x; `length` is the piece's."""
+    pg = group_named(group)
+    p, rank = pg.size(), pg.rank()
+    sends = scattered(x, dim, parent, shift, zigzag, p)
+    _log("reduce_scatter", sends, rank)
+    received = _exchange(sends, [sends[rank].numel()] * p, x, pg)
+    out = received[0].clone()
+    for piece_of_rank in received[1:]:
+        out += piece_of_rank
+    return out.view(sends[rank].shape)
+
+
+@reduce_scatter.register_fake
+def _(
+    x: Tensor, dim: int, length: int, parent: int, shift: int, zigzag: bool, group: str
+) -> Tensor:
+    return x.new_empty(_with_dim(x, dim, length))
+
+
+def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, _, *ctx.split, ctx.group = inputs
+    ctx.length = x.shape[ctx.dim]
+
+
+def _gather_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    out = torch.ops.dcpc.reduce_scatter(g, ctx.dim, ctx.length, *ctx.split, ctx.group)
+    return out, *(None,) * 6
+
+
+def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, _, *ctx.split, ctx.group = inputs
+    ctx.size = x.shape[ctx.dim]
+
+
+def _scatter_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    out = torch.ops.dcpc.all_gather(g, ctx.dim, ctx.size, *ctx.split, ctx.group)
+    return out, *(None,) * 6
+
+
+all_gather.register_autograd(_gather_backward, setup_context=_gather_context)
+reduce_scatter.register_autograd(_scatter_backward, setup_context=_scatter_context)
+
+
+# ------------------------------------------------------------------------------------ all-to-all
+
+
+@torch.library.custom_op("dcpc::all_to_all", mutates_args=())
+def all_to_all(
+    x: Tensor,
+    gather_dim: int,
+    gather_size: int,
+    gather_parent: int,
+    gather_shift: int,
+    gather_zigzag: bool,
+    scatter_dim: int,
+    scatter_length: int,
+    scatter_parent: int,
+    scatter_shift: int,
+    scatter_zigzag: bool,
+    group: str,
+) -> Tensor:
+    """Returns x whole along `gather_dim` and this rank's piece of it along `scatter_dim`.
+
+    Args:
+        x: this rank's piece along `gather_dim`, whole along `scatter_dim`.
+        gather_dim: dim that becomes whole.
+        gather_size: its whole length.
+        gather_parent: its parent's length.
+        gather_shift: its shift in the parent.
+        gather_zigzag: whether its pieces are zigzag.
+        scatter_dim: dim that becomes a piece.
+        scatter_length: this rank's length of it.
+        scatter_parent: its parent's length.
+        scatter_shift: its shift in the parent.
+        scatter_zigzag: whether its pieces are zigzag.
+        group: name of the process group.
+    """
+    pg = group_named(group)
+    p, rank = pg.size(), pg.rank()
+    gathers = _lengths(gather_size, gather_parent, gather_shift, gather_zigzag, p)
+    sends = scattered(x, scatter_dim, scatter_parent, scatter_shift, scatter_zigzag, p)
+    _log("all_to_all", sends, rank)
+    shapes = []
+    for length in gathers:
+        shape = _with_dim(x, gather_dim, length)
+        shape[scatter_dim] = sends[rank].shape[scatter_dim]
+        shapes.append(shape)
+    received = _exchange(sends, [_numel(s) for s in shapes], x, pg)
+    parts = [r.view(s) for r, s in zip(received, shapes, strict=True)]
+    return gathered(parts, gather_dim, gather_size, gather_parent, gather_shift, gather_zigzag)
+
+
+@all_to_all.register_fake
+def _(
+    x: Tensor,
+    gather_dim: int,
+    gather_size: int,
+    gather_parent: int,
+    gather_shift: int,
+    gather_zigzag: bool,
+    scatter_dim: int,
+    scatter_length: int,
+    scatter_parent: int,
+    scatter_shift: int,
+    scatter_zigzag: bool,
+    group: str,
+) -> Tensor:
+    shape = _with_dim(x, gather_dim, gather_size)
+    shape[scatter_dim] = scatter_length
+    return x.new_empty(shape)
+
+
+def _a2a_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.gather_dim, _, *gather = inputs[:6]
+    ctx.scatter_dim, _, *scatter, ctx.group = inputs[6:]
+    ctx.gather, ctx.scatter = gather, scatter
+    ctx.gather_length, ctx.scatter_size = x.shape[ctx.gather_dim], x.shape[ctx.scatter_dim]
+
+
+def _a2a_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    gathered = (ctx.scatter_dim, ctx.scatter_size, *ctx.scatter)
+    scattered = (ctx.gather_dim, ctx.gather_length, *ctx.gather)
+    out = torch.ops.dcpc.all_to_all(g, *gathered, *scattered, ctx.group)
+    return (out, *[None] * 11)
+
+
+all_to_all.register_autograd(_a2a_backward, setup_context=_a2a_context)
+
+
+# ------------------------------------------------------------------------------------ all-reduce
+
+
+@torch.library.custom_op("dcpc::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """Returns the sum of all ranks' x."""
+    pg = group_named(group)
+    out = x.clone(memory_format=torch.contiguous_format)
+    p = pg.size()
+    wire_log.add("all_reduce", 2 * out.numel() * out.element_size() * (p - 1) // p)
+    dist.all_reduce(on_wire(out), group=pg)
+    return out
+
+
+@all_reduce.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _reduce_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _reduce_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    return torch.ops.dcpc.all_reduce(g, ctx.group), None
+
+
+all_reduce.register_autograd(_reduce_backward, setup_context=_reduce_context)

@@ -1,0 +1,189 @@
+"""What all ranks of a group get from a collective, given what each of them puts in.
+
+One function a collective, from the list of all ranks' arguments (by name) to the list of their
+results: the definition of what `collectives.py`, `ring_swap.py` and `ring.py` do by messages. Sums
+are in the order of the real ones but for `all_reduce`, whose order is the backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpc.codegen.collectives.collectives import gathered, scattered
+from dcpc.codegen.collectives.ring import empty_results, nothing, placed
+from dcpc.codegen.collectives.ring_route import DIRECTIONS, Route, RowSplit
+from dcpc.codegen.collectives.ring_swap import in_order, rows_of
+from dcpc.ops.attention import Backward, Forward, Operands, Sight, accumulated, empty_gradient
+
+ops = torch.ops.dcpc
+Call = Mapping[str, Any]  # the arguments of one rank's call, by name
+
+
+def added_up(pieces: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of one tensor a rank, in the order of ranks."""
+    out = pieces[0].clone(memory_format=torch.contiguous_format)
+    for piece in pieces[1:]:
+        assert piece.shape == out.shape, f"a sum of {tuple(out.shape)} and {tuple(piece.shape)}"
+        out += piece
+    return out
+
+
+def _whole(calls: Sequence[Call], prefix: str = "") -> Tensor:
+    """Returns what ranks have pieces of, whole."""
+    first = calls[0]
+    dim = first[f"{prefix}dim"]
+    how = [first[f"{prefix}{name}"] for name in ("size", "parent", "shift", "zigzag")]
+    return gathered([c["x"] for c in calls], dim, *how)
+
+
+def _pieces(x: Tensor, calls: Sequence[Call], prefix: str = "") -> list[Tensor]:
+    """Returns each rank's piece of what is whole."""
+    first = calls[0]
+    dim = first[f"{prefix}dim"]
+    parent, shift, zigzag = (first[f"{prefix}{name}"] for name in ("parent", "shift", "zigzag"))
+    every = scattered(x, dim, parent, shift, zigzag, len(calls))
+    found = [piece.contiguous() for piece in every]
+    for call, piece in zip(calls, found, strict=True):
+        got, expected = piece.shape[dim], call[f"{prefix}length"]
+        assert got == expected, f"a piece of dim {dim}: got length {got}, expected {expected}"
+    return found
+
+
+def _all_gather(calls: Sequence[Call]) -> list[Tensor]:
+    return [_whole(calls)] * len(calls)
+
+
+def _reduce_scatter(calls: Sequence[Call]) -> list[Tensor]:
+    return _pieces(added_up([c["x"] for c in calls]), calls)
+
+
+def _all_to_all(calls: Sequence[Call]) -> list[Tensor]:
+    return _pieces(_whole(calls, "gather_"), calls, "scatter_")
+
+
+def _all_reduce(calls: Sequence[Call]) -> list[Tensor]:
+    return [added_up([c["x"] for c in calls])] * len(calls)
+
+
+def _swap(calls: Sequence[Call]) -> list[Tensor]:
+    """Rows against heads in each block of consecutive ranks."""
+    first, p = calls[0], len(calls)
+    across, rows_dim, heads_dim = first["across"], first["rows_dim"], first["heads_dim"]
+    how = (first["rows_size"], first["rows_parent"], first["rows_shift"], first["zigzag"])
+    split = RowSplit(*how, first["rows_each"])
+    found = []
+    for start in range(0, p, across):
+        block = [c["x"] for c in calls[start : start + across]]
+        pieces = [split.runs(p, 1, start + i) for i in range(across)]
+        if first["to_heads"]:
+            heads = [x.split(first["heads"] // across, heads_dim) for x in block]
+            every = [in_order([h[i] for h in heads], pieces, rows_dim) for i in range(across)]
+        else:
+            rows = [rows_of(x, pieces, rows_dim) for x in block]
+            every = [torch.cat([r[i] for r in rows], heads_dim) for i in range(across)]
+        found += every
+    for call, x in zip(calls, found, strict=True):
+        got, expected = x.shape[rows_dim], call["rows_length"]
+        assert got == expected, f"rows after a swap: got {got}, expected {expected}"
+    return found
+
+
+# ------------------------------------------------------------------------------------------ rings
+
+
+def _placed(call: Call, p: int, rank: int) -> tuple[Route, Operands]:
+    queries, keys = (
+        RowSplit(*(call[f"{of}_{name}"] for name in ("size", "parent", "shift", "zigzag", "rows")))
+        for of in ("query", "key")
+    )
+    sight = Sight(call["scale"], call["before"], call["after"], 0, call["empty"])
+    tensors = call["query"], call["key"], call["value"]
+    hiding = call["mask"], call["keep"], call["segment"]
+    return placed(tensors, hiding, sight, (queries, keys), call["across"], p, rank)
+
+
+def _nothing(call: Call) -> bool:
+    return nothing(call["query"], call["key"], call["value"]) or not call["key_size"]
+
+
+def _visits(way: Route) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (direction, rank, position whose keys come there, rank they are of), step by step."""
+    for direction in DIRECTIONS:
+        for step in range(0 if direction > 0 else 1, max(way.hops(direction)) + 1):
+            for rank in range(way.p):
+                owner = way.held(rank // way.across, step, direction)
+                if owner is not None:
+                    yield direction, rank, owner, owner * way.across + rank % way.across
+
+
+def _come(calls: Sequence[Call], rank: int, source: int) -> tuple[Tensor, Tensor]:
+    """Returns a rank's keys and values as another one has them: what was sent is dense."""
+    k, v = calls[source]["key"], calls[source]["value"]
+    return (k, v) if source == rank else (k.contiguous(), v.contiguous())
+
+
+def _ring_forward(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor]]:
+    if _nothing(calls[0]):
+        empty = [empty_results(c["query"], c["value"], c["mask"]) for c in calls]
+        return [(out.zero_(), lse.zero_()) for out, lse in empty]
+    routes = [_placed(c, len(calls), rank) for rank, c in enumerate(calls)]
+    pairs = zip(routes, calls, strict=True)
+    states = [Forward(given, c["query"], c["value"]) for (_, given), c in pairs]
+    way = routes[0][0]
+    for _, rank, owner, source in _visits(way):
+        k, v = _come(calls, rank, source)
+        states[rank].add(k, v, way.keys[owner])
+    return [state.finish() for state in states]
+
+
+def _ring_backward(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Gradients of keys are added up on their way, those that went back last, as in the ring."""
+    own = ("query", "key", "value")
+    if _nothing(calls[0]):
+        zeros = [tuple(empty_gradient(c[name]).zero_() for name in own) for c in calls]
+        return [(dq, dk, dv) for dq, dk, dv in zeros]
+    routes = [_placed(c, len(calls), rank) for rank, c in enumerate(calls)]
+    pairs = zip(routes, calls, strict=True)
+    states = [
+        Backward(given, c["grad_out"], c["query"], c["out"], c["logsumexp"])
+        for (_, given), c in pairs
+    ]
+    way = routes[0][0]
+    sums: dict[tuple[int, int], list[Tensor]] = {}  # (whose, direction) -> of keys, of values
+    for direction, rank, owner, source in _visits(way):
+        k, v = _come(calls, rank, source)
+        dk, dv = (x.new_zeros(x.shape, dtype=accumulated(x.dtype)) for x in (k, v))
+        states[rank].add(k, v, way.keys[owner], dk, dv)
+        more = [dk, dv]
+        before = sums.get((source, direction))
+        sums[source, direction] = more if before is None else _added(more, before)
+    found = []
+    for rank, (state, call) in enumerate(zip(states, calls, strict=True)):
+        mine, back = sums[rank, 1], sums.get((rank, -1))
+        mine = mine if back is None else _added(mine, back)
+        dk, dv = (
+            empty_gradient(call[name]).copy_(x)
+            for name, x in zip(("key", "value"), mine, strict=True)
+        )
+        found.append((state.finish(), dk, dv))
+    return found
+
+
+def _added(more: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
+    return [a.add_(b) for a, b in zip(more, before, strict=True)]
+
+
+# What ranks call together: of all ranks' arguments, all ranks' results.
+COLLECTIVES: Mapping[Any, Callable[[Sequence[Call]], Sequence[Any]]] = {
+    ops.all_gather.default: _all_gather,
+    ops.reduce_scatter.default: _reduce_scatter,
+    ops.all_to_all.default: _all_to_all,
+    ops.all_reduce.default: _all_reduce,
+    ops.swap.default: _swap,
+    ops.ring_attention_forward.default: _ring_forward,
+    ops.ring_attention_backward.default: _ring_backward,
+}

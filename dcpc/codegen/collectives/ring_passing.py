@@ -1,0 +1,212 @@
+"""Passes keys and values from rank to rank, the next while one computes with what it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
+from dcpc.codegen.collectives.ring_route import DIRECTIONS, Route
+from dcpc.ops.attention import Backward, Forward, accumulated
+
+
+@dataclass(frozen=True, slots=True)
+class KeysAndValues:
+    """Keys and values, or their gradients: both in one buffer."""
+
+    buffer: Tensor
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def empty(k: Tensor, v: Tensor, rows: int, dtype: torch.dtype) -> KeysAndValues:
+        """Returns memory for so many rows of keys and values like these."""
+        shapes = [(*x.shape[:2], rows, x.shape[3]) for x in (k, v)]
+        sizes = [a * b * c * d for a, b, c, d in shapes]
+        buffer = k.new_empty(sum(sizes), dtype=dtype)
+        parts = buffer.split(sizes)
+        return KeysAndValues(buffer, *(x.view(s) for x, s in zip(parts, shapes, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Messages that were started, and the memory to hold until they have arrived."""
+
+    works: list[dist.Work]
+    memory: list[Tensor]
+
+    def wait(self) -> None:
+        """Waits for all of them, and lets go of the memory."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        self.memory.clear()
+
+
+class RingPlace:
+    """One rank's place in the ring.
+
+    Args:
+        way: where keys go.
+        group: name of the process group.
+        k: the rank's keys `[b, g, t, d]`.
+        v: its values `[b, g, t, e]`.
+    """
+
+    def __init__(self, way: Route, group: str, k: Tensor, v: Tensor) -> None:
+        self._pg = group_named(group)
+        self._rank = self._pg.rank()
+        self.way, self.k, self.v = way, k, v
+        assert self._pg.size() == way.p, f"a ring of {way.p} ranks, a group of {self._pg.size()}"
+        self.position = self._rank // way.across
+        self.own = way.keys[self.position]
+        self._sent = 0
+
+    @property
+    def chains(self) -> list[Chain]:
+        """Both ways round that keys go: forward always, back where they do."""
+        every = [Chain(self, direction) for direction in DIRECTIONS]
+        return [chain for chain in every if chain.direction > 0 or chain.last]
+
+    def empty(self, owner: int, dtype: torch.dtype) -> KeysAndValues:
+        """Returns memory for some position's rows."""
+        return KeysAndValues.empty(self.k, self.v, self.way.rows(owner), dtype)
+
+    def post(self, *messages: tuple[KeysAndValues | None, int, bool]) -> UnderWay:
+        """Starts messages: (what, positions from here to the other, whether to send)."""
+        ops, held = [], []
+        for rows, distance, send in messages:
+            if rows is None or not rows.buffer.numel():
+                continue
+            peer = (self._rank + distance * self.way.across) % self.way.p
+            wire = on_wire(rows.buffer)
+            kind = dist.isend if send else dist.irecv
+            ops.append(dist.P2POp(kind, wire, group=self._pg, group_peer=peer))
+            held.append(rows.buffer)
+            self._sent += rows.buffer.nbytes if send else 0
+        return UnderWay(dist.batch_isend_irecv(ops) if ops else [], held)
+
+    def log(self) -> None:
+        """Counts what was sent."""
+        wire_log.add("ring", self._sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One way round: 1 to the next position, -1 to the one before."""
+
+    ring: RingPlace
+    direction: int
+
+    @property
+    def last(self) -> int:
+        """The last step at which any rank gets something."""
+        return max(self.ring.way.hops(self.direction))
+
+    def owner(self, step: int) -> int | None:
+        """Returns whose keys this rank has after some steps, None if it has none."""
+        return self.ring.way.held(self.ring.position, step, self.direction)
+
+    def passes_on(self, step: int) -> bool:
+        """Returns whether this rank sends on what it has at a step."""
+        owner = self.owner(step)
+        return owner is not None and step < self.ring.way.hops(self.direction)[owner]
+
+    def packed(self) -> KeysAndValues | None:
+        """Returns this rank's own keys and values as they are sent, None if they are not."""
+        if not self.passes_on(0):
+            return None
+        mine = self.ring.empty(self.ring.position, self.ring.k.dtype)
+        mine.k.copy_(self.ring.k)
+        mine.v.copy_(self.ring.v)
+        return mine
+
+    def next(self, step: int, held: KeysAndValues | None) -> tuple[KeysAndValues | None, UnderWay]:
+        """Starts the next step's exchange of keys and values; returns what comes."""
+        owner = self.owner(step + 1)
+        coming = None if owner is None else self.ring.empty(owner, self.ring.k.dtype)
+        sent = held if self.passes_on(step) else None
+        way = self.direction
+        return coming, self.ring.post((sent, way, True), (coming, -way, False))
+
+
+def pass_forward(ring: RingPlace, state: Forward) -> None:
+    """Adds to `state` all keys that come by, this rank's own first."""
+    for chain in ring.chains:
+        held = chain.packed()
+        for step in range(chain.last + 1):
+            coming, under_way = chain.next(step, held)
+            owner = chain.owner(step)
+            if step == 0 and chain.direction > 0:
+                state.add(ring.k, ring.v, ring.own)
+            elif step and owner is not None and held is not None:
+                state.add(held.k, held.v, ring.way.keys[owner])
+            under_way.wait()
+            held = coming
+
+
+def pass_backward(ring: RingPlace, state: Backward) -> KeysAndValues:
+    """Returns the gradients of this rank's keys and values, from all ranks."""
+    first, *rest = ring.chains
+    found = _gradients(first, state)
+    assert found is not None, "a rank's own keys have a gradient"
+    for chain in rest:
+        more = _gradients(chain, state)
+        if more is not None:
+            found.buffer.add_(more.buffer)
+    return found
+
+
+def _gradients(chain: Chain, state: Backward) -> KeysAndValues | None:
+    """Returns what one way round gives; this rank's own part goes along forward.
+
+    Gradients so far of the keys that a rank has come from the one before it a step behind them. It
+    adds its own and sends them on, or home if nobody after it has these keys.
+    """
+    ring, way = chain.ring, chain.direction
+    dtype, hops = accumulated(ring.k.dtype), ring.way.hops(way)[ring.position]
+    held = chain.packed()
+    found = before = None
+    behind = UnderWay([], [])
+    for step in range(chain.last + 1):
+        coming, under_way = chain.next(step, held)
+        more = _own(chain, step, held, state)
+        under_way.wait()
+        held = coming
+        behind.wait()
+        if more is not None and before is not None:
+            more.buffer.add_(before.buffer)
+        before = None
+        home = ring.empty(ring.position, dtype) if 0 < step == hops else None
+        if step == hops:
+            found = home or more
+        following = chain.owner(step + 1) if step or way > 0 else None
+        before = None if following is None else ring.empty(following, dtype)
+        on = chain.passes_on(step)
+        behind = ring.post(
+            (more if on else None, way, True),
+            (more if step and not on else None, -way * step, True),
+            (before, -way, False),
+            (home, way * step, False),
+        )
+    behind.wait()
+    return found
+
+
+def _own(
+    chain: Chain, step: int, held: KeysAndValues | None, state: Backward
+) -> KeysAndValues | None:
+    """Returns what this rank adds to the gradients of the keys it has at a step."""
+    ring, owner = chain.ring, chain.owner(step)
+    if owner is None or (step == 0 and chain.direction < 0):
+        return None
+    more = ring.empty(owner, accumulated(ring.k.dtype))
+    more.buffer.zero_()
+    if step == 0:
+        state.add(ring.k, ring.v, ring.own, more.k, more.v)
+    elif held is not None:
+        state.add(held.k, held.v, ring.way.keys[owner], more.k, more.v)
+    return more

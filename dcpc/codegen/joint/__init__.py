@@ -1,0 +1,1 @@
+"""Forward and backward as one graph, and what each of them keeps."""

@@ -1,0 +1,250 @@
+"""Decides what forward and backward run, as lists of a joint graph's nodes.
+
+What backward needs of forward is, in this order: an input or parameter (costs nothing), a view of
+something it has (made again), a mask or table made of positions alone (made again), a value that
+the plan makes again, or else a saved activation. A value is made again right before its first use
+in backward, so that what is recomputed of one block at a time is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+from torch import Tensor, fx
+
+from dcpc.codegen.joint.joint import Joint
+from dcpc.ir import Program, Schedule
+
+aten = torch.ops.aten
+
+VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.default, aten.squeeze.dims, aten.slice.Tensor, aten.select.int,
+    aten.detach.default, aten.alias.default, aten._reshape_alias.default, aten.as_strided.default,
+}  # fmt: skip
+
+
+Reads = Mapping[fx.Node, tuple[fx.Node, ...]]  # of each node: the nodes it reads
+
+
+class Scheduler:
+    """Schedules of one joint graph, for any choice of what is made again.
+
+    Args:
+        program: the traced model.
+        joint: its joint graph, lowered for one rank; not changed.
+    """
+
+    def __init__(self, program: Program, joint: Joint) -> None:
+        self._joint = joint
+        self._nodes = list(joint.gm.graph.nodes)
+        self._reads = {n: tuple(n.all_input_nodes) for n in self._nodes}
+        self._loss, *self._gradients = self._nodes[-1].args[0]
+        self._primals = tuple(
+            n for n in self._nodes if n.op == "placeholder" and n.name != joint.tangent
+        )
+        self._tangent = next(n for n in self._nodes if n.name == joint.tangent)
+        self._forward = [n for n in self._nodes if n.name in joint.forward]
+        self._always = {n for n in self._forward if not isinstance(n.meta.get("val"), Tensor)}
+        cheap = _cheap(program, joint, self._reads)
+        self._always |= {n for n in self._forward if n.name in cheap or n.target in VIEWS}
+        backward = _backward_nodes(joint, self._gradients, self._reads)
+        calls = [n for n in self._nodes if n in backward]
+        self._backward = _releasing_first(joint, calls, self._reads)
+        self._cheap, self._readers = cheap, backward
+
+    def choices(self) -> tuple[list[fx.Node], frozenset[str]]:
+        """Returns the forward nodes that a plan decides on, and whose values backward reads.
+
+        In execution order; views and several results of one call are among them, integers and what
+        is made of positions alone are not. The values read include those that are views of others.
+        """
+        nodes = [n for n in self._forward if n.name not in self._cheap and _makes_tensors(n)]
+        decided = set(nodes)
+        needed = {g for g in self._gradients if g in decided}
+        needed.update(s for n in self._readers for s in self._reads[n] if s in decided)
+        return nodes, frozenset(n.name for n in needed)
+
+    def schedule(self, made_again: frozenset[str]) -> Schedule:
+        """Returns what forward and backward run.
+
+        Args:
+            made_again: names of forward nodes of the joint graph that backward makes again.
+        """
+        run = _Backward(self._reads, self._tangent, self._always, made_again)
+        gradients = [g for g in self._gradients if g is not None]
+        for node in self._backward:
+            run.add(node)
+        for gradient in gradients:
+            run.need(gradient)
+        order, read = self._needed(run.order, gradients)
+        saved = tuple(n for n in run.saved if n in read)
+        return Schedule(
+            primals=self._primals,
+            forward=self._needed(self._forward, [self._loss, *saved])[0],
+            loss=self._loss,
+            saved=saved,
+            backward_primals=tuple(n for n in run.primals if n in read),
+            tangent=self._tangent,
+            backward=order,
+            gradients=tuple(self._gradients),
+        )
+
+    def _needed(
+        self, calls: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    ) -> tuple[tuple[fx.Node, ...], set[fx.Node]]:
+        """Returns the calls that the outputs depend on, in order, and all that they read."""
+        read = set(outputs)
+        kept = []
+        for node in reversed(calls):
+            if node in read:
+                kept.append(node)
+                read.update(self._reads[node])
+        return tuple(reversed(kept)), read
+
+
+class _Backward:
+    """The calls of backward so far.
+
+    Attributes:
+        order: the calls.
+        saved: values of forward that were needed and are not made again.
+        primals: placeholders that were needed.
+    """
+
+    def __init__(
+        self,
+        reads: Reads,
+        tangent: fx.Node,
+        always: Set[fx.Node],
+        made_again: Set[str],
+    ) -> None:
+        self._reads, self._tangent, self._always, self._again = reads, tangent, always, made_again
+        self.order: list[fx.Node] = []
+        self.saved: dict[fx.Node, None] = {}
+        self.primals: dict[fx.Node, None] = {}
+        self._done: set[fx.Node] = {tangent}
+
+    def add(self, node: fx.Node) -> None:
+        """Adds a call, after what it reads."""
+        for source in self._reads[node]:
+            self.need(source)
+        self.order.append(node)
+        self._done.add(node)
+
+    def need(self, node: fx.Node) -> None:
+        """Makes a value available before the point that `order` has reached."""
+        if node in self._done:
+            return
+        if node.op == "placeholder":
+            self._done.add(node)
+            self.primals[node] = None
+        elif node in self._always or node.name in self._again:
+            self._done.add(node)
+            self.add(node)
+        else:
+            self._done.add(node)
+            self.saved[node] = None
+
+
+def _makes_tensors(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (
+        isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value)
+    )
+
+
+def _backward_nodes(
+    joint: Joint, gradients: Sequence[fx.Node | None], reads: Reads
+) -> set[fx.Node]:
+    """Returns the nodes made by differentiation that some gradient needs."""
+    found: set[fx.Node] = set()
+    stack = [g for g in gradients if g is not None]
+    while stack:
+        node = stack.pop()
+        own = node.op == "call_function" and node.name not in joint.forward
+        if own and node not in found:
+            found.add(node)
+            stack.extend(reads[node])
+    return found
+
+
+def _releasing_first(joint: Joint, calls: Sequence[fx.Node], reads: Reads) -> list[fx.Node]:
+    """Returns the calls, the last readers of other values as early as they can be.
+
+    They are calls that only gradients of parameters need, such as that of a product's weight. Torch
+    may have the gradient of the product's input before it: then both are alive with an activation
+    that the weight's gradient alone still reads.
+    """
+    own, forward = set(calls), joint.forward
+    leads: set[fx.Node] = set()
+    for node in reversed(calls):
+        if all(user in leads or user not in own for user in node.users):
+            leads.add(node)
+    readers: dict[fx.Node, fx.Node] = {}
+    for node in calls:
+        if node.target not in VIEWS:
+            read = [s for s in reads[node] if s in own or s.name in forward]
+            readers |= {_root(s): node for s in read}
+    last = set(readers.values())
+    waits = {
+        node: {s for s in reads[node] if s in own}
+        for node in calls
+        if node in leads and (node in last or node.target in VIEWS)
+    }
+    order: list[fx.Node] = []
+
+    def emit(node: fx.Node) -> None:
+        waits.pop(node, None)
+        order.append(node)
+        for user in sorted(u for u in node.users if u in waits):
+            waits[user].discard(node)
+            if not waits[user]:
+                emit(user)
+
+    done: set[fx.Node] = set()
+    for node in calls:
+        if node not in done:
+            first = len(order)
+            emit(node)
+            done.update(order[first:])
+    return order
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Returns what a view is of."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _cheap(program: Program, joint: Joint, reads: Reads) -> set[str]:
+    """Forward nodes that depend on integers, inputs and buffers alone and multiply no matrices."""
+    placeholders = [n.name for n in program.gm.graph.nodes if n.op == "placeholder"]
+    parameters = {
+        made
+        for made, name in zip(joint.primals, placeholders, strict=False)
+        if name in program.parameters
+    }
+    found: set[str] = set()
+    for node in joint.gm.graph.nodes:
+        if node.op == "placeholder":
+            light = node.name not in parameters
+        else:
+            light = node.name in joint.forward and node.target not in _HEAVY
+            light = light and all(s.name in found for s in reads[node])
+        if light:
+            found.add(node.name)
+    return found
+
+
+_HEAVY = {
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default,
+    aten.convolution.default, torch.ops.dcpc.all_gather.default,
+    torch.ops.dcpc.all_to_all.default, torch.ops.dcpc.all_reduce.default,
+    torch.ops.dcpc.reduce_scatter.default, torch.ops.dcpc.uniform.default,
+    torch.ops.dcpc.normal.default, torch.ops.dcpc.attention_forward.default,
+    torch.ops.dcpc.ring_attention_forward.default, torch.ops.dcpc.swap.default,
+}  # fmt: skip

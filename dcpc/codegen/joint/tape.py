@@ -1,0 +1,461 @@
+"""One call of a lowered graph, differentiated: the ATen calls of its forward and its backward.
+
+Equal calls (op, arguments, shapes, strides) make equal pieces, so a call is traced once however
+many blocks of a model, or placements of it, make it. Sizes stay symbols; a piece refers to them by
+the SymInts of one ShapeEnv. What torch asked of sizes on the way is noted with the piece: the same
+call of other symbols has the same piece, in their names, where the answers are the same
+(`library.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
+from torch.utils._pytree import tree_leaves
+
+from dcpc.codegen.joint.asking import Answers, again, asking
+from dcpc.codegen.joint.layouts import as_laid
+from dcpc.errors import CodegenError
+from dcpc.fx.fakes import dense_result, layout_of
+from dcpc.fx.writes import (
+    APART,
+    PLAIN,
+    View,
+    as_copied,
+    functional_of,
+    is_scattered,
+    whole,
+    without_results,
+    written,
+)
+
+aten = torch.ops.aten
+
+# Calls that ask a tensor something and make none.
+_QUESTIONS = {
+    torch.ops.prim.device.default, aten.size.default, aten.stride.default,
+    aten.storage_offset.default, aten.sym_size.default, aten.sym_stride.default,
+    aten.sym_numel.default, aten.sym_storage_offset.default, aten.is_contiguous.default,
+    aten.dim.default,
+}  # fmt: skip
+# Calls whose second argument is the shape of what they make, in which -1 is what is left.
+_SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+
+class Ref(int):
+    """A tensor of a piece: operands first, then results in the order in which they are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One ATen call.
+
+    Attributes:
+        target: the op.
+        args: arguments; tensors are `Ref`s, sizes SymInts.
+        kwargs: the same.
+        value: what it returns, on fake tensors.
+        made: the Refs of the tensors in `value`, in order; a tensor that the call wrote to has a
+            new Ref.
+        storages: of each of them where it lies: the Ref of an operand, or of the first result in
+            that memory.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    value: Any
+    made: tuple[Ref, ...]
+    storages: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Derivative:
+    """The backward of a call for one pattern of gradients.
+
+    Attributes:
+        tangents: Refs of the results' gradients that it takes.
+        sums: Refs of the operands' gradients so far that it takes.
+        ops: its calls.
+        gradients: of each operand that wants one: what holds it, added to what it had; None where
+            nothing flows.
+        asked: what torch asked of sizes, and the answers.
+    """
+
+    tangents: tuple[Ref, ...]
+    sums: tuple[Ref, ...]
+    ops: tuple[Op, ...]
+    gradients: tuple[Ref | None, ...]
+    asked: Answers
+
+
+class Piece:
+    """A call on fake tensors: forward at once, derivatives when they are asked for.
+
+    Args:
+        mode: of the fake tensors; its ShapeEnv notes what is asked.
+        table: op -> decomposition.
+        call: what to trace.
+        args: its arguments; FakeTensors, SymInts and constants.
+        kwargs: the same.
+        wants: for each tensor of the arguments, in order, whether it has a gradient.
+
+    Attributes:
+        call: the op.
+        ops: the calls of forward.
+        result: what the call returns: Refs for tensors.
+        flows: Refs of the results that gradients flow through.
+        asked: what torch asked of sizes in forward, and the answers.
+    """
+
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        table: Mapping[Any, Any],
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        wants: Sequence[bool],
+    ) -> None:
+        self._mode, self.call = mode, call
+        self._tape = _Tape(table)
+        wanted = iter(wants)
+        self._leaves: list[Tensor] = []
+
+        def operand(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            own = self._tape.root(leaf, mode).requires_grad_(next(wanted))
+            if own.requires_grad:
+                self._leaves.append(own)
+            return own
+
+        with asking(mode).noting() as self.asked:
+            args, kwargs = map_aggregate((args, dict(kwargs)), operand)
+            with mode, enable_python_dispatcher(), torch.enable_grad(), self._tape:
+                self._value = call(*args, **kwargs)
+        self.ops = self._tape.taken()
+        self.result = self._tape.refs(self._value)
+        self.flows = tuple(
+            self._tape.ref(t)
+            for t in tree_leaves(self._value)
+            if isinstance(t, Tensor) and t.requires_grad
+        )
+        self._derivatives: dict[Any, Derivative] = {}
+
+    def derivative(
+        self, key: Any, tangents: Mapping[Ref, Tensor], sums: Mapping[int, Tensor]
+    ) -> Derivative:
+        """Returns the backward for gradients of some results.
+
+        What an operand's gradient was so far goes in, as autograd's engine adds up what flows into
+        a value in the order in which it arrives, and a sum in another order has other bits.
+
+        Args:
+            key: equal for the same tangents and sums, of equal shapes and strides.
+            tangents: result -> a fake tensor like its gradient.
+            sums: number of an operand that wants a gradient -> a fake tensor like its gradient.
+        """
+        if key not in self._derivatives:
+            self._derivatives[key] = self._differentiate(tangents, sums)
+        return self._derivatives[key]
+
+    def _differentiate(
+        self, tangents: Mapping[Ref, Tensor], sums: Mapping[int, Tensor]
+    ) -> Derivative:
+        results = {self._tape.ref(t): t for t in tree_leaves(self._value) if isinstance(t, Tensor)}
+        outputs = [results[ref] for ref in tangents] + [self._leaves[i] for i in sums]
+        with asking(self._mode).noting() as asked:
+            given = [self._tape.root(t, self._mode) for t in (*tangents.values(), *sums.values())]
+            with self._mode, enable_python_dispatcher(), self._tape:
+                found = torch.autograd.grad(
+                    outputs, self._leaves, given, allow_unused=True, retain_graph=True
+                )
+        refs = tuple(map(self._tape.ref, given))
+        return Derivative(
+            tangents=refs[: len(tangents)],
+            sums=refs[len(tangents) :],
+            ops=self._tape.taken(),
+            gradients=tuple(None if g is None else self._tape.ref(g) for g in found),
+            asked=asked,
+        )
+
+
+@dataclass(slots=True)
+class _TensorMemory:
+    """What one tensor lies in, with all views of it.
+
+    Attributes:
+        root: the tensor.
+        first: the first Ref there; another one after each write.
+        views: the calls that made the views, in order.
+        part: 0 for what was given, n for what was made before the ops were taken the n-th time.
+    """
+
+    root: Tensor
+    first: Ref
+    views: list[View]
+    part: int
+
+
+class _Tape(TorchDispatchMode):
+    """Writes down the ATen calls that are made below autograd.
+
+    torch's own composite ops write to what they made themselves. Here such a call makes a new
+    tensor, and whoever reads the memory later reads the new one (`writes.py`): views are made again
+    when they are read.
+    """
+
+    def __init__(self, table: Mapping[Any, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._table = table
+        self._count = 0
+        self._refs: dict[int, Ref] = {}
+        self._kept: list[Tensor] = []  # as long as these live, so do their ids
+        self._storages: set[int] = set()
+        self._memory: dict[int, _TensorMemory] = {}
+        self._made_by: dict[int, View] = {}
+        self._stale: dict[int, View] = {}  # their memory was written to since they were made
+        self._real: dict[int, Tensor] = {}  # what lies otherwise in the graph than torch sees it
+        self._ops: list[Op] = []
+        self._part, self._depth = 1, 0
+
+    def root(self, like: Tensor, mode: FakeTensorMode) -> Tensor:
+        """Returns a tensor as an operand: like another, in memory that no other Ref lies in."""
+        own = again(like, mode)
+        self._storages.add(own.untyped_storage()._cdata)
+        self._enter(own, None, part=0)
+        return own
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Returns what stands for a tensor."""
+        return self._refs[id(tensor)]
+
+    def refs(self, value: Any) -> Any:
+        """Returns a tree with Refs for its tensors."""
+        return map_aggregate(value, lambda x: self.ref(x) if isinstance(x, Tensor) else x)
+
+    def taken(self) -> tuple[Op, ...]:
+        """Returns the calls since the last time."""
+        ops, self._ops = tuple(self._ops), []
+        self._part += 1
+        return ops
+
+    def __enter__(self) -> _Tape:
+        self._depth += 1
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if self._depth == 0 and exception[0] is None:
+            with torch._C._AutoDispatchBelowAutograd():
+                while self._stale:  # a call of another part may read them, and must not make them
+                    self._renew(next(iter(self._stale.values())))
+
+    def _enter(self, tensor: Tensor, memory: _TensorMemory | None, part: int) -> tuple[Ref, Ref]:
+        """Gives a tensor a new Ref; returns it, and the first one in its memory.
+
+        What is alike (`layout_of`) is so without conj and neg bits, as no tensor here has them.
+        """
+        if tensor.is_conj() or tensor.is_neg():
+            raise CodegenError(
+                f"a call of the model makes a conjugate or negative view of {tuple(tensor.shape)}; "
+                "expected calls that make values; replace it by conj_physical or neg in the "
+                "model's code"
+            )
+        ref = Ref(self._count)
+        self._count += 1
+        self._refs[id(tensor)] = ref
+        self._kept.append(tensor)
+        self._memory[id(tensor)] = memory = memory or _TensorMemory(tensor, ref, [], part)
+        return ref, memory.first
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            return func(*args, **kwargs)
+        result = self._dispatched(func, args, kwargs)
+        if func in APART:
+            for tensor in _tensors(result):
+                self._set_apart(tensor)
+        return result
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if func in PLAIN:
+            with self:
+                return PLAIN[func](*args)
+        if func in self._table:
+            with self:
+                result = self._table[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if autograd_would_have_decomposed(func, tree_leaves((args, kwargs))):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func._schema.is_mutable:
+            return self._write(func, args, kwargs)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any, renewed: View | None = None) -> Any:
+        """Writes down a call and returns what it makes; or makes the results of a view again."""
+        seen_args, seen_kwargs = map_aggregate((args, kwargs), lambda x: self._argument(x, func))
+        result = _run(func, args, kwargs)
+        seen_args = _without_guess(func, seen_args, result)
+        value = self._as_it_lies(func, args, kwargs)
+        value = result if value is None else value
+        results = renewed.results if renewed else tuple(_tensors(result))
+        view = View(func, args, kwargs, results)
+        made = [self._enter(t, self._memory_of(t, view), self._part) for t in results]
+        if value is not result or renewed:
+            self._note_layouts(results, _tensors(value))
+        refs, storages = tuple(zip(*made, strict=True)) if made else ((), ())
+        self._ops.append(Op(func, seen_args, seen_kwargs, value, refs, storages))
+        return result
+
+    def _memory_of(self, tensor: Tensor, view: View) -> _TensorMemory | None:
+        """Returns what a result of a call lies in, None for memory that nothing else lies in."""
+        if id(tensor) in self._memory:  # of a view that is made again
+            self._stale.pop(id(tensor), None)
+            return self._memory[id(tensor)]
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._storages:
+            self._storages.add(storage)
+            return None
+        operands = [t for t in _tensors((view.args, view.kwargs)) if id(t) in self._memory]
+        for other in (*operands, *view.results):
+            if id(other) in self._memory and other.untyped_storage()._cdata == storage:
+                memory = self._memory[id(other)]
+                break
+        if any(other is t for t in operands):
+            self._made_by[id(tensor)] = view
+            memory.views.append(view)
+        return memory
+
+    def _set_apart(self, tensor: Tensor) -> None:
+        """Has a view be a tensor of its own, which no write to another changes."""
+        view = self._made_by.pop(id(tensor), None)
+        if view is not None:
+            memory = self._memory[id(tensor)]
+            memory.views = [v for v in memory.views if v is not view]
+            self._memory[id(tensor)] = _TensorMemory(tensor, memory.first, [], memory.part)
+
+    def _as_it_lies(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns what a call makes in the graph, None where that is what torch sees it make."""
+        if not self._real or not any(id(t) in self._real for t in _tensors((args, kwargs))):
+            return None
+        if func in (aten.as_strided.default, aten.as_strided_scatter.default):
+            raise CodegenError(
+                f"{func} reads memory that was written to and lies otherwise since; replace the "
+                "call that it is part of in the model's code"
+            )
+        args, kwargs = map_aggregate((args, kwargs), lambda x: self._real.get(id(x), x))
+        return _run(func, args, kwargs)
+
+    def _note_layouts(self, seen: Sequence[Tensor], real: Sequence[Tensor]) -> None:
+        for tensor, value in zip(seen, real, strict=True):
+            self._real.pop(id(tensor), None)
+            if layout_of(tensor) != layout_of(value):
+                self._real[id(tensor)] = value
+
+    def _renew(self, view: View) -> None:
+        self._call(view.func, view.args, view.kwargs, view)
+
+    # -------------------------------------------------------------------------------------- writes
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Writes down a call that makes new tensors of what another writes to."""
+        functional, targets = functional_of(func), written(func, args, kwargs)
+        for target in targets:
+            self._refuse_others(func, target)
+        with self:
+            if func is aten.copy_.default and is_scattered(self._made_by.get(id(targets[0]))):
+                values = [as_copied(targets[0], args[1])]
+            else:
+                values = _tensors(functional(*args, **without_results(func, kwargs)))
+            for target, value in zip(targets, values, strict=True):
+                self._replace(target, value)
+        return func(*args, **kwargs)
+
+    def _replace(self, target: Tensor, value: Tensor) -> None:
+        """Has a tensor, what it is a view of, and all views of that be another from here on."""
+        if value.dtype != target.dtype:
+            value = aten._to_copy.default(value, dtype=target.dtype)
+        while id(target) in self._made_by:
+            view = self._made_by[id(target)]
+            value, target = whole(view, target, value), view.args[0]
+        memory = self._memory[id(target)]
+        assert memory.root is target, "a tensor is a view of an operand or the first in its memory"
+        self._refs[id(target)] = self._refs[id(value)]
+        memory.first = self._memory[id(value)].first
+        self._note_layouts([target], [self._real.get(id(value), value)])
+        self._stale |= {id(t): view for view in memory.views for t in view.results}
+
+    def _refuse_others(self, func: Any, target: Tensor) -> None:
+        """Refuses a write to what a piece did not make itself, or to its shape.
+
+        An operand's other readers, and a backward that is traced for other gradients as well, would
+        not see it.
+        """
+        memory = self._memory.get(id(target))
+        what = "a tensor that was given to it"
+        if memory is not None and memory.part == self._part:
+            if torch.Tag.inplace_view not in func.tags or (
+                target is memory.root and not memory.views
+            ):
+                return
+            what = "the shape of a tensor with views"
+        raise CodegenError(
+            f"a call of the model changes {what}: {func} on {tuple(target.shape)}; expected one "
+            "that changes only what it makes; replace the call in the model's code, or give it a "
+            "clone"
+        )
+
+    def _argument(self, leaf: Any, func: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in self._stale:
+            self._renew(self._stale[id(leaf)])
+        if id(leaf) in self._refs:
+            return self.ref(leaf)
+        if leaf.ndim == 0 and not isinstance(leaf, FakeTensor):
+            return leaf.item()  # a number that torch wrapped
+        raise CodegenError(
+            f"{func} reads a tensor of {tuple(leaf.shape)} that is no operand of its call; "
+            "expected operands alone; register the constant as a buffer of the model"
+        )
+
+
+def _without_guess(func: Any, args: Any, result: Any) -> Any:
+    """Returns the arguments of a call with the size that a view's -1 stands for in its place.
+
+    Torch cannot tell it from a rank's tensor of no elements.
+    """
+    if func not in _SIZED:
+        return args
+    tensor, sizes = args
+    guessed = [isinstance(size, int) and size == -1 for size in sizes]
+    made = zip(guessed, sizes, result.shape, strict=True)
+    return tensor, [real if guess else size for guess, size, real in made]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what a call makes of fake tensors, as the device's kernel lays it."""
+    known = dense_result(func, args, kwargs)
+    return as_laid(func, args, func(*args, **kwargs)) if known is None else known

@@ -1,0 +1,1 @@
+"""One rank's forward graph of a program and its placement."""

@@ -1,0 +1,1 @@
+"""Graphs that run: backends, guards, all ranks in one process, source."""

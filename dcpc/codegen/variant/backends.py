@@ -1,0 +1,51 @@
+"""What runs a forward or backward graph: plain Python calls, or Inductor.
+
+Inductor is imported when it is first asked for: it takes 1.3 s, and `eager` never needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from dcpc.codegen.variant.variant import Boxed, boxed_python
+from dcpc.errors import CodegenError
+
+BACKENDS = ("eager", "inductor")
+
+
+def check_backend(backend: str) -> None:
+    """Refuses an unknown backend.
+
+    Raises:
+        CodegenError: it is none of `BACKENDS`.
+    """
+    if backend not in BACKENDS:
+        raise CodegenError(
+            f"got backend={backend!r}; expected one of {', '.join(BACKENDS)}; choose one"
+        )
+
+
+def decompositions(backend: str) -> Mapping[Any, Any]:
+    """Returns op -> decomposition for a backend; eager runs ATen's own ops."""
+    check_backend(backend)
+    if backend == "eager":
+        return {}
+    from dcpc.codegen.variant import inductor
+
+    return inductor.decompositions()
+
+
+def compile_graph(
+    gm: fx.GraphModule, backend: str, mode: FakeTensorMode
+) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
+    """Returns a boxed callable, and what the backend assumed of sizes."""
+    if backend == "eager":
+        return boxed_python(gm), ()
+    from dcpc.codegen.variant import inductor
+
+    return inductor.compile_graph(gm, mode)

@@ -1,0 +1,119 @@
+"""Program + placement + recompute -> variant: the phase in order."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import sympy
+from torch import Tensor, fx
+
+from dcpc.codegen.joint.joint import Joint, Tracer
+from dcpc.codegen.joint.partition import partition
+from dcpc.codegen.joint.schedule import Scheduler
+from dcpc.codegen.lower.lower import Lowered, lower
+from dcpc.codegen.variant.backends import compile_graph
+from dcpc.codegen.variant.variant import Variant, handing_over
+from dcpc.ir import Partition, Placement, Schedule
+
+log = logging.getLogger(__name__)
+
+# The program's node that a node of the joint graph was made for, its op, and which of those it is:
+# alike in every trace of a placement, whatever sizes it was traced at.
+Key: TypeAlias = tuple[str, str, int]
+
+
+class LoweredPair:
+    """One placement of a program, lowered and differentiated once; partitions and variants of it.
+
+    Attributes:
+        lowered: the forward graph of one rank.
+        joint: forward and backward in one graph.
+        any_degree: whether the graph is that of every degree, where that was asked for.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        placement: Placement,
+        group: str,
+        backend: str,
+        *,
+        any_degree: bool = False,
+    ) -> None:
+        """Lowers and differentiates.
+
+        Args:
+            tracer: of the program.
+            placement: how it is split.
+            group: name of the process group of the collectives.
+            backend: "eager" or "inductor".
+            any_degree: whether pieces of constants are integers, see `lower`; not where an op takes
+                none: so many groups of a norm.
+        """
+        self.program, self.placement, self.backend = tracer.program, placement, backend
+        self.lowered: Lowered = lower(self.program, placement, group, any_degree=any_degree)
+        self.any_degree = any_degree and not self.lowered.fixes_sizes
+        if any_degree and not self.any_degree:
+            self.lowered = lower(self.program, placement, group)
+        self.joint: Joint = tracer.joint(self.lowered)
+        self._scheduler = Scheduler(self.program, self.joint)
+
+    def choices(self) -> tuple[list[fx.Node], frozenset[str]]:
+        """Returns the nodes that a recompute plan decides on, and those whose values are needed."""
+        return self._scheduler.choices()
+
+    @cached_property
+    def fixed(self) -> dict[str, int]:
+        """The integers that torch took for numbers while it differentiated -> these numbers.
+
+        The graph, and all that is predicted of it, is that of these sizes alone.
+        """
+        equations = (g for g in self.joint.guards if isinstance(g, sympy.Eq))
+        return {str(g.lhs): int(g.rhs) for g in equations if g.lhs.is_Symbol and g.rhs.is_Integer}
+
+    @cached_property
+    def keys(self) -> dict[Key, str]:
+        """What each forward node of the joint graph is called in every trace of it -> its name."""
+        seen: Counter[tuple[str, str]] = Counter()
+        found: dict[Key, str] = {}
+        for node in self.joint.gm.graph.nodes:
+            if node.name in self.joint.forward:
+                made = (self.joint.owner[node.name], str(node.target))
+                found[*made, seen[made]] = node.name
+                seen[made] += 1
+        return found
+
+    def schedule(self, made_again: Collection[Key]) -> Schedule:
+        """Returns what forward and backward run if these values are made again."""
+        names = frozenset(self.keys[key] for key in made_again if key in self.keys)
+        return self._scheduler.schedule(names)
+
+    def partition(self, made_again: Collection[Key]) -> Partition:
+        """Returns the forward and backward graphs in which these values are made again."""
+        return partition(self.schedule(made_again), self.joint.names)
+
+    def variant(self, parts: Partition) -> Variant:
+        """Returns a runnable variant of a partition."""
+        placeholders = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
+        tensors = tuple(n.name for n in placeholders if isinstance(n.meta["val"], Tensor))
+        trainable = tuple(tensors.index(n) for n in self.joint.trainable)
+        forward, more = compile_graph(parts.forward, self.backend, self.joint.fake_mode)
+        backward, even_more = compile_graph(parts.backward, self.backend, self.joint.fake_mode)
+        found: list[Any] = [*more, *even_more]
+        names = self.joint.names
+        return Variant(
+            partition=parts,
+            integers=self.lowered.integers,
+            placeholders=tensors,
+            trainable=trainable,
+            sp=self.placement.sp,
+            guards=(*self.joint.guards, *(g.subs(names) for g in found)),
+            run_forward=forward,
+            run_backward=backward,
+            run_handing_over=handing_over(parts.backward) if self.backend == "eager" else None,
+            backend=self.backend,
+        )

@@ -1,0 +1,121 @@
+"""Graphs compiled by Inductor, which keeps the order of the partition and the layouts of ops."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import sympy
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor import config
+from torch._inductor.choices import InductorChoices
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, Scheduler
+from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+
+from dcpc.codegen.variant.variant import Boxed
+
+
+def decompositions() -> Mapping[Any, Any]:
+    """Returns op -> Inductor's decomposition."""
+    return select_decomp_table()
+
+
+def compile_graph(
+    gm: fx.GraphModule, mode: FakeTensorMode
+) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
+    """Returns a boxed callable, and what Inductor assumed of sizes."""
+    examples = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    env = mode.shape_env
+    assert env is not None
+    known = len(env.guards)
+    # Inductor edits what it compiles. Its cache key is the module's code, so the copy must be
+    # complete before the GraphModule is made: one without code gets another graph's kernels from
+    # the cache.
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    _fix_layouts(graph)
+    copy = fx.GraphModule(gm, graph)
+    in_order = config.patch(IN_ORDER), V.set_choices_handler(InOrder())
+    with mode, tracing(TracingContext(mode)), in_order[0], in_order[1]:
+        compiled = compile_fx_inner(copy, examples)
+    guards = tuple(g.expr for g in env.guards[known:])
+    return _Inductor(compiled), guards
+
+
+def _fix_layouts(graph: fx.Graph) -> None:
+    """Has Inductor give our ops their operands as they lie in the graph.
+
+    Without it operands are dense in the order of their dims, and so is what attention makes of
+    them: a copy of it follows, which the graph has not.
+    """
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") == "dcpc":
+            given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            node.meta["eager_input_vals"] = given
+
+
+_calls: WeakKeyDictionary[Scheduler, list[int]] = WeakKeyDictionary()
+
+
+def _calls_of(scheduler: Scheduler) -> list[int]:
+    """Returns the places of the calls of library kernels in the graph's order."""
+    if scheduler not in _calls:
+        found = (n for n in scheduler.nodes if isinstance(n, ExternKernelSchedulerNode))
+        _calls[scheduler] = sorted(n.min_order for n in found)
+    return _calls[scheduler]
+
+
+class InOrder(InductorChoices):
+    """Fuses only what lies between two calls of library kernels in the graph's order.
+
+    A fused kernel runs where its first part was, and all that its other parts need runs before it.
+    Across matmuls that moves what backward makes again to where other blocks' activations are
+    alive, and the peak is no more what the partition's order makes it.
+    """
+
+    @staticmethod
+    def can_fuse(
+        scheduler: Scheduler,
+        node1: BaseSchedulerNode,
+        node2: BaseSchedulerNode,
+        shared_data_score: int,
+    ) -> bool:
+        """Whether two kernels may be one."""
+        first = min(node1.min_order, node2.min_order)
+        last = max(node1.max_order, node2.max_order)
+        calls = _calls_of(scheduler)
+        if bisect_left(calls, first) != bisect_right(calls, last):
+            return False
+        return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+
+    def uuid(self) -> str:
+        """Returns what stands in the key of Inductor's cache for what is done differently here."""
+        return "dcpc: in order, layouts fixed"
+
+
+# What Inductor would do to the graph's order and to the lives of its values, left out. A buffer
+# kept for a later one of its size outlives its last use: a block's activations stay through the
+# others' attention, and the peak grew by up to 62% where everything is made again.
+IN_ORDER = {
+    "allow_buffer_reuse": False,
+    "reorder_for_peak_memory": False,
+    "inductor_choices_class": InOrder,
+}
+
+
+class _Inductor:
+    """Adapts Inductor's boxed callable to a function of one list."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        with torch.no_grad():
+            return self.compiled(arguments)

@@ -1,0 +1,209 @@
+"""All ranks of a group in one process: each runs to its next collective, then all go on together.
+
+A lowered graph takes what tells ranks apart as integers, so p ranks can be run without a process
+group, threads or messages: each rank is a generator over its graph's calls that stops where it
+calls a collective, and the collective is made once, of the list of what the p ranks give it. A run
+is the same every time, no rank waits for another, and an error names its node and rank.
+
+    lowering = runnable.traced.lowering(placement)
+    parts = runnable.partition(placement, menu_step)
+    integers = integers_of(lowering.lowered, dims)            # one mapping a rank
+    ranks = run_in_step([parts] * len(integers), integers, tensors)     # one `Result` a rank
+    gradients = summed(ranks)          # one (or None) for each of lowering.joint.trainable
+
+What is checked by it: the graphs, their integers, and what each collective is asked to do. What is
+not: how a collective's messages travel, which `tests/codegen/variant/test_lockstep.py` compares
+with gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from dcpc.codegen.collectives.lockstep_collectives import COLLECTIVES, Call, added_up
+from dcpc.codegen.lower.lower import Lowered
+from dcpc.codegen.variant.variant import RUN
+from dcpc.errors import CodegenError
+from dcpc.ir import Partition
+
+GROUP = ("group", "str")  # an argument that says which ranks: a number of groups is another's
+
+# Yields (op, its arguments) where ranks meet, is sent its result, and returns the graph's outputs.
+Run = Generator[tuple[Any, Call], Any, Sequence[Any]]
+Make = Callable[[Any, Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one rank has after forward and backward.
+
+    Attributes:
+        loss: of the whole group's inputs, so the same on every rank.
+        gradients: of this rank's share of the loss, in the order of `Joint.trainable`.
+    """
+
+    loss: Tensor
+    gradients: tuple[Tensor | None, ...]
+
+
+def integers_of(
+    lowered: Lowered, dims: Mapping[sympy.Symbol, int], seed: int = 0
+) -> list[dict[str, int]]:
+    """Returns for each rank of the group placeholder -> integer.
+
+    Args:
+        lowered: the graph they are for.
+        dims: length of every named dim, batch included.
+        seed: of the random numbers, where the model draws some.
+    """
+    return [
+        {
+            i.name: seed if i.role == "seed" else i.value(dims, lowered.sp, rank)
+            for i in lowered.integers
+        }
+        for rank in range(lowered.sp)
+    ]
+
+
+def run_in_step(
+    parts: Sequence[Partition],
+    integers: Sequence[Mapping[str, int]],
+    tensors: Mapping[str, Tensor],
+    call: Make | None = None,
+) -> list[Result]:
+    """Returns the loss and the gradients of each rank, as the eager backend computes them.
+
+    The caller sees to it that the graphs are right at these sizes (`Joint.guards`).
+
+    Args:
+        parts: each rank's forward and backward, of any placement and recompute; usually the same
+            graphs for all, but ranks whose sizes break a guard have others.
+        integers: of each rank, from `integers_of`.
+        tensors: placeholder -> parameter, buffer, constant or input, whole and the same on every
+            rank; they are read and not written to.
+        call: makes a call of (op, arguments, keyword arguments) that concerns one rank alone;
+            default: what the eager backend runs for it.
+
+    Raises:
+        CodegenError: ranks call different collectives, or one that is not in `COLLECTIVES`.
+    """
+    given = [{**tensors, **own} for own in integers]
+    kind = next((t.device.type for t in tensors.values()), "cpu")
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        forwards = zip(parts, given, strict=True)
+        forward = _together([_run(own.forward, values, call) for own, values in forwards])
+        backwards = zip(parts, given, forward, strict=True)
+        backward = _together(
+            [
+                _run(own.backward, _known(own, values, made, len(given)), call)
+                for own, values, made in backwards
+            ]
+        )
+    found = zip(forward, backward, strict=True)
+    return [Result(loss, tuple(gradients)) for (loss, *_), gradients in found]
+
+
+def _known(
+    parts: Partition, given: Mapping[str, Any], made: Sequence[Any], p: int
+) -> Mapping[str, Any]:
+    """Returns what a rank's backward takes: of p ranks each differentiates its share."""
+    loss, *saved = made
+    tangent = [n.name for n in parts.backward.graph.nodes if n.op == "placeholder"][-1]
+    share = torch.ones_like(loss) / p
+    return {**given, **dict(zip(parts.saved, saved, strict=True)), tangent: share}
+
+
+def summed(ranks: Sequence[Result]) -> tuple[Tensor | None, ...]:
+    """Returns the sum of all ranks' gradients, as `reduce_gradients` makes it."""
+    every = zip(*(r.gradients for r in ranks), strict=True)
+    return tuple(
+        None if any(g is None for g in mine) else added_up([g for g in mine if g is not None])
+        for mine in every
+    )
+
+
+def _together(runs: Sequence[Run]) -> list[Sequence[Any]]:
+    """Returns each rank's outputs, after all have met at the same collectives."""
+    sent: Sequence[Any] = [None] * len(runs)
+    while True:
+        met: list[tuple[Any, Call]] = []
+        ended: list[Sequence[Any]] = []
+        for run, result in zip(runs, sent, strict=True):
+            try:
+                met.append(run.send(result))
+            except StopIteration as end:
+                ended.append(end.value)
+        if len(ended) == len(runs):
+            return ended
+        called = {str(op) for op, _ in met} | ({"the end"} if ended else set())
+        if len(called) > 1:
+            raise CodegenError(
+                f"ranks of one group do not meet: some are at {', others at '.join(sorted(called))}"
+                "; expected the same collective on all; report this, it is a defect of dcpc"
+            )
+        sent = COLLECTIVES[met[0][0]]([call for _, call in met])
+
+
+def _run(gm: fx.GraphModule, given: Mapping[str, Any], call: Make | None) -> Run:
+    """Runs one rank's graph; values are let go of after their last use."""
+    values: dict[fx.Node, Any] = {}
+    dying = _last_uses(gm.graph)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = given[node.name]
+        elif node.op == "output":
+            return fx.node.map_arg(node.args[0], values.__getitem__)
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.target in COLLECTIVES:
+                values[node] = yield node.target, _by_name(node.target, args, kwargs)
+            else:
+                values[node] = _called(node, args, kwargs, call)
+        for dead in dying.get(node, ()):
+            del values[dead]
+    raise AssertionError("a graph without an output")
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for read in (node, *node.all_input_nodes):
+            if read not in seen:
+                seen.add(read)
+                dying.setdefault(node, []).append(read)
+    return dying
+
+
+def _called(node: fx.Node, args: Any, kwargs: Any, call: Make | None) -> Any:
+    """Returns what a call that concerns one rank alone gives."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and any((a.name, str(a.type)) == GROUP for a in schema.arguments):
+        raise CodegenError(
+            f"node '{node.name}': got {node.target}, which ranks call together; expected one of "
+            f"{', '.join(map(str, COLLECTIVES))}; add what it makes of all ranks' operands to "
+            "codegen/collectives/lockstep_collectives.py"
+        )
+    try:
+        return (call or _eager)(node.target, args, kwargs)
+    except Exception as error:
+        error.add_note(f"at node {node.format_node()}")
+        raise
+
+
+def _eager(target: Any, args: Any, kwargs: Any) -> Any:
+    function: Any = RUN.get(target, target)
+    return function(*args, **kwargs)
+
+
+def _by_name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Returns the arguments of a call by the names of the op's schema, defaults included."""
+    declared = target._schema.arguments
+    found = {a.name: a.default_value for a in declared if a.has_default_value()}
+    return {**found, **dict(zip((a.name for a in declared), args, strict=False)), **kwargs}

@@ -1,0 +1,323 @@
+"""A variant: what one rank runs for the buckets of one plan, as an ordinary differentiable call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from dcpc.codegen.lower.lower import IntegerInput
+from dcpc.codegen.variant.empty import SAFE
+from dcpc.errors import CodegenError
+from dcpc.fx.integers import of_some
+from dcpc.fx.writes import times_written
+from dcpc.ir import Partition
+
+Boxed = Callable[[list[Any]], Any]
+Deliver = Callable[[torch.nn.Parameter, Tensor], None]
+
+
+def _group_norm(x: Tensor, *args: Any) -> Any:
+    return torch.ops.aten.native_group_norm.default(x.contiguous(), *args)
+
+
+def _group_norm_backward(g: Tensor, x: Tensor, *args: Any) -> Any:
+    op = torch.ops.aten.native_group_norm_backward.default
+    return op(g.contiguous(), x.contiguous(), *args)
+
+
+# What runs for an op. A kernel may return other strides than torch's fake tensors have (batch norms
+# of a transposed input): what was a view of the fake one may need a copy of the real one.
+# Group norms take memory as it lies only if it is dense in some format; torch copies above its
+# dispatch.
+RUN = {
+    **SAFE,
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.native_group_norm.default: _group_norm,
+    torch.ops.aten.native_group_norm_backward.default: _group_norm_backward,
+}
+
+_deliver: ContextVar[Deliver | None] = ContextVar("dcpc_deliver", default=None)
+
+
+@contextmanager
+def delivering(deliver: Deliver) -> Iterator[None]:
+    """Lets backward of the variants called in here hand over each gradient once it is final.
+
+    Such a parameter's `grad` is left alone. Not handed over, but added to `grad` as ever: the
+    gradient of a parameter with hooks, which autograd has to call, and of one that the variant
+    reads under two names, whose gradient is the sum of both.
+
+    Args:
+        deliver: takes a parameter and what this backward adds to its gradient.
+    """
+    token = _deliver.set(deliver)
+    try:
+        yield
+    finally:
+        _deliver.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Compiled forward and backward for one placement, recompute set and backend.
+
+    Attributes:
+        partition: the graphs.
+        integers: integers the graphs take after the tensors.
+        placeholders: names of the forward's tensor placeholders, in order.
+        trainable: positions among them of the parameters that get a gradient.
+        sp: ranks of the SP group.
+        guards: relations between sizes that must hold for this variant to be right.
+        run_forward: boxed forward.
+        run_backward: boxed backward.
+        run_handing_over: the same, but its last argument is called with (number, gradient) as soon
+            as each gradient is made, and what that returns is the output instead; None where the
+            backend runs the whole of backward as one call.
+        backend: what compiled them.
+    """
+
+    partition: Partition
+    integers: tuple[IntegerInput, ...]
+    placeholders: tuple[str, ...]
+    trainable: tuple[int, ...]
+    sp: int
+    guards: tuple[sympy.Basic, ...]
+    run_forward: Boxed
+    run_backward: Boxed
+    run_handing_over: Boxed | None
+    backend: str
+
+    def integer_values(
+        self, dims: Mapping[sympy.Symbol, int], rank: int
+    ) -> tuple[tuple[int, ...], tuple[sympy.Basic, ...]]:
+        """Returns the integers for one call, and the guards that do not hold for them."""
+        values = tuple(i.value(dims, self.sp, rank) for i in self.integers)
+        sizes = {i.symbol: v for i, v in zip(self.integers, values, strict=True)}
+        broken = broken_guards(self.guards, sizes)
+        return values, broken
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws random numbers: then each call needs a seed of its own."""
+        return any(i.role == "seed" for i in self.integers)
+
+    def __call__(
+        self, tensors: Sequence[Tensor], integers: tuple[int, ...], seed: int = 0
+    ) -> Tensor:
+        """Returns the loss.
+
+        Args:
+            tensors: parameters, buffers and inputs, in the order of `placeholders`.
+            integers: from `integer_values`.
+            seed: of the call's random numbers, the same on every rank of the group.
+        """
+        if self.draws:
+            integers = (*integers[:-1], seed)
+        tensors = [_resolved(t) for t in tensors]
+        if not torch.is_grad_enabled():
+            return self.run_forward([*(t.detach() for t in tensors), *integers])[0]  # type: ignore[no-any-return]
+        return _RunVariant.apply(self, integers, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose memory holds its values: the graphs look at no conj or neg bit."""
+    if not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    if 0 in tensor.stride():
+        raise CodegenError(
+            f"a tensor of the model is an expanded conjugate or negative view, {tensor.shape}; "
+            "expected one whose memory holds its values; register resolve_conj() or resolve_neg() "
+            "of it"
+        )
+    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def broken_guards(
+    guards: Sequence[sympy.Basic], sizes: Mapping[sympy.Symbol, int]
+) -> tuple[sympy.Basic, ...]:
+    """Returns the guards that do not hold at some sizes.
+
+    Sizes 0 and 1 break torch's assumption that a symbol is at least 2 without making the graph
+    wrong, so a guard that does not hold is looked at again with these raised to 2. An equation is
+    not: the graph has one of its sides in the other's place, or a number.
+    """
+    raised = {symbol: max(v, 2) for symbol, v in sizes.items()}
+    return tuple(g for g in guards if not _holds(g, sizes, raised))
+
+
+def _holds(
+    guard: sympy.Basic, sizes: Mapping[sympy.Symbol, int], raised: Mapping[sympy.Symbol, int]
+) -> bool:
+    if isinstance(guard, sympy.And):
+        return all(_holds(part, sizes, raised) for part in guard.args)
+    found = _at(guard, sizes)
+    if found == sympy.true:
+        return True
+    if isinstance(guard, sympy.Eq):
+        # Of no element strides say nothing, and torch writes Max(1, size) for them.
+        # One that divides by 0 says nothing of these sizes: the graph may be another's.
+        return found is not None and _at(of_some(guard), sizes) != sympy.false
+    return bool(_at(guard, raised) != sympy.false)
+
+
+def _at(guard: sympy.Basic, sizes: Mapping[sympy.Symbol, int]) -> sympy.Basic | None:
+    """Returns a guard at some sizes, None where it divides by 0."""
+    try:
+        found = guard.subs(sizes)
+    except (TypeError, ZeroDivisionError):
+        return None
+    return None if found.has(sympy.nan, sympy.zoo) else found
+
+
+class _RunVariant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, variant: Variant, integers: tuple[int, ...], *tensors: Tensor) -> Tensor:
+        partition = variant.partition
+        arguments = [*tensors, *integers]
+        names = (*variant.placeholders, *(i.name for i in variant.integers))
+        by_name = dict(zip(names, arguments, strict=True))
+        ctx.variant = variant
+        ctx.count = len(tensors)
+        ctx.deliver = _deliver.get()
+        ctx.own = {} if ctx.deliver is None else _deliverable(variant, tensors)
+        # Its memory as it is now: `p.data = other` gives the parameter itself another.
+        primals = [_detached(by_name[n]) for n in partition.backward_primals]
+        loss, *saved = variant.run_forward(arguments)
+        ctx.kept = [*saved, *primals]
+        ctx.versions = _versions(ctx.kept)
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise CodegenError(
+                "backward of a compiled loss: got create_graph=True; expected False: compiled "
+                "gradients have no graph of their own, so what is made of them would train "
+                "nothing; compute that loss with the plain model (compiled.model), or with "
+                "torch.autograd.grad(..., create_graph=True) inside forward"
+            )
+        if ctx.kept is None:
+            raise CodegenError(
+                "backward was called twice on one loss; its activations are gone after the first; "
+                "call compiled(...) again for a second backward"
+            )
+        variant: Variant = ctx.variant
+        _refuse_changed(variant, ctx.kept, ctx.versions)
+        # Every rank of the group has the same loss: each differentiates its share of it, and the
+        # sum of all ranks' gradients is the loss's.
+        arguments = [*ctx.kept, gradients[0] / variant.sp]
+        ctx.kept = None
+        # A caller's autocast would cast what was differentiated with its casts in it.
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            found = _gradients(variant, arguments, ctx.deliver, ctx.own)
+        result: list[Any] = [None] * (ctx.count + 2)
+        for position, gradient in zip(variant.trainable, found, strict=True):
+            result[position + 2] = gradient
+        return tuple(result)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _versions(kept: list[Any]) -> list[int]:
+    return [times_written(x) if isinstance(x, Tensor) else 0 for x in kept]
+
+
+def _refuse_changed(variant: Variant, kept: list[Any], versions: list[int]) -> None:
+    """Raises where what forward kept was written to since, as autograd does of what it keeps."""
+    pairs = zip(versions, _versions(kept), strict=True)
+    changed = [k for k, (before, now) in enumerate(pairs) if before != now]
+    if not changed:
+        return
+    primals = variant.partition.backward_primals
+    names = dict(enumerate(primals, len(kept) - len(primals)))
+    shown = ", ".join(dict.fromkeys(names.get(k, "a value that it saved") for k in changed))
+    raise CodegenError(
+        f"backward of a compiled loss: got {shown}, modified by an inplace operation since "
+        "forward; expected parameters, buffers and inputs as forward had them: gradients would be "
+        "of neither; step the optimizer and refill inputs after backward, or pass clones"
+    )
+
+
+def _deliverable(variant: Variant, tensors: Sequence[Tensor]) -> dict[int, torch.nn.Parameter]:
+    """Returns number of a gradient -> its parameter, where nobody but us waits for it."""
+    read = [id(t) for t in tensors]
+    own = {}
+    for number, position in enumerate(variant.trainable):
+        t = tensors[position]
+        hooked = bool(t._backward_hooks) or bool(getattr(t, "_post_accumulate_grad_hooks", None))
+        alone = not hooked and read.count(id(t)) == 1
+        # One that was frozen since it was compiled gets no gradient.
+        if isinstance(t, torch.nn.Parameter) and t.requires_grad and alone:
+            own[number] = t
+    return own
+
+
+def _gradients(
+    variant: Variant,
+    arguments: list[Any],
+    deliver: Deliver | None,
+    own: Mapping[int, torch.nn.Parameter],
+) -> Sequence[Tensor | None]:
+    """Runs backward; returns the gradients that were not handed over."""
+    if deliver is None:
+        return variant.run_backward(arguments)  # type: ignore[no-any-return]
+
+    def hand_over(number: int, gradient: Tensor) -> Tensor | None:
+        if number not in own:
+            return gradient
+        deliver(own[number], gradient)
+        return None
+
+    if variant.run_handing_over is not None:
+        arguments.append(hand_over)  # the same list: it is emptied as its values are used up
+        return variant.run_handing_over(arguments)  # type: ignore[no-any-return]
+    found = list(variant.run_backward(arguments))
+    for number in reversed(range(len(found))):  # last ones first, as they are sent
+        gradient, found[number] = found[number], None
+        found[number] = None if gradient is None else hand_over(number, gradient)
+    return found
+
+
+def handing_over(gm: fx.GraphModule) -> Boxed:
+    """Returns a backward graph that calls its last argument with each gradient once it is made."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    outputs: Any = graph.graph_copy(gm.graph, made)
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        hand_over = graph.placeholder("hand_over")
+    results: list[Any] = []
+    for number, gradient in enumerate(outputs):
+        if gradient is not None:
+            after = hand_over if gradient.op == "placeholder" else gradient
+            with graph.inserting_after(after):
+                gradient = graph.call_function(_call, (hand_over, number, gradient))
+        results.append(gradient)
+    graph.output(tuple(results))
+    return boxed_python(fx.GraphModule(gm, graph))
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def boxed_python(gm: fx.GraphModule) -> Boxed:
+    """Returns a graph as a function of one list that it empties, so that nothing lives too long."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        node.target = RUN.get(node.target, node.target)
+    graph.set_codegen(_boxed_codegen())
+    return fx.GraphModule(gm, graph).forward
+
+
+def _boxed_codegen() -> Any:
+    return fx.graph._BoxedCodeGen()

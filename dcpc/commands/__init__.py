@@ -1,0 +1,1 @@
+"""`dcpc NAME` on the command line, a folder for each command."""

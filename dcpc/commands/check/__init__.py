@@ -1,0 +1,38 @@
+"""What dcpc makes of a model: what stays symbolic, what is split, whether the numbers are its own.
+
+Used by `dcpc check`, by `benchmarks.zoo` and by the tests. Placements are made for `SPLITTING`, a
+device on which splitting always pays, because a real one would replicate nearly everything at the
+short lengths that can be checked.
+"""
+
+from dcpc.commands.check.coverage import Coverage, Unsplit, coverage
+from dcpc.commands.check.split import SPLITTING, SplitModel
+from dcpc.commands.check.verdict import Prepared, Verdict, compare, examine, prepare, shapes_of
+from dcpc.verify.exactness import (
+    Difference,
+    Gradients,
+    gradient_errors,
+    loss_error,
+    nan_as_infinite,
+    plain,
+)
+
+__all__ = [
+    "SPLITTING",
+    "Coverage",
+    "Difference",
+    "Gradients",
+    "Prepared",
+    "SplitModel",
+    "Unsplit",
+    "Verdict",
+    "compare",
+    "coverage",
+    "examine",
+    "gradient_errors",
+    "loss_error",
+    "nan_as_infinite",
+    "plain",
+    "prepare",
+    "shapes_of",
+]

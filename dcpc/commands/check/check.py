@@ -1,0 +1,163 @@
+"""`dcpc check`: the verdict on a user's own model, from ranks of its own or from torchrun's."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+
+from dcpc.buckets import BATCH, Buckets, Sizes
+from dcpc.commands.check.verdict import LIMIT, Verdict, examine, shapes_of
+from dcpc.commands.shared.factories import load_function, load_model
+from dcpc.errors import BucketError, PlanError
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.groups.local_ranks import run_ranks
+
+RANKS_ALONE = 2
+MOST_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRequest:
+    """What to check.
+
+    Attributes:
+        factory: `module:factory` of the model.
+        file: of the buckets.
+        sp: ranks; 0: two alone, all there are by torchrun.
+        example: `module:function` of the inputs, or None.
+        at: shapes to compare at; (): near the smallest bucket.
+        attention: how attention is split, see `passes/sharding/attention_ways.py`.
+    """
+
+    factory: str
+    file: str
+    sp: int = 0
+    example: str | None = None
+    at: tuple[Mapping[str, int], ...] = ()
+    attention: str = "auto"
+
+
+def check_model(request: CheckRequest, timeout_s: float) -> tuple[str, bool]:
+    """Returns the verdicts as text, and whether the model is accepted.
+
+    Args:
+        request: what to check.
+        timeout_s: ranks of its own are ended after this.
+
+    Raises:
+        DcpcError: the file, the factory or a shape is wrong, or a rank failed or did not end.
+    """
+    _shapes(request, Buckets.from_yaml(request.file), RANKS_ALONE)  # before any rank starts
+    load_model(request.factory)
+    if "RANK" not in os.environ:
+        sp = request.sp or RANKS_ALONE
+        found = run_ranks(on_rank, sp, request, timeout_s=timeout_s)[0]
+        return verdicts_text(request, found), all(v.accepted for v in found)
+    groups = Groups.default(timeout_s=timeout_s)
+    if request.sp not in (0, groups.world):
+        raise PlanError(
+            f"got --sp {request.sp} on {groups.world} ranks; expected {groups.world}, as the whole "
+            "group is checked; leave --sp out, or start that many ranks"
+        )
+    found = on_rank(groups.rank, request)
+    accepted = all(v.accepted for v in found)
+    return (verdicts_text(request, found) if groups.rank == 0 else ""), accepted
+
+
+def on_rank(rank: int, request: CheckRequest) -> list[Verdict]:
+    """Returns a verdict for each trace that the buckets need; every rank calls this."""
+    sp = dist.get_world_size() if dist.is_initialized() else 1
+    buckets = Buckets.from_yaml(request.file)
+    example = None if request.example is None else load_function(request.example)
+    make: Callable[[], nn.Module] = partial(load_model, request.factory)
+    both = ("none", "all")
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is replicated is in the verdict
+        for mine in buckets.by_ones().values():
+            shapes = _shapes(request, mine, sp)
+            if shapes:
+                way = request.attention
+                found.append(
+                    examine(make, mine, shapes, example=example, recomputes=both, attention=way)
+                )
+    return found
+
+
+def _shapes(request: CheckRequest, buckets: Buckets, sp: int) -> Sequence[Sizes]:
+    """Returns the shapes to compare at: those asked for that these buckets' trace is for.
+
+    Raises:
+        BucketError: a shape has other dims, or a length outside of the buckets'.
+    """
+    if not request.at:
+        return shapes_of(buckets, sp)
+    found = []
+    for given in request.at:
+        sizes = {BATCH: 1, **given} if BATCH in buckets.names else dict(given)
+        if sizes.keys() != set(buckets.names):
+            raise BucketError(
+                f"got --at {dict(given)}; expected a length for each of "
+                f"{', '.join(n for n in buckets.names if n != BATCH)}; correct it"
+            )
+        ranges = {n: buckets.range_of(n) for n in sizes if n != BATCH}
+        if all(low <= sizes[n] <= high for n, (low, high) in ranges.items()):
+            found.append(sizes)
+        elif len(buckets.by_ones()) == 1:
+            known = ", ".join(f"{n} {low} to {high}" for n, (low, high) in ranges.items())
+            raise BucketError(
+                f"got --at {dict(given)}; expected lengths within the buckets' ({known}); "
+                "correct it, or add a bucket"
+            )
+    return found
+
+
+def verdicts_text(request: CheckRequest, found: Sequence[Verdict]) -> str:
+    """Returns what a person reads: a block for each trace, and one last line."""
+    lines = [line for verdict in found for line in _lines(verdict)]
+    accepted = bool(found) and all(v.accepted for v in found)
+    lines.append(f"{request.factory}: {'accepted' if accepted else 'NOT accepted'}")
+    return "\n".join(lines) + "\n"
+
+
+def _lines(v: Verdict) -> Iterator[str]:
+    if v.error:
+        yield v.error
+        return
+    yield f"traced in {v.trace_s:.1f} s: {v.nodes} values; symbolic: {', '.join(v.symbolic) or '-'}"
+    if v.coverage is not None:
+        c = v.coverage
+        yield (
+            f"split over {v.sp} ranks: {c.sharded_share:.1%} of the FLOPs, the fullest rank has "
+            f"{c.rank_share:.1%} at {dict(c.sizes)}; {c.collectives} collectives in forward"
+        )
+        yield from _unsplit_lines(v)
+    for d in v.differences:
+        yield (
+            f"{dict(d.sizes)}: loss differs by {d.loss:.1e}, gradients by {d.gradient:.1e} "
+            f"({d.parameter}), recompute {d.recompute}"
+        )
+    if v.low:
+        yield f"it computes parts in {v.low}: limit {v.limit:.1e} as it is, {LIMIT:.0e} in float64"
+    for d in v.lifted:
+        yield f"{dict(d.sizes)} in float64 throughout: differs by {d.worst:.1e}"
+    for text in v.skipped:
+        yield f"not compared, as the model itself refuses it: {text}"
+    for problem in v.problems():
+        yield f"problem: {problem}"
+
+
+def _unsplit_lines(v: Verdict) -> Iterator[str]:
+    assert v.coverage is not None
+    whole = [u for u in v.coverage.unsplit if not u.blocked]
+    if whole:
+        yield f"{len(whole)} values made in whole on every rank, by choice:"
+    yield from (f"  {u}" for u in whole[:MOST_SHOWN])
+    if len(whole) > MOST_SHOWN:
+        yield f"  and {len(whole) - MOST_SHOWN} more"

@@ -1,0 +1,364 @@
+"""The acceptance of one model: traced, split, exact, or what is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dcpc.buckets import BATCH, Buckets, Sizes
+from dcpc.commands.check.coverage import Coverage, coverage
+from dcpc.commands.check.split import SplitModel
+from dcpc.errors import DcpcError, TraceError
+from dcpc.fx.garbage import without_collection
+from dcpc.verify.exactness import (
+    Difference,
+    Example,
+    example_inputs,
+    float64_specs,
+    plain,
+)
+from dcpc.verify.float64 import LOW, InFloat64
+
+LIMIT = 1e-10
+# Where a model rounds to a lower dtype on its way, sums that ranks share differ by roundings of it.
+ROUNDINGS = 64
+LEAST_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What dcpc makes of one model and the buckets that share one trace.
+
+    Attributes:
+        sp: ranks.
+        trace_s: seconds of the trace and its analysis.
+        nodes: values in the graph.
+        symbolic: named dims that stayed symbolic.
+        fixed: named dims that did not.
+        coverage: what is split; None on one rank.
+        differences: from the plain model, one a shape.
+        low: the lowest floating dtype that the model computes in although its parameters are
+            float64, as a text; "" if there is none.
+        limit: what `differences` must not exceed.
+        lifted: the same with every cast to a lower dtype left out, where `differences` exceed
+            1e-10; these must not.
+        skipped: shapes that the plain model itself refuses, and why.
+        error: what dcpc, or the model, said; "" if nothing.
+        lowerings: differences by each lowering of attention that was tried besides.
+    """
+
+    sp: int
+    trace_s: float = 0.0
+    nodes: int = 0
+    symbolic: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    coverage: Coverage | None = None
+    differences: tuple[Difference, ...] = ()
+    low: str = ""
+    limit: float = LIMIT
+    lifted: tuple[Difference, ...] = ()
+    skipped: tuple[str, ...] = ()
+    error: str = ""
+    lowerings: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference of all shapes, as the model is."""
+        return _worst(self.differences)
+
+    @property
+    def worst_in_float64(self) -> float:
+        """The same, without casts to lower dtypes where those made a difference."""
+        return _worst(self.lifted or self.differences)
+
+    @property
+    def worst_by_lowering(self) -> float:
+        """The largest of all lowerings of attention that were tried besides."""
+        return _worst([d for found in self.lowerings.values() for d in found])
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Whether the difference may be of a lower dtype, and was not yet measured without."""
+        return bool(self.low) and not self.lifted and not self.worst <= LIMIT
+
+    def problems(self) -> Iterator[str]:
+        """Yields what keeps the model from being accepted."""
+        if self.error:
+            yield self.error
+            return
+        if self.fixed:
+            yield f"dims fixed by the trace: {', '.join(self.fixed)}"
+        if not self.differences:
+            yield "no shape was run: the model itself refuses all of them"
+        elif not self.worst <= self.limit:
+            yield f"differs from the plain model by {self.worst:.1e}, more than {self.limit:.1e}"
+        if not self.worst_in_float64 <= LIMIT:
+            yield f"differs by {self.worst_in_float64:.1e} in float64, more than {LIMIT:.0e}"
+        yield from self._wrong_lowerings()
+        if self.coverage is not None:
+            for unsplit in self.coverage.blocked:
+                yield f"replicated: {unsplit}"
+            if self.coverage.sharded_share < LEAST_SHARE:
+                yield (
+                    f"{self.coverage.sharded_share:.1%} of its FLOPs are split, expected at least "
+                    f"{LEAST_SHARE:.0%}"
+                )
+
+    def _wrong_lowerings(self) -> Iterator[str]:
+        limit = LIMIT if self.lifted else self.limit
+        for way, found in self.lowerings.items():
+            if not _worst(found) <= limit:
+                yield f"attention by {way}: differs by {_worst(found):.1e}, more than {limit:.1e}"
+
+    @property
+    def accepted(self) -> bool:
+        """Whether there is no problem."""
+        return not any(self.problems())
+
+
+def _worst(differences: Sequence[Difference]) -> float:
+    found = [d.worst for d in differences]
+    return float("nan") if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A model traced, placed and lowered for a group, before there is one.
+
+    Attributes:
+        model: the model, in float64 and in eval().
+        buckets: its buckets, floating inputs in float64.
+        split: its trace and placement.
+        large: the shape the placement was made for.
+        shapes: where it is compared.
+        skipped: shapes that the model itself refuses, and why.
+        example: see `exactness.example_inputs`.
+        recomputes: "none" and "all", or one of them.
+        wide: the model without casts to lower dtypes, traced and placed too; None if not (yet).
+        others: the same trace by each lowering of attention.
+    """
+
+    model: nn.Module
+    buckets: Buckets
+    split: SplitModel
+    large: Sizes
+    shapes: list[Sizes]
+    skipped: list[str]
+    example: Example | None
+    recomputes: tuple[str, ...]
+    wide: SplitModel | None = None
+    others: Mapping[str, SplitModel] = field(default_factory=dict)
+
+    @without_collection()
+    def lift(self) -> SplitModel:
+        """Returns `wide`, traced and lowered now if it was not."""
+        if self.wide is None:
+            sp, attention = self.split.sp, self.split.sharding.attention
+            model = InFloat64(self.model)
+            self.wide = SplitModel(model, self.buckets, self.large, sp=sp, attention=attention)
+            self.others = {way: self.wide.of("eager", sp, way) for way in self.others}
+            every = (self.wide, *self.others.values())
+            for sizes, recompute, split in product(self.shapes, self.recomputes, every):
+                split.ready(sizes, recompute)
+        return self.wide
+
+
+def examine(
+    make: Callable[[], nn.Module],
+    buckets: Buckets,
+    shapes: Sequence[Sizes],
+    *,
+    sp: int = 0,
+    large: Sizes | None = None,
+    example: Example | None = None,
+    recomputes: Sequence[str] = ("none",),
+    attention: str = "auto",
+) -> Verdict:
+    """Returns the verdict on one model; every rank of the group calls this with the same model.
+
+    Args:
+        make: see `prepare`, and so are the others.
+        buckets: inputs and sizes; no dim is 1 in some of the sizes only.
+        shapes: where loss and gradients are compared.
+        sp: ranks of the group; default: all there are.
+        large: the shape whose placement is used and whose FLOPs are counted.
+        example: see `exactness.example_inputs`.
+        recomputes: "none" and "all", or one of them.
+        attention: how attention is split, see `passes/sharding/attention_ways.py`.
+    """
+    sp = sp or (dist.get_world_size() if dist.is_initialized() else 1)
+    found = prepare(
+        make,
+        buckets,
+        shapes,
+        sp,
+        large=large,
+        example=example,
+        recomputes=recomputes,
+        attention=attention,
+    )
+    return found if isinstance(found, Verdict) else compare(found)
+
+
+@without_collection()
+def prepare(
+    make: Callable[[], nn.Module],
+    buckets: Buckets,
+    shapes: Sequence[Sizes],
+    sp: int,
+    *,
+    large: Sizes | None = None,
+    example: Example | None = None,
+    recomputes: Sequence[str] = ("none",),
+    attention: str = "auto",
+    lowerings: Sequence[str] = (),
+) -> Prepared | Verdict:
+    """Returns a model ready to be compared, or the verdict that it cannot be; needs no group.
+
+    Args:
+        make: returns the model; it is brought to float64 and put into eval(), as random numbers
+            cannot be compared.
+        buckets: inputs and sizes; no dim is 1 in some of the sizes only.
+        shapes: where loss and gradients are compared.
+        sp: ranks of the group.
+        large: the shape whose placement is used and whose FLOPs are counted; default: the largest
+            of `shapes`.
+        example: see `exactness.example_inputs`.
+        recomputes: "none" and "all", or one of them.
+        attention: how attention is split, see `passes/sharding/attention_ways.py`.
+        lowerings: of attention by which it is compared besides, where some attention can have it.
+    """
+    try:
+        torch.manual_seed(0)
+        model = make().double().eval()
+        wide = float64_specs(buckets)
+        taken, skipped = _taken(model, wide, shapes, example)
+        at = large or _largest(shapes)
+        split = SplitModel(model, wide, at, sp=sp, attention=attention)
+        _refuse_draws(split)
+        ways = [way for way in split.lowerings() if way in lowerings]
+        others = {way: split.of("eager", sp, way) for way in ways}
+        for sizes, recompute, each in product(taken, recomputes, (split, *others.values())):
+            each.ready(sizes, recompute)
+        tried = tuple(recomputes)
+        return Prepared(model, wide, split, at, taken, skipped, example, tried, others=others)
+    except DcpcError as error:
+        return Verdict(sp, error=f"{type(error).__name__}: {error}")
+
+
+def compare(prepared: Prepared, lift: bool = True) -> Verdict:
+    """Returns the verdict, after every rank of the group has run the model at every shape.
+
+    Args:
+        prepared: the model, the same on every rank.
+        lift: whether to trace it again without casts to lower dtypes where these may be what makes
+            a difference. A caller that forks its ranks does so itself (`Prepared.lift`), once.
+    """
+    split, buckets = prepared.split, prepared.buckets
+    try:
+        _same_everywhere(prepared.model)
+        differences = tuple(_differences(split, prepared))
+        low = _lowest(split)
+        lifted: tuple[Difference, ...] = ()
+        if (lift or prepared.wide) and low is not None and not _worst(differences) <= LIMIT:
+            lifted = tuple(_differences(prepared.lift(), prepared))
+        ways = prepared.others.items()
+        lowerings = {way: tuple(_differences(other, prepared)) for way, other in ways}
+    except DcpcError as error:
+        return Verdict(split.sp, error=f"{type(error).__name__}: {error}")
+    dims = [n for n in buckets.names if n in split.program.symbols]
+    inputs = [split.program.info[n] for n in split.program.inputs]
+    free = {str(s) for tensor in inputs for size in tensor.shape for s in size.free_symbols}
+    return Verdict(
+        sp=split.sp,
+        trace_s=split.trace_s,
+        nodes=len(split.program.info),
+        symbolic=tuple(n for n in dims if n in free),
+        fixed=tuple(n for n in dims if n not in free and buckets.range_of(n)[1] > 1),
+        coverage=coverage(split) if split.sp > 1 else None,
+        differences=differences,
+        low="" if low is None else str(low).removeprefix("torch."),
+        limit=LIMIT if low is None else ROUNDINGS * torch.finfo(low).eps,
+        lifted=lifted,
+        skipped=tuple(prepared.skipped),
+        lowerings=lowerings,
+    )
+
+
+def _same_everywhere(model: nn.Module) -> None:
+    """Gives every rank the parameters and buffers of rank 0."""
+    if dist.is_initialized():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, 0)
+
+
+def _largest(shapes: Sequence[Sizes]) -> Sizes:
+    return max(shapes, key=lambda s: math.prod(s.values()))
+
+
+def _taken(
+    model: nn.Module, buckets: Buckets, shapes: Sequence[Sizes], example: Example | None
+) -> tuple[list[Sizes], list[str]]:
+    """Returns the shapes that the plain model itself can do, and what it says of the others."""
+    taken: list[Sizes] = []
+    skipped: list[str] = []
+    for sizes in shapes:
+        try:
+            plain(model, example_inputs(buckets, sizes, example))
+        except TraceError:
+            raise
+        except (RuntimeError, ValueError, IndexError, AssertionError, NotImplementedError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            skipped.append(f"{dict(sizes)}: {type(error).__name__}: {first}")
+        else:
+            taken.append(sizes)
+    return taken, skipped
+
+
+def _differences(split: SplitModel, prepared: Prepared) -> Iterator[Difference]:
+    for sizes in prepared.shapes:
+        inputs = example_inputs(prepared.buckets, sizes, prepared.example)
+        for recompute in prepared.recomputes:
+            yield split.difference(sizes, inputs, recompute)
+
+
+def _refuse_draws(split: SplitModel) -> None:
+    """Random numbers that eval() does not switch off cannot be compared with the plain model's."""
+    draws = [n for n in split.program.gm.graph.nodes if "dcpc.uniform" in str(n.target)]
+    draws += [n for n in split.program.gm.graph.nodes if "dcpc.normal" in str(n.target)]
+    if draws:
+        raise TraceError(
+            f"node '{draws[0].name}' draws random numbers also in eval(), and so do "
+            f"{len(draws) - 1} more; expected a loss that is the same in every call; switch them "
+            "off in the factory (dropout, layer drop, masking), or pass them in as inputs"
+        )
+
+
+def _lowest(split: SplitModel) -> torch.dtype | None:
+    """Returns the lowest floating dtype below float64 that a gradient flows through."""
+    found = {i.dtype for i in split.program.info.values() if i.requires_grad}
+    return next((dtype for dtype in reversed(LOW) if dtype in found), None)
+
+
+def shapes_of(buckets: Buckets, sp: int) -> list[Sizes]:
+    """Returns shapes to compare at: the smallest bucket, and near it lengths `sp` does not divide.
+
+    Batch 1, so that the lengths are what is split.
+    """
+    smallest = min((b.sizes for b in buckets.buckets), key=lambda s: math.prod(s.values()))
+    base = {n: 1 if n == BATCH else smallest[n] for n in buckets.names}
+    odd = {n: _odd(n, size, buckets, sp) for n, size in base.items()}
+    return [base] if odd == base else [base, odd]
+
+
+def _odd(name: str, size: int, buckets: Buckets, sp: int) -> int:
+    low, high = buckets.range_of(name)
+    if name == BATCH or low == high or size == 1:
+        return size
+    return next((n for n in range(size, high + 1) if n % sp), size)

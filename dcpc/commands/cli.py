@@ -1,0 +1,299 @@
+"""`dcpc report | plan | source | check`: what a compile would decide, and whether it is right.
+
+    dcpc plan examples.train_text:model --buckets examples/buckets.yaml --device h200 --world 8
+
+For a plan one process is enough and nothing is run: it is a pure function of the model, the buckets
+and the options. `check` runs the model on small shapes, on ranks of its own or torchrun's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from dcpc.api import plan_with, rank_memory_bytes
+from dcpc.buckets import Buckets
+from dcpc.commands.calibrate import calibrate_command
+from dcpc.commands.check.check import CheckRequest, check_model
+from dcpc.commands.report import (
+    crossing_lines,
+    degree_crossings,
+    html_page,
+    overview_png,
+    settings_text,
+    what_if,
+    what_if_text,
+)
+from dcpc.commands.shared.factories import check_writable, load_model
+from dcpc.commands.shared.options import Attention, BucketFile, Factory, planning, reported
+from dcpc.commands.simulate import (
+    SimulationRequest,
+    default_degrees,
+    read_cost,
+    simulate_cost,
+    simulate_model,
+    source_of,
+)
+from dcpc.errors import BucketError, PlanError, TraceError
+from dcpc.plan.options import PlanOptions
+from dcpc.plan.planning import Planned
+from dcpc.plan.progress import shown
+from dcpc.runtime.planner.plan_file import PlanFile
+from dcpc.runtime.planner.replay import replay as replayed
+from dcpc.runtime.planner.table import mode_table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="What dcpc.compile would decide for a model and its shape buckets; runs nothing.",
+)
+
+
+@app.command()
+@planning
+def report(
+    factory: Factory,
+    buckets: BucketFile,
+    html: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="the report as a page, with plots")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="the page's plots as one picture")
+    ] = None,
+    memory: Annotated[
+        list[float] | None,
+        typer.Option(help="bytes a rank may use, as 80e9; planned for the first, others: what if"),
+    ] = None,
+    world: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="ranks; planned for the first, others: what if"),
+    ] = None,
+    *,
+    options: PlanOptions,
+) -> None:
+    """Print the plan of each bucket, its costs as formulas of the dims, and why."""
+    memories: Sequence[float | None] = memory or [None]
+    worlds = world or [1]
+    with shown():
+        _check_worlds(worlds, calibrated=options.calibration is not None)
+        told = [
+            replace(options, memory=bytes_, world=ranks)
+            for bytes_, ranks in itertools.product(memories, worlds)
+        ]
+        check_writable("--html", html)
+        check_writable("--png", png)
+        planned = _planned(factory, buckets, told[0])
+        device = planned.device
+        cases = [
+            what_if(planned, rank_memory_bytes(o.memory, device, o.world), o.world)
+            for o in told[1:]
+        ]
+        crossings = degree_crossings(planned)
+        text = [planned.report(), *crossing_lines(planned, crossings)]
+        text += ["", what_if_text(cases)] if cases else []
+        typer.echo("\n".join(line.rstrip("\n") for line in text))
+        if html is not None:
+            _write(html, html_page(planned, factory, cases, crossings).encode())
+        if png is not None:
+            _write(png, overview_png(planned))
+
+
+def _check_worlds(worlds: Sequence[int], calibrated: bool) -> None:
+    """Refuses what-ifs of ranks that a calibration was not measured on."""
+    if calibrated and len(set(worlds)) > 1:
+        raise PlanError(
+            f"report: got --calibration with --world {', '.join(map(str, worlds))}; expected one "
+            "number of ranks, that of the calibration: it says nothing about others; leave out the "
+            "other --world, or --calibration"
+        )
+
+
+def _write(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    typer.echo(f"wrote {file}", err=True)
+
+
+@app.command()
+@planning
+def plan(factory: Factory, buckets: BucketFile, options: PlanOptions) -> None:
+    """Print every setting that was tried for each bucket: what fits, and which was chosen."""
+    typer.echo(settings_text(_planned(factory, buckets, options)), nl=False)
+
+
+@app.command()
+@planning
+def source(
+    factory: Factory,
+    buckets: BucketFile,
+    bucket: Annotated[
+        str, typer.Option("--bucket", metavar="DIM=SIZE,...", help="which one, e.g. seq=512")
+    ],
+    options: PlanOptions,
+) -> None:
+    """Print the forward and backward of one bucket as Python a person can read."""
+    wanted = parse_bucket(bucket)
+    planned = _planned(factory, buckets, options)
+    typer.echo(planned.source(planned.find(wanted)), nl=False)
+
+
+@app.command()
+def check(
+    factory: Factory,
+    buckets: BucketFile,
+    sp: Annotated[
+        int, typer.Option("--sp", min=0, help="ranks; default: 2 alone, all of them by torchrun")
+    ] = 0,
+    example: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="called with the sizes, returns some of the inputs: ids, masks; others are drawn",
+        ),
+    ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIM=SIZE,...", help="a shape to compare at; may be repeated"),
+    ] = None,
+    attention: Attention = "auto",
+    timeout: Annotated[float, typer.Option(min=1.0, help="seconds until ranks are ended")] = 600.0,
+) -> None:
+    """Check that a model traces, is split, and has its own numbers in float64; exit 1 if not."""
+    points = tuple(map(parse_bucket, at or ()))
+    request = CheckRequest(factory, str(buckets), sp, example, points, attention)
+    with reported():
+        text, accepted = check_model(request, timeout)
+        typer.echo(text, nl=False)
+    if not accepted:
+        raise typer.Exit(1)
+
+
+@app.command()
+@functools.partial(planning, without=("world",))
+def replay(
+    file: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="a file that DataLoader.save_plan wrote")
+    ],
+    factory: Annotated[
+        str | None,
+        typer.Argument(metavar="MODULE:FACTORY", help="check the plan against this model as it is"),
+    ] = None,
+    buckets: Annotated[
+        Path | None, typer.Option("--buckets", metavar="FILE", help="of the model")
+    ] = None,
+    *,
+    options: PlanOptions,
+) -> None:
+    """Print a recorded step's timeline, gap and what binds it, and plan the same batch again."""
+    recorded = PlanFile.read(file)
+    now = None
+    if factory is not None:
+        if buckets is None:
+            raise PlanError("replay: got a model and no buckets; expected both; add --buckets")
+        world = recorded.table.world
+        planned = _planned(factory, buckets, replace(options, world=world))
+        now = mode_table(planned, recorded.plan.mode, world, planned.device.node_ranks)
+    typer.echo(replayed(recorded, now), nl=False)
+
+
+@app.command()
+@planning
+def simulate(
+    factory: Annotated[
+        str | None,
+        typer.Argument(metavar="MODULE:FACTORY", help="the model; none with --cost"),
+    ] = None,
+    buckets: Annotated[
+        Path | None, typer.Option("--buckets", metavar="FILE", help="of the model")
+    ] = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON of a cost formula, in place of a model"),
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=r'JSON {"lens": \[tokens, ...]}')
+    ] = None,
+    histogram: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=r'CSV of "\[low, high]",count')
+    ] = None,
+    shares: Annotated[
+        str, typer.Option(help="how likely each bucket is, such as 5,3,1, in place of lengths")
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="global batches")] = 4,
+    tokens_per_step: Annotated[
+        int, typer.Option(min=0, help="of a global batch; 0: 16,384 a rank")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="of the samples")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="OUT.json", help="Chrome trace of the first steps")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="picture of the first steps")
+    ] = None,
+    *,
+    options: PlanOptions,
+) -> None:
+    """Predict step time, tokens/s, idling and bytes sent of dcpc and of what one does today."""
+    check_writable("--trace", trace)
+    check_writable("--png", png)
+    request = SimulationRequest(options.world, steps, tokens_per_step, seed, trace, png)
+    drawn = source_of(lengths, histogram, shares)
+    if cost is not None:
+        typer.echo(simulate_cost(read_cost(cost, options.world), drawn, request), nl=False)
+        return
+    if factory is None or buckets is None:
+        raise PlanError(
+            f"simulate: got model {factory} and buckets {buckets}; expected both, or a formula "
+            "in --cost; add what is missing"
+        )
+    if options.sp == "auto":
+        options = replace(options, sp=default_degrees(options.world))
+    planned = _planned(factory, buckets, options)
+    device = planned.device
+    typer.echo(simulate_model(planned, device, drawn, request), nl=False)
+
+
+app.command("calibrate")(reported()(calibrate_command))
+
+
+def _planned(factory: str, file: Path, options: PlanOptions) -> Planned:
+    buckets = Buckets.from_yaml(file)
+    try:
+        with torch.device("meta"):  # no memory for weights, where the model's code allows it
+            model = load_model(factory)
+    except PlanError:
+        return plan_with(load_model(factory), buckets, options)
+    try:
+        return plan_with(model, buckets, options)
+    except (NotImplementedError, RuntimeError, TraceError):
+        pass
+    return plan_with(load_model(factory), buckets, options)
+
+
+def parse_bucket(text: str) -> Mapping[str, int]:
+    """Returns the lengths that a text such as `seq=512` or `height=32,width=48` stands for.
+
+    Raises:
+        BucketError: the text is not of this form.
+    """
+    sizes = {}
+    for part in text.split(","):
+        name, _, size = (p.strip() for p in part.partition("="))
+        if not name.isidentifier() or not size.isdecimal():
+            raise BucketError(
+                f"got bucket {text!r}; expected DIM=SIZE, several separated by commas, such as "
+                "seq=512; correct it"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+if __name__ == "__main__":
+    app()

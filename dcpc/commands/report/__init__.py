@@ -1,0 +1,25 @@
+"""The report as one page of HTML with plots, and what other memory or ranks would change."""
+
+from dcpc.commands.report.document import html_page
+from dcpc.commands.report.plots import Plots, draw_plots, overview_png
+from dcpc.commands.report.settings import settings_text
+from dcpc.commands.report.what_if import (
+    WhatIf,
+    crossing_lines,
+    degree_crossings,
+    what_if,
+    what_if_text,
+)
+
+__all__ = [
+    "Plots",
+    "WhatIf",
+    "crossing_lines",
+    "degree_crossings",
+    "draw_plots",
+    "html_page",
+    "overview_png",
+    "settings_text",
+    "what_if",
+    "what_if_text",
+]

@@ -1,0 +1,1 @@
+"""What commands share: options, models and functions named as text."""

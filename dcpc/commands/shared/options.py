@@ -1,0 +1,89 @@
+"""The options that commands share, and what gives them to a command."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dcpc.errors import DcpcError
+from dcpc.plan.options import PlanOptions, commanded
+
+Factory = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FACTORY",
+        help="a callable without arguments that returns the nn.Module, e.g. my_project.models:gpt",
+    ),
+]
+BucketFile = Annotated[
+    Path, typer.Option("--buckets", metavar="FILE", help="YAML file with inputs and sizes")
+]
+
+
+def read_as(name: str) -> Any:
+    """Returns how typer reads an option of `PlanOptions` that the command line has.
+
+    Args:
+        name: such as "optimizer_bytes".
+    """
+    option, read, _ = commanded()[name]
+    return typer.Option(
+        min=read.least, metavar=read.metavar, help=re.sub(r"[`\"]", "", option.meaning)
+    )
+
+
+Backend = Annotated[str, read_as("backend")]
+Attention = Annotated[str, read_as("attention")]
+Autocast = Annotated[str, read_as("autocast")]
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Turns an error of dcpc into a message on stderr and exit status 1."""
+    try:
+        yield
+    except DcpcError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def planning(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:
+    """Gives a command those of `PlanOptions` that it lacks, as its last argument.
+
+    Its errors are reported as `reported` does.
+
+    Args:
+        command: a function with `options`, and options of its own.
+        without: those that it does not take and finds out itself.
+    """
+    own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
+    taken = {o.name for o in own}.union(without)
+    more = {name: option for name, option in commanded().items() if name not in taken}
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        with reported():
+            values = {name: read.value(given.pop(name)) for name, (_, read, _) in more.items()}
+            command(**given, options=PlanOptions(**values))
+
+    shared = [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=default if read.default is None else read.default,
+            annotation=Annotated[read.type, read_as(name)],
+        )
+        for name, (_, read, default) in more.items()
+    ]
+    parameters = [*(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own), *shared]
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    del run.__wrapped__
+    return run

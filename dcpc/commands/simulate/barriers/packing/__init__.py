@@ -1,0 +1,1 @@
+"""Samples put on groups of ranks, and made better there."""

@@ -1,0 +1,174 @@
+"""What `dcpc simulate` does: systems on a model's rows, or on a cost formula; files it writes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dcpc.commands.simulate.barriers import LinearCost
+from dcpc.commands.simulate.batches import longest_that_fits, planners, plans_of
+from dcpc.commands.simulate.costs import of_planned
+from dcpc.commands.simulate.outcome import SimulatedOutcome, of_batches, of_steps, outcomes_text
+from dcpc.commands.simulate.png import draw
+from dcpc.commands.simulate.systems import PACKING, SYSTEMS
+from dcpc.commands.simulate.timeline import chrome_trace
+from dcpc.commands.simulate.workload import (
+    Lengths,
+    batches_of_lengths,
+    by_share,
+    in_buckets,
+    read_histogram,
+    read_lengths,
+)
+from dcpc.errors import PlanError
+from dcpc.plan.planning import Planned
+from dcpc.symbolic_profile import Device
+
+RANK_TOKENS = 16_384  # of a step, by default
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRequest:
+    """What to simulate.
+
+    Attributes:
+        world: ranks.
+        steps: global batches.
+        tokens_per_step: of a global batch; 0: 16,384 a rank.
+        seed: of the samples.
+        trace: Chrome trace JSON to write.
+        png: picture to write.
+    """
+
+    world: int
+    steps: int = 4
+    tokens_per_step: int = 0
+    seed: int = 0
+    trace: Path | None = None
+    png: Path | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of a global batch."""
+        return self.tokens_per_step or RANK_TOKENS * self.world
+
+
+def source_of(
+    lengths: Path | None, histogram: Path | None, shares: str = ""
+) -> Lengths | list[float]:
+    """Returns the lengths of a file, or shares of buckets: whichever is given.
+
+    Raises:
+        PlanError: not exactly one of them is, or it is not of its form.
+    """
+    given = [x for x in (lengths, histogram, shares) if x]
+    if len(given) != 1:
+        raise PlanError(
+            f"simulate: got {len(given)} of --lengths, --histogram and --shares; expected one: "
+            "where do the samples come from?"
+        )
+    if lengths is not None:
+        return read_lengths(lengths)
+    if histogram is not None:
+        return read_histogram(histogram)
+    try:
+        return [float(part) for part in shares.split(",")]
+    except ValueError as error:
+        raise PlanError(
+            f"--shares: got {shares!r}; expected numbers separated by commas, such as 5,3,1; "
+            "correct it"
+        ) from error
+
+
+def default_degrees(world: int) -> str:
+    """Returns the degrees to price: powers of two up to two nodes of eight; a divisor is one."""
+    return ",".join(str(1 << i) for i in range(5) if 1 << i <= world)
+
+
+def simulate_model(
+    planned: Planned, device: Device, source: Lengths | Sequence[float], request: SimulationRequest
+) -> str:
+    """Returns the table of all systems on a planned model; writes what was asked for.
+
+    Args:
+        planned: the model, for at least these ranks.
+        device: what it was planned for.
+        source: lengths, or how likely each bucket is.
+        request: how much.
+    """
+    costs = of_planned(planned, request.world, device)
+    buckets = [b.bucket for b in costs.buckets]
+    if isinstance(source, Lengths):
+        longest = max(b.tokens for b in costs.buckets)
+        drawn = batches_of_lengths(
+            source.upto(longest), request.steps, request.tokens, request.seed
+        )
+        epoch = in_buckets(drawn, buckets)
+    else:
+        epoch = by_share(buckets, source, request.steps, request.tokens, request.seed)
+    outcomes, seconds = [], []
+    for name, system in SYSTEMS.items():
+        if name == PACKING and costs.packing is None:
+            continue
+        begin_s = time.perf_counter()
+        outcomes.append(of_steps(name, system(costs, epoch), costs, epoch.tokens))
+        seconds.append(time.perf_counter() - begin_s)
+    title = (
+        f"{request.world} x {device.name}, {len(epoch.batches)} batches of "
+        f"{request.tokens:,} tokens, {len(epoch.tokens):,} samples; predicted"
+    )
+    return _finish(title, outcomes, seconds, request)
+
+
+def simulate_cost(
+    cost: LinearCost, source: Lengths | Sequence[float], request: SimulationRequest
+) -> str:
+    """Returns the table of all systems on a cost formula; writes what was asked for.
+
+    Args:
+        cost: of the request's world.
+        source: lengths; those that all ranks together cannot hold are left out.
+        request: how much.
+
+    Raises:
+        PlanError: shares of buckets, of which a formula knows none.
+    """
+    if not isinstance(source, Lengths):
+        raise PlanError("simulate: got --shares with --cost; expected --lengths or --histogram")
+    drawn = batches_of_lengths(
+        source.upto(longest_that_fits(cost)), request.steps, request.tokens, request.seed
+    )
+    outcomes, seconds = [], []
+    for name, planner in planners(cost, drawn).items():
+        begin_s = time.perf_counter()
+        outcomes.append(of_batches(name, plans_of(planner, drawn, cost), cost.comm_bytes))
+        seconds.append(time.perf_counter() - begin_s)
+    title = (
+        f"{request.world} ranks by formula, {len(drawn)} batches of {request.tokens:,} tokens, "
+        f"{sum(map(len, drawn)):,} sequences; predicted"
+    )
+    return _finish(title, outcomes, seconds, request)
+
+
+def _finish(
+    title: str,
+    outcomes: Sequence[SimulatedOutcome],
+    seconds: Sequence[float],
+    request: SimulationRequest,
+) -> str:
+    text = outcomes_text(title, outcomes)
+    text += "simulated in " + ", ".join(
+        f"{o.name} {s:.1f} s" for o, s in zip(outcomes, seconds, strict=True)
+    )
+    shown = {o.name: o.shown for o in outcomes}
+    if request.trace is not None:
+        request.trace.parent.mkdir(parents=True, exist_ok=True)
+        request.trace.write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
+        text += f"\ntrace of the first steps: {request.trace} (open it in https://ui.perfetto.dev)"
+    if request.png is not None:
+        draw(shown, request.png)
+        text += f"\npicture of the first steps: {request.png}"
+    return text + "\n"

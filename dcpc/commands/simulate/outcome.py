@@ -1,0 +1,184 @@
+"""Runs systems on the same samples, and says what came of each: seconds, tokens, idling, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from dcpc.commands.simulate.barriers import BatchPlan
+from dcpc.commands.simulate.costs import ModelCosts
+from dcpc.commands.simulate.timeline import StepTimeline, of_batch, of_step
+from dcpc.runtime.planner.plans import StepPlan
+from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedOutcome:
+    """What a system made of the samples.
+
+    Attributes:
+        name: the system.
+        steps: optimizer steps.
+        seconds_s: of all of them.
+        tokens: trained, padding left out.
+        samples: trained.
+        dropped: samples that it never trained.
+        idle_share: of all ranks' time.
+        wire_bytes: sent by all ranks in all steps.
+        bound_s: least seconds of all steps by this cost; 0: not known.
+        shown: timelines of the first steps.
+    """
+
+    name: str
+    steps: int
+    seconds_s: float
+    tokens: int
+    samples: int
+    dropped: int
+    idle_share: float
+    wire_bytes: float
+    bound_s: float
+    shown: tuple[StepTimeline, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.seconds_s if self.seconds_s > 0 else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.seconds_s / self.steps if self.steps else 0.0
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Steps so far."""
+
+    shown: list[StepTimeline]
+    steps: int = 0
+    seconds_s: float = 0.0
+    idle_s: float = 0.0
+    wire_bytes: float = 0.0
+    bound_s: float = 0.0
+    bounded: bool = True
+
+    def add(self, line: StepTimeline, wire_bytes: float, bound_s: float, most: int) -> None:
+        self.steps += 1
+        self.seconds_s += line.end_s
+        self.idle_s += line.end_s * line.idle_share
+        self.wire_bytes += wire_bytes
+        self.bound_s += bound_s
+        self.bounded &= bound_s > 0
+        if len(self.shown) < most:
+            self.shown.append(line)
+
+    def outcome(self, name: str, tokens: int, samples: int, given: int) -> SimulatedOutcome:
+        return SimulatedOutcome(
+            name=name,
+            steps=self.steps,
+            seconds_s=self.seconds_s,
+            tokens=tokens,
+            samples=samples,
+            dropped=given - samples,
+            idle_share=self.idle_s / self.seconds_s if self.seconds_s else 0.0,
+            wire_bytes=self.wire_bytes,
+            bound_s=self.bound_s if self.bounded else 0.0,
+            shown=tuple(self.shown),
+        )
+
+
+def of_steps(
+    name: str,
+    plans: Iterable[StepPlan],
+    costs: ModelCosts,
+    tokens: Mapping[int, int],
+    shown: int = 4,
+) -> SimulatedOutcome:
+    """Returns what a system's steps come to.
+
+    Args:
+        name: the system.
+        plans: its steps.
+        costs: rows that the steps were made from.
+        tokens: real tokens of each sample there is.
+        shown: steps whose timelines are kept.
+    """
+    wire = {
+        (b.bucket, r.sp, r.micro_batch, r.menu_step): r.wire_bytes
+        for b in costs.buckets
+        for r in (*b.full, *b.least)
+    }
+    total, trained = _Sum([]), set[int]()
+    for plan in plans:
+        sent = costs.reduction_wire_bytes
+        for mb in plan.micro_batches:
+            if mb.micro_batch:
+                row = wire[mb.bucket, mb.sp, mb.micro_batch, mb.menu_step]
+                sent += row * len(mb.sample_ids) / mb.micro_batch
+            elif costs.packing is not None:  # a pack
+                packed = sum(tokens[i] for i in mb.sample_ids)
+                sent += packed * costs.packing.token_wire_bytes
+            assert trained.isdisjoint(mb.sample_ids), f"{name} trains a sample twice"
+            trained.update(mb.sample_ids)
+        bound_s = plan.bound_s + costs.reduction_s if plan.bound_s > 0 else 0.0
+        total.add(of_step(plan, costs.reduction_s), sent, bound_s, shown)
+    return total.outcome(name, sum(tokens[i] for i in trained), len(trained), len(tokens))
+
+
+def of_batches(
+    name: str,
+    plans: Iterable[tuple[BatchPlan, Sequence[int]]],
+    comm_bytes: float,
+    shown: int = 4,
+) -> SimulatedOutcome:
+    """Returns what plans of global batches of lengths come to.
+
+    Args:
+        name: the system.
+        plans: each with the batch's real lengths.
+        comm_bytes: that a token sends in a group of more than one rank.
+        shown: steps whose timelines are kept.
+    """
+    total, tokens, samples = _Sum([]), 0, 0
+    for plan, lengths in plans:
+        groups = [g for step in plan.steps for g in step.groups]
+        trained = [i for g in groups for i in g.sequences]
+        assert sorted(trained) == list(range(len(lengths))), f"{name}: each sequence once"
+        sent = sum(
+            comm_bytes * length
+            for g in groups if g.degree > 1
+            for length in g.lengths
+        )  # fmt: skip
+        total.add(of_batch(plan), sent, plan.bound_s, shown)
+        tokens += sum(lengths)
+        samples += len(lengths)
+    return total.outcome(name, tokens, samples, samples)
+
+
+def outcomes_text(title: str, outcomes: Sequence[SimulatedOutcome], first: str = "dcpc") -> str:
+    """Returns a table, each system's tokens a second also relative to `first`'s."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("system", no_wrap=True)
+    for heading in ("steps", "mean step", "tokens/s", f"{first} is", "imbalance", "sent a step",
+                    "over bound", "dropped"):  # fmt: skip
+        table.add_column(heading, justify="right", no_wrap=True)
+    best = next((o.tokens_per_s for o in outcomes if o.name == first), 0.0)
+    for o in outcomes:
+        table.add_row(*_cells(o, best, o.name == first))
+    return as_text(table, width=140)
+
+
+def _cells(o: SimulatedOutcome, best: float, own: bool) -> Iterator[str]:
+    yield o.name
+    yield str(o.steps)
+    yield seconds_text(o.step_s)
+    yield f"{o.tokens_per_s:,.0f}"
+    yield f"{best / o.tokens_per_s:.2f}x" if o.tokens_per_s else "-"
+    yield f"{o.idle_share:.1%}"
+    yield bytes_text(o.wire_bytes / max(1, o.steps))
+    yield f"{o.seconds_s / o.bound_s - 1:.1%}" if own and o.bound_s > 0 else "-"
+    yield str(o.dropped)

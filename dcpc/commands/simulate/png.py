@@ -1,0 +1,54 @@
+"""Timelines as a picture: a panel a system, time to the right, ranks upwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+
+from dcpc.commands.simulate.timeline import StepTimeline
+
+COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
+OTHER = "#bbbbbb"  # fixed costs, the sum of gradients
+
+
+def draw(systems: Mapping[str, Sequence[StepTimeline]], file: Path) -> None:
+    """Writes a PNG; the colour says how many ranks share a span.
+
+    Args:
+        systems: name -> timelines of its first steps.
+        file: the PNG.
+    """
+    figure = Figure(figsize=(12, 0.6 + 1.7 * len(systems)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(systems), 1, squeeze=False)[:, 0]
+    sizes = sorted({s.ranks for steps in systems.values() for line in steps for s in line.spans
+                    if s.samples})  # fmt: skip
+    colour = {size: COLOURS[i % len(COLOURS)] for i, size in enumerate(sizes)}
+    for panel, (name, steps) in zip(panels, systems.items(), strict=True):
+        boxes, colours, begin_s = [], [], 0.0
+        for line in steps:
+            for span in line.spans:
+                left, right = begin_s + span.begin_s, begin_s + span.end_s
+                low, high = span.first_rank, span.first_rank + span.ranks
+                boxes.append([(left, low), (right, low), (right, high), (left, high)])
+                colours.append(colour[span.ranks] if span.samples else OTHER)
+            begin_s += line.end_s
+            panel.axvline(begin_s, color="black", linewidth=0.8)
+        panel.add_collection(
+            PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.2)
+        )
+        panel.set_xlim(0, begin_s or 1)
+        panel.set_ylim(0, steps[0].world if steps else 1)
+        panel.set_title(name, loc="left", fontsize=9)
+        panel.set_ylabel("rank", fontsize=8)
+    panels[-1].set_xlabel(
+        "seconds (predicted); a black line ends a step; colours are ranks of a group: "
+        + ", ".join(f"{size} {colour[size]}" for size in sizes[:8]),
+        fontsize=7,
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)

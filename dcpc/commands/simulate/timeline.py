@@ -1,0 +1,169 @@
+"""What ran where and when: spans of groups of ranks, from a plan; busy ranks, Chrome trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dcpc.commands.simulate.barriers import BatchPlan
+from dcpc.runtime.planner.plans import StepPlan, timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive ranks at work on one thing.
+
+    Attributes:
+        first_rank: its ranks are `first_rank` to `first_rank + ranks - 1`.
+        ranks: how many.
+        begin_s: from the start of the step.
+        end_s: from the start of the step.
+        name: what it is.
+        samples: how many it trains.
+    """
+
+    first_rank: int
+    ranks: int
+    begin_s: float
+    end_s: float
+    name: str
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """One optimizer step of all ranks.
+
+    Attributes:
+        world: ranks there are.
+        spans: disjoint on every rank.
+        end_s: seconds of the step; at least the last span's end.
+    """
+
+    world: int
+    spans: tuple[Span, ...]
+    end_s: float
+
+    def busy_s(self) -> npt.NDArray[np.float64]:
+        """Returns each rank's busy seconds, [world]."""
+        change = np.zeros(self.world + 1)
+        for span in self.spans:
+            change[span.first_rank] += span.end_s - span.begin_s
+            change[span.first_rank + span.ranks] -= span.end_s - span.begin_s
+        busy: npt.NDArray[np.float64] = np.cumsum(change)[:-1]
+        return busy
+
+    @property
+    def idle_share(self) -> float:
+        """Mean share of the step in which a rank does nothing, waits for peers included."""
+        return 1.0 - float(self.busy_s().mean()) / self.end_s if self.end_s > 0 else 0.0
+
+
+def of_step(plan: StepPlan, reduction_s: float = 0.0) -> StepTimeline:
+    """Returns the timeline of a plan whose groups wait only for their own ranks.
+
+    Args:
+        plan: what runs, in the global order.
+        reduction_s: of the gradients' sum that ends the step, on all ranks.
+    """
+    world = len(plan.busy_s)
+    begins, _, _ = timeline(plan.micro_batches, world)
+    spans = [
+        Span(mb.ranks[0], mb.sp, begin_s, begin_s + mb.seconds_s,
+             f"{len(mb.sample_ids)} x {mb.bucket} sp={mb.sp} recompute={mb.menu_step}",
+             len(mb.sample_ids))
+        for mb, begin_s in zip(plan.micro_batches, begins, strict=True)
+    ]  # fmt: skip
+    return _with_reduction(world, spans, plan.makespan_s, reduction_s)
+
+
+def of_batch(plan: BatchPlan, reduction_s: float = 0.0) -> StepTimeline:
+    """Returns the timeline of micro-steps that all ranks begin together.
+
+    A micro-step's fixed cost comes first, on every rank.
+
+    Args:
+        plan: the micro-steps.
+        reduction_s: of the gradients' sum that ends the step, on all ranks.
+    """
+    spans = []
+    begin_s = 0.0
+    for step in plan.steps:
+        fixed_s = step.seconds_s - max(group.load_s for group in step.groups)
+        if fixed_s > 1e-12 * step.seconds_s:
+            spans.append(Span(0, plan.ranks, begin_s, begin_s + fixed_s, "fixed cost"))
+        start_s = begin_s + fixed_s
+        spans += [
+            Span(g.first_rank, g.degree, start_s, start_s + g.load_s,
+                 f"{len(g.sequences)} sequences, "
+                 f"{sum(g.lengths)} tokens, "
+                 f"sp={g.degree}, {g.setting}",
+                 len(g.sequences))
+            for g in step.groups
+        ]  # fmt: skip
+        begin_s += step.seconds_s
+    return _with_reduction(plan.ranks, spans, begin_s, reduction_s)
+
+
+def _with_reduction(
+    world: int, spans: Sequence[Span], end_s: float, reduction_s: float
+) -> StepTimeline:
+    more = [Span(0, world, end_s, end_s + reduction_s, "sum of gradients")] if reduction_s else []
+    return StepTimeline(world, (*spans, *more), end_s + reduction_s)
+
+
+def chrome_trace(
+    systems: Mapping[str, Sequence[StepTimeline]], most_ranks: int = 64
+) -> dict[str, Any]:
+    """Returns steps one after another as Chrome trace JSON, which Perfetto opens.
+
+    A process is a system, a thread a rank, or a block of ranks where there are more than
+    `most_ranks`: a span is then drawn on the block of its first rank.
+
+    Args:
+        systems: name -> timelines of its steps.
+        most_ranks: threads of a process.
+    """
+    events: list[dict[str, Any]] = []
+    for pid, (name, steps) in enumerate(systems.items()):
+        world = steps[0].world if steps else 1
+        block = -(-world // most_ranks)
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        events += [
+            {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name",
+             "args": {"name": _thread_name(tid, block, world)}}
+            for tid in range(-(-world // block))
+        ]  # fmt: skip
+        offset_s = 0.0
+        for number, step in enumerate(steps):
+            for span in step.spans:
+                events += _events(span, pid, block, offset_s, number)
+            offset_s += step.end_s
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _thread_name(tid: int, block: int, world: int) -> str:
+    first = tid * block
+    return f"rank {first}" if block == 1 else f"ranks {first}-{min(first + block, world) - 1}"
+
+
+def _events(
+    span: Span, pid: int, block: int, offset_s: float, step: int
+) -> Iterable[dict[str, Any]]:
+    """One complete event a thread; times in whole nanoseconds, so that neighbours do not overlap.
+
+    A block of several ranks shows the spans that begin on its first rank.
+    """
+    begin_ns, end_ns = (round((offset_s + t) * 1e9) for t in (span.begin_s, span.end_s))
+    last = span.first_rank + span.ranks
+    for tid in range(-(-span.first_rank // block), -(-last // block)):
+        yield {
+            "ph": "X", "pid": pid, "tid": tid, "name": span.name, "ts": begin_ns / 1e3,
+            "dur": (end_ns - begin_ns) / 1e3,
+            "args": {"step": step, "first_rank": span.first_rank, "ranks": span.ranks,
+                     "samples": span.samples},
+        }  # fmt: skip

@@ -1,0 +1,1 @@
+"""What dcpc adds to torch.fx: told fake tensors, writes as values, keys of arguments."""

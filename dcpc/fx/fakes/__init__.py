@@ -1,0 +1,16 @@
+"""Fake tensors that are told from the expressions of their sizes, where torch would ask of each."""
+
+from dcpc.fx.fakes.dense import dense_result
+from dcpc.fx.fakes.layouts import Layout, fills_its_memory, layout_of
+from dcpc.fx.fakes.made import empty, strided
+from dcpc.fx.fakes.telling import telling
+
+__all__ = [
+    "Layout",
+    "dense_result",
+    "empty",
+    "fills_its_memory",
+    "layout_of",
+    "strided",
+    "telling",
+]

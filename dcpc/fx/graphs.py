@@ -1,0 +1,36 @@
+"""Graphs of thousands of nodes, most of them only planned with, and the lines of their nodes."""
+
+from __future__ import annotations
+
+import re
+
+import torch.fx._lazy_graph_module
+from torch import fx
+
+# Its Python is made when it is called.
+LazyGraphModule = torch.fx._lazy_graph_module._LazyGraphModule
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def without_unused(graph: fx.Graph) -> None:
+    """Erases the calls whose values nobody reads.
+
+    `Graph.eliminate_dead_code` does so as well, and asks each op whether it may go: of the ops in a
+    lowered graph all may, those that draw random numbers too, since each draws its own.
+    """
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def source_line(node: fx.Node) -> str:
+    """Returns `file:line` of the code that made a node: the innermost frame outside of torch.
+
+    What torch generates on its way (`<eval_with_key>`, of a no_grad block) is nobody's file.
+    """
+    frames = _FRAME.findall(str(node.meta.get("stack_trace", "")))
+    ours = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<")]
+    if not ours:
+        return ""
+    file, line = ours[-1]
+    return f"{'/'.join(file.split('/')[-2:])}:{line}"

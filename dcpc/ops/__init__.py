@@ -1,0 +1,1 @@
+"""Ops that dcpc adds to torch: attention, random numbers of a seed, positions."""

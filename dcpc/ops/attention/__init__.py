@@ -1,0 +1,38 @@
+"""Attention as one op with saved tensors of its own: q, k, v, out, logsumexp, on any device."""
+
+from dcpc.ops.attention.blocks import ROWS
+from dcpc.ops.attention.kernels import DEMANDS, added_dtype, kernel_name, laid
+from dcpc.ops.attention.op import EMPTY
+from dcpc.ops.attention.partial import Backward, Forward, Operands
+from dcpc.ops.attention.rectangles import sees
+from dcpc.ops.attention.spec import (
+    RunOfRows,
+    Sight,
+    accumulated,
+    empty_gradient,
+    empty_outputs,
+    hides,
+    hiding,
+)
+from dcpc.ops.attention.whole import WIDEST
+
+__all__ = [
+    "DEMANDS",
+    "EMPTY",
+    "ROWS",
+    "WIDEST",
+    "Backward",
+    "Forward",
+    "Operands",
+    "RunOfRows",
+    "Sight",
+    "accumulated",
+    "added_dtype",
+    "empty_gradient",
+    "empty_outputs",
+    "hides",
+    "hiding",
+    "kernel_name",
+    "laid",
+    "sees",
+]

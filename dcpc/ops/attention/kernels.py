@@ -1,0 +1,134 @@
+"""Which kernel computes an attention, and what each kernel asks of its tensors.
+
+Fused kernels are called below torch's dispatch, which is where torch checks what they are given: a
+kernel reads other memory than its tensors', or says not a number, where it is given anything else.
+So whoever calls one goes by the table here: what a call asks for that no copy brings decides
+`kernel_name` and `cuda.able`, how tensors lie `laid`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcpc.ops.attention.spec import Sight
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What a kernel asks for.
+
+    Beside this all ask for the sizes that `check_sizes` checks, for elements of the last dim that
+    lie together, and for rows that do not overlap.
+
+    Attributes:
+        dtypes: of queries, keys and values, which are of one.
+        widest: elements of a head, None: any.
+        multiple: of which the width of a head is one.
+        aligned_bytes: where rows may begin.
+        whole_scales: whether scores are scaled by a number above 0 even where none is hidden.
+            Hidden scores are -inf before they are scaled: it takes a number above 0 in any case.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    widest: int | None
+    multiple: int
+    aligned_bytes: int
+    whole_scales: bool
+
+
+DEMANDS = {
+    # Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp and measured, torch 2.13. Causal
+    # attention fills scores with -inf, and scales them then. Gradients, logsumexp and masks may lie
+    # in any way; rows that overlap are refused in half precision by oneDNN.
+    "flash": Demands((torch.float64, torch.float32, *HALVES), None, 1, 1, False),
+    # Source: flash-attention, csrc/flash_attn (flash_api.cpp; softmax.h: the largest score is
+    # looked for before scaling), of which torch has a copy. Loads are of 16 bytes.
+    "cuda": Demands(HALVES, 256, 8, 16, True),
+}
+
+
+def kernel_name(
+    device: str,
+    same_widths: bool,
+    mask: torch.dtype | None,
+    has_keep: bool,
+    sight: Sight,
+    has_segment: bool = False,
+) -> str:
+    """Returns "flash", "cuda" or "blocks": what computes attention, told without any size.
+
+    "flash" is the CPU's; "cuda" falls back to blocks where `cuda.able` says no. Of packed sequences
+    "flash" and "cuda" compute one at a time, but blocks where these are very short.
+
+    Args:
+        device: type of the tensors' device.
+        same_widths: whether keys and values are equally wide.
+        mask: dtype of the mask, None without one.
+        has_keep: whether some keys are hidden from all queries.
+        sight: of the op; where its queries are does not matter.
+        has_segment: whether rows hold several sequences.
+    """
+    scale, before, after = sight.scale, sight.before, sight.after
+    if device == "cuda" and mask is None and not has_keep and same_widths:
+        return "cuda" if _scales("cuda", scale, sight.banded) else "blocks"
+    if device != "cpu" or not same_widths or before is not None or after not in (None, 0):
+        return "blocks"
+    if mask is not None and (has_keep or has_segment):
+        return "blocks"
+    native = sight.empty == "zero" or (mask is None and not has_keep)
+    return "flash" if native and _scales("flash", scale, sight.banded) else "blocks"
+
+
+def _scales(kernel: str, scale: float, hides: bool) -> bool:
+    """Returns whether a kernel scales by this number; not a number is none above 0."""
+    return scale > 0 or not (hides or DEMANDS[kernel].whole_scales)
+
+
+def takes(kernel: str, q: Tensor) -> bool:
+    """Returns whether a kernel computes attention of the dtype and width of these queries."""
+    asks, width = DEMANDS[kernel], q.shape[-1]
+    narrow = asks.widest is None or width <= asks.widest
+    return q.dtype in asks.dtypes and narrow and width % asks.multiple == 0
+
+
+def laid(kernel: str, x: Tensor) -> Tensor:
+    """Returns a tensor `[b, h, s, d]`, or a copy of it that lies as a kernel reads it."""
+    if _lies_well(DEMANDS[kernel], x):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _lies_well(asks: Demands, x: Tensor) -> bool:
+    *outer, rows, width = x.shape
+    together = width == 1 or x.stride(-1) == 1
+    apart = rows == 1 or x.stride(-2) >= width
+    starts = [x.data_ptr()]
+    for size, stride in zip((*outer, rows), x.stride()[:-1], strict=True):
+        starts += [stride * x.itemsize] if size > 1 else []
+    return together and apart and not any(start % asks.aligned_bytes for start in starts)
+
+
+def added_dtype(mask: torch.dtype, query: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which "flash" adds a mask to scores.
+
+    Another one than the queries' is float32, and of queries in half precision alone: of float64
+    the kernel reads a float32 mask as if it were float64.
+    """
+    return mask if mask == torch.float32 and query in HALVES else query
+
+
+def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Checks that queries, keys and values are of sizes and dtypes that go together."""
+    sizes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
+    assert q.dim() == k.dim() == v.dim() == 4, f"attention of {sizes}: not of four dims each"
+    same = q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    assert same, f"attention of {sizes}: [b, h, s, d], [b, g, t, d] and [b, g, t, e] expected"
+    groups = k.shape[1] and q.shape[1] % k.shape[1] == 0
+    assert groups or not q.shape[1], f"attention of {sizes}: query heads are no multiple"
+    dtypes = {x.dtype for x in (q, k, v)}
+    assert len(dtypes) == 1, f"attention of queries, keys and values of {dtypes}"

@@ -1,0 +1,158 @@
+"""Cuts attention into rectangles: a run of queries against a run of keys, of one sample or of all.
+
+Queries of a rank may lie in several runs of positions, keys that come from another rank as well,
+and a packed row holds several sequences. A rectangle has none of that: its queries and its keys
+follow each other and may see each other, so the kernels know it by one number, the position of
+its first query among its keys. What nobody sees has no rectangle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcpc.ops.attention.spec import RunOfRows, Sight
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Queries and keys that both follow each other.
+
+    Attributes:
+        samples: which samples.
+        queries: rows of the queries' tensor, with their positions.
+        keys: rows of the keys' tensor, with their positions.
+        sight: who sees whom; limits that hide nothing here are left out.
+        first: whether it is the first of its list with any of its queries.
+    """
+
+    samples: slice
+    queries: RunOfRows
+    keys: RunOfRows
+    sight: Sight
+    first: bool
+
+    @property
+    def rows(self) -> slice:
+        """Which rows of the queries' tensor these are."""
+        return slice(self.queries.at, self.queries.at + self.queries.length)
+
+    @property
+    def columns(self) -> slice:
+        """Which rows of the keys' tensor these are."""
+        return slice(self.keys.at, self.keys.at + self.keys.length)
+
+    @property
+    def positions(self) -> slice:
+        """Which of all keys these are."""
+        return slice(self.keys.position, self.keys.position + self.keys.length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """A run of rows of one sequence, None where rows are not packed."""
+
+    run: RunOfRows
+    id: int | None
+
+
+class QueryCutter:
+    """Cuts one rank's queries against any runs of keys.
+
+    Args:
+        queries: the runs of queries.
+        sight: limits by position.
+        segment: `[b or 1, n]`, what sequence each position belongs to; None: all see each other.
+    """
+
+    def __init__(self, queries: Sequence[RunOfRows], sight: Sight, segment: Tensor | None) -> None:
+        self._sight = sight
+        self._samples = [slice(None)]
+        self._stretches: list[list[RunOfRows] | None] = [None]
+        self._ids: list[list[int]] = [[]]
+        if segment is not None:
+            if segment.shape[0] > 1:
+                self._samples = [slice(i, i + 1) for i in range(segment.shape[0])]
+            found = [_stretches(ids) for ids in segment]
+            self._stretches = [runs for runs, _ in found]
+            self._ids = [ids for _, ids in found]
+        self._queries = [list(self._cut(queries, i)) for i in range(len(self._samples))]
+
+    def against(self, keys: Sequence[RunOfRows]) -> Iterator[Rectangle]:
+        """Yields the rectangles of all queries and some keys, those of a query in a row."""
+        for i, samples in enumerate(self._samples):
+            by_id: dict[int | None, list[RunOfRows]] = defaultdict(list)
+            for stretch in self._cut(keys, i):
+                by_id[stretch.id].append(stretch.run)
+            for stretch in self._queries[i]:
+                first = True
+                for run in by_id.get(stretch.id, ()):
+                    found = _trimmed(stretch.run, run, self._sight, samples, first)
+                    if found is not None:
+                        yield found
+                        first = False
+
+    def _cut(self, runs: Iterable[RunOfRows], sample: int) -> Iterator[_Stretch]:
+        stretches, ids = self._stretches[sample], self._ids[sample]
+        for run in runs:
+            if not run.length:
+                continue
+            if stretches is None:
+                yield _Stretch(run, None)
+                continue
+            for stretch, name in zip(stretches, ids, strict=True):
+                start = max(run.position, stretch.position)
+                stop = min(run.position + run.length, stretch.position + stretch.length)
+                if start < stop:
+                    yield _Stretch(
+                        RunOfRows(run.at + start - run.position, stop - start, start), name
+                    )
+
+
+def _stretches(ids: Tensor) -> tuple[list[RunOfRows], list[int]]:
+    names, counts = torch.unique_consecutive(ids, return_counts=True)
+    runs, position = [], 0
+    for count in counts.tolist():
+        runs.append(RunOfRows(position, count, position))
+        position += count
+    return runs, names.tolist()
+
+
+def sees(queries: RunOfRows, keys: RunOfRows, before: int | None, after: int | None) -> bool:
+    """Returns whether some of the queries may see some of the keys."""
+    nothing_else = Sight(1.0, before, after, 0, "zero")
+    return _trimmed(queries, keys, nothing_else, slice(None), True) is not None
+
+
+def _trimmed(
+    queries: RunOfRows, keys: RunOfRows, sight: Sight, samples: slice, first_of_queries: bool
+) -> Rectangle | None:
+    """Returns what of the queries sees anything and what of the keys is seen, None if nothing."""
+    before, after = sight.before, sight.after
+    low, high = queries.position, queries.position + queries.length - 1
+    first, last = keys.position, keys.position + keys.length - 1
+    if after is not None:
+        low = max(low, first - after)
+    if before is not None:
+        high = min(high, last + before)
+    if low > high:
+        return None
+    if after is not None:
+        last = min(last, high + after)
+    if before is not None:
+        first = max(first, low - before)
+    if first > last:
+        return None
+    after = None if after is None or last <= low + after else after
+    before = None if before is None or first >= high - before else before
+    return Rectangle(
+        samples,
+        RunOfRows(queries.at + low - queries.position, high - low + 1, low),
+        RunOfRows(keys.at + first - keys.position, last - first + 1, first),
+        Sight(sight.scale, before, after, low - first, sight.empty),
+        first_of_queries,
+    )

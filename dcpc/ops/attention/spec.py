@@ -1,0 +1,179 @@
+"""Which keys a query sees, and how attention is computed: what all kernels of the op share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# What a row gives that sees no key, as models differ:
+# "zero"   0, without a gradient (`scaled_dot_product_attention` with a truth mask)
+# "safe"   the same; but of scores that numbers drown, which are added, what a softmax makes of them
+#          (torch's math kernel; the backward of its fused one takes each weight for 1)
+# "nan"    not a number (softmax of -inf alone)
+# "mean"   the mean of all values: the scores were drowned by adding the lowest number there is, and
+#          the gradient flows to them as if they had not been
+# "fixed"  the mean of all values: the scores were replaced by one number, and get no gradient
+EMPTY = ("zero", "safe", "nan", "mean", "fixed")
+
+
+class RunOfRows(NamedTuple):
+    """Rows of a tensor that have positions one after the other.
+
+    Attributes:
+        at: the first of them.
+        length: how many.
+        position: position of the first.
+    """
+
+    at: int
+    length: int
+    position: int
+
+
+class Attended(NamedTuple):
+    """What a backward is given of its forward, and the gradient.
+
+    Attributes:
+        grad: of out `[b, h, s, e]`.
+        q: queries `[b, h, s, d]`.
+        k: keys `[b, g, t, d]`.
+        v: values `[b, g, t, e]`.
+        out: `[b, h, s, e]`.
+        lse: logsumexp `[b, h, s]`; of blocks also `[2, b, h, s]`, see `blocks.statistics`.
+    """
+
+    grad: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def rows(self, rows: slice) -> Attended:
+        """Returns what some of the queries attended to."""
+        grad, q, out, lse = (x[:, :, rows] for x in (self.grad, self.q, self.out, self.lse))
+        return Attended(grad, q, self.k, self.v, out, lse)
+
+    def heads(self, heads: slice) -> Attended:
+        """Returns what some heads of the queries attended to."""
+        grad, q, out, lse = (x[:, heads] for x in (self.grad, self.q, self.out, self.lse))
+        return Attended(grad, q, self.k, self.v, out, lse)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which keys a query sees: key j is seen by query i if nothing here hides it.
+
+    Attributes:
+        scale: of the products of queries and keys.
+        before: how many keys before its own position a query sees: j >= i + start - before; None:
+            all of them.
+        after: how many after it: j <= i + start + after (causal: 0); None: all of them.
+        start: position of the first query among the keys.
+        empty: what a query that sees no key gives, one of EMPTY.
+        turn: how many queries follow the first without a gap; None: all of them. The others follow
+            each other as well (a zigzag piece has two runs).
+        second: position of the query after these.
+    """
+
+    scale: float
+    before: int | None
+    after: int | None
+    start: int
+    empty: str
+    turn: int | None = None
+    second: int = 0
+
+    @property
+    def banded(self) -> bool:
+        """Whether positions hide anything."""
+        return self.before is not None or self.after is not None
+
+    def misses(self, queries: int, keys: int) -> bool:
+        """Returns whether positions hide all keys from one of some first queries."""
+        before = keys if self.before is None else self.before
+        after = keys if self.after is None else self.after
+        return after < 0 or before + after < 0 or queries - 1 - before > keys - 1
+
+    def runs(self, queries: int) -> tuple[RunOfRows, ...]:
+        """Returns the runs of queries that follow each other, one or two, none of them empty."""
+        turn = queries if self.turn is None else min(max(self.turn, 0), queries)
+        both = RunOfRows(0, turn, self.start), RunOfRows(turn, queries - turn, self.second)
+        return tuple(run for run in both if run.length)
+
+    def of(self, run: RunOfRows) -> Sight:
+        """Returns what the queries of one run see."""
+        return replace(self, start=run.position, turn=None, second=0)
+
+    def position(self, query: int) -> int:
+        """Returns the position of a query among the keys."""
+        if self.turn is None or query < self.turn:
+            return self.start + query
+        return self.second + query - self.turn
+
+    def keys(self, first: int, rows: int, length: int) -> tuple[int, int]:
+        """Returns (start, stop) of the keys that some queries in a row see."""
+        position = self.position(first)
+        low = 0 if self.before is None else position - self.before
+        high = length if self.after is None else position + rows + self.after
+        low = min(max(low, 0), length)
+        return low, max(min(high, length), low)
+
+    def hidden(self, first: int, rows: int, keys: tuple[int, int], device: torch.device) -> Tensor:
+        """Returns `[rows, keys]`: which keys positions hide from some queries in a row."""
+        position = self.position(first)
+        query = torch.arange(position, position + rows, device=device)
+        distance = torch.arange(*keys, device=device) - query.unsqueeze(1)
+        if self.before is None:
+            return distance > (self.after or 0)
+        hidden = distance < -self.before
+        return hidden if self.after is None else hidden | (distance > self.after)
+
+
+# Scores as low as this are nowhere but where a mask puts them.
+LOWEST = -1e30
+
+
+def hides(number: float, dtype: torch.dtype) -> bool:
+    """Returns whether a number in place of a score, or added to it, surely leaves it no weight."""
+    return number <= hiding(dtype)
+
+
+def hiding(dtype: torch.dtype) -> float:
+    """Returns the number from which on down numbers hide a score for sure.
+
+    That is -inf, and what no score of the dtype comes near: of float16 the lowest number there is,
+    of others 1e30 below 0. Scores do reach -1e4 and -1e9.
+    """
+    return max(LOWEST, torch.finfo(dtype).min)
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which softmax is computed: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns memory for out `[b, h, s, e]` and logsumexp `[b, h, s]`, laid out as kernels do."""
+    b, h, s, d = q.shape
+    same = v.shape[-1] == d
+    out = torch.empty_like(q) if same else q.new_empty((b, s, h, v.shape[-1])).transpose(1, 2)
+    shape, dtype = ((b, s, h) if q.device.type == "cpu" else (b, h, s)), accumulated(q.dtype)
+    lse = q.new_empty(shape, dtype=dtype)
+    return out, lse.transpose(1, 2) if q.device.type == "cpu" else lse
+
+
+def empty_gradient(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns memory for the gradient of x `[b, h, s, d]`, laid out (b, s, h, d)."""
+    b, h, s, d = x.shape
+    return x.new_empty((b, s, h, d), dtype=dtype or x.dtype).transpose(1, 2)
+
+
+def part_of(mask: Tensor | None, dim: int, index: slice) -> Tensor | None:
+    """Returns a part of a mask along one dim, all of it where that dim is broadcast."""
+    if mask is None or mask.shape[dim] == 1:
+        return mask
+    return mask[(slice(None),) * dim + (index,)]

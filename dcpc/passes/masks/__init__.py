@@ -1,0 +1,1 @@
+"""What masks of attention say of positions and sequences."""

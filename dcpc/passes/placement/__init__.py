@@ -1,0 +1,1 @@
+"""What each value is split along: the cheapest of all placements."""

@@ -1,0 +1,161 @@
+"""Copies of a block that stand for more of them: what one hands to the next is the same for each.
+
+A middle copy stands for all between the first and the last. What it costs is what each of those
+costs only if it gets what it reads as they do: in the form in which they hand it on. Ties may split
+the first or the last copy otherwise, and the middle one would then be told apart from its twins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dcpc.ir import Fold
+from dcpc.passes.placement.choices import PlacementChoice, choice_of
+from dcpc.passes.placement.model import PlacementModel
+from dcpc.passes.placement.state_graph import Option
+
+FIRST, MIDDLE, LAST = range(3)
+Options = tuple[int, ...]  # of each of the model's variables: position in its alternatives
+Reads = tuple[tuple[int, int], ...]  # (variable, position of the operand)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A value from outside that the middle copy reads: changed once for all who want it alike."""
+
+    value: int
+    here: Reads
+    before: Reads
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """A value that the last copy reads of the middle one.
+
+    Attributes:
+        values: of the first copy and of the middle one.
+        inside: who reads these, each in its own copy.
+        on: who reads these, each in the next copy.
+    """
+
+    values: tuple[int, int]
+    inside: tuple[Reads, Reads]
+    on: tuple[Reads, Reads]
+
+
+class AlikeCopies:
+    """The copies of one model.
+
+    Args:
+        model: of the folded program.
+        fold: which copies stand for more.
+
+    Attributes:
+        model: of the folded program.
+    """
+
+    def __init__(self, model: PlacementModel, fold: Fold) -> None:
+        self.model, self._fold = model, fold
+        self._choices: dict[Options, tuple[PlacementChoice, ...]] = {}
+        self._twins: dict[tuple[int, int], list[int | None]] = {}
+        calls = {n.name for n in model.program.gm.graph.nodes if n.op == "call_function"}
+        found: dict[tuple[int, int], list[int]] = {}
+        for variable, name in enumerate(model.names):
+            if name in calls:
+                found.setdefault(fold.copy(name), []).append(variable)
+        self._rows = [
+            (found[r, FIRST], found[r, MIDDLE], found[r, LAST])
+            for r, others in enumerate(fold.others)
+            if others
+        ]
+        self._readers: dict[int, list[tuple[int, int]]] = {}
+        for variable, sources in enumerate(model.nodes.sources):
+            for position, source in enumerate(sources):
+                self._readers.setdefault(source, []).append((variable, position))
+        own = {v for v, name in enumerate(model.names) if fold.copy(name)[1] == MIDDLE}
+        self._handed = [each for rows in self._rows for each in self._find_handed(rows)]
+        self._shared = [each for rows in self._rows for each in self._find_shared(rows, own)]
+
+    def _find_handed(self, rows: Sequence[list[int]]) -> Iterator[_Handed]:
+        first, middle, last = (set(copy) for copy in rows)
+        for a, b in zip(rows[FIRST], rows[MIDDLE], strict=True):
+            if on := self._reads(b, last):
+                inside = self._reads(a, first), self._reads(b, middle)
+                yield _Handed((a, b), inside, (self._reads(a, middle), on))
+
+    def _find_shared(self, rows: Sequence[list[int]], own: set[int]) -> Iterator[_Shared]:
+        middle = {*rows[MIDDLE]}
+        read = {s for v in middle for s in self.model.nodes.sources[v]}
+        for value in read - own - {*rows[FIRST]}:
+            before = self._reads(value, set(range(rows[MIDDLE][0])))
+            yield _Shared(value, self._reads(value, middle), before)
+
+    def _reads(self, value: int, by: set[int]) -> Reads:
+        return tuple(read for read in self._readers.get(value, ()) if read[0] in by)
+
+    def hand_on_alike(self, options: Options) -> bool:
+        """Returns whether every middle copy gets what it reads as all others of them do."""
+
+        def wants(reads: Reads) -> set[int]:
+            return {self._option(v, options).operands[position] for v, position in reads}
+
+        for handed in self._handed:
+            first, middle = (self._option(v, options).output for v in handed.values)
+            # A form that the copy itself wants, too, is made there and not by the next one.
+            alike = all(wants(a) == wants(b) for a, b in (handed.inside, handed.on))
+            if first != middle or not alike:
+                return False
+        return all(
+            wants(s.here) <= wants(s.before) | {self._option(s.value, options).output}
+            for s in self._shared
+        )
+
+    def choices(self, options: Options) -> tuple[PlacementChoice, ...]:
+        """Returns what may be taken instead of a choice whose copies do not hand on alike.
+
+        None where they do, or where nothing near does.
+        """
+        if options not in self._choices:
+            made = () if self.hand_on_alike(options) else self.made_alike(options)
+            self._choices[options] = tuple(choice_of(self.model, self._fold, m) for m in made)
+        return self._choices[options]
+
+    def made_alike(self, options: Options) -> Iterator[Options]:
+        """Yields choices near these in which they do: some copies are split like another one."""
+        for changed, like in (
+            ((LAST,), MIDDLE),
+            ((FIRST, LAST), MIDDLE),
+            ((MIDDLE, LAST), FIRST),
+            ((FIRST, MIDDLE), LAST),
+        ):
+            made = [*options]
+            try:
+                for rows in self._rows:
+                    for copy in changed:
+                        for variable, source in zip(rows[copy], rows[like], strict=True):
+                            made[variable] = self._same(variable, source, options[source])
+            except ValueError:
+                continue  # what one copy does another cannot
+            if self.hand_on_alike(tuple(made)):
+                yield tuple(made)
+
+    def _same(self, variable: int, source: int, option: int) -> int:
+        """Returns the option of a variable that is another's.
+
+        Raises:
+            ValueError: it has none.
+        """
+        pair = variable, source
+        if pair not in self._twins:
+            names, alternatives = self.model.names, self.model.sharding.alternatives
+            own = [a.placed for a in alternatives.get(names[variable], ())]
+            theirs = [a.placed for a in alternatives.get(names[source], ())]
+            self._twins[pair] = [own.index(p) if p in own else None for p in theirs] or [0]
+        found = self._twins[pair][option]
+        if found is None:
+            raise ValueError(f"variable {variable} has no option like {option} of {source}")
+        return found
+
+    def _option(self, variable: int, options: Options) -> Option:
+        return self.model.kinds[self.model.nodes.kinds[variable]].options[options[variable]]

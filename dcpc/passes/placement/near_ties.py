@@ -1,0 +1,67 @@
+"""Placements taken again where another bucket's best is hardly better.
+
+Neighbouring lengths and degrees often differ in near ties alone: a rotary table cut here or there,
+one small value gathered before an op or after. Each other placement is another graph to
+differentiate and to price. So of the placements that there are the cheapest is taken where it costs
+at most a named share more than the exact optimum of the bucket, which is solved for every time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dcpc.ir import Fold
+from dcpc.passes.placement.alike_copies import AlikeCopies
+from dcpc.passes.placement.choices import PlacementChoice, choice_of
+from dcpc.passes.placement.label_costs import Costs, Prices
+from dcpc.passes.placement.model import PlacementModel
+
+
+class NearTies:
+    """The choices that were made of one model.
+
+    Args:
+        model: of the program.
+        fold: which copies of blocks stand for more.
+        tolerance: a known choice is taken where it costs at most this share more than the best.
+
+    Attributes:
+        copies: of the fold's blocks, None without one.
+        taken: how often one was taken that is not the best.
+    """
+
+    def __init__(self, model: PlacementModel, fold: Fold | None, tolerance: float) -> None:
+        self._model, self._fold, self.tolerance = model, fold, tolerance
+        self.copies = None if fold is None else AlikeCopies(model, fold)
+        self._known: dict[tuple[int, ...], PlacementChoice] = {}
+        self.taken = 0
+
+    def know(self, options: tuple[int, ...]) -> PlacementChoice:
+        """Returns a choice with its indices, which may be taken again from now on.
+
+        Prices that are to have its changes are made afterwards.
+        """
+        if options not in self._known:
+            self._known[options] = choice_of(self._model, self._fold, options)
+        return self._known[options]
+
+    def instead(
+        self, options: tuple[int, ...], best_s: float, prices: Prices, shares: Costs, sp: int
+    ) -> tuple[tuple[int, ...], float]:
+        """Returns what is taken instead of the best choice, or that, which is then known; its cost.
+
+        Args:
+            options: the best choice.
+            best_s: its cost.
+            prices: of the catalogue at some sizes.
+            shares: the same.
+            sp: ranks of the group.
+        """
+        costs = [choice.cost(prices, shares, sp) for choice in self._known.values()]
+        found = int(np.argmin(costs)) if costs else -1
+        if found >= 0 and costs[found] <= best_s * (1 + self.tolerance):
+            instead = [*self._known][found]
+            self.taken += instead != options
+            return instead, costs[found]
+        self.know(options)
+        return options, best_s

@@ -1,0 +1,398 @@
+"""The placement problem as variables and tables of catalogue indices; a bucket looks up prices.
+
+A node is a variable whose states are its options. An edge costs the change from the label the
+producer makes to the one the consumer wants, and a change that several consumers want alike must be
+paid once. With the edges of a value counted by operand:
+
+* one edge: the change is the edge's.
+* two: it matters only whether both want the same. The value gets a second variable, its *mode*:
+
+      node --made label--> mode --wanted label--> both consumers
+
+  "plain h" (the node makes h, each consumer pays its own change) or "all e" (both want e, the
+  change to e is paid once, between node and mode).
+* n >= 3: a state is an option and a set of at most n // 2 *extra* labels whose changes it pays. A
+  larger set would have a label that one consumer alone wants, which costs the same on its edge.
+
+So the sum of all tables at its best is the cost with every changed value paid exactly once: as many
+yes/no variables as there are (value, label) pairs would give the same, in wider tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from dcpc.passes.placement.label_costs import (
+    FORBIDDEN,
+    FREE,
+    NO_WORK,
+    WHOLE,
+    Catalogue,
+    Change,
+    Indices,
+    Kind,
+)
+from dcpc.passes.sharding.rule_types import is_usable
+
+T = TypeVar("T", bound=Hashable)
+
+# Labels as integers: hashing them is most of the work. A sharded one is FIRST_SHARDED and more.
+REPLICATED, PARTIAL, FIRST_SHARDED = 0, 1, 2
+
+# A value that many consumers want in many forms: above this many states only one extra label each
+# is tried. No model seen comes near it; where it binds, a change may be counted twice (never left
+# out).
+MOST_STATES = 96
+
+
+class Option(NamedTuple):
+    """An alternative of a node.
+
+    Attributes:
+        operands: wanted label of each operand.
+        output: label it makes.
+        work: catalogue index of what it does.
+        split: catalogue index of the share it splits the work into, WHOLE where it does not.
+        least: elements of the split factor, where each rank needs one (0: not known before the
+            variant runs); -1 where none does.
+        across: ranks that share one piece of the rows of a ring; 0: it is none.
+    """
+
+    operands: tuple[int, ...]
+    output: int
+    work: int
+    split: int
+    least: int
+    across: int = 0
+
+
+class NodeKind(NamedTuple):
+    """All that the cost of a node, and of changing its value, depends on.
+
+    Attributes:
+        value: catalogue index of its value.
+        shares: (sharded label, catalogue index of its share), all there are.
+        backward: whether the value has a gradient.
+        cheap: whether a rank makes it rather than receive it; it takes a piece for nothing.
+        is_loss: whether it is the program's result, which is wanted replicated.
+        options: what it can do.
+    """
+
+    value: int
+    shares: tuple[tuple[int, int], ...]
+    backward: bool
+    cheap: bool
+    is_loss: bool
+    options: tuple[Option, ...]
+
+
+@dataclass(slots=True)
+class Nodes:
+    """The graph: name, kind and operands of each node with a tensor value, in graph order."""
+
+    names: list[str] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    sources: list[list[int]] = field(default_factory=list)
+
+
+class Interned(dict[T, int]):
+    """Keys numbered in the order they come."""
+
+    def __missing__(self, key: T) -> int:
+        """Gives a new key the next number."""
+        self[key] = len(self)
+        return self[key]
+
+
+class _Made(NamedTuple):
+    """What a state offers to consumers.
+
+    `extra` labels are free, and another label is a change from `have`, or not to be had if `have`
+    is None.
+    """
+
+    have: int | None
+    extra: tuple[int, ...] = ()
+
+
+class _States(NamedTuple):
+    """The states of a variable.
+
+    Attributes:
+        kind: of the node.
+        options: of each state: position in the node's options; () for a mode.
+        made: of each state.
+        wants: of each operand: the wanted label of each state.
+    """
+
+    kind: int
+    options: tuple[int, ...]
+    made: tuple[_Made, ...]
+    wants: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateGraph:
+    """Variables and edges of a cost network whose entries are catalogue indices.
+
+    Attributes:
+        classes: of each variable: its class of states; the nodes first, in graph order, then modes.
+        options: of each class and state: position in the node's alternatives.
+        works: of each state of all classes, one after the other: its work.
+        changes: of the same: the changes it pays for, padded with FREE; shape (states, any).
+        bounds: where each class starts in these; one more at the end.
+        edges: (producer, consumer, table).
+        tables: entries of all tables, one after the other: changes.
+        shapes: of each table: (start, rows, columns).
+    """
+
+    classes: list[int]
+    options: list[tuple[int, ...]]
+    works: Indices
+    changes: Indices
+    bounds: list[int]
+    edges: list[tuple[int, int, int]]
+    tables: Indices
+    shapes: list[tuple[int, int, int]]
+
+
+def change_between(kind: NodeKind, catalogue: Catalogue, have: int, want: int) -> int:
+    """Returns the catalogue's index of one change of a value.
+
+    Args:
+        kind: of the value's node.
+        catalogue: takes in the change.
+        have: its label.
+        want: the label it is to have.
+    """
+    sharded, wants_sharded = have >= FIRST_SHARDED, want >= FIRST_SHARDED
+    if have == want or (kind.cheap and have == REPLICATED and wants_sharded):
+        return FREE
+    if want == PARTIAL or (kind.cheap and sharded):
+        return FORBIDDEN
+    if have == PARTIAL:
+        way = Kind.REDUCE_SCATTER if wants_sharded else Kind.ALL_REDUCE
+    elif sharded:
+        way = Kind.ALL_TO_ALL if wants_sharded else Kind.ALL_GATHER
+    else:
+        way = Kind.SLICE
+    at = dict(kind.shares)
+    return catalogue.change(
+        Change(way, kind.value, at.get(have, WHOLE), at.get(want, WHOLE), kind.backward)
+    )
+
+
+# (usable kind, (usable kind, operand position) of each consumer): nodes that agree in it are alike
+_Place = tuple[int, tuple[tuple[int, int], ...]]
+
+
+def build_graph(
+    nodes: Nodes, kinds: Sequence[NodeKind], catalogue: Catalogue, splits: Sequence[bool], sp: int
+) -> StateGraph:
+    """Returns the network of what is usable.
+
+    Args:
+        nodes: the graph.
+        kinds: what the nodes' kinds are.
+        catalogue: takes in the changes.
+        splits: of each share in the catalogue: whether it is less than the whole.
+        sp: ranks of the group.
+    """
+    return _Builder(nodes, kinds, catalogue, splits, sp).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        nodes: Nodes,
+        kinds: Sequence[NodeKind],
+        catalogue: Catalogue,
+        splits: Sequence[bool],
+        sp: int,
+    ) -> None:
+        self.nodes, self.kinds, self.catalogue = nodes, kinds, catalogue
+        self.splits, self.sp = splits, sp
+        self.steps: dict[tuple[int, int, int], int] = {}
+        self.usable: list[tuple[int, tuple[int, ...]]] = []  # (kind, positions of its options)
+        self.states: list[_States] = []
+        self.tables: Interned[tuple[int, int, int]] = Interned()  # (class, class, operand)
+
+    def build(self) -> StateGraph:
+        sources = self.nodes.sources
+        usable = self._usable()
+        consumers: list[list[tuple[int, int]]] = [[] for _ in usable]
+        for node, operands in enumerate(sources):
+            for position, source in enumerate(operands):
+                consumers[source].append((usable[node], position))
+        places: Interned[_Place] = Interned()
+        at = [places[u, tuple(wants)] for u, wants in zip(usable, consumers, strict=True)]
+        made = [self._classes(*place) for place in places]
+        classes = [made[place][0] for place in at]
+        producers = list(range(len(at)))  # the variable that a node's consumers look at
+        edges = []
+        for node, place in enumerate(at):
+            mode = made[place][1]
+            if mode is not None:
+                producers[node] = len(classes)
+                classes.append(mode)
+                edges.append((node, producers[node], self.tables[classes[node], mode, -1]))
+        for node, operands in enumerate(sources):
+            for position, source in enumerate(operands):
+                producer = producers[source]
+                table = self.tables[classes[producer], classes[node], position]
+                edges.append((producer, node, table))
+        return self._graph(classes, edges)
+
+    def _graph(self, classes: list[int], edges: list[tuple[int, int, int]]) -> StateGraph:
+        entries = [self._table(*table) for table in self.tables]
+        kept = [bool(t.any()) for t in entries]
+        starts = np.cumsum([0, *(t.size for t in entries)]).tolist()
+        works, changes = zip(*(row for s in self.states for row in self._paid(s)), strict=True)
+        width = max(map(len, changes))
+        padded = [[*row, *[FREE] * (width - len(row))] for row in changes]
+        return StateGraph(
+            classes=classes,
+            options=[s.options for s in self.states],
+            works=np.array(works, np.intp),
+            changes=np.array(padded, np.intp).reshape(-1, width),
+            bounds=np.cumsum([0, *(len(s.made) for s in self.states)]).tolist(),
+            edges=[edge for edge in edges if kept[edge[2]]],
+            tables=np.concatenate([np.zeros(0, np.intp), *(t.ravel() for t in entries)]),
+            shapes=[(n, *t.shape) for n, t in zip(starts, entries, strict=False)],
+        )
+
+    # ------------------------------------------------------------------------------------ options
+
+    def _usable(self) -> list[int]:
+        """Returns the usable kind of each node: its kind without options that are of no use.
+
+        That is what splits a factor of one element, what would leave a rank without an element
+        where each needs one, and what wants a partial sum of an operand that is never one (nothing
+        turns a value into a partial sum).
+        """
+        found: dict[tuple[int, tuple[bool, ...]], int] = {}
+        partial: list[bool] = []  # of each usable kind: whether it can make a partial sum
+        usable: list[int] = []
+        for kind, sources in zip(self.nodes.kinds, self.nodes.sources, strict=True):
+            key = (kind, tuple([partial[usable[s]] for s in sources]))
+            if key not in found:
+                found[key] = len(self.usable)
+                kept = tuple(self._kept(*key))
+                self.usable.append((kind, kept))
+                options = self.kinds[kind].options
+                partial.append(any(options[o].output == PARTIAL for o in kept))
+            usable.append(found[key])
+        return usable
+
+    def _kept(self, kind: int, partial: tuple[bool, ...]) -> Iterator[int]:
+        for i, option in enumerate(self.kinds[kind].options[: 1 if self.sp == 1 else None]):
+            wanted = zip(option.operands, partial, strict=True)
+            if (
+                (i == 0 or option.split == WHOLE or self.splits[option.split])
+                and (option.least < 0 or option.least >= self.sp)
+                and is_usable(option.across, self.sp)
+                and all(made or want != PARTIAL for want, made in wanted)
+            ):
+                yield i
+
+    # ------------------------------------------------------------------------------------- states
+
+    def _classes(
+        self, usable: int, consumers: tuple[tuple[int, int], ...]
+    ) -> tuple[int, int | None]:
+        """Returns the class of a node's states, and that of its modes where it has any."""
+        kind, kept = self.usable[usable]
+        options = self.kinds[kind].options
+        made = [options[o].output for o in kept]
+        shared = self._wanted_twice(consumers)
+        ways = {h: [w for w in shared if self._is_sent(kind, h, w)] for h in made}
+        mode = None
+        if len(consumers) == 2 and any(ways.values()):
+            modes = [_Made(h) for h in dict.fromkeys(made)]
+            modes += [_Made(None, (w,)) for w in shared if any(w in of for of in ways.values())]
+            mode = self._add(_States(kind, (), tuple(modes), ()))
+            ways = {}
+        states = [
+            (o, extra)
+            for o, h in zip(kept, made, strict=True)
+            for extra in self._extras(ways.get(h, []), len(consumers), len(kept))
+        ]
+        wants = zip(*(options[o].operands for o, _ in states), strict=True)
+        offered = tuple(_Made(options[o].output, extra) for o, extra in states)
+        own = self._add(_States(kind, tuple(o for o, _ in states), offered, tuple(wants)))
+        return own, mode
+
+    def _add(self, states: _States) -> int:
+        self.states.append(states)
+        return len(self.states) - 1
+
+    def _wanted_twice(self, consumers: tuple[tuple[int, int], ...]) -> list[int]:
+        counts: dict[int, int] = {}
+        for consumer, position in consumers:
+            kind, kept = self.usable[consumer]
+            options = self.kinds[kind].options
+            for want in dict.fromkeys(options[o].operands[position] for o in kept):
+                counts[want] = counts.get(want, 0) + 1
+        return [want for want, count in counts.items() if count > 1]
+
+    def _is_sent(self, kind: int, have: int, want: int) -> bool:
+        return self._step(kind, have, want) not in (FREE, FORBIDDEN)
+
+    def _extras(self, ways: list[int], edges: int, options: int) -> Iterator[tuple[int, ...]]:
+        most = min(edges // 2, len(ways))
+        if most > 1 and options << len(ways) > MOST_STATES:
+            most = 1
+        for count in range(most + 1):
+            yield from combinations(ways, count)
+
+    # ------------------------------------------------------------------------------------ changes
+
+    def _step(self, kind: int, have: int, want: int) -> int:
+        """Returns the catalogue's index of one change of a value of this kind."""
+        key = (kind, have, want)
+        if key not in self.steps:
+            self.steps[key] = self._new_step(*key)
+        return self.steps[key]
+
+    def _new_step(self, kind: int, have: int, want: int) -> int:
+        return change_between(self.kinds[kind], self.catalogue, have, want)
+
+    def _paid(self, states: _States) -> Iterator[tuple[int, list[int]]]:
+        """Yields the work and the changes that each state pays for; the loss is gathered."""
+        if not states.options:  # modes pay on the edge from their node
+            yield from ((NO_WORK, []) for _ in states.made)
+        kind = self.kinds[states.kind]
+        for option, made in zip(states.options, states.made, strict=False):
+            assert made.have is not None, "only a mode has no label of its own"
+            wants = (*made.extra, REPLICATED) if kind.is_loss else made.extra
+            steps = [self._step(states.kind, made.have, want) for want in wants]
+            yield kind.options[option].work, steps
+
+    def _table(self, producer: int, consumer: int, position: int) -> Indices:
+        """Changes between what states offer and what an operand (or, at -1, a mode) wants."""
+        states, other = self.states[producer], self.states[consumer]
+        if position < 0:
+            rows = [[self._enter(states.kind, s, mode) for mode in other.made] for s in states.made]
+            return np.array(rows, np.intp)
+        wants = other.wants[position]
+        columns = {w: i for i, w in enumerate(dict.fromkeys(wants))}
+        rows = [[self._taken(states.kind, made, w) for w in columns] for made in states.made]
+        return np.array(rows, np.intp)[:, [columns[w] for w in wants]]
+
+    def _taken(self, kind: int, made: _Made, want: int) -> int:
+        if want in made.extra:
+            return FREE
+        return FORBIDDEN if made.have is None else self._step(kind, made.have, want)
+
+    def _enter(self, kind: int, made: _Made, mode: _Made) -> int:
+        """The change a node pays to be in a mode."""
+        assert made.have is not None, "a node makes a label"
+        if mode.have is not None:
+            return FREE if mode.have == made.have else FORBIDDEN
+        (want,) = mode.extra
+        return self._step(kind, made.have, want) if want != made.have else FORBIDDEN

@@ -1,0 +1,1 @@
+"""Which dims are the same dim: factors, and the rules of every op."""

@@ -1,0 +1,216 @@
+"""Chooses one setting a bucket among those that fit, and says where the choice changes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from dcpc.buckets import Bucket
+from dcpc.errors import PlanError
+from dcpc.ir import BucketPlan, PlanRow
+
+# A larger micro-batch must be worth it: of rows within this share of the best one's rank-seconds a
+# sample, the smallest micro-batch on the fewest ranks is taken, which leaves the batch planner
+# room.
+WORTH = 0.05
+# A larger group must be faster by this share, or it only takes ranks.
+FASTER = 0.2
+
+# Plans by rising length, neighbours that chose alike.
+Stretch = tuple[BucketPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TriedRow(PlanRow):
+    """A row that was priced, whether it fits or not.
+
+    Attributes:
+        most: tells how many steps of recompute there are, which takes a while.
+        peak_bytes: activations and new gradients on the fullest rank.
+        needed_bytes: `peak_bytes` and all that stays: parameters, gradients, optimizer state,
+            inputs.
+        segments: whether room was made for the segments of a GPU's allocator.
+    """
+
+    most: Callable[[], int] = field(compare=False, repr=False)
+    peak_bytes: int
+    needed_bytes: int
+    segments: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps of recompute there are."""
+        return self.most()
+
+
+def choose(
+    bucket: Bucket,
+    rows: Sequence[TriedRow],
+    memory_bytes: int,
+    world: int,
+    recompute_mode: str = "auto",
+) -> BucketPlan:
+    """Returns the row of least rank-seconds a sample among those that fit.
+
+    Args:
+        bucket: what the rows are for.
+        rows: at least one.
+        memory_bytes: of one rank.
+        world: ranks there are.
+        recompute_mode: what was asked for: "auto", or a forced "none" or "all".
+
+    Raises:
+        PlanError: none fits; says by how much the best one misses.
+    """
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        # Of a degree the smallest micro-batch: on a GPU only what is chosen is priced by segments,
+        # so that a larger one may look as if it needed less.
+        least = {row.sp: row.micro_batch for row in sorted(rows, key=lambda row: -row.micro_batch)}
+        smallest = [row for row in rows if row.micro_batch == least[row.sp]]
+        closest = min(smallest, key=lambda row: row.needed_bytes)
+        over = closest.needed_bytes - memory_bytes
+        widest = max(row.sp for row in rows)
+        wider = f"run on more than {world} ranks" if widest == world else "allow a larger sp"
+        raise PlanError(
+            f"bucket {bucket} needs {_size(closest.needed_bytes)} on a rank at sp={closest.sp}, "
+            f"micro-batch {closest.micro_batch}, {closest.menu_step} of {closest.steps} "
+            f"steps of recompute; a rank has {_size(memory_bytes)}, {_size(over)} too little; "
+            f"{wider}, lower the bucket, or raise memory="
+        )
+    best = min(row.rank_seconds for row in fitting)
+    worthy = [row for row in fitting if row.rank_seconds <= best * (1 + WORTH)]
+    chosen = min(worthy, key=lambda row: (row.sp, row.micro_batch, row.menu_step))
+    return BucketPlan(
+        bucket=bucket,
+        sp=chosen.sp,
+        micro_batch=chosen.micro_batch,
+        menu_step=chosen.menu_step,
+        steps=chosen.steps,
+        seconds_s=chosen.seconds_s,
+        peak_bytes=chosen.peak_bytes,
+        reason=_reason(chosen, rows, memory_bytes, recompute_mode),
+    )
+
+
+def _reason(chosen: TriedRow, rows: Sequence[TriedRow], memory_bytes: int, mode: str) -> str:
+    """Says what binds the choice."""
+    reasons = []
+    narrower = [r for r in rows if r.sp < chosen.sp]
+    if narrower and not any(r.fits for r in narrower):
+        reasons.append(f"sp {max(r.sp for r in narrower)} does not fit {_size(memory_bytes)}")
+    elif narrower:
+        reasons.append("fewer rank-seconds than a smaller sp")
+    if mode != "auto":
+        reasons.append(f"recompute {mode} as asked")
+    elif chosen.menu_step:
+        counted = " with the GPU's segments" * chosen.segments
+        reasons.append(f"recompute just enough for {_size(memory_bytes)}{counted}")
+    larger = [r for r in rows if r.sp == chosen.sp and r.micro_batch > chosen.micro_batch]
+    if any(not r.fits for r in larger):
+        reasons.append(f"micro-batch {min(r.micro_batch for r in larger)} does not fit or pay")
+    elif larger:
+        reasons.append("a larger micro-batch gains under 5%")
+    return "; ".join(reasons) or "the only setting asked for"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.3g} {unit}"
+    return f"{size_bytes} B"
+
+
+def least_recompute(
+    row: Callable[[int], TriedRow], most: Callable[[], int], known: Collection[int]
+) -> TriedRow:
+    """Returns the row with the fewest steps of recompute that fits, or the smallest that does not.
+
+    The peak is not monotone in the number of steps of recompute (the last one gains nothing), so a
+    bisection finds a candidate and the final answer is a row that was really evaluated.
+
+    Args:
+        row: prices so many steps.
+        most: tells how many there can be; not asked where none are needed.
+        known: steps whose rows cost nothing, as other lengths had them.
+    """
+    tried = {0: row(0)}
+    if tried[0].fits:
+        return tried[0]
+    count = most()
+    # to make all again can peak higher than most of it
+    for high in (count, max(0, count - 1), count * 3 // 4, count // 2):
+        tried[high] = row(high)
+        if tried[high].fits:
+            break
+    else:
+        return min(tried.values(), key=lambda r: r.needed_bytes)
+    low = 0
+    while high - low > 1:
+        middle = (low + high) / 2
+        between = [k for k in known if low < k < high] or [int(middle)]
+        at = min(between, key=lambda k: abs(k - middle))
+        tried[at] = row(at)
+        low, high = (low, at) if tried[at].fits else (at, high)
+    return tried[high]
+
+
+def elements(bucket: Bucket) -> int:
+    """Returns the product of a bucket's lengths, by which buckets are ordered."""
+    return math.prod(size for _, size in bucket.shape_key)
+
+
+def stretches(plans: Sequence[BucketPlan]) -> list[Stretch]:
+    """Returns the plans by rising length, neighbours with the same choice together.
+
+    Args:
+        plans: one for each bucket, in any order.
+    """
+    found: list[list[BucketPlan]] = []
+    for plan in sorted(plans, key=lambda p: (elements(p.bucket), p.bucket.shape_key)):
+        if found and _choice(found[-1][0]) == _choice(plan):
+            found[-1].append(plan)
+        else:
+            found.append([plan])
+    return [tuple(stretch) for stretch in found]
+
+
+def crossover_lines(plans: Sequence[BucketPlan]) -> list[str]:
+    """Returns the merged choices by rising length, a line each, and where the degree changes."""
+    if not plans:
+        return []
+    merged = stretches(plans)
+    lines = ["choices by rising length, neighbours with the same one merged"]
+    lines += [f"  {lengths_text(s)}: {choice_text(s[0])}" for s in merged]
+    changes = [
+        f"sp {a.sp} -> {b.sp} between {a.bucket} and {b.bucket}" for a, b in degree_changes(plans)
+    ]
+    text = "; ".join(changes) or f"none, sp {plans[0].sp} throughout"
+    return [*lines, f"crossover lengths of the degree: {text}"]
+
+
+def degree_changes(plans: Sequence[BucketPlan]) -> list[tuple[BucketPlan, BucketPlan]]:
+    """Returns the neighbours by rising length between which the degree changes."""
+    ordered = [plan for stretch in stretches(plans) for plan in stretch]
+    pairs = itertools.pairwise(ordered)
+    return [(a, b) for a, b in pairs if a.sp != b.sp]
+
+
+def lengths_text(stretch: Stretch) -> str:
+    """Returns the buckets of a stretch: one, or the first and the last."""
+    first, last = stretch[0].bucket, stretch[-1].bucket
+    return str(first) if len(stretch) == 1 else f"{first} to {last} ({len(stretch)} buckets)"
+
+
+def choice_text(plan: BucketPlan) -> str:
+    """Returns a plan's setting in words."""
+    again = f"{plan.menu_step} of {plan.steps} steps of recompute" if plan.menu_step else ""
+    return f"sp {plan.sp}, micro-batch {plan.micro_batch}, {again or 'nothing recomputed'}"
+
+
+def _choice(plan: BucketPlan) -> tuple[int, ...]:
+    """What tells choices apart; menus of other lengths have other numbers of steps."""
+    steps = plan.steps if plan.menu_step else 0
+    return plan.sp, plan.micro_batch, plan.menu_step, steps

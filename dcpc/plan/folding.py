@@ -1,0 +1,284 @@
+"""A deep model planned as three copies of each repeated block: first, middle and last.
+
+A plan of equal blocks is the same for each of them, and what a run of them costs is affine in their
+number. So a program of 28 blocks is placed, differentiated and priced as one of three, and what was
+found is said of all 28: exactly, as long as the blocks between are told apart by their parameters
+alone, which is looked at argument by argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from dcpc.codegen import Key
+from dcpc.fx.leaves import leaf_key, tree_key
+from dcpc.fx.repeats import aligned, repeated_runs
+from dcpc.ir import Fold, Placement, Program
+from dcpc.ops.random import DRAWS, INDEX
+from dcpc.passes.placement.placement import zigzag
+from dcpc.passes.sharding.attention_ways import restricted
+from dcpc.passes.sharding.sharding import analyse
+from dcpc.plan.traced import PlacementId, Traced
+
+FEWEST = 6  # copies of a block that are worth it
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A program with three copies of each repeated block.
+
+    Attributes:
+        program: the small one; its nodes are called as in the whole one.
+        copy_of: its node -> number of the run of blocks, and 0, 1 or 2; absent outside.
+        others: of each run the copies that are left out.
+        like: node of the whole program that is left out -> the middle copy's.
+        twins: the middle copy's node -> those that are left out.
+    """
+
+    program: Program
+    copy_of: Mapping[str, tuple[int, int]]
+    others: tuple[int, ...]
+    like: Mapping[str, str]
+    twins: Mapping[str, tuple[str, ...]]
+
+    def copies(self, owner: Mapping[str, str]) -> Fold:
+        """Returns what the nodes of a graph made of the program stand for; see `Lift.copies`."""
+        own = {name: copy for name, copy in self.copy_of.items() if name not in owner}
+        made = ((name, self.copy_of.get(source)) for name, source in owner.items())
+        return Fold(own | {name: copy for name, copy in made if copy is not None}, self.others)
+
+
+class Lift:
+    """Between a program and what is placed and priced for it: itself, or one with fewer blocks.
+
+    Attributes:
+        whole: the program.
+        small: what is placed and priced; by default the program itself.
+    """
+
+    def __init__(
+        self, whole: Traced, small: Traced | None = None, folded: Folded | None = None
+    ) -> None:
+        self.whole, self.small, self._folded = whole, small or whole, folded
+        self._up: dict[PlacementId, Placement] = {}
+        self._down: dict[PlacementId, Placement] = {}
+
+    @property
+    def folds(self) -> bool:
+        """Whether the two differ."""
+        return self._folded is not None
+
+    def up(self, placement: Placement) -> Placement:
+        """Returns the placement of the whole program in which all copies are split alike."""
+        if self._folded is None:
+            return placement
+        key = self.small.id_of(placement)
+        if key not in self._up:
+            like = {n: self._folded.like.get(n, n) for n in self.whole.sharding.alternatives}
+            self._up[key] = _moved(placement, like, self.whole)
+        return replace(self._up[key], cost_s=placement.cost_s, width=placement.width)
+
+    def down(self, placement: Placement) -> Placement:
+        """Returns the small program's part of a placement of the whole one."""
+        if not self.folds:
+            return placement
+        key = self.whole.id_of(placement)
+        if key not in self._down:
+            same = {name: name for name in self.small.sharding.alternatives}
+            self._down[key] = _moved(placement, same, self.small)
+        return self._down[key]
+
+    def every_block(self, made_again: set[Key]) -> set[Key]:
+        """Returns what is made again in the whole program where this is in the small one."""
+        twins = {} if self._folded is None else self._folded.twins
+        return made_again | {(t, *k[1:]) for k in made_again for t in twins.get(k[0], ())}
+
+    def copies(self, owner: Mapping[str, str]) -> Fold | None:
+        """Returns what the nodes of a graph stand for, None where each stands for itself.
+
+        Args:
+            owner: its node -> the small program's; {} for the program's own.
+        """
+        return None if self._folded is None else self._folded.copies(owner)
+
+
+def lift_of(whole: Traced) -> Lift:
+    """Returns what is between a program and the one that is planned in its place."""
+    folded = fold(whole.program)
+    if folded is None:
+        return Lift(whole)
+    sharding = analyse(folded.program, bool(whole.sharding.derived))
+    agree = all(
+        [len(dim) for dim in factors] == [len(d) for d in sharding.factors[folded.like.get(n, n)]]
+        for n, factors in whole.sharding.factors.items()
+    )
+    if not agree:  # the dims of both programs have not the same factors
+        return Lift(whole)
+    sharding = restricted(folded.program, sharding, whole.sharding.attention)
+    small = replace(whole, program=folded.program, sharding=sharding, tracers={})
+    return Lift(whole, small, folded)
+
+
+def _moved(placement: Placement, source: Mapping[str, str], to: Traced) -> Placement:
+    """Returns the placement of another program whose nodes are split as these are."""
+    found = placement.nodes
+    nodes = {name: found[other] for name, other in source.items() if other in found}
+    return replace(
+        placement,
+        nodes=nodes,
+        factors=to.sharding.factors,
+        parents=to.sharding.parents,
+        graph_hash=to.program.graph_hash,
+        zigzag=zigzag(nodes, to.sharding),
+    )
+
+
+def fold(program: Program, fewest: int = FEWEST) -> Folded | None:
+    """Returns the small program, None where no block is repeated often enough.
+
+    Args:
+        program: the traced model.
+        fewest: copies of a block that are worth it, at least 3.
+    """
+    calls = [n for n in program.gm.graph.nodes if n.op == "call_function"]
+    position = {n: i for i, n in enumerate(calls)}
+    last_read = [max((position.get(u, len(calls)) for u in n.users), default=0) for n in calls]
+    blocks = []
+    for run in repeated_runs([_kind(n, program) for n in calls]):
+        first = aligned(run, last_read)
+        count = (run.stop - first) // run.period
+        copies = [
+            calls[first + c * run.period : first + (c + 1) * run.period] for c in range(count)
+        ]
+        if count >= fewest and _alike(copies, program):
+            blocks.append(copies)
+    return _without(program, blocks) if blocks else None
+
+
+def _kind(node: fx.Node, program: Program) -> Hashable:
+    """What tells calls apart, but for the values they read, and which draw of random numbers."""
+
+    def plain(leaf: Any) -> Hashable:
+        return ("a value",) if isinstance(leaf, fx.Node) else leaf_key(leaf)
+
+    info, scalar = program.info.get(node.name), program.scalars.get(node.name)
+    made = None if info is None else (info.shape, info.dtype, info.requires_grad)
+    args = node.args
+    if node.target in DRAWS:  # the index changes the numbers, not what they cost
+        args = (*args[:INDEX], *args[INDEX + 1 :])
+    arguments = tree_key((args, node.kwargs), plain)
+    return str(node.target), arguments, str(made), str(scalar)
+
+
+def _alike(copies: Sequence[Sequence[fx.Node]], program: Program) -> bool:
+    """Whether all copies but the first read alike, and the middle ones' values stay near."""
+    where = {n: (c, o) for c, nodes in enumerate(copies) for o, n in enumerate(nodes)}
+    own = _own_placeholders(copies, program)
+
+    def read(node: fx.Node, copy: int) -> tuple[Any, ...]:
+        if node in where:
+            c, offset = where[node]
+            return "copy", copy - c, offset
+        return ("own", own[node]) if node in own else ("shared", node.name)
+
+    wiring = [
+        tuple(read(a, c) for n in nodes for a in _operands(n)) for c, nodes in enumerate(copies)
+    ]
+    if any(w != wiring[1] for w in wiring[2:]):
+        return False
+    if any(what[0] == "copy" and what[1] > 1 for what in wiring[1]):
+        return False
+    last = len(copies) - 1
+    return all(
+        user in where and where[user][0] - c in (0, 1)
+        for c, nodes in enumerate(copies[1:last], 1)
+        for n in nodes
+        for user in n.users
+    )
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The values a call reads, in order and with repeats."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
+    return found
+
+
+def _own_placeholders(
+    copies: Sequence[Sequence[fx.Node]], program: Program
+) -> dict[fx.Node, Hashable]:
+    """Returns the placeholders that one copy alone reads -> what they are in it."""
+    found: dict[fx.Node, Hashable] = {}
+    for nodes in copies:
+        inside = set(nodes)
+        order = dict.fromkeys(
+            a
+            for n in nodes
+            for a in _operands(n)
+            if a.op == "placeholder" and a.users.keys() <= inside
+        )
+        found |= {a: (i, str(program.info.get(a.name))) for i, a in enumerate(order)}
+    return found
+
+
+def _without(program: Program, blocks: Sequence[Sequence[Sequence[fx.Node]]]) -> Folded:
+    """Returns the program without the copies between the second and the last of each run."""
+    instead: dict[fx.Node, fx.Node] = {}
+    copy_of: dict[str, tuple[int, int]] = {}
+    twins: dict[str, list[str]] = {}
+    for number, copies in enumerate(blocks):
+        own = _own_placeholders(copies, program)
+        for c, nodes in enumerate(copies):
+            placeholders = dict.fromkeys(a for n in nodes for a in _operands(n) if a in own)
+            members = [*nodes, *placeholders]
+            if c == 1:
+                middle = members
+                twins |= {n.name: [] for n in members}
+            if c in (0, 1, len(copies) - 1):
+                copy_of |= {n.name: (number, min(c, 2)) for n in members}
+                continue
+            for n, m in zip(members, middle, strict=True):
+                instead[n] = m
+                twins[m.name].append(n.name)
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in program.gm.graph.nodes:
+        if node in instead:
+            continue
+        args, kwargs = fx.node.map_arg(
+            (node.args, dict(node.kwargs)), lambda n: made[instead.get(n, n)]
+        )
+        if node.op == "output":
+            graph.output(args[0])
+        else:
+            made[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            made[node].meta = dict(node.meta)
+    graph.lint()
+    kept = {n.name for n in made}
+    small = replace(
+        program,
+        gm=fx.GraphModule(torch.nn.Module(), graph),
+        parameters=_kept(program.parameters, kept),
+        buffers=_kept(program.buffers, kept),
+        constants=_kept(program.constants, kept),
+        info=_kept(program.info, kept),
+        scalars=_kept(program.scalars, kept),
+        zero_gradients=frozenset(program.zero_gradients & kept),
+        graph_hash=f"{program.graph_hash} folded",
+    )
+    return Folded(
+        program=small,
+        copy_of=copy_of,
+        others=tuple(len(copies) - 3 for copies in blocks),
+        like={n.name: m.name for n, m in instead.items()},
+        twins={name: tuple(others) for name, others in twins.items()},
+    )
+
+
+def _kept(mapping: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name in names}

@@ -1,0 +1,169 @@
+"""The model as it is now against the one that was compiled.
+
+nothing is another object           the usual case, looked at in about 1 us a module
+values, dtypes, flags are the same  other objects hold them (a loaded parameter): they are read
+the trace would be the same         it is made again to know; what is used is the new objects
+else                                DispatchError: what changed, and to compile it again
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dcpc.buckets import Buckets
+from dcpc.errors import DispatchError, TraceError
+from dcpc.ir import Program
+from dcpc.plan.planning import Planned
+from dcpc.plan.traced import Held
+from dcpc.trace import trace
+from dcpc.trace.capture.module_state import ModuleState
+
+# States that are known to have the same trace: as many as a loop may go round between.
+_KNOWN = 8
+# Traces after which a model is told to change at every call.
+_MANY = 3
+
+
+class Followed:
+    """What the traces of a model were made of, and whether they still stand for it.
+
+    Args:
+        model: the user's module, as it was traced.
+        buckets: of all traces.
+        planned: with the traces.
+    """
+
+    def __init__(self, model: nn.Module, buckets: Buckets, planned: Planned) -> None:
+        self._buckets = buckets
+        self._planned = planned
+        self._last = ModuleState(model)
+        self._known = [self._last]  # the first: as it was compiled
+        self._traces = 0
+
+    def problem(self, model: nn.Module) -> DispatchError | None:
+        """Returns what the model's traces do not have of it as it is now; None: they have it all.
+
+        Not raised here: ranks that are about to do something together have to tell each other.
+
+        Args:
+            model: the user's module.
+        """
+        try:
+            self._follow(model)
+        except DispatchError as e:
+            return e
+        return None
+
+    def _follow(self, model: nn.Module) -> None:
+        if self._last.holds(model):
+            return
+        now = ModuleState(model)
+        same = next((n for n, k in enumerate(self._known) if k.entries == now.entries), None)
+        if same is None:
+            self._trace_again(model, now)
+            self._known = [*self._known[:_KNOWN], now]
+        else:
+            self._known[same] = now
+        for runnable in self._planned.traces:
+            held = runnable.traced.tensors
+            assert isinstance(held, Held), "a compiled model's tensors are looked up in the model"
+            held.bind(model)
+        self._last = now
+
+    def _trace_again(self, model: nn.Module, now: ModuleState) -> None:
+        start_s = time.perf_counter()
+        compiled = self._known[0]
+        changes, hooks = compiled.changes(now), compiled.added_hooks(now)
+        if hooks:
+            raise DispatchError(
+                f"the model changed since it was compiled: got {_shown(hooks)}; expected the hooks "
+                "it had: a compiled model runs no module, so they would never be called; remove "
+                "them, or compile the model again: then what forward hooks make of tensors is "
+                "captured"
+            )
+        # A graph does not say these of its inputs, and what was compiled counts on them.
+        if any(now.kinds.get(n, k) != k for n, k in compiled.kinds.items()):
+            raise self._refused(changes)
+        try:
+            for runnable, mine in zip(
+                self._planned.traces, self._buckets.by_ones().values(), strict=True
+            ):
+                now_traced = trace(model, mine, self._planned.autocast)
+                if not stands_for(runnable.traced.program, now_traced):
+                    raise self._refused(changes)
+        except TraceError as e:
+            raise self._refused(changes, f", and cannot be captured any more ({e})") from e
+        self._traces += 1
+        if self._traces == _MANY:
+            warnings.warn(
+                f"the model changed {_MANY} times since it was compiled ({_shown(changes)}); it "
+                f"was captured again each time, in {time.perf_counter() - start_s:.2g} s, only to "
+                "find that nothing depends on it; keep what changes often outside of the model",
+                stacklevel=5,
+            )
+
+    @staticmethod
+    def _refused(changes: Sequence[str], more: str = "") -> DispatchError:
+        mode = ""
+        if changes[0].startswith("training: "):
+            was, now = ("train()", "eval()") if "-> False" in changes[0] else ("eval()", "train()")
+            mode = f" was compiled in {was} and is now in {now}: it"
+        return DispatchError(
+            f"the model{mode} changed since it was compiled: got {_shown(changes)}{more}; expected "
+            "the model that was captured, which its graphs stand for; change it back, or compile "
+            "it again (dcpc.compile; once for each state that you go back and forth between)"
+        )
+
+
+def state_tensors(model: nn.Module, planned: Planned) -> dict[str, Tensor]:
+    """Returns name -> tensor of all that a compiled model reads and is not given, each once.
+
+    Args:
+        model: the user's module.
+        planned: with its traces.
+    """
+    constants = [
+        (f"constant {name} of trace {number}", t)
+        for number, v in enumerate(planned.traces)
+        for name, t in v.traced.program.constants.items()
+    ]
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *constants):
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def stands_for(before: Program, now: Program) -> bool:
+    """Whether a program can run in place of another: the same graph, constants and gradients.
+
+    Of tensors of the same kinds. A parameter that was frozen since has a gradient that nobody asks
+    for.
+    """
+
+    def trained(program: Program) -> set[str]:
+        return {n for n in program.parameters if program.info[n].requires_grad}
+
+    return (
+        before.graph_hash == now.graph_hash
+        and before.parameters == now.parameters
+        and before.buffers == now.buffers
+        and before.constants.keys() == now.constants.keys()
+        and all(_same(t, now.constants[n]) for n, t in before.constants.items())
+        and trained(now) <= trained(before)
+    )
+
+
+def _same(before: Tensor, now: Tensor) -> bool:
+    if before is now or before.data_ptr() == now.data_ptr():
+        return True
+    return before.dtype == now.dtype and torch.equal(before, now)
+
+
+def _shown(changes: Sequence[str]) -> str:
+    more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
+    return "; ".join(changes[:4]) + more

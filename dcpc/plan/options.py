@@ -1,0 +1,392 @@
+"""The options of `dcpc.compile`, `dcpc.api.plan`, the command line and docs/train.md, each once.
+
+A field declares its default, its type, its meaning in a line, its check, and how the command line
+reads it. Signatures, docstrings, `dcpc plan --help` and the table of docs/train.md are made of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dcpc.buckets import Buckets
+from dcpc.codegen import BACKENDS, check_backend
+from dcpc.errors import PlanError
+from dcpc.passes.sharding.attention_ways import LOWERINGS, check_lowering
+from dcpc.symbolic_profile import DEVICES, Calibration, Device, OptimizerLike, find
+from dcpc.trace import checked_dtype
+
+# "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
+RECOMPUTE = ("auto", "pyramid", "none", "all")
+VERIFY = ("auto", "full", "off")
+AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+def check_choice(what: str, got: str, known: Iterable[str]) -> None:
+    """Refuses a value that an option does not have.
+
+    Args:
+        what: how the message begins, such as "got --autocast".
+        got: the value.
+        known: those it may have.
+
+    Raises:
+        PlanError: it is none of them.
+    """
+    if got not in known:
+        raise PlanError(f"{what} {got}; expected one of {', '.join(known)}; choose one")
+
+
+def check_memory(memory: int | float | None) -> None:
+    """Refuses what is no memory that a rank may use.
+
+    Raises:
+        PlanError: it is not a positive number.
+    """
+    if memory is None:
+        return
+    number = isinstance(memory, int | float) and not isinstance(memory, bool)
+    if not number or not 0 < memory < math.inf:
+        raise PlanError(
+            f"got memory={memory!r}; expected a positive number of bytes a rank may use; pass e.g. "
+            "80e9, or leave it out for all that the device has"
+        )
+
+
+def degrees(sp: int | str | Sequence[int], world: int) -> tuple[int, ...]:
+    """Returns the degrees to try, ascending; a bucket's own plan takes a divisor of `world`.
+
+    Raises:
+        PlanError: a forced value is not possible.
+    """
+    divisors = tuple(d for d in range(1, world + 1) if world % d == 0)
+    if sp == "auto":
+        return divisors
+    if isinstance(sp, Sequence) and not isinstance(sp, str):
+        found = tuple(sorted(set(sp)))
+        if all(isinstance(d, int) and 1 <= d <= world for d in found) and (
+            set(found) & set(divisors)
+        ):
+            return found
+    elif not isinstance(sp, bool) and isinstance(sp, int) and sp in divisors:
+        return (sp,)
+    raise PlanError(
+        f"got sp={sp!r} with {world} ranks; expected 'auto' or a divisor of the world size "
+        f"({', '.join(map(str, divisors))}), or degrees up to it with one of these in it; "
+        "choose one, or run on a multiple of it"
+    )
+
+
+def _check_recompute(mode: str) -> None:
+    if mode not in RECOMPUTE:
+        raise PlanError(
+            f"got recompute={mode!r}; expected 'auto', 'none' or 'all' ('pyramid' is 'auto'); "
+            "choose one"
+        )
+
+
+def _check_verify(mode: str) -> None:
+    if mode not in VERIFY:
+        raise PlanError(f"got verify={mode!r}; expected one of {', '.join(VERIFY)}; choose one")
+
+
+def _check_device(device: str | Device) -> None:
+    if isinstance(device, str) and device != "auto":
+        find(device)
+
+
+def parse_degrees(text: str) -> int | str | list[int]:
+    """Returns the degree, or the degrees, that a text such as `4` or `1,2,4` stands for."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        return text
+    return int(text) if len(parts) == 1 else [int(part) for part in parts]
+
+
+def autocast_of(name: str) -> torch.dtype | None:
+    """Returns the dtype of one of `AUTOCAST`.
+
+    Raises:
+        PlanError: there is no such name.
+    """
+    check_choice("got --autocast", name, AUTOCAST)
+    return AUTOCAST[name]
+
+
+# ------------------------------------------------------------------------------ one option
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOption:
+    """How the command line reads an option.
+
+    Attributes:
+        type: what typer makes of the text.
+        value: option from this.
+        default: of that type; None: the option's own default.
+        least: smallest number.
+        metavar: what help calls the value.
+    """
+
+    type: Any
+    value: Callable[[Any], Any] = lambda given: given
+    default: Any = None
+    least: int | None = None
+    metavar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptionFacts:
+    """What is known of an option besides its name, type and default.
+
+    Attributes:
+        meaning: for documents, docstrings and help.
+        default: what documents say of the default; "": its value.
+        check: raises a `DcpcError` for a value that is not possible.
+        command: how the command line reads it; None: it is Python's alone.
+    """
+
+    meaning: str
+    default: str = ""
+    check: Callable[[Any], object] | None = None
+    command: CommandOption | None = None
+
+
+def _option(value: Any, meaning: str, **more: Any) -> Any:
+    return field(default=value, metadata={"facts": OptionFacts(meaning, **more)})
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'`"{name}"`' for name in names)
+
+
+def facts(option: Field[Any]) -> OptionFacts:
+    """Returns what is known of a field of the types below."""
+    found: OptionFacts = option.metadata["facts"]
+    return found
+
+
+# ------------------------------------------------------------------------- the options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What both `compile` and `plan` are told.
+
+    Raises:
+        DcpcError: a value is not possible.
+    """
+
+    memory: int | float | None = _option(
+        None,
+        "bytes a rank may use, model and optimizer included, as 80e9; up to 1.0: a share of the "
+        "device's",
+        default="the device's (of a CPU: its share)",
+        check=check_memory,
+        command=CommandOption(float | None),
+    )
+    device: str | Device = _option(
+        "auto",
+        'what costs are predicted for: `"auto"` (this machine\'s), '
+        f"{', '.join(d.name for d in DEVICES)}, or a `Device`",
+        check=_check_device,
+        command=CommandOption(str),
+    )
+    sp: int | str | Sequence[int] = _option(
+        "auto",
+        "degree of sequence parallelism of every bucket, a divisor of the ranks; or degrees to "
+        "plan with, any up to the ranks",
+        default='`"auto"`: every divisor of the ranks',
+        command=CommandOption(str, parse_degrees),
+    )
+    recompute: str = _option(
+        "auto",
+        'what backward makes again: `"auto"` (or `"pyramid"`), `"none"` or `"all"`',
+        default='`"auto"`: as little as fits',
+        check=_check_recompute,
+        command=CommandOption(str),
+    )
+    backend: str = _option(
+        "inductor",
+        f"what runs the graphs: {_quoted(BACKENDS)}",
+        check=check_backend,
+        command=CommandOption(str),
+    )
+    optimizer: OptimizerLike | None = _option(
+        None,
+        "what will train the model, whose state takes memory: a class of torch.optim, a "
+        "`functools.partial` of one, an optimizer, or a class of your own",
+        default="two tensors a trainable parameter (Adam)",
+    )
+    optimizer_bytes: int | None = _option(
+        None,
+        "what the optimizer keeps on a rank, where that is known better",
+        default="what follows from `optimizer`",
+        command=CommandOption(int | None, least=0),
+    )
+    zero: bool = _option(
+        False,
+        "the optimizer is `dcpc.zero`'s: a rank keeps only its share of the state",
+        command=CommandOption(bool),
+    )
+    attention: str = _option(
+        "auto",
+        f'how attention is split: `"auto"`, or {_quoted(LOWERINGS)} wherever an attention can '
+        "have it",
+        default='`"auto"`: as costs least',
+        check=check_lowering,
+        command=CommandOption(str),
+    )
+    autocast: torch.dtype | None = _option(
+        None,
+        "mixed precision, `torch.bfloat16` or `torch.float16`; parameters and gradients stay as "
+        "they are",
+        default="that around the call",
+        check=checked_dtype,
+        command=CommandOption(str, autocast_of, "none", metavar="|".join(AUTOCAST)),
+    )
+    calibration: str | Path | Calibration | None = _option(
+        None,
+        "what `dcpc calibrate` measured of this model on this device and these ranks, or its "
+        "file: seconds are predicted by it",
+        command=CommandOption(Path | None, metavar="FILE"),
+    )
+    derive_rules: bool = _option(
+        True,
+        "find a rule for an op without a sharding rule by runs on small random pieces, and warn "
+        "of it; else each rank does all of the op",
+        command=CommandOption(bool),
+    )
+
+    def __post_init__(self) -> None:
+        """Checks every value."""
+        for option in fields(self):
+            check = facts(option).check
+            if check is not None:
+                check(getattr(self, option.name))
+        if self.optimizer is not None and self.optimizer_bytes is not None:
+            raise PlanError(
+                "got optimizer= and optimizer_bytes=; expected one of them: what the optimizer's "
+                "state takes follows from the first, and the second says it; leave one out"
+            )
+
+    @property
+    def recompute_mode(self) -> str:
+        """Returns "auto", "none" or "all"."""
+        return "auto" if self.recompute == "pyramid" else self.recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(ModelOptions):
+    """What `plan` is told, and every command that plans."""
+
+    world: int = _option(1, "number of ranks to plan for", command=CommandOption(int, least=1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions(ModelOptions):
+    """What `compile` is told."""
+
+    group: dist.ProcessGroup | None = _option(
+        None, "a process group", default="all ranks, or one alone"
+    )
+    verify: str = _option(
+        "auto",
+        "what is compared with your model, loss and every gradient, at small sizes: "
+        '`"auto"` (traces and variants, within a tenth of what compiling takes or 2 s), `"full"` '
+        '(every row of every bucket) or `"off"`',
+        check=_check_verify,
+    )
+
+    def planned_for(self, world: int) -> PlanOptions:
+        """Returns these options without those of `compile` alone.
+
+        Args:
+            world: number of ranks.
+        """
+        shared = {option.name: getattr(self, option.name) for option in fields(ModelOptions)}
+        return PlanOptions(**shared, world=world)
+
+
+# ------------------------------------------------------ signatures and documents from them
+
+
+class Taking(Protocol[P, Result_co]):
+    """A function of a model, its buckets and options by name."""
+
+    def __call__(
+        self, model: nn.Module, buckets: Buckets, *args: P.args, **options: P.kwargs
+    ) -> Result_co:
+        """Calls it."""
+
+
+def taking(
+    kind: Callable[P, T],
+) -> Callable[[Callable[[nn.Module, Buckets, T], Result_co]], Taking[P, Result_co]]:
+    """Lets callers of a function give the fields of its options by name.
+
+    The signature and the docstring that Python shows have a line an option.
+
+    Args:
+        kind: a type of options, the function's last argument.
+    """
+    make: Callable[..., T] = kind
+    options = fields(kind)  # type: ignore[arg-type]
+    keywords = [
+        inspect.Parameter(
+            o.name, inspect.Parameter.KEYWORD_ONLY, default=o.default, annotation=o.type
+        )
+        for o in options
+    ]
+
+    def decorate(function: Callable[[nn.Module, Buckets, T], Result_co]) -> Taking[P, Result_co]:
+        told = inspect.signature(function)
+        own = [p for p in told.parameters.values() if p.name != "options"]
+        signature = told.replace(parameters=[*own, *keywords])
+
+        @functools.wraps(function)
+        def run(*args: Any, **given: Any) -> Result_co:
+            bound = signature.bind(*args, **given)  # refuses unknown names as any call does
+            model, buckets = bound.args
+            return function(model, buckets, make(**bound.kwargs))
+
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        lines = [f"    {o.name}: {facts(o).meaning}. Default: {default_of(o)}." for o in options]
+        run.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *lines])
+        return run
+
+    return decorate
+
+
+def default_of(option: Field[Any]) -> str:
+    """Returns what documents say of an option's default."""
+    quote = '"' * isinstance(option.default, str)
+    return facts(option).default or f"`{quote}{option.default}{quote}`"
+
+
+def options_table(kind: type[ModelOptions]) -> str:
+    """Returns the options of a type as a table of Markdown."""
+    rows = [f"| `{o.name}` | {default_of(o)} | {facts(o).meaning} |" for o in fields(kind)]
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+def commanded() -> Mapping[str, tuple[OptionFacts, CommandOption, Any]]:
+    """Returns facts, reading and default of each option of `plan` that the command line has."""
+    return {
+        o.name: (facts(o), read, o.default)
+        for o in fields(PlanOptions)
+        if (read := facts(o).command) is not None
+    }

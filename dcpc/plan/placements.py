@@ -1,0 +1,109 @@
+"""How the values of one program are split: solved once for lengths and degrees, and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dcpc.buckets import Sizes
+from dcpc.ir import Fold, Placement, Program
+from dcpc.passes.placement.near_ties import NearTies
+from dcpc.passes.placement.placement import Best, Objective, PlacementModel, placed, solve
+from dcpc.plan.traced import Traced
+
+_PRODUCTS = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.matmul.default,
+    torch.ops.aten.convolution.default,
+)
+# A plan's placement may be one made for another bucket or degree: at these sizes it costs at most
+# this share more than the best.
+NEAR = 0.02
+
+
+class Placements:
+    """The placements of one program, each solved for once.
+
+    Args:
+        traced: the program.
+        fold: which copies of blocks stand for more, None where each node stands for itself.
+    """
+
+    def __init__(self, traced: Traced, fold: Fold | None) -> None:
+        self._program, self._device, self._fold = traced.program, traced.device, fold
+        self._model = PlacementModel(traced.program, traced.sharding)
+        self._near = NearTies(self._model, fold, NEAR)
+        self._best: dict[_Asked, Best] = {}
+        self._made: dict[_Asked, Placement] = {}
+        self._supposed: dict[_Asked, Placement] = {}  # near ones, after the plan
+        self._settled = False
+
+    def at(self, sizes: Sizes, sp: int, *, near: bool = False) -> Placement:
+        """Returns the placement of least predicted time at these sizes, batch included.
+
+        One that was returned for these sizes before is returned again.
+
+        Args:
+            sizes: length of every dim.
+            sp: ranks of the group.
+            near: whether it may be one made for other sizes, at most `NEAR` from the best. What
+                those are depends on what was asked for before.
+        """
+        key = _asked(sizes, sp)
+        supposed = near and self._settled
+        known = self._supposed if supposed and key not in self._made else self._made
+        if key not in known:
+            best = (self._best.get(key) if near else None) or self._solve([sizes], sp)[0]
+            known[key] = placed(best, self._model, self._near if near else None)
+        return known[key]
+
+    def settle(self) -> None:
+        """Says that the plan, which all ranks make alike, is made.
+
+        What one rank asks for from now on with `near`, as for a report, no other call returns.
+        """
+        self._settled = True
+
+    def foresee(self, sizes: Sequence[Sizes], sp: int) -> None:
+        """Solves for what may be asked for next, all at once, which takes little longer than one.
+
+        Args:
+            sizes: length of every dim, of each placement that may be asked for.
+            sp: ranks of the group.
+        """
+        at = {_asked(each, sp): each for each in sizes}
+        new = [k for k in at if k not in self._made and k not in self._best]
+        if sp > 1 and len(new) > 1:
+            self._best |= dict(zip(new, self._solve([at[k] for k in new], sp), strict=True))
+
+    @property
+    def near_count(self) -> int:
+        """Placements of a plan that were made for other lengths or degrees and are not the best."""
+        return self._near.taken
+
+    def _solve(self, sizes: Sequence[Sizes], sp: int) -> list[Best]:
+        objective, copies = Objective.of_group(self._device, sp), self._near.copies
+        return solve(self._program, sizes, sp, objective, self._model, self._fold, copies)
+
+
+def compute_dtype(program: Program) -> torch.dtype:
+    """Returns what most of the products are computed in: under autocast not the weights'."""
+    info, graph = program.info, program.gm.graph
+    made = [info[n.name].dtype for n in graph.nodes if n.target in _PRODUCTS]
+    made = made or [info[n].dtype for n in (*program.parameters, program.loss)]
+    return max(sorted(set(made), key=str), key=made.count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Sizes that have one placement."""
+
+    sp: int
+    sizes: tuple[tuple[str, int], ...]
+
+
+def _asked(sizes: Sizes, sp: int) -> _Asked:
+    """Returns what sizes share that have one placement: where nothing is split, all."""
+    return _Asked(sp, tuple(sorted(sizes.items())) if sp > 1 else ())

@@ -1,0 +1,293 @@
+"""What is known of lowered graphs for planning: what their calls cost, and what to make again.
+
+A rank's graph hardly depends on how many ranks there are: the group's name, and pieces of
+constants, which are integers here as pieces of dims are. So placements that split alike at several
+degrees have one graph, one menu of recompute and one timeline for each of its plans; only what
+collectives cost differs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from math import inf
+
+import sympy
+import torch
+from torch import fx
+
+from dcpc.buckets import Sizes
+from dcpc.codegen import VIEWS, Key, LoweredPair
+from dcpc.fx.leaves import leaf_key, size_key
+from dcpc.ir import Fold, Placement, Profile, Program, tensor_operands
+from dcpc.passes.recompute.menu import AlikeBlocks, ForwardCall, Menu, ValueMemory, recompute_menu
+from dcpc.symbolic_profile import (
+    Costs,
+    Device,
+    Ledger,
+    Meter,
+    Prediction,
+    Usage,
+    with_constants,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """One lowered graph.
+
+    Attributes:
+        lowering: the graph, of one of the degrees.
+        device: what costs are predicted for.
+        ledger: costs of its nodes, at a degree that the graph alone tells.
+        meter: reads them at sizes.
+        choices: the menu; of a folded program its blocks, which choose alike.
+        copies: what its nodes stand for, None where each stands for itself.
+        keys: name of a value -> what it is called in every trace.
+        costs: steps of recompute -> what runs then costs.
+    """
+
+    lowering: LoweredPair
+    device: Device
+    ledger: Ledger
+    meter: Meter
+    choices: Menu | AlikeBlocks
+    copies: Fold | None
+    keys: Mapping[str, Key]
+    costs: dict[int, Costs]
+
+    @property
+    def menu(self) -> Menu:
+        """Choices of what backward makes again."""
+        return self.choices.menu if isinstance(self.choices, AlikeBlocks) else self.choices
+
+    def made_again(self, menu_step: int) -> set[Key]:
+        """Returns what so many steps of recompute make again."""
+        if isinstance(self.choices, AlikeBlocks) and not menu_step:
+            names = self.choices.least
+        else:
+            names = self.menu.made_again(menu_step)
+        return {self.keys[name] for name in names}
+
+    def run(self, menu_step: int) -> Costs:
+        """Returns what runs if so many steps of recompute are taken."""
+        if menu_step not in self.costs:
+            schedule = self.lowering.schedule(self.made_again(menu_step))
+            self.costs[menu_step] = self.ledger.costs(schedule, self.copies)
+        return self.costs[menu_step]
+
+
+@dataclass(frozen=True, slots=True)
+class _RunSizes:
+    sizes: tuple[tuple[str, int], ...]
+    menu_step: int
+
+
+class Study:
+    """A lowered graph at one degree: its menu, and its costs at any sizes.
+
+    Args:
+        structure: what it has in common with other degrees.
+        sp: the degree.
+    """
+
+    def __init__(self, structure: Structure, sp: int) -> None:
+        self._structure, self._sp = structure, sp
+        self._ledger = structure.ledger.at(sp)
+        self._meter = structure.meter.at(self._ledger)
+        self._profiles: dict[int, Profile] = {}
+        self._predictions: dict[_RunSizes, Prediction] = {}
+
+    @property
+    def menu(self) -> Menu:
+        """The choices of what backward makes again, cheapest steps first."""
+        return self._structure.menu
+
+    @property
+    def steps(self) -> int:
+        """Steps of recompute there are, up to making again all that can be."""
+        return len(self.menu.steps)
+
+    @property
+    def priced(self) -> AbstractSet[int]:
+        """The numbers of steps of recompute whose costs are known at any sizes."""
+        return self._structure.costs.keys()
+
+    def profile(self, menu_step: int) -> Profile:
+        """Returns the symbolic costs of a recompute setting."""
+        if menu_step not in self._profiles:
+            profile = self._ledger.profile(self._structure.run(menu_step))
+            # pieces of constants that are the same on all ranks
+            constants = {
+                i.symbol: sympy.Integer(i.value({}, self._sp, 0))
+                for i in self._structure.lowering.lowered.integers
+                if i.role == "length"
+                and i.size.is_Integer
+                and i.parent == i.size
+                and i.size % self._sp == 0
+            }
+            self._profiles[menu_step] = with_constants(profile, constants) if constants else profile
+        return self._profiles[menu_step]
+
+    def local_sizes(self, sizes: Sizes, rank: int = 0) -> dict[str, int]:
+        """Returns the sizes of a profile's symbols: dims, and lengths of one rank's pieces.
+
+        Rank 0 of a group is the fullest: the first ranks get one element more.
+        """
+        lowering = self._structure.lowering
+        dims, integers = lowering.program.dims(sizes), lowering.lowered.integers
+        return {i.name: i.value(dims, self._sp, rank) for i in integers}
+
+    def predict(self, menu_step: int, sizes: Sizes) -> Prediction:
+        """Returns the costs at given sizes, on the fullest rank."""
+        key = _RunSizes(tuple(sizes.items()), menu_step)
+        if key not in self._predictions:
+            dims = self.local_sizes(sizes)
+            self._warn_of_fixed(dims)
+            costs = self._structure.run(menu_step)
+            self._predictions[key] = self._meter.read(costs, dims, self._structure.device)
+        return self._predictions[key]
+
+    def _warn_of_fixed(self, sizes: Mapping[str, int]) -> None:
+        """Warns where costs are read at sizes that the graph is not for."""
+        fixed = self._structure.lowering.fixed
+        other = {n: size for n, size in fixed.items() if max(2, sizes.get(n, size)) != size}
+        if other:
+            asked = ", ".join(f"{n} = {sizes[n]}" for n in other)
+            known = ", ".join(f"{n} = {size}" for n, size in other.items())
+            warnings.warn(
+                f"bytes and seconds at {asked} are those of {known}: torch differentiates an op of "
+                "this model for one size alone (what runs has a graph for each size, and is "
+                "right); look for an op whose derivative goes through a dim in a loop, or compile "
+                "one size at a time",
+                stacklevel=3,
+            )
+
+    def live(self, menu_step: int, sizes: Sizes) -> list[tuple[str, int]]:
+        """Returns the points of a forward and a backward, and the bytes alive at each.
+
+        After the point "backward" those of backward come. Of a model planned as three copies of
+        its blocks the points are theirs, at which what the others keep is counted.
+        """
+        costs = self._structure.run(menu_step)
+        live = self._meter.live_bytes(costs, self.local_sizes(sizes), self._structure.device)
+        return list(zip(costs.timeline.names, map(int, live), strict=True))
+
+    def usage(
+        self, menu_step: int, sizes: Sizes, resident: Sequence[int], limit_bytes: float = inf
+    ) -> Usage:
+        """Returns what the fullest rank needs of a GPU as torch's allocator gives it out.
+
+        Args:
+            menu_step: steps of the menu.
+            sizes: lengths of the dims.
+            resident: bytes of each tensor that stays, inputs excepted.
+            limit_bytes: of the GPU.
+        """
+        costs = self._structure.run(menu_step)
+        return self._meter.usage(costs, self.local_sizes(sizes), resident, limit_bytes)
+
+
+def structure_of(
+    lowering: LoweredPair,
+    degree: int,
+    reference: Mapping[sympy.Symbol, int],
+    device: Device,
+    copies: Fold | None,
+    like: Ledger | None = None,
+) -> Structure:
+    """Returns what is known of a lowered graph.
+
+    Its menu is made of sizes that are the same on all ranks: they make the same values again,
+    collectives among them.
+
+    Args:
+        lowering: the graph.
+        degree: ranks at which choices of recompute are weighed; that of the graph, whoever asks.
+        reference: lengths of all dims at which they are.
+        device: what costs are predicted for.
+        copies: what its nodes stand for, None where each stands for itself: copies choose alike.
+        like: costs of another graph of the same tracer and device.
+    """
+    names, nodes = lowering.joint.names, [*lowering.joint.gm.graph.nodes]
+    fuses = lowering.backend == "inductor"
+    ledger = Ledger(names, degree, fuses=fuses, gpu=device.gpu, like=like)
+    meter = Meter(ledger, nodes)
+    decided, needed = lowering.choices()
+    sizes = {i.name: i.value(reference, degree, 0) for i in lowering.lowered.integers}
+    calls = _calls(decided, needed, *meter.calls(decided, sizes, device))
+    choices: Menu | AlikeBlocks
+    if copies is None:
+        choices = recompute_menu(calls, _memory(lowering, meter, sizes))
+    else:
+        choices = AlikeBlocks(calls, [copies.copy(call.name) for call in calls])
+    keys = {name: key for key, name in lowering.keys.items()}
+    return Structure(lowering, device, ledger, meter, choices, copies, keys, {})
+
+
+def split_constants(program: Program, placement: Placement) -> dict[int, int]:
+    """Returns the factors of constant size that a placement splits: key -> size."""
+    found: dict[int, int] = {}
+    for node in program.gm.graph.nodes:
+        chosen = placement.nodes.get(node.name)
+        if chosen is None:
+            continue
+        sources = tensor_operands(node, program.info) if chosen.operands else []
+        wanted = zip((*sources, node), (*chosen.operands, chosen.output), strict=True)
+        for tensor, label in wanted:
+            if label.sharded:
+                factor = placement.factors[tensor.name][label.dim][label.index]
+                if factor.size.is_Integer:
+                    found[factor.key] = int(factor.size)
+    return found
+
+
+def _calls(
+    nodes: Sequence[fx.Node],
+    needed: frozenset[str],
+    seconds: Iterable[float],
+    sizes: Iterable[float],
+) -> list[ForwardCall]:
+    """Returns the calls of a joint graph's forward as the menu wants them."""
+    known = {n.name for n in nodes}
+    return [
+        ForwardCall(
+            name=node.name,
+            reads=tuple(s.name for s in node.all_input_nodes if s.name in known),
+            kind=(node.target, _shape(node.meta["val"])),
+            seconds=float(cost),
+            size_bytes=float(size),
+            savable=isinstance(node.meta["val"], torch.Tensor) and node.target not in VIEWS,
+            needed=node.name in needed,
+        )
+        for node, cost, size in zip(nodes, seconds, sizes, strict=True)
+    ]
+
+
+def _shape(value: object) -> object:
+    """Returns what values of equal dtypes and shapes share."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(map(size_key, value.shape))
+    if isinstance(value, list | tuple):
+        return tuple(map(_shape, value))
+    return leaf_key(value)
+
+
+def _memory(lowering: LoweredPair, meter: Meter, sizes: Sizes) -> ValueMemory:
+    """Returns where the values of a lowered graph lie, at given sizes."""
+    joint = lowering.joint
+    storages, size_bytes, transient_bytes = meter.memory([*joint.gm.graph.nodes], sizes)
+    run = lowering.schedule(())
+    return ValueMemory(
+        storages=storages,
+        size_bytes=size_bytes,
+        transient_bytes=transient_bytes,
+        backward=tuple(
+            (n.name, tuple(s.name for s in n.all_input_nodes))
+            for n in run.backward
+            if n.name not in joint.forward
+        ),
+        gradients=frozenset(n.name for n in run.gradients if n is not None),
+    )

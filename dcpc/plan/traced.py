@@ -1,0 +1,222 @@
+"""What is known of one traced program: its tensors, what may be split, its lowered graphs.
+
+`traced` is the preparation of whatever is planned, checked or calibrated: trace, masks, sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from dcpc.buckets import Buckets, Sizes
+from dcpc.codegen import Library, LoweredPair, Tracer, decompositions
+from dcpc.codegen.lower.mask_check import wrong_masks
+from dcpc.codegen.lower.masks import apply_masks
+from dcpc.errors import DispatchError
+from dcpc.ir import MaskPlan, Placement, Program
+from dcpc.passes.masks.masks import notes_of, recognise_masks
+from dcpc.passes.sharding.attention_ways import restricted
+from dcpc.passes.sharding.sharding import Sharding, analyse
+from dcpc.symbolic_profile import Device
+from dcpc.trace import trace
+
+Hints = tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementId:
+    """What equal placements of one program share; their own keys are long.
+
+    Attributes:
+        sp: ranks of the group.
+        split: a number that placements share which split alike, at any degree.
+    """
+
+    sp: int
+    split: int
+
+
+@dataclass(frozen=True, slots=True)
+class _LoweringKey:
+    placement: PlacementId
+    hints: Hints
+    backend: str
+    any_degree: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A program on one device. What is made of it is made once and kept.
+
+    Attributes:
+        program: the traced model.
+        sharding: its factors and alternatives.
+        device: what costs are predicted for.
+        backend: "eager" or "inductor".
+        tensors: gives placeholder name -> parameter, buffer or constant.
+        reference: lengths at which choices of recompute are weighed: those of the largest bucket;
+            None: those of the trace.
+        libraries: derivatives of calls by backend, which programs of one model may share.
+        tracers: what differentiates lowered graphs of the program, by backend.
+    """
+
+    program: Program
+    sharding: Sharding
+    device: Device
+    backend: str
+    tensors: Callable[[], Mapping[str, Tensor]]
+    reference: Sizes | None = None
+    libraries: dict[str, Library] = field(default_factory=dict)
+    tracers: dict[str, Tracer] = field(default_factory=dict)
+    _ids: dict[tuple[int, int], tuple[Placement, PlacementId]] = field(
+        init=False, default_factory=dict
+    )
+    _splits: dict[tuple[object, ...], int] = field(init=False, default_factory=dict)
+    _lowerings: dict[_LoweringKey, LoweredPair] = field(init=False, default_factory=dict)
+
+    def id_of(self, placement: Placement) -> PlacementId:
+        """Returns what tells a placement of the program from others."""
+        seen = (placement.sp, id(placement.nodes))  # kept, so that no other has this id
+        if seen not in self._ids:
+            _, *split = placement.key()
+            number = self._splits.setdefault(tuple(split), len(self._splits))
+            self._ids[seen] = placement, PlacementId(placement.sp, number)
+        return self._ids[seen][1]
+
+    def lowering(
+        self,
+        placement: Placement,
+        hints: Hints = None,
+        backend: str = "",
+        *,
+        any_degree: bool = False,
+    ) -> LoweredPair:
+        """Returns the lowered and differentiated graph of a placement.
+
+        Args:
+            placement: of the program.
+            hints: sizes to trace at, () for the usual ones; None: traced with all other graphs.
+            backend: default: the model's.
+            any_degree: whether to ask for a graph that serves other degrees, see `LoweredPair`.
+        """
+        backend = backend or self.backend
+        key = _LoweringKey(self.id_of(placement), hints, backend, any_degree)
+        if key not in self._lowerings:
+            tracer, group = self.tracer(backend, hints), group_name(placement.sp)
+            made = LoweredPair(tracer, placement, group, backend, any_degree=any_degree)
+            self._lowerings[key] = made
+        return self._lowerings[key]
+
+    def tracer(self, backend: str, hints: Hints = None) -> Tracer:
+        """Returns what differentiates a lowered graph: without hints one for all placements."""
+        if hints is not None:
+            return Tracer(self.program, self.tensors(), Library(decompositions(backend)), hints)
+        if backend not in self.tracers:
+            if backend not in self.libraries:
+                self.libraries[backend] = Library(decompositions(backend))
+            library = self.libraries[backend]
+            self.tracers[backend] = Tracer(self.program, self.tensors(), library)
+        return self.tracers[backend]
+
+
+def traced(
+    model: nn.Module,
+    buckets: Buckets,
+    device: Device,
+    backend: str,
+    *,
+    autocast: torch.dtype | None = None,
+    derive_rules: bool = True,
+    attention: str = "auto",
+    libraries: dict[str, Library] | None = None,
+) -> Traced:
+    """Returns a model captured for buckets that share a trace.
+
+    Args:
+        model: the user's module.
+        buckets: no dim is 1 in some of them only.
+        device: what costs are predicted for.
+        backend: "eager" or "inductor".
+        autocast: the dtype that the model runs under; None: no autocast.
+        derive_rules: whether ops without a sharding rule are run on small pieces to find one.
+        attention: how attention may be split.
+        libraries: of other traces of the model.
+
+    Raises:
+        TraceError: the model cannot be captured.
+    """
+    program = without_masks(trace(model, buckets, autocast))
+    sharding = restricted(program, analyse(program, derive_rules), attention)
+    shared = {} if libraries is None else libraries
+    held = Held(program, model)
+    return Traced(program, sharding, device, backend, held, libraries=shared)
+
+
+def without_masks(program: Program) -> Program:
+    """Returns a program of the same numbers; masks it does not know are in its notes.
+
+    What was recognised is compared with the masks' tensors; a mask that differs stays.
+    """
+    plan = recognise_masks(program)
+    applied = apply_masks(program, plan)
+    wrong = wrong_masks(program, applied, plan)
+    return apply_masks(program, _without(program, plan, wrong)) if wrong else applied
+
+
+def _without(program: Program, plan: MaskPlan, wrong: Mapping[str, str]) -> MaskPlan:
+    """The plan of the other attentions, and why these are left out."""
+    nodes = {n.name: n for n in program.gm.graph.nodes}
+    refused: dict[tuple[str, str], list[str]] = {}
+    for name, reason in wrong.items():
+        refused.setdefault((str(nodes[name].args[3]), reason), []).append(name)
+    decisions = {name: d for name, d in plan.decisions.items() if name not in wrong}
+    return replace(plan, decisions=decisions, notes=(*plan.notes, *notes_of(program, refused)))
+
+
+class Held:
+    """Finds the model's tensors by placeholder, at every call afresh: a parameter may be replaced.
+
+    Args:
+        program: the traced model.
+        model: the user's module.
+
+    Raises:
+        DispatchError: the model lost a parameter since it was traced.
+    """
+
+    def __init__(self, program: Program, model: nn.Module) -> None:
+        self._constants = dict(program.constants)
+        self._names = {**program.parameters, **program.buffers}
+        self.bind(model)
+
+    def bind(self, model: nn.Module) -> None:
+        """Looks up the modules that own the tensors: one may be another than it was.
+
+        Args:
+            model: the user's module.
+        """
+        self._places: list[tuple[str, nn.Module, str]] = []
+        for placeholder, name in self._names.items():
+            owner, _, leaf = name.rpartition(".")
+            self._places.append((placeholder, model.get_submodule(owner), leaf))
+
+    def __call__(self) -> dict[str, Tensor]:
+        """Returns placeholder name -> parameter, buffer or constant."""
+        held = dict(self._constants)
+        for placeholder, module, leaf in self._places:
+            value = getattr(module, leaf, None)
+            if not isinstance(value, Tensor):
+                raise DispatchError(
+                    f"the model has no parameter or buffer '{leaf}' in {type(module).__name__} any "
+                    "more; expected the module that was compiled; compile it again"
+                )
+            held[placeholder] = value
+        return held
+
+
+def group_name(sp: int) -> str:
+    """Returns the name by which variants find the process group of a degree."""
+    return f"sp{sp}"

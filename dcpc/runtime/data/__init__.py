@@ -1,0 +1,1 @@
+"""From a dataset of ragged samples to planned optimizer steps."""

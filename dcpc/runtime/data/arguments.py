@@ -1,0 +1,51 @@
+"""Arguments of the loader, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dcpc.errors import DataError
+from dcpc.runtime.planner.plans import Mode
+from dcpc.runtime.planner.step_planner import Allowed
+
+
+def allowed_steps(mode: Mode, least: int, most: int | None) -> Allowed:
+    """Returns what a step may be like, by how many micro-batches a rank has.
+
+    Raises:
+        DataError: the bounds contradict each other or the mode.
+    """
+    if most is not None:
+        check_count("max_grad_accumulation_steps", most, least)
+    if mode == "intra" and (least > 1 or most is not None):
+        raise DataError(
+            f"min_grad_accumulation_steps={least}, max_grad_accumulation_steps={most}: got mode "
+            "'intra', whose steps have one bucket; expected none of both; leave them out, or "
+            "choose mode='inter'"
+        )
+    return Allowed(least, most or 0)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuses a value that is none of some.
+
+    Raises:
+        DataError: with the name of the argument.
+    """
+    if value not in choices:
+        named = " or ".join(map(repr, choices))
+        raise DataError(f"{name}=: got {value!r}; expected {named}; choose one")
+
+
+def check_count(name: str, value: object, least: int) -> int:
+    """Returns an integer that is at least `least`.
+
+    Raises:
+        DataError: it is none, with the name of the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise DataError(
+            f"{name}: got {value!r}; expected an integer >= {least}; pass one that is at least "
+            f"{least}"
+        )
+    return value

@@ -1,0 +1,215 @@
+"""The global batches of an epoch, one after the other, each with its plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from dcpc.buckets import Bucket
+from dcpc.errors import DataError
+from dcpc.runtime.data.packing import pack
+from dcpc.runtime.data.samples import Fit
+from dcpc.runtime.data.window import Batch, Position, take
+from dcpc.runtime.planner.plan_file import plan_json, plan_of
+from dcpc.runtime.planner.plans import Mode, StepPlan
+from dcpc.runtime.planner.step_planner import Allowed, plan_step
+from dcpc.runtime.planner.table import PlanTable
+
+# Batches tried until the number of micro-batches is within its bounds.
+_TRIES = 32
+
+Rows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How global batches are formed and planned.
+
+    Attributes:
+        tokens: most of a batch.
+        window: places by which the order may differ from the epoch's (window.py).
+        mode: of the planner.
+        allowed: what else holds.
+        packs: samples follow each other in rows, which are what is planned.
+    """
+
+    tokens: int
+    window: int
+    mode: Mode
+    allowed: Allowed
+    packs: bool = False
+
+    def text(self) -> str:
+        """What all ranks must have alike."""
+        return (
+            f"tokens_per_step={self.tokens}, window={self.window}, mode={self.mode}, "
+            f"{self.allowed}, packs={self.packs}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """A global batch and its plan.
+
+    Attributes:
+        index: number of the step in its epoch.
+        plan: None where all that was left is too long.
+        tokens: of the batch.
+        skipped: samples longer than every bucket that were passed by.
+        after: where the epoch is once the step is done.
+        plan_s: seconds that forming and planning took, on the rank that did.
+        rows: packed: the samples of each row, which is what the plan calls a sample.
+    """
+
+    index: int
+    plan: StepPlan | None
+    tokens: int
+    skipped: tuple[int, ...]
+    after: Position
+    plan_s: float
+    rows: Rows = ()
+
+    @property
+    def samples(self) -> int:
+        """Number of all ranks' samples."""
+        return len(self.ids(mb.sample_ids for mb in self.plan.micro_batches)) if self.plan else 0
+
+    @property
+    def padding(self) -> int:
+        """Tokens of all ranks' micro-batches that are no sample's."""
+        micro_batches = self.plan.micro_batches if self.plan else ()
+        sizes = (
+            len(mb.sample_ids) * prod(n for _, n in mb.bucket.shape_key) for mb in micro_batches
+        )
+        return sum(sizes) - self.tokens
+
+    def ids(self, planned: Iterable[Sequence[int]]) -> tuple[int, ...]:
+        """Returns the indices in the dataset of what a plan calls samples."""
+        every = [i for ids in planned for i in ids]
+        if not self.rows:
+            return tuple(every)
+        return tuple(i for row in every for i in self.rows[row])
+
+    def message(self, table: PlanTable, job: str) -> dict[str, Any]:
+        """Returns it as plain data; `job` is what all ranks must have alike."""
+        return {
+            "job": job,
+            "index": self.index,
+            "plan": None if self.plan is None else plan_json(self.plan, table),
+            "tokens": self.tokens,
+            "skipped": list(self.skipped),
+            "start": self.after.start,
+            "ahead": sorted(self.after.ahead),
+            "plan_s": self.plan_s,
+            "rows": [list(row) for row in self.rows],
+        }
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any], table: PlanTable, job: str) -> PlannedBatch:
+        """Returns what `message` gave.
+
+        Raises:
+            DataError: the sender iterates something else.
+            PlanError: the sender has another plan table.
+        """
+        if message["job"] != job:
+            raise DataError(
+                f"loader: got a plan for {message['job']}; expected {job}, as on this rank; give "
+                "every rank the same dataset, arguments and state"
+            )
+        plan = message["plan"]
+        return cls(
+            message["index"],
+            None if plan is None else plan_of(plan, table, "rank 0's plan"),
+            message["tokens"],
+            tuple(message["skipped"]),
+            Position(message["start"], frozenset(message["ahead"])),
+            message["plan_s"],
+            tuple(tuple(row) for row in message["rows"]),
+        )
+
+
+def cut_epoch(
+    order: Sequence[int],
+    fit: Callable[[int], Fit],
+    table: PlanTable,
+    recipe: Recipe,
+    position: Position,
+    index: int,
+) -> Iterator[PlannedBatch]:
+    """Yields the planned batches of what is left of an epoch.
+
+    Args:
+        order: index in the dataset of each place of the epoch.
+        fit: bucket and tokens of a sample.
+        table: the rows to choose from.
+        recipe: how to form and plan.
+        position: where the epoch is.
+        index: number of the next step.
+    """
+    while position.start < len(order):
+        begin_s = time.perf_counter()
+        batch, plan, rows = _bounded(order, fit, table, recipe, position)
+        position = batch.after
+        took_s = time.perf_counter() - begin_s
+        yield PlannedBatch(index, plan, batch.tokens, batch.skipped, position, took_s, rows)
+        index += 1
+
+
+def _bounded(
+    order: Sequence[int],
+    fit: Callable[[int], Fit],
+    table: PlanTable,
+    recipe: Recipe,
+    position: Position,
+) -> tuple[Batch, StepPlan | None, Rows]:
+    """Returns the next batch, larger or smaller until its micro-batches are within the bounds.
+
+    With its plan, and the rows that it is a plan of.
+    """
+    limit, allowed = recipe.tokens, recipe.allowed
+    batch = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
+    if not batch.samples:
+        return batch, None, ()
+    shrinks = False
+    for _ in range(_TRIES):
+        plan, rows = _planned(batch, fit, table, recipe)
+        if not allowed.holds(plan) and len(batch.samples) > 1:
+            shrinks = True
+            share = allowed.most / plan.accumulation
+            limit = max(1, min(batch.tokens - 1, int(batch.tokens * share)))
+        elif plan.accumulation < allowed.least and not shrinks:
+            limit = int(max(limit, batch.tokens) * min(2.0, allowed.least / plan.accumulation)) + 1
+        else:
+            break
+        other = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
+        while other.samples == batch.samples and not shrinks and other.after.start < len(order):
+            limit *= 2  # the next sample is longer than what was added
+            other = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
+        if other.samples == batch.samples:
+            break  # none left, or no smaller batch
+        batch = other
+    else:
+        plan, rows = _planned(batch, fit, table, recipe)
+    return batch, plan, rows
+
+
+def _planned(
+    batch: Batch, fit: Callable[[int], Fit], table: PlanTable, recipe: Recipe
+) -> tuple[StepPlan, Rows]:
+    """Returns the plan of a batch, and the rows that it is of."""
+    if not recipe.packs:
+        return plan_step(batch.samples, table, recipe.mode, recipe.allowed), ()
+
+    def row_s(bucket: Bucket) -> float:
+        rows = table.rows[table.key(bucket)]
+        usable = rows if recipe.mode == "auto" else rows[:1]
+        return min(row.rank_seconds for row in usable)
+
+    one = recipe.mode == "intra"
+    packed = pack(batch.samples, lambda i: fit(i).tokens, table.buckets, row_s, one)
+    numbered = list(enumerate(packed.buckets))
+    return plan_step(numbered, table, recipe.mode, recipe.allowed), packed.rows

@@ -1,0 +1,429 @@
+"""The data-aware loader: from a dataset of ragged samples to planned optimizer steps.
+
+    order of the epoch -> global batch -> StepPlan -> this rank's tensors
+                          (window.py)    (step_planner.py)
+
+Rank 0 forms and plans the batches and sends the plans to the others (relay.py); each rank loads
+only the samples it runs. Both happen ahead of training, in a thread. A rank whose groups have no
+process group plans by itself: the plan depends on dataset, seed, epoch and table alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import torch
+
+from dcpc.errors import DataError
+from dcpc.runtime.data.ahead import ahead
+from dcpc.runtime.data.arguments import allowed_steps, check_choice, check_count
+from dcpc.runtime.data.cuts import PlannedBatch, Recipe, cut_epoch
+from dcpc.runtime.data.packing import RowMaker
+from dcpc.runtime.data.samples import Dataset, Samples
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.data.weights import SAMPLES, Weight, checked, weight_function
+from dcpc.runtime.data.window import Position
+from dcpc.runtime.groups.relay import Relay
+from dcpc.runtime.planner.plan_file import PlanFile
+from dcpc.runtime.planner.plans import MODES, Mode, StepPlan
+from dcpc.runtime.planner.protocol import Compiled
+from dcpc.runtime.planner.table import PlanTable, mode_table
+
+LOG = logging.getLogger("dcpc")
+State = dict[str, int | bool | list[int]]
+
+
+@dataclass(slots=True)
+class LoaderStats:
+    """How well planning and loading hide behind the steps, over all iterations so far.
+
+    Attributes:
+        steps: yielded.
+        plan_s: seconds of forming and planning them, on the rank that did.
+        waited_s: seconds the loop here waited for a step that was not ready, the first of each
+            iteration left out: nothing runs before it.
+        first_s: seconds it waited for these first steps.
+        tokens: of all ranks' samples.
+        padding: tokens that all ranks' micro-batches had beside them.
+    """
+
+    steps: int = 0
+    plan_s: float = 0.0
+    waited_s: float = 0.0
+    first_s: float = 0.0
+    tokens: int = 0
+    padding: int = 0
+
+
+class DataLoader:
+    """Yields the planned steps of one epoch at a time; every sample exactly once in each.
+
+    An iteration that ends normally moves on to the next epoch. After `load_state_dict` the next
+    iteration continues where the state was taken, at any world size; otherwise it starts its epoch
+    afresh.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        compiled: Compiled,
+        *,
+        tokens_per_step: int,
+        mode: Mode = "auto",
+        min_grad_accumulation_steps: int = 1,
+        max_grad_accumulation_steps: int | None = None,
+        calculate_imbalance: bool = False,
+        window: int = 256,
+        seed: int = 0,
+        shuffle: bool = True,
+        pad: Mapping[str, int | float] | None = None,
+        pad_to_longer: bool = False,
+        packing: bool | str = False,
+        weight: Weight = SAMPLES,
+        on_too_long: Literal["error", "skip"] = "error",
+        lookahead: int = 1,
+        plan_timeout_s: float | None = None,
+    ) -> None:
+        """Checks the arguments; loads nothing yet.
+
+        Args:
+            dataset: `len()` and `[i]` -> one tensor for each input, without the `batch` dim. If it
+                has `dims(i)` -> length of each named dim, samples are not loaded for their lengths;
+                else rank 0 loads every one.
+            compiled: the compiled model.
+            tokens_per_step: most tokens of a global batch (a longer single sample is a step of its
+                own); the tokens of a sample are the product of its named dims.
+            mode: "auto": any row of the plan table for any micro-batch; "inter": each bucket's own
+                setting, buckets mixed and balanced; "intra": one bucket a step, at its own setting.
+            min_grad_accumulation_steps: micro-batches that the rank with most runs in a step, at
+                least: batches are enlarged beyond `tokens_per_step` until it does. Not in "intra".
+            max_grad_accumulation_steps: at most: batches are cut smaller; None: any number.
+            calculate_imbalance: log each step's predicted imbalance, gap and what binds it, to the
+                logger "dcpc", on rank 0.
+            window: places by which the order of the samples may differ from the epoch's: samples
+                that do not fit in a batch wait for the next while others up to so many places after
+                them are taken. 0: the exact order.
+            seed: of the order of samples.
+            shuffle: a new order each epoch; else the dataset's.
+            pad: input name -> what fills up the end of a sample shorter than its bucket.
+            pad_to_longer: in mode "auto", short samples may be padded to longer buckets than their
+                own where that ends the step earlier (many small kernels, few samples a bucket).
+                Only for models whose result padding does not change: causal ones with ignored
+                labels, or with masks. Needs `pad`.
+            packing: several sequences in one row, one after the other, so that short ones pad
+                nothing: True where the model takes `position_ids`, which restart in each; the name
+                of the input that gets the sequences' numbers (1, 2, ...) where it takes these. Both
+                are made here: samples have the other inputs alone. Needs a model whose attention
+                keeps sequences apart, and `weight`; see `runtime/data/packing.py`.
+            weight: what the model's loss is a mean over: "samples", the name of the input with the
+                labels (those not -100 count), `CountLabels`, or a function of a micro-batch's
+                inputs.
+            on_too_long: a sample longer than every bucket is an error, or is left out, counted in
+                `skipped` and warned of.
+            lookahead: steps planned and loaded ahead in a thread; 0: none, no thread.
+            plan_timeout_s: how long a rank waits for rank 0's plan; default: as for its peers.
+
+        Raises:
+            DataError: an argument is wrong, the dataset is empty, or the model would mix sequences
+                that are packed.
+            PlanError: a bucket has no setting that fits.
+        """
+        check_count("tokens_per_step", tokens_per_step, 1)
+        check_count("min_grad_accumulation_steps", min_grad_accumulation_steps, 1)
+        check_count("lookahead", lookahead, 0)
+        check_count("window", window, 0)
+        check_count("seed", seed, 0)
+        check_choice("on_too_long", on_too_long, ("error", "skip"))
+        check_choice("mode", mode, MODES)
+        if pad_to_longer and (pad is None or mode != "auto"):
+            raise DataError(
+                f"pad_to_longer: got mode={mode!r} and pad={pad}; expected mode='auto' and a value "
+                "to fill up each input with; give both, or leave it out"
+            )
+        allowed = replace(
+            allowed_steps(mode, min_grad_accumulation_steps, max_grad_accumulation_steps),
+            pads=pad_to_longer,
+        )
+        self.compiled = compiled
+        self.shuffle = shuffle
+        self.on_too_long = on_too_long
+        self.lookahead = lookahead
+        self.calculate_imbalance = calculate_imbalance
+        self.recipe = Recipe(tokens_per_step, window, mode, allowed, bool(packing))
+        groups = compiled.groups
+        self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
+        buckets = compiled.buckets
+        self._rows = RowMaker(buckets, packing, compiled.packable, weight, pad) if packing else None
+        given = buckets if self._rows is None else self._rows.given(buckets)
+        self._samples = Samples(dataset, given, pad)
+        self._weigh = weight_function(weight, compiled.buckets.inputs)
+        self._seed = seed
+        self._epoch = self._index = 0
+        self._position = Position()
+        self._resumed = False
+        self._skipped: tuple[int, ...] = ()
+        self._name = f"{groups.number('loader')}"
+        self._iterations = 0
+        self._stats = LoaderStats()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Most tokens of a global batch."""
+        return self.recipe.tokens
+
+    @property
+    def table(self) -> PlanTable:
+        """The rows that plans choose from, as the compiled model has them now."""
+        groups, node_ranks = self.compiled.groups, self.compiled.node_ranks
+        aligned = not groups.whole
+        return mode_table(self.compiled, self.recipe.mode, groups.world, node_ranks, aligned)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that runs, or that comes next."""
+        return self._epoch
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """Samples left out in this iteration (or the last) as longer than every bucket."""
+        return self._skipped
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration that of `epoch`; the epoch it is in already goes on as it is."""
+        check_count("epoch", epoch, 0)
+        if epoch != self._epoch:
+            self._epoch, self._position, self._index = epoch, Position(), 0
+            self._resumed = False
+
+    def state_dict(self) -> State:
+        """Returns where training is, the step yielded last counted as done; plain numbers.
+
+        It says which samples are done and nothing of plans, so it goes on at any world size, in any
+        mode.
+        """
+        done = self._position.start >= len(self._samples)
+        return {
+            "epoch": self._epoch + done,
+            "consumed": 0 if done else self._position.start,
+            "ahead": [] if done else sorted(self._position.ahead),
+            "step": 0 if done else self._index,
+            "seed": self._seed,
+            "shuffle": self.shuffle,
+            "samples": len(self._samples),
+        }
+
+    def load_state_dict(self, state: Mapping[str, int | bool | list[int]]) -> None:
+        """Makes the next iteration continue from a state, on any number of ranks.
+
+        Raises:
+            DataError: the state lacks a field or is of another dataset or order.
+        """
+        fields = self.state_dict()
+        if state.keys() != fields.keys():
+            raise DataError(
+                f"loader state: got fields {', '.join(map(str, state))}; expected "
+                f"{', '.join(fields)}; pass what state_dict() returned"
+            )
+        counts = {n: check_count(f"loader state '{n}'", state[n], 0)
+                  for n in ("epoch", "consumed", "step", "seed")}  # fmt: skip
+        places = state["ahead"]
+        if not isinstance(places, list):
+            raise DataError(
+                f"loader state 'ahead': got {places!r}; expected a list of places; pass what "
+                "state_dict() returned"
+            )
+        done = frozenset(check_count("loader state 'ahead'", p, 0) for p in places)
+        for name in ("samples", "shuffle"):
+            if state[name] != fields[name]:
+                raise DataError(
+                    f"loader state: got {name}={state[name]}; expected {fields[name]}, as this "
+                    "loader has; resume with the same dataset and shuffle="
+                )
+        self._epoch, self._position = counts["epoch"], Position(counts["consumed"], done)
+        self._index, self._seed = counts["step"], counts["seed"]
+        self._resumed = True
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yields the steps of the epoch.
+
+        Raises:
+            DataError: a sample contradicts the specs or is longer than every bucket.
+            PlanError: rank 0 sent no plan in time, or one of another plan table.
+        """
+        if not self._resumed:
+            self._position, self._index = Position(), 0
+        self._resumed = False
+        self._skipped = ()
+        self._iterations += 1
+        fresh = self._position == Position()
+        relay = self._relay()
+        used = 0
+
+        made = self._made(relay)
+        try:
+            for cut, step in self._timed(ahead(made, self.lookahead) if self.lookahead else made):
+                used += 1
+                self._position = cut.after
+                self._skipped += cut.skipped
+                if step is not None:
+                    self._index = step.index + 1
+                    self._log(step)
+                    yield step
+            used += 1  # the message that there are no more
+        finally:
+            if relay is not None:
+                relay.close(used)
+        self._report_skipped(nothing_left=fresh and self._index == 0)
+        self._epoch, self._position, self._index = self._epoch + 1, Position(), 0
+
+    def stats(self) -> LoaderStats:
+        """Returns what planning took, and how long steps were waited for."""
+        return self._stats
+
+    def save_plan(self, step: Step, file: str | Path) -> None:
+        """Writes a step's plan, with the table and the samples it was made from, as JSON.
+
+        `dcpc replay FILE` prints it and plans it again.
+        """
+        placed = {i: mb.bucket for mb in step.plan.micro_batches for i in mb.sample_ids}
+        own = {} if step.rows else {i: self._samples.fit(i).bucket for i in placed}
+        samples = tuple((i, own.get(i) or placed[i]) for i in sorted(placed))
+        PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(file)
+
+    def _timed(
+        self, made: Iterator[tuple[PlannedBatch, Step | None]]
+    ) -> Iterator[tuple[PlannedBatch, Step | None]]:
+        """Yields what it is given, and counts the seconds it waits."""
+        stats, first = self._stats, True
+        while True:
+            begin_s = time.perf_counter()
+            found = next(made, None)
+            waited_s = time.perf_counter() - begin_s
+            if first:
+                stats.first_s += waited_s
+            else:
+                stats.waited_s += waited_s
+            if found is None:
+                return
+            first = False
+            stats.plan_s += found[0].plan_s
+            stats.steps += found[1] is not None
+            if found[1] is not None:
+                stats.tokens += found[0].tokens
+                stats.padding += found[0].padding
+            yield found
+
+    def _relay(self) -> Relay | None:
+        groups = self.compiled.groups
+        if groups.control(groups.world) is None:
+            return None
+        return Relay(groups, f"{self._name}/{self._iterations}", self.plan_timeout_s)
+
+    def _made(self, relay: Relay | None) -> Iterator[tuple[PlannedBatch, Step | None]]:
+        """Yields this rank's steps: planned here, or by rank 0."""
+        table, epoch = self.table, self._epoch
+        job = (
+            f"epoch {epoch} from place {self._position.start}, step {self._index}, seed "
+            f"{self._seed}, {len(self._samples)} samples, {self.recipe.text()}"
+        )
+        if relay is None:
+            cuts = self._cuts(table)
+        elif self.compiled.groups.rank == 0:
+            cuts = relay.send((cut.message(table, job), cut) for cut in self._cuts(table))
+        else:
+            cuts = (PlannedBatch.of(message, table, job) for message in relay.receive())
+        for cut in cuts:
+            step = None if cut.plan is None else self._step(epoch, cut, cut.plan)
+            done = () if cut.plan is None else cut.plan.micro_batches
+            self._samples.forget(cut.ids(mb.sample_ids for mb in done))
+            self._samples.forget(cut.skipped)
+            yield cut, step
+
+    def _cuts(self, table: PlanTable) -> Iterator[PlannedBatch]:
+        """Yields what is left of the epoch, planned here."""
+        order = self._order(self._epoch)
+        fit = self._samples.fit
+        for cut in cut_epoch(order, fit, table, self.recipe, self._position, self._index):
+            if cut.skipped and self.on_too_long == "error":
+                self._refuse(cut.skipped[0])
+            yield cut
+
+    def _log(self, step: Step) -> None:
+        if self.calculate_imbalance and self.compiled.groups.rank == 0:
+            plan = step.plan
+            LOG.info(
+                "step %d of epoch %d: %d samples, %d tokens; predicted %.3g s, imbalance %.1f%%, "
+                "gap to the lower bound %.1f%%; planned in %.3f s; %s",
+                *(step.index, step.epoch, step.samples, step.tokens, plan.makespan_s),
+                *(100 * plan.imbalance, 100 * plan.gap, step.plan_s, plan.binds),
+            )
+
+    def _report_skipped(self, nothing_left: bool) -> None:
+        if not self._skipped:
+            return
+        n, some = len(self._skipped), ", ".join(map(str, self._skipped[:8]))
+        text = (
+            f"epoch {self._epoch}: got {n} of {len(self._samples)} samples longer than every "
+            f"bucket ({some}{', ...' if n > 8 else ''}); expected at most "
+            f"{self._samples.describe_largest()}; add a larger bucket or cut them"
+        )
+        if nothing_left:
+            raise DataError(text)
+        warnings.warn(f"{text}: left out", stacklevel=3)
+
+    def _step(self, epoch: int, cut: PlannedBatch, plan: StepPlan) -> Step:
+        micro_batches = []
+        for number, mb in enumerate(plan.micro_batches):
+            if self.compiled.groups.rank not in mb.ranks:
+                continue
+            ids = cut.ids([mb.sample_ids])
+            if self._rows is None:
+                inputs = self._samples.collate(ids, mb.bucket)
+            else:
+                rows = [cut.rows[row] for row in mb.sample_ids]
+                inputs = self._rows.collate(self._samples, rows, mb.bucket)
+            weight = float(len(ids))
+            if self._weigh is not None:
+                weight = checked(self._weigh(inputs), ids)
+            micro_batches.append(
+                MicroBatch(
+                    bucket=mb.bucket,
+                    sp=mb.sp,
+                    inputs=inputs,
+                    weight=weight,
+                    samples=ids,
+                    ranks=mb.ranks,
+                    micro_batch=mb.micro_batch,
+                    menu_step=mb.menu_step,
+                    number=number,
+                )
+            )
+        total = float(cut.samples) if self._weigh is None else None
+        return Step(
+            epoch, cut.index, plan, tuple(micro_batches), total, cut.tokens, cut.samples,
+            cut.plan_s, cut.rows,
+        )  # fmt: skip
+
+    def _order(self, epoch: int) -> list[int]:
+        n = len(self._samples)
+        if not self.shuffle:
+            return list(range(n))
+        digest = hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        order: list[int] = torch.randperm(n, generator=generator).tolist()
+        return order
+
+    def _refuse(self, index: int) -> NoReturn:
+        dims = ", ".join(f"{name}: {n}" for name, n in self._samples.fit(index).dims)
+        raise DataError(
+            f"sample {index}: got {{{dims}}}, longer than every bucket; expected at most "
+            f"{self._samples.describe_largest()}; add a larger bucket, cut the sample, or pass "
+            "on_too_long='skip'"
+        )

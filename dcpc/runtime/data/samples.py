@@ -1,0 +1,313 @@
+"""From samples of any length to a micro-batch: lengths, bucket, padding, stacking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from dcpc.buckets import BATCH, Bucket, Buckets, DimExpr, InputSpec
+from dcpc.errors import DataError
+
+Dims = tuple[tuple[str, int], ...]
+
+
+class Dataset(Protocol):
+    """Map-style: a sample is one tensor for each input, of its spec's shape without `batch`."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int, /) -> Mapping[str, torch.Tensor]:
+        """Sample `index`."""
+
+
+@runtime_checkable
+class HasDims(Protocol):
+    """A dataset that knows its samples' lengths without loading them."""
+
+    def dims(self, index: int, /) -> Mapping[str, int]:
+        """Length of each named dim of sample `index`, `batch` left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Where a sample of some lengths goes.
+
+    Attributes:
+        dims: its lengths.
+        bucket: the smallest bucket that holds it; None: it is longer than all of them.
+        tokens: product of its lengths.
+    """
+
+    dims: Dims
+    bucket: Bucket | None
+    tokens: int
+
+
+class Samples:
+    """The samples of a dataset as the buckets see them.
+
+    Loads a sample for its lengths at most once, and not at all where the dataset has `dims(i)`.
+    """
+
+    def __init__(
+        self, dataset: Dataset, buckets: Buckets, pad: Mapping[str, int | float] | None
+    ) -> None:
+        """Checks the arguments against each other.
+
+        Args:
+            dataset: the samples.
+            buckets: input specs and shape buckets.
+            pad: input name -> value that its samples are filled up with at the end.
+
+        Raises:
+            DataError: the dataset is empty, `pad` names no input, or a spec cannot be stacked.
+        """
+        self.dataset = dataset
+        self.inputs = buckets.inputs
+        self.pad = dict(pad or {})
+        self.names = tuple(name for name in buckets.names if name != BATCH)
+        self._ascending = sorted(
+            buckets, key=lambda b: (prod(size for _, size in b.shape_key), b.shape_key)
+        )
+        self._fits: dict[Dims, Fit] = {}
+        self._dims: dict[int, Dims] = {}
+        self._loaded: dict[int, dict[str, torch.Tensor]] = {}
+        if len(dataset) == 0:
+            raise DataError(
+                "dataset: got 0 samples; expected at least 1; check the path or filter it is made "
+                "from"
+            )
+        unknown = sorted(self.pad.keys() - self.inputs.keys())
+        if unknown:
+            raise DataError(
+                f"pad=: got {', '.join(unknown)}; expected names of inputs: "
+                f"{', '.join(self.inputs)}; correct the name"
+            )
+        check_fills(self.inputs, self.pad)
+        for name, spec in self.inputs.items():
+            batches = [dim for dim in spec.dims if dim.name == BATCH]
+            if len(batches) > 1 or any(dim != DimExpr(BATCH) for dim in batches):
+                raise DataError(
+                    f"input '{name}': got spec {spec}; expected at most one dim '{BATCH}', without "
+                    "arithmetic, for samples to be stacked along; make this input in the model"
+                )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fit(self, index: int) -> Fit:
+        """Returns bucket and tokens of a sample.
+
+        Raises:
+            DataError: the sample or its lengths contradict the input specs.
+        """
+        dims = self._dims.get(index)
+        if dims is None:
+            if isinstance(self.dataset, HasDims):
+                dims = self._declared(index, self.dataset.dims(index))
+            else:
+                self.load(index)
+                dims = self._dims[index]
+            self._dims[index] = dims
+        fit = self._fits.get(dims)
+        if fit is None:
+            bucket = next((b for b in self._ascending if _holds(b, dims)), None)
+            fit = Fit(dims, bucket, prod(size for _, size in dims))
+            self._fits[dims] = fit
+        return fit
+
+    def describe_largest(self) -> str:
+        """Returns the longest length of every dim over the buckets, for an error."""
+        most = {name: max(b[name] for b in self._ascending) for name in self.names}
+        return "{" + ", ".join(f"{name}: {size}" for name, size in most.items()) + "}"
+
+    def collate(self, ids: Sequence[int], bucket: Bucket) -> dict[str, torch.Tensor]:
+        """Returns the inputs of a micro-batch, each sample padded to the bucket and stacked.
+
+        Args:
+            ids: the samples.
+            bucket: a bucket that holds each of them.
+
+        Raises:
+            DataError: a sample contradicts the specs, or needs a pad value that was not given.
+        """
+        samples = [self.load(i) for i in ids]
+        sizes = {**bucket.sizes, BATCH: len(ids)}
+        return {
+            name: self._stack(name, spec, ids, [s[name] for s in samples], sizes)
+            for name, spec in self.inputs.items()
+        }
+
+    def forget(self, ids: Iterable[int]) -> None:
+        """Drops samples that were loaded; their lengths stay known."""
+        for i in ids:
+            self._loaded.pop(i, None)
+
+    def _stack(
+        self,
+        name: str,
+        spec: InputSpec,
+        ids: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+        sizes: Mapping[str, int],
+    ) -> torch.Tensor:
+        """Returns one input of a micro-batch: `tensors` at the end filled up to `sizes`."""
+        at = next((k for k, dim in enumerate(spec.dims) if dim.name == BATCH), None)
+        shape = [dim.evaluate(sizes) for dim in spec.dims if dim.name != BATCH]
+        filled = [
+            self.filled(name, f"sample {i}", x, shape, self.pad)
+            for i, x in zip(ids, tensors, strict=True)
+        ]
+        if at is not None:
+            return torch.stack(filled, at)
+        for i, x in zip(ids, filled, strict=True):
+            if not torch.equal(x, filled[0]):
+                raise DataError(
+                    f"input '{name}' {spec}: got different values in samples {ids[0]} and {i} of "
+                    f"one micro-batch; expected one value, as it has no dim '{BATCH}'; add "
+                    f"'{BATCH}' to its spec"
+                )
+        return filled[0]
+
+    def filled(
+        self,
+        name: str,
+        where: str,
+        x: torch.Tensor,
+        shape: Sequence[int],
+        pad: Mapping[str, int | float],
+    ) -> torch.Tensor:
+        """Returns an input filled up at its end.
+
+        Args:
+            name: of the input.
+            where: whose it is, for an error.
+            x: as it is.
+            shape: as it is to be.
+            pad: what to fill each input with.
+
+        Raises:
+            DataError: `pad` does not say.
+        """
+        if list(x.shape) == list(shape):
+            return x
+        if name not in pad:
+            suggested = -100 if "label" in name or "target" in name else 0
+            raise DataError(
+                f"{where}, input '{name}': got shape {tuple(x.shape)}; expected "
+                f"{tuple(shape)}, its bucket's; pass pad={{'{name}': {suggested}}} to fill up its "
+                "end (0 for ids and attention masks, -100 for labels that the loss ignores), or "
+                "add buckets of the exact lengths"
+            )
+        out = x.new_full(list(shape), pad[name])
+        out[tuple(slice(0, size) for size in x.shape)] = x
+        return out
+
+    def load(self, index: int) -> dict[str, torch.Tensor]:
+        """Returns a checked sample; its lengths are known from then on."""
+        if index in self._loaded:
+            return self._loaded[index]
+        raw = self.dataset[index]
+        if not isinstance(raw, Mapping) or raw.keys() != self.inputs.keys():
+            got = ", ".join(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
+            raise DataError(
+                f"sample {index}: got {got or 'an empty mapping'}; expected a mapping with exactly "
+                f"{', '.join(self.inputs)}; return these from the dataset"
+            )
+        for name, spec in self.inputs.items():
+            _check_tensor(index, name, spec, raw[name])
+        dims = self._solve(index, raw)
+        known = self._dims.setdefault(index, dims)
+        if known != dims:
+            raise DataError(
+                f"sample {index}: got lengths {_text(dims)}; expected {_text(known)}, as the "
+                "dataset said before; make its dims() and its samples agree"
+            )
+        self._loaded[index] = dict(raw)
+        return self._loaded[index]
+
+    def _solve(self, index: int, raw: Mapping[str, torch.Tensor]) -> Dims:
+        """Returns the length of every name that makes all tensors' shapes what they are."""
+        found: dict[str, int] = {}
+        for name, spec in self.inputs.items():
+            for dim, size in zip(_sample_dims(spec), raw[name].shape, strict=True):
+                value = dim.solve(size)
+                if dim.name is not None and dim.name not in found and value is not None:
+                    found[dim.name] = value
+        for name, spec in self.inputs.items():
+            for dim, size in zip(_sample_dims(spec), raw[name].shape, strict=True):
+                known = dim.name is None or dim.name in found
+                if not known or dim.evaluate(found) != size:
+                    where = _text(tuple(found.items())) if found else "no length >= 1"
+                    raise DataError(
+                        f"sample {index}, input '{name}': got {size} for dim '{dim}', shape "
+                        f"{tuple(raw[name].shape)}, where the sample has {where}; expected the "
+                        "same lengths in all its inputs, each at least 1; correct the sample"
+                    )
+        return tuple((name, found[name]) for name in self.names)
+
+    def _declared(self, index: int, dims: Mapping[str, int]) -> Dims:
+        good = isinstance(dims, Mapping) and dims.keys() == set(self.names)
+        if not good or any(
+            isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in dims.values()
+        ):
+            raise DataError(
+                f"sample {index}, dims({index}): got {dims}; expected an integer >= 1 for each of "
+                f"{', '.join(self.names) or 'no names'}; correct the dataset's dims()"
+            )
+        return tuple((name, dims[name]) for name in self.names)
+
+
+def check_fills(inputs: Mapping[str, InputSpec], fills: Mapping[str, int | float]) -> None:
+    """Refuses what an input's dtype does not have: torch makes another number of it.
+
+    Args:
+        inputs: of the model.
+        fills: input name -> what fills it up.
+
+    Raises:
+        DataError: e.g. -100 for uint8, which would be the label 156.
+    """
+    for name, value in fills.items():
+        dtype = inputs[name].dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            continue
+        try:
+            held = torch.full((), value, dtype=dtype).item()
+        except (RuntimeError, ValueError, OverflowError):
+            held = None
+        if held != value:
+            raise DataError(
+                f"input '{name}': got {value} to fill up {dtype}, which does not have it; expected "
+                "a number of that dtype; give another in pad=, or make the input int64, as torch's "
+                "labels are"
+            )
+
+
+def _check_tensor(index: int, name: str, spec: InputSpec, x: object) -> None:
+    dims = _sample_dims(spec)
+    if isinstance(x, torch.Tensor) and x.dtype == spec.dtype and x.dim() == len(dims):
+        return
+    got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+    raise DataError(
+        f"sample {index}, input '{name}': got {got}; expected a tensor "
+        f"{InputSpec(spec.dtype, dims)} (its spec without '{BATCH}'); convert it in the dataset"
+    )
+
+
+def _sample_dims(spec: InputSpec) -> tuple[DimExpr, ...]:
+    return tuple(dim for dim in spec.dims if dim.name != BATCH)
+
+
+def _holds(bucket: Bucket, dims: Dims) -> bool:
+    sizes = bucket.sizes
+    return all(size <= sizes[name] for name, size in dims)
+
+
+def _text(dims: Dims) -> str:
+    return "{" + ", ".join(f"{name}: {size}" for name, size in dims) + "}"

@@ -1,0 +1,64 @@
+"""One optimizer step as a rank gets it from the loader: its plan and the tensors to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dcpc.buckets import Bucket
+from dcpc.runtime.planner.plans import StepPlan
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What this rank runs at once.
+
+    Attributes:
+        bucket: shape of the samples.
+        sp: number of ranks that get this same micro-batch.
+        inputs: the model's arguments, on the CPU.
+        weight: how much it counts in the step's loss.
+        samples: indices in the dataset; packed: of all rows, one row after the other.
+        ranks: the ranks that get it, consecutive.
+        micro_batch: samples of the row of the plan table that it runs.
+        menu_step: steps of recompute that the row takes.
+        number: its place in the step's global order.
+    """
+
+    bucket: Bucket
+    sp: int
+    inputs: dict[str, torch.Tensor]
+    weight: float
+    samples: tuple[int, ...]
+    ranks: tuple[int, ...]
+    micro_batch: int
+    menu_step: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, as one rank sees it.
+
+    Attributes:
+        epoch: number of the epoch, from 0.
+        index: number of the step in its epoch, from 0.
+        plan: what every rank does.
+        micro_batches: what this rank does, in order.
+        total_weight: sum of all ranks' weights; None: `train_step` sums them up.
+        tokens: tokens of all ranks' samples, padding left out.
+        samples: number of all ranks' samples.
+        plan_s: seconds that forming and planning the batch took, on the rank that did.
+        rows: packed: the samples of each row; what the plan calls samples are numbers of rows.
+    """
+
+    epoch: int
+    index: int
+    plan: StepPlan
+    micro_batches: tuple[MicroBatch, ...]
+    total_weight: float | None
+    tokens: int
+    samples: int
+    plan_s: float
+    rows: tuple[tuple[int, ...], ...] = ()

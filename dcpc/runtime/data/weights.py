@@ -1,0 +1,79 @@
+"""How much a micro-batch counts in the gradient of the global batch.
+
+A step's loss is `sum(weight * loss) / sum(weight)` over its micro-batches. It is the loss of the
+whole batch on one device if `weight` is what the model's own mean divides by: samples, or labels
+that count.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+
+from dcpc.errors import DataError
+
+Inputs = Mapping[str, torch.Tensor]
+Weight = str | Callable[[Inputs], float]
+
+SAMPLES = "samples"
+
+
+@dataclass(frozen=True, slots=True)
+class CountLabels:
+    """Weight of a loss that is a mean over the labels that are not ignored.
+
+    Attributes:
+        name: the input that holds the labels.
+        ignore_index: labels of this value do not count.
+        shift: leading labels along the last dim that the model drops: 1 for causal language models
+            of the transformers library, which predict label t from the tokens before it.
+    """
+
+    name: str
+    ignore_index: int = -100
+    shift: int = 0
+
+    def __call__(self, inputs: Inputs) -> float:
+        """Returns the number of labels that count."""
+        labels = inputs[self.name][..., self.shift :]
+        # In int64: torch compares a uint8 156 with -100 as equal.
+        return float((labels.long() != self.ignore_index).sum())
+
+
+def weight_function(
+    weight: Weight, names: Mapping[str, object]
+) -> Callable[[Inputs], float] | None:
+    """Returns the function that weighs a micro-batch's inputs; None: its number of samples.
+
+    Args:
+        weight: "samples", the name of the input that holds labels, or a function.
+        names: the model's inputs.
+
+    Raises:
+        DataError: a name of no input.
+    """
+    if weight == SAMPLES:
+        return None
+    name = weight if isinstance(weight, str) else getattr(weight, "name", None)
+    if isinstance(weight, str | CountLabels) and name not in names:
+        raise DataError(
+            f"weight=: got '{name}'; expected '{SAMPLES}', an input ({', '.join(names)}) or a "
+            "function; correct the name"
+        )
+    return CountLabels(weight) if isinstance(weight, str) else weight
+
+
+def checked(weight: float, ids: tuple[int, ...]) -> float:
+    """Returns a weight as a float.
+
+    Raises:
+        DataError: it is negative or not finite.
+    """
+    value = float(weight)
+    if not isfinite(value) or value < 0:
+        raise DataError(
+            f"weight of the micro-batch of samples {list(ids)[:8]}: got {value}; expected a finite "
+            "number >= 0; correct the function given as weight="
+        )
+    return value

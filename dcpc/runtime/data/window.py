@@ -1,0 +1,99 @@
+"""Which samples form the next global batch: the epoch's order, seen through a bounded window.
+
+The first sample not trained yet is always in the next batch. Where the next one in order does not
+fit into it (too many tokens, or another bucket where a batch has one), it is left behind, and the
+samples up to `window` places after the first one left behind are looked at. So a sample is trained
+less than `window` places before or after its place in the order: none is taken from `window` places
+after one that waits, and one that waits is in the next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dcpc.buckets import Bucket
+from dcpc.runtime.data.samples import Fit
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far an epoch is.
+
+    Attributes:
+        start: all places of the order before this one are done.
+        ahead: places after it that are done too, fewer than the window.
+    """
+
+    start: int = 0
+    ahead: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A global batch.
+
+    Attributes:
+        samples: index in the dataset and bucket of each, in order.
+        tokens: of all of them.
+        skipped: samples longer than every bucket that were passed by.
+        before: where the epoch was.
+        after: where it is once they are trained.
+    """
+
+    samples: tuple[tuple[int, Bucket], ...]
+    tokens: int
+    skipped: tuple[int, ...]
+    before: Position
+    after: Position
+
+
+def take(
+    order: Sequence[int],
+    fit: Callable[[int], Fit],
+    position: Position,
+    tokens: int,
+    window: int,
+    one_bucket: bool = False,
+) -> Batch:
+    """Returns the next batch, empty only if nothing but samples too long is left.
+
+    Args:
+        order: index in the dataset of each place.
+        fit: bucket and tokens of a sample.
+        position: where the epoch is.
+        tokens: most of a batch; a longer single sample is a batch of its own.
+        window: see the module; 0: stop at the first sample that does not fit.
+        one_bucket: only samples of the first one's bucket.
+    """
+    done = set(position.ahead)
+    samples: list[tuple[int, Bucket]] = []
+    skipped: list[int] = []
+    total = 0
+    waits: int | None = None
+    place = position.start
+    while place < len(order) and (waits is None or place < waits + window):
+        if place not in done:
+            index = order[place]
+            found = fit(index)
+            if found.bucket is None:
+                skipped.append(index)
+                done.add(place)
+            elif not samples or (
+                total + found.tokens <= tokens
+                and (not one_bucket or found.bucket == samples[0][1])
+            ):
+                samples.append((index, found.bucket))
+                total += found.tokens
+                done.add(place)
+            elif waits is None:
+                waits = place
+        place += 1
+        if samples and total >= tokens:
+            break
+    start = position.start
+    while start in done:
+        done.remove(start)
+        start += 1
+    after = Position(start, frozenset(done))
+    return Batch(tuple(samples), total, tuple(skipped), position, after)

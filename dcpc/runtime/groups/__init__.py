@@ -1,0 +1,1 @@
+"""Process groups, and how ranks agree and send each other plans."""

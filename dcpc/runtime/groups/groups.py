@@ -1,0 +1,343 @@
+"""Process groups of every degree, made once.
+
+For degree d the ranks form aligned blocks `[k*d, (k+1)*d)`, d over the divisors of the world size:
+
+    world 4    d=4: 0 1 2 3      d=2: 0 1 | 2 3      d=1: 0 | 1 | 2 | 3
+
+Each block has a data group (the variants' collectives, gradients) and a control group (gloo: small
+facts on which its ranks must agree), so that a rank that checks never meets a peer that computes. A
+rank alone has neither. A planned step may also use any range of consecutive ranks: `prepare` makes
+data groups for those that it names, and keeps the `MOST_RANGES` used last.
+
+"World" is the group given to `Groups.default`: its ranks are numbered from 0; errors name the
+numbers in the default group, which a launcher's logs show.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from dcpc.errors import GroupError
+
+# Ranks of a group may be this far apart: compiling a variant on first use takes minutes.
+TIMEOUT_S = 600.0
+# Data groups of ranges that are no aligned block, over all ranks: each costs connections.
+MOST_RANGES = 64
+_POLL_S = 0.02
+_CPU = torch.device("cpu")
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups this rank is in.
+
+    Attributes:
+        world: number of ranks.
+        rank: this rank, from 0 to `world - 1`.
+        device: where this rank computes.
+        timeout_s: how long a rank waits for a peer.
+        global_ranks: number in the default group of each rank.
+        whole: whether these are all ranks of the default group. If not, only aligned blocks can be
+            groups: ranks elsewhere do not take part in naming new ones.
+    """
+
+    world: int = 1
+    rank: int = 0
+    device: torch.device = _CPU
+    timeout_s: float = TIMEOUT_S
+    global_ranks: tuple[int, ...] = (0,)
+    _data: Mapping[int, dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    _control: Mapping[int, dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    whole: bool = True
+    # (first rank, degree) -> group, None on other ranks; every rank has all, the last used last.
+    _ranges: dict[tuple[int, int], dist.ProcessGroup | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    # degree -> checks made so far (agreement.py); equal on all ranks of a block.
+    checks: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+    _numbers: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    _gradients: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @classmethod
+    def default(
+        cls,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Groups:
+        """Returns the groups of `group`, of the default group, or of one rank alone.
+
+        Where the default group is not initialised and a launcher's environment is there, it is
+        initialised from it (gloo, with nccl for a CUDA device) and destroyed at exit.
+
+        Args:
+            group: the ranks to use; None: all of them. Collective: each of its ranks calls this.
+            device: where this rank computes; None: its CUDA device if it has one, else the CPU.
+            timeout_s: how long a rank waits for a peer before that is an error.
+
+        Raises:
+            GroupError: this rank is not in `group`, or a rank of it did not call this in time.
+        """
+        device = _local_device(device)
+        if not dist.is_available() or not (dist.is_initialized() or _launched(device, timeout_s)):
+            return cls(device=device, timeout_s=timeout_s)
+        parent = dist.group.WORLD if group is None else group
+        if not isinstance(parent, dist.ProcessGroup) or dist.get_rank(parent) < 0:
+            raise GroupError(
+                f"rank {dist.get_rank()} called with group=, got a group that it is not in; "
+                "expected one of its ranks; call it only on the ranks of the group"
+            )
+        ranks = tuple(dist.get_process_group_ranks(parent))
+        rank = dist.get_rank(parent)
+        if len(ranks) == 1:
+            return cls(device=device, timeout_s=timeout_s, global_ranks=ranks)
+        whole = len(ranks) == dist.get_world_size()
+        fake = dist.get_backend(parent) == "fake"
+        if not fake:
+            _await_all(parent, ranks, rank, timeout_s)
+        data = {len(ranks): parent}
+        control = {}
+        for degree in divisors(len(ranks))[1:]:
+            if degree < len(ranks):
+                data[degree] = _block(ranks, rank, degree, whole, None, timeout_s)
+            backend = "fake" if fake else "gloo"
+            control[degree] = _block(ranks, rank, degree, whole, backend, timeout_s)
+        sums = _block(ranks, rank, len(ranks), whole, "fake" if fake else None, timeout_s)
+        return cls(
+            len(ranks), rank, device, timeout_s, ranks, data, control, whole, _gradients=sums
+        )
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The divisors of the world size, ascending."""
+        return divisors(self.world)
+
+    def of(self, sp: int) -> dist.ProcessGroup | None:
+        """Returns the data group of this rank's block of `sp` ranks; None where a rank is alone.
+
+        Raises:
+            GroupError: `sp` does not divide the world size.
+        """
+        self._check(sp)
+        return self._data.get(sp) if sp > 1 else None
+
+    def control(self, sp: int) -> dist.ProcessGroup | None:
+        """Returns the gloo group of the same ranks for small CPU tensors; None alone.
+
+        Raises:
+            GroupError: `sp` does not divide the world size.
+        """
+        self._check(sp)
+        return self._control.get(sp) if sp > 1 else None
+
+    def of_gradients(self) -> dist.ProcessGroup | None:
+        """Returns the group of all ranks for the sum of gradients alone; None alone.
+
+        The sum is on the way while variants still run, so it must not meet their collectives.
+        """
+        return self._gradients
+
+    def ranks(self, sp: int) -> tuple[int, ...]:
+        """Returns the ranks (from 0 to `world - 1`) of this rank's block of `sp`.
+
+        Raises:
+            GroupError: `sp` does not divide the world size.
+        """
+        self._check(sp)
+        first = self.rank // sp * sp
+        return tuple(range(first, first + sp))
+
+    def number(self, kind: str) -> int:
+        """Returns 1, 2, ...: the same on every rank if all make things of a kind in one order."""
+        self._numbers[kind] = self._numbers.get(kind, 0) + 1
+        return self._numbers[kind]
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Makes the data groups that these ranges of ranks lack; forgets others, last used first.
+
+        Collective over all ranks, which pass the same ranges in the same order: only so do all of
+        them give a new group the same name.
+
+        Args:
+            ranges: (first rank, degree) of each.
+
+        Raises:
+            GroupError: a range is not within the world, or is no aligned block where those alone
+                can be groups.
+        """
+        for first, degree in ranges:
+            if self._is_block(first, degree):
+                continue
+            if first < 0 or degree < 1 or first + degree > self.world or not self.whole:
+                raise GroupError(
+                    f"process group of ranks {first} to {first + degree - 1}: got a world of "
+                    f"{self.world} ranks{'' if self.whole else ', part of a larger job'}; expected "
+                    f"{'a range within it' if self.whole else 'an aligned block'}; plan for this "
+                    "world"
+                )
+            known = (first, degree) in self._ranges
+            pg = self._ranges.pop((first, degree)) if known else self._make(first, degree)
+            self._ranges[first, degree] = pg
+        self.forget(max(MOST_RANGES, len(ranges)))
+
+    def forget(self, but: int) -> None:
+        """Destroys the groups that `prepare` made, except those used last; alike on every rank.
+
+        Args:
+            but: how many to keep, over all ranks.
+        """
+        while len(self._ranges) > but:
+            oldest = self._ranges.pop(next(iter(self._ranges)))
+            if oldest is not None:
+                dist.destroy_process_group(oldest)
+
+    def over(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Returns the data group of consecutive ranks, this one among them; None of one alone.
+
+        Raises:
+            GroupError: `prepare` was not called for them.
+        """
+        first, degree = ranks[0], len(ranks)
+        if self._is_block(first, degree):
+            return self.of(degree)
+        pg = self._ranges.get((first, degree))
+        if pg is None:
+            raise GroupError(
+                f"process group of ranks {first} to {first + degree - 1}: got none on rank "
+                f"{self.rank}; expected one made by Groups.prepare; run the step by train_step"
+            )
+        return pg
+
+    def _is_block(self, first: int, degree: int) -> bool:
+        return degree == 1 or (self.world % degree == 0 and first % degree == 0)
+
+    def _make(self, first: int, degree: int) -> dist.ProcessGroup | None:
+        if not dist.is_initialized():
+            return None
+        made = dist.new_group(
+            list(self.global_ranks[first : first + degree]),
+            timeout=timedelta(seconds=self.timeout_s),
+            group_desc=f"dcpc data ranks {first} to {first + degree - 1}",
+        )
+        return made if isinstance(made, dist.ProcessGroup) else None
+
+    def _check(self, sp: int) -> None:
+        if sp < 1 or self.world % sp:
+            raise GroupError(
+                f"process group of degree {sp}: got a world of {self.world} ranks; expected a "
+                f"degree in {', '.join(map(str, self.degrees))}; choose sp among these"
+            )
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """Returns the divisors of n, ascending."""
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def _local_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        local = os.environ.get("LOCAL_RANK")
+        device = torch.device("cuda", int(local) if local else torch.cuda.current_device())
+    return device
+
+
+def _launched(device: torch.device, timeout_s: float) -> bool:
+    """Initialises the default group from a launcher's environment; False: there is none."""
+    if int(os.environ.get("WORLD_SIZE") or 1) < 2:
+        return False
+    missing = [name for name in _LAUNCHER if name not in os.environ]
+    if missing:
+        warnings.warn(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, but not {', '.join(missing)}: "
+            "this process runs alone; start it by torchrun, or call "
+            "torch.distributed.init_process_group() first",
+            stacklevel=5,
+        )
+        return False
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as e:
+        where = ", ".join(f"{name}={os.environ[name]}" for name in _LAUNCHER)
+        raise GroupError(
+            f"process group of the launcher's environment ({where}): got {e}; expected every rank "
+            f"to call dcpc within {timeout_s:g} s; start all ranks by torchrun, or unset "
+            "WORLD_SIZE to run alone"
+        ) from e
+    atexit.register(_leave)
+    return True
+
+
+def _leave() -> None:
+    # A peer that died makes this fail, and the process is at its end anyway.
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+def _await_all(
+    parent: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float
+) -> None:
+    """Waits until every rank is here, so that making groups cannot hang on an absent one."""
+    store = PrefixStore("dcpc/groups", parent.get_group_store())
+    turn = store.add(f"turn/{rank}", 1)
+    store.set(f"{turn}/{rank}", "here")
+    if store.add(f"{turn}/count", 1) == len(ranks):
+        store.set(f"{turn}/all", "here")
+    deadline = time.monotonic() + timeout_s
+    while not store.check([f"{turn}/all"]):
+        if time.monotonic() > deadline:
+            absent = [r for i, r in enumerate(ranks) if not store.check([f"{turn}/{i}"])]
+            raise GroupError(
+                f"process groups of {len(ranks)} ranks: rank(s) {', '.join(map(str, absent))} did "
+                f"not arrive within {timeout_s:g} s; expected every rank to call dcpc.compile (or "
+                "Groups.default); look at the log of these ranks, or raise timeout_s="
+            )
+        time.sleep(_POLL_S)
+
+
+def _block(
+    ranks: tuple[int, ...],
+    rank: int,
+    degree: int,
+    whole: bool,
+    backend: str | None,
+    timeout_s: float,
+) -> dist.ProcessGroup:
+    """Returns this rank's group of a degree."""
+    timeout = timedelta(seconds=timeout_s)
+    first = rank // degree * degree
+    mine = list(ranks[first : first + degree])
+    desc = f"dcpc {backend or 'data'} degree {degree}"
+    if whole:
+        # Every rank passes every block: cheap for those it is not in, and c10d's names stay
+        # aligned.
+        blocks = [list(ranks[i : i + degree]) for i in range(0, len(ranks), degree)]
+        pg, _ = dist.new_subgroups_by_enumeration(
+            blocks, timeout=timeout, backend=backend, group_desc=desc
+        )
+    else:
+        # Ranks outside the parent group do not come here.
+        pg = dist.new_group(
+            mine, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=desc
+        )
+    assert isinstance(pg, dist.ProcessGroup), f"rank {rank} is in no block of degree {degree}"
+    return pg

@@ -1,0 +1,145 @@
+"""Rank 0's plans on their way to the other ranks, through the process group's own store.
+
+    {seq}        the message, JSON
+    {seq}/read   how many ranks have read it; the last one deletes both
+
+So the store holds as many messages as steps are planned ahead. A message is a few bytes a sample,
+and each rank reads it once. What goes wrong on rank 0 is a message as well; a rank that hears
+nothing within the time limit says so by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from dcpc import errors
+from dcpc.errors import DcpcError, PlanError
+from dcpc.runtime.groups.groups import Groups
+
+_FIRST_POLL_S = 0.001
+_LONGEST_POLL_S = 0.1
+
+Message = dict[str, Any]
+
+
+class ClosedError(Exception):
+    """The loop that wanted the message has ended."""
+
+
+class Relay:
+    """The messages of one iteration, in order.
+
+    Attributes:
+        timeout_s: how long a rank waits for one.
+    """
+
+    def __init__(self, groups: Groups, name: str, timeout_s: float) -> None:
+        """Opens a connection of its own: a rank that waits must not hold up the others' business.
+
+        Args:
+            groups: of several ranks.
+            name: the same on every rank, used once.
+            timeout_s: how long a rank waits for a message.
+        """
+        pg = groups.control(groups.world)
+        assert pg is not None, "a rank alone relays nothing"
+        own = pg.get_group_store().clone()  # type: ignore[attr-defined]
+        self._store: Store = PrefixStore(f"dcpc/plans/{name}", own)
+        self._sends = groups.rank == 0
+        self._readers = groups.world - 1
+        self._sender = groups.global_ranks[0]
+        self._sent = 0
+        self._failed = False
+        self._closed = threading.Event()
+        self.timeout_s = timeout_s
+
+    def send(self, messages: Iterator[tuple[Message, Any]]) -> Iterator[Any]:
+        """Sends each message and yields what comes with it; an error is sent, then raised."""
+        while True:
+            try:
+                found = next(messages, None)
+            except BaseException as e:
+                self._put({"error": type(e).__name__, "text": str(e)})
+                self._failed = True
+                raise
+            self._put({"end": True} if found is None else found[0])
+            if found is None:
+                return
+            yield found[1]
+
+    def receive(self) -> Iterator[Message]:
+        """Yields rank 0's messages.
+
+        Raises:
+            DcpcError: of the class of rank 0's error, with its text.
+            PlanError: rank 0 sent nothing in time, or the store is gone.
+            ClosedError: `close` was called while waiting.
+        """
+        for seq in itertools.count():
+            message = self._get(seq)
+            if "error" in message:
+                raise _error(self._sender, message)
+            if "end" in message:
+                return
+            yield message
+
+    def close(self, used: int = 0) -> None:
+        """Ends waiting; on rank 0 also deletes the messages after the first `used`, no error."""
+        self._closed.set()
+        if self._sends:
+            with contextlib.suppress(RuntimeError):
+                for seq in range(used, self._sent - self._failed):
+                    self._store.delete_key(str(seq))
+                    self._store.delete_key(f"{seq}/read")
+
+    def _put(self, message: Message) -> None:
+        if self._closed.is_set():
+            raise ClosedError
+        # A peer that hosts the store may be gone: then the step's own checks say so.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(str(self._sent), json.dumps(message))
+        self._sent += 1
+
+    def _get(self, seq: int) -> Message:
+        key = str(seq)
+        deadline = time.monotonic() + self.timeout_s
+        poll_s = _FIRST_POLL_S
+        try:
+            while not self._store.check([key]):
+                if self._closed.wait(poll_s):
+                    raise ClosedError
+                if time.monotonic() > deadline:
+                    raise PlanError(self._silence(seq, f"nothing within {self.timeout_s:g} s"))
+                poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
+            message: Message = json.loads(self._store.get(key))
+            if self._store.add(f"{key}/read", 1) == self._readers:
+                self._store.delete_key(key)
+                self._store.delete_key(f"{key}/read")
+        except RuntimeError as e:
+            raise PlanError(self._silence(seq, str(e).splitlines()[0])) from e
+        return message
+
+    def _silence(self, seq: int, what: str) -> str:
+        return (
+            f"plan {seq} of this iteration: got {what} from rank {self._sender}, which plans for "
+            f"all ranks; expected its plan; look at the log of rank {self._sender}, iterate the "
+            "loader on every rank alike, or raise plan_timeout_s="
+        )
+
+
+def _error(sender: int, message: Message) -> DcpcError:
+    kind, text = message["error"], message["text"]
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, DcpcError):
+        return found(f"planner of rank {sender}: {text}")
+    return PlanError(
+        f"planner of rank {sender}: got {kind}: {text}; expected a plan; look at its log"
+    )

@@ -1,0 +1,156 @@
+"""Deals a global batch out to the ranks: which samples form a micro-batch, and who runs it when.
+
+Longest first: the widest micro-batches go first, then the longest ones, each to the block of ranks
+that is free earliest. Blocks of one degree begin at its multiples.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from dcpc.buckets import Bucket
+from dcpc.errors import PlanError
+from dcpc.ir import PlanRow
+from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, better, step_plan
+
+# Micro-batches are cut finer than memory asks for where that ends the step this much earlier: each
+# one costs a launch that `seconds_s`, linear in samples, does not see.
+_GAIN = 0.03
+_PIECES = (1, 2, 4)
+
+Price = Callable[[PlannedMicroBatch], PlannedMicroBatch]
+
+
+def deal(
+    samples: Iterable[tuple[int, Bucket]],
+    plans: Mapping[Bucket, PlanRow],
+    world: int,
+    most: int = 0,
+) -> StepPlan:
+    """Returns a plan in which every sample is in exactly one micro-batch.
+
+    Micro-batches have at most `PlanRow.micro_batch` samples; those of one bucket differ by at
+    most one sample. Pure: equal arguments give equal plans on every rank.
+
+    Args:
+        samples: sample id and bucket of each sample of the global batch.
+        plans: row of each bucket; `sp` divides `world`.
+        world: number of ranks.
+        most: micro-batches of a rank, if that can be kept; 0: any number.
+
+    Raises:
+        PlanError: a bucket has no plan, or its `sp` does not divide `world`.
+    """
+    samples = list(samples)
+    for bucket in dict.fromkeys(bucket for _, bucket in samples):
+        _check(bucket, plans, world)
+    best: StepPlan | None = None
+    for plan in cuts(samples, plans, world):
+        if best is None or better(plan, best, most, _GAIN):
+            best = plan
+    assert best is not None, "there is a first candidate"
+    return best
+
+
+def cuts(
+    samples: Sequence[tuple[int, Bucket]],
+    plans: Mapping[Bucket, PlanRow],
+    world: int,
+    price: Price | None = None,
+    pieces: Sequence[float] = _PIECES,
+) -> Iterator[StepPlan]:
+    """Yields plans of ever finer micro-batches, the coarsest that fits memory first.
+
+    Args:
+        samples: id and bucket of each.
+        plans: row of each bucket.
+        world: number of ranks.
+        price: gives the row and the seconds of a micro-batch; None: the bucket's plan, and its
+            seconds in proportion to the samples.
+        pieces: into how many micro-batches a rank's share of the step is cut, in turn.
+    """
+    by_bucket: dict[Bucket, list[int]] = {}
+    for sample_id, bucket in samples:
+        by_bucket.setdefault(bucket, []).append(sample_id)
+    total_s = sum(
+        len(ids) * _sample_s(plans[b]) * plans[b].sp / world for b, ids in by_bucket.items()
+    )
+    for limit_s in (float("inf"), *(total_s / n for n in pieces)):
+        cut = [mb for b, ids in by_bucket.items() for mb in _cut(b, ids, plans[b], limit_s)]
+        yield assign([price(mb) for mb in cut] if price else cut, world)
+
+
+def _check(bucket: Bucket, plans: Mapping[Bucket, PlanRow], world: int) -> None:
+    plan = plans.get(bucket)
+    if plan is None:
+        raise PlanError(
+            f"bucket {bucket}: got no plan; expected one of "
+            f"{', '.join(map(str, plans)) or 'no buckets at all'}; compile for this bucket"
+        )
+    check_setting(bucket, plan, world)
+
+
+def check_setting(bucket: Bucket, plan: PlanRow, world: int) -> None:
+    """Refuses a setting that this world cannot run in aligned blocks.
+
+    Raises:
+        PlanError: its `sp` does not divide `world`, or it has no samples.
+    """
+    if plan.sp < 1 or world % plan.sp or plan.micro_batch < 1:
+        raise PlanError(
+            f"bucket {bucket}: got sp={plan.sp}, micro_batch={plan.micro_batch} for {world} "
+            "ranks; expected an sp that divides the ranks and at least one sample; plan for this "
+            "world size"
+        )
+
+
+def _sample_s(plan: PlanRow) -> float:
+    return plan.seconds_s / plan.micro_batch
+
+
+def _cut(
+    bucket: Bucket, ids: Sequence[int], plan: PlanRow, limit_s: float
+) -> list[PlannedMicroBatch]:
+    """Returns the fewest micro-batches within memory and `limit_s` seconds each, without ranks."""
+    sample_s = _sample_s(plan)
+    most = plan.micro_batch
+    if sample_s > 0 and limit_s < most * sample_s:
+        most = max(1, int(limit_s / sample_s))
+    count = -(-len(ids) // most)
+    ends = [len(ids) * (i + 1) // count for i in range(count)]
+    return [
+        PlannedMicroBatch(
+            bucket,
+            plan.sp,
+            (),
+            tuple(ids[a:b]),
+            (b - a) * sample_s,
+            plan.micro_batch,
+            plan.menu_step,
+        )
+        for a, b in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def assign(cut: Sequence[PlannedMicroBatch], world: int) -> StepPlan:
+    """Returns the plan that puts each micro-batch on the block that is free earliest."""
+    order = sorted(cut, key=lambda mb: (-mb.sp, -mb.seconds_s, mb.bucket.dims, mb.sample_ids))
+    free_s = [0.0] * world
+    placed = []
+    for sp, of_degree in groupby(order, key=lambda mb: mb.sp):
+        # Blocks begin together when the last of their ranks is free; the lowest block wins a tie.
+        starts = range(0, world - sp + 1, sp)
+        heap = [(max(free_s[i : i + sp]), i) for i in starts]
+        heapq.heapify(heap)
+        used = {}
+        for mb in of_degree:
+            begin_s, first = heap[0]
+            used[first] = begin_s + mb.seconds_s
+            heapq.heapreplace(heap, (used[first], first))
+            placed.append(replace(mb, ranks=tuple(range(first, first + sp))))
+        for first, end_s in used.items():
+            free_s[first : first + sp] = [end_s] * sp
+    return step_plan(placed, world)

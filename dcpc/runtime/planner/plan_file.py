@@ -1,0 +1,155 @@
+"""Plans as JSON: what rank 0 sends the others, and files that `dcpc replay` runs again.
+
+A plan names rows of the table it was made from, so it carries that table's hash; a file carries the
+table too. JSON alone: reading one runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dcpc.buckets import Bucket
+from dcpc.errors import PlanError
+from dcpc.runtime.planner.plans import MODES, PlannedMicroBatch, StepPlan, step_plan
+from dcpc.runtime.planner.step_planner import Allowed
+from dcpc.runtime.planner.table import PlanTable
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """A plan with all that it was made from.
+
+    Attributes:
+        plan: the plan.
+        table: the rows that there were to choose from.
+        allowed: what else the plan may do.
+        samples: id and bucket of each sample of the batch, in order.
+    """
+
+    plan: StepPlan
+    table: PlanTable
+    allowed: Allowed
+    samples: tuple[tuple[int, Bucket], ...]
+
+    def write(self, file: str | Path) -> None:
+        """Writes the file."""
+        data = {
+            "version": VERSION,
+            "table": self.table.to_json(),
+            "allowed": [self.allowed.least, self.allowed.most, self.allowed.pads],
+            "samples": [[i, self.table.key(b)] for i, b in self.samples],
+            "plan": plan_json(self.plan, self.table),
+        }
+        Path(file).write_text(json.dumps(data), encoding="utf-8")
+
+    @classmethod
+    def read(cls, file: str | Path) -> PlanFile:
+        """Returns what `write` wrote.
+
+        Raises:
+            PlanError: it is no such file, of another version, or its plan is of another table.
+        """
+        try:
+            data = json.loads(Path(file).read_text(encoding="utf-8"))
+            _check_version(data, str(file))
+            table = PlanTable.from_json(data["table"])
+            allowed = Allowed(*data["allowed"])
+            samples = tuple((int(i), table.buckets[k]) for i, k in data["samples"])
+            return cls(plan_of(data["plan"], table, str(file)), table, allowed, samples)
+        except OSError as e:
+            raise PlanError(f"{file}: got {e.strerror}; expected a plan file; name one") from e
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+            raise PlanError(
+                f"{file}: got {type(e).__name__} {e}; expected a plan that DataLoader.save_plan "
+                "wrote; write it again"
+            ) from e
+
+
+def plan_json(plan: StepPlan, table: PlanTable) -> dict[str, Any]:
+    """Returns a plan as plain data, its buckets by their number in the table."""
+    return {
+        "version": VERSION,
+        "table": plan.table,
+        "mode": plan.mode,
+        "bound_s": plan.bound_s,
+        "binds": plan.binds,
+        "micro_batches": [
+            [table.key(mb.bucket), mb.ranks[0], mb.sp, mb.micro_batch, mb.menu_step, mb.seconds_s,
+             list(mb.sample_ids)]
+            for mb in plan.micro_batches
+        ],
+    }  # fmt: skip
+
+
+def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
+    """Returns the plan that `plan_json` gave.
+
+    Args:
+        data: what it gave.
+        table: of the reader.
+        where: it comes from, for an error.
+
+    Raises:
+        PlanError: it is of another version, or was made from another table.
+    """
+    _check_version(data, where)
+    if data["table"] != table.hash:
+        raise PlanError(
+            f"{where}: got a plan made from plan table {data['table']}; expected table "
+            f"{table.hash}, of this model, buckets, world, memory and device; plan again: the old "
+            "plan may name rows that are not there or do not fit"
+        )
+    if data["mode"] not in MODES:
+        raise PlanError(f"{where}: got mode {data['mode']!r}; expected one of {', '.join(MODES)}")
+    rows = {
+        (key, row.sp, row.micro_batch, row.menu_step)
+        for key, own in enumerate(table.rows)
+        for row in own
+    }
+    placed = [_micro_batch(entry, table, rows, where) for entry in data["micro_batches"]]
+    return replace(
+        step_plan(placed, table.world),
+        bound_s=float(data["bound_s"]),
+        binds=str(data["binds"]),
+        mode=data["mode"],
+        table=table.hash,
+    )
+
+
+def _micro_batch(
+    entry: Sequence[Any], table: PlanTable, rows: set[tuple[int, int, int, int]], where: str
+) -> PlannedMicroBatch:
+    key, first, sp, most, menu_step, seconds_s, ids = entry
+    if (
+        (key, sp, most, menu_step) not in rows
+        or not 0 <= first <= table.world - sp
+        or not 1 <= len(ids) <= most
+    ):
+        raise PlanError(
+            f"{where}: got {len(ids)} samples of bucket number {key} on ranks {first} to "
+            f"{first + sp - 1} with micro-batch {most}, recompute {menu_step}; expected a row of "
+            f"the table and ranks below {table.world}; plan again"
+        )
+    return PlannedMicroBatch(
+        table.buckets[key],
+        sp,
+        tuple(range(first, first + sp)),
+        tuple(int(i) for i in ids),
+        float(seconds_s),
+        most,
+        menu_step,
+    )
+
+
+def _check_version(data: Mapping[str, Any], where: str) -> None:
+    if data.get("version") != VERSION:
+        raise PlanError(
+            f"{where}: got plan version {data.get('version')!r}; expected {VERSION}, of this dcpc; "
+            "plan again, or use the dcpc that wrote it"
+        )

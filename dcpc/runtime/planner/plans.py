@@ -1,0 +1,163 @@
+"""The plan of one optimizer step: who runs which samples with which row, in one global order.
+
+Every rank runs its own part of the order, so two groups that share a rank never wait for each other
+in a circle, and ranks that share nothing never wait at all: the step ends when `timeline` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dcpc.buckets import Bucket
+
+Mode = Literal["auto", "intra", "inter"]
+MODES: tuple[Mode, ...] = ("auto", "intra", "inter")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A row of a bucket's plan table: how a micro-batch is run.
+
+    Attributes:
+        sp: ranks of the group.
+        micro_batch: most samples; the placement is made for so many.
+        menu_step: steps of recompute taken.
+    """
+
+    sp: int
+    micro_batch: int
+    menu_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMicroBatch:
+    """Some samples of one bucket on one group of ranks.
+
+    Attributes:
+        bucket: shape of the samples.
+        sp: number of ranks that share them.
+        ranks: these ranks, consecutive.
+        sample_ids: the samples, in order.
+        seconds_s: predicted seconds, forward and backward.
+        micro_batch: samples of the row of the plan table that it runs; it may have fewer.
+        menu_step: steps of recompute that the row takes.
+    """
+
+    bucket: Bucket
+    sp: int
+    ranks: tuple[int, ...]
+    sample_ids: tuple[int, ...]
+    seconds_s: float
+    micro_batch: int = 0
+    menu_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What every rank does in one optimizer step.
+
+    Attributes:
+        micro_batches: in the global order that all ranks follow.
+        busy_s: predicted busy seconds of each rank.
+        makespan_s: predicted seconds until the last rank is done, waits for peers included.
+        bound_s: no plan of these samples from the same table is faster; 0: not known.
+        binds: what keeps the plan from being faster.
+        mode: which planner made it.
+        table: hash of the plan table it was made from.
+    """
+
+    micro_batches: tuple[PlannedMicroBatch, ...]
+    busy_s: tuple[float, ...]
+    makespan_s: float
+    bound_s: float = 0.0
+    binds: str = ""
+    mode: Mode = "inter"
+    table: str = ""
+
+    @property
+    def imbalance(self) -> float:
+        """Mean idle share of the ranks, 0 to 1: see `imbalance`."""
+        return imbalance(self.busy_s)
+
+    @property
+    def gap(self) -> float:
+        """Distance from the lower bound, as a share of it; 0 where there is none."""
+        return self.makespan_s / self.bound_s - 1.0 if self.bound_s > 0 else 0.0
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of the rank that has most."""
+        counts = [0] * len(self.busy_s)
+        for mb in self.micro_batches:
+            for rank in mb.ranks:
+                counts[rank] += 1
+        return max(counts, default=0)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first rank, degree) of every group of more than one rank, in order of first use."""
+        found = ((mb.ranks[0], mb.sp) for mb in self.micro_batches if mb.sp > 1)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def fingerprint(self) -> str:
+        """A short text that is equal for equal plans."""
+        return hashlib.blake2b(repr(self.micro_batches).encode(), digest_size=8).hexdigest()
+
+    def of(self, rank: int) -> tuple[PlannedMicroBatch, ...]:
+        """Returns the micro-batches of one rank, in order."""
+        return tuple(mb for mb in self.micro_batches if rank in mb.ranks)
+
+
+def timeline(
+    micro_batches: Iterable[PlannedMicroBatch], world: int
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Returns when each micro-batch begins, and each rank's busy seconds and end, all in seconds.
+
+    A micro-batch begins when the last of its ranks has ended the one before.
+    """
+    free_s, busy_s = [0.0] * world, [0.0] * world
+    begins = []
+    for mb in micro_batches:
+        begin_s = max(free_s[r] for r in mb.ranks)
+        begins.append(begin_s)
+        for r in mb.ranks:
+            free_s[r] = begin_s + mb.seconds_s
+            busy_s[r] += mb.seconds_s
+    return tuple(begins), tuple(busy_s), tuple(free_s)
+
+
+def step_plan(micro_batches: Sequence[PlannedMicroBatch], world: int) -> StepPlan:
+    """Returns the plan that runs micro-batches in the order given, with its predicted seconds."""
+    _, busy_s, end_s = timeline(micro_batches, world)
+    return StepPlan(tuple(micro_batches), busy_s, max(end_s, default=0.0))
+
+
+def better(plan: StepPlan, best: StepPlan, most: int, gain: float) -> bool:
+    """Whether a plan is to be taken instead of the best so far.
+
+    Args:
+        plan: the new one.
+        best: so far.
+        most: micro-batches of a rank; one that exceeds it by less is better; 0: any number.
+        gain: share of the seconds that it has to save otherwise.
+    """
+    over = max(0, plan.accumulation - most) if most else 0
+    best_over = max(0, best.accumulation - most) if most else 0
+    if over != best_over:
+        return over < best_over
+    return plan.makespan_s < (1 - gain) * best.makespan_s
+
+
+def imbalance(busy_s: Sequence[float]) -> float:
+    """Returns the mean over ranks of (max t - t_r), as a share of max t; 0 where nobody works.
+
+    Source: VideoSys' `calculate_imbalance`, which reports it in percent.
+    """
+    longest_s = max(busy_s, default=0.0)
+    if longest_s <= 0:
+        return 0.0
+    return sum(longest_s - t for t in busy_s) / len(busy_s) / longest_s

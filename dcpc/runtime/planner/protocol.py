@@ -1,0 +1,40 @@
+"""What the loader and the train step need of a compiled model, and no more."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from dcpc.buckets import Bucket, Buckets
+from dcpc.ir import BucketPlan, Packable, PlanRow
+from dcpc.runtime.groups.groups import Groups
+
+
+class Source(Protocol):
+    """Where plan tables come from."""
+
+    @property
+    def plans(self) -> Mapping[Bucket, BucketPlan]:
+        """The setting of each bucket: what the modes "intra" and "inter" run."""
+
+    @property
+    def tables(self) -> Mapping[Bucket, Sequence[PlanRow]]:
+        """Every setting of each bucket: what the mode "auto" chooses from."""
+
+
+class Compiled(Source, Protocol):
+    """A model compiled for some buckets on some ranks."""
+
+    @property
+    def buckets(self) -> Buckets:
+        """The shape buckets and the input specs."""
+
+    @property
+    def packable(self) -> Packable:
+        """What its model makes of several sequences in one row."""
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups."""
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node."""

@@ -1,0 +1,228 @@
+"""From a global batch to a `StepPlan`, in each mode.
+
+    intra   the bucket's own setting; the loader gives batches of one bucket
+    inter   each bucket's own setting, buckets mixed, dealt longest first
+    auto    any row for any micro-batch: the best of several kinds of plan
+
+For "auto" the candidates are each bucket's cheapest rows dealt longest first, the same with faster
+rows for what would otherwise take too long, the best of these and the rows of fewest rank-seconds
+fitted to end together (`fit.py`), and what changing the degree of one bucket at a time gains. They
+are compared by when the last rank ends, run without barriers; a later candidate, which has more
+variants, has to gain; the search ends where the lower bound leaves nothing to gain.
+
+Pure: equal arguments give equal plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import inf
+
+from dcpc.buckets import Bucket
+from dcpc.errors import PlanError
+from dcpc.ir import PlanRow
+from dcpc.runtime.planner.batch import lower_bound, tabulate
+from dcpc.runtime.planner.deal import Price, assign, cuts, deal
+from dcpc.runtime.planner.fit import fitted
+from dcpc.runtime.planner.padding import share_padding
+from dcpc.runtime.planner.plans import Mode, PlannedMicroBatch, StepPlan, better
+from dcpc.runtime.planner.table import PlanTable
+
+# A plan of another kind must end this much earlier to be taken: it brings more variants.
+_GAIN = 0.01
+# A sample may take this share of the least possible step before a faster row is tried for it.
+_SHARES = (1.0, 0.7, 0.5, 0.35, 0.25)
+# Micro-batches of a rank's share of the step, see `cuts`.
+_PIECES = (2 / 3, 1, 1.5, 2, 4)
+# Rounds of changing the degree of one bucket at a time, and buckets that are tried.
+_CLIMBS, _CLIMBED = 2, 6
+
+Rows = tuple[tuple[int, PlanRow], ...]  # of each bucket, by its number in the table
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a step may be like.
+
+    Attributes:
+        least: micro-batches of the rank with most: a batch is enlarged until there are so many.
+        most: a batch is cut until there are no more; 0: any number.
+        pads: "auto" may pad samples to longer buckets than their own.
+    """
+
+    least: int = 1
+    most: int = 0
+    pads: bool = False
+
+    def holds(self, plan: StepPlan) -> bool:
+        """Whether a plan has no more than `most`."""
+        return not 0 < self.most < plan.accumulation
+
+
+def plan_step(
+    samples: Sequence[tuple[int, Bucket]],
+    table: PlanTable,
+    mode: Mode = "auto",
+    allowed: Allowed | None = None,
+) -> StepPlan:
+    """Returns the plan of a global batch, every sample in exactly one micro-batch.
+
+    Args:
+        samples: sample id and bucket of each.
+        table: the rows to choose from; for "intra" and "inter" the first of each bucket is taken.
+        mode: see the module.
+        allowed: what else holds; the number of micro-batches where some candidate keeps it.
+
+    Raises:
+        PlanError: no samples, or a bucket that is not in the table.
+    """
+    allowed = allowed or Allowed()
+    if not samples:
+        raise PlanError("the global batch: got 0 samples, expected at least 1; fill the batch")
+    keys = [table.key(bucket) for _, bucket in samples]
+    work = tabulate(keys, table.padded_cost if allowed.pads else table.cost)
+    bound_s = lower_bound(work)
+    if mode == "auto":
+        best = _best(_auto(samples, table, allowed.pads, bound_s), allowed, bound_s)
+    else:
+        best = deal(samples, _first_rows(table), table.world, allowed.most)
+    bound_s = min(bound_s, best.makespan_s)
+    named = replace(best, bound_s=bound_s, mode=mode, table=table.hash)
+    return replace(named, binds=_binds(named, float(work.area @ work.counts) / table.world))
+
+
+def _best(candidates: Iterator[StepPlan], allowed: Allowed, bound_s: float) -> StepPlan:
+    """The plan that ends first, an earlier candidate if it is nearly as good."""
+    best = next(candidates)
+    for plan in candidates:
+        if better(plan, best, allowed.most, _GAIN):
+            best = plan
+        if allowed.holds(best) and best.makespan_s * (1 - _GAIN) <= bound_s:
+            break  # no plan gains enough
+    return best
+
+
+def _first_rows(table: PlanTable) -> dict[Bucket, PlanRow]:
+    return {bucket: own[0] for bucket, own in zip(table.buckets, table.rows, strict=True)}
+
+
+def _auto(
+    samples: Sequence[tuple[int, Bucket]], table: PlanTable, pads: bool, bound_s: float
+) -> Iterator[StepPlan]:
+    keys = [table.key(bucket) for _, bucket in samples]
+    present = sorted(set(keys))
+    least = {k: min(table.rows[k], key=lambda row: row.rank_seconds) for k in present}
+    floor_s = sum(least[k].rank_seconds for k in keys) / table.world
+    tried = _Tried(samples, table, pads)
+    for share in (inf, *_SHARES):
+        limit_s = share * floor_s
+        rows = tuple((k, _row_within(table.rows[k], limit_s)) for k in present)
+        yield from tried.plans(rows)
+    coarse = next(cuts(samples, tried.settings(tuple(least.items())), table.world, tried.price))
+    for start in (coarse, tried.best):
+        yield fitted(start, table, tried.price, bound_s)
+    for _ in range(_CLIMBS):
+        best = min(tried.ends_s, key=lambda rows: tried.ends_s[rows])
+        for rows in _neighbours(best, table):
+            yield from tried.plans(rows)
+        if tried.ends_s[best] == min(tried.ends_s.values()):
+            return
+
+
+class _Tried:
+    """Plans of the rows that were tried for each bucket.
+
+    Attributes:
+        price: gives the row and the seconds of a micro-batch.
+        ends_s: when the best plan of some rows ends.
+        best: the plan that ends first.
+    """
+
+    best: StepPlan
+
+    def __init__(self, samples: Sequence[tuple[int, Bucket]], table: PlanTable, pads: bool) -> None:
+        self._samples, self._table, self._pads = samples, table, pads
+        self.price: Price = partial(_priced, cache(table.run))
+        self.ends_s: dict[Rows, float] = {}
+
+    def settings(self, rows: Rows) -> dict[Bucket, PlanRow]:
+        """Returns the setting of each bucket."""
+        return {self._table.buckets[k]: row for k, row in rows}
+
+    def plans(self, rows: Rows) -> Iterator[StepPlan]:
+        """Yields plans with these rows, nothing if they were tried before."""
+        if rows in self.ends_s:
+            return
+        self.ends_s[rows] = inf
+        settings = self.settings(rows)
+        for plan in cuts(self._samples, settings, self._table.world, self.price, _PIECES):
+            if plan.makespan_s < min(self.ends_s.values()):
+                self.best = plan
+            self.ends_s[rows] = min(self.ends_s[rows], plan.makespan_s)
+            yield plan
+        if self._pads:
+            yield from _padded(self._samples, settings, self._table, self.price)
+
+
+def _priced(
+    run: Callable[[Bucket, int, int], tuple[PlanRow, float]], mb: PlannedMicroBatch
+) -> PlannedMicroBatch:
+    """The micro-batch on the smallest row of its degree that holds it."""
+    row, seconds_s = run(mb.bucket, mb.sp, len(mb.sample_ids))
+    ids = mb.sample_ids
+    return PlannedMicroBatch(
+        mb.bucket, mb.sp, mb.ranks, ids, seconds_s, row.micro_batch, row.menu_step
+    )
+
+
+def _neighbours(rows: Rows, table: PlanTable) -> Iterator[Rows]:
+    """The same rows but for one bucket, the buckets with the longest samples first."""
+    longest = sorted(rows, key=lambda pair: -pair[1].seconds_s / pair[1].micro_batch)
+    for key, own in longest[:_CLIMBED]:
+        for sp in sorted({row.sp for row in table.rows[key]} - {own.sp}):
+            of_degree = [row for row in table.rows[key] if row.sp == sp]
+            other = min(of_degree, key=lambda row: (row.rank_seconds, row.micro_batch))
+            yield tuple((k, other if k == key else row) for k, row in rows)
+
+
+def _padded(
+    samples: Sequence[tuple[int, Bucket]],
+    settings: Mapping[Bucket, PlanRow],
+    table: PlanTable,
+    price: Price,
+) -> Iterator[StepPlan]:
+    """The same with the samples that run on one rank padded together."""
+    single = [sample for sample in samples if settings[sample[1]].sp == 1]
+    together = share_padding(single, table) if single else None
+    if together is not None:
+        wide = [sample for sample in samples if settings[sample[1]].sp > 1]
+        for plan in cuts(wide, settings, table.world, price, _PIECES):
+            yield assign([*plan.micro_batches, *together], table.world)
+
+
+def _row_within(rows: Sequence[PlanRow], limit_s: float) -> PlanRow:
+    """The row of least rank-seconds that ends in time, with room to spare; else the fastest.
+
+    Of rows within 5% the smallest micro-batch on the fewest ranks, which leaves most to balance.
+    """
+    quick = [row for row in rows if row.seconds_s / row.micro_batch <= limit_s]
+    if not quick:
+        return min(rows, key=lambda row: row.seconds_s / row.micro_batch)
+    least_s = min(row.rank_seconds for row in quick)
+    worthy = [row for row in quick if row.rank_seconds <= 1.05 * least_s]
+    return min(worthy, key=lambda row: (row.sp, row.micro_batch, row.menu_step))
+
+
+def _binds(plan: StepPlan, floor_s: float) -> str:
+    """A sentence: the least work there is, the longest sample, and how busy the ranks are."""
+    longest = max(plan.micro_batches, key=lambda mb: mb.seconds_s)
+    work = f"work at its cheapest takes {floor_s:.3g} s of every rank"
+    if plan.bound_s > 1.02 * floor_s:
+        work += f", the longest samples force {plan.bound_s:.3g} s"
+    return (
+        f"{work}; ranks idle {plan.imbalance:.1%} of {plan.makespan_s:.3g} s; the longest "
+        f"micro-batch, {len(longest.sample_ids)} of {longest.bucket} at sp={longest.sp}, takes "
+        f"{longest.seconds_s:.3g} s"
+    )

@@ -1,0 +1,1 @@
+"""The train step: micro-batches, the sum of gradients, what was measured."""

@@ -1,0 +1,239 @@
+"""The one sum of gradients of a step, on the way while the last backward still runs.
+
+Parameters, last ones first, form comm buckets. A bucket is put on the wire as soon as this rank has
+the last gradient in it and all buckets before it are on the wire: so every rank sends them in one
+order, whatever it runs, and a rank with nothing to run sends them at once.
+
+    backward's last micro-batch   ...  w3 ready   w2 ready   w1 ready   end
+    bucket 0 = [w3, w2]                           sent ─────────────────►
+    bucket 1 = [w1]                                          sent ──────►
+
+A bucket is one flat tensor, made when it is sent; the gradients become views of it. A parameter
+without a gradient on any rank stays without: a flag for each says so once, at the end.
+
+Memory stays within what the plan has for the last backward. It counts that backward's gradients
+beside those of earlier micro-batches until it ends; here they are added as they come, and the flat
+tensor of a bucket is no larger than what that set free.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from dcpc.errors import GroupError
+from dcpc.runtime.groups.groups import Groups
+
+# Large enough to run at the wire's bandwidth, small enough to leave early.
+# Source: torch DistributedDataParallel's default, bucket_cap_mb=25.
+COMM_BUCKET_BYTES = 25_000_000
+
+
+@dataclass(slots=True)
+class _CommBucket:
+    params: list[torch.nn.Parameter]
+    waits_for: set[int] = field(default_factory=set)  # ids of the parameters
+    flat: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(p.numel() * p.dtype.itemsize for p in self.params)
+
+    def gather(self) -> torch.Tensor:
+        """Returns all gradients as one dense tensor; `grad` of the parameters is empty then.
+
+        One parameter alone is sent from where its gradient lies: it may be very large.
+        """
+        if len(self.params) == 1:
+            (p,) = self.params
+            grad, p.grad = p.grad, None
+            self.flat = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            if grad is not None:
+                dense = _dense(grad)
+                self.flat = dense if dense.is_contiguous() else dense.contiguous()
+            return self.flat
+        first = self.params[0]
+        count = sum(p.numel() for p in self.params)
+        self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
+        for p, piece in zip(self.params, self.pieces(), strict=True):
+            grad, p.grad = p.grad, None
+            if grad is None:
+                piece.zero_()
+            else:
+                piece.copy_(_dense(grad))
+        return self.flat
+
+    def pieces(self) -> list[torch.Tensor]:
+        """Returns each parameter's part of the dense tensor, in its shape."""
+        assert self.flat is not None, "nothing was gathered"
+        parts = self.flat.view(-1).split([p.numel() for p in self.params])
+        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+
+
+class Reduction:
+    """The sum of all parameters' gradients over all ranks, once.
+
+    Args:
+        params: those that train, each once, in the same order on every rank.
+        groups: the process groups.
+        bucket_bytes: most bytes of a comm bucket (one larger parameter is one of its own).
+
+    Attributes:
+        early_bytes: bytes that were on the wire before the last backward had ended.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        groups: Groups,
+        bucket_bytes: int = COMM_BUCKET_BYTES,
+    ) -> None:
+        self.groups = groups
+        self.pg = groups.of_gradients()
+        self.early_bytes = 0
+        self._finishing = False
+        self._buckets = [] if self.pg is None else _comm_buckets(params[::-1], bucket_bytes)
+        self._bucket = {id(p): b for b in self._buckets for p in b.params}
+        self._used: dict[int, bool] = {}  # id of the parameter -> this rank has a gradient
+        self._next = 0  # first bucket that is not on the wire
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the gradients of all buckets; 0 alone."""
+        return sum(b.size_bytes for b in self._buckets)
+
+    def deliver(self, p: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Takes what the last backward adds to `p.grad`; this rank adds nothing to it any more.
+
+        Args:
+            p: one of the parameters.
+            gradient: of its shape; None: backward found none.
+
+        Raises:
+            GroupError: a rank did not live.
+        """
+        bucket = self._bucket[id(p)]
+        with torch.no_grad():
+            if gradient is None:
+                pass
+            elif p.grad is not None:
+                p.grad.add_(gradient)
+            elif len(bucket.params) == 1:
+                # It is summed in place, and backward may still read what it made.
+                p.grad = gradient.clone()
+            else:
+                p.grad = gradient
+        self._used[id(p)] = p.grad is not None
+        bucket.waits_for.discard(id(p))
+        self._send()
+
+    def send(self) -> None:
+        """Sends what is left: backward has ended.
+
+        Raises:
+            GroupError: a rank did not live.
+        """
+        self._finishing = True
+        for bucket in self._buckets:
+            for p in [p for p in bucket.params if id(p) in bucket.waits_for]:
+                self.deliver(p, None)
+
+    def finish(self) -> None:
+        """Sends what is left, waits, and sets every parameter's `grad` to the sum; alone: nothing.
+
+        Raises:
+            GroupError: a rank did not live.
+        """
+        if not self._buckets:
+            return
+        self.send()
+        order = [id(p) for b in self._buckets for p in b.params]
+        flags = torch.tensor([self._used[i] for i in order], dtype=torch.uint8)
+        try:
+            control = self.groups.control(self.groups.world)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=control)
+            for bucket in self._buckets:
+                assert bucket.work is not None, "a comm bucket was never sent"
+                bucket.work.wait()
+        except RuntimeError as e:
+            raise self._broken(e) from e
+        used = dict(zip(order, flags.tolist(), strict=True))
+        for bucket in self._buckets:
+            self._spread(bucket, used)
+
+    def _send(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].waits_for:
+            bucket = self._buckets[self._next]
+            try:
+                with torch.no_grad():
+                    bucket.work = dist.all_reduce(bucket.gather(), group=self.pg, async_op=True)
+            except RuntimeError as e:
+                raise self._broken(e) from e
+            self._next += 1
+            if not self._finishing:
+                self.early_bytes += bucket.size_bytes
+
+    @staticmethod
+    def _spread(bucket: _CommBucket, used: Mapping[int, int]) -> None:
+        """Gives each parameter that has a gradient anywhere its part of the sum."""
+        with torch.no_grad():
+            for p, piece in zip(bucket.params, bucket.pieces(), strict=True):
+                if used[id(p)]:
+                    # An optimizer wants a gradient that lies as its parameter does.
+                    same = piece.stride() == p.stride()
+                    p.grad = piece if same else torch.empty_like(p).copy_(piece)
+        bucket.flat = bucket.work = None
+
+    def _broken(self, e: RuntimeError) -> GroupError:
+        groups = self.groups
+        return GroupError(
+            f"sum of gradients on rank {groups.global_ranks[groups.rank]}: got "
+            f"{str(e).splitlines()[0]}; expected all of {groups.world} ranks to live; look at the "
+            "log of the rank that ended first and start the job again"
+        )
+
+
+def trained(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Returns those that require a gradient, tied ones once."""
+    return list({id(p): p for p in parameters if p.requires_grad}.values())
+
+
+def summary(params: Sequence[torch.nn.Parameter]) -> str:
+    """Returns what all ranks' parameters have in common if their gradients can be added."""
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in params})
+    numel = sum(p.numel() for p in params)
+    return f"{len(params)} parameters, {numel} elements of {'+'.join(kinds) or 'no type'}"
+
+
+def _comm_buckets(params: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[_CommBucket]:
+    """Returns the parameters in runs of one dtype and device, each of a size to travel at once.
+
+    In the order in which runs are complete when parameters come in this order.
+    """
+    done: list[_CommBucket] = []
+    filling: dict[tuple[torch.dtype, torch.device], _CommBucket] = {}
+    for p in params:
+        key = (p.dtype, p.device)
+        bucket = filling.setdefault(key, _CommBucket([]))
+        if bucket.params and bucket.size_bytes + p.numel() * p.dtype.itemsize > bucket_bytes:
+            done.append(bucket)
+            bucket = filling[key] = _CommBucket([])
+        bucket.params.append(p)
+        bucket.waits_for.add(id(p))
+    return done + list(filling.values())
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.layout is torch.strided:
+        return gradient
+    warnings.warn(
+        f"a gradient of shape {tuple(gradient.shape)} is sparse and is summed as a dense one; make "
+        "the embedding with sparse=False",
+        stacklevel=2,
+    )
+    return gradient.to_dense()

@@ -1,0 +1,119 @@
+"""What has run so far, measured beside what was predicted."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from dcpc.buckets import Bucket
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.step.step import StepResult
+
+LOG = logging.getLogger("dcpc")
+
+
+@dataclass(slots=True)
+class BucketSeconds:
+    """Seconds of a bucket's micro-batches in train steps on this rank.
+
+    Attributes:
+        runs: micro-batches.
+        predicted_s: of all of them together, forward and backward.
+        measured_s: the same, waits for other ranks inside collectives included.
+    """
+
+    runs: int = 0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Stats:
+    """What has run so far; of this rank where it does not say "of each rank".
+
+    Attributes:
+        calls: bucket -> forward calls.
+        samples: bucket -> samples; packed: rows.
+        seconds: bucket -> seconds of its micro-batches in train steps.
+        steps: train steps.
+        variants: variants compiled.
+        wire_bytes: sent in the variants' collectives.
+        reduced_bytes: gradients put into the sums over ranks.
+        early_bytes: those of them on the way before the step's last backward had ended here.
+        busy_s: seconds of each rank in its micro-batches; waits inside collectives included.
+        idle_s: seconds of each rank from its own last micro-batch to that of the last rank.
+        predicted_busy_s: of each rank, as planned.
+        predicted_imbalance: mean idle share the plans of the steps predicted, 0 to 1.
+        measured_imbalance: mean idle share measured in the steps, 0 to 1.
+    """
+
+    calls: dict[Bucket, int] = field(default_factory=dict)
+    samples: dict[Bucket, int] = field(default_factory=dict)
+    seconds: dict[Bucket, BucketSeconds] = field(default_factory=dict)
+    steps: int = 0
+    variants: int = 0
+    wire_bytes: int = 0
+    reduced_bytes: int = 0
+    early_bytes: int = 0
+    busy_s: tuple[float, ...] = ()
+    idle_s: tuple[float, ...] = ()
+    predicted_busy_s: tuple[float, ...] = ()
+    predicted_imbalance: float = 0.0
+    measured_imbalance: float = 0.0
+
+    def called(self, bucket: Bucket, samples: int) -> None:
+        """Counts one forward call."""
+        self.calls[bucket] = self.calls.get(bucket, 0) + 1
+        self.samples[bucket] = self.samples.get(bucket, 0) + samples
+
+    def stepped(self, step: Step, result: StepResult) -> None:
+        """Counts one train step."""
+        self.steps += 1
+        self.reduced_bytes += result.reduced_bytes
+        self.early_bytes += result.early_bytes
+        self.busy_s = _added(self.busy_s, result.busy_s)
+        self.idle_s = _added(self.idle_s, result.idle_s)
+        self.predicted_busy_s = _added(self.predicted_busy_s, step.plan.busy_s)
+        self.predicted_imbalance += (step.plan.imbalance - self.predicted_imbalance) / self.steps
+        self.measured_imbalance += (result.imbalance - self.measured_imbalance) / self.steps
+        for mb, measured_s in zip(step.micro_batches, result.micro_batch_s, strict=True):
+            if mb.weight != 0:
+                seconds = self.seconds.setdefault(mb.bucket, BucketSeconds())
+                seconds.runs += 1
+                seconds.predicted_s += step.plan.micro_batches[mb.number].seconds_s
+                seconds.measured_s += measured_s
+
+
+def log_step(step: Step, result: StepResult) -> None:
+    """Writes one line on a step to the log "dcpc", at INFO."""
+    early = f", {result.early_bytes / result.reduced_bytes:.0%} early" if result.early_bytes else ""
+    norm = "" if result.grad_norm is None else f", gradient norm {result.grad_norm:.4g}"
+    LOG.info(
+        "step %d of epoch %d: loss %.6g%s; %d samples, %d tokens in %.3f s (predicted %.3f s); "
+        "busy %s s (predicted %s s); imbalance %.1f%% (predicted %.1f%%); gradients %.1f MB%s",
+        step.index,
+        step.epoch,
+        float(result.loss),
+        norm,
+        step.samples,
+        step.tokens,
+        result.seconds_s,
+        step.plan.makespan_s,
+        _short(result.busy_s),
+        _short(step.plan.busy_s),
+        100 * result.imbalance,
+        100 * step.plan.imbalance,
+        result.reduced_bytes / 1e6,
+        early,
+    )
+
+
+def _added(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True)) if a else tuple(b)
+
+
+def _short(seconds: tuple[float, ...]) -> str:
+    """Up to eight ranks one by one, more of them as a range."""
+    if len(seconds) > 8:
+        return f"{min(seconds):.3f} to {max(seconds):.3f}"
+    return " ".join(f"{t:.3f}" for t in seconds)

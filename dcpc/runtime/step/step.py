@@ -1,0 +1,311 @@
+"""One optimizer step: every micro-batch of this rank, then one sum of all gradients.
+
+The rule: a rank differentiates its share of the loss, the objective is the sum over
+ranks, so every parameter's gradient is summed over all ranks exactly once, whatever degrees the
+step mixes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dcpc.errors import DataError
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.groups.same_state import checksum
+from dcpc.runtime.planner.plans import imbalance
+from dcpc.runtime.step.clock import Clock
+from dcpc.runtime.step.reduction import COMM_BUCKET_BYTES, Reduction, summary, trained
+
+ModelCall = Callable[[MicroBatch, Mapping[str, torch.Tensor]], torch.Tensor]
+# (takes a parameter and its gradient) -> context; backward of what is called in it hands each
+# gradient over as soon as it is final, and adds nothing to `grad` itself.
+Delivering = Callable[
+    [Callable[[torch.nn.Parameter, torch.Tensor], None]], AbstractContextManager[object]
+]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a step.
+
+    Attributes:
+        loss: weighted mean loss of the global batch, float64 scalar, the same on every rank.
+        busy_s: measured seconds each rank took for its micro-batches, waits for its peers inside
+            collectives included, compiling excluded.
+        seconds_s: measured seconds of the whole step on this rank, reduction included.
+        total_weight: sum of the weights of all micro-batches.
+        reduced_bytes: gradients that this rank put into the sum over ranks; 0 alone.
+        early_bytes: those of them that were on the way before its last backward had ended.
+        micro_batch_s: measured seconds of each micro-batch of this rank; 0 of one that does not
+            count.
+        reduction_s: measured seconds from the end of this rank's micro-batches to the sum of
+            gradients: waiting for slower ranks, and the wire.
+        grad_norm: of the summed gradient before it was clipped; None: not asked for.
+    """
+
+    loss: torch.Tensor
+    busy_s: tuple[float, ...]
+    seconds_s: float
+    total_weight: float
+    reduced_bytes: int = 0
+    early_bytes: int = 0
+    micro_batch_s: tuple[float, ...] = ()
+    reduction_s: float = 0.0
+    grad_norm: float | None = None
+
+    @property
+    def imbalance(self) -> float:
+        """Measured mean idle share of the ranks, 0 to 1."""
+        return imbalance(self.busy_s)
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """Measured seconds of each rank from its last micro-batch to that of the last rank."""
+        return tuple(max(self.busy_s) - t for t in self.busy_s)
+
+
+def train_step(
+    call: ModelCall,
+    step: Step,
+    parameters: Iterable[torch.nn.Parameter],
+    groups: Groups,
+    *,
+    prepare: Callable[[MicroBatch], None] | None = None,
+    delivering: Delivering | None = None,
+    clip: float | None = None,
+    comm_bucket_bytes: int = COMM_BUCKET_BYTES,
+    state: str = "",
+    check: Callable[[], None] | None = None,
+) -> StepResult:
+    """Adds the gradient of the global batch's weighted loss to every parameter's `grad`.
+
+    Collective over all ranks.
+
+    Args:
+        call: (micro-batch, its inputs on the device) -> the loss, scalar; each rank of the
+            micro-batch's group gets the same one and differentiates its share of it.
+        step: from the loader.
+        parameters: all of the model's; tied ones count once.
+        groups: the process groups the step was planned for.
+        prepare: compiles what a micro-batch needs, before seconds are measured.
+        delivering: lets backward hand over gradients before it ends; None: it does not.
+        clip: largest norm of all gradients together; longer ones are scaled down to it.
+        comm_bucket_bytes: gradients that are sent at once.
+        state: of the model, as text: the same on every rank.
+        check: runs once all ranks are known to have the same state, before anything else; what it
+            raises it raises on every rank.
+
+    Returns:
+        The step's loss and measured seconds.
+
+    Raises:
+        GroupError: the ranks are not in the same step with the same plan and parameters, or one
+            did not arrive.
+        DataError: the weights of the step are all zero, ranks loaded different values of a sample
+            that they take together, or `clip` is no positive number.
+    """
+    start_s = time.perf_counter()
+    params = trained(parameters)
+    agree(
+        groups,
+        groups.world,
+        "step",
+        f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}, {summary(params)}"
+        f"{state}",
+    )
+    if check is not None:
+        check()
+    _refuse_different(step, groups)
+    groups.prepare(step.plan.ranges)
+    total = _total_weight(step, groups)
+    # Gradients that are there already were reduced by an earlier step: they are not summed again.
+    earlier = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        if prepare is not None:
+            for mb in step.micro_batches:
+                prepare(mb)
+        reduction = Reduction(params, groups, comm_bucket_bytes)
+        clock = Clock(groups.device)
+        share = _run(call, step, total, groups, reduction, delivering, clock)
+        reduction.finish()
+    except BaseException:
+        # A part of the step's gradient is no gradient: there is what was there before.
+        for p, grad in zip(params, earlier, strict=True):
+            p.grad = grad
+        raise
+    clock.mark()
+    *micro_batch_s, reduction_s = clock.spans_s()
+    for p, grad in zip(params, earlier, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else grad.add_(p.grad)
+    norm = None if clip is None else clip_gradients(params, clip)
+    facts = _gather([share, sum(micro_batch_s)], groups)
+    return StepResult(
+        loss=facts[:, 0].sum(),
+        busy_s=tuple(facts[:, 1].tolist()),
+        seconds_s=time.perf_counter() - start_s,
+        total_weight=total,
+        reduced_bytes=reduction.total_bytes,
+        early_bytes=reduction.early_bytes,
+        micro_batch_s=tuple(micro_batch_s),
+        reduction_s=reduction_s,
+        grad_norm=norm,
+    )
+
+
+def reduce_gradients(
+    parameters: Iterable[torch.nn.Parameter],
+    groups: Groups,
+    *,
+    state: str = "",
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Sums every parameter's gradient over all ranks, in place; alone: nothing.
+
+    A parameter without a gradient here counts as zeros, one without a gradient anywhere stays
+    without. Collective over all ranks, also those that ran nothing. To be called once per optimizer
+    step.
+
+    Args:
+        parameters: all of the model's, in the same order on every rank; tied ones count once.
+        groups: the process groups.
+        state: of the model, as for `train_step`.
+        check: as for `train_step`.
+
+    Raises:
+        GroupError: the ranks have different parameters, or one did not arrive.
+    """
+    params = trained(parameters)
+    agree(groups, groups.world, "reduce_gradients of", summary(params) + state)
+    if check is not None:
+        check()
+    Reduction(params, groups).finish()
+
+
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
+    """Scales gradients that are together longer than `max_norm` down to it, in place.
+
+    After the sum over ranks: every rank has the whole gradient and finds the same norm.
+
+    Args:
+        parameters: of the whole model.
+        max_norm: above 0, in the 2-norm.
+
+    Returns:
+        The norm of all gradients together, before.
+
+    Raises:
+        DataError: `max_norm` is no positive number.
+    """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
+        raise DataError(
+            f"clipping of gradients: got a largest norm of {max_norm!r}; expected a positive "
+            "number; pass e.g. 1.0"
+        )
+    return float(torch.nn.utils.clip_grad_norm_(list(parameters), max_norm))
+
+
+def _run(
+    call: ModelCall,
+    step: Step,
+    total: float,
+    groups: Groups,
+    reduction: Reduction,
+    delivering: Delivering | None,
+    clock: Clock,
+) -> float:
+    """Returns this rank's part of the step's loss; groups count on their first rank.
+
+    Marks the clock before the first micro-batch and after each.
+    """
+    losses = []
+    last = max((i for i, mb in enumerate(step.micro_batches) if mb.weight != 0), default=-1)
+    clock.mark()
+    for i, mb in enumerate(step.micro_batches):
+        if mb.weight == 0:
+            # Every label ignored: a mean over nothing is NaN, and NaN * 0 too. All of the group
+            # skip it.
+            clock.mark()
+            continue
+        early = delivering if i == last and groups.world > 1 else None
+        inputs = {k: x.to(groups.device, non_blocking=True) for k, x in mb.inputs.items()}
+        with nullcontext() if early is None else early(reduction.deliver):
+            loss = call(mb, inputs)
+        factor = mb.weight / total
+        (loss * factor).backward()
+        if mb.ranks[0] == groups.rank:
+            losses.append(loss.detach().double() * factor)
+        clock.mark()
+    reduction.send()
+    return float(torch.stack(losses).sum()) if losses else 0.0
+
+
+def _total_weight(step: Step, groups: Groups) -> float:
+    """Returns the sum of all micro-batches' weights, each counted on its group's first rank."""
+    total = step.total_weight
+    if total is None:
+        firsts = [mb for mb in step.micro_batches if mb.ranks[0] == groups.rank]
+        total = float(_gather([sum(mb.weight for mb in firsts)], groups).sum())
+    if total <= 0:
+        raise DataError(
+            f"step {step.index} of epoch {step.epoch}: got a total weight of {total} over its "
+            f"{step.samples} samples; expected more than 0; check weight= and that not every label "
+            "is ignored"
+        )
+    return total
+
+
+def _refuse_different(step: Step, groups: Groups) -> None:
+    """Raises on every rank where those that share a micro-batch have different inputs for it.
+
+    Each has loaded the samples by itself, and a dataset may draw from the process's random numbers.
+    Collective over all ranks, if there is such a micro-batch.
+    """
+    shared = [n for n, mb in enumerate(step.plan.micro_batches) if mb.sp > 1]
+    pg = groups.control(groups.world)
+    if pg is None or not shared:
+        return
+    mine = {mb.number: mb for mb in step.micro_batches}
+    none = torch.iinfo(torch.int64).min
+    found = torch.full((2, len(shared)), none)
+    for at, number in enumerate(shared):
+        if number in mine:
+            texts = [f"{name} {x.dtype} {tuple(x.shape)} {checksum(x)}"
+                     for name, x in mine[number].inputs.items()]  # fmt: skip
+            text = f"{mine[number].weight} {texts}"
+            digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+            found[0, at] = int.from_bytes(digest, "big")
+            found[1, at] = -found[0, at]
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=pg)
+    for at, (most, least) in enumerate(found.t().tolist()):
+        if most != -least:
+            mb = step.plan.micro_batches[shared[at]]
+            what = f"rows {list(mb.sample_ids)[:8]}" if step.rows else f"{list(mb.sample_ids)[:8]}"
+            raise DataError(
+                f"step {step.index} of epoch {step.epoch}, samples {what}: ranks "
+                f"{','.join(map(str, mb.ranks))} take them together and got different inputs or "
+                "weights; expected the same on each; have the dataset give a sample the same "
+                "values on every rank: draw from a generator seeded by its index and the epoch"
+            )
+
+
+def _gather(values: Sequence[float], groups: Groups) -> torch.Tensor:
+    """Returns `values` of every rank, float64 (world, len(values))."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    pg = groups.control(groups.world)
+    if pg is None:
+        return mine[None]
+    out = torch.empty(groups.world * len(values), dtype=torch.float64)
+    dist.all_gather_into_tensor(out, mine, group=pg)
+    return out.view(groups.world, -1)

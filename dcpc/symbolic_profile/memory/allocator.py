@@ -1,0 +1,331 @@
+"""What torch's CUDA caching allocator makes of a run's allocations: rounded blocks, segments.
+
+    request    rounded up to 512 bytes; a block of that size is cut
+               up to 1 MiB        from segments of 2 MiB
+               below 10 MiB       from segments of 20 MiB
+               else               from a segment of its size, rounded up to 2 MiB
+    block      the smallest free one that is large enough, of equal ones the one at the lowest
+               address; what is left of it is a free block, unless that is under 512 bytes (of
+               small segments) or up to 1 MiB (of the others): then it goes along
+    free       joins free neighbours of the same segment
+    full       where the device has no room for a segment, all segments without a block are given
+               back first; what then does not fit is an error
+
+`torch.cuda.max_memory_allocated` counts blocks, `max_memory_reserved` segments, and only segments
+are memory of the device. Source: torch 2.13, c10/core/AllocatorConfig.h (sizes) and
+c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`, `get_free_block`,
+`should_split`, `try_merge_blocks`, `release_cached_blocks`), with its default settings.
+
+Not followed: other streams than one, and `expandable_segments`. Segments are taken to lie one after
+the other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from dcpc.symbolic_profile.memory.memory import MemoryTimeline
+
+BLOCK_BYTES = 512
+SMALL_BYTES = 1 << 20
+SMALL_SEGMENT_BYTES = 2 << 20
+LARGE_BYTES = 10 << 20
+LARGE_SEGMENT_BYTES = 20 << 20
+SEGMENT_ROUNDING_BYTES = 2 << 20
+LEAST_REST_BYTES = SMALL_BYTES + 1  # of a large block
+# Later steps reserve up to 0.4% more than the first (STDiT3-XL/2, 25 buckets on an H200).
+SPARE = 0.98
+
+
+def rounded(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Returns a size rounded up to whole blocks, bytes; what has no bytes has no block."""
+    return -(-size_bytes // block_bytes) * block_bytes
+
+
+def segment_bytes(size_bytes: int) -> int:
+    """Returns the bytes of the segment that is made for a block where no free one is enough."""
+    if size_bytes <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size_bytes < LARGE_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return rounded(size_bytes, SEGMENT_ROUNDING_BYTES)
+
+
+@dataclass(slots=True, eq=False)
+class SegmentBlock:
+    """A piece of a segment.
+
+    Attributes:
+        address: of its first byte.
+        size_bytes: what it takes.
+        small: whether its segment is one for small blocks.
+        free: whether it can be given away.
+        before: the piece before it in its segment.
+        after: the piece after it.
+    """
+
+    address: int
+    size_bytes: int
+    small: bool
+    free: bool = False
+    before: SegmentBlock | None = None
+    after: SegmentBlock | None = None
+
+
+class CachingAllocator:
+    """Allocates as torch does on one stream of a GPU, without any memory.
+
+    Args:
+        limit_bytes: of the device. What does not fit is counted beyond it.
+
+    Attributes:
+        allocated_bytes: of the blocks that are given away.
+        reserved_bytes: of all segments.
+        most_allocated_bytes: the most that was given away since `reset`.
+        most_reserved_bytes: the most in segments since then.
+        given_back: segments given back since then.
+    """
+
+    def __init__(self, limit_bytes: float = inf) -> None:
+        self._limit_bytes = limit_bytes
+        self._end = self.most_reserved_bytes = self.given_back = 0
+        self.allocated_bytes = self.reserved_bytes = self.most_allocated_bytes = 0
+        # Free blocks of either kind of segment by size, then address.
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._at: dict[int, SegmentBlock] = {}
+
+    def reset(self) -> None:
+        """Forgets the most that was allocated."""
+        self.most_allocated_bytes, self.given_back = self.allocated_bytes, 0
+        self.most_reserved_bytes = self.reserved_bytes
+
+    def allocate(self, size_bytes: int) -> SegmentBlock | None:
+        """Returns a block of at least so many bytes; None for no bytes."""
+        if not size_bytes:
+            return None
+        size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        small = size <= SMALL_BYTES
+        free = self._free[small]
+        place = bisect_left(free, (size, 0))
+        if place < len(free):
+            block = self._at[free.pop(place)[1]]
+        else:
+            block = self._segment(segment_bytes(size), small)
+        if block.size_bytes - size >= (BLOCK_BYTES if small else LEAST_REST_BYTES):
+            self._split(block, size)
+        block.free = False
+        self.allocated_bytes += block.size_bytes
+        if self.allocated_bytes > self.most_allocated_bytes:
+            self.most_allocated_bytes = self.allocated_bytes
+        return block
+
+    def use(self, size_bytes: int) -> None:
+        """Allocates so many bytes and takes them back at once."""
+        size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        small = size <= SMALL_BYTES
+        free = self._free[small]
+        place = bisect_left(free, (size, 0))
+        if place == len(free):
+            self.release(self.allocate(size_bytes))
+            return
+        # The blocks are again what they were.
+        found = free[place][0]
+        taken = size if found - size >= (BLOCK_BYTES if small else LEAST_REST_BYTES) else found
+        if self.allocated_bytes + taken > self.most_allocated_bytes:
+            self.most_allocated_bytes = self.allocated_bytes + taken
+
+    def release(self, block: SegmentBlock | None) -> None:
+        """Takes a block back."""
+        if block is None:
+            return
+        assert not block.free, f"the block at {block.address} is free"
+        self.allocated_bytes -= block.size_bytes
+        free = self._free[block.small]
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                del free[bisect_left(free, (other.size_bytes, other.address))]
+                first, second = (other, block) if other is block.before else (block, other)
+                block = self._join(first, second)
+        block.free = True
+        insort(free, (block.size_bytes, block.address))
+
+    def _segment(self, size_bytes: int, small: bool) -> SegmentBlock:
+        """Returns a new segment."""
+        if self.reserved_bytes + size_bytes > self._limit_bytes:
+            self._give_back()
+        block = self._at[self._end] = SegmentBlock(self._end, size_bytes, small)
+        self._end += size_bytes
+        self.reserved_bytes += size_bytes
+        self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
+        return block
+
+    def _give_back(self) -> None:
+        """Gives back the segments that are one free block."""
+        for free in self._free.values():
+            for size_bytes, address in [*free]:
+                block = self._at[address]
+                if block.before is None and block.after is None:
+                    free.remove((size_bytes, address))
+                    del self._at[address]
+                    self.reserved_bytes -= size_bytes
+                    self.given_back += 1
+
+    def blocks(self) -> list[SegmentBlock]:
+        """Returns all blocks, by address."""
+        return [self._at[address] for address in sorted(self._at)]
+
+    def _split(self, block: SegmentBlock, size_bytes: int) -> None:
+        rest = SegmentBlock(
+            block.address + size_bytes, block.size_bytes - size_bytes, block.small, True
+        )
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size_bytes = rest, size_bytes
+        self._at[rest.address] = rest
+        insort(self._free[block.small], (rest.size_bytes, rest.address))
+
+    def _join(self, first: SegmentBlock, second: SegmentBlock) -> SegmentBlock:
+        """Makes two neighbours one, the first."""
+        first.size_bytes += second.size_bytes
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        del self._at[second.address]
+        return first
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a step needs of a GPU once it has run before.
+
+    Attributes:
+        requested_bytes: the most that was asked for at a time.
+        allocated_bytes: the most in blocks: what `torch.cuda.max_memory_allocated` says.
+        reserved_bytes: in segments: what `torch.cuda.max_memory_reserved` says; where the step does
+            not fit, more than the device has.
+        given_back: segments that a step gives back to the device for others to fit. The device
+            finishes all it does for that.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    given_back: int = 0
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of what is reserved that no block can ever use."""
+        return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+
+
+def usage(
+    timeline: MemoryTimeline,
+    values: Sequence[int],
+    resident: Iterable[int],
+    steps: int = 2,
+    limit_bytes: float = inf,
+) -> Usage:
+    """Returns what a step of a timeline needs, after `steps - 1` others.
+
+    Args:
+        timeline: allocations and frees of forward and backward.
+        values: bytes of each of its numbered sizes.
+        resident: bytes of each tensor that stays: parameters, optimizer state, inputs.
+        steps: how many are run; from the second on segments of the one before are there. What
+            leaves some of a device free is not run again: it hardly grows.
+        limit_bytes: of the device.
+    """
+    device = CachingAllocator(limit_bytes)
+    staying = 0
+    for size in resident:
+        device.allocate(size)
+        staying += size
+    events = _numbered(timeline)
+    for _ in range(steps):
+        device.reset()
+        _run(device, events, values)
+        if device.most_reserved_bytes <= SPARE * limit_bytes < inf:
+            break
+    requested = staying + int(timeline.live(np.array(values, dtype=np.int64)).max())
+    most = device.most_allocated_bytes, device.most_reserved_bytes
+    return Usage(requested, *most, device.given_back)
+
+
+def _run(
+    device: CachingAllocator, events: Iterable[tuple[int, int | None]], values: Sequence[int]
+) -> None:
+    """Runs a step.
+
+    Args:
+        device: what allocates.
+        events: size and number of what is allocated, the number's complement where it is freed, no
+            number where it is freed at once.
+        values: bytes of each size.
+    """
+    held: dict[int, SegmentBlock | None] = {}
+    for size, number in events:
+        if number is None:
+            device.use(values[size])
+        elif number >= 0:
+            held[number] = device.allocate(values[size])
+        else:
+            device.release(held.pop(~number))
+    for block in held.values():
+        device.release(block)
+
+
+def _numbered(timeline: MemoryTimeline) -> list[tuple[int, int | None]]:
+    """Returns the events of a timeline as `_run` wants them.
+
+    Which block is freed is known by its storage. Copies that stand for others of a deep model leave
+    what their own storages do not name: of its size the last one that was made. Where none is there
+    (what such a copy frees comes from one that is not run by itself), none is freed: the block
+    stays up to the end of the step.
+    """
+    found: list[tuple[int, int | None]] = []
+    # Numbers by size, then storage, the last one made at the end.
+    held: dict[int, dict[int, list[int]]] = defaultdict(dict)
+    for number, (size, change, storage) in enumerate(_events(timeline)):
+        own = held[size]
+        if change > 0:
+            blocks = own.pop(storage, None) or []
+            blocks.append(number)
+            own[storage] = blocks
+            found.append((size, number))
+        elif change == 0:
+            found.append((size, None))
+        elif own:
+            storage = storage if storage in own else next(reversed(own))
+            freed = own[storage].pop()
+            if not own[storage]:
+                del own[storage]
+            if found[-1][1] == freed:
+                found[-1] = size, None
+            else:
+                found.append((size, ~freed))
+    return found
+
+
+def _events(timeline: MemoryTimeline) -> Iterator[tuple[int, int, int]]:
+    """Yields (size, 1, 0 or -1, storage): allocations, a point's transient, frees."""
+    steps, weights = timeline.steps.tolist(), timeline.weights.tolist()
+    storages, done = timeline.storages, timeline.done.tolist()
+    at = 0
+    transients = [*timeline.transients.tolist(), -1]
+    for stop, transient in zip([*done, len(steps)], transients, strict=True):
+        while at < stop:
+            first, times = at, abs(weights[at])
+            while at < stop and abs(weights[at]) == times:
+                at += 1
+            for _ in range(times):
+                for i in range(first, at):
+                    yield steps[i], 1 if weights[i] > 0 else -1, storages[i] if times == 1 else -1
+        if transient >= 0:
+            yield transient, 0, -1

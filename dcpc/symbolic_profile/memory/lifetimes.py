@@ -1,0 +1,302 @@
+"""When each storage of a list of plain calls is made and freed, told from arrays of numbers.
+
+A graph's nodes are read once; each of its runs is then a few passes over arrays. `stepwise.py`
+tells the same call by call, and of fused kernels as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sympy
+from torch import fx
+
+from dcpc.symbolic_profile.memory.events import Folding, Place, Recorder
+from dcpc.symbolic_profile.memory.run import RankRun
+from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.polynomials import Integers
+
+Mask = npt.NDArray[np.bool_]
+ZERO = sympy.Integer(0)  # sympy has one zero
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """All nodes, by number.
+
+    A node's value has a slot for each of its tensors.
+
+    Attributes:
+        first_read: of each node and one more, where its inputs begin in `reads`.
+        reads: inputs.
+        first_slot: of each node and one more, its first slot.
+        above: slot of the input, or of the same value, in whose memory a slot lies; else itself.
+        root: the slot whose memory it is in the end.
+        size: number of the bytes of a slot's memory.
+        transient: number of the bytes that a call has besides.
+    """
+
+    first_read: Integers
+    reads: Integers
+    first_slot: Integers
+    above: Integers
+    root: Integers
+    size: Integers
+    transient: Integers
+
+
+class Numbered:
+    """The nodes of a graph as numbers: what each reads, and which memory its value lies in.
+
+    Args:
+        facts: reads the nodes.
+        transient: bytes that a call has besides its outputs.
+
+    Attributes:
+        facts: the same.
+    """
+
+    def __init__(self, facts: Facts, transient: Callable[[fx.Node], sympy.Expr]) -> None:
+        self.facts, self._transient_of = facts, transient
+        self._sizes: dict[sympy.Expr, int] = {ZERO: 0}
+        self._expressions: list[sympy.Expr] = [ZERO]
+        self._number: dict[fx.Node, int] = {}
+        self._names: list[str] = []
+        self._first_read, self._first_slot = [0], [0]
+        self._reads: list[int] = []
+        self._above: list[int] = []
+        self._size: list[int] = []
+        self._transient: list[int] = []
+        self._arrays: _Arrays | None = None
+
+    def of(self, nodes: Iterable[fx.Node]) -> Integers:
+        """Returns the numbers of nodes; what an unknown one reads is known, or is before it."""
+        known = self._number
+        return np.array([known[n] if n in known else self._add(n) for n in nodes], dtype=np.int64)
+
+    def transient(self, node: fx.Node) -> int:
+        """Returns the number of the bytes that a call has besides its outputs."""
+        return self.size(self._transient_of(node))
+
+    def expressions(self, numbers: Integers) -> list[sympy.Expr]:
+        """Returns sizes by their numbers."""
+        return [self._expressions[i] for i in numbers.tolist()]
+
+    def names(self, numbers: Integers) -> list[str]:
+        """Returns the names of nodes."""
+        return [self._names[i] for i in numbers.tolist()]
+
+    @property
+    def arrays(self) -> _Arrays:
+        """All that is known."""
+        if self._arrays is None:
+            lists = (self._first_read, self._reads, self._first_slot, self._above)
+            first_read, reads, first_slot, above = (np.array(x, dtype=np.int64) for x in lists)
+            size, transient = (np.array(x, dtype=np.int64) for x in (self._size, self._transient))
+            root = _followed(above)
+            self._arrays = _Arrays(first_read, reads, first_slot, above, root, size, transient)
+        return self._arrays
+
+    def _add(self, node: fx.Node) -> int:
+        self._arrays = None
+        first = len(self._above)
+        for source, position, size_bytes in self.facts.aliases(node):
+            start = first if source is None else self._first_slot[self._number[source]]
+            self._above.append(start + position)
+            self._size.append(self.size(size_bytes))
+        called = node.op != "placeholder"
+        self._reads += [self._number[n] for n in self.facts.reads(node)] if called else []
+        self._transient.append(self.transient(node) if called else 0)
+        self._first_read.append(len(self._reads))
+        self._first_slot.append(len(self._above))
+        self._names.append(node.name)
+        self._number[node] = len(self._names) - 1
+        return self._number[node]
+
+    def size(self, size: sympy.Expr) -> int:
+        """Returns the number of a size."""
+        number = self._sizes.setdefault(size, len(self._sizes))
+        if number == len(self._expressions):
+            self._expressions.append(size)
+        return number
+
+
+class Lifetimes:
+    """The storages of one run.
+
+    A storage of forward has the number of its slot; one that is new in backward, where a value of
+    forward may be made again, one behind all slots.
+
+    Args:
+        run: its calls.
+        numbered: their nodes, and those of other runs.
+        recorder: what happens is written there.
+    """
+
+    def __init__(self, run: RankRun, numbered: Numbered, recorder: Recorder) -> None:
+        self._numbered, self._recorder = numbered, recorder
+        primals = numbered.of(run.primals)
+        self._forward = numbered.of(run.forward)
+        self._outputs = numbered.of([run.loss, *run.saved])
+        self._given = numbered.of([n for n, _ in run.given])
+        self._taken = numbered.of([n for _, n in run.given])
+        self._tangent = numbered.of([run.tangent])
+        self._backward = numbered.of(run.backward)
+        self._gradients = numbered.of([g for g in run.gradients if g is not None])
+        arrays = numbered.arrays
+        self._slot_count = len(arrays.above)
+        self._storage = arrays.root
+        self._resident: Mask = np.zeros(2 * self._slot_count, dtype=bool)
+        self._resident[self._storage[self._slots(primals)]] = True
+        recorder.resident = set(np.flatnonzero(self._resident).tolist())
+        self._stays = np.empty(0, dtype=np.int64)
+
+    def forward(self, foldings: Sequence[Folding]) -> None:
+        """Runs the calls of forward, of which the loss and what is saved stay.
+
+        Args:
+            foldings: where copies are that stand for more.
+        """
+        fresh = self._numbered.arrays.above == np.arange(self._slot_count)
+        self._run(self._forward, self._forward[:0], self._outputs, fresh, foldings)
+        self._stays = self._storage[self._slots(self._outputs[:1])]
+
+    def start_backward(self) -> None:
+        """Leaves what backward takes."""
+        recorder, count = self._recorder, self._slot_count
+        taken, slots = self._storage[self._slots(self._taken)], self._slots(self._tangent)
+        held = np.full(count, -1)
+        held[self._slots(self._given)] = taken
+        held[slots] = slots + count
+        recorder.steps += self._numbered.arrays.size[slots].tolist()
+        recorder.weights += [1] * len(slots)
+        recorder.storages += held[slots].tolist()
+        recorder.mark("backward")
+        self._again = np.zeros(count, dtype=bool)
+        self._again[self._slots(self._backward)] = True
+        own = np.arange(count)
+        top = _followed(np.where(self._again, self._numbered.arrays.above, own))
+        self._again &= top == own
+        self._storage = np.where(held[top] >= 0, held[top], top + count)
+
+    def backward(self, foldings: Sequence[Folding]) -> None:
+        """Runs the calls of backward, of which the gradients stay.
+
+        Args:
+            foldings: where copies are that stand for more.
+        """
+        given = np.append(self._given, self._tangent)
+        self._run(self._backward, given, self._gradients, self._again, foldings)
+
+    def of(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, int, sympy.Expr]]:
+        """Returns identity and bytes of the storage of each tensor of some nodes, in order."""
+        numbers, arrays = self._numbered.of(nodes), self._numbered.arrays
+        place, slots = _gathered(arrays.first_slot, numbers)
+        sizes = self._numbered.expressions(arrays.size[slots])
+        own = [nodes[i] for i in place.tolist()]
+        return list(zip(own, self._storage[slots].tolist(), sizes, strict=True))
+
+    def _slots(self, nodes: Integers) -> Integers:
+        return _gathered(self._numbered.arrays.first_slot, nodes)[1]
+
+    def _run(
+        self,
+        nodes: Integers,
+        given: Integers,
+        outputs: Integers,
+        fresh: Mask,
+        foldings: Sequence[Folding],
+    ) -> None:
+        """Runs calls: allocate, mark the point, free what was used last.
+
+        Args:
+            nodes: the calls.
+            given: values that are there before.
+            outputs: values that stay.
+            fresh: slots that calls make new memory for.
+            foldings: where copies are that stand for more.
+        """
+        arrays, recorder = self._numbered.arrays, self._recorder
+        at, slots = _gathered(arrays.first_slot, nodes)
+        new = fresh[slots] & ~self._resident[self._storage[slots]]
+        made_at, made = at[new], self._storage[slots[new]]
+        freed_at, freed = self._frees(nodes, given, outputs)
+        order = np.argsort(np.append(2 * made_at, 2 * freed_at + 1), kind="stable")
+        weights = np.repeat([1, -1], [len(made), len(freed)])[order]
+        storages = np.append(made, freed)[order]
+        # Of each call: steps before it, those up to its point, and whether it has one.
+        allocations = np.bincount(made_at, minlength=len(nodes) + 1)
+        each = allocations + np.bincount(freed_at, minlength=len(nodes) + 1)
+        before = np.cumsum(each) - each
+        transients = arrays.transient[nodes]
+        marked = (allocations[:-1] > 0) | (transients > 0)
+        points = np.append(0, np.cumsum(marked))
+        start, point = len(recorder.steps), len(recorder.done)
+        borders = {position for f in foldings for position in (f.first, f.stop)}
+        reached: dict[int, Place] = {
+            b: (start + int(before[b]), point + int(points[b])) for b in borders
+        }
+        recorder.steps += arrays.size[storages % len(arrays.above)].tolist()
+        recorder.weights += weights.tolist()
+        recorder.storages += storages.tolist()
+        recorder.done += (start + (before + allocations)[:-1][marked]).tolist()
+        recorder.transients += transients[marked].tolist()
+        recorder.names += self._numbered.names(nodes[marked])
+        for folding in reversed(foldings):
+            recorder.repeat(folding, reached, start)
+
+    def _frees(
+        self, nodes: Integers, given: Integers, outputs: Integers
+    ) -> tuple[Integers, Integers]:
+        """Returns after which call each storage is freed, and its number, in order.
+
+        A storage is freed with the last of its values; values with their last readers, those of one
+        reader in the order in which they were first read, and then what nobody reads.
+        """
+        arrays = self._numbered.arrays
+        at, flat = _gathered(arrays.first_read, nodes)
+        sources, never = arrays.reads[flat], len(nodes)
+        last = np.full(len(arrays.transient), -1)
+        last[sources] = at  # the last one counts
+        first = np.zeros(len(arrays.transient), dtype=np.int64)
+        first[sources[::-1]] = np.arange(len(sources))[::-1]
+        own = np.arange(len(nodes))
+        unread = last[nodes] < 0
+        last[nodes[unread]] = own[unread]
+        first[nodes[unread]] = len(sources) + own[unread]
+        last[outputs] = never
+        values = np.append(given, nodes)
+        last[given[last[given] < 0]] = never
+        of, slots = _gathered(arrays.first_slot, values)
+        within = slots - arrays.first_slot[values][of]
+        most = int(within.max(initial=0)) + 1
+        span = (len(sources) + len(nodes) + 1) * most
+        key = last[values][of] * span + first[values][of] * most + within
+        ends = np.full(len(self._resident), -1)
+        np.maximum.at(ends, self._storage[slots], key)
+        ends[self._resident] = -1
+        ends[self._stays] = -1
+        (freed,) = np.nonzero((ends >= 0) & (ends < never * span))
+        freed = freed[np.argsort(ends[freed])]
+        return ends[freed] // span, freed
+
+
+def _gathered(starts: Integers, rows: Integers) -> tuple[Integers, Integers]:
+    """Returns of each entry of some rows the row's place among them, and where the entry lies."""
+    first, lengths = starts[rows], starts[rows + 1] - starts[rows]
+    place = np.repeat(np.arange(len(rows)), lengths)
+    within = np.arange(len(place)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return place, first[place] + within
+
+
+def _followed(above: Integers) -> Integers:
+    """Returns where each leads in the end."""
+    while True:
+        further: Any = above[above]
+        if (further == above).all():
+            return above
+        above = further

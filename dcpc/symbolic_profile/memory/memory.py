@@ -1,0 +1,131 @@
+"""Live memory of a forward and a backward at every program point.
+
+    node        allocates its outputs' storages (a view allocates none), and its transient
+                -> a program point: live + transient
+    last use    of all values in a storage -> the storage is freed
+
+Forward's placeholders (parameters, buffers, inputs) are resident and not counted. After forward
+the loss and the saved values live; backward frees a saved value after its last use; gradients
+live to the end. Sizes are those of storages, not of shapes: a saved slice keeps the whole of what
+it is cut from. Copies of a block that stand for more: `events.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import sympy
+from torch import fx
+
+from dcpc.ir import Fold
+from dcpc.symbolic_profile.memory.events import Folding, Recorder
+from dcpc.symbolic_profile.memory.lifetimes import Lifetimes, Numbered
+from dcpc.symbolic_profile.memory.run import RankRun
+from dcpc.symbolic_profile.memory.stepwise import Stepwise
+from dcpc.symbolic_profile.ops.fusion import fuse
+from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """Live bytes at each program point, as sums over numbered sizes.
+
+    Attributes:
+        sizes: the distinct sizes.
+        steps: number of the size of each allocation or free.
+        weights: 1 for an allocation, -1 for a free; times the copies that it stands for.
+        storages: which storage each of them is of.
+        done: steps done at each point.
+        transients: number of the size of each point's transient.
+        names: node of each point.
+        saved: size -> how often it is among the saved values' distinct storages.
+        gradients: the same for what backward returns.
+    """
+
+    sizes: tuple[sympy.Expr, ...]
+    steps: Integers
+    weights: Integers
+    storages: tuple[int, ...]
+    done: Integers
+    transients: Integers
+    names: tuple[str, ...]
+    saved: Mapping[sympy.Expr, int]
+    gradients: Mapping[sympy.Expr, int]
+
+    def live(self, values: Any) -> Any:
+        """Returns the live bytes of each point, `[points]` or `[points, n]`.
+
+        Args:
+            values: of the sizes, `[sizes]`, or `[sizes, n]`: n numbers, or coefficients of n terms.
+        """
+        taken = values[self.steps]
+        weights = self.weights if taken.ndim == 1 else self.weights[:, None]
+        start = np.zeros((1, *values.shape[1:]), dtype=values.dtype)
+        live = np.concatenate([start, np.cumsum(taken * weights, axis=0, dtype=values.dtype)])
+        return live[self.done] + values[self.transients]
+
+
+def live_rows(timeline: MemoryTimeline) -> tuple[Floats, Basis]:
+    """Returns the live bytes at each point, as a row over the basis of all sizes."""
+    basis = Basis(timeline.sizes)
+    return timeline.live(basis.matrix(timeline.sizes)), basis
+
+
+def timeline_of(
+    run: RankRun, numbered: Numbered, fold: Fold | None = None, fuses: bool = False
+) -> MemoryTimeline:
+    """Returns the allocations and frees of a run.
+
+    Args:
+        run: the calls of one rank.
+        numbered: their nodes.
+        fold: which copies of a block stand for more.
+        fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
+    """
+    again = set(run.forward)
+    outputs = [g for g in run.gradients if g is not None]
+    recorder = Recorder()
+    storages: Lifetimes | Stepwise
+    if fuses:
+        forward: Any = fuse(run.forward, [run.loss, *run.saved], numbered.facts)
+        backward: Any = fuse(run.backward, outputs, numbered.facts)
+        run = replace(run, forward=forward, backward=backward)
+        storages = Stepwise(run, numbered, recorder)
+    else:
+        storages = Lifetimes(run, numbered, recorder)
+    storages.forward(Folding.forward(fold, run.forward))
+    without = recorder.resident | {storage for _, storage, _ in storages.of([run.loss])}
+    saved = _distinct(run.saved, storages, without, fold)
+    storages.start_backward()
+    storages.backward(Folding.backward(fold, run.backward, again, fuses))
+    gradients = _distinct(outputs, storages, set(), fold)
+    numbers = np.array([0, *recorder.steps, *recorder.transients], dtype=np.int64)
+    used, place = np.unique(numbers, return_inverse=True)
+    end = 1 + len(recorder.steps)
+    return MemoryTimeline(
+        sizes=tuple(numbered.expressions(used)),
+        steps=place[1:end],
+        weights=np.array(recorder.weights, dtype=np.int64),
+        storages=tuple(recorder.storages),
+        done=np.array(recorder.done, dtype=np.int64),
+        transients=place[end:],
+        names=tuple(recorder.names),
+        saved=saved,
+        gradients=gradients,
+    )
+
+
+def _distinct(
+    nodes: Sequence[fx.Node], storages: Lifetimes | Stepwise, without: set[int], fold: Fold | None
+) -> dict[sympy.Expr, int]:
+    """Returns size -> count of the nodes' distinct storages, those of other copies included."""
+    found: dict[sympy.Expr, int] = {}
+    seen = set(without)
+    for node, storage, size in storages.of(nodes):
+        if storage not in seen:
+            seen.add(storage)
+            found[size] = found.get(size, 0) + (1 if fold is None else fold.count(node.name))
+    return found

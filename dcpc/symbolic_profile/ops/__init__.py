@@ -1,0 +1,1 @@
+"""What one op costs: FLOPs, bytes, transient memory, fusion."""

@@ -1,0 +1,398 @@
+"""FLOPs, bytes moved and bytes sent of each call of a graph.
+
+A multiply and an add count as two FLOPs. Attention counts the pairs of query and key it keeps: a
+causal one over `s` tokens `s*(s + 1)/2` of the `s**2`, since the kernels skip the rest (torch's own
+formulas count all of them). Its backward recomputes the scores: five matmuls to forward's two.
+Matmuls, convolutions and attention are the FLOPs of `Profile.flops`; other ops' elements matter to
+time only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from dcpc.symbolic_profile.ops import attention
+from dcpc.symbolic_profile.ops.facts import Facts, TensorFacts, argument, op_name, total
+
+# Ranks of a collective's group: the same for all, or by the group's name.
+GroupSize: TypeAlias = int | Callable[[str], int]
+
+ZERO = sympy.Integer(0)
+
+# Ops that only move data.
+COPIES = frozenset(
+    {
+        "_to_copy",
+        "_unsafe_index",
+        "alias_copy",
+        "arange",
+        "bucketize",
+        "cat",
+        "channel_shuffle",
+        "clone",
+        "constant_pad_nd",
+        "copy",
+        "diagonal_scatter",
+        "embedding",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "expand_copy",
+        "fill",
+        "flip",
+        "full",
+        "full_like",
+        "gather",
+        "index",
+        "index_put",
+        "index_select",
+        "iota",
+        "lift_fresh_copy",
+        "masked_select",
+        "narrow",
+        "pick",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "reflection_pad1d",
+        "replication_pad1d",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "permute_copy",
+        "rand",
+        "randn",
+        "randperm",
+        "repeat",
+        "replication_pad2d",
+        "roll",
+        "scalar_tensor",
+        "select_backward",
+        "select_scatter",
+        "slice_backward",
+        "slice_scatter",
+        "split_with_sizes_copy",
+        "stack",
+        "tril",
+        "triu",
+        "unfold_copy",
+        "view_copy",
+        "widen",
+        "spread",
+        "zeros",
+        "zeros_like",
+    }
+)
+# Ops that read a part of their first operand: they touch as much of it as they return.
+LOOKUPS = frozenset(
+    {
+        "embedding",
+        "gather",
+        "index",
+        "index_select",
+        "narrow",
+        "pick",
+        "slice_backward",
+    }
+)
+# Other ops, by FLOPs an element of their largest operand; first those of a program whose graphs
+# have parts of them.
+ELEMENTS: Mapping[str, int] = {
+    "layer_norm": 7,
+    "group_norm": 7,
+    "rms_norm": 5,
+    "softmax": 4,
+    "log_softmax": 4,
+    "cross_entropy_loss": 5,
+    "nll_loss_nd": 1,
+    "_safe_softmax": 5,
+    "_softmax": 4,
+    "_softmax_backward_data": 4,
+    "_log_softmax": 4,
+    "_log_softmax_backward_data": 4,
+    "native_layer_norm": 7,
+    "native_layer_norm_backward": 14,
+    "native_group_norm": 7,
+    "native_group_norm_backward": 14,
+    "_fused_rms_norm": 5,
+    "_fused_rms_norm_backward": 10,
+    "native_batch_norm": 7,
+    "native_batch_norm_backward": 14,
+    "_native_batch_norm_legit": 7,
+    "native_dropout": 2,
+    "bernoulli": 1,
+    "uniform": 4,
+    "normal": 8,
+    "nll_loss_forward": 1,
+    "nll_loss_backward": 1,
+    "nll_loss2d_forward": 1,
+    "nll_loss2d_backward": 1,
+    "log_sigmoid_forward": 3,
+    "log_sigmoid_backward": 3,
+    "smooth_l1_loss": 4,
+    "smooth_l1_loss_backward": 4,
+    "huber_loss": 4,
+    "huber_loss_backward": 4,
+    "mse_loss": 3,
+    "mse_loss_backward": 3,
+    "embedding_dense_backward": 1,
+    "scatter_add": 1,
+    "scatter": 1,
+    "scatter_reduce": 2,
+    "index_reduce": 2,
+    "kthvalue": 1,
+    "median": 1,
+    "index_add": 1,
+    "index_put": 1,
+    "_unsafe_masked_index_put_accumulate": 1,
+    "_unsafe_masked_index": 1,
+    "cumsum": 1,
+    "cumprod": 1,
+    "cumprod_backward": 5,
+    "sum": 1,
+    "mean": 1,
+    "var": 3,
+    "var_mean": 3,
+    "amax": 1,
+    "amin": 1,
+    "argmax": 1,
+    "max": 1,
+    "min": 1,
+    "sort": 1,
+    "topk": 1,
+    "any": 1,
+    "all": 1,
+    "linalg_vector_norm": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call costs; the attributes are those of `ir.Work`."""
+
+    op_class: str
+    flops: sympy.Expr = ZERO
+    bytes_moved: sympy.Expr = ZERO
+    wire_bytes: sympy.Expr = ZERO
+    ranks: int = 1
+    op: str = ""
+    messages: int = 1
+
+
+def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
+    """Returns the cost of a node; None for a view, an integer, a placeholder: they cost nothing.
+
+    Args:
+        node: a node of a forward or backward graph.
+        facts: reads its values.
+        sp: ranks of a collective's group, which the call names in its last argument.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    fresh = facts.fresh(node)
+    if not fresh:
+        return None
+    name = op_name(node)
+    bytes_moved = _bytes_moved(node, facts, fresh)
+    if name in WIRE:
+        ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group", node.args[-1])))
+        if name == "dcpc::swap":
+            ranks = argument(node, "across")  # neighbours
+        sent = WIRE[name](facts.inputs(node)[0].size_bytes, ranks)
+        return Cost("collective", ZERO, bytes_moved, sent, ranks, name)
+    if name in RINGS:
+        ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group")))
+        return _ring(node, facts, ranks, bytes_moved)
+    op_class, flops = _flops(node, facts, name.split("::")[1], fresh)
+    return Cost(op_class, flops, bytes_moved)
+
+
+def _flops(
+    node: fx.Node, facts: Facts, name: str, fresh: tuple[TensorFacts, ...]
+) -> tuple[str, sympy.Expr]:
+    if name.startswith("attention_"):
+        return "attention", _widths(node, facts, attention.pairs(node, facts))
+    if name.startswith("_scaled_dot_product_"):
+        return "attention", _attention(node, facts, name.endswith("_backward"))
+    if name in MATMULS:
+        a = facts.of(argument(node, MATMULS[name]))[0]
+        return "matmul", sympy.expand(2 * fresh[0].numel * a.shape[-1])
+    registered = _registered(node, facts)
+    if registered is not None:
+        return "convolution" if "conv" in name else "matmul", registered
+    assert isinstance(node.target, torch._ops.OpOverload)
+    op_class, flops = elementwise(node.target)
+    if op_class == "pointwise":
+        return op_class, total(tuple(t.numel for t in fresh))
+    return op_class, total((_largest(*fresh, *facts.inputs(node)),), flops) if flops else ZERO
+
+
+def elementwise(op: torch._ops.OpOverload) -> tuple[str, int]:
+    """Returns the class of an op that is no product, and its FLOPs an element."""
+    name = op._schema.name.split("::")[1]
+    if name in COPIES:
+        return "copy", 0
+    if name in ELEMENTS:
+        return "reduction", ELEMENTS[name]
+    known = (c for c in ("pointwise", "reduction") if getattr(torch.Tag, c) in op.tags)
+    return next(known, "unpriced"), 1
+
+
+# op -> its left matrix.
+MATMULS = {"mm": "self", "bmm": "self", "addmm": "mat1", "baddbmm": "batch1", "_int_mm": "self"}
+
+
+def _attention(node: fx.Node, facts: Facts, backward: bool) -> sympy.Expr:
+    """(b, h, q, d) x (b, h, k, d): two matmuls forward (q k, p v), five backward."""
+    query, key, value = (facts.of(argument(node, n))[0] for n in ("query", "key", "value"))
+    b, h, queries, width = query.shape
+    keys, value_width = key.shape[2], value.shape[3]
+    pairs = queries * keys
+    if argument(node, "is_causal", False):
+        short = queries if queries == keys else sympy.Min(queries, keys)
+        pairs = short * (short + 1) / 2 + (queries - short) * keys
+    widths = 3 * width + 2 * value_width if backward else width + value_width
+    return sympy.expand(2 * b * h * pairs * widths)
+
+
+def _widths(node: fx.Node, facts: Facts, pairs: sympy.Expr) -> sympy.Expr:
+    """dcpc::attention: two matmuls forward, five backward, over pairs of query and key."""
+    query, value = (facts.of(argument(node, n))[0] for n in ("query", "value"))
+    b, h, _, width = query.shape
+    backward = op_name(node).endswith("_backward")
+    widths = 3 * width + 2 * value.shape[3] if backward else width + value.shape[3]
+    return sympy.expand(2 * b * h * pairs * widths)
+
+
+def _registered(node: fx.Node, facts: Facts) -> sympy.Expr | None:
+    """Returns torch's own FLOP formula over symbolic shapes, None where none works."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    formula = flop_registry.get(node.target.overloadpacket)
+    if formula is None:
+        return None
+
+    def shape(n: fx.Node) -> Any:
+        found = facts.of(n)
+        return found[0].shape if found else facts.size(n)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), shape)
+    out = [t.shape for t in facts.of(node)]
+    if len(out) < len(node.target._schema.returns):  # an output that is not asked for is None
+        left = iter(out)
+        out = [next(left) if wanted else () for wanted in argument(node, "output_mask")]
+    try:
+        return sympy.expand(formula(*args, **kwargs, out_val=out if len(out) > 1 else out[0]))
+    except (AttributeError, AssertionError, TypeError, ValueError):
+        return None
+
+
+def _largest(*operands: TensorFacts) -> sympy.Expr:
+    """Returns the largest number of elements; of undecidable ones that with the most dims."""
+
+    def key(t: TensorFacts) -> tuple[int, float]:
+        at_hint = t.numel.xreplace({s: sympy.Integer(64) for s in t.numel.free_symbols})
+        return len(t.numel.free_symbols), float(at_hint) if at_hint.is_number else 0.0
+
+    return max(operands, key=key).numel
+
+
+def _bytes_moved(node: fx.Node, facts: Facts, fresh: tuple[TensorFacts, ...]) -> sympy.Expr:
+    """Returns the bytes of the inputs as read and of the fresh outputs as written."""
+    written = [t.size_bytes for t in fresh]
+    inputs = facts.inputs(node)
+    if op_name(node).split("::")[1] in LOOKUPS and inputs:
+        _, *indices = inputs
+        return total((*written, *written, *(t.size_bytes for t in indices)))
+    return total((*written, *(t.read_bytes for t in inputs)))
+
+
+# ------------------------------------------------------------------------------- collectives
+
+
+def _pieces(input_bytes: Any, ranks: Any) -> Any:
+    """Every rank's piece but its own: (p - 1)/p of the input."""
+    return (ranks - 1) * input_bytes / ranks
+
+
+def _whole(input_bytes: Any, ranks: Any) -> Any:
+    """The whole input, passed on p - 1 times around a ring."""
+    return (ranks - 1) * input_bytes
+
+
+def _twice(input_bytes: Any, ranks: Any) -> Any:
+    """A reduce-scatter and an all-gather of the pieces."""
+    return 2 * _pieces(input_bytes, ranks)
+
+
+# op -> bytes one rank sends, by ring or pairwise exchange, of the bytes that it puts in and the
+# ranks that take part: expressions, numbers or arrays.
+WIRE: dict[str, Callable[[Any, Any], Any]] = {
+    "dcpc::all_to_all": _pieces,
+    "dcpc::all_gather": _whole,
+    "dcpc::reduce_scatter": _pieces,
+    "dcpc::all_reduce": _twice,
+    "dcpc::swap": _pieces,
+    "_c10d_functional::all_to_all_single": _pieces,
+    "_c10d_functional::all_gather_into_tensor": _whole,
+    "_c10d_functional::reduce_scatter_tensor": _pieces,
+    "_c10d_functional::all_reduce": _twice,
+}
+RINGS = frozenset({"dcpc::ring_attention_forward", "dcpc::ring_attention_backward"})
+
+
+def ring_sent(passed: Any, home: Any, wider: int, backward: bool) -> Any:
+    """Returns the bytes that a rank of a ring sends: an expression, a number or an array.
+
+    Args:
+        passed: bytes of keys and values that it passes on.
+        home: bytes of the gradients of one piece of them, which go one step further.
+        wider: bytes of an element of a gradient, in those of a key's.
+        backward: whether the gradients go round, too.
+    """
+    return passed + passed * wider + home if backward else passed
+
+
+def ring_messages(steps: int, backward: bool) -> int:
+    """Returns how often a rank of a ring sends and waits."""
+    return (2 * steps - 1 if backward else steps - 1) or 1
+
+
+def _ring(node: fx.Node, facts: Facts, ranks: int, bytes_moved: sympy.Expr) -> Cost:
+    """Attention whose keys and values go round, once, and their gradients, once and home.
+
+    Source of the bytes: `sent_bytes` of codegen/collectives/ring_route.py, of even pieces. Where
+    only so many keys before a query are seen, and pieces are in order, keys go no further than
+    that.
+    """
+    query, key, value = (facts.of(argument(node, n))[0] for n in ("query", "key", "value"))
+    steps = ranks // argument(node, "across")
+    keys = facts.size(argument(node, "key_size")) * facts.size(argument(node, "key_rows"))
+    before, after = argument(node, "before"), argument(node, "after")
+    rows = key.shape[2]
+    turned = (steps - 1) * rows
+    if before is not None and after is not None and not argument(node, "key_zigzag"):
+        turned = sympy.Min(turned, rows + before + after)
+    seen = keys if after is None else (keys + 1) / 2
+    if before is not None and after is not None:
+        seen = sympy.Min(keys, before + after + 1)
+    backward = op_name(node).endswith("_backward")
+    flops = _widths(node, facts, query.shape[2] * seen)
+    row_bytes = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
+    wider = max(4, key.dtype.itemsize)
+    passed = turned * row_bytes * key.dtype.itemsize
+    wire = ring_sent(passed, rows * row_bytes * wider, wider // key.dtype.itemsize, backward)
+    # each step's result is added to those before it, and each step's gradient of the queries
+    wide = query.shape[0] * query.shape[1] * query.shape[2] * wider
+    added = 3 * (steps - 1) * wide * (query.shape[3] if backward else value.shape[3])
+    wire, moved = sympy.expand(wire) if steps > 1 else ZERO, sympy.expand(bytes_moved + added)
+    messages = ring_messages(steps, backward)
+    return Cost("attention", flops, moved, wire, ranks, op_name(node), messages)

@@ -1,0 +1,326 @@
+"""What an op allocates and frees again while it runs, beyond its outputs: one line an op.
+
+Measured on the CPU with torch.profiler's allocator events, torch 2.13, float32; a line holds for
+the layouts named in it. Losses, order, indices, pads, pools and transforms have theirs in
+`kernel_transients.py`. An op without a line was measured to need none, or at most tens of bytes
+(Python scalars become tensors of 8 + 4 bytes): matmuls of dense operands, pointwise ops and sums
+whose operands are of one dtype (`_promoted` has the others), softmax, `cat`, `clone`, `gather`,
+`scatter_add`, `constant_pad_nd`, `slice_backward`, `nll_loss`, `embedding`. Not
+modelled: the scratch of oneDNN for bfloat16 matmuls on the CPU (0.1 to 0.6 of an operand, chosen
+by the processor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.functions import CeilDiv
+
+from dcpc.symbolic_profile.ops import attention
+from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument, op_name
+from dcpc.symbolic_profile.ops.flops import ZERO, GroupSize
+from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
+from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies
+from dcpc.symbolic_profile.polynomials import larger
+
+CHANNELS = 16  # of a block of oneDNN's
+SMALL_INPUT = 20480  # elements, of the first four dims
+PARTIAL_SCRATCH = 1 << 15  # bytes, measured
+
+
+def _matmul(*names: str) -> Callable[[CallFacts], sympy.Expr]:
+    """A dense copy of each matrix with neither rows nor columns dense."""
+
+    def formula(call: CallFacts) -> sympy.Expr:
+        operands = (call.tensor(name) for name in names)
+        return sympy.Add(*(t.size_bytes for t in operands if not t.matrix))
+
+    return formula
+
+
+def _layer_norm_backward(call: CallFacts) -> sympy.Expr:
+    """A thread: one row of the weight's and of the bias' gradient; copies of strided operands."""
+    x = call.tensor("input")
+    normalized = argument(call.node, "normalized_shape")
+    width = sympy.Mul(*map(call.facts.size, normalized))
+    rows = 2 * call.threads * width * x.dtype.itemsize if argument(call.node, "weight") else 0
+    return rows + copies("grad_out", "input")(call)
+
+
+def _group_norm_backward(call: CallFacts) -> sympy.Expr:
+    """Two float32 sums for each sample and channel; copies of strided operands."""
+    n, c = (call.facts.size(argument(call.node, name)) for name in ("N", "C"))
+    return 2 * n * c * 4 + copies("grad_out", "input")(call)
+
+
+def _safe_softmax(call: CallFacts) -> sympy.Expr:
+    """What a softmax takes, and then which scores are -inf, and which rows are so throughout."""
+    x = call.tensor("self")
+    hidden = x.numel + x.numel / x.shape[argument(call.node, "dim")]
+    return larger(copies("self")(call), hidden)
+
+
+def _convolution(call: CallFacts) -> sympy.Expr:
+    """Of oneDNN an upper bound: its own output, its reordered input and weight; or columns."""
+    x, out = call.tensor("input"), call.facts.of(call.node)[0]
+    onednn = _blocked(out) + _blocked(x) + _weights(call)
+    slow = _each_group(call, _columns(call, out, every=True) + _groups_copied(call, x))
+    return _larger_of(call, onednn, slow) + copies("input")(call)
+
+
+def _convolution_backward(call: CallFacts) -> sympy.Expr:
+    """Of oneDNN an upper bound, as its scratch is its choice; or columns."""
+    grad, x = call.tensor("grad_output"), call.tensor("input")
+    onednn = 2 * _blocked(grad) + _blocked(x) + _weights(call)
+    slow = _each_group(call, _columns(call, grad) + _groups_copied(call, x, grad))
+    return _larger_of(call, onednn, slow) + copies("grad_output", "input")(call)
+
+
+def _blocked(x: TensorFacts) -> sympy.Expr:
+    """A tensor as oneDNN lays it out: of whole blocks of channels."""
+    channels = x.shape[1]
+    return x.size_bytes / channels * (CHANNELS * CeilDiv(channels, CHANNELS))
+
+
+def _weights(call: CallFacts) -> sympy.Expr:
+    """Four times the weight in whole blocks, and what oneDNN takes where they are not full."""
+    weight = call.tensor("weight")
+    rows, columns = (CHANNELS * CeilDiv(size, CHANNELS) for size in weight.shape[:2])
+    window = weight.size_bytes / (weight.shape[0] * weight.shape[1])
+    full = (rows, columns) == tuple(weight.shape[:2])
+    return 4 * rows * columns * window + (0 if full else PARTIAL_SCRATCH)
+
+
+def _groups_copied(call: CallFacts, *operands: TensorFacts) -> sympy.Expr:
+    """Torch's own kernel computes groups one by one, of copies of their channels."""
+    groups = argument(call.node, "groups")
+    if groups == 1:
+        return sympy.Integer(0)
+    parts = groups if isinstance(groups, int) else 1
+    return sympy.Add(*(x.size_bytes / parts for x in operands))
+
+
+def _each_group(call: CallFacts, one: sympy.Expr) -> sympy.Expr:
+    """What one group takes, or all groups' results beside what they are put together to."""
+    return one if argument(call.node, "groups") == 1 else larger(one, call.output_bytes)
+
+
+def _columns(call: CallFacts, out: TensorFacts, every: bool = False) -> sympy.Expr:
+    """The windows of the input, side by side, that torch's own kernel multiplies.
+
+    None where a window is one element; of a dilated convolution, and in backward of a transposed
+    one, one sample's.
+
+    Args:
+        call: a convolution, or its backward.
+        out: what it makes, or its gradient.
+        every: whether a transposed one has those of all samples.
+    """
+    x, weight = call.tensor("input"), call.tensor("weight")
+    one = all(size == 1 for size in weight.shape[2:])
+    strides, pads = (argument(call.node, name) for name in ("stride", "padding"))
+    if one and all(s == 1 for s in strides) and all(p == 0 for p in pads):
+        return sympy.Integer(0)
+    window = weight.numel / weight.shape[0] * x.dtype.itemsize
+    if argument(call.node, "transposed"):
+        return x.numel / (x.shape[1] * (1 if every else x.shape[0])) * window
+    samples = out.shape[0] if any(d != 1 for d in argument(call.node, "dilation")) else 1
+    return out.numel / (samples * out.shape[1]) * window
+
+
+def _larger_of(call: CallFacts, onednn: sympy.Expr, slow: sympy.Expr) -> sympy.Expr:
+    """What a convolution holds: oneDNN takes half precision, and float32 as sizes and threads are.
+
+    In float32 torch's own kernel computes windows of several elements only of small inputs.
+
+    Source: `ConvParams::use_mkldnn` of torch's Convolution.cpp.
+    """
+    x, weight = call.tensor("input"), call.tensor("weight")
+    if x.dtype != torch.float32:
+        return onednn if x.dtype.itemsize < 4 else slow
+    if not argument(call.node, "transposed") and any(size != 1 for size in weight.shape[2:]):
+        slow *= sympy.Max(0, sympy.Min(1, SMALL_INPUT + 1 - sympy.Mul(*x.shape[:4])))
+    return larger(onednn, slow)
+
+
+def _triangle(call: CallFacts) -> sympy.Expr:
+    """A dense copy of an input whose matrices are not dense, by rows or by columns."""
+    x = call.tensor("self")
+    *batch, rows, columns = range(len(x.shape))
+    dense = x.contiguous() or x.contiguous((*batch, columns, rows))
+    return sympy.Integer(0) if dense else x.size_bytes
+
+
+def _half_mean(call: CallFacts) -> sympy.Expr:
+    """In half precision: the input and the sum in float32."""
+    x = call.tensor("self")
+    if x.dtype.itemsize >= 4 or not x.dtype.is_floating_point:
+        return sympy.Integer(0)
+    return 4 * x.numel + 4 * call.facts.of(call.node)[0].numel
+
+
+def _squares(call: CallFacts) -> sympy.Expr:
+    """Those of all elements, where they are not themselves what it returns."""
+    kept = argument(call.node, "reduction", 1) == 0
+    return ZERO if kept else call.tensor("self").size_bytes
+
+
+def _of_complex(call: CallFacts) -> sympy.Expr:
+    """Of a complex operand a complex result, whose real part is taken."""
+    x = call.tensor("self")
+    return x.size_bytes if x.dtype.is_complex else ZERO
+
+
+def _fused_rms_norm(call: CallFacts) -> sympy.Expr:
+    """The square of the input; in half precision five times the input (copies in float32)."""
+    x = call.tensor("input")
+    return x.size_bytes * (1 if x.dtype.itemsize >= 4 else 5)
+
+
+def ranks_of(group: str) -> sympy.Symbol:
+    """Returns what stands for the number of ranks of a group until a degree is known."""
+    return sympy.Symbol(f"{_RANKS}{group}", integer=True, positive=True)
+
+
+_RANKS = "ranks of "
+
+
+def at_ranks(size: sympy.Expr, sp: GroupSize) -> sympy.Expr:
+    """Returns a size in which the number of each group's ranks is known.
+
+    Args:
+        size: of a transient.
+        sp: ranks of every group, or group name -> ranks.
+    """
+    groups = {s: s.name.removeprefix(_RANKS) for s in groups_in(size)}
+    ranks = {s: sp if isinstance(sp, int) else sp(name) for s, name in groups.items()}
+    return sympy.expand(size.xreplace(ranks)) if ranks else size
+
+
+def groups_in(size: sympy.Expr) -> set[sympy.Basic]:
+    """Returns the symbols of a size that stand for numbers of ranks."""
+    return {s for s in size.free_symbols if str(s).startswith(_RANKS)}
+
+
+def _all_gather(call: CallFacts) -> sympy.Expr:
+    """Every rank's piece, each as large as the largest; with 3 ranks or more up to p rows more.
+
+    All sums of sizes are linear in the number of ranks, which keeps one basis for all degrees: the
+    rows are exact for 2 ranks, of whose pieces the first has half of the parent, rounded up.
+    """
+    out, dim = call.facts.of(call.node)[0], argument(call.node, "dim")
+    row_bytes = sympy.Mul(out.dtype.itemsize, *out.shape[:dim], *out.shape[dim + 1 :])
+    parent = call.facts.size(argument(call.node, "parent"))
+    ranks = ranks_of(argument(call.node, "group"))
+    return row_bytes * (2 * CeilDiv(parent, 2) + 2 * (ranks - 2))
+
+
+def _reduce_scatter(call: CallFacts) -> sympy.Expr:
+    """All that is sent, packed, and what comes, a piece from every rank.
+
+    The result is made when what was sent is gone; zigzag pieces are copied to be sent.
+    """
+    x, ranks = call.tensor("x"), ranks_of(argument(call.node, "group"))
+    copies = 2 if argument(call.node, "zigzag") else 1
+    return copies * x.size_bytes + (ranks - 1) * call.output_bytes
+
+
+def _all_to_all(call: CallFacts) -> sympy.Expr:
+    """All that is sent, packed, beside what comes; then what came beside the result."""
+    held = larger(call.inputs_bytes, call.output_bytes)
+    return held + call.inputs_bytes if argument(call.node, "scatter_zigzag") else held
+
+
+# op -> bytes allocated while it runs and freed before it returns.
+TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
+    **KERNELS,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": attention.kernel,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention.kernel_backward,
+    "dcpc::attention_forward": attention.forward,
+    "dcpc::attention_backward": attention.backward,
+    "dcpc::attention_mask_backward": attention.backward,
+    "dcpc::ring_attention_forward": attention.ring_forward,
+    "dcpc::ring_attention_backward": attention.ring_backward,
+    "dcpc::swap": attention.swap,
+    "aten::native_layer_norm": copies("input"),
+    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::native_group_norm_backward": _group_norm_backward,
+    "aten::_fused_rms_norm": _fused_rms_norm,
+    "aten::_safe_softmax": _safe_softmax,
+    "aten::_softmax": copies("self"),
+    "aten::_log_softmax": copies("self"),
+    "aten::_softmax_backward_data": copies("grad_output", "output"),
+    "aten::_log_softmax_backward_data": copies("grad_output", "output"),
+    "aten::embedding_dense_backward": copies("grad_output"),
+    "aten::tril": _triangle,
+    "aten::triu": _triangle,
+    "aten::mm": _matmul("self", "mat2"),
+    "aten::addmm": _matmul("mat1", "mat2"),
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::mean": _half_mean,
+    "aten::logsumexp": lambda call: call.tensor("self").size_bytes + call.output_bytes,
+    "aten::abs": _of_complex,
+    "aten::angle": _of_complex,
+    "aten::mse_loss": _squares,
+    "aten::native_dropout": lambda call: call.tensor("input").size_bytes,
+    "dcpc::all_to_all": _all_to_all,
+    "dcpc::all_gather": _all_gather,
+    "dcpc::reduce_scatter": _reduce_scatter,
+    "dcpc::all_reduce": lambda call: sympy.Integer(0),
+}
+
+
+# Operands that an op reads as they are, whatever the others' dtype is.
+_AS_THEY_ARE = ("condition", "mask")
+# These first cast their operand to the dtype of what they return.
+_ADDING = ("aten::sum", "aten::cumsum", "aten::prod", "aten::linalg_vector_norm")
+
+
+def _promoted(call: CallFacts) -> sympy.Expr:
+    """Operands in the dtype that an op computes in, where they have another.
+
+    A GPU's kernels cast each element as they read it.
+    """
+    node, target = call.node, call.node.target
+    assert isinstance(target, torch._ops.OpOverload), f"{node}: {target} has no schema"
+    adding = target._schema.name in _ADDING
+    if not adding and torch.Tag.pointwise not in target.tags:
+        return ZERO
+    names = [a.name for a in target._schema.arguments if a.name not in _AS_THEY_ARE]
+    given = [argument(node, name) for name in names]
+    found = [call.facts.of(x)[0] for x in given if isinstance(x, fx.Node) and call.facts.of(x)]
+    dtype = call.facts.of(node)[0].dtype
+    if dtype == torch.bool:
+        dtype = _compared(given)
+    casts = [
+        x.numel
+        for x in found
+        if x.shape and x.dtype != dtype == torch.promote_types(x.dtype, dtype)
+    ]
+    return sympy.Add(*casts) * dtype.itemsize if casts else ZERO
+
+
+def _compared(given: Sequence[Any]) -> torch.dtype:
+    """The dtype in which two operands of a comparison are compared; bool for one alone."""
+    values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in given[:2]]
+    known = len(values) == 2 and all(isinstance(x, torch.Tensor | float | int) for x in values)
+    return torch.result_type(*values) if known else torch.bool
+
+
+def transient_bytes(node: fx.Node, facts: Facts, threads: int, gpu: bool = False) -> sympy.Expr:
+    """Returns the bytes a call holds beyond its inputs and outputs while it runs.
+
+    Those of a collective may hold `ranks_of` its group, see `at_ranks`.
+    """
+    name = op_name(node)
+    formula = (GPU_TRANSIENTS.get(name) if gpu else None) or TRANSIENTS.get(name)
+    if formula is not None:
+        return formula(CallFacts(node, facts, threads))
+    if gpu or not isinstance(node.target, torch._ops.OpOverload):
+        return ZERO
+    return _promoted(CallFacts(node, facts, threads))

@@ -1,0 +1,1 @@
+"""What work takes on a device: hardware, calibrated fits, time."""

@@ -1,0 +1,127 @@
+"""What calibration found: seconds of each class of calls, and of collectives, on a real device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcpc.ir import Work
+
+
+@dataclass(frozen=True, slots=True)
+class CallKind:
+    """What the seconds of a call depend on besides its FLOPs and bytes; attributes as of `Work`."""
+
+    op_class: str
+    forward: bool
+    dtype: torch.dtype
+    ranks: int = 1
+    op: str = ""
+    messages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFit:
+    """Seconds of one call of a class: launch_s + FLOPs * s_per_flop + bytes * s_per_byte.
+
+    Bytes beyond `near_bytes` cost `s_per_far_byte` more: what no longer lies in a cache.
+
+    Attributes:
+        op_class: as `ir.Work` says.
+        forward: whether of the forward graph; backward's products read transposed operands.
+        dtype: element type.
+        launch_s: seconds a call takes at least, its share of the views around it included.
+        s_per_flop: 0 for classes bound by memory alone.
+        s_per_byte: 0 for classes bound by arithmetic alone.
+        near_bytes: that a call moves before more of them cost more.
+        s_per_far_byte: in addition to `s_per_byte`.
+        knots: (FLOPs a byte, seconds a FLOP), ascending, in place of all of these but `launch_s`,
+            with straight lines between the logarithms: attention's kernel takes larger blocks at
+            longer lengths; () for other classes.
+    """
+
+    op_class: str
+    forward: bool
+    dtype: torch.dtype
+    launch_s: float
+    s_per_flop: float = 0.0
+    s_per_byte: float = 0.0
+    near_bytes: float = 0.0
+    s_per_far_byte: float = 0.0
+    knots: tuple[tuple[float, float], ...] = ()
+
+    def busy_s(self, flops: Any, moved: Any) -> Any:
+        """Returns a call's seconds without `launch_s`: a number, or an array of them.
+
+        Args:
+            flops: FLOPs of the call.
+            moved: bytes it reads and writes.
+        """
+        if not self.knots:
+            far = np.maximum(moved - self.near_bytes, 0.0)
+            return flops * self.s_per_flop + moved * self.s_per_byte + far * self.s_per_far_byte
+        at, value = np.log(np.array(self.knots).T)
+        intensity = np.maximum(flops, 1.0) / np.maximum(moved, 1.0)
+        return flops * np.exp(np.interp(np.log(intensity), at, value))
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFit:
+    """Seconds of one collective: alpha_s + bytes sent * s_per_byte, its local copies included.
+
+    Attributes:
+        op: such as "dcpc::all_to_all".
+        ranks: of the group.
+        alpha_s: seconds at least.
+        s_per_byte: of what this rank sends.
+    """
+
+    op: str
+    ranks: int
+    alpha_s: float
+    s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fits:
+    """All fits of one calibration; two are equal only if they are the same object.
+
+    Attributes:
+        classes: one for each class, direction and dtype that was met.
+        collectives: one for each collective and group size.
+        flops_per_s: (dtype, FLOP/s) that products really had.
+        memory_bytes_per_s: bytes that calls bound by memory really moved in a second.
+        launch_s: median over the classes.
+        error: median relative error of the fits' seconds of whole runs at the calibrated sizes.
+    """
+
+    classes: tuple[ClassFit, ...]
+    collectives: tuple[CollectiveFit, ...]
+    flops_per_s: tuple[tuple[torch.dtype, float], ...]
+    memory_bytes_per_s: float
+    launch_s: float
+    error: float
+
+    def of(self, call: CallKind | Work) -> ClassFit | None:
+        """Returns the fit for a call; of its other direction or another dtype where it has none.
+
+        None for a class that calibration did not meet.
+        """
+        return nearest(self.classes, call.op_class, call.forward, call.dtype)
+
+    def collective(self, op: str, ranks: int) -> CollectiveFit | None:
+        """Returns a collective's fit, that of the nearest group size; None if it has none."""
+        same = [f for f in self.collectives if f.op == op]
+        return min(same, key=lambda f: abs(f.ranks - ranks), default=None)
+
+
+def nearest(
+    classes: Iterable[ClassFit], op_class: str, forward: bool, dtype: torch.dtype
+) -> ClassFit | None:
+    """Returns the fit of a class, of this dtype and then of this direction if there is one."""
+    same = [f for f in classes if f.op_class == op_class]
+    return min(same, key=lambda f: (f.dtype != dtype, f.forward != forward), default=None)

@@ -1,0 +1,1 @@
+"""One spelling for each op: the few forms that the sharding rules speak of."""

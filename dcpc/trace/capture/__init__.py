@@ -1,0 +1,1 @@
+"""`torch.export` of a module, checked: everything it took for granted."""

@@ -1,0 +1,264 @@
+"""Functions that torch cannot capture as they are, by the same formulas.
+
+    gaussian_nll_loss                 ->  without its check that no variance is below 0
+    margin_ranking_loss (none, sum)   ->  plain ops: torch's decomposition takes no such reduction
+    hinge_embedding_loss (none, sum)  ->  the same
+    take_along_dim                    ->  expand, gather: its C++ reads sizes as integers
+    max_pool1d                        ->  max_pool1d_with_indices: it fixes the length
+    std_mean of a dim                 ->  std, var_mean: torch's decomposition has other arguments
+    pad(x, mode="circular")           ->  cat of the ends and x: torch's writes to an empty tensor
+    pad(x, value=h / 8)               ->  the same: torch's fixes the value
+    chunk, tensor_split of a length   ->  pieces of given sizes: to count them torch fixes it
+    linspace of a length              ->  an op that asks torch when it runs: torch's fixes it
+    attention with scale=1 / h        ->  the query by 1 / h, scale=1: torch's fixes the scale
+    attention with a mask of numbers  ->  where torch has no fused kernel: matmul, softmax, matmul
+
+Calls of other kinds are torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dcpc.ops.positions import linspace
+
+
+def _reduced(each: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return each
+    return each.mean() if reduction == "mean" else each.sum()
+
+
+def _gaussian_nll(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Any:
+    """Returns the loss; of a variance below 0, which torch refuses, that of `eps`."""
+    if isinstance(var, float) or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    if var.ndim == input.ndim - 1:
+        var = var.unsqueeze(-1)
+    # The gradient passes by the clamp, as torch's in-place one is not differentiated.
+    held = var.detach().clamp(min=eps) + (var - var.detach())
+    each = 0.5 * (torch.log(held) + (input - target) ** 2 / held)
+    return _reduced(each + 0.5 * math.log(2 * math.pi) if full else each, reduction)
+
+
+def _margin_ranking(
+    input1: Tensor,
+    input2: Tensor,
+    target: Tensor,
+    margin: float = 0.0,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    old = size_average is not None or reduce is not None
+    if old or reduction not in ("none", "sum") or not input1.ndim == input2.ndim == target.ndim:
+        return NotImplemented
+    return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
+
+
+def _hinge_embedding(
+    input: Tensor,
+    target: Tensor,
+    margin: float = 1.0,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    if size_average is not None or reduce is not None or reduction not in ("none", "sum"):
+        return NotImplemented
+    far = torch.where(target != 1, (margin - input).clamp_min(0), 0)
+    return _reduced(far + torch.where(target != -1, input, 0), reduction)
+
+
+def _take_along(input: Tensor, indices: Tensor, dim: int | None = None) -> Any:
+    if dim is None or input.ndim != indices.ndim:
+        return NotImplemented
+    along = dim % input.ndim
+
+    def expanded(x: Tensor, other: Tensor) -> Tensor:
+        ones = [d != along and isinstance(n, int) and n == 1 for d, n in enumerate(x.shape)]
+        pairs = zip(ones, x.shape, other.shape, strict=True)
+        return x.expand([theirs if one else own for one, own, theirs in pairs])
+
+    return expanded(input, indices).gather(along, expanded(indices, input))
+
+
+def _std_mean(*args: Any, **kwargs: Any) -> Any:
+    return torch.std(*args, **kwargs), torch.var_mean(*args, **kwargs)[1]
+
+
+def _max_pool(*args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
+    if kwargs.get("stride", 0) is None:
+        del kwargs["stride"]
+    both = torch.max_pool1d_with_indices(*args, **kwargs)
+    return both if return_indices else both[0]
+
+
+def _pad(x: Tensor, pad: list[int], mode: str = "constant", value: Any = None) -> Any:
+    """Returns x padded by its ends (circular) or by a number of sizes; the very last dim first."""
+    given = [n for n in pad if isinstance(n, int) and n >= 0]
+    counted = mode == "constant" and isinstance(value, (torch.SymFloat, torch.SymInt))
+    if len(given) < len(pad) or not (counted or mode == "circular"):
+        return NotImplemented
+
+    def end(x: Tensor, dim: int, start: Any, count: int) -> Tensor:
+        if not counted:
+            return x.narrow(dim, start, count)
+        return x.new_full([count if d == dim else n for d, n in enumerate(x.shape)], value)
+
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = x.ndim - 1 - i
+        parts = [end(x, dim, x.shape[dim] - before, before)] if before else []
+        parts += [x, *([end(x, dim, 0, after)] if after else [])]
+        x = torch.cat(parts, dim) if len(parts) > 1 else x
+    return x
+
+
+def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Any:
+    """Returns pieces of ceil(n / chunks) and a shorter last one, where there are always so many."""
+    size = x.shape[dim] if x.ndim else 0
+    if not isinstance(size, torch.SymInt) or not isinstance(chunks, int) or chunks < 1:
+        return NotImplemented
+    if not statically_known_true(size > (chunks - 1) ** 2):  # fewer, at some length: 5 in 4 are 3
+        return NotImplemented
+    piece = (size + chunks - 1) // chunks
+    return x.split_with_sizes([*[piece] * (chunks - 1), size - (chunks - 1) * piece], dim)
+
+
+def _tensor_split(x: Tensor, indices_or_sections: Any, dim: int = 0) -> Any:
+    """Returns so many pieces, the first ones longer by 1 where they are not alike."""
+    size, count = x.shape[dim] if x.ndim else 0, indices_or_sections
+    if not isinstance(size, torch.SymInt) or not isinstance(count, int) or count < 1:
+        return NotImplemented
+    pieces = [(size + count - 1 - i) // count for i in range(count)]
+    starts = accumulate(pieces[:-1], initial=0)
+    return tuple(x.narrow(dim, a, n) for a, n in zip(starts, pieces, strict=True))
+
+
+def _linspace(
+    start: Any,
+    end: Any,
+    steps: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    requires_grad: bool = False,
+    **more: Any,
+) -> Any:
+    """Returns so many floats; of tensors and of integers torch's own."""
+    dtype = dtype or torch.get_default_dtype()
+    tensors = isinstance(start, Tensor) or isinstance(end, Tensor)
+    if not isinstance(steps, torch.SymInt) or tensors or requires_grad or more:
+        return NotImplemented
+    if not dtype.is_floating_point:
+        return NotImplemented
+    place = torch.get_default_device() if device is None else torch.device(device)
+    return linspace(start, end, steps, dtype, place)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Returns attention: in full precision alone, as other forms round elsewhere."""
+    full = query.dtype in (torch.float32, torch.float64)
+    if not full or torch.is_autocast_enabled(query.device.type):
+        return NotImplemented
+    if isinstance(scale, torch.SymFloat):
+        query, scale = query.mul(scale), 1.0
+    elif attn_mask is None or dropout_p:
+        return NotImplemented
+    rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    given = query, key, value, attn_mask
+    if attn_mask is None or dropout_p or not _is_math(given, enable_gqa):
+        return F.scaled_dot_product_attention(*given, dropout_p, is_causal, **rest)
+    groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
+    if groups != 1:
+        key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return torch._safe_softmax(scores + attn_mask, -1) @ value
+
+
+def _is_math(given: Sequence[Tensor | None], grouped: bool) -> bool:
+    """Whether torch adds this mask by its math kernel, and not by its fused one, as it says itself.
+
+    Where a mask drowns all scores of a row (-1e30) the fused one has other gradients (torch 2.13:
+    each weight is taken for 1). What decides is how the tensors lie, which a graph does not keep.
+    """
+    tensors = [x for x in given if x is not None]
+    mask = tensors[-1]
+    if mask.dtype != tensors[0].dtype or mask.device.type != "cpu":
+        return False
+    if not isinstance(tensors[0].shape[-1], int):
+        return False
+
+    def number(n: Any) -> int:
+        return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
+
+    with _disable_current_modes():
+        probes = [
+            torch.empty_strided(
+                [number(n) for n in x.shape], [number(n) for n in x.stride()], dtype=x.dtype
+            )
+            for x in tensors
+        ]
+        q, k, v, mask = probes
+        return not torch._fused_sdp_choice(q, k, v, mask, enable_gqa=grouped)
+
+
+_INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    F.gaussian_nll_loss: _gaussian_nll,
+    F.margin_ranking_loss: _margin_ranking,
+    F.hinge_embedding_loss: _hinge_embedding,
+    torch.take_along_dim: _take_along,
+    Tensor.take_along_dim: _take_along,
+    F.max_pool1d: _max_pool,
+    F.pad: _pad,
+    F.scaled_dot_product_attention: _attention,
+    torch.linspace: _linspace,
+    torch.max_pool1d: _max_pool,
+    torch.std_mean: _std_mean,
+    torch.chunk: _chunk,
+    Tensor.chunk: _chunk,
+    torch.tensor_split: _tensor_split,
+    Tensor.tensor_split: _tensor_split,
+}
+
+
+class Capturable(TorchFunctionMode):
+    """Calls these formulas while a model is captured."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Returns what the call makes."""
+        kwargs = kwargs or {}
+        if func in _INSTEAD:
+            found = _INSTEAD[func](*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        return func(*args, **kwargs)

@@ -1,0 +1,391 @@
+"""`torch.export` of a module with symbolic dims, brought into dcpc's canonical forward graph.
+
+The only file that touches torch's tracing API. What comes out is functional (no op writes to its
+input, no nested graph, no assertion), keeps composite ops whole (`linear`, `layer_norm`,
+`scaled_dot_product_attention`), and has one output: the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import math
+import operator
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+import torch
+import torch.utils._sympy.reference
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from dcpc.buckets import Buckets
+from dcpc.errors import TraceError
+from dcpc.fx.fakes import telling
+from dcpc.fx.garbage import without_collection
+from dcpc.ir import Program, TensorInfo
+from dcpc.trace.canonical.canonical import canonicalise
+from dcpc.trace.canonical.losses import spread_row_losses
+from dcpc.trace.canonical.single_key import depends_on
+from dcpc.trace.capture import dims as named
+from dcpc.trace.capture.autocast import casting, share_casts
+from dcpc.trace.capture.branches import refuse_batch_of_one, refuse_branches
+from dcpc.trace.capture.capturable import Capturable
+from dcpc.trace.capture.explain import explained
+from dcpc.trace.capture.functional import functional
+from dcpc.trace.capture.gradients import detach_without_grad, flowing, trainable
+from dcpc.trace.capture.module_state import ModuleState
+from dcpc.trace.capture.order import order_preparations
+from dcpc.trace.capture.own_backward import own_backwards, refuse_backward_hooks
+from dcpc.trace.capture.paths import Paths
+
+_DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
+
+
+class _Noted:
+    """What forward changes of its module, but for tensors; torch.export puts lists back."""
+
+    changes: Sequence[str] = ()
+
+
+class _LossOf(nn.Module):
+    """Positional arguments in, the one scalar loss of the user's output out."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+        self.noted = _Noted()
+
+    def forward(self, *args: Tensor) -> Tensor:
+        before = ModuleState(self.model)
+        loss = find_loss(self.model(**dict(zip(self.names, args, strict=True))))
+        after = ModuleState(self.model)
+        tensors = {"", *before.kinds, *after.kinds}  # "" is the model itself
+        self.noted.changes = before.changes(after, besides=tensors)
+        return loss
+
+
+def find_loss(output: Any) -> Tensor:
+    """Returns the scalar loss in what a model's forward returned.
+
+    Args:
+        output: a floating scalar tensor; or a mapping or dataclass with a `loss`; or a sequence
+            whose first floating scalar is the loss.
+
+    Raises:
+        TraceError: there is none.
+    """
+    if isinstance(output, Tensor):
+        candidates: list[Any] = [output]
+    elif isinstance(output, Mapping):
+        candidates = [output["loss"]] if "loss" in output else []
+    elif dataclasses.is_dataclass(output) or hasattr(output, "loss"):
+        candidates = [getattr(output, "loss", None)]
+    elif isinstance(output, (tuple, list)):
+        candidates = [value for value in output if isinstance(value, Tensor) and value.ndim == 0]
+    else:
+        candidates = []
+    for value in candidates:
+        if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
+            return value
+    got = type(output).__name__
+    if isinstance(output, Tensor):
+        got = f"a tensor of shape {tuple(output.shape)} and dtype {output.dtype}"
+    raise TraceError(
+        f"the model's forward returned {got}; expected a floating scalar loss, or a mapping, "
+        "dataclass or tuple that has one; return the loss (for a transformers model pass labels)"
+    )
+
+
+def trace(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = None) -> Program:
+    """Returns the model's forward graph, captured once for all buckets.
+
+    No memory is used for activations: the trace runs on fake tensors; nor for parameters and
+    buffers that are on the meta device, which stand for tensors of the CPU.
+
+    Args:
+        model: any module whose forward takes the buckets' inputs as keyword arguments and returns a
+            scalar loss, or a mapping, dataclass or tuple that has one.
+        buckets: the inputs' specs and the ranges of the named dims.
+        autocast: what autocast computes in; None: every op in the dtype of its operands.
+
+    Raises:
+        TraceError: torch cannot capture the module, or the trace fixed a dim, or forward mutates a
+            buffer.
+    """
+    # A hit in torch's cache of fake results costs more than the op: its symbolic sizes and strides
+    # are compared and multiplied anew, twice for a view. Without it a trace takes a quarter less.
+    uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    with uncached, without_collection(), telling():
+        return _traced(model, buckets, autocast)
+
+
+def _traced(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None) -> Program:
+    refuse_backward_hooks(model)
+    model = _meta_as_fake(model)
+    dims = named.named_dims(buckets)
+    hints = named.choose_hints(buckets, dims)
+    exported, paths = _export(model, buckets, dims, hints, autocast)
+    _refuse_mutation(exported)
+    gm = copy.deepcopy(exported.graph_module)
+    symbols = {n: sympy.Symbol(n, integer=True, positive=True) for n in buckets.names}
+    mapping = _symbol_mapping(exported, buckets, symbols, dims)
+    if (env := _shape_env(gm)) is not None:
+        refuse_branches(env, buckets, symbols, mapping, paths.difference)
+        refuse_batch_of_one(buckets, paths.difference)
+    reached = depends_on(gm.graph)
+    canonicalise(gm)
+    order_preparations(gm.graph, exported.graph_signature.inputs_to_parameters.keys())
+    gm.graph.lint()
+    gm.recompile()
+    program = _program(gm, exported, buckets, symbols, mapping, hints)
+    dropped = frozenset(reached - depends_on(gm.graph))
+    return dataclasses.replace(program, zero_gradients=dropped & program.parameters.keys())
+
+
+def _meta_as_fake(model: nn.Module) -> nn.Module:
+    """Returns the model, or a copy with fake CPU tensors in place of those on the meta device."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_meta]
+    if not tensors:
+        return model
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    copies: dict[int, Any] = {}
+    for tensor in tensors:
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    return copy.deepcopy(model, copies)
+
+
+def _export(
+    model: nn.Module,
+    buckets: Buckets,
+    dims: Mapping[str, Any],
+    hints: Mapping[str, int],
+    autocast: torch.dtype | None,
+) -> tuple[ExportedProgram, Paths]:
+    wrapped = _LossOf(model, tuple(buckets.inputs))
+    wrapped.training = model.training
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    args = tuple(named.example_inputs(buckets, hints, device))
+    shapes = tuple(named.dynamic_shape(spec, dims) or None for spec in buckets.inputs.values())
+    try:
+        with warnings.catch_warnings(), casting(device.type, autocast), _silent(), _quotients():
+            warnings.simplefilter("ignore")
+            # Within a caller's no_grad the graph would not say which parts of forward have none.
+            with torch.inference_mode(False), torch.enable_grad(), Capturable(), own_backwards():
+                exported = torch.export.export(
+                    wrapped,
+                    args,
+                    dynamic_shapes={"args": shapes},
+                    strict=False,
+                    prefer_deferred_runtime_asserts_over_guards=True,
+                )
+            paths = Paths(wrapped, exported, buckets, device, autocast)
+            detach_without_grad(exported)
+            for inner in exported.graph_module.modules():  # `with` blocks have graphs of their own
+                if isinstance(inner, fx.GraphModule):
+                    spread_row_losses(inner.graph)
+                    inner.recompile()
+            if autocast is None:
+                made = functional(exported)
+            else:
+                made = exported.run_decompositions({})
+                share_casts(made.graph, _cached_by_autocast(made))
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(explained(error, model)) from error
+    if changes := wrapped.noted.changes:
+        warnings.warn(
+            f"forward changes its own module ({'; '.join(changes[:4])}): a compiled model does "
+            "not, and every call computes what the first one does; pass what changes as an input, "
+            "or keep it outside of forward",
+            stacklevel=2,
+        )
+    return made, paths
+
+
+@contextmanager
+def _quotients() -> Iterator[None]:
+    """Gives torch's assertions about sizes a form for quotients of integers and what rounds them.
+
+    torch 2.13 writes what it assumed into the graph by its `PythonReferenceAnalysis`, which lacks
+    the quotient, and rounds numbers but not a graph's values.
+    """
+
+    def node(function: Any) -> Any:
+        def of(x: Any, *_: Any) -> Any:
+            if isinstance(x, fx.Proxy):
+                return x.tracer.create_proxy("call_function", function, (x,), {})
+            return function(x)
+
+        return staticmethod(of)
+
+    handlers = {
+        "int_truediv": staticmethod(operator.truediv),
+        "floor_to_int": node(math.floor),
+        "ceil_to_int": node(math.ceil),
+        "round_to_int": node(round),
+    }
+    analysis = torch.utils._sympy.reference.PythonReferenceAnalysis
+    with ExitStack() as stack:
+        for name, handler in handlers.items():
+            stack.enter_context(patch.object(analysis, name, handler, create=True))
+        yield
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keeps torch.export from printing the graph so far, pages of it, where it fails."""
+    import torch.export._trace
+
+    torch.export._trace.print = lambda *_, **__: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del torch.export._trace.print  # type: ignore[attr-defined]
+
+
+def _cached_by_autocast(exported: ExportedProgram) -> set[str]:
+    held = exported.graph_signature.inputs_to_parameters
+    state = exported.state_dict
+    return {
+        n for n, t in held.items() if state[t].requires_grad and state[t].dtype == torch.float32
+    }
+
+
+def _refuse_mutation(exported: ExportedProgram) -> None:
+    mutated = sorted(set(exported.graph_signature.buffers_to_mutate.values()))
+    if mutated:
+        names = ", ".join(name.removeprefix("model.") for name in mutated[:4])
+        raise TraceError(
+            f"forward changes {len(mutated)} buffers ({names}); expected a forward that only reads "
+            "them: every rank would keep statistics of its own samples; put these modules into "
+            "eval(), or use a norm without running statistics"
+        )
+
+
+def _symbol_mapping(
+    exported: ExportedProgram,
+    buckets: Buckets,
+    symbols: Mapping[str, sympy.Symbol],
+    dims: Mapping[str, Any],
+) -> dict[sympy.Symbol, sympy.Expr]:
+    values = {node.name: node.meta["val"] for node in exported.graph.nodes if "val" in node.meta}
+    pairs = []
+    for placeholder, (name, spec) in zip(
+        exported.graph_signature.user_inputs, buckets.inputs.items(), strict=True
+    ):
+        value = values[str(placeholder)]
+        pairs += [(f"input '{name}'", d, s) for d, s in zip(spec.dims, value.shape, strict=True)]
+    return named.solve_symbols(pairs, symbols, dims)
+
+
+def _shape_env(gm: fx.GraphModule) -> ShapeEnv | None:
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            for size in value.shape:
+                if isinstance(size, torch.SymInt):
+                    env: ShapeEnv = size.node.shape_env
+                    return env
+    return None
+
+
+def _program(
+    gm: fx.GraphModule,
+    exported: ExportedProgram,
+    buckets: Buckets,
+    symbols: Mapping[str, sympy.Symbol],
+    mapping: dict[sympy.Symbol, sympy.Expr],
+    hints: Mapping[str, int],
+) -> Program:
+    signature = exported.graph_signature
+    strip = len("model.")
+    parameters = {n: t[strip:] for n, t in signature.inputs_to_parameters.items()}
+    buffers = {n: t[strip:] for n, t in signature.inputs_to_buffers.items()}
+    lifted = signature.inputs_to_lifted_tensor_constants
+    constants = {n: exported.constants[t] for n, t in lifted.items()}
+    inputs = dict(zip(map(str, signature.user_inputs), buckets.inputs, strict=True))
+    env = _shape_env(gm)
+    flows = flowing(gm.graph, trainable(exported))
+    info: dict[str, TensorInfo] = {}
+    cache: dict[sympy.Expr, sympy.Expr] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            shape = tuple(_size(size, env, mapping, cache) for size in value.shape)
+            info[node.name] = TensorInfo(shape, value.dtype, node in flows)
+    _assert_all_named(info, symbols)
+    scalars = {
+        node.name: _size(node.meta["val"], env, mapping, cache)
+        for node in gm.graph.nodes
+        if isinstance(node.meta.get("val"), (torch.SymInt, int))
+    }
+    loss = next(n for n in gm.graph.nodes if n.op == "output").args[0][0]
+    facts = repr([(n, info[n].shape, str(info[n].dtype)) for n in parameters])
+    return Program(
+        gm=gm,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        inputs=inputs,
+        symbols=dict(symbols),
+        info=info,
+        scalars=scalars,
+        loss=loss.name,
+        hints=dict(hints),
+        graph_hash=hash_of(gm.code, facts),
+    )
+
+
+def hash_of(code: str, facts: str) -> str:
+    """Returns what tells graphs apart, on whatever device they are: each rank has its own.
+
+    Args:
+        code: of the graph.
+        facts: what it does not say.
+    """
+    text = _DEVICE.sub("device", code) + facts
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _size(
+    size: int | torch.SymInt,
+    env: ShapeEnv | None,
+    mapping: Mapping[sympy.Symbol, sympy.Expr],
+    cache: dict[sympy.Expr, sympy.Expr],
+) -> sympy.Expr:
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(size)
+    expr = size.node.expr
+    if expr not in cache:
+        simplified = env.simplify(expr) if env is not None else expr
+        cache[expr] = named.plain(simplified, mapping)
+    return cache[expr]
+
+
+def _assert_all_named(info: Mapping[str, TensorInfo], symbols: Mapping[str, sympy.Symbol]) -> None:
+    ours = set(symbols.values())
+    for name, tensor in info.items():
+        for size in tensor.shape:
+            extra = size.free_symbols - ours
+            if extra:
+                raise TraceError(
+                    f"node '{name}' has a size {size} that depends on the values in a tensor "
+                    f"({', '.join(map(str, extra))}); expected sizes made of the named dims; "
+                    "replace the data-dependent op (nonzero, masked_select, unique, boolean "
+                    "indexing) by one with a fixed size, such as torch.where"
+                )

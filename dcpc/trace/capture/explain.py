@@ -1,0 +1,97 @@
+"""Why torch cannot capture a module: what it said, at which line, and what to write instead."""
+
+import re
+import traceback
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+
+def explained(error: Exception, model: nn.Module) -> str:
+    """Returns what torch said, the user's own source line, and what to do.
+
+    Args:
+        error: of torch, while it captured the model.
+        model: the user's.
+    """
+    text = str(error)
+    reason = next(
+        (line.strip() for line in text.splitlines() if line.strip()), type(error).__name__
+    )
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if _is_user_code(f.filename)]
+    where = f" at {ours[-1].filename}:{ours[-1].lineno}: `{ours[-1].line}`" if ours else ""
+    kind = type(error).__name__
+    if "Constraints violated" in text or "ConstraintViolation" in kind:
+        fixes = [line.strip() for line in text.splitlines() if " = Dim(" in line or " = " in line]
+        reason += "; torch suggests " + "; ".join(fixes[:4]) if fixes else ""
+        hint = "keep every bucket within that limit, or change the model's limit on this dim"
+        hint = _limit_of(text, model) + _recurrent(model) + hint
+    elif any(
+        s in text + kind for s in ("DataDependent", "data-dependent", "unbacked", "GuardOnData")
+    ):
+        hint = (
+            "control flow that depends on a tensor's values cannot be captured: rewrite it with "
+            "torch.where / masking, or move it out of forward"
+        )
+    elif "inconsistent min=" in text or "symbolically traced variables" in text:
+        hint = (
+            "torch cannot solve what forward computes of a size: use //, * and % of positive "
+            "sizes, (n + 3) // 4 * 4 - n for -n % 4"
+        )
+    elif isinstance(error, TypeError) and "argument" in text:
+        hint = "make the buckets' inputs match forward's keyword arguments"
+    else:
+        hint = (
+            "make forward exportable: `torch.export.export(model, ..., strict=False)` must succeed"
+        )
+    if "resulted in a specialized value" in text:
+        hint = (
+            "if forward takes a Python int() or range() of a length, write n // 3 or "
+            f"math.floor(n / 3) for int(n / 3): torch fixes the length there; {hint}"
+        )
+    return f"the model cannot be captured: {kind}: {reason}{where}; {hint}"
+
+
+def _limit_of(text: str, model: nn.Module) -> str:
+    """Returns which of the model's tensors are as long as a limit that torch found, as text."""
+    limits = {int(n) for n in re.findall(r"Dim\(.*?max=(\d+)\)", text)}
+    tables = [(f"parameter {n}", p) for n, p in model.named_parameters()]
+    found = [f"{n} {list(t.shape)}" for n, t in tables if limits & {*t.shape}]
+    own = [(n, t) for n, t in _tensors(model) if limits & {*t.shape}]
+    grown = [f"{n} {list(t.shape)}" for n, t in own]
+    said = ", ".join([*found, *(f"buffer {name}" for name in grown)][:4])
+    if not said:
+        return ""
+    longer = ""
+    if grown:
+        longer = (
+            "a buffer that forward replaces by a longer one has to be long enough before: call the "
+            "model once at the largest bucket, then compile; else "
+        )
+    return f"as long as that limit is {said}: {longer}"
+
+
+def _recurrent(model: nn.Module) -> str:
+    """Returns what to do with layers that torch captures for one length alone, as text."""
+    found = [n for n, module in model.named_modules() if isinstance(module, nn.RNNBase)]
+    if not found:
+        return ""
+    return (
+        f"torch captures a recurrent layer ({', '.join(found[:4])}) step by step, so for one "
+        "length alone: give the dim it goes along as a number in the buckets' specs; else "
+    )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields what modules keep and do not learn: buffers, and tensors that are plain attributes."""
+    yield from model.named_buffers()
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{prefix}.{name}".lstrip("."), value
+
+
+def _is_user_code(filename: str) -> bool:
+    parts = filename.replace("\\", "/")
+    others = ("/torch/", "/sympy/", "/dcpc/trace/")
+    return not parts.startswith("<") and not any(other in parts for other in others)

@@ -1,0 +1,50 @@
+"""A compiled model against the plain one: loss and every gradient, on several ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from dcpc.commands.check import (
+    SPLITTING,
+    Gradients,
+    SplitModel,
+    gradient_errors,
+    loss_error,
+    nan_as_infinite,
+    plain,
+)
+
+__all__ = [
+    "SPLITTING",
+    "SplitModel",
+    "compiled_error",
+    "gradient_error",
+    "loss_error",
+    "plain",
+    "wrong",
+]
+
+
+def gradient_error(model: nn.Module, expected: Gradients) -> float:
+    """Largest of `gradient_errors`."""
+    return max(map(nan_as_infinite, gradient_errors(model, expected).values()), default=0.0)
+
+
+def compiled_error(
+    compiled: Any, model: nn.Module, inputs: Mapping[str, Tensor], share: float = 1.0
+) -> float:
+    """Largest relative error of one call's loss and of its gradients summed over all ranks.
+
+    `share` of the loss counts on this rank: 1 / number of SP groups that run these inputs.
+    """
+    loss, gradients = plain(model, inputs)
+    got = compiled(**inputs)
+    (got * share).backward()
+    compiled.reduce_gradients()
+    return max(loss_error(got, loss), gradient_error(model, gradients))
+
+
+def wrong(found: Sequence[Mapping[str, float]], limit: float) -> dict[str, float]:
+    """What is not below a limit on some rank (NaN is not)."""
+    return {k: e for errors in found for k, e in errors.items() if not e < limit}

@@ -1,0 +1,58 @@
+"""What attention allocates while it runs, against the table that predicts it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.ops.transients import transient_bytes
+from tests.cases.attention_calls import SETTINGS, make, segment_of
+from tests.cases.joint_graphs import measure_call
+
+NAMES = (
+    *("plain", "causal", "grouped", "one key head", "cross", "padding", "causal padding"),
+    *("truth mask with an empty row", "number mask", "window", "window both ways", "wide values"),
+    *("learned bias", "grouped wide values", "zigzag in halves", "zigzag window"),
+    *("packed wide values", "packed truth mask", "packed learned bias", "few wide keys"),
+    "few keys, wide values",
+)
+# Queries that start in the middle of the keys have two parts, sequences no length that is known.
+BOUNDED = (
+    *("zigzag in halves, causal", "packed", "packed long", "packed, not causal", "packed alike"),
+    *("packed padding", "packed zigzag", "packed, ids come again", "packed sequences of one"),
+)
+SCALARS_BYTES = 24
+
+
+def transients(name: str) -> list[tuple[int, int]]:
+    """(measured, predicted) bytes of forward and backward."""
+    s = SETTINGS[name]
+    tensors, mask, keep = make(s)
+    every = (*tensors, mask, keep, segment_of(s))
+    given = [x.detach() for x in every if x is not None]
+    at = {i: n for n, i in enumerate(i for i, x in enumerate(every) if x is not None)}
+
+    def both(*found: Tensor) -> Tensor:
+        q, k, v, m, kept, ids = (found[at[i]] if i in at else None for i in range(6))
+        out, lse = torch.ops.dcpc.attention_forward(q, k, v, m, kept, ids, *s.rest)
+        ops = torch.ops.dcpc
+        op = ops.attention_mask_backward if s.mask == "bias" else ops.attention_backward
+        return op(out, q, k, v, m, kept, ids, out, lse, *s.rest)[0]
+
+    facts, threads = Facts({}), torch.get_num_threads()
+    measured = [m for m in measure_call(both, *given) if "attention" in str(m.node.target)]
+    return [
+        (m.transient_bytes, int(transient_bytes(m.node, facts, threads).doit())) for m in measured
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_holds_what_the_table_says(name):
+    for measured, predicted in transients(name):
+        assert abs(measured - predicted) <= SCALARS_BYTES
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_attention_holds_no_more_than_the_table_says(name):
+    for measured, predicted in transients(name):
+        assert measured <= predicted + SCALARS_BYTES

@@ -1,0 +1,91 @@
+"""One type of options for compile, plan, the command line and the documents."""
+
+import inspect
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dcpc
+from dcpc.api import plan
+from dcpc.commands.cli import app
+from dcpc.plan.options import CompileOptions, PlanOptions, commanded, facts
+
+SHARED = {
+    "memory": None,
+    "device": "auto",
+    "sp": "auto",
+    "recompute": "auto",
+    "backend": "inductor",
+    "optimizer": None,
+    "optimizer_bytes": None,
+    "zero": False,
+    "attention": "auto",
+    "autocast": None,
+    "calibration": None,
+    "derive_rules": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "own"),
+    [
+        (dcpc.compile, CompileOptions, {"group": None, "verify": "auto"}),
+        (plan, PlanOptions, {"world": 1}),
+    ],
+)
+def test_names_and_defaults_are_what_users_write(function, kind, own):
+    found = [*inspect.signature(function).parameters.values()]
+    assert [p.name for p in found[:2]] == ["model", "buckets"]
+    assert {p.name: p.default for p in found[2:]} == SHARED | own
+    assert all(p.kind is p.KEYWORD_ONLY for p in found[2:])
+    assert {o.name: o.default for o in fields(kind)} == SHARED | own
+    for option in fields(kind):
+        assert f"    {option.name}: {facts(option).meaning}" in function.__doc__
+
+
+def test_unknown_option_is_refused_before_anything_runs():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'memry'"):
+        dcpc.compile(None, None, memry=3)
+    with pytest.raises(TypeError, match="too many positional"):
+        plan(None, None, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": 0}, r"memory=0; expected a positive"),
+        ({"device": "abacus"}, r"abacus.*expected one of h200"),
+        ({"recompute": "some"}, r"recompute='some'; expected 'auto'"),
+        ({"backend": "tpu"}, r"backend='tpu'; expected one of"),
+        ({"attention": "tail"}, r"attention='tail'; expected 'auto'"),
+        ({"autocast": torch.int8}, r"autocast=torch.int8; expected"),
+        ({"optimizer": torch.optim.SGD, "optimizer_bytes": 0}, r"expected one of them"),
+    ],
+)
+def test_values_are_checked_when_options_are_made(options, message):
+    for kind in (CompileOptions, PlanOptions):
+        with pytest.raises(dcpc.DcpcError, match=message):
+            kind(**options)
+        with pytest.raises(dcpc.DcpcError, match=message):
+            replace(kind(), **options)
+
+
+def test_verify_is_checked():
+    with pytest.raises(dcpc.PlanError, match="verify='much'; expected one of auto, full, off"):
+        CompileOptions(verify="much")
+
+
+def test_what_compile_is_told_reaches_the_plan():
+    told = {"memory": 3, "zero": True, "recompute": "pyramid", "derive_rules": False}
+    found = CompileOptions(verify="off", **told).planned_for(4)
+    assert found == PlanOptions(world=4, **told)
+    assert found.recompute_mode == "auto"
+
+
+@pytest.mark.parametrize("command", ["plan", "report", "source", "simulate"])
+def test_commands_have_every_option(command):
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    for name in commanded():
+        assert f"--{name.replace('_', '-')}" in shown

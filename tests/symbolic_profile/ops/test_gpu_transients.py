@@ -1,0 +1,72 @@
+"""What attention needs on a GPU, against the sizes that flash-attn's source allocates."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import dcpc
+from dcpc.api import plan
+from dcpc.symbolic_profile import find
+from dcpc.symbolic_profile.ops.facts import Facts, op_name
+from dcpc.symbolic_profile.ops.transients import transient_bytes
+from models.gpt import GPT, GPTConfig
+
+TEXT = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
+H200 = find("h200")
+HEADS, WIDTH = 4, 72  # a width that is rounded up to 96
+
+
+@cache
+def planned(dtype=torch.bfloat16, kv_heads=HEADS, device=H200):
+    with torch.device("meta"):
+        config = GPTConfig(
+            vocab_size=64, dim=HEADS * WIDTH, n_layers=1, n_heads=HEADS, n_kv_heads=kv_heads
+        )
+        model = GPT(config).to(dtype)
+    buckets = dcpc.Buckets(TEXT, [{"seq": n} for n in (16, 512)])
+    return plan(model, buckets, device=device, memory=1e12, recompute="none", backend="eager")
+
+
+def attention_bytes(found, seq, batch):
+    """(forward, backward)"""
+    runnable = found.runnable
+    parts = runnable.partition(runnable.priced.placement({"seq": seq, "batch": batch}, 1), 0)
+    facts = Facts(parts.names)
+    sizes = {s: {"seq": seq, "batch": batch}[s.name] for s in facts.symbols}
+    nodes = [n for gm in (parts.forward, parts.backward) for n in gm.graph.nodes]
+    return [
+        int(transient_bytes(n, facts, 1, gpu=True).subs(sizes))
+        for op in ("dcpc::attention_forward", "dcpc::attention_backward")
+        for n in nodes
+        if op_name(n) == op
+    ]
+
+
+@pytest.mark.parametrize(("seq", "rounded"), [(100, 128), (256, 256)])
+def test_backward_has_a_wide_gradient_of_rounded_queries(seq, rounded):
+    _, backward = attention_bytes(planned(), seq, 3)
+    assert backward == 3 * HEADS * rounded * (96 + 1) * 4
+
+
+def test_grouped_heads_have_their_own_gradients():
+    _, backward = attention_bytes(planned(kv_heads=2), 128, 1)
+    assert backward == HEADS * 128 * (96 + 1) * 4 + 2 * HEADS * 128 * WIDTH * 2
+
+
+def test_float32_is_computed_in_blocks():
+    found = planned(torch.float32)
+    forward, backward = attention_bytes(found, 256, 1)
+    scores = HEADS * 128 * 256 * 4
+    assert forward > scores
+    assert backward > 2 * scores
+
+
+def test_a_plan_for_a_gpu_has_the_gpus_peak():
+    sizes = {"seq": 16, "batch": 64}  # short rows are rounded up most
+    peaks = []
+    for device in (H200, replace(H200, gpu=False)):
+        priced = planned(device=device).runnable.priced
+        peaks.append(priced.at(priced.placement(sizes, 1)).predict(0, sizes).peak_bytes)
+    assert peaks[0] > 1.1 * peaks[1]
