@@ -1,6 +1,8 @@
 """What a user calls, and what it says when that was wrong."""
 
+import copy
 import functools
+import pickle
 import re
 
 import pytest
@@ -241,3 +243,9 @@ def test_a_model_without_memory_is_planned_as_one_with():
     assert all(p.is_meta for p in hollow.parameters())
     with pytest.raises(dcpc.DcpcError, match=r"on the meta device.*dcpc\.api\.plan and"):
         dcpc.compile(hollow, shapes)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_compiled_model_is_not_copied(compiled, copied):
+    with pytest.raises(dcpc.errors.DispatchError, match=r"deepcopy\(compiled\.model\)"):
+        copied(compiled)

@@ -75,6 +75,12 @@ TABLE = {
         "data": "groups planner",
         "step": "groups planner data",
     },
+    "dcpc.compiled": {
+        "agreed_state": "",
+        "dispatch": "",
+        "model": "agreed_state dispatch",
+        "__init__": "model",
+    },
     "dcpc.commands": {
         "__init__": "",
         "shared": "",
@@ -86,10 +92,10 @@ TABLE = {
     },
 }
 ROOMS = {folder: {u: set(may.split()) for u, may in rows.items()} for folder, rows in TABLE.items()}
-TOP = {"__init__", "__main__", "api", "compiled", "errors", "ir"}
+TOP = {"__init__", "__main__", "api", "errors", "ir"}
 # Class names that say too little without a qualifier, a leading underscore or not.
 VAGUE = {"Block", "Call", "Choice", "Memory", "Request", "Row", "Rows", "Run", "Split"}
-MOST_FOLDERS = 11  # of dcpc/
+MOST_FOLDERS = 12  # of dcpc/
 MOST_ENTRIES = 12  # files and folders in a folder
 ALONGSIDE = {"__init__.py", "README.md", "__pycache__"}  # not counted, nor is data
 

@@ -129,9 +129,7 @@ def calibration_text(found: Calibration) -> str:
         per_byte = {c.s_per_byte, c.s_per_byte + c.s_per_far_byte}
         moved = " to ".join(f"{1e-9 / s:.1f}" for s in sorted(per_byte) if s)
         direction = "forward" if c.forward else "backward"
-        table.add_row(
-            c.op_class, direction, str(c.dtype), f"{1e6 * c.launch_s:.1f}", flops, moved
-        )
+        table.add_row(c.op_class, direction, str(c.dtype), f"{1e6 * c.launch_s:.1f}", flops, moved)
     for link in fits.collectives:
         sent = f"{1e-9 / link.s_per_byte:.2f}"
         table.add_row(link.op, f"{link.ranks} ranks", "", f"{1e6 * link.alpha_s:.1f}", "", sent)

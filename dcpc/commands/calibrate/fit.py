@@ -147,9 +147,7 @@ def predicted_s(fits: Sequence[ClassFit], samples: Iterable[TimedCall]) -> float
     return found
 
 
-def scaled(
-    fits: Iterable[ClassFit], by: float, but: Collection[str] = ()
-) -> tuple[ClassFit, ...]:
+def scaled(fits: Iterable[ClassFit], by: float, but: Collection[str] = ()) -> tuple[ClassFit, ...]:
     """Returns the fits with their seconds times `by`, those of the classes `but` as they are."""
     return tuple(
         f

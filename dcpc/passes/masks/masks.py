@@ -81,9 +81,7 @@ def recognise_masks(program: Program) -> MaskPlan:
     return MaskPlan(decisions, notes_of(program, refused))
 
 
-def notes_of(
-    program: Program, refused: Mapping[tuple[str, str], Sequence[str]]
-) -> tuple[str, ...]:
+def notes_of(program: Program, refused: Mapping[tuple[str, str], Sequence[str]]) -> tuple[str, ...]:
     """Returns a line each for (mask, why it stays) -> attentions."""
     return tuple(_note(program, *why, nodes) for why, nodes in refused.items())
 
@@ -104,9 +102,7 @@ def _note(program: Program, mask: str, reason: str, nodes: Sequence[str]) -> str
 
 
 class _Mask:
-    def __init__(
-        self, program: Program, reader: MaskReader, node: fx.Node, mask: fx.Node
-    ) -> None:
+    def __init__(self, program: Program, reader: MaskReader, node: fx.Node, mask: fx.Node) -> None:
         self.program, self.node, self.mask = program, node, mask
         query, key, *_ = (program.info[n.name].shape for n in node.all_input_nodes)
         self.sizes = {"b": query[0], "h": query[1], "i": query[2], "j": key[2]}

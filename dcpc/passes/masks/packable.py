@@ -137,9 +137,7 @@ class _RowAnalysis:
         """Whether the input may hold positions that restart, and the sequences' numbers."""
         (name,) = self.marks()
         placeholder = next(p for p, n in self.program.inputs.items() if n == name)
-        by_positions = all(
-            self._tells_apart(placeholder, row, positions_of(row)) for row in _ROWS
-        )
+        by_positions = all(self._tells_apart(placeholder, row, positions_of(row)) for row in _ROWS)
         by_numbers = all(self._tells_apart(placeholder, row, numbers_of(row)) for row in _ROWS)
         # A number says which sequence it is: beside the attentions nothing may depend on it.
         by_numbers = by_numbers and not self._changed(placeholder, (1, 2, 3))
@@ -309,9 +307,7 @@ class _RowAnalysis:
     def _changed(self, placeholder: str, numbers: Iterable[int]) -> bool:
         """Whether what is used of an input beside the attentions depends on which number it is."""
         names = {node.name for node in self._frontier(placeholder)}
-        seen = [
-            self._values(placeholder, self._filled(placeholder, n), names) for n in numbers
-        ]
+        seen = [self._values(placeholder, self._filled(placeholder, n), names) for n in numbers]
         return any(not torch.equal(seen[0][n], other[n]) for other in seen[1:] for n in names)
 
     def _filled(self, placeholder: str, number: int) -> Tensor:
@@ -347,9 +343,7 @@ class _RowAnalysis:
             elif node.name in self.program.scalars:
                 found[node.name] = frozenset()
             else:
-                found[node.name] = frozenset().union(
-                    *(found[n.name] for n in node.all_input_nodes)
-                )
+                found[node.name] = frozenset().union(*(found[n.name] for n in node.all_input_nodes))
         return found
 
     def _live(self) -> set[str]:
@@ -375,9 +369,7 @@ class _RowAnalysis:
                 and all(n in known for n in node.all_input_nodes)
             ):
                 given = (node.args, {**node.kwargs})
-                args, kwargs = tree_map(
-                    lambda x: known[x] if isinstance(x, fx.Node) else x, given
-                )
+                args, kwargs = tree_map(lambda x: known[x] if isinstance(x, fx.Node) else x, given)
                 try:
                     known[node] = node.target(*args, **kwargs)
                 except (RuntimeError, IndexError, ValueError, TypeError) as e:

@@ -143,9 +143,7 @@ class CostNetwork:
         """Return the sum of all tables of a case at the given labels, one for each variable."""
         own = zip(self._unaries, labels, strict=True)
         total = sum(unary.item(label, case) for unary, label in own)
-        return total + sum(
-            t.item(labels[u], labels[v], case) for (u, v), t in self._edges.items()
-        )
+        return total + sum(t.item(labels[u], labels[v], case) for (u, v), t in self._edges.items())
 
     def minimise(self) -> Solution:
         """Return labels of least total cost; the network stays as it is.

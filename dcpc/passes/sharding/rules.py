@@ -234,9 +234,7 @@ def _replicated(
     def unnamed(shape: tuple[sympy.Expr, ...]) -> Names:
         return tuple(() for _ in shape)
 
-    return OpSharding(
-        tuple(unnamed(o.shape) for o in operands), unnamed(output), {}, reason=reason
-    )
+    return OpSharding(tuple(unnamed(o.shape) for o in operands), unnamed(output), {}, reason=reason)
 
 
 def warn_replicated(reasons: Mapping[str, list[str]]) -> None:

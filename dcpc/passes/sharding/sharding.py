@@ -216,9 +216,7 @@ def _shard(
             return []
     found = []
     for i, key in enumerate(table.atoms([keys[name]])):
-        labels = [
-            Label(p[name][0], p[name][1] + i) if name in p else REPLICATED for p in where
-        ]
+        labels = [Label(p[name][0], p[name][1] + i) if name in p else REPLICATED for p in where]
         if name in rule.slices:
             source, start = rule.slices[name]
             if slices.get(key) != (table.atoms([keys[source]])[0], start):

@@ -247,9 +247,7 @@ class RowMaker:
         where = f"row of samples {', '.join(map(str, ids[:8]))}"
         return samples.filled(name, where, torch.cat(list(tensors), at), shape, self.fill)
 
-    def _marks(
-        self, name: str, spec: InputSpec, lengths: Sequence[int], size: int
-    ) -> torch.Tensor:
+    def _marks(self, name: str, spec: InputSpec, lengths: Sequence[int], size: int) -> torch.Tensor:
         """Positions in, or numbers of, the sequences of a row; padding is its last one."""
         rest = size - sum(lengths)
         counts = [*lengths, rest] if rest else list(lengths)

@@ -80,8 +80,7 @@ def take(
                 skipped.append(index)
                 done.add(place)
             elif not samples or (
-                total + found.tokens <= tokens
-                and (not one_bucket or found.bucket == samples[0][1])
+                total + found.tokens <= tokens and (not one_bucket or found.bucket == samples[0][1])
             ):
                 samples.append((index, found.bucket))
                 total += found.tokens

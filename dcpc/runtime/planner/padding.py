@@ -55,9 +55,7 @@ def share_padding(
         row = cost.row(longest, len(batch))
         ids = tuple(samples[i][0] for i in batch)
         found.append(
-            PlannedMicroBatch(
-                chain[longest], 1, (), ids, seconds_s, row.micro_batch, row.menu_step
-            )
+            PlannedMicroBatch(chain[longest], 1, (), ids, seconds_s, row.micro_batch, row.menu_step)
         )
     return tuple(found)
 

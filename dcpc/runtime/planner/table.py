@@ -169,9 +169,7 @@ def make_table(
     """
     rows = []
     for bucket, tried in tables.items():
-        fitting = [
-            r for r in tried if r.fits and r.sp <= world and not (aligned and world % r.sp)
-        ]
+        fitting = [r for r in tried if r.fits and r.sp <= world and not (aligned and world % r.sp)]
         if not fitting:
             raise PlanError(
                 f"bucket {bucket}: got {len(tried)} rows in the plan table, none of which fits a "
@@ -181,9 +179,7 @@ def make_table(
     return PlanTable(tuple(tables), tuple(rows), world, node_ranks, aligned)
 
 
-def own_settings(
-    plans: Mapping[Bucket, BucketPlan], world: int, node_ranks: int = 8
-) -> PlanTable:
+def own_settings(plans: Mapping[Bucket, BucketPlan], world: int, node_ranks: int = 8) -> PlanTable:
     """Returns a table of each bucket's own setting alone.
 
     Raises:

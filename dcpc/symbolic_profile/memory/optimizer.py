@@ -103,9 +103,7 @@ STEPS: Mapping[type[Optimizer], StepMemory] = {
 }
 
 
-def step_bytes(
-    optimizer: OptimizerLike, parameters: Iterable[nn.Parameter], together: bool
-) -> int:
+def step_bytes(optimizer: OptimizerLike, parameters: Iterable[nn.Parameter], together: bool) -> int:
     """Returns the most bytes that a step allocates and frees again.
 
     Of a class that `STEPS` has not it is 0: gradients of one more backward, which a plan counts
@@ -177,9 +175,7 @@ def _tiny(make: Callable[..., Optimizer], p: nn.Parameter) -> Optimizer:
     return made
 
 
-def _measured(
-    make: Callable[..., Optimizer], dtype: torch.dtype
-) -> Callable[[nn.Parameter], int]:
+def _measured(make: Callable[..., Optimizer], dtype: torch.dtype) -> Callable[[nn.Parameter], int]:
     """Returns the formula that one step on small parameters of several shapes obeys."""
     shapes = ((4, 6), (8, 6), (5, 7), (12,), (30,))
     counts = [torch.Size(s).numel() for s in shapes]

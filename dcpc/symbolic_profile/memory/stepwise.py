@@ -116,9 +116,7 @@ class Stepwise:
                 if count == 1:
                     self._recorder.step(self._number_of[storage], -1, storage)
 
-    def _run(
-        self, steps: Steps, outputs: Iterable[fx.Node], foldings: Sequence[Folding]
-    ) -> None:
+    def _run(self, steps: Steps, outputs: Iterable[fx.Node], foldings: Sequence[Folding]) -> None:
         """Runs steps on the timeline: allocate, mark the point, free what was used last.
 
         The outputs stay.

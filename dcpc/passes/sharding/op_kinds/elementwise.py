@@ -122,9 +122,7 @@ def glu(call: OpCall) -> OpSharding:
 def triangle(call: OpCall) -> OpSharding:
     """tril, triu: elementwise in the leading dims, the last two are compared by position."""
     names, sizes = own(call.output.shape)
-    return OpSharding(
-        (names,), names, sizes, whole=frozenset(members(names[-2:])), linear="first"
-    )
+    return OpSharding((names,), names, sizes, whole=frozenset(members(names[-2:])), linear="first")
 
 
 def norm(call: OpCall) -> OpSharding:

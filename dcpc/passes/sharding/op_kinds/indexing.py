@@ -147,9 +147,7 @@ def index_select(call: OpCall) -> OpSharding:
     sizes |= dict.fromkeys(name, source[dim])
     operand = (*output[:dim], name, *output[dim + 1 :])
     position = output[dim : dim + len(call.operands[1].shape)]
-    return OpSharding(
-        (operand, position), output, sizes, whole=frozenset(name), linear="first"
-    )
+    return OpSharding((operand, position), output, sizes, whole=frozenset(name), linear="first")
 
 
 def index_add(call: OpCall) -> OpSharding:

@@ -199,6 +199,4 @@ def im2col(call: OpCall) -> OpSharding:
     out = (operand[0], *output[1:]) if batched else output
     sizes = sizes | {n: s for n, s in more.items() if n in members(out)}
     free = set(operand[0]) if batched else set()
-    return OpSharding(
-        (operand,), out, sizes, whole=frozenset(sizes.keys() - free), linear="first"
-    )
+    return OpSharding((operand,), out, sizes, whole=frozenset(sizes.keys() - free), linear="first")

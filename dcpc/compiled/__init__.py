@@ -1,0 +1,5 @@
+"""A compiled model: an `nn.Module` that runs the variant of each call's shape."""
+
+from dcpc.compiled.model import CompiledModel
+
+__all__ = ["CompiledModel"]

@@ -1,0 +1,210 @@
+"""From inputs to the variant of their shape, and from that to a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.codegen import Variant, bind_group
+from dcpc.errors import DispatchError
+from dcpc.ir import Placement
+from dcpc.ops.random import mix
+from dcpc.plan.planning import Planned
+from dcpc.plan.traced import group_name
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.planner.plans import Setting
+from dcpc.runtime.step.stats import Stats
+from dcpc.trace import autocast_dtype, casting
+
+# Keeps the random numbers of train steps apart from those of calls, which count up from 1.
+_STEPS = 1 << 40
+
+
+class Dispatch:
+    """Runs calls and micro-batches, each by the variant of its shape; compiles what is missing.
+
+    Attributes:
+        stats: counts of what has run.
+        variants: what runs a bucket, a batch, a setting and a place in the group, with its
+            integers; filled on first use.
+    """
+
+    def __init__(self, buckets: Buckets, planned: Planned, groups: Groups, base_seed: int) -> None:
+        """Binds the aligned blocks of ranks.
+
+        Args:
+            buckets: that inputs are matched with.
+            planned: plans and graphs of each.
+            groups: the process groups.
+            base_seed: of all random numbers, the same on every rank.
+        """
+        self.stats = Stats()
+        self.variants: dict[tuple[Bucket, int, Setting, int], tuple[Variant, tuple[int, ...]]] = {}
+        self._buckets = buckets
+        self._planned = planned
+        self._groups = groups
+        self._base_seed = base_seed
+        self._draws: dict[int, int] = {}
+        self.bind_blocks()
+
+    def bind_blocks(self) -> None:
+        """Lets calls outside of a train step find the aligned blocks of ranks."""
+        for sp in self._groups.degrees:
+            pg = self._groups.of(sp)
+            if pg is not None:
+                bind_group(group_name(sp), pg)
+
+    # --------------------------------------------------------------------------- what inputs are
+
+    def named(self, args: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns all inputs by name.
+
+        Args:
+            args: those by position, in the order of the buckets' specs.
+            inputs: those by name.
+
+        Raises:
+            DispatchError: too many, or one twice.
+        """
+        names = tuple(self._buckets.inputs)
+        if len(args) > len(names):
+            raise DispatchError(
+                f"got {len(args)} positional inputs; expected at most {len(names)} "
+                f"({', '.join(names)}); pass inputs by name"
+            )
+        twice = [n for n in names[: len(args)] if n in inputs]
+        if twice:
+            raise DispatchError(
+                f"got input {twice[0]} twice; expected it once; pass it by name only"
+            )
+        return {**dict(zip(names, args, strict=False)), **inputs}
+
+    def match(self, inputs: Mapping[str, Tensor]) -> tuple[Bucket, dict[str, int]]:
+        """Returns the bucket of some inputs, and the length of every dim, batch included.
+
+        Raises:
+            DispatchError: names, dtypes or shapes match no bucket, or an input requires a gradient.
+        """
+        for name, value in inputs.items():
+            if not isinstance(value, Tensor):
+                raise DispatchError(
+                    f"input {name}: got {type(value).__name__}; expected a tensor; wrap it in "
+                    "torch.tensor"
+                )
+            if value.requires_grad and torch.is_grad_enabled():
+                raise DispatchError(
+                    f"input {name}: got a tensor that requires grad; expected one that does not: "
+                    "gradients are made for the model's parameters alone; detach it, or compile "
+                    "the module that made it together with the model"
+                )
+        shapes = {n: tuple(t.shape) for n, t in inputs.items()}
+        return self._buckets.match(shapes, {n: t.dtype for n, t in inputs.items()})
+
+    def setting(self, bucket: Bucket) -> Setting:
+        """Returns the planned setting of a bucket."""
+        plan = self._planned.plans[bucket]
+        return Setting(plan.sp, plan.micro_batch, plan.menu_step)
+
+    def placement(self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting) -> Placement:
+        """Returns a setting's placement; another where it would leave ranks without samples."""
+        runnable = self._planned.by_bucket[bucket]
+        full = {**bucket.sizes, BATCH: setting.micro_batch}
+        planned = runnable.priced.placement(full, setting.sp)
+        if runnable.sharded_batch_is_idle(planned, sizes):
+            return runnable.priced.placement(sizes, setting.sp)
+        return planned
+
+    # --------------------------------------------------------------------------------- what runs
+
+    def run_call(
+        self, bucket: Bucket, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Returns the loss of a call by hand, run with the planned setting of its bucket."""
+        setting = self.setting(bucket)
+        place = self._groups.rank % setting.sp
+        variant, integers = self._variant(bucket, sizes, setting, place)
+        seed = self._seed(variant.sp) if variant.draws else 0
+        return self._run(variant, integers, bucket, sizes, inputs, seed)
+
+    def prepare(self, mb: MicroBatch) -> None:
+        """Compiles what a micro-batch needs."""
+        bucket, sizes = self.match(mb.inputs)
+        self._variant(bucket, sizes, _setting_of(mb), mb.ranks.index(self._groups.rank))
+
+    def run_micro_batch(self, step: Step, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Returns the loss of a micro-batch of a step.
+
+        Args:
+            step: which it is of; the random numbers follow from its place there.
+            mb: with its setting and its ranks.
+            inputs: of it, on the device.
+        """
+        bucket, sizes = self.match(inputs)
+        pg = self._groups.over(mb.ranks)
+        if pg is not None:
+            # Backward follows before the next micro-batch binds the name to its own group.
+            bind_group(group_name(mb.sp), pg)
+        seed = mix(self._base_seed, _STEPS, step.epoch, step.index, mb.number) >> 1
+        place = mb.ranks.index(self._groups.rank)
+        variant, integers = self._variant(bucket, sizes, _setting_of(mb), place)
+        return self._run(variant, integers, bucket, sizes, inputs, seed)
+
+    def own_casts(self) -> AbstractContextManager[object]:
+        """Returns a context without autocast: the captured graph has the casts.
+
+        Raises:
+            DispatchError: another autocast than the captured one is around the call.
+        """
+        kind = self._groups.device.type
+        around, captured = autocast_dtype(kind), self._planned.autocast
+        if around is not None and around != captured:
+            raise DispatchError(
+                f"got a call under torch.autocast('{kind}', {around}); expected "
+                f"{captured or 'none'}, which the model was captured under; compile it with "
+                f"autocast={around}"
+            )
+        return casting(kind, None)
+
+    def _run(
+        self,
+        variant: Variant,
+        integers: tuple[int, ...],
+        bucket: Bucket,
+        sizes: Mapping[str, int],
+        inputs: Mapping[str, Tensor],
+        seed: int,
+    ) -> Tensor:
+        traced = self._planned.by_bucket[bucket].traced
+        # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
+        given = {p: inputs[n].contiguous() for p, n in traced.program.inputs.items()}
+        named = {**traced.tensors(), **given}
+        self.stats.called(bucket, sizes.get(BATCH, 1))
+        return variant([named[p] for p in variant.placeholders], integers, seed)
+
+    def _variant(
+        self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting, place: int
+    ) -> tuple[Variant, tuple[int, ...]]:
+        """Returns what runs these sizes with a setting, compiled on first use, and its integers."""
+        key = (bucket, sizes.get(BATCH, 1), setting, place)
+        if key not in self.variants:
+            runnable = self._planned.by_bucket[bucket]
+            placement = self.placement(bucket, sizes, setting)
+            self.variants[key] = runnable.variant(placement, setting.menu_step, sizes, place)
+        return self.variants[key]
+
+    def _seed(self, sp: int) -> int:
+        """Returns the seed of the next call at a degree, the same on every rank of its group.
+
+        The ranks of a group make the same calls at its degree, so counting them needs no message.
+        """
+        self._draws[sp] = self._draws.get(sp, 0) + 1
+        return mix(self._base_seed, sp, self._groups.ranks(sp)[0], self._draws[sp]) >> 1
+
+
+def _setting_of(mb: MicroBatch) -> Setting:
+    return Setting(mb.sp, mb.micro_batch, mb.menu_step)

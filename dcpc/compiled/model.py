@@ -1,0 +1,260 @@
+"""A compiled model: an `nn.Module` that runs the variant of each call's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, SupportsIndex
+
+from torch import Tensor, nn
+
+from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.codegen import delivering, wire_log
+from dcpc.compiled.agreed_state import AgreedState
+from dcpc.compiled.dispatch import Dispatch
+from dcpc.errors import DispatchError
+from dcpc.ir import Packable, Profile, Program
+from dcpc.passes.masks.packable import packable
+from dcpc.plan.following import Followed
+from dcpc.plan.planning import Planned
+from dcpc.plan.runnable import Runnable
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.groups.same_state import checksum
+from dcpc.runtime.step.reduction import COMM_BUCKET_BYTES
+from dcpc.runtime.step.stats import Stats, log_step
+from dcpc.runtime.step.step import StepResult, clip_gradients, reduce_gradients, train_step
+from dcpc.symbolic_profile import Prediction
+from dcpc.verify import Verifier
+
+
+class CompiledModel(nn.Module):
+    """A model compiled for shape buckets; made by `dcpc.compile`.
+
+    Shares the user's parameters: `parameters()` and `state_dict()` are the model's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Buckets,
+        planned: Planned,
+        groups: Groups,
+        base_seed: int,
+        verifier: Verifier,
+    ) -> None:
+        """Wraps what `dcpc.compile` made; users call that."""
+        super().__init__()
+        self.model = model
+        self.buckets = buckets
+        self.planned = planned
+        self.verifier = verifier
+        self.plans = planned.plans  # one object: what dispatch and reports read is the same
+        self.tables = dict(planned.tables)
+        self.groups = groups
+        self.memory_bytes = planned.memory_bytes
+        self.training = model.training
+        self._followed = Followed(model, buckets, planned)
+        self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
+        self._dispatch = Dispatch(buckets, planned, groups, base_seed)
+        self._agreed = AgreedState(model, planned, groups)
+        self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
+        self._calls = 0
+
+    def forward(self, *args: Tensor, **inputs: Tensor) -> Tensor:
+        """Returns the model's loss, computed by the variant of these inputs' shape.
+
+        With sp > 1 all ranks of the SP group pass the same inputs and get the same loss; each one's
+        `backward` adds its share of the gradient, which `reduce_gradients` sums.
+
+        Args:
+            args: inputs by position, in the order of the buckets' specs.
+            inputs: inputs by name.
+
+        Raises:
+            DispatchError: names, dtypes or shapes match no bucket, or the model changed since it
+                was compiled.
+            GroupError: ranks of the SP group passed different shapes, or different values of
+                inputs that are no floats.
+        """
+        inputs = self._dispatch.named(args, inputs)
+        bucket, sizes = self._dispatch.match(inputs)
+        problem = self._followed.problem(self.model)
+        sp = self._dispatch.setting(bucket).sp
+        if sp > 1:
+            self._calls += 1
+            batch = sizes.get(BATCH, 1)
+            what = f"{bucket} with batch {batch}, call {self._calls}, {self.plans[bucket]}"
+            # Floats may differ in their last bits, as where each rank ran an encoder before.
+            whole = {n: checksum(x) for n, x in inputs.items() if not x.is_floating_point()}
+            what += f", checksums of inputs {sorted(whole.items())}"
+            what += "" if problem is None else f", {problem}"
+            agree(self.groups, sp, "bucket", what)
+        if problem is not None:
+            raise problem
+        with self._dispatch.own_casts():
+            return self._dispatch.run_call(bucket, sizes, inputs)
+
+    def train_step(self, step: Step, *, clip: float | None = None) -> StepResult:
+        """Runs all micro-batches of a planned step and sums the gradients over the ranks.
+
+        The gradient is that of the weighted mean loss of the whole global batch, as one device
+        would compute it. Collective over all ranks.
+
+        Args:
+            step: from `dcpc.DataLoader`.
+            clip: largest norm of the whole batch's gradient; a longer one is scaled down to it.
+
+        Returns:
+            The global loss, and measured seconds and imbalance.
+        """
+        dispatch = self._dispatch
+        state, check = self._agreed.of_step(self._followed.problem(self.model))
+        try:
+            with dispatch.own_casts():
+                result = train_step(
+                    lambda mb, inputs: dispatch.run_micro_batch(step, mb, inputs),
+                    step,
+                    self.model.parameters(),
+                    self.groups,
+                    prepare=dispatch.prepare,
+                    delivering=delivering,
+                    clip=clip,
+                    comm_bucket_bytes=self.comm_bucket_bytes,
+                    state=state,
+                    check=check,
+                )
+        finally:
+            dispatch.bind_blocks()
+        dispatch.stats.stepped(step, result)
+        if self.groups.rank == 0:
+            for log in self._loggers:
+                log(step, result)
+        return result
+
+    def log_to(self, logger: Callable[[Step, StepResult], None]) -> None:
+        """Has rank 0 call this after each train step, e.g. a `dcpc.TensorBoardLogger`."""
+        self._loggers.append(logger)
+
+    def reduce_gradients(self) -> None:
+        """Sums every parameter's gradient over all ranks, once an optimizer step."""
+        state, check = self._agreed.of_step(None)
+        reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scales a gradient longer than `max_norm` down to it; returns its norm before.
+
+        After `train_step` or `reduce_gradients`: then every rank has the gradient of the whole
+        global batch.
+
+        Args:
+            max_norm: above 0.
+
+        Raises:
+            DataError: `max_norm` is no positive number.
+        """
+        return clip_gradients(self.model.parameters(), max_norm)
+
+    # ---------------------------------------------------------------------------------- looking in
+
+    def report(self) -> str:
+        """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why.
+
+        At the end it says what was compared with the model itself, and where.
+        """
+        return f"{self.planned.report()}\n{self.verifier.report()}"
+
+    def source(self, bucket: Bucket | Mapping[str, int]) -> str:
+        """Returns the forward and backward that run for a bucket as Python a person can read."""
+        return self.planned.source(self._bucket(bucket))
+
+    def profile(self, bucket: Bucket | Mapping[str, int]) -> Profile:
+        """Returns a bucket's costs as expressions of the dims."""
+        return self.planned.profile(self._bucket(bucket))
+
+    def predict(self, bucket: Bucket | Mapping[str, int], batch: int | None = None) -> Prediction:
+        """Returns a bucket's predicted costs on the fullest rank.
+
+        Args:
+            bucket: which one; a batch among its sizes is as `batch`.
+            batch: samples in the micro-batch; default: the planned ones.
+        """
+        if batch is None and not isinstance(bucket, Bucket):
+            batch = bucket.get(BATCH)
+        bucket = self._bucket(bucket)
+        plan = self.plans[bucket]
+        sizes = {**bucket.sizes, BATCH: batch or plan.micro_batch}
+        placement = self._dispatch.placement(bucket, sizes, self._dispatch.setting(bucket))
+        priced = self.planned.by_bucket[bucket].priced
+        return priced.at(placement).predict(plan.menu_step, sizes)
+
+    @property
+    def packable(self) -> Packable:
+        """Whether a row may hold several sequences, for `DataLoader(packing=)`; else why not."""
+        traces = [v.traced for v in self.planned.traces]
+        # A trace of rows of one token has no length: there is nothing to pack.
+        longer = [t for t in traces if set(t.program.symbols) - {BATCH}] or traces
+        found = [packable(t.program, t.sharding.rules) for t in longer]
+        return next((p for p in found if p.reason), found[0])
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node of the device that was planned for."""
+        return self.planned.device.node_ranks
+
+    @property
+    def program(self) -> Program:
+        """The traced model; only where all buckets share one trace."""
+        return self.planned.program
+
+    @property
+    def runnable(self) -> Runnable:
+        """Graphs, placements and prices; only where all buckets share one trace."""
+        return self.planned.runnable
+
+    def stats(self) -> Stats:
+        """Returns counts of what has run on this rank."""
+        stats = self._dispatch.stats
+        stats.variants = sum(v.compiled_count for v in self.planned.traces)
+        stats.wire_bytes = wire_log.total_bytes()
+        return stats
+
+    # ----------------------------------------------------------------------- the model's own state
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's own state, as without dcpc."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads the model's own state, as without dcpc; every rank loads the same.
+
+        The next step compares what the ranks have loaded.
+        """
+        loaded = self.model.load_state_dict(*args, **kwargs)
+        self._agreed.loaded()
+        return loaded
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the model's parameters under their own names."""
+        return self.model.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields the model's buffers under their own names."""
+        return self.model.named_buffers(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuses copies and pickles: process groups and compiled graphs have none."""
+        raise DispatchError(
+            "got a copy or a pickle of a compiled model; expected it to stay where it was made: it "
+            "holds process groups and compiled graphs; copy.deepcopy(compiled.model), or save "
+            "compiled.state_dict()"
+        )
+
+    def train(self, mode: bool = True) -> CompiledModel:
+        """Sets the model's mode, as without dcpc."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def _bucket(self, bucket: Bucket | Mapping[str, int]) -> Bucket:
+        return self.planned.find(bucket.sizes if isinstance(bucket, Bucket) else bucket)
