@@ -10,56 +10,30 @@ process group plans by itself: the plan depends on dataset, seed, epoch and tabl
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
-import torch
-
 from dcpc.errors import DataError
-from dcpc.runtime.data.ahead import ahead
+from dcpc.runtime.data.ahead import LoaderStats, ahead
 from dcpc.runtime.data.arguments import allowed_steps, check_choice, check_count
 from dcpc.runtime.data.cuts import PlannedBatch, Recipe, cut_epoch
-from dcpc.runtime.data.packing import RowMaker
-from dcpc.runtime.data.samples import Dataset, Samples
-from dcpc.runtime.data.steps import MicroBatch, Step
-from dcpc.runtime.data.weights import SAMPLES, Weight, checked, weight_function
+from dcpc.runtime.data.making import StepMaker
+from dcpc.runtime.data.progress import Progress, State
+from dcpc.runtime.data.samples import Dataset
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.data.window import Position
 from dcpc.runtime.groups.relay import Relay
 from dcpc.runtime.planner.plan_file import PlanFile
-from dcpc.runtime.planner.plans import MODES, Mode, StepPlan
+from dcpc.runtime.planner.plans import MODES, Mode
 from dcpc.runtime.planner.protocol import Compiled
 from dcpc.runtime.planner.table import PlanTable, mode_table
 
 LOG = logging.getLogger("dcpc")
-State = dict[str, int | bool | list[int]]
-
-
-@dataclass(slots=True)
-class LoaderStats:
-    """How well planning and loading hide behind the steps, over all iterations so far.
-
-    Attributes:
-        steps: yielded.
-        plan_s: seconds of forming and planning them, on the rank that did.
-        waited_s: seconds the loop here waited for a step that was not ready, the first of each
-            iteration left out: nothing runs before it.
-        first_s: seconds it waited for these first steps.
-        tokens: of all ranks' samples.
-        padding: tokens that all ranks' micro-batches had beside them.
-    """
-
-    steps: int = 0
-    plan_s: float = 0.0
-    waited_s: float = 0.0
-    first_s: float = 0.0
-    tokens: int = 0
-    padding: int = 0
 
 
 class DataLoader:
@@ -152,22 +126,14 @@ class DataLoader:
             pads=pad_to_longer,
         )
         self.compiled = compiled
-        self.shuffle = shuffle
         self.on_too_long = on_too_long
         self.lookahead = lookahead
         self.calculate_imbalance = calculate_imbalance
         self.recipe = Recipe(tokens_per_step, window, mode, allowed, bool(packing))
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
-        buckets = compiled.buckets
-        self._rows = RowMaker(buckets, packing, compiled.packable, weight, pad) if packing else None
-        given = buckets if self._rows is None else self._rows.given(buckets)
-        self._samples = Samples(dataset, given, pad)
-        self._weigh = weight_function(weight, compiled.buckets.inputs)
-        self._seed = seed
-        self._epoch = self._index = 0
-        self._position = Position()
-        self._resumed = False
+        self._maker = StepMaker(dataset, compiled, packing, weight, pad)
+        self._progress = Progress(len(self._maker.samples), seed, shuffle)
         self._skipped: tuple[int, ...] = ()
         self._name = f"{groups.number('loader')}"
         self._iterations = 0
@@ -188,7 +154,7 @@ class DataLoader:
     @property
     def epoch(self) -> int:
         """Number of the epoch that runs, or that comes next."""
-        return self._epoch
+        return self._progress.epoch
 
     @property
     def skipped(self) -> tuple[int, ...]:
@@ -198,9 +164,7 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration that of `epoch`; the epoch it is in already goes on as it is."""
         check_count("epoch", epoch, 0)
-        if epoch != self._epoch:
-            self._epoch, self._position, self._index = epoch, Position(), 0
-            self._resumed = False
+        self._progress.go_to(epoch)
 
     def state_dict(self) -> State:
         """Returns where training is, the step yielded last counted as done; plain numbers.
@@ -208,16 +172,7 @@ class DataLoader:
         It says which samples are done and nothing of plans, so it goes on at any world size, in any
         mode.
         """
-        done = self._position.start >= len(self._samples)
-        return {
-            "epoch": self._epoch + done,
-            "consumed": 0 if done else self._position.start,
-            "ahead": [] if done else sorted(self._position.ahead),
-            "step": 0 if done else self._index,
-            "seed": self._seed,
-            "shuffle": self.shuffle,
-            "samples": len(self._samples),
-        }
+        return self._progress.state()
 
     def load_state_dict(self, state: Mapping[str, int | bool | list[int]]) -> None:
         """Makes the next iteration continue from a state, on any number of ranks.
@@ -225,30 +180,7 @@ class DataLoader:
         Raises:
             DataError: the state lacks a field or is of another dataset or order.
         """
-        fields = self.state_dict()
-        if state.keys() != fields.keys():
-            raise DataError(
-                f"loader state: got fields {', '.join(map(str, state))}; expected "
-                f"{', '.join(fields)}; pass what state_dict() returned"
-            )
-        counts = {n: check_count(f"loader state '{n}'", state[n], 0)
-                  for n in ("epoch", "consumed", "step", "seed")}  # fmt: skip
-        places = state["ahead"]
-        if not isinstance(places, list):
-            raise DataError(
-                f"loader state 'ahead': got {places!r}; expected a list of places; pass what "
-                "state_dict() returned"
-            )
-        done = frozenset(check_count("loader state 'ahead'", p, 0) for p in places)
-        for name in ("samples", "shuffle"):
-            if state[name] != fields[name]:
-                raise DataError(
-                    f"loader state: got {name}={state[name]}; expected {fields[name]}, as this "
-                    "loader has; resume with the same dataset and shuffle="
-                )
-        self._epoch, self._position = counts["epoch"], Position(counts["consumed"], done)
-        self._index, self._seed = counts["step"], counts["seed"]
-        self._resumed = True
+        self._progress.load(state)
 
     def __iter__(self) -> Iterator[Step]:
         """Yields the steps of the epoch.
@@ -257,31 +189,31 @@ class DataLoader:
             DataError: a sample contradicts the specs or is longer than every bucket.
             PlanError: rank 0 sent no plan in time, or one of another plan table.
         """
-        if not self._resumed:
-            self._position, self._index = Position(), 0
-        self._resumed = False
+        progress = self._progress
+        progress.begin()
         self._skipped = ()
         self._iterations += 1
-        fresh = self._position == Position()
+        fresh = progress.position == Position()
         relay = self._relay()
         used = 0
 
         made = self._made(relay)
         try:
-            for cut, step in self._timed(ahead(made, self.lookahead) if self.lookahead else made):
+            steps = ahead(made, self.lookahead) if self.lookahead else made
+            for cut, step in self._stats.timed(steps):
                 used += 1
-                self._position = cut.after
+                progress.position = cut.after
                 self._skipped += cut.skipped
                 if step is not None:
-                    self._index = step.index + 1
+                    progress.index = step.index + 1
                     self._log(step)
                     yield step
             used += 1  # the message that there are no more
         finally:
             if relay is not None:
                 relay.close(used)
-        self._report_skipped(nothing_left=fresh and self._index == 0)
-        self._epoch, self._position, self._index = self._epoch + 1, Position(), 0
+        self._report_skipped(nothing_left=fresh and progress.index == 0)
+        progress.go_to(progress.epoch + 1)
 
     def stats(self) -> LoaderStats:
         """Returns what planning took, and how long steps were waited for."""
@@ -292,33 +224,8 @@ class DataLoader:
 
         `dcpc replay FILE` prints it and plans it again.
         """
-        placed = {i: mb.bucket for mb in step.plan.micro_batches for i in mb.sample_ids}
-        own = {} if step.rows else {i: self._samples.fit(i).bucket for i in placed}
-        samples = tuple((i, own.get(i) or placed[i]) for i in sorted(placed))
+        samples = self._maker.own_buckets(step)
         PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(file)
-
-    def _timed(
-        self, made: Iterator[tuple[PlannedBatch, Step | None]]
-    ) -> Iterator[tuple[PlannedBatch, Step | None]]:
-        """Yields what it is given, and counts the seconds it waits."""
-        stats, first = self._stats, True
-        while True:
-            begin_s = time.perf_counter()
-            found = next(made, None)
-            waited_s = time.perf_counter() - begin_s
-            if first:
-                stats.first_s += waited_s
-            else:
-                stats.waited_s += waited_s
-            if found is None:
-                return
-            first = False
-            stats.plan_s += found[0].plan_s
-            stats.steps += found[1] is not None
-            if found[1] is not None:
-                stats.tokens += found[0].tokens
-                stats.padding += found[0].padding
-            yield found
 
     def _relay(self) -> Relay | None:
         groups = self.compiled.groups
@@ -328,11 +235,8 @@ class DataLoader:
 
     def _made(self, relay: Relay | None) -> Iterator[tuple[PlannedBatch, Step | None]]:
         """Yields this rank's steps: planned here, or by rank 0."""
-        table, epoch = self.table, self._epoch
-        job = (
-            f"epoch {epoch} from place {self._position.start}, step {self._index}, seed "
-            f"{self._seed}, {len(self._samples)} samples, {self.recipe.text()}"
-        )
+        table, epoch = self.table, self._progress.epoch
+        job = f"{self._progress.text()}, {self.recipe.text()}"
         if relay is None:
             cuts = self._cuts(table)
         elif self.compiled.groups.rank == 0:
@@ -340,17 +244,13 @@ class DataLoader:
         else:
             cuts = (PlannedBatch.of(message, table, job) for message in relay.receive())
         for cut in cuts:
-            step = None if cut.plan is None else self._step(epoch, cut, cut.plan)
-            done = () if cut.plan is None else cut.plan.micro_batches
-            self._samples.forget(cut.ids(mb.sample_ids for mb in done))
-            self._samples.forget(cut.skipped)
-            yield cut, step
+            yield cut, self._maker.step(epoch, cut)
 
     def _cuts(self, table: PlanTable) -> Iterator[PlannedBatch]:
         """Yields what is left of the epoch, planned here."""
-        order = self._order(self._epoch)
-        fit = self._samples.fit
-        for cut in cut_epoch(order, fit, table, self.recipe, self._position, self._index):
+        progress, fit = self._progress, self._maker.samples.fit
+        order, position = progress.order(), progress.position
+        for cut in cut_epoch(order, fit, table, self.recipe, position, progress.index):
             if cut.skipped and self.on_too_long == "error":
                 self._refuse(cut.skipped[0])
             yield cut
@@ -368,62 +268,22 @@ class DataLoader:
     def _report_skipped(self, nothing_left: bool) -> None:
         if not self._skipped:
             return
+        samples = self._maker.samples
         n, some = len(self._skipped), ", ".join(map(str, self._skipped[:8]))
         text = (
-            f"epoch {self._epoch}: got {n} of {len(self._samples)} samples longer than every "
+            f"epoch {self._progress.epoch}: got {n} of {len(samples)} samples longer than every "
             f"bucket ({some}{', ...' if n > 8 else ''}); expected at most "
-            f"{self._samples.describe_largest()}; add a larger bucket or cut them"
+            f"{samples.describe_largest()}; add a larger bucket or cut them"
         )
         if nothing_left:
             raise DataError(text)
         warnings.warn(f"{text}: left out", stacklevel=3)
 
-    def _step(self, epoch: int, cut: PlannedBatch, plan: StepPlan) -> Step:
-        micro_batches = []
-        for number, mb in enumerate(plan.micro_batches):
-            if self.compiled.groups.rank not in mb.ranks:
-                continue
-            ids = cut.ids([mb.sample_ids])
-            if self._rows is None:
-                inputs = self._samples.collate(ids, mb.bucket)
-            else:
-                rows = [cut.rows[row] for row in mb.sample_ids]
-                inputs = self._rows.collate(self._samples, rows, mb.bucket)
-            weight = float(len(ids))
-            if self._weigh is not None:
-                weight = checked(self._weigh(inputs), ids)
-            micro_batches.append(
-                MicroBatch(
-                    bucket=mb.bucket,
-                    sp=mb.sp,
-                    inputs=inputs,
-                    weight=weight,
-                    samples=ids,
-                    ranks=mb.ranks,
-                    micro_batch=mb.micro_batch,
-                    menu_step=mb.menu_step,
-                    number=number,
-                )
-            )
-        total = float(cut.samples) if self._weigh is None else None
-        return Step(
-            epoch, cut.index, plan, tuple(micro_batches), total, cut.tokens, cut.samples,
-            cut.plan_s, cut.rows,
-        )  # fmt: skip
-
-    def _order(self, epoch: int) -> list[int]:
-        n = len(self._samples)
-        if not self.shuffle:
-            return list(range(n))
-        digest = hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        order: list[int] = torch.randperm(n, generator=generator).tolist()
-        return order
-
     def _refuse(self, index: int) -> NoReturn:
-        dims = ", ".join(f"{name}: {n}" for name, n in self._samples.fit(index).dims)
+        samples = self._maker.samples
+        dims = ", ".join(f"{name}: {n}" for name, n in samples.fit(index).dims)
         raise DataError(
             f"sample {index}: got {{{dims}}}, longer than every bucket; expected at most "
-            f"{self._samples.describe_largest()}; add a larger bucket, cut the sample, or pass "
+            f"{samples.describe_largest()}; add a larger bucket, cut the sample, or pass "
             "on_too_long='skip'"
         )

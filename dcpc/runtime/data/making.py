@@ -1,0 +1,87 @@
+"""From a planned batch to the step of one rank: the samples that it runs, loaded and weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dcpc.buckets import Bucket
+from dcpc.runtime.data.cuts import PlannedBatch
+from dcpc.runtime.data.packing import RowMaker
+from dcpc.runtime.data.samples import Dataset, Samples
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.data.weights import Weight, checked, weight_function
+from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan
+from dcpc.runtime.planner.protocol import Compiled
+
+
+class StepMaker:
+    """Loads what one rank runs of a planned batch.
+
+    Attributes:
+        samples: of the dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        compiled: Compiled,
+        packing: bool | str,
+        weight: Weight,
+        pad: Mapping[str, int | float] | None,
+    ) -> None:
+        """Checks the arguments against the model; they are the loader's.
+
+        Raises:
+            DataError: an argument is wrong, or the model would mix sequences that are packed.
+        """
+        buckets = compiled.buckets
+        self._rows = RowMaker(buckets, packing, compiled.packable, weight, pad) if packing else None
+        given = buckets if self._rows is None else self._rows.given(buckets)
+        self.samples = Samples(dataset, given, pad)
+        self._weigh = weight_function(weight, buckets.inputs)
+        self._rank = compiled.groups.rank
+
+    def step(self, epoch: int, cut: PlannedBatch) -> Step | None:
+        """Returns this rank's step; None where the batch is empty. What it had is forgotten."""
+        step = None if cut.plan is None else self._step(epoch, cut, cut.plan)
+        done = () if cut.plan is None else cut.plan.micro_batches
+        self.samples.forget(cut.ids(mb.sample_ids for mb in done))
+        self.samples.forget(cut.skipped)
+        return step
+
+    def own_buckets(self, step: Step) -> tuple[tuple[int, Bucket], ...]:
+        """Returns what the planner was given: each sample and the bucket that is its own.
+
+        A row of packed sequences has that of its micro-batch.
+        """
+        placed = {i: mb.bucket for mb in step.plan.micro_batches for i in mb.sample_ids}
+        own = {} if step.rows else {i: self.samples.fit(i).bucket for i in placed}
+        return tuple((i, own.get(i) or placed[i]) for i in sorted(placed))
+
+    def _step(self, epoch: int, cut: PlannedBatch, plan: StepPlan) -> Step:
+        mine = [(n, mb) for n, mb in enumerate(plan.micro_batches) if self._rank in mb.ranks]
+        total = float(cut.samples) if self._weigh is None else None
+        return Step(
+            epoch, cut.index, plan, tuple(self._micro_batch(cut, n, mb) for n, mb in mine), total,
+            cut.tokens, cut.samples, cut.plan_s, cut.rows,
+        )  # fmt: skip
+
+    def _micro_batch(self, cut: PlannedBatch, number: int, mb: PlannedMicroBatch) -> MicroBatch:
+        ids = cut.ids([mb.sample_ids])
+        if self._rows is None:
+            inputs = self.samples.collate(ids, mb.bucket)
+        else:
+            rows = [cut.rows[row] for row in mb.sample_ids]
+            inputs = self._rows.collate(self.samples, rows, mb.bucket)
+        weight = float(len(ids)) if self._weigh is None else checked(self._weigh(inputs), ids)
+        return MicroBatch(
+            bucket=mb.bucket,
+            sp=mb.sp,
+            inputs=inputs,
+            weight=weight,
+            samples=ids,
+            ranks=mb.ranks,
+            micro_batch=mb.micro_batch,
+            menu_step=mb.menu_step,
+            number=number,
+        )

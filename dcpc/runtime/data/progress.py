@@ -1,0 +1,108 @@
+"""Where training is: the epoch, the samples of it that are done, and the order they come in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from dcpc.errors import DataError
+from dcpc.runtime.data.arguments import check_count
+from dcpc.runtime.data.window import Position
+
+State = dict[str, int | bool | list[int]]
+
+
+class Progress:
+    """Where a loader is.
+
+    Attributes:
+        epoch: that runs, or that comes next.
+        index: number of the next step in it.
+        position: the samples that are done.
+        seed: of the order.
+        shuffle: a new order each epoch; else the dataset's.
+    """
+
+    def __init__(self, samples: int, seed: int, shuffle: bool) -> None:
+        """Begins with epoch 0 of a dataset of `samples`."""
+        self.epoch = self.index = 0
+        self.position = Position()
+        self.seed = seed
+        self.shuffle = shuffle
+        self._samples = samples
+        self._resumed = False
+
+    def begin(self) -> None:
+        """Begins an iteration: where a state was loaded from there, else with its epoch."""
+        if not self._resumed:
+            self.position, self.index = Position(), 0
+        self._resumed = False
+
+    def go_to(self, epoch: int) -> None:
+        """Makes the next iteration that of `epoch`, from its start, if it is another."""
+        if epoch != self.epoch:
+            self.epoch, self.position, self.index = epoch, Position(), 0
+            self._resumed = False
+
+    def order(self) -> list[int]:
+        """Returns the samples in the order of the epoch."""
+        n = self._samples
+        if not self.shuffle:
+            return list(range(n))
+        digest = hashlib.blake2b(f"{self.seed} {self.epoch}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        order: list[int] = torch.randperm(n, generator=generator).tolist()
+        return order
+
+    def text(self) -> str:
+        """Returns what all ranks must have alike before an iteration."""
+        return (
+            f"epoch {self.epoch} from place {self.position.start}, step {self.index}, seed "
+            f"{self.seed}, {self._samples} samples"
+        )
+
+    def state(self) -> State:
+        """Returns it as plain numbers."""
+        done = self.position.start >= self._samples
+        return {
+            "epoch": self.epoch + done,
+            "consumed": 0 if done else self.position.start,
+            "ahead": [] if done else sorted(self.position.ahead),
+            "step": 0 if done else self.index,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "samples": self._samples,
+        }
+
+    def load(self, state: Mapping[str, int | bool | list[int]]) -> None:
+        """Makes the next iteration continue from a state.
+
+        Raises:
+            DataError: the state lacks a field or is of another dataset or order.
+        """
+        fields = self.state()
+        if state.keys() != fields.keys():
+            raise DataError(
+                f"loader state: got fields {', '.join(map(str, state))}; expected "
+                f"{', '.join(fields)}; pass what state_dict() returned"
+            )
+        counts = {n: check_count(f"loader state '{n}'", state[n], 0)
+                  for n in ("epoch", "consumed", "step", "seed")}  # fmt: skip
+        places = state["ahead"]
+        if not isinstance(places, list):
+            raise DataError(
+                f"loader state 'ahead': got {places!r}; expected a list of places; pass what "
+                "state_dict() returned"
+            )
+        done = frozenset(check_count("loader state 'ahead'", p, 0) for p in places)
+        for name in ("samples", "shuffle"):
+            if state[name] != fields[name]:
+                raise DataError(
+                    f"loader state: got {name}={state[name]}; expected {fields[name]}, as this "
+                    "loader has; resume with the same dataset and shuffle="
+                )
+        self.epoch, self.position = counts["epoch"], Position(counts["consumed"], done)
+        self.index, self.seed = counts["step"], counts["seed"]
+        self._resumed = True
