@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -127,11 +127,7 @@ def train_step(
     _refuse_different(step, groups)
     groups.prepare(step.plan.ranges)
     total = _total_weight(step, groups)
-    # Gradients that are there already were reduced by an earlier step: they are not summed again.
-    earlier = [p.grad for p in params]
-    for p in params:
-        p.grad = None
-    try:
+    with _beside_earlier(params):
         if prepare is not None:
             for mb in step.micro_batches:
                 prepare(mb)
@@ -139,16 +135,8 @@ def train_step(
         clock = Clock(groups.device)
         share = _run(call, step, total, groups, reduction, delivering, clock)
         reduction.finish()
-    except BaseException:
-        # A part of the step's gradient is no gradient: there is what was there before.
-        for p, grad in zip(params, earlier, strict=True):
-            p.grad = grad
-        raise
-    clock.mark()
+        clock.mark()
     *micro_batch_s, reduction_s = clock.spans_s()
-    for p, grad in zip(params, earlier, strict=True):
-        if grad is not None:
-            p.grad = grad if p.grad is None else grad.add_(p.grad)
     norm = None if clip is None else clip_gradients(params, clip)
     facts = _gather([share, sum(micro_batch_s)], groups)
     return StepResult(
@@ -214,6 +202,27 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
             "number; pass e.g. 1.0"
         )
     return float(torch.nn.utils.clip_grad_norm_(list(parameters), max_norm))
+
+
+@contextmanager
+def _beside_earlier(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Has gradients made as if there were none, and adds them to those that are there.
+
+    These were reduced by an earlier step: they are not summed again. Where making them fails there
+    is what was there before: a part of a step's gradient is no gradient.
+    """
+    earlier = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    except BaseException:
+        for p, grad in zip(params, earlier, strict=True):
+            p.grad = grad
+        raise
+    for p, grad in zip(params, earlier, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else grad.add_(p.grad)
 
 
 def _run(
