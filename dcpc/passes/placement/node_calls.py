@@ -14,7 +14,7 @@ import torch
 
 from dcpc.ir import TensorInfo
 from dcpc.passes.sharding.rule_types import OpSharding
-from dcpc.symbolic_profile.ops.flops import LOOKUPS, elementwise
+from dcpc.symbolic_profile.ops.elements import LOOKUPS, elementwise
 
 
 class CallPattern(NamedTuple):

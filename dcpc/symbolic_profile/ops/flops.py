@@ -9,7 +9,7 @@ time only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,160 +19,13 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from dcpc.symbolic_profile.ops import attention
+from dcpc.symbolic_profile.ops.elements import LOOKUPS, elementwise
 from dcpc.symbolic_profile.ops.facts import Facts, TensorFacts, argument, op_name, total
 
 # Ranks of a collective's group: the same for all, or by the group's name.
 GroupSize: TypeAlias = int | Callable[[str], int]
 
 ZERO = sympy.Integer(0)
-
-# Ops that only move data.
-COPIES = frozenset(
-    {
-        "_to_copy",
-        "_unsafe_index",
-        "alias_copy",
-        "arange",
-        "bucketize",
-        "cat",
-        "channel_shuffle",
-        "clone",
-        "constant_pad_nd",
-        "copy",
-        "diagonal_scatter",
-        "embedding",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "expand_copy",
-        "fill",
-        "flip",
-        "full",
-        "full_like",
-        "gather",
-        "index",
-        "index_put",
-        "index_select",
-        "iota",
-        "lift_fresh_copy",
-        "masked_select",
-        "narrow",
-        "pick",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "reflection_pad1d",
-        "replication_pad1d",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "permute_copy",
-        "rand",
-        "randn",
-        "randperm",
-        "repeat",
-        "replication_pad2d",
-        "roll",
-        "scalar_tensor",
-        "select_backward",
-        "select_scatter",
-        "slice_backward",
-        "slice_scatter",
-        "split_with_sizes_copy",
-        "stack",
-        "tril",
-        "triu",
-        "unfold_copy",
-        "view_copy",
-        "widen",
-        "spread",
-        "zeros",
-        "zeros_like",
-    }
-)
-# Ops that read a part of their first operand: they touch as much of it as they return.
-LOOKUPS = frozenset(
-    {
-        "embedding",
-        "gather",
-        "index",
-        "index_select",
-        "narrow",
-        "pick",
-        "slice_backward",
-    }
-)
-# Other ops, by FLOPs an element of their largest operand; first those of a program whose graphs
-# have parts of them.
-ELEMENTS: Mapping[str, int] = {
-    "layer_norm": 7,
-    "group_norm": 7,
-    "rms_norm": 5,
-    "softmax": 4,
-    "log_softmax": 4,
-    "cross_entropy_loss": 5,
-    "nll_loss_nd": 1,
-    "_safe_softmax": 5,
-    "_softmax": 4,
-    "_softmax_backward_data": 4,
-    "_log_softmax": 4,
-    "_log_softmax_backward_data": 4,
-    "native_layer_norm": 7,
-    "native_layer_norm_backward": 14,
-    "native_group_norm": 7,
-    "native_group_norm_backward": 14,
-    "_fused_rms_norm": 5,
-    "_fused_rms_norm_backward": 10,
-    "native_batch_norm": 7,
-    "native_batch_norm_backward": 14,
-    "_native_batch_norm_legit": 7,
-    "native_dropout": 2,
-    "bernoulli": 1,
-    "uniform": 4,
-    "normal": 8,
-    "nll_loss_forward": 1,
-    "nll_loss_backward": 1,
-    "nll_loss2d_forward": 1,
-    "nll_loss2d_backward": 1,
-    "log_sigmoid_forward": 3,
-    "log_sigmoid_backward": 3,
-    "smooth_l1_loss": 4,
-    "smooth_l1_loss_backward": 4,
-    "huber_loss": 4,
-    "huber_loss_backward": 4,
-    "mse_loss": 3,
-    "mse_loss_backward": 3,
-    "embedding_dense_backward": 1,
-    "scatter_add": 1,
-    "scatter": 1,
-    "scatter_reduce": 2,
-    "index_reduce": 2,
-    "kthvalue": 1,
-    "median": 1,
-    "index_add": 1,
-    "index_put": 1,
-    "_unsafe_masked_index_put_accumulate": 1,
-    "_unsafe_masked_index": 1,
-    "cumsum": 1,
-    "cumprod": 1,
-    "cumprod_backward": 5,
-    "sum": 1,
-    "mean": 1,
-    "var": 3,
-    "var_mean": 3,
-    "amax": 1,
-    "amin": 1,
-    "argmax": 1,
-    "max": 1,
-    "min": 1,
-    "sort": 1,
-    "topk": 1,
-    "any": 1,
-    "all": 1,
-    "linalg_vector_norm": 2,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,19 +89,11 @@ def _flops(
     return op_class, total((_largest(*fresh, *facts.inputs(node)),), flops) if flops else ZERO
 
 
-def elementwise(op: torch._ops.OpOverload) -> tuple[str, int]:
-    """Returns the class of an op that is no product, and its FLOPs an element."""
-    name = op._schema.name.split("::")[1]
-    if name in COPIES:
-        return "copy", 0
-    if name in ELEMENTS:
-        return "reduction", ELEMENTS[name]
-    known = (c for c in ("pointwise", "reduction") if getattr(torch.Tag, c) in op.tags)
-    return next(known, "unpriced"), 1
-
-
 # op -> its left matrix.
-MATMULS = {"mm": "self", "bmm": "self", "addmm": "mat1", "baddbmm": "batch1", "_int_mm": "self"}
+MATMULS = {
+    "mm": "self", "bmm": "self", "addmm": "mat1", "baddbmm": "batch1", "_int_mm": "self",
+    "mv": "self", "addmv": "mat", "dot": "self",
+}  # fmt: skip
 
 
 def _attention(node: fx.Node, facts: Facts, backward: bool) -> sympy.Expr:
