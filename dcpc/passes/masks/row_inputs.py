@@ -99,7 +99,7 @@ class InputAlone:
         return {int(i) for i in at}
 
     def changed(self, numbers: Iterable[int]) -> bool:
-        """Returns whether anything beside the attentions depends on which number the input holds."""
+        """Returns whether what is beside the attentions depends on the number it holds."""
         names = {node.name for node in self._frontier()}
         seen = [self.values(self._filled(n), names) for n in numbers]
         return any(not torch.equal(seen[0][n], other[n]) for other in seen[1:] for n in names)
@@ -118,7 +118,7 @@ class InputAlone:
                 found.append(node)
         return found
 
-    # --------------------------------------------------------------------------------- values
+    # ------------------------------------------------------------------------------- examples
 
     def values(self, value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """Returns the values of nodes that are made of one input alone."""
