@@ -89,31 +89,31 @@ PLACEMENT = [
 
 LOWERING = [
     _lower("start off by one", setting="gathered 2", quick=True, plant=edited(
-        "codegen.lower.lower:IntegerInput.value",
+        "codegen.lower.integer_inputs:IntegerInput.value",
         "\"start\": mine[0][0]", "\"start\": max(mine[0][0] - 1, 0)")),
     _lower("turn off by one", setting="ring 2", plant=edited(
-        "codegen.lower.lower:IntegerInput.value",
+        "codegen.lower.integer_inputs:IntegerInput.value",
         "\"turn\": mine[0][1]", "\"turn\": mine[0][1] + 1")),
     _lower("second off by one", setting="ring 2", quick=True, plant=edited(
-        "codegen.lower.lower:IntegerInput.value", "else mine[-1][0]", "else mine[-1][0] - 1")),
+        "codegen.lower.integer_inputs:IntegerInput.value",
+        "else mine[-1][0]", "else mine[-1][0] - 1")),
     _lower("skip off by one", setting="shifted", plant=edited(
-        "codegen.lower.lower:IntegerInput.value",
+        "codegen.lower.integer_inputs:IntegerInput.value",
         "max(self.shift - start, 0)", "max(self.shift - 1 - start, 0)")),
     _lower("a wrong zigzag position", setting="even 2", quick=True, plant=edited(
-        "codegen.lower.lower:IntegerInput._runs", "self.shift, p, rank, self.zigzag",
+        "codegen.lower.integer_inputs:IntegerInput._runs", "self.shift, p, rank, self.zigzag",
         "self.shift, p, p - 1 - rank, self.zigzag")),
     _lower("an all-reduce left out", setting="sums 2", quick=True, plant=edited(
-        "codegen.lower.lower:_Lowering._collective",
-        "call(ops.all_reduce.default, (x, self.group))", "x")),
+        "codegen.lower.local_graph:_collective",
+        "call(ops.all_reduce.default, (x, on.group))", "x")),
     _lower("an all-gather in order of a zigzag dim", setting="ring 2", plant=edited(
-        "codegen.lower.lower:_Lowering._collective",
-        "self.emit(source.size), *self._origin(source))",
-        "self.emit(source.size), *self._origin(source)[:2], False)")),
+        "codegen.lower.local_graph:_collective",
+        "emit(source.size), *split(source))", "emit(source.size), *split(source)[:2], False)")),
     _lower("a piece from the beginning, whoever asks", setting="grid 2", plant=edited(
-        "codegen.lower.lower:_Lowering.narrowed",
+        "codegen.lower.local_graph:LocalGraph.narrowed",
         "(x, dim, start, length)", "(x, dim, 0, length)")),
     _lower("a slice of a piece from its beginning", setting="shifted", plant=edited(
-        "codegen.lower.lower:_Lowering.cut",
+        "codegen.lower.local_ops:_cut",
         "chosen.output.dim, skipped,", "chosen.output.dim, 0,")),
     _lower("queries take themselves for the first", setting="gathered 2", quick=True, plant=edited(
         "codegen.lower.local_attention:local_attention",

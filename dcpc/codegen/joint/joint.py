@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.joint.library import Library, Renamed
 from dcpc.codegen.joint.tape import Op, Piece, Ref
-from dcpc.codegen.lower.lower import IntegerInput, Lowered, quotients_in
+from dcpc.codegen.lower.integer_inputs import IntegerInput, quotients_in
+from dcpc.codegen.lower.lower import Lowered
 from dcpc.errors import CodegenError
 from dcpc.fx.graphs import LazyGraphModule, without_unused
 from dcpc.fx.integers import Emitter

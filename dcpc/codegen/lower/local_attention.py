@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import lcm
-from typing import Any, Protocol
+from typing import Any
 
 import sympy
 import torch
@@ -12,44 +12,14 @@ from torch import fx
 
 import dcpc.codegen.collectives.ring
 import dcpc.codegen.collectives.ring_swap  # noqa: F401 - both register ops
-from dcpc.ir import Factor, Label, NodePlacement, Placement, Program, tensor_operands
+from dcpc.codegen.lower.local_graph import LocalGraph
+from dcpc.ir import Label, NodePlacement, tensor_operands
 
 aten = torch.ops.aten
 HEADS = 1  # a dim of queries, keys, values and output
 
 
-class GraphLowering(Protocol):
-    """What is asked of the lowering of a whole graph."""
-
-    program: Program
-    placement: Placement
-    group: str
-    graph: fx.Graph
-    pieces: dict[tuple[int, str], sympy.Symbol]
-
-    def emit(self, expr: sympy.Expr) -> int | fx.Node:
-        """Returns an integer expression as a number or as nodes of the graph."""
-
-    def copy(self, node: fx.Node, operands: list[fx.Node] | None) -> fx.Node:
-        """Returns the same call of a rank's operands."""
-
-    def factor(self, name: str, label: Label) -> Factor:
-        """Returns the factor a sharded label is along."""
-
-    def length(self, factor: Factor) -> sympy.Expr:
-        """Returns the length of this rank's piece of a factor."""
-
-    def parent(self, factor: Factor) -> sympy.Expr:
-        """Returns the length that is split evenly where a factor is split."""
-
-    def narrowed(self, x: fx.Node, dim: int, factor: Factor) -> fx.Node:
-        """Returns this rank's piece of what is whole."""
-
-    def reshape(self, x: fx.Node, shape: list[int | fx.Node]) -> fx.Node:
-        """Returns a value of this rank in another shape."""
-
-
-def local_attention(on: GraphLowering, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
+def local_attention(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
     """Returns this rank's part of an attention; None where it is the same call of its pieces.
 
     Of a piece of the queries some keys are hidden by position, or are of other sequences: the call
@@ -70,7 +40,8 @@ def local_attention(on: GraphLowering, node: fx.Node, operands: list[fx.Node]) -
     assert not node.kwargs.get("start"), f"{node}: its queries are a piece already"
     roles = ("start", *("turn", "second") * on.placement.is_zigzag(factor))
     rows = sympy.Mul(*(f.size for f in inner))
-    where = {role: on.emit(on.pieces[factor.key, role] * rows) for role in roles}
+    pieces, emit = on.integers.pieces, on.integers.emit
+    where = {role: emit(pieces[factor.key, role] * rows) for role in roles}
     copied = on.copy(node, operands)
     copied.kwargs = {**copied.kwargs, **where}
     return copied
@@ -80,21 +51,21 @@ def local_attention(on: GraphLowering, node: fx.Node, operands: list[fx.Node]) -
 
 
 def _masked(
-    on: GraphLowering, node: fx.Node, operands: list[fx.Node], band: Mapping[str, int]
+    on: LocalGraph, node: fx.Node, operands: list[fx.Node], band: Mapping[str, int]
 ) -> fx.Node:
     """Attention by positions of queries that do not follow each other: a mask says what.
 
     The piece is one of an inner factor, such as each frame's first patches.
     """
-    call, label = on.graph.call_function, on.placement.nodes[node.name].output
+    call, emit, label = on.graph.call_function, on.integers.emit, on.label(node)
     device = {"device": node.meta["val"].device}
     factor, factors = on.factor(node.name, label), on.placement.factors[node.name]
     sizes = [f.size for f in factors[label.dim]]
-    rows = call(aten.arange.default, (on.emit(sympy.Mul(*sizes)),), device)
-    rows = on.reshape(rows, [on.emit(size) for size in sizes])
+    rows = call(aten.arange.default, (emit(sympy.Mul(*sizes)),), device)
+    rows = on.reshape(rows, [emit(size) for size in sizes])
     rows = on.reshape(on.narrowed(rows, label.index, factor), [-1, 1])
     _, key, *_ = tensor_operands(node, on.program.info)
-    columns = call(aten.arange.default, (on.emit(on.program.info[key.name].shape[-2]),), device)
+    columns = call(aten.arange.default, (emit(on.program.info[key.name].shape[-2]),), device)
     distance = call(aten.sub.Tensor, (columns, rows))
     mask = call(aten.ones_like.default, (distance,), {"dtype": torch.bool})
     if "after" in band:
@@ -120,7 +91,7 @@ def _masked(
     return copied
 
 
-def _same_segment(on: GraphLowering, mask: fx.Node, segment: fx.Node, rows: fx.Node) -> fx.Node:
+def _same_segment(on: LocalGraph, mask: fx.Node, segment: fx.Node, rows: fx.Node) -> fx.Node:
     """A mask [1, 1, rows, keys] that hides other sequences, too: [b or 1, 1, rows, keys]."""
     call = on.graph.call_function
     own = call(aten.index_select.default, (segment, 1, on.reshape(rows, [-1])))
@@ -140,11 +111,10 @@ def _tensors(call: fx.Node) -> list[Any]:
 # ------------------------------------------------------------------------------------------ rings
 
 
-def _ring(
-    on: GraphLowering, node: fx.Node, operands: list[fx.Node], chosen: NodePlacement
-) -> fx.Node:
+def _ring(on: LocalGraph, node: fx.Node, operands: list[fx.Node], chosen: NodePlacement) -> fx.Node:
     """Attention whose keys and values go round, between groups of ranks that share heads."""
     call, across, swap = on.graph.call_function, chosen.across, torch.ops.dcpc.swap.default
+    integers, emit = on.integers, on.integers.emit
     copied = on.copy(node, operands)
     query, key, value, mask, keep, segment = _tensors(copied)
     given = dict(copied.kwargs)
@@ -152,15 +122,13 @@ def _ring(
     sources = tensor_operands(node, on.program.info)[:2]
     rows = [on.factor(s.name, w) for s, w in zip(sources, chosen.operands, strict=False)]
     inner = [_inner(on, s.name, w) for s, w in zip(sources, chosen.operands, strict=False)]
-    each = [on.emit(size) for size in inner]
-    splits = [(on.emit(f.size), on.emit(on.parent(f)), f.shift) for f in rows]
-    zigzag = [on.placement.is_zigzag(f) for f in rows]
-    swaps = [(*s, z) for s, z in zip(splits, zigzag, strict=True)]
+    each = [emit(size) for size in inner]
+    swaps = [(emit(f.size), *integers.split(f)) for f in rows]
     heads = [int(on.program.info[s.name].shape[HEADS]) if across > 1 else 0 for s in sources]
     if across > 1:
         repeats = lcm(heads[1], across) // heads[1]
-        pieces = [on.pieces[f.key, f"shared{across}"] for f in rows]
-        shared = [on.emit(piece * n) for piece, n in zip(pieces, inner, strict=True)]
+        pieces = [integers.pieces[f.key, f"shared{across}"] for f in rows]
+        shared = [emit(piece * n) for piece, n in zip(pieces, inner, strict=True)]
         key, value = (_repeated(on, x, repeats) for x in (key, value))
         ends = [(*s, n) for s, n in zip(swaps, shared, strict=True)]
         counts = (heads[0], heads[1] * repeats, heads[1] * repeats)
@@ -171,28 +139,28 @@ def _ring(
         )
     names = ("scale", "before", "after", "empty")
     kept = {k: v for k, v in given.items() if k in names}
-    for name, (size, parent, shift), z in zip(("query", "key"), splits, zigzag, strict=True):
+    for name, (size, parent, shift, zigzag) in zip(("query", "key"), swaps, strict=True):
         kept |= {f"{name}_size": size, f"{name}_parent": parent, f"{name}_shift": shift}
-        kept |= {f"{name}_zigzag": z}
+        kept |= {f"{name}_zigzag": zigzag}
     kept |= {"query_rows": each[0], "key_rows": each[1]}
     kept |= {"across": across, "group": on.group}
     tensors = (query, key, value, mask, keep, segment)
     out = call(torch.ops.dcpc.ring_attention.default, tensors, kept)
     if across == 1:
         return out
-    length = on.emit(on.length(rows[0]) * inner[0])
+    length = emit(integers.length(rows[0]) * inner[0])
     where = (*swaps[0], length, heads[0], across, on.group, each[0])
     return call(swap, (out, False, *where))
 
 
-def _inner(on: GraphLowering, name: str, label: Label) -> sympy.Expr:
+def _inner(on: LocalGraph, name: str, label: Label) -> sympy.Expr:
     """Returns how many rows each element of the outer factor of a dim is."""
     outer, *inner = on.placement.factors[name][label.dim]
     assert outer.key == on.factor(name, label).key, f"{name}: split along an inner factor"
     return sympy.Mul(*(f.size for f in inner))
 
 
-def _repeated(on: GraphLowering, x: fx.Node, repeats: int) -> fx.Node:
+def _repeated(on: LocalGraph, x: fx.Node, repeats: int) -> fx.Node:
     """Returns each key head so many times, one after the other."""
     if repeats == 1:
         return x

@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from dcpc.codegen.lower.lower import IntegerInput
+from dcpc.codegen.lower.integer_inputs import IntegerInput
 from dcpc.codegen.variant.empty import SAFE
 from dcpc.errors import CodegenError
 from dcpc.fx.integers import of_some

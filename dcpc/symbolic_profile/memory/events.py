@@ -16,7 +16,8 @@ import sympy
 from torch import fx
 
 from dcpc.ir import OUTSIDE, Fold
-from dcpc.symbolic_profile.ops.fusion import MOST_READS, Kernel
+from dcpc.symbolic_profile.ops.fusion import Kernel
+from dcpc.symbolic_profile.ops.realize import MOST_READS
 
 Own = tuple[tuple[int, sympy.Expr], ...]  # identity and bytes of each storage of a value
 Steps = Sequence[fx.Node | Kernel]

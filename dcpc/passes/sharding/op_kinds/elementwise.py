@@ -142,7 +142,7 @@ def norm(call: OpCall) -> OpSharding:
 def group_norm(call: OpCall) -> OpSharding:
     """Samples and groups are free; the channels of a group and positions are averaged over.
 
-    A rank that has some of the groups is told how many (`_Lowering.grouped`).
+    A rank that has some of the groups is told how many (`codegen/lower/local_ops.py`).
     """
     output, sizes = own(call.output.shape)
     groups = sympy.Integer(call.args["num_groups"])

@@ -52,7 +52,7 @@ def convolution(call: OpCall) -> OpSharding:
     """Batch and output channels are free, input channels are summed over.
 
     With groups, an output channel is (group, channel in it) and both are free: a rank that has some
-    of the groups is told how many (`_Lowering.grouped`).
+    of the groups is told how many (`codegen/lower/local_ops.py`).
     """
     weight = call.operands[1].shape
     count = len(weight) - 2

@@ -1,0 +1,132 @@
+"""Calls that are not the same of a rank's operands: shapes, positions, random numbers, groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+import dcpc.ops.attention  # registers the op
+import dcpc.ops.random  # noqa: F401 - as these two do
+from dcpc.codegen.lower.local_attention import local_attention
+from dcpc.codegen.lower.local_graph import LocalGraph
+from dcpc.ir import REPLICATED
+
+aten = torch.ops.aten
+
+
+def _resize(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
+    """reshape, expand: the size argument becomes the local shape."""
+    assert callable(node.target)
+    shape = on.shape(node.name, on.label(node))
+    return on.graph.call_function(node.target, (operands[0], shape), dict(node.kwargs))
+
+
+def _fill(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
+    """full, zeros, new_ones, ...: the size argument becomes the local shape."""
+    copied = on.copy(node, operands)
+    position = 1 if operands else 0
+    args = list(copied.args)
+    args[position] = on.shape(node.name, on.label(node))
+    copied.args = tuple(args)
+    return copied
+
+
+def _arange(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
+    """Positions: this rank's piece of them, of one factor where they have several."""
+    label = on.label(node)
+    if not label.sharded:
+        return None
+    on.values[node.name, REPLICATED] = on.copy(node, operands)
+    return on.redistributed(node.name, REPLICATED, label)
+
+
+def _random(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
+    """Random numbers: of the call's seed, each rank's piece its own."""
+    label = on.label(node)
+    salt = on.integers.piece(on.factor(node.name, label), "before")[0] if label.sharded else 0
+    size, seed = on.shape(node.name, label), on.integers.seed
+    assert callable(node.target)
+    return on.graph.call_function(node.target, (size, seed, salt, *node.args[3:]))
+
+
+def _cut(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
+    """A slice of a sharded dim: what this rank's piece has of it."""
+    chosen = on.placement.nodes[node.name]
+    if chosen.name != "cut":
+        info, source = on.program.info, node.all_input_nodes[0]
+        whole = info[node.name].shape == info[source.name].shape
+        # A slice of all there is: its end, a whole length, says nothing of a piece.
+        return operands[0] if whole and chosen.operands[0] == chosen.output else None
+    kept = on.factor(node.name, chosen.output)
+    (skipped,) = on.integers.piece(kept, "skip")
+    args = (operands[0], chosen.output.dim, skipped, on.integers.emit(on.integers.length(kept)))
+    return on.graph.call_function(torch.ops.dcpc.narrow.default, args)
+
+
+def _grouped(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
+    """Convolution and norm in groups: of a piece of them a rank has so many."""
+    chosen = on.placement.nodes[node.name]
+    if chosen.name != "g":
+        return None
+    local = on.integers.emit(on.integers.length(on.factor(node.name, chosen.output)))
+    fixed = on.integers.any_degree or isinstance(local, int)
+    if node.target is aten.group_norm.default and not fixed:
+        return _groups_as_samples(on, node, operands)
+    copied = on.copy(node, operands)
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    at = next(i for i, name in enumerate(names) if name in ("groups", "num_groups"))
+    if at < len(copied.args):
+        copied.args = (*copied.args[:at], local, *copied.args[at + 1 :])
+    else:
+        copied.kwargs = {**copied.kwargs, names[at]: local}
+    return copied
+
+
+def _groups_as_samples(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
+    """A norm of as many groups as a rank happens to have: each is a sample of one group.
+
+    The kernel takes their number as a number, which is another one on another rank.
+    """
+    emit, label = on.integers.emit, on.label(node)
+    kept, shape = on.factor(node.name, label), on.shape(node.name, label)
+    samples = emit(on.dim_size(node.name, 0, label) * on.integers.length(kept))
+    channels = on.program.info[node.name].shape[1] / kept.size
+    copied = on.copy(node, operands)
+    names = [a.name for a in aten.group_norm.default._schema.arguments]
+    given = {**dict(zip(names, copied.args, strict=False)), **copied.kwargs}
+    on.graph.erase_node(copied)
+    x = on.reshape(operands[0], [samples, emit(channels), *shape[2:]])
+    args = (x, 1, None, None, given.get("eps", 1e-5))
+    x = on.reshape(on.graph.call_function(aten.group_norm.default, args), shape)
+    ones = [1] * (len(shape) - 2)
+    for name, op in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
+        each = given.get(name)
+        if isinstance(each, fx.Node):
+            each = on.reshape(each, [shape[1], *ones])
+            x = on.graph.call_function(op, (x, each))
+    return x
+
+
+_FILLS = (
+    aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format,
+    aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default,
+)  # fmt: skip
+_GROUPED = (
+    aten.group_norm.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+    aten.convolution.default, aten._convolution.default, aten._convolution_mode.default,
+)  # fmt: skip
+LOCAL = {
+    aten.reshape.default: _resize,
+    aten.view.default: _resize,
+    aten.expand.default: _resize,
+    **dict.fromkeys(_FILLS, _fill),
+    **dict.fromkeys(_GROUPED, _grouped),
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.slice.Tensor: _cut,
+    torch.ops.dcpc.uniform.default: _random,
+    torch.ops.dcpc.normal.default: _random,
+    torch.ops.dcpc.attention.default: local_attention,
+}

@@ -1,0 +1,159 @@
+"""What a model makes of one input alone, looked up by computing it for a few short rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from dcpc.buckets import BATCH
+from dcpc.passes.masks.row_graph import MixedError, RowGraph, is_segment, op_name
+
+_SIZE, _SAMPLES = 11, 2  # of the rows that are computed
+_SPECIAL = 24  # numbers that an input is compared with, looked at for each place
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+class _FailedError(MixedError):
+    """What could not be computed for an example."""
+
+
+class InputAlone:
+    """Values that are made of one input of a model and of nothing else.
+
+    Args:
+        row: the graph.
+        placeholder: name of the input's node.
+    """
+
+    def __init__(self, row: RowGraph, placeholder: str) -> None:
+        self._row, self._placeholder = row, placeholder
+        self._info = row.program.info[placeholder]
+        self._mine = frozenset({placeholder})
+
+    def shift(self) -> int:
+        """Returns by how many places what is used of an input lies before its own place."""
+        name, shifts = self._row.program.inputs[self._placeholder], set()
+        for node in self._frontier():
+            if not self._row.program.info[node.name].shape:
+                continue  # how many labels count
+            moved = self._moved(node)
+            used = sorted(t for t, places in moved.items() if places)
+            k = used[0] if used else 0
+            late = range(k, _SIZE)
+            if used != list(late) or any(moved[t] != {t - k} for t in late):
+                raise MixedError(
+                    f"{self._row.where(node)} has what it reads of '{name}' at other places"
+                )
+            shifts.add(k)
+        if len(shifts) > 1:
+            raise MixedError(
+                f"it reads '{name}' at its own place and {max(shifts)} places on, which in a row "
+                "is the next sequence's"
+            )
+        return shifts.pop() if shifts else 0
+
+    def _moved(self, node: fx.Node) -> dict[int, set[int]]:
+        """Place in the row that is changed -> places at which a node's value changes."""
+        found: dict[int, set[int]] = {}
+        dim = self._info.shape.index(self._row.length)
+        special = self._special() if self._info.dtype in (torch.int64, torch.int32) else ()
+        numbers = [0, 2, *([-100] if self._info.dtype.is_signed else ()), *special]
+        value = self._filled(1)
+        before = self.values(value, [node.name])[node.name]
+        for t in range(_SIZE):
+            found[t] = set()
+            for number in numbers:
+                changed = value.clone()
+                changed.select(dim, t).fill_(number)
+                try:
+                    after = self.values(changed, [node.name])[node.name]
+                except _FailedError:
+                    if number in (0, 2):
+                        raise
+                    continue  # it is an index of something
+                found[t] |= self._places(node, before != after)
+        return found
+
+    def _special(self) -> list[int]:
+        """Numbers that what is made of an input alone compares it with, and their neighbours."""
+        nodes = (n for n in self._row.nodes if self._row.sources[n.name] == self._mine)
+        compared = (n for n in nodes if n.op == "call_function" and op_name(n) in _COMPARISONS)
+        given = {x for n in compared for x in n.args if isinstance(x, int)}
+        return sorted({x + step for x in given for step in (-1, 0, 1)} - {0, 1, 2, -100})[:_SPECIAL]
+
+    def _places(self, node: fx.Node, differs: Tensor) -> set[int]:
+        """The places in the row of the elements that are true."""
+        shape = self._row.program.info[node.name].shape
+        dims = [d for d, size in enumerate(shape) if self._row.along(size)]
+        if len(dims) != 1:
+            return set(range(_SIZE)) if differs.any() else set()
+        (dim,) = dims
+        rows = sympy.Poly(shape[dim], *shape[dim].free_symbols)
+        batch = self._row.program.symbols.get(BATCH)
+        size = differs.shape[dim] // (_SAMPLES if batch in rows.gens else 1)
+        at = differs.nonzero()[:, dim] % size
+        return {int(i) for i in at}
+
+    def changed(self, numbers: Iterable[int]) -> bool:
+        """Returns whether what is beside the attentions depends on the number it holds."""
+        names = {node.name for node in self._frontier()}
+        seen = [self.values(self._filled(n), names) for n in numbers]
+        return any(not torch.equal(seen[0][n], other[n]) for other in seen[1:] for n in names)
+
+    def _frontier(self) -> list[fx.Node]:
+        """The last values that are made of an input alone, as far as the loss depends on them."""
+        row, found = self._row, []
+        for node in row.nodes:
+            own = row.sources.get(node.name) == self._mine and node.name in row.program.info
+            users = [
+                u for u in node.users
+                if u.name in row.live and u.name not in row.program.scalars
+                and not is_segment(node, u)
+            ]  # fmt: skip
+            if own and any(row.sources[u.name] != self._mine for u in users):
+                found.append(node)
+        return found
+
+    # ------------------------------------------------------------------------------- examples
+
+    def values(self, value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+        """Returns the values of nodes that are made of one input alone."""
+        row = self._row
+        known: dict[fx.Node, object] = {}
+        for node in row.nodes:
+            if node.name == self._placeholder:
+                known[node] = value
+            elif node.name in row.program.scalars:
+                known[node] = self._sizes((row.program.scalars[node.name],))[0]
+            elif (
+                node.op == "call_function"
+                and row.sources[node.name] <= self._mine
+                and all(n in known for n in node.all_input_nodes)
+            ):
+                given = (node.args, {**node.kwargs})
+                args, kwargs = tree_map(lambda x: known[x] if isinstance(x, fx.Node) else x, given)
+                try:
+                    known[node] = node.target(*args, **kwargs)
+                except (RuntimeError, IndexError, ValueError, TypeError) as e:
+                    raise _FailedError(
+                        f"{row.where(node)} cannot be looked into: {e}, at {_SIZE} positions"
+                    ) from e
+        by_name = {node.name: x for node, x in known.items() if isinstance(x, Tensor)}
+        return {name: by_name[name] for name in names}
+
+    def holding(self, given: Tensor) -> Tensor:
+        """Returns the input whose samples all hold these numbers."""
+        return given.to(self._info.dtype).expand(_SAMPLES, -1)
+
+    def _filled(self, number: int) -> Tensor:
+        return torch.full(self._sizes(self._info.shape), number).to(self._info.dtype)
+
+    def _sizes(self, shape: Iterable[sympy.Expr]) -> list[int]:
+        sizes = {self._row.length: _SIZE}
+        if BATCH in self._row.program.symbols:
+            sizes[self._row.program.symbols[BATCH]] = _SAMPLES
+        return [int(sympy.sympify(s).subs(sizes)) for s in shape]
