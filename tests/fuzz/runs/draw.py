@@ -13,6 +13,7 @@ from tests.fuzz.runs.models import IGNORED, OF_SAMPLES, VOCABULARY, Setup
 
 MODES = ("auto", "auto", "inter", "intra")
 PER_SETUP = 8  # seeds that share a setup, as compiling takes ten times as long as a run
+PLAIN = Setup()
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,12 @@ class Run:
         clip: largest norm; None: no limit.
         by_hand: calls and `reduce_gradients` instead of `train_step`.
         evaluate: a call without gradients between steps.
-        reload: `load_state_dict` of what the model has after so many steps; 0: never.
+        change: what is done to the model on the way: "reload" (`load_state_dict`), "gain" (another
+            value of a buffer), "eval", "freeze", "hook" (on a parameter), "replace" (a parameter).
+        at: steps before that.
     """
 
-    setup: Setup = Setup()
+    setup: Setup = PLAIN
     world: int = 1
     lengths: tuple[tuple[int, ...], ...] = ((8,), (3,))
     same: int = 0
@@ -73,7 +76,8 @@ class Run:
     clip: float | None = None
     by_hand: bool = False
     evaluate: bool = False
-    reload: int = 0
+    change: str = ""
+    at: int = 1
 
     def fits(self, i: int) -> bool:
         """Whether a bucket holds a sample."""
@@ -163,24 +167,23 @@ def setup_of(seed: int, world: int = 1) -> Setup:
     sizes = rng.sample([n for n in (1, 2, 3, 4, 5, 6, 8, 11, 16) if n > least], rng.randint(1, 3))
     wide = [(n, pick((2, 3, 5))) if grid else (n,) for n in sizes]
     limit = pick((0, 0, 1, 2, 3))
-    optional = ["types", "scale", *([] if grid else ["x"])]
+    packs = body in ("documents", "restarts")
+    optional = ["types", *([] if packs else ["scale"]), *([] if packs or grid else ["x"])]
     picked = [n for n in optional if flag(0.25)]
     if body == "linear" and not grid and flag(0.4):
         picked.append("position_ids")
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     return Setup(
         seed=seed, body=body, loss=loss, sizes=tuple((w, limit) for w in wide),
-        fields=tuple(picked), head=pick(("own", "own", "tied", "frozen", "late")),
+        fields=tuple(picked), head=pick(("own", "own", "tied", "tied", "frozen", "late")),
         unused=flag(0.3), output=pick(("tensor", "mapping", "tuple")),
-        sp=pick(("auto", *divisors)), recompute=pick(("auto", "none", "all")),
+        sp=pick(("auto", "auto", "auto", *divisors)), recompute=pick(("auto", "none", "all")),
         attention=pick(("auto", "auto", "ring", "heads")), splitting=flag(0.6),
         comm=pick((1, 300, 2000, 25_000_000)),
     )  # fmt: skip
 
 
-def options(
-    rng: random.Random, packing: bool | str, modes: Sequence[str] = MODES
-) -> Options:
+def options(rng: random.Random, packing: bool | str, modes: Sequence[str] = MODES) -> Options:
     """Returns options of a loader."""
     pick, flag = rng.choice, lambda share: rng.random() < share
     mode = pick(modes)
@@ -207,8 +210,7 @@ def generate(seed: int, world: int = 1) -> Run:
         size = pick(known)
         own = size if exact or flag(0.2) else tuple(rng.randint(1, n) for n in size)
         lengths.append(tuple(n + 9 for n in own) if long and flag(0.2) else own)
-    rows = setup.loss not in OF_SAMPLES and not {"x", "scale"} & {*setup.fields}
-    packing = setup.packing if rows and flag(0.7) else False
+    packing = setup.packing if setup.loss not in OF_SAMPLES and flag(0.7) else False
     first = options(rng, packing)
     by_hand = first.mode != "auto" and flag(0.3)
     # By hand a bucket is called with its own setting, which "auto" does not keep to.
@@ -220,5 +222,6 @@ def generate(seed: int, world: int = 1) -> Run:
         stop=pick((0, 1, 2, 3)), then=then, stray=pick((0, 0, 1)),
         optimizer=pick(("sgd", "sgd", "adamw", "zero")), every=1 if by_hand else pick((1, 1, 2)),
         clip=pick((None, None, 0.1, 1.0)), by_hand=by_hand, evaluate=flag(0.2),
-        reload=pick((0, 0, 0, 1, 2)),
+        change=pick(("", "", "", "", "", "reload", "gain", "eval", "freeze", "hook", "replace")),
+        at=rng.randint(1, 4),
     )  # fmt: skip

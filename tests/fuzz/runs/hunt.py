@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,7 @@ from tests.fuzz.runs.draw import PER_SETUP, Run, generate
 from tests.fuzz.runs.judge import judge
 
 TIMEOUT_S = 60.0
+WORLDS = (1, 1, 2, 1, 3)
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
@@ -26,7 +29,11 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     try:
         return list(run_ranks(_judged, world, list(runs), timeout_s=TIMEOUT_S + 3 * len(runs))[0])
     except RanksError as error:
-        return [Outcome("crash", str(error), "ranks")]
+        told = re.search(r"AssertionError: run (\d+), (wrong|crash): (.*)", str(error))
+        if told is None:
+            return [Outcome("crash", str(error), "ranks")]
+        found = Outcome(told[2], told[3], told[3].split(":")[0])
+        return [*[Outcome("right")] * int(told[1]), found]
 
 
 def _judged(rank: int, runs: list[Run]) -> list[Outcome]:
@@ -35,11 +42,11 @@ def _judged(rank: int, runs: list[Run]) -> list[Outcome]:
         mine = judge(run)
         if mine.kind in ("wrong", "crash"):
             # Peers may go on with the run, or wait in it: what comes after is not compared.
-            raise AssertionError(f"run {number}, {mine.kind}: {mine.text}\n{run.text()}")
+            raise AssertionError(f"run {number}, {mine.kind}: {mine.text}")
         every: list[Any] = [None] * run.world
         dist.all_gather_object(every, mine.kind)
         if len(set(every)) > 1:
-            raise AssertionError(f"run {number}: ranks end with {every}\n{run.text()}")
+            raise AssertionError(f"run {number}, crash: ranks end as {every}")
         found.append(mine)
     return found
 
@@ -75,28 +82,33 @@ def _plainer(x: Any) -> Iterator[Any]:
     """Yields it with one field as it is by default."""
     for f in fields(x):
         plain = getattr(type(x)(), f.name)
-        if getattr(x, f.name) != plain and not is_dataclass(plain):
-            if f.name not in ("world", "lengths", "sizes", "body", "loss", "packing"):
-                yield replace(x, **{f.name: plain})
+        fixed = f.name in ("world", "lengths", "sizes", "body", "loss", "packing")
+        if getattr(x, f.name) != plain and not fixed and not is_dataclass(plain):
+            yield replace(x, **{f.name: plain})
 
 
-def hunt(seconds: float, seed: int, worlds: Sequence[int] = (1, 1, 2, 1, 3)) -> Counter[str]:
-    """Prints what is wrong among runs from a seed until the time is over; returns counts."""
+def hunt(seconds: float, seed: int, refused: bool = False) -> Counter[str]:
+    """Prints what is wrong among runs from a seed until the time is over; returns counts.
+
+    Args:
+        seconds: to go on for.
+        seed: of the first run; runs of one setup begin at multiples of `PER_SETUP`.
+        refused: print what is refused, too.
+    """
     counts: Counter[str] = Counter()
     end = time.monotonic() + seconds
-    turn = 0
-    while time.monotonic() < end:
-        world = worlds[turn % len(worlds)]
-        many = PER_SETUP * (5 if world == 1 else 2)
-        first = (seed // PER_SETUP) * PER_SETUP + turn * PER_SETUP * 5
-        runs = [generate(s, world) for s in range(first, first + many)]
+    first = seed - seed % PER_SETUP
+    for world in itertools.cycle(WORLDS):
+        if time.monotonic() > end:
+            return counts
+        runs = [generate(s, world) for s in range(first, first + (5 - world) * PER_SETUP)]
         for number, (run, found) in enumerate(zip(runs, outcomes(runs), strict=False)):
             counts[f"{found.kind} at {world}"] += 1
             if found.kind in ("wrong", "crash"):
-                # What ranks report has the run in it; it is one of these, made again from its seed.
-                small = smallest(run, found) if world == 1 else None
-                where = f"seed {first + number}" if small else f"a seed from {first}"
-                print(f"\n# {where}, world {world}: {found.kind}: {found.text}", flush=True)
-                print(small.text() if small else "", flush=True)
-        turn += 1
+                run = smallest(run, found, most=60 if world == 1 else 12)
+            elif found.kind != "refused" or not refused:
+                continue
+            print(f"\n# seed {first + number}, world {world}: {found.kind}: {found.text}")
+            print(run.text(), flush=True)
+        first += len(runs)
     return counts

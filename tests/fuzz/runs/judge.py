@@ -25,12 +25,12 @@ from dcpc.errors import DataError, DcpcError
 from dcpc.trace.capture.capture import find_loss
 from tests.fuzz.judge import Outcome
 from tests.fuzz.runs.draw import Data, Declared, Options, Run, sample
-from tests.fuzz.runs.models import IGNORED, OF_SAMPLES, Model, Setup, alone
+from tests.fuzz.runs.models import OF_SAMPLES, Model, Setup, alone
 
 LIMIT = 1e-10
 
 
-class Wrong(Exception):
+class WrongError(Exception):
     """What dcpc does is not what is promised."""
 
 
@@ -61,8 +61,13 @@ def judge(run: Run) -> Outcome:
             compiled, begin = compiled_of(run.setup)
             compiled.model.load_state_dict(begin)
             compiled.model.zero_grad()
-            Training(run, compiled).train()
-        except Wrong as error:
+            training = Training(run, compiled)
+            try:
+                training.train()
+            finally:
+                if run.change:  # what comes next begins with the model as it was compiled
+                    compiled_of.cache_clear()
+        except WrongError as error:
             return Outcome("wrong", str(error), str(error).split(":")[0])
         except DcpcError as error:
             text = f"{type(error).__name__}: {error}"
@@ -124,7 +129,7 @@ class Training:
             list(self.loader)
         except DataError:
             return
-        raise Wrong("no sample fits: there was no error")
+        raise WrongError("no sample fits: there was no error")
 
     def steps(self, epoch: int) -> Iterator[Any]:
         """Yields the steps of an epoch, on the way by another loader that goes on from a state."""
@@ -160,7 +165,7 @@ class Training:
         if told.max_grad_accumulation_steps and len(ids) > 1 and not told.packing:
             most = told.max_grad_accumulation_steps
             if step.plan.accumulation > most:
-                raise Wrong(f"max_grad_accumulation_steps: {step.plan.accumulation} > {most}")
+                raise WrongError(f"max_grad_accumulation_steps: {step.plan.accumulation} > {most}")
         if not self.run.shuffle:
             same("the first sample that waits", left[0] in ids, True)
             waits = [i for i in left if i not in ids]
@@ -171,22 +176,11 @@ class Training:
 
     def one(self, step: Any, ids: list[int]) -> None:
         """Runs a step by both and compares loss, gradients and, after an update, parameters."""
-        run = self.run
-        total = sum(alone(run.setup, self.data[i]) for i in ids)
+        total = sum(alone(self.run.setup, self.data[i]) for i in ids)
         if total == 0:
             return self.all_ignored(step)
-        expected = self.expected(ids, total)
-        norm = None
-        if run.clip is not None:
-            norm = float(nn.utils.clip_grad_norm_(self.plain.parameters(), run.clip))
-        if run.by_hand:
-            got, got_norm = self.by_hand(step, total), None
-            if run.clip is not None:
-                got_norm = self.compiled.clip_grad_norm_(run.clip)
-        else:
-            result = self.compiled.train_step(step, clip=run.clip)
-            got, got_norm = result.loss, result.grad_norm
-            close("total weight", result.total_weight, total)
+        expected, norm = self.expected(ids, total)
+        got, got_norm = (self.by_hand if self.run.by_hand else self.by_step)(step, total)
         if got is not None:
             close("loss", got, expected)
         same("there is a norm", got_norm is None, norm is None)
@@ -194,20 +188,42 @@ class Training:
             close("norm", got_norm, norm)
         self.compare_gradients()
         self.count += 1
-        if self.count % run.every == 0:
-            for optimizer, model in zip(self.optimizers, (self.plain, self.model), strict=True):
-                optimizer.step()
-                model.zero_grad()
-            own = dict(self.model.named_parameters())
-            for name, p in self.plain.named_parameters():
-                close(f"parameter {name}", own[name], p)
-        if run.reload == self.count:
-            self.compiled.load_state_dict(self.plain.state_dict())
-        if run.evaluate:
+        if self.count % self.run.every == 0:
+            self.update()
+        if self.run.at == self.count:
+            self.change()
+        if self.run.evaluate:
             self.evaluate()
 
-    def expected(self, ids: list[int], total: float) -> Tensor:
-        """Adds the plain model's gradients, a sample at a time without padding; returns its loss."""
+    def update(self) -> None:
+        """Steps both optimizers and compares the parameters."""
+        for optimizer, model in zip(self.optimizers, (self.plain, self.model), strict=True):
+            optimizer.step()
+            model.zero_grad(set_to_none=self.run.seed % 2 == 0)
+        own = dict(self.model.named_parameters())
+        for name, p in self.plain.named_parameters():
+            close(f"parameter {name}", own[name], p)
+
+    def change(self) -> None:
+        """Does something to both models that dcpc promises to follow."""
+        what = self.run.change
+        if what == "reload":
+            self.compiled.load_state_dict(self.plain.state_dict())
+        for model in (self.plain, self.model):
+            if what == "gain":
+                model.gain.mul_(1.5)
+            elif what == "eval":
+                model.eval()
+            elif what == "freeze":
+                model.freeze()
+            elif what == "hook" and model.head.weight.requires_grad:
+                model.head.weight.register_hook(lambda g: g * 2)
+            elif what == "replace":
+                old = model.norm.bias
+                model.norm.bias = nn.Parameter(old.detach() + 0.1, old.requires_grad)
+
+    def expected(self, ids: list[int], total: float) -> tuple[Tensor, float | None]:
+        """Adds the plain model's gradients, sample by sample unpadded; returns loss and norm."""
         loss = torch.zeros((), dtype=torch.float64)
         for i in ids:
             own = self.data.whole(i)
@@ -218,10 +234,18 @@ class Training:
             part = find_loss(self.plain(**batch)) * (weight / total)
             part.backward()
             loss += part.detach()
-        return loss
+        if self.run.clip is None:
+            return loss, None
+        return loss, float(nn.utils.clip_grad_norm_(self.plain.parameters(), self.run.clip))
 
-    def by_hand(self, step: Any, total: float) -> Tensor | None:
-        """Calls the model for each micro-batch; returns the loss where one rank has all of it."""
+    def by_step(self, step: Any, total: float) -> tuple[Any, float | None]:
+        """Returns the loss and the norm of `train_step`."""
+        result = self.compiled.train_step(step, clip=self.run.clip)
+        close("total weight", result.total_weight, total)
+        return result.loss, result.grad_norm
+
+    def by_hand(self, step: Any, total: float) -> tuple[Tensor | None, float | None]:
+        """Calls the model for each micro-batch; returns the norm, and the loss if it is alone."""
         found = torch.zeros((), dtype=torch.float64)
         for mb in step.micro_batches:
             if mb.weight:
@@ -229,7 +253,9 @@ class Training:
                 part.backward()
                 found += part.detach()
         self.compiled.reduce_gradients()
-        return found if self.run.world == 1 else None
+        clip = self.run.clip
+        norm = None if clip is None else self.compiled.clip_grad_norm_(clip)
+        return found if self.run.world == 1 else None, norm
 
     def all_ignored(self, step: Any) -> None:
         """A step of which nothing counts is refused and leaves gradients as they were."""
@@ -245,7 +271,7 @@ class Training:
                 if old is not None:
                     close("gradients after a refused step", new, old)
             return
-        raise Wrong("a step of which no label counts: there was no error")
+        raise WrongError("a step of which no label counts: there was no error")
 
     def compare_gradients(self) -> None:
         pairs = zip(self.plain.named_parameters(), self.model.parameters(), strict=True)
@@ -272,7 +298,7 @@ class Training:
 
 def same(what: str, got: Any, expected: Any) -> None:
     if got != expected:
-        raise Wrong(f"{what}: got {got}; expected {expected}")
+        raise WrongError(f"{what}: got {got}; expected {expected}")
 
 
 def close(what: str, got: Any, expected: Any, least: float = 1e-8) -> None:
@@ -280,4 +306,4 @@ def close(what: str, got: Any, expected: Any, least: float = 1e-8) -> None:
     scale = max(float(expected.abs().max()), least, 1e-300)
     error = float((got - expected).abs().max()) / scale
     if got.shape != expected.shape or not error <= LIMIT:
-        raise Wrong(f"{what}: differs by {error:.1e} of itself")
+        raise WrongError(f"{what}: differs by {error:.1e} of itself")

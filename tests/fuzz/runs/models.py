@@ -26,7 +26,7 @@ class Setup:
     Attributes:
         seed: of the parameters.
         body: what joins tokens: "linear" nothing, "causal" attention, attention by a "masked"
-            key, within "documents", or between "restarts" of positions.
+            key or within "documents" (both ways), or causal between "restarts" of positions.
         loss: one of `IGNORED`.
         sizes: length of each named dim, and the most samples a micro-batch (0: free), a bucket.
         fields: inputs beside ids and labels: "types" (int32), "x" (two rows a token), "scale" (one
@@ -141,6 +141,7 @@ class Model(nn.Module):
                 delattr(self, module)
         if setup.body == "linear" and not setup.unused:
             del self.qkv
+        self.register_buffer("gain", torch.ones(WIDTH))
         if setup.head == "tied":
             self.head.weight = self.tokens.weight
         self.double()
@@ -149,7 +150,7 @@ class Model(nn.Module):
 
     def freeze(self) -> None:
         self.tokens.requires_grad_(False)
-        self.head.bias.requires_grad_(False)
+        self.norm.requires_grad_(False)
 
     def forward(self, **inputs: Tensor) -> Any:
         loss = self.loss(self.hidden(inputs), inputs)
@@ -166,7 +167,7 @@ class Model(nn.Module):
             h = h + self.x(inputs["x"].unflatten(1, (-1, 2)).flatten(2))
         if "scale" in inputs:
             h = h * inputs["scale"]
-        h = self.norm(h.flatten(1, -2)).tanh()
+        h = self.norm(h.flatten(1, -2)).tanh() * self.gain
         return h if self.setup.body == "linear" else h + self.attended(h, inputs)
 
     def attended(self, h: Tensor, inputs: dict[str, Tensor]) -> Tensor:
@@ -175,20 +176,17 @@ class Model(nn.Module):
         if self.setup.body == "masked":
             mask = inputs["mask"].flatten(1)[:, None, None]
         elif self.setup.body == "documents":
-            mask = self.within(inputs["segment_ids"])
+            ids = inputs["segment_ids"]
+            mask = (ids[:, :, None] == ids[:, None, :])[:, None]
         elif self.setup.body == "restarts":
             places = inputs["position_ids"]
             jumps = torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1
-            mask = self.within(jumps.cumsum(-1))
+            ids, n = jumps.cumsum(-1), places.shape[1]
+            causal = torch.ones(n, n, dtype=torch.bool).tril()
+            mask = ((ids[:, :, None] == ids[:, None, :]) & causal)[:, None]
         causal = self.setup.body == "causal"
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return y.transpose(1, 2).flatten(2)
-
-    @staticmethod
-    def within(ids: Tensor) -> Tensor:
-        n = ids.shape[1]
-        causal = torch.ones(n, n, dtype=torch.bool).tril()
-        return ((ids[:, :, None] == ids[:, None, :]) & causal)[:, None]
 
     def loss(self, h: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         kind = self.setup.loss
