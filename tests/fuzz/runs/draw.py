@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.fuzz.runs.models import IGNORED, OF_SAMPLES, VOCABULARY, Setup
 
 MODES = ("auto", "auto", "inter", "intra")
+CHANGES = ("reload", "gain", "eval", "freeze", "hook", "replace")
 PER_SETUP = 8  # seeds that share a setup, as compiling takes ten times as long as a run
 PLAIN = Setup()
 
@@ -222,6 +223,6 @@ def generate(seed: int, world: int = 1) -> Run:
         stop=pick((0, 1, 2, 3)), then=then, stray=pick((0, 0, 1)),
         optimizer=pick(("sgd", "sgd", "adamw", "zero")), every=1 if by_hand else pick((1, 1, 2)),
         clip=pick((None, None, 0.1, 1.0)), by_hand=by_hand, evaluate=flag(0.2),
-        change=pick(("", "", "", "", "", "reload", "gain", "eval", "freeze", "hook", "replace")),
+        change=pick(CHANGES) if flag(0.25) else "",
         at=rng.randint(1, 4),
     )  # fmt: skip

@@ -28,6 +28,7 @@ from tests.fuzz.runs.draw import Data, Declared, Options, Run, sample
 from tests.fuzz.runs.models import OF_SAMPLES, Model, Setup, alone
 
 LIMIT = 1e-10
+STAYS = ("freeze", "hook", "replace")  # changes after which a model is not as it was compiled
 
 
 class WrongError(Exception):
@@ -60,12 +61,12 @@ def judge(run: Run) -> Outcome:
         try:
             compiled, begin = compiled_of(run.setup)
             compiled.model.load_state_dict(begin)
-            compiled.model.zero_grad()
+            compiled.model.train().zero_grad()
             training = Training(run, compiled)
             try:
                 training.train()
             finally:
-                if run.change:  # what comes next begins with the model as it was compiled
+                if run.change in STAYS:
                     compiled_of.cache_clear()
         except WrongError as error:
             return Outcome("wrong", str(error), str(error).split(":")[0])
@@ -292,6 +293,8 @@ class Training:
             return
         batch = {n: torch.stack([s[n] for s in some]) for n in some[0]}
         batch |= {"scale": some[0]["scale"]} if "scale" in batch else {}
+        if self.run.strided:
+            batch = {n: torch.stack([x, x], -1)[..., 0] for n, x in batch.items()}
         with torch.no_grad():
             close("loss of a call", self.compiled(**batch), find_loss(self.plain(**batch)))
 
