@@ -222,7 +222,7 @@ def generate(seed: int, world: int = 1) -> Run:
         shuffle=flag(0.5), seed=rng.randint(0, 99), epochs=pick((1, 1, 2)),
         stop=pick((0, 1, 2, 3)), then=then, stray=pick((0, 0, 1)),
         optimizer=pick(("sgd", "sgd", "adamw", "zero")), every=1 if by_hand else pick((1, 1, 2)),
-        clip=pick((None, None, 0.1, 1.0)), by_hand=by_hand, evaluate=flag(0.2),
+        clip=pick((None, None, 0.1, 1.0)), by_hand=by_hand, evaluate=flag(0.4),
         change=pick(CHANGES) if flag(0.25) else "",
         at=rng.randint(1, 4),
     )  # fmt: skip
