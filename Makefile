@@ -36,7 +36,8 @@ zoo: $(STAMP)
 test-slow: $(STAMP)
 	$(PY) -m pytest -m slow
 
-# Fresh random programs against the plain model; what fails is shrunk and written to tests/fuzz/cases.
+# Fresh random training runs, a fifth of the time, and programs against the plain model; what fails is
+# shrunk, and a program is written to tests/fuzz/cases.
 SECONDS := 600
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz.run --seconds $(SECONDS)

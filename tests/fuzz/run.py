@@ -1,6 +1,7 @@
 """`make fuzz SECONDS=600`: fresh programs until the time is over; what fails becomes a case.
 
-python -m tests.fuzz.run --seconds 600 [--seed N] [--refused]
+python -m tests.fuzz.run --seconds 600 [--seed N] [--refused]     # a fifth of it training runs
+python -m tests.fuzz.run --runs --seconds 600 [--seed N]           # training runs alone
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import MENU, Outcome, Setting, judge, settings
 from tests.fuzz.program import Program
+from tests.fuzz.runs.hunt import hunt
 from tests.fuzz.shrink import alive, shrink
 
 CASES = Path(__file__).parent / "cases"
@@ -67,9 +69,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None, help="of the first program")
     parser.add_argument("--refused", action="store_true", help="show what is refused, too")
     parser.add_argument("--dry", action="store_true", help="write no case")
+    parser.add_argument("--runs", action="store_true", help="random training runs, no programs")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**9) if options.seed is None else options.seed
     print(f"first seed {seed}", flush=True)
+    runs_s = options.seconds * (1.0 if options.runs else 0.2)
+    print(dict(hunt(runs_s, seed, options.refused)))
+    options.seconds -= runs_s
     counts: Counter[str] = Counter()
     end = time.monotonic() + options.seconds
     while time.monotonic() < end:

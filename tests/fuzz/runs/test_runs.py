@@ -1,0 +1,64 @@
+"""A fixed slice of random training runs, alone and on two ranks."""
+
+import pytest
+import torch
+
+from tests.fuzz.judge import Outcome
+from tests.fuzz.runs.draw import PER_SETUP, Options, Run, generate
+from tests.fuzz.runs.hunt import outcomes, smallest
+from tests.fuzz.runs.models import Setup
+
+MADE_OF = (Options, Setup)  # what the text of a run names besides `Run`
+# Packed by documents and by positions, a grid, weights, a mean over samples, ignore_index=-1.
+ALONE = [s * PER_SETUP + n for s in (9, 19, 16, 24, 25, 11) for n in range(5)]
+# Steps of one and of two ranks a micro-batch, and both.
+OF_TWO = [s * PER_SETUP + n for s in (20, 9) for n in range(6)]
+
+
+def check(runs: list[Run]) -> None:
+    found = outcomes(runs)
+    bad = [(o, run) for run, o in zip(runs, found, strict=False) if o.kind in ("wrong", "crash")]
+    assert not bad, f"{bad[0][0].text}\n{bad[0][1].text()}"
+    assert [o.kind for o in found].count("right") >= 0.9 * len(runs)
+
+
+def test_random_runs_alone_train_as_the_plain_model():
+    check([generate(seed) for seed in ALONE])
+
+
+@pytest.mark.multirank
+def test_random_runs_on_two_ranks_train_as_the_plain_model():
+    check([generate(seed, 2) for seed in OF_TWO])
+
+
+FAULTS = {
+    "a weight is dropped": ("data.loader.checked", lambda weight, ids: 1.0),
+    "samples done ahead are forgotten": ("data.loader.frozenset", lambda places: frozenset()),
+    "nothing is clipped": ("step.step.clip_gradients", lambda params, clip: clip),
+    "packed sequences are joined": (
+        "data.packing.RowMaker._marks",
+        lambda *a: torch.ones(a[-1]).long(),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, monkeypatch):
+    where, wrong = FAULTS[fault]
+    monkeypatch.setattr(f"dcpc.runtime.{where}", wrong, raising=False)
+    assert any(outcomes([generate(seed)])[0].kind == "wrong" for seed in ALONE)
+
+
+def test_a_run_that_fails_is_made_smaller(monkeypatch):
+    def faulty(runs):
+        return [Outcome("wrong" if (5,) in r.lengths and r.clip else "right") for r in runs]
+
+    monkeypatch.setattr("tests.fuzz.runs.hunt.outcomes", faulty)
+    run = Run(lengths=((3,), (5,), (8,)), clip=0.1, epochs=2, stop=1)
+    assert smallest(run, Outcome("wrong")).text() == "Run(lengths=((5,),), clip=0.1)"
+
+
+def test_a_run_is_the_same_at_every_call_and_its_text_makes_it():
+    run = generate(77, 2)
+    assert run == generate(77, 2) != generate(78, 2)
+    assert eval(run.text()) == run
