@@ -165,7 +165,7 @@ class Model:
         named = {**split.held(), **{p: inputs[n] for p, n in split.program.inputs.items()}}
         tensors = [named[p] for p in variant.placeholders]
         split.model.zero_grad()
-        saved_bytes = _saved_bytes(variant(tensors, integers))
+        saved_bytes = _saved_bytes(variant(tensors, integers), tensors)
 
         def run() -> Tensor:
             loss = variant(tensors, integers)
@@ -187,11 +187,11 @@ class Model:
         )
 
 
-def _saved_bytes(loss: Tensor) -> int:
-    """Returns the bytes of the distinct storages that wait for backward; resident ones excepted."""
-    node = loss.grad_fn
-    resident = {_storage(t) for t in node.primals if isinstance(t, Tensor)}
-    found = {_storage(t): t.untyped_storage().nbytes() for t in node.saved if isinstance(t, Tensor)}
+def _saved_bytes(loss: Tensor, inputs: Sequence[Tensor]) -> int:
+    """Returns the bytes of the distinct storages that wait for backward, inputs excepted."""
+    resident = {_storage(t) for t in inputs}
+    kept = [t for t in loss.grad_fn.kept if isinstance(t, Tensor)]
+    found = {_storage(t): t.untyped_storage().nbytes() for t in kept}
     return sum(size for key, size in found.items() if key not in resident)
 
 

@@ -15,6 +15,11 @@ from dcpc.errors import ProfileError
 from dcpc.fx.integers import of_some
 
 Shape: TypeAlias = tuple[sympy.Expr, ...]
+# Losses that are summed up in the memory of those of all elements.
+_LOSSES = tuple(
+    f"aten::{name}"
+    for name in ("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,14 @@ class TensorFacts:
 
     @property
     def matrix(self) -> bool:
-        """Whether BLAS takes its last two dims as they lie, rows or columns dense."""
-        return any(stride == 1 for stride in self.strides[-2:])
+        """Whether BLAS takes its last two dims as they lie: rows or columns dense, side by side."""
+
+        def dense(outer: int, inner: int) -> bool:
+            apart, length = self.strides[outer], self.shape[inner]
+            overlap = apart == 0 or (apart.is_Integer and length.is_Integer and apart < length)
+            return self.strides[inner] == 1 and not (overlap and self.shape[outer] != 1)
+
+        return dense(-2, -1) or dense(-1, -2)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -161,9 +172,12 @@ class Facts:
         """Returns a value's tensors with the memory of kernels that make a larger one and cut it.
 
         Of `col2im` (`F.fold`, and the gradient of `F.unfold`) that is all windows; of a bag of
-        embeddings one more bag number an index.
+        embeddings one more bag number an index; of some losses that of every element.
         """
         name = op_name(node)
+        if name in _LOSSES and argument(node, "reduction", 1) != 0:
+            elements = self.of(argument(node, "self"))[0]
+            return (replace(found[0], storage_bytes=elements.size_bytes),)
         if name == "aten::col2im":
             windows = self.of(argument(node, "self"))[0]
             return (replace(found[0], storage_bytes=windows.size_bytes),)

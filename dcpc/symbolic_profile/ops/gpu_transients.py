@@ -17,6 +17,11 @@ from torch.utils._sympy.functions import CeilDiv
 from dcpc.ops.attention import DEMANDS, kernel_name
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.facts import CallFacts, argument
+from dcpc.symbolic_profile.ops.kernel_transients import (
+    cross_entropy_with_logits,
+    loss,
+    scatter_mean,
+)
 
 ZERO = sympy.Integer(0)
 WIDEST = DEMANDS["cuda"].widest or 0  # of a head
@@ -95,6 +100,18 @@ def _copies(*names: str) -> Callable[[CallFacts], sympy.Expr]:
     return formula
 
 
+def _batch(*names: str) -> Callable[[CallFacts], sympy.Expr]:
+    """Returns the formula: a dense copy of each batch of matrices that cuBLAS cannot read.
+
+    Source: `prepare_batch_matrix_for_cublas` of torch's cuda/Blas.cpp.
+    """
+
+    def formula(call: CallFacts) -> sympy.Expr:
+        return sympy.Add(*(t.size_bytes for t in map(call.tensor, names) if not t.matrix))
+
+    return formula
+
+
 def _embedding_backward(call: CallFacts) -> sympy.Expr:
     """An upper bound: of each row that was looked up a sum in float32, and sorted indices.
 
@@ -105,6 +122,9 @@ def _embedding_backward(call: CallFacts) -> sympy.Expr:
     return _copies("grad_output")(call) + 4 * grad.numel + 4 * 8 * indices.numel
 
 
+_LOSSES = ("huber_loss", "mse_loss", "smooth_l1_loss")
+_IN_PLACE = ("binary_cross_entropy", "gather", "scatter", "scatter_add", "soft_margin_loss")
+
 # op -> bytes; those that are not here are as on the CPU.
 GPU_TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "dcpc::attention_forward": _forward,
@@ -112,8 +132,14 @@ GPU_TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "dcpc::attention_mask_backward": attention.blocks_backward,
     "dcpc::ring_attention_backward": _ring_backward,
     "aten::native_layer_norm_backward": _copies("grad_out", "input"),
+    "aten::bmm": _batch("self", "mat2"),
+    "aten::baddbmm": _batch("batch1", "batch2"),
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::gelu_backward": lambda call: ZERO,  # TensorIterator takes strided operands
     "aten::mean": lambda call: ZERO,  # summed in registers, whatever the precision
+    **{f"aten::{name}": loss(own=True, widened=False) for name in _LOSSES},
+    **{f"aten::{name}": lambda call: ZERO for name in _IN_PLACE},
+    "aten::binary_cross_entropy_with_logits": cross_entropy_with_logits(widened=False),
+    "aten::scatter_reduce": scatter_mean,
     "aten::native_dropout": lambda call: ZERO,  # one kernel
 }

@@ -1,8 +1,9 @@
 """What the CPU's kernels of losses, norms, order, indices, pads and transforms take for themselves.
 
 As in `transients.py`: bytes allocated while an op runs and freed before it returns, beyond its
-outputs, measured with torch.profiler's allocator events (torch 2.13; float32 and float64, several
-sizes and layouts). `tests/symbolic_profile/ops/test_kernel_transients.py` has a line for each.
+outputs, measured with torch.profiler's allocator events (torch 2.13; float32, float64, bfloat16,
+several sizes and layouts). `tests/symbolic_profile/ops/test_kernel_transients.py` has a line for
+each.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import sympy
 
-from dcpc.symbolic_profile.ops.facts import CallFacts, TensorFacts, argument
+from dcpc.symbolic_profile.ops.facts import CallFacts, TensorFacts, argument, op_name
 from dcpc.symbolic_profile.polynomials import larger
 
 ZERO = sympy.Integer(0)
 INDEX_BYTES = 8  # of an element of int64
+WIDE_BYTES = 4  # of an element of float32
 SMALL_IMAGE = 128  # rows and columns
 
 
@@ -29,11 +31,50 @@ def copies(*names: str) -> Callable[[CallFacts], sympy.Expr]:
     return formula
 
 
-def _cross_entropy_with_logits(call: CallFacts) -> sympy.Expr:
-    """The log-sigmoid, of a copy where the input is strided; reduced, the losses as well."""
-    x, weight = call.tensor("self"), call.given("pos_weight")
-    each = x.size_bytes * (1 if argument(call.node, "reduction", 1) == 0 else 2)
-    return each + copies("self")(call) + (ZERO if weight is None else weight.size_bytes)
+def half(x: TensorFacts) -> bool:
+    """Returns whether its elements are numbers in half precision."""
+    return x.dtype.itemsize < WIDE_BYTES and x.dtype.is_floating_point
+
+
+def loss(own: bool, widened: bool = True) -> Callable[[CallFacts], sympy.Expr]:
+    """Returns the formula: the losses of all elements, and those in float32 that are averaged.
+
+    Args:
+        own: whether a reduced one has memory for them besides its result's.
+        widened: whether a mean in half precision makes them in float32, as on a CPU.
+    """
+
+    def formula(call: CallFacts) -> sympy.Expr:
+        x, reduction = call.tensor("self"), argument(call.node, "reduction", 1)
+        if reduction == 0:
+            return ZERO
+        wide = WIDE_BYTES * x.numel if widened and reduction == 1 and half(x) else ZERO
+        return wide + (x.size_bytes if own else ZERO)
+
+    return formula
+
+
+def cross_entropy_with_logits(widened: bool = True) -> Callable[[CallFacts], sympy.Expr]:
+    """Returns the formula: the log-sigmoid, of a copy where the input is strided; then the losses.
+
+    Args:
+        widened: as of `loss`.
+    """
+
+    def formula(call: CallFacts) -> sympy.Expr:
+        each, weight = call.tensor("self").size_bytes, call.given("pos_weight")
+        each += loss(own=True, widened=widened)(call)
+        return each + copies("self")(call) + (ZERO if weight is None else weight.size_bytes)
+
+    return formula
+
+
+def _widened(call: CallFacts) -> sympy.Expr:
+    """In half precision the result in float32, but where whole rows are gathered."""
+    out, index = call.facts.of(call.node)[0], call.tensor("index")
+    rows = argument(call.node, "dim") == 0 and all(s == 0 for s in index.strides[1:])
+    gathered = op_name(call.node) == "aten::gather" and len(index.shape) > 1 and rows
+    return WIDE_BYTES * out.numel if half(out) and not gathered else ZERO
 
 
 def _gelu_backward(call: CallFacts) -> sympy.Expr:
@@ -90,16 +131,22 @@ def _overlapping(call: CallFacts) -> Sequence[sympy.Expr]:
     return [call.facts.size(size) for size in argument(call.node, "input_sizes")]
 
 
-def _scatter_mean(call: CallFacts) -> sympy.Expr:
-    """Of a mean: ones like the source, how many each element got, and which got none."""
+def scatter_mean(call: CallFacts) -> sympy.Expr:
+    """Returns, of a mean: ones like the source, how many each element got, and which got none."""
     if argument(call.node, "reduce") != "mean":
         return ZERO
     x, source = call.tensor("self"), call.tensor("src")
     return source.size_bytes + x.size_bytes + x.numel
 
 
+def _scatter_reduce(call: CallFacts) -> sympy.Expr:
+    """As `scatter_mean`; in half precision how many each got is counted in float32."""
+    held, x = scatter_mean(call), call.tensor("self")
+    return _widened(call) + (held - x.numel if held != 0 and half(x) else held)
+
+
 def _index_mean(call: CallFacts) -> sympy.Expr:
-    """As `_scatter_mean`, but the ones are gone before the last."""
+    """As `scatter_mean`, but the ones are gone before the last."""
     if argument(call.node, "reduce") != "mean":
         return ZERO
     x, source = call.tensor("self"), call.tensor("source")
@@ -109,9 +156,11 @@ def _index_mean(call: CallFacts) -> sympy.Expr:
 def _masked_backward(call: CallFacts) -> sympy.Expr:
     """The selected gradients and zeros for the rest, as many as the values say: an upper bound.
 
-    Several threads number the elements first.
+    Several threads number the elements first. In half precision they are copied in float32.
     """
     grad, out = call.tensor("grad_output"), call.output_bytes
+    if half(grad):
+        out += WIDE_BYTES * grad.numel
     return out if call.threads == 1 else 2 * out + grad.numel * INDEX_BYTES
 
 
@@ -301,11 +350,14 @@ KERNELS: Mapping[str, Callable[[CallFacts], sympy.Expr]] = {
     "aten::avg_pool3d": _own,
     "aten::avg_pool3d_backward": _grad,
     "aten::bucketize": _own,
-    "aten::channel_shuffle": _own,
-    "aten::binary_cross_entropy_with_logits": _cross_entropy_with_logits,
+    "aten::channel_shuffle": _unordered("self"),
+    "aten::binary_cross_entropy": loss(own=False),
+    "aten::binary_cross_entropy_with_logits": cross_entropy_with_logits(),
     "aten::col2im": _own,
     "aten::gelu_backward": _gelu_backward,
+    "aten::gather": _widened,
     "aten::grid_sampler_2d_backward": _grad,
+    "aten::huber_loss": loss(own=True),
     "aten::im2col": _windows,
     "aten::index_reduce": _index_mean,
     "aten::kthvalue": _by_value,
@@ -316,9 +368,12 @@ KERNELS: Mapping[str, Callable[[CallFacts], sympy.Expr]] = {
     "aten::max_pool3d_with_indices_backward": _pool_backward("indices"),
     "aten::median": _median,
     "aten::nanmedian": _median,
+    "aten::mse_loss": loss(own=True),
     "aten::native_batch_norm_backward": _batch_norm_backward,
-    "aten::pixel_shuffle": _own,
-    "aten::pixel_unshuffle": _own,
+    "aten::nll_loss2d_backward": copies("target"),
+    "aten::nll_loss2d_forward": copies("self", "target"),
+    "aten::pixel_shuffle": _unordered("self"),
+    "aten::pixel_unshuffle": _unordered("self"),
     "aten::reflection_pad1d": _own,
     "aten::reflection_pad1d_backward": _grad,
     "aten::reflection_pad2d_backward": _gradient_as_input,
@@ -328,8 +383,12 @@ KERNELS: Mapping[str, Callable[[CallFacts], sympy.Expr]] = {
     "aten::replication_pad2d_backward": _gradient_as_input,
     "aten::replication_pad3d_backward": _gradient_as_input,
     "aten::roll": _rolled,
-    "aten::scatter_reduce": _scatter_mean,
+    "aten::scatter": _widened,
+    "aten::scatter_add": _widened,
+    "aten::scatter_reduce": _scatter_reduce,
     "aten::searchsorted": copies("sorted_sequence", "self"),
+    "aten::smooth_l1_loss": loss(own=True),
+    "aten::soft_margin_loss": loss(own=False),
     "aten::soft_margin_loss_backward": lambda call: 2 * call.tensor("self").size_bytes,
     "aten::sort": _numbered(_own_shape),
     "aten::unfold_backward": _numbered(_overlapping),

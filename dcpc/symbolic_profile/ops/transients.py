@@ -4,8 +4,8 @@ Measured on the CPU with torch.profiler's allocator events, torch 2.13, float32;
 the layouts named in it. Losses, order, indices, pads, pools and transforms have theirs in
 `kernel_transients.py`. An op without a line was measured to need none, or at most tens of bytes
 (Python scalars become tensors of 8 + 4 bytes): matmuls of dense operands, pointwise ops and sums
-whose operands are of one dtype (`_promoted` has the others), softmax, `cat`, `clone`, `gather`,
-`scatter_add`, `constant_pad_nd`, `slice_backward`, `nll_loss`, `embedding`. Not
+whose operands are of one dtype (`_promoted` has the others), softmax, `cat`, `clone`,
+`constant_pad_nd`, `slice_backward`, `nll_loss`, `embedding`. Not
 modelled: the scratch of oneDNN for bfloat16 matmuls on the CPU (0.1 to 0.6 of an operand, chosen
 by the processor).
 """
@@ -24,7 +24,7 @@ from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument, op_name
 from dcpc.symbolic_profile.ops.flops import ZERO, GroupSize
 from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
-from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies
+from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies, half
 from dcpc.symbolic_profile.polynomials import larger
 
 CHANNELS = 16  # of a block of oneDNN's
@@ -33,11 +33,11 @@ PARTIAL_SCRATCH = 1 << 15  # bytes, measured
 
 
 def _matmul(*names: str) -> Callable[[CallFacts], sympy.Expr]:
-    """A dense copy of each matrix with neither rows nor columns dense."""
+    """A dense copy of each matrix with neither rows nor columns dense, of a batch one at a time."""
 
     def formula(call: CallFacts) -> sympy.Expr:
-        operands = (call.tensor(name) for name in names)
-        return sympy.Add(*(t.size_bytes for t in operands if not t.matrix))
+        found = [t for t in map(call.tensor, names) if not t.matrix]
+        return sympy.Add(*(t.size_bytes / sympy.Mul(*t.shape[:-2]) for t in found))
 
     return formula
 
@@ -52,9 +52,10 @@ def _layer_norm_backward(call: CallFacts) -> sympy.Expr:
 
 
 def _group_norm_backward(call: CallFacts) -> sympy.Expr:
-    """Two float32 sums for each sample and channel; copies of strided operands."""
+    """Two sums for each sample and channel, in float32 at least; copies of strided operands."""
     n, c = (call.facts.size(argument(call.node, name)) for name in ("N", "C"))
-    return 2 * n * c * 4 + copies("grad_out", "input")(call)
+    item_bytes = max(4, call.tensor("input").dtype.itemsize)
+    return 2 * n * c * item_bytes + copies("grad_out", "input")(call)
 
 
 def _safe_softmax(call: CallFacts) -> sympy.Expr:
@@ -65,17 +66,24 @@ def _safe_softmax(call: CallFacts) -> sympy.Expr:
 
 
 def _convolution(call: CallFacts) -> sympy.Expr:
-    """Of oneDNN an upper bound: its own output, its reordered input and weight; or columns."""
+    """Of oneDNN an upper bound: its own output, its reordered input and weight; or columns.
+
+    A transposed one has its output twice, in half precision in float32.
+    """
     x, out = call.tensor("input"), call.facts.of(call.node)[0]
-    onednn = _blocked(out) + _blocked(x) + _weights(call)
+    times = 2 if argument(call.node, "transposed") else 1
+    onednn = times * _blocked(out) + _blocked(x) + _weights(call)
     slow = _each_group(call, _columns(call, out, every=True) + _groups_copied(call, x))
     return _larger_of(call, onednn, slow) + copies("input")(call)
 
 
 def _convolution_backward(call: CallFacts) -> sympy.Expr:
-    """Of oneDNN an upper bound, as its scratch is its choice; or columns."""
+    """Of oneDNN an upper bound, as its scratch is its choice; or columns.
+
+    In half precision the input's gradient may be added up in float32.
+    """
     grad, x = call.tensor("grad_output"), call.tensor("input")
-    onednn = 2 * _blocked(grad) + _blocked(x) + _weights(call)
+    onednn = 2 * _blocked(grad) + (2 if half(x) else 1) * _blocked(x) + _weights(call)
     slow = _each_group(call, _columns(call, grad) + _groups_copied(call, x, grad))
     return _larger_of(call, onednn, slow) + copies("grad_output", "input")(call)
 
@@ -158,15 +166,9 @@ def _triangle(call: CallFacts) -> sympy.Expr:
 def _half_mean(call: CallFacts) -> sympy.Expr:
     """In half precision: the input and the sum in float32."""
     x = call.tensor("self")
-    if x.dtype.itemsize >= 4 or not x.dtype.is_floating_point:
+    if not half(x):
         return sympy.Integer(0)
     return 4 * x.numel + 4 * call.facts.of(call.node)[0].numel
-
-
-def _squares(call: CallFacts) -> sympy.Expr:
-    """Those of all elements, where they are not themselves what it returns."""
-    kept = argument(call.node, "reduction", 1) == 0
-    return ZERO if kept else call.tensor("self").size_bytes
 
 
 def _of_complex(call: CallFacts) -> sympy.Expr:
@@ -260,13 +262,15 @@ TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "aten::triu": _triangle,
     "aten::mm": _matmul("self", "mat2"),
     "aten::addmm": _matmul("mat1", "mat2"),
+    "aten::bmm": _matmul("self", "mat2"),
+    "aten::baddbmm": _matmul("batch1", "batch2"),
+    "aten::mv": _matmul("self"),
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::mean": _half_mean,
     "aten::logsumexp": lambda call: call.tensor("self").size_bytes + call.output_bytes,
     "aten::abs": _of_complex,
     "aten::angle": _of_complex,
-    "aten::mse_loss": _squares,
     "aten::native_dropout": lambda call: call.tensor("input").size_bytes,
     "dcpc::all_to_all": _all_to_all,
     "dcpc::all_gather": _all_gather,

@@ -76,6 +76,7 @@ aten = torch.ops.aten
 X, XT = torch.randn(40, 30, 64), strided(40, 64, 30)
 IDS = torch.randint(0, 50, (40, 30))
 HEADS = torch.randn(2, 4, 300, 16)
+PAIRS = torch.randn(40, 30, 128)[..., ::2]
 WIDE, HALF, SEEN = X.double(), X.bfloat16(), X > 0
 WHOLE = IDS + 1
 TURNED, WAVES = torch.randn(30, 40, 64).transpose(0, 1), X.to(torch.complex64)
@@ -98,6 +99,16 @@ CHANNELS_LAST = torch.randn(2, 8, 30, 40).to(memory_format=torch.channels_last)
         (lambda x: aten.tril(x), [XT]),
         (lambda x, w: aten.mm(x, w), [torch.randn(90, 128)[:, ::2], torch.randn(64, 32)]),
         (lambda x, w: aten.mm(x, w), [torch.randn(90, 64), strided(32, 64)]),
+        (lambda x, w: aten.mm(x, w), [torch.randn(64).expand(90, 64), torch.randn(64, 32)]),
+        (lambda x, w: aten.mm(x, w), [torch.randn(94).unfold(0, 64, 1), torch.randn(64, 32)]),
+        (lambda x, w: aten.mv(x, w), [torch.randn(90, 128)[:, ::2], torch.randn(64)]),
+        (lambda x, y: aten.bmm(x, y), [PAIRS, torch.randn(40, 64, 50)]),
+        (lambda x, y: aten.bmm(x, y), [X, torch.randn(40, 64, 100)[..., ::2]]),
+        (lambda x, y: aten.bmm(x, y), [X[:, :1].expand(40, 30, 64), torch.randn(40, 64, 50)]),
+        (lambda x, y: aten.bmm(x, y), [torch.randn(64, 3, 4).permute(2, 1, 0), strided(4, 50, 64)]),
+        (lambda x, y: aten.bmm(x, y), [X[:1].expand(40, 30, 64), strided(40, 50, 64)]),
+        (lambda x, y: aten.bmm(x, y), [TURNED.transpose(0, 1), torch.randn(30, 64, 5)]),
+        (lambda x, y, z: aten.baddbmm(x, y, z), [torch.randn(5), PAIRS, torch.randn(40, 64, 5)]),
         (lambda x, i: aten.gather(x, 1, i), [X, torch.zeros(40, 5, 64, dtype=torch.long)]),
         (lambda x: aten.tril(x), [torch.randn(30, 40, 64).transpose(0, 1)]),
         (lambda x, y: aten.mse_loss(x, y), [X, X + 1]),

@@ -7,7 +7,10 @@ from torch import Tensor, nn
 import dcpc
 from dcpc.commands.check import SplitModel
 from dcpc.symbolic_profile import evaluator
+from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.ops.transients import transient_bytes
 from examples.allocator import measured_peak_bytes
+from tests.cases.joint_graphs import measure_call
 
 
 class Net(nn.Module):
@@ -41,3 +44,24 @@ def test_peak_is_never_above_what_is_predicted(dtype, above):
         measured = measured_peak_bytes(lambda v=variant, t=tensors, i=integers: v(t, i).backward())
         predicted = at.peak_bytes(split.study.local_sizes(point))
         assert -0.005 <= predicted / measured - 1 <= above
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [38, 202, 402])
+@pytest.mark.parametrize(
+    ("weight", "stride", "transposed"),
+    [((64, 32, 3, 3), 1, False), ((64, 32, 4, 4), 2, False), ((32, 16, 4, 4), 2, True),
+     ((32, 24, 2, 2), 2, True)],
+)  # fmt: skip
+def test_transient_is_within_its_bound(weight, stride, transposed, rows, dtype):
+    def both(x, w):
+        args = ([stride] * 2, [1, 1], [1, 1], transposed, [0, 0], 1)
+        out = torch.ops.aten.convolution(x, w, None, *args)
+        mask = [True, True, False]
+        return torch.ops.aten.convolution_backward(out, x, w, None, *args, mask)
+
+    facts = Facts({})
+    x, w = torch.rand(2, 32, rows, 20, dtype=dtype), torch.rand(weight, dtype=dtype)
+    for m in measure_call(both, x, w):
+        table_bytes = int(transient_bytes(m.node, facts, torch.get_num_threads()).doit())
+        assert m.transient_bytes <= table_bytes, m.node.format_node()

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcpc
 from dcpc.api import plan
@@ -15,6 +16,8 @@ from models.gpt import GPT, GPTConfig
 
 TEXT = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 H200 = find("h200")
+aten = torch.ops.aten
+ROWS, PAIRS = torch.ones(64, 32, dtype=torch.bfloat16), torch.ones(4, 8, 32, dtype=torch.bfloat16)
 HEADS, WIDTH = 4, 72  # a width that is rounded up to 96
 
 
@@ -70,3 +73,19 @@ def test_a_plan_for_a_gpu_has_the_gpus_peak():
         priced = planned(device=device).runnable.priced
         peaks.append(priced.at(priced.placement(sizes, 1)).predict(0, sizes).peak_bytes)
     assert peaks[0] > 1.1 * peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "tensors", "expected"),
+    [
+        (lambda x: aten.gather(x, 1, x.long()), [ROWS], 0),
+        (lambda x: aten.scatter_add(x, 1, x.long(), x), [ROWS], 0),
+        (lambda x: aten.mse_loss(x, x), [ROWS], 64 * 32 * 2),
+        (lambda x: aten.binary_cross_entropy(x, x), [ROWS], 0),
+        (lambda x, y: aten.bmm(x, y), [PAIRS[..., ::2], PAIRS[..., :16].mT], 4 * 8 * 16 * 2),
+    ],
+)
+def test_kernels_that_do_not_widen(function, tensors, expected):
+    traced = make_fx(function, tracing_mode="fake")(*tensors)
+    *_, node, _ = traced.graph.nodes
+    assert int(transient_bytes(node, Facts({}), 1, gpu=True)) == expected

@@ -19,7 +19,21 @@ FEW = torch.rand(20, 40, 64)
 WAVES = torch.complex(X, X)
 IMAGE, LAST = torch.rand(4, 16, 30, 20), torch.rand(4, 30, 20, 16).permute(0, 3, 1, 2)
 LARGE, VIDEO = torch.rand(4, 16, 60, 50), torch.rand(4, 8, 10, 12, 14)
+PIXELS = torch.randint(0, 16, (4, 30, 20))
+LOSSES = (
+    *(aten.mse_loss, aten.huber_loss, aten.smooth_l1_loss),
+    *(aten.binary_cross_entropy, aten.soft_margin_loss),
+)
+SHUFFLES = (
+    lambda x: aten.pixel_shuffle(x, 2),
+    lambda x: aten.pixel_unshuffle(x, 2),
+    lambda x: aten.channel_shuffle(x, 4),
+)
 BAG, BAGS = torch.randint(0, 32, (4000,)), torch.arange(1000) * 4
+
+
+def reduced(loss, reduction):
+    return lambda x, y: loss(x.sigmoid(), y.sigmoid(), reduction=reduction)
 
 
 def norm_backward(g, x, w, m):
@@ -118,6 +132,12 @@ def bags_backward(w, i, o, mode):
         (lambda x: aten._upsample_bilinear2d_aa(x, [60, 40], False), [IMAGE]),
         (lambda x: aten.avg_pool3d(x, [3, 3, 3]), [VIDEO.transpose(1, 2)]),
         (lambda x: aten.log_sigmoid_forward(x), [XT]),
+        *((reduced(loss, r), [X, X]) for loss in LOSSES for r in (0, 1, 2)),
+        (lambda x, i: aten.nll_loss2d_forward(x, i, None, 1, -100), [IMAGE, PIXELS]),
+        (lambda x, i: aten.nll_loss2d_forward(x, i, None, 1, -100), [LAST, PIXELS]),
+        (lambda x, i, g: aten.nll_loss2d_backward(g, x, i, None, 1, -100, g),
+         [IMAGE, PIXELS.mT.contiguous().mT, torch.ones(())]),
+        *((f, [x]) for f in SHUFFLES for x in (IMAGE, LAST)),
     ],
 )  # fmt: skip
 def test_transient_of_a_kernel(function, tensors, dtype):
@@ -132,14 +152,52 @@ def test_transient_of_a_kernel(function, tensors, dtype):
         assert abs(m.transient_bytes - table_bytes) <= SMALL_BYTES, m.node.format_node()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("function", "tensors"),
     [
+        *((reduced(loss, r), [X, X]) for loss in LOSSES for r in (1, 2)),
+        (lambda x, y: aten.binary_cross_entropy_with_logits(x, y), [X, X]),
+        (lambda x, i: aten.gather(x, 1, i), [FEW, IDS % 40]),
+        (lambda x, i: aten.gather(x, 1, i), [X, IDS[:, :40]]),
+        (lambda x, i: aten.gather(x, 0, i.expand(300, 64)), [ROWS, PLACES.view(-1, 1)]),
+        (lambda x, i, y: aten.scatter_add(x, 1, i, y), [FEW, IDS % 40, X]),
+        (lambda x, i, y: aten.scatter_add(x, 1, i, y), [X, IDS[:, :40], FEW]),
+        (lambda x, i, y: aten.scatter(x, 1, i, y), [X, IDS[:, :40], FEW]),
+        (lambda x, i: aten.scatter(x, 1, i, 0.5), [X, IDS[:, :40]]),
+        (lambda x, i, y: aten.scatter_reduce(x, 1, i, y, "amax"), [FEW, IDS % 40, X]),
+        (lambda x, i, y: aten.scatter_reduce(x, 1, i, y, "mean"), [FEW, IDS % 40, X]),
+        (lambda x, i, y: aten.scatter_reduce(x, 1, i, y, "mean"), [X, IDS[:, :40], FEW]),
+    ],
+)  # fmt: skip
+def test_transient_of_a_kernel_in_half_precision(function, tensors, dtype):
+    facts = Facts({})
+    for m in measure_call(
+        function, *(x.to(dtype) if x.is_floating_point() else x for x in tensors)
+    ):
+        table_bytes = int(transient_bytes(m.node, facts, torch.get_num_threads()).doit())
+        assert abs(m.transient_bytes - table_bytes) <= SMALL_BYTES, m.node.format_node()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_masked_scatter_is_within_its_bound(dtype):
+    facts, mask = Facts({}), X > 0.5
+    for m in measure_call(
+        lambda g, k: aten.masked_scatter_backward(g, k, [20, 300, 64]), X.to(dtype), mask
+    ):
+        table_bytes = int(transient_bytes(m.node, facts, torch.get_num_threads()).doit())
+        assert m.transient_bytes <= table_bytes + SMALL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("function", "tensors"),
+    [
+        *((reduced(loss, r), [X, X]) for loss in LOSSES for r in (0, 1, 2)),
         (lambda x: F.fold(x, (30, 20), 3, padding=1), [torch.rand(4, 144, 600)]),
         (lambda w, i, o: aten._embedding_bag(w, i, o, False, 1), [ROWS[:32], BAG, BAGS]),
         (lambda w, i, o: aten._embedding_bag(w, i, o, False, 0), [ROWS[:32], BAG, BAGS]),
     ],
-)
+)  # fmt: skip
 def test_memory_of_a_result_that_was_cut(function, tensors):
     facts = Facts({})
     for m in measure_call(function, *tensors):
