@@ -122,6 +122,7 @@ def _embedding_backward(call: CallFacts) -> sympy.Expr:
     return _copies("grad_output")(call) + 4 * grad.numel + 4 * 8 * indices.numel
 
 
+# Not read in a source, as the rest is: what the CPU takes to widen half precision is left out.
 _LOSSES = ("huber_loss", "mse_loss", "smooth_l1_loss")
 _IN_PLACE = ("binary_cross_entropy", "gather", "scatter", "scatter_add", "soft_margin_loss")
 
