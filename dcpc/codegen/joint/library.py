@@ -316,6 +316,8 @@ class Renamed:
         flowing = dict(zip(tangents, theirs, strict=False))
         added = dict(zip(sums, theirs[len(tangents) :], strict=True))
         found = self._library.derivative(self._piece, flowing, added)
+        if self._library.fixed(names):  # by that derivative
+            return None
         if not self._library.holds(found.asked, names):
             return None
         self._library.assume(found.asked, names)
