@@ -249,3 +249,17 @@ def test_a_model_without_memory_is_planned_as_one_with():
 def test_compiled_model_is_not_copied(compiled, copied):
     with pytest.raises(dcpc.errors.DispatchError, match=r"deepcopy\(compiled\.model\)"):
         copied(compiled)
+
+
+def test_clip_counts_the_gradient_of_a_parameter_frozen_since(compiled):
+    (step,) = dcpc.DataLoader(Samples(7), compiled, tokens_per_step=64)
+    compiled.train_step(step)
+    frozen = compiled.model.head.weight.requires_grad_(False)
+    try:
+        found = compiled.train_step(step, clip=1e9)
+        every = [p.grad for p in compiled.parameters() if p.grad is not None]
+        assert any(g is frozen.grad for g in every)
+        assert found.grad_norm == pytest.approx(float(torch.nn.utils.get_total_norm(every)))
+    finally:
+        frozen.requires_grad_(True)
+        compiled.zero_grad()

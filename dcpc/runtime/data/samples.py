@@ -228,7 +228,8 @@ class Samples:
                 f"sample {index}: got lengths {_text(dims)}; expected {_text(known)}, as the "
                 "dataset said before; make its dims() and its samples agree"
             )
-        self._loaded[index] = dict(raw)
+        # Held until its step: the dataset may fill the same memory with the next sample.
+        self._loaded[index] = {name: raw[name].clone() for name in self.inputs}
         return self._loaded[index]
 
     def _solve(self, index: int, raw: Mapping[str, torch.Tensor]) -> Dims:

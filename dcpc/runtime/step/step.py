@@ -114,7 +114,8 @@ def train_step(
             that they take together, or `clip` is no positive number.
     """
     start_s = time.perf_counter()
-    params = trained(parameters)
+    every = list(parameters)
+    params = trained(every)
     agree(
         groups,
         groups.world,
@@ -137,7 +138,7 @@ def train_step(
         reduction.finish()
         clock.mark()
     *micro_batch_s, reduction_s = clock.spans_s()
-    norm = None if clip is None else clip_gradients(params, clip)
+    norm = None if clip is None else clip_gradients(every, clip)
     facts = _gather([share, sum(micro_batch_s)], groups)
     return StepResult(
         loss=facts[:, 0].sum(),

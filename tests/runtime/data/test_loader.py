@@ -396,3 +396,18 @@ def test_imbalance_is_logged_where_asked(caplog):
         list(loader_for(RaggedWithDims([4, 4]), calculate_imbalance=True))
     assert "step 0 of epoch 0: 2 samples, 8 tokens; predicted" in caplog.text
     assert "gap to the lower bound" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [Ragged, RaggedWithDims])
+def test_a_dataset_may_refill_one_buffer(kind):
+    class Refilled(kind):
+        def __getitem__(self, index):
+            for name, x in super().__getitem__(index).items():
+                buffers[name][: len(x)] = x
+            return {name: buffer[: len(x)] for name, buffer in buffers.items()}
+
+    buffers = {name: torch.zeros(16, dtype=torch.int64) for name in PAD}
+    every = [list(loader_for(d(LENGTHS), shuffle=False)) for d in (kind, Refilled)]
+    for plain, refilled in zip(*every, strict=True):
+        for a, b in zip(plain.micro_batches, refilled.micro_batches, strict=True):
+            assert all(torch.equal(x, b.inputs[name]) for name, x in a.inputs.items())
