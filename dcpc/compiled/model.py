@@ -191,10 +191,11 @@ class CompiledModel(nn.Module):
     @property
     def packable(self) -> Packable:
         """Whether a row may hold several sequences, for `DataLoader(packing=)`; else why not."""
-        traces = [v.traced for v in self.planned.traces]
-        # A trace of rows of one token has no length: there is nothing to pack.
-        longer = [t for t in traces if set(t.program.symbols) - {BATCH}] or traces
-        found = [packable(t.program, t.sharding.rules) for t in longer]
+        # Rows of one token have nothing to pack, and their trace may have no attention.
+        longer = [b for b in self.buckets if any(n > 1 for _, n in b.shape_key)]
+        used = {id(v): v for v in (self.planned.by_bucket[b] for b in longer or self.buckets)}
+        traces = [v.traced for v in used.values()]
+        found = [packable(t.program, t.sharding.rules) for t in traces]
         return next((p for p in found if p.reason), found[0])
 
     @property
