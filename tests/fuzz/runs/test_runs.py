@@ -29,7 +29,8 @@ def test_random_runs_alone_train_as_the_plain_model():
 
 def test_rows_of_one_token_do_not_keep_others_from_being_packed():
     run = generate(ALONE[-1])
-    assert run.options.packing and ((1,), 2) in run.setup.sizes
+    assert run.options.packing
+    assert ((1,), 2) in run.setup.sizes
     assert outcomes([run])[0].kind == "right"
 
 
