@@ -122,14 +122,15 @@ class Dispatch:
     # --------------------------------------------------------------------------------- what runs
 
     def run_call(
-        self, bucket: Bucket, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
+        self,
+        bucket: Bucket,
+        sizes: Mapping[str, int],
+        inputs: Mapping[str, Tensor],
+        setting: Setting,
     ) -> Tensor:
         """Returns the loss of a call by hand, run with the planned setting of its bucket."""
-        setting = self.setting(bucket)
         place = self._groups.rank % setting.sp
-        variant, integers = self._variant(bucket, sizes, setting, place)
-        seed = self._seed(variant.sp) if variant.draws else 0
-        return self._run(variant, integers, bucket, sizes, inputs, seed)
+        return self._run(bucket, sizes, inputs, setting, place)
 
     def prepare(self, mb: MicroBatch) -> None:
         """Compiles what a micro-batch needs."""
@@ -151,8 +152,7 @@ class Dispatch:
             bind_group(group_name(mb.sp), pg)
         seed = mix(self._base_seed, _STEPS, step.epoch, step.index, mb.number) >> 1
         place = mb.ranks.index(self._groups.rank)
-        variant, integers = self._variant(bucket, sizes, _setting_of(mb), place)
-        return self._run(variant, integers, bucket, sizes, inputs, seed)
+        return self._run(bucket, sizes, inputs, _setting_of(mb), place, seed)
 
     def own_casts(self) -> AbstractContextManager[object]:
         """Returns a context without autocast: the captured graph has the casts.
@@ -172,18 +172,22 @@ class Dispatch:
 
     def _run(
         self,
-        variant: Variant,
-        integers: tuple[int, ...],
         bucket: Bucket,
         sizes: Mapping[str, int],
         inputs: Mapping[str, Tensor],
-        seed: int,
+        setting: Setting,
+        place: int,
+        seed: int | None = None,
     ) -> Tensor:
+        """Returns the loss; without a seed, random numbers are those of the degree's next call."""
         traced = self._planned.by_bucket[bucket].traced
+        variant, integers = self._variant(bucket, sizes, setting, place)
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
         given = {p: inputs[n].contiguous() for p, n in traced.program.inputs.items()}
         named = {**traced.tensors(), **given}
         self.stats.called(bucket, sizes.get(BATCH, 1))
+        if seed is None:
+            seed = self._seed(variant.sp) if variant.draws else 0
         return variant([named[p] for p in variant.placeholders], integers, seed)
 
     def _variant(

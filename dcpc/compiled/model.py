@@ -80,8 +80,8 @@ class CompiledModel(nn.Module):
         inputs = self._dispatch.named(args, inputs)
         bucket, sizes = self._dispatch.match(inputs)
         problem = self._followed.problem(self.model)
-        sp = self._dispatch.setting(bucket).sp
-        if sp > 1:
+        setting = self._dispatch.setting(bucket)
+        if setting.sp > 1:
             self._calls += 1
             batch = sizes.get(BATCH, 1)
             what = f"{bucket} with batch {batch}, call {self._calls}, {self.plans[bucket]}"
@@ -89,11 +89,11 @@ class CompiledModel(nn.Module):
             whole = {n: checksum(x) for n, x in inputs.items() if not x.is_floating_point()}
             what += f", checksums of inputs {sorted(whole.items())}"
             what += "" if problem is None else f", {problem}"
-            agree(self.groups, sp, "bucket", what)
+            agree(self.groups, setting.sp, "bucket", what)
         if problem is not None:
             raise problem
         with self._dispatch.own_casts():
-            return self._dispatch.run_call(bucket, sizes, inputs)
+            return self._dispatch.run_call(bucket, sizes, inputs, setting)
 
     def train_step(self, step: Step, *, clip: float | None = None) -> StepResult:
         """Runs all micro-batches of a planned step and sums the gradients over the ranks.

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from tests.fuzz.program import Program, Step
+
+T = TypeVar("T")
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], most: int = 150) -> Program:
     """Returns the smallest program found that fails; at most so many are tried."""
+    return descend(program, _smaller, fails, most)
+
+
+def descend(
+    failing: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], bool], most: int
+) -> T:
+    """Goes on from the first simpler one that fails, until none does or `most` were tried."""
     tried = 0
     improved = True
     while improved:
         improved = False
-        for smaller in _smaller(program):
+        for candidate in simpler(failing):
             tried += 1
             if tried > most:
-                return program
-            if fails(smaller):
-                program, improved = smaller, True
+                return failing
+            if fails(candidate):
+                failing, improved = candidate, True
                 break
-    return program
+    return failing
 
 
 def alive(program: Program) -> Program:

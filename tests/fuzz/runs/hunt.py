@@ -16,6 +16,7 @@ from dcpc.runtime.groups.local_ranks import RanksError, run_ranks
 from tests.fuzz.judge import Outcome
 from tests.fuzz.runs.draw import PER_SETUP, Run, generate
 from tests.fuzz.runs.judge import judge
+from tests.fuzz.shrink import descend
 
 TIMEOUT_S = 60.0
 WORLDS = (1, 1, 2, 1, 3)
@@ -53,19 +54,12 @@ def _judged(rank: int, runs: list[Run]) -> list[Outcome]:
 
 def smallest(run: Run, found: Outcome, most: int = 60) -> Run:
     """Returns a simpler run that fails in the same way; at most so many are tried."""
-    tried = 0
-    improved = True
-    while improved:
-        improved = False
-        for simpler in _simpler(run):
-            tried += 1
-            if tried > most:
-                return run
-            now = outcomes([simpler])[0]
-            if (now.kind, now.alike) == (found.kind, found.alike):
-                run, improved = simpler, True
-                break
-    return run
+
+    def fails(simpler: Run) -> bool:
+        now = outcomes([simpler])[0]
+        return (now.kind, now.alike) == (found.kind, found.alike)
+
+    return descend(run, _simpler, fails, most)
 
 
 def _simpler(run: Run) -> Iterator[Run]:
