@@ -157,7 +157,7 @@ def _verified(
         return STOPPED, f"{type(error).__name__}: {error}"
     finally:
         for runnable in planned.traces:
-            runnable.inspect = None
+            runnable.inspector = None
     return "", ""
 
 

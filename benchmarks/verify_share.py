@@ -2,9 +2,10 @@
 
 python -m benchmarks.verify_share [--quick] [--json FILE]
 
-Two ranks are planned for in one process; "auto" then compares what `dcpc.compile` would. A variant
-is compared when it is first built, which is not counted: nor is building it. Seconds are those that
-this process computes (its only thread), so that what else runs on the machine does not count.
+Two ranks are planned for, of each model in a process of its own; "auto" then compares what
+`dcpc.compile` would. A variant is compared when it is first built, which is not counted: nor is
+building it. Seconds are those that the process computes (its only thread), so that what else runs
+on the machine does not count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,15 +67,21 @@ def cases(quick: bool) -> Iterator[tuple[str, nn.Module, dcpc.Buckets, int]]:
 
 def shares(quick: bool) -> Mapping[str, tuple[float, float]]:
     """Returns name -> seconds of tracing and planning, and of verification."""
-    found = {}
-    for name, model, buckets, memory_bytes in cases(quick):
-        start_s = time.process_time()
-        planned = dcpc.api.plan(model, buckets, world=2, memory=memory_bytes, backend="eager")
-        planned_s = time.process_time()
-        verifier = Verifier(model, buckets, planned, "auto")
-        verifier.start(planned_s - start_s)
-        found[name] = planned_s - start_s, time.process_time() - planned_s
-    return found
+    names = [name for name, *_ in cases(quick)]
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        return dict(zip(names, pool.map(share, names, [quick] * len(names)), strict=True))
+
+
+def share(name: str, quick: bool) -> tuple[float, float]:
+    """Returns the seconds of tracing and planning a model, and of its verification."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    model, buckets, memory_bytes = next(rest for n, *rest in cases(quick) if n == name)
+    start_s = time.process_time()
+    planned = dcpc.api.plan(model, buckets, world=2, memory=memory_bytes, backend="eager")
+    planned_s = time.process_time()
+    Verifier(model, buckets, planned, "auto").start(planned_s - start_s)
+    return planned_s - start_s, time.process_time() - planned_s
 
 
 def share_figures(found: Mapping[str, tuple[float, float]]) -> dict[str, Cell]:
@@ -84,7 +93,6 @@ def share_figures(found: Mapping[str, tuple[float, float]]) -> dict[str, Cell]:
 def main() -> None:
     """Prints the table and writes the figures."""
     args = parser("verify_share", "share of a compile that verification takes").parse_args()
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found = shares(args.quick)
     rows = [[name, c, v, v / (c + v)] for name, (c, v) in found.items()]

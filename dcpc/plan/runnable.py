@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import sympy
 
@@ -17,7 +18,22 @@ from dcpc.plan.folding import lift_of
 from dcpc.plan.priced import Priced
 from dcpc.plan.traced import Hints, PlacementId, Traced
 
-Inspect = Callable[[Traced, Placement, LoweredPair, Partition, Sizes], None]
+
+class Inspector(Protocol):
+    """Looks at what is about to run for the first time, and raises where it must not."""
+
+    def built(
+        self,
+        traced: Traced,
+        placement: Placement,
+        lowering: LoweredPair,
+        parts: Partition,
+        sizes: Sizes,
+    ) -> None:
+        """Looks at graphs that are about to be compiled for these sizes."""
+
+    def runs(self, traced: Traced, variant: Variant) -> None:
+        """Looks at a variant once it is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +53,14 @@ class Runnable:
     Attributes:
         traced: the same.
         priced: what it costs, and what a step of recompute makes again.
-        inspect: called with the graphs of each variant, and the sizes that it is built for, before
-            it is compiled; None: nobody is.
+        inspector: looks at each variant before it runs; None: nobody does.
     """
 
     def __init__(self, traced: Traced) -> None:
         self.traced, self.priced = traced, Priced(lift_of(traced))
         self._partitions: dict[_GraphsKey, Partition] = {}
         self._variants: dict[_GraphsKey, list[Variant]] = {}
-        self.inspect: Inspect | None = None
+        self.inspector: Inspector | None = None
 
     @property
     def runs_what_was_priced(self) -> bool:
@@ -90,9 +105,11 @@ class Runnable:
             try:
                 lowering = self.traced.lowering(placement, chosen, backend)
                 parts = self.partition(placement, menu_step, chosen, backend)
-                if self.inspect is not None:
-                    self.inspect(self.traced, placement, lowering, parts, sizes)
+                if self.inspector is not None:
+                    self.inspector.built(self.traced, placement, lowering, parts, sizes)
                 variant = lowering.variant(parts)
+                if self.inspector is not None:
+                    self.inspector.runs(self.traced, variant)
             except CodegenError as error:
                 if not chosen:
                     raise

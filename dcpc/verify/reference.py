@@ -94,6 +94,8 @@ def plain(
     ):
         with float64_throughout() if wide else casting(device.type, autocast):
             loss = find_loss(model(**given))
+        if not loss.isfinite().all():  # nothing is compared with it
+            return LossAndGradients(loss.detach(), {}, draws.drew)
         with casting(device.type, None):
             leaves = [parameters[n] for n in wanted]
             found = torch.autograd.grad(loss, leaves, allow_unused=True)

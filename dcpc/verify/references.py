@@ -107,7 +107,7 @@ class References:
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.points = [points(mine, v.program.hints) for mine, v in self.groups]
         self.spent_s = 0.0
-        self._until_s = self._spare_s = 0.0
+        self._start_s = self._until_s = self._spare_s = 0.0
         self._longest_s = 0.0  # that a point took
         self._kinds: tuple[str, ...] = KINDS  # of inputs, from the first on that the model took
         self._room_bytes = 0
@@ -125,14 +125,18 @@ class References:
             room_bytes: for copies of parameters and for gradients.
         """
         self._known.clear()
-        start_s = time.perf_counter()
-        self._until_s = math.inf if self.unbounded else start_s + budget_s
-        self._spare_s = math.inf if self.unbounded else start_s + spare_s
+        self._start_s = time.perf_counter()
+        self._until_s = math.inf if self.unbounded else self._start_s + budget_s
+        self.spare(spare_s)
         self._room_bytes = max(room_bytes, LEAST_ROOM_BYTES)
         try:
             yield
         finally:
-            self.spent_s += time.perf_counter() - start_s
+            self.spent_s += time.perf_counter() - self._start_s
+
+    def spare(self, spare_s: float) -> None:
+        """Sets in how many seconds of `within` extra points may be begun."""
+        self._spare_s = math.inf if self.unbounded else self._start_s + spare_s
 
     @property
     def has_spare_time(self) -> bool:

@@ -2,10 +2,10 @@
 
 `Verifier.start` runs at compile: each trace, then the graphs of the chosen plans while there is
 time to spare, but those that only run or are only traced in whole later (Inductor's, and those of a
-model planned as a few of its blocks). `Verifier.built` runs when a variant is first built, before
-it returns a number to anybody. Both compare loss and every gradient with the plain model's, in
-float64 where the model can do that, on inputs drawn at small sizes; the ranks of a group are run in
-this process, one step at a time.
+model planned as a few of its blocks). `Verifier.built` runs when a variant is first built, and
+`Verifier.runs` when it can be called, before it returns a number to anybody. All compare loss and
+every gradient with the plain model's, in float64 where the model can do that, on inputs drawn at
+small sizes; the ranks of a group are run in this process, one step at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from dcpc.verify.culprit import first_difference, reader
 from dcpc.verify.points import Point
 from dcpc.verify.references import LEAST_S, Compared, References
 
-# "auto" takes at most this share of what compiling took before, or `LEAST_S`.
-SHARE = 0.1
+# What "auto" has begun when this share of what compiling took before is spent ends within a tenth
+# of it, or within `LEAST_S`.
+SHARE = 0.07
 
 _REPORT = "report this with the model, it is a defect of dcpc; verify='off' trains on all the same"
 
@@ -58,7 +59,7 @@ class Verifier:
         self._kept: list[Partition] = []  # what `_done` has the ids of
         if mode != "off":
             for runnable in planned.traces:
-                runnable.inspect = self.built
+                runnable.inspector = self
 
     @property
     def spent_s(self) -> float:
@@ -83,7 +84,9 @@ class Verifier:
         room_bytes = (self.planned.memory_bytes - held) // 2
         spare_s = SHARE * compile_s
         with self.references.within(max(spare_s, LEAST_S), spare_s, room_bytes):
-            for runnable in self.planned.traces:
+            for number, runnable in enumerate(self.planned.traces):
+                # Extra points of one trace leave time for what has to be compared of the next.
+                self.references.spare((number + 1) / len(self.planned.traces) * spare_s)
                 self._trace(runnable.traced)
             if self.mode == "full":
                 self._rows()
@@ -118,6 +121,24 @@ class Verifier:
         with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
             point = Point({n: s for n, s in sizes.items() if n in traced.program.symbols})
             self._graphs(traced, placement, lowering, parts, [point])
+
+    def runs(self, traced: Traced, variant: Variant) -> None:
+        """Compares the first variant of one rank as it is called: autograd, boxes, own dtypes.
+
+        What is between the graphs and a user is the same for all of them.
+
+        Args:
+            traced: the trace.
+            variant: that is about to run for the first time.
+
+        Raises:
+            VerifyError: it does not give what the model gives.
+        """
+        if self._called or variant.sp > 1 or variant.backend != "eager":
+            return
+        self._called = True
+        with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
+            self._call(traced, variant)
 
     def _rows(self) -> None:
         """Compares every row that a step may use."""
@@ -178,11 +199,9 @@ class Verifier:
 
     def _variant(self, runnable: Runnable, placement: Placement, menu_step: int) -> None:
         lowering = runnable.traced.lowering(placement)
-        parts = runnable.partition(placement, menu_step)
-        self._graphs(runnable.traced, placement, lowering, parts)
-        if placement.sp == 1 and lowering.backend == "eager" and not self._called:
-            self._called = True  # what is between the graphs and a user is the same for all
-            self._call(runnable.traced, lowering.variant(parts))
+        self._graphs(
+            runnable.traced, placement, lowering, runnable.partition(placement, menu_step)
+        )
 
     def _call(self, traced: Traced, variant: Variant, name: str = "") -> None:
         """Compares what a call of a variant and its backward give, in the model's own dtypes.
