@@ -26,7 +26,6 @@ from dcpc.runtime.data.settings import Settings
 from dcpc.runtime.data.weights import CountLabels
 from dcpc.runtime.planner.batch import microbatch
 from dcpc.runtime.step.tensorboard import TensorBoardLogger
-from dcpc.runtime.step.zero import zero
 
 __version__ = "0.1.0"
 
@@ -52,5 +51,4 @@ __all__ = [
     "compile",
     "microbatch",
     "register_sharding_rule",
-    "zero",
 ]

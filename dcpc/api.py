@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,11 +27,13 @@ from dcpc.plan.traced import Traced, traced
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import share_state
-from dcpc.runtime.step.zero import fullest_share
+from dcpc.runtime.parameters.modes import shares
+from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.symbolic_profile import (
     Calibration,
     CalibrationKey,
     Device,
+    OptimizerLike,
     calibrated,
     detect,
     find,
@@ -113,6 +116,17 @@ def plan(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Planned:
 
 def plan_with(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Planned:
     """Returns what `plan` does, of options made before."""
+    if options.parameters != "auto":
+        return _plan_with(model, buckets, options)
+    gpu = _target(options.device).gpu
+    *first, last = ("whole", "step") if gpu else ("whole", "step", "pull")
+    for mode in first if options.world > 1 else ():
+        with contextlib.suppress(PlanError):
+            return _plan_with(model, buckets, replace(options, parameters=mode))
+    return _plan_with(model, buckets, replace(options, parameters=last))
+
+
+def _plan_with(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Planned:
     world = options.world
     sps = degrees(options.sp, world)
     target = _target(options.device)
@@ -144,8 +158,15 @@ def _request(
 ) -> PlanRequest:
     """Returns what the planner is asked for: the options, with the model's bytes."""
     world, optimizer = options.world, options.optimizer
-    residents = _residents(model, options)
-    stepped = model.parameters() if options.optimizer_bytes is None else ()
+    mode = options.parameters if world > 1 else "whole"
+    if mode == "pull" and target.gpu:
+        raise PlanError(
+            f"got parameters='pull' for {target.name}; expected a CPU, whose ranks map the same "
+            "memory; take 'step'"
+        )
+    own = list(model.parameters()) if mode == "whole" else shares(model.parameters(), world)
+    residents = _residents(model, options, mode)
+    stepped = own if options.optimizer_bytes is None else ()
     return PlanRequest(
         sps=sps,
         recompute_mode=options.recompute_mode,
@@ -154,6 +175,7 @@ def _request(
         world=world,
         residents=tuple(residents),
         step_bytes=step_bytes(optimizer or torch.optim.Adam, stepped, target.gpu),
+        parameters=mode,
     )
 
 
@@ -196,7 +218,9 @@ def _trace_all(
             model, mine, device, options.backend, autocast=autocast, derive_rules=derive,
             attention=options.attention, libraries=libraries,
         )  # fmt: skip
-        runnable = Runnable(replace(made, reference=max(mine, key=elements).sizes))
+        hands_over = options.parameters == "pull" and options.world > 1
+        reference = max(mine, key=elements).sizes
+        runnable = Runnable(replace(made, reference=reference, hands_over=hands_over))
         found |= dict.fromkeys(mine, runnable)
     return {bucket: found[bucket] for bucket in buckets}
 
@@ -241,22 +265,44 @@ def _target(device: str | Device) -> Device:
     return detect() if device == "auto" else find(device)
 
 
-def _residents(model: nn.Module, options: PlanOptions) -> list[int]:
+def _residents(model: nn.Module, options: PlanOptions, mode: str) -> list[int]:
     """Bytes of each parameter, buffer, gradient and tensor of the optimizer's state."""
-    parameters = list(model.parameters())
-    trained = [p.nbytes for p in parameters if p.requires_grad]
-    found = [*(p.nbytes for p in parameters), *(b.nbytes for b in model.buffers()), *trained]
+    whole = list(model.parameters())
+    own = whole if mode == "whole" else shares(whole, options.world)
+    held = own if mode == "pull" else whole
+    found = [*(p.nbytes for p in held), *(b.nbytes for b in model.buffers())]
+    # "pull": a rank's part of the sum of all ranks, and then its own rows of it.
+    found += [p.nbytes for p in held if p.requires_grad] * (2 if mode == "pull" else 1)
+    if mode == "step":  # one comm bucket on its way: what is sent, and what arrives
+        trained_bytes = sum(p.nbytes for p in whole if p.requires_grad)
+        found += [min(trained_bytes, COMM_BUCKET_BYTES)] * 2
     if options.optimizer_bytes is not None:
         return [*found, options.optimizer_bytes]
-    states = {id(p): ADAM_STATES * p.nbytes for p in parameters if p.requires_grad}
-    if options.optimizer is not None:
-        states = state_bytes(options.optimizer, parameters)
-    if options.zero and options.world > 1:
-        return [*found, fullest_share(parameters, options.world, states)]
-    for p in parameters:  # what is as large as the parameter, and the rest
+    adam = {id(p): ADAM_STATES * p.nbytes for p in own if p.requires_grad}
+    chosen = options.optimizer
+    states = adam if chosen is None else _state_bytes(chosen, whole, own)
+    for p in own:  # what is as large as the parameter, and the rest
         count, rest = divmod(states.get(id(p), 0), max(p.nbytes, 1))
         found += [p.nbytes] * count + [rest]
     return found
+
+
+def _state_bytes(
+    optimizer: OptimizerLike, whole: Sequence[nn.Parameter], own: Sequence[nn.Parameter]
+) -> dict[int, int]:
+    """Returns `id(parameter)` -> bytes of its state.
+
+    Args:
+        optimizer: what trains the model.
+        whole: the model's parameters.
+        own: for each what this rank updates of it.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return state_bytes(optimizer, own)
+    # It knows its parameters; of what it keeps a rank has as much as of them.
+    states = state_bytes(optimizer, whole)
+    pairs = zip(whole, own, strict=True)
+    return {id(q): -(-states.get(id(p), 0) * q.nbytes // max(p.nbytes, 1)) for p, q in pairs}
 
 
 def rank_memory_bytes(memory: int | float | None, device: Device, world: int) -> int:

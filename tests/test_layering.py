@@ -73,7 +73,8 @@ TABLE = {
         "groups": "",
         "planner": "groups",
         "data": "groups planner",
-        "step": "groups planner data",
+        "parameters": "groups",
+        "step": "groups planner data parameters",
     },
     "dcpc.compiled": {
         "agreed_state": "",

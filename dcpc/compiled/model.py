@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, SupportsIndex
 
+import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
@@ -21,7 +22,8 @@ from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
-from dcpc.runtime.step.reduction import COMM_BUCKET_BYTES
+from dcpc.runtime.parameters.modes import store_of
+from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.step.stats import Stats, log_step
 from dcpc.runtime.step.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.symbolic_profile import Prediction
@@ -31,7 +33,8 @@ from dcpc.verify import Verifier
 class CompiledModel(nn.Module):
     """A model compiled for shape buckets; made by `dcpc.compile`.
 
-    Shares the user's parameters: `parameters()` and `state_dict()` are the model's own.
+    Shares the user's parameters: `parameters()` and `state_dict()` are the model's own, or, where
+    ranks share them out, a `DTensor` for each, whose local part are the rows of this rank.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class CompiledModel(nn.Module):
         self.groups = groups
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
+        self._store = store_of(planned.request.parameters, model.parameters(), groups)
         self._followed = Followed(model, buckets, planned)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._dispatch = Dispatch(buckets, planned, groups, base_seed)
@@ -72,11 +76,13 @@ class CompiledModel(nn.Module):
             inputs: inputs by name.
 
         Raises:
-            DispatchError: names, dtypes or shapes match no bucket, or the model changed since it
-                was compiled.
+            DispatchError: names, dtypes or shapes match no bucket, the model changed since it
+                was compiled, or a gradient is asked for and ranks share out the parameters.
             GroupError: ranks of the SP group passed different shapes, or different values of
                 inputs that are no floats.
         """
+        if torch.is_grad_enabled():
+            self._refuse_by_hand("a call with gradients")
         inputs = self._dispatch.named(args, inputs)
         bucket, sizes = self._dispatch.match(inputs)
         problem = self._followed.problem(self.model)
@@ -115,7 +121,7 @@ class CompiledModel(nn.Module):
                 result = train_step(
                     lambda mb, inputs: dispatch.run_micro_batch(step, mb, inputs),
                     step,
-                    self.model.parameters(),
+                    self._store.now(self.model.parameters()),
                     self.groups,
                     prepare=dispatch.prepare,
                     delivering=delivering,
@@ -137,7 +143,12 @@ class CompiledModel(nn.Module):
         self._loggers.append(logger)
 
     def reduce_gradients(self) -> None:
-        """Sums every parameter's gradient over all ranks, once an optimizer step."""
+        """Sums every parameter's gradient over all ranks, once an optimizer step.
+
+        Raises:
+            DispatchError: ranks share out the parameters.
+        """
+        self._refuse_by_hand("reduce_gradients")
         state, check = self._agreed.of_step(None)
         reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
 
@@ -153,7 +164,7 @@ class CompiledModel(nn.Module):
         Raises:
             DataError: `max_norm` is no positive number.
         """
-        return clip_gradients(self.model.parameters(), max_norm)
+        return clip_gradients(self.parameters(), max_norm)
 
     # ---------------------------------------------------------------------------------- looking in
 
@@ -223,25 +234,60 @@ class CompiledModel(nn.Module):
     # ----------------------------------------------------------------------- the model's own state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's own state, as without dcpc."""
-        return self.model.state_dict(*args, **kwargs)
+        """Returns the model's own state, as without dcpc; with `DTensor`s where ranks share it."""
+        keeps = kwargs.pop("keep_vars", False)
+        found = self.model.state_dict(*args, keep_vars=True, **kwargs)
+        for name, value in found.items():
+            if isinstance(value, Tensor):
+                kept = self._store.shard(value)
+                found[name] = kept if keeps else kept.detach()
+        return found
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads the model's own state, as without dcpc; every rank loads the same.
 
-        The next step compares what the ranks have loaded.
+        The next step compares what the ranks have loaded. Where ranks share out the parameters it
+        is collective over all ranks, and takes `DTensor`s as well as whole tensors.
         """
-        loaded = self.model.load_state_dict(*args, **kwargs)
+        values = self._store.load(state_dict, self.model.state_dict(keep_vars=True))
+        loaded = self.model.load_state_dict(values, *args, **kwargs)
+        self._store.loaded()
         self._agreed.loaded()
         return loaded
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the model's parameters under their own names."""
-        return self.model.named_parameters(*args, **kwargs)
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters under their own names; `DTensor`s where ranks share them.
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields the model's buffers under their own names."""
-        return self.model.named_buffers(*args, **kwargs)
+        They are the compiled model's own, whatever `recurse` says: it has no children, so that
+        torch.distributed.checkpoint finds each once.
+        """
+        for name, p in self.model.named_parameters(prefix, True, remove_duplicate):
+            yield name, self._store.shard(p)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the model's buffers under their own names, as `named_parameters` does."""
+        return self.model.named_buffers(prefix, True, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields nothing: see `named_parameters`."""
+        return iter(())
+
+    def children(self) -> Iterator[nn.Module]:
+        """Yields the model, as `to` and `apply` want it."""
+        return iter((self.model,))
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the model has under a name that the compiled model has not."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":  # it is not there yet
+                raise
+            return getattr(self.model, name)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuses copies and pickles: process groups and compiled graphs have none."""
@@ -256,6 +302,15 @@ class CompiledModel(nn.Module):
         self.model.train(mode)
         self.training = mode
         return self
+
+    def _refuse_by_hand(self, what: str) -> None:
+        mode = self.planned.request.parameters
+        if mode != "whole" and self.groups.world > 1:
+            raise DispatchError(
+                f"parameters='{mode}': got {what}; expected train_step: no rank keeps a whole "
+                "gradient, so it is summed while a step runs; call the model under "
+                "torch.no_grad() to evaluate, or compile it with parameters='whole'"
+            )
 
     def _bucket(self, bucket: Bucket | Mapping[str, int]) -> Bucket:
         return self.planned.find(bucket.sizes if isinstance(bucket, Bucket) else bucket)

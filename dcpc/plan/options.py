@@ -28,6 +28,7 @@ from dcpc.trace import checked_dtype
 # "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
 RECOMPUTE = ("auto", "pyramid", "none", "all")
 VERIFY = ("auto", "full", "off")
+PARAMETERS = ("whole", "step", "pull", "auto")
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 P = ParamSpec("P")
@@ -101,6 +102,13 @@ def _check_recompute(mode: str) -> None:
 def _check_verify(mode: str) -> None:
     if mode not in VERIFY:
         raise PlanError(f"got verify={mode!r}; expected one of {', '.join(VERIFY)}; choose one")
+
+
+def _check_parameters(mode: str) -> None:
+    if mode not in PARAMETERS:
+        raise PlanError(
+            f"got parameters={mode!r}; expected one of {', '.join(PARAMETERS)}; choose one"
+        )
 
 
 def _check_device(device: str | Device) -> None:
@@ -237,10 +245,13 @@ class ModelOptions:
         default="what follows from `optimizer`",
         command=CommandOption(int | None, least=0),
     )
-    zero: bool = _option(
-        False,
-        "the optimizer is `dcpc.zero`'s: a rank keeps only its share of the state",
-        command=CommandOption(bool),
+    parameters: str = _option(
+        "whole",
+        'who holds them: `"whole"` (every rank all), `"step"` (a rank updates its rows and keeps '
+        "the optimizer's state of those), `\"pull\"` (so, and all ranks of one host's CPU map the "
+        'same memory), or `"auto"` (the first of these that fits)',
+        check=_check_parameters,
+        command=CommandOption(str),
     )
     attention: str = _option(
         "auto",

@@ -53,6 +53,7 @@ class PlanRequest:
         world: number of ranks.
         residents: bytes of each tensor among them.
         step_bytes: what the optimizer's step takes besides, when backward's memory is free again.
+        parameters: who holds them: "whole", "step" or "pull".
     """
 
     sps: tuple[int, ...]
@@ -62,6 +63,7 @@ class PlanRequest:
     world: int
     residents: tuple[int, ...] = ()
     step_bytes: int = 0
+    parameters: str = "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ class Planned:
         text = render_report(self.report_rows)
         text += (
             f"\na rank keeps {bytes_text(self.request.resident_bytes)} besides each peak: "
-            "parameters, buffers, their gradients, the optimizer's state\n"
+            f"parameters ({self.request.parameters}), buffers, their gradients, the optimizer's "
+            "state\n"
         )
         text += "".join(f"\n{line}" for line in changes) + "\n"
         text += "".join(f"\n{line}" for line in self.attention) + "\n" * bool(self.attention)

@@ -89,7 +89,10 @@ class Priced:
             graph = traced.lowering(small, None, backend)
         if key not in self._structures:
             copies, known = self.lift.copies(graph.joint.owner), self._ledgers.get(backend)
-            found = structure_of(graph, key.degree, self._reference, traced.device, copies, known)
+            found = structure_of(
+                graph, key.degree, self._reference, traced.device, copies, known,
+                traced.staying(graph),
+            )  # fmt: skip
             self._structures[key] = found
             self._ledgers.setdefault(backend, found.ledger)
         return self._structures[key]

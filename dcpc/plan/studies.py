@@ -197,6 +197,7 @@ def structure_of(
     device: Device,
     copies: Fold | None,
     like: Ledger | None = None,
+    stays: frozenset[int] | None = None,
 ) -> Structure:
     """Returns what is known of a lowered graph.
 
@@ -210,17 +211,18 @@ def structure_of(
         device: what costs are predicted for.
         copies: what its nodes stand for, None where each stands for itself: copies choose alike.
         like: costs of another graph of the same tracer and device.
+        stays: numbers of the gradients that live to the end of backward; None: all.
     """
     names, nodes = lowering.joint.names, [*lowering.joint.gm.graph.nodes]
     fuses = lowering.backend == "inductor"
-    ledger = Ledger(names, degree, fuses=fuses, gpu=device.gpu, like=like)
+    ledger = Ledger(names, degree, fuses=fuses, gpu=device.gpu, like=like, stays=stays)
     meter = Meter(ledger, nodes)
     decided, needed = lowering.choices()
     sizes = {i.name: i.value(reference, degree, 0) for i in lowering.lowered.integers}
     calls = _calls(decided, needed, *meter.calls(decided, sizes, device))
     choices: Menu | AlikeBlocks
     if copies is None:
-        choices = recompute_menu(calls, _memory(lowering, meter, sizes))
+        choices = recompute_menu(calls, _memory(lowering, meter, sizes, stays))
     else:
         choices = AlikeBlocks(calls, [copies.copy(call.name) for call in calls])
     keys = {name: key for key, name in lowering.keys.items()}
@@ -275,7 +277,9 @@ def _shape(value: object) -> object:
     return leaf_key(value)
 
 
-def _memory(lowering: LoweredPair, meter: Meter, sizes: Sizes) -> ValueMemory:
+def _memory(
+    lowering: LoweredPair, meter: Meter, sizes: Sizes, stays: frozenset[int] | None
+) -> ValueMemory:
     """Returns where the values of a lowered graph lie, at given sizes."""
     joint = lowering.joint
     storages, size_bytes, transient_bytes = meter.memory([*joint.gm.graph.nodes], sizes)
@@ -289,5 +293,9 @@ def _memory(lowering: LoweredPair, meter: Meter, sizes: Sizes) -> ValueMemory:
             for n in run.backward
             if n.name not in joint.forward
         ),
-        gradients=frozenset(n.name for n in run.gradients if n is not None),
+        gradients=frozenset(
+            n.name
+            for number, n in enumerate(run.gradients)
+            if n is not None and (stays is None or number in stays)
+        ),
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -59,6 +60,7 @@ class Traced:
         tensors: gives placeholder name -> parameter, buffer or constant.
         reference: lengths at which choices of recompute are weighed: those of the largest bucket;
             None: those of the trace.
+        hands_over: whether each gradient is taken, and freed, as soon as backward has made it.
         libraries: derivatives of calls by backend, which programs of one model may share.
         tracers: what differentiates lowered graphs of the program, by backend.
     """
@@ -69,6 +71,7 @@ class Traced:
     backend: str
     tensors: Callable[[], Mapping[str, Tensor]]
     reference: Sizes | None = None
+    hands_over: bool = False
     libraries: dict[str, Library] = field(default_factory=dict)
     tracers: dict[str, Tracer] = field(default_factory=dict)
     _ids: dict[tuple[int, int], tuple[Placement, PlacementId]] = field(
@@ -109,6 +112,22 @@ class Traced:
             made = LoweredPair(tracer, placement, group, backend, any_degree=any_degree)
             self._lowerings[key] = made
         return self._lowerings[key]
+
+    def staying(self, lowering: LoweredPair) -> frozenset[int] | None:
+        """Returns the numbers of the gradients that live to the end of backward; None: all do.
+
+        Where they are handed over, these are of parameters that are read under two names: a
+        gradient is then the sum of both. Inductor runs the whole of backward as one call.
+
+        Args:
+            lowering: a graph of the program.
+        """
+        if not self.hands_over or lowering.backend != "eager":
+            return None
+        held = self.tensors()
+        read = Counter(id(held[name]) for name in self.program.parameters)
+        trained = enumerate(lowering.joint.trainable)
+        return frozenset(number for number, name in trained if read[id(held[name])] > 1)
 
     def tracer(self, backend: str, hints: Hints = None) -> Tracer:
         """Returns what differentiates a lowered graph: without hints one for all placements."""

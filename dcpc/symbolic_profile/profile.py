@@ -79,6 +79,7 @@ class Ledger:
         gpu: whether ops run a GPU's kernels.
         like: of another graph of the same tracer on the same device: calls on the same fake tensors
             cost the same there.
+        stays: numbers of the gradients that live to the end of backward, see `timeline_of`.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class Ledger:
         fuses: bool = False,
         gpu: bool = False,
         like: Ledger | None = None,
+        stays: frozenset[int] | None = None,
     ) -> None:
+        self._stays = stays
         self.facts: Facts = Facts(names, None if like is None else like.facts)
         self._sp, self._threads = sp, threads or torch.get_num_threads()
         self._fuses, self._gpu = fuses, gpu
@@ -194,7 +197,7 @@ class Ledger:
         parameters, inputs = self._residents(run.primals, resident, fold)
         calls, unpriced = self._calls(run, fold)
         return Costs(
-            timeline=timeline_of(run, self._numbered, fold, self._fuses),
+            timeline=timeline_of(run, self._numbered, fold, self._fuses, self._stays),
             calls=calls,
             parameters=parameters,
             inputs=inputs,

@@ -199,9 +199,7 @@ class Verifier:
 
     def _variant(self, runnable: Runnable, placement: Placement, menu_step: int) -> None:
         lowering = runnable.traced.lowering(placement)
-        self._graphs(
-            runnable.traced, placement, lowering, runnable.partition(placement, menu_step)
-        )
+        self._graphs(runnable.traced, placement, lowering, runnable.partition(placement, menu_step))
 
     def _call(self, traced: Traced, variant: Variant, name: str = "") -> None:
         """Compares what a call of a variant and its backward give, in the model's own dtypes.

@@ -1,4 +1,4 @@
-"""Overlapped reduction, clipping and ZeRO in real steps of mixed degrees, against one device."""
+"""Overlap, clipping and shared-out parameters in steps of mixed degrees, against one device."""
 
 import logging
 import warnings
@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import dcpc
 from dcpc.errors import DataError
+from dcpc.runtime.parameters.modes import shares
 from dcpc.runtime.step.step import clip_gradients
-from dcpc.runtime.step.zero import fullest_share
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks
 from tests.cases.ragged import LENGTHS, Ragged, gpt
@@ -62,17 +62,18 @@ def one_device_loss(model: torch.nn.Module, step: Any) -> torch.Tensor:
 
 def parameter_error(model: Any, alone: torch.nn.Module) -> float:
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    pairs = [(getattr(p, "full_tensor", lambda p=p: p)(), q) for p, q in pairs]
     return max(float((p - q).abs().max() / q.abs().max()) for p, q in pairs)
 
 
-def train(rank: int, world: int) -> dict[str, Any]:
-    """Steps with clipping and a sharded Adam; after two of them the state is saved and loaded."""
+def train(rank: int, world: int, mode: str) -> dict[str, Any]:
+    """Steps with clipping and Adam; after two of them its state is saved and loaded."""
     warnings.simplefilter("ignore")
-    compiled, alone = compiled_gpt(world, zero=True), gpt()
+    compiled, alone = compiled_gpt(world, parameters=mode), gpt()
     calls = []
-    hooked = next(p for n, p in compiled.named_parameters() if n.endswith("ffn.down.weight"))
+    hooked = next(p for n, p in compiled.model.named_parameters() if n.endswith("ffn.down.weight"))
     hooked.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad is not None))
-    optimizer = dcpc.zero(torch.optim.Adam, compiled, **ADAM)
+    optimizer = torch.optim.Adam(compiled.parameters(), **ADAM)
     plain = torch.optim.Adam(alone.parameters(), **ADAM)
     lines = []
     handler = logging.Handler()
@@ -91,19 +92,17 @@ def train(rank: int, world: int) -> dict[str, Any]:
         norms.append((result.grad_norm, norm, compiled.clip_grad_norm_(1e9), min(norm, CLIP)))
         optimizer.step()
         plain.step()
-        errors.append(parameter_error(compiled, alone))
+        errors.append(max(parameter_error(m, alone) for m in (compiled, compiled.model)))
         if n == 1 and world > 1:
             states = sum(
                 s.numel()
-                for state in optimizer.optim.state.values()
-                for s in state.values()
+                for state in optimizer.state.values()
+                for s in (getattr(t, "to_local", lambda t=t: t)() for t in state.values())
                 if s.ndim
             )
-            optimizer.consolidate_state_dict(to=0)
-            saved = [optimizer.state_dict() if rank == 0 else None]
-            torch.distributed.broadcast_object_list(saved)
-            optimizer = dcpc.zero(torch.optim.Adam, compiled, **ADAM)
-            optimizer.load_state_dict(saved[0])
+            saved = optimizer.state_dict()
+            optimizer = torch.optim.Adam(compiled.parameters(), **ADAM)
+            optimizer.load_state_dict(saved)
     stats = compiled.stats()
     assert sum(s.runs for s in stats.seconds.values()) == sum(len(s.micro_batches) for s in steps)
     assert all(s.measured_s > 0 for s in stats.seconds.values())
@@ -119,7 +118,7 @@ def train(rank: int, world: int) -> dict[str, Any]:
         "norms": norms,
         "states": states,
         "hook": calls,
-        "own": fullest_share(compiled.parameters(), world) // 8,
+        "own": sum(p.numel() for p in shares(compiled.model.parameters(), world)),
         "lines": lines,
         "times": (stats.busy_s, stats.idle_s),
     }
@@ -140,19 +139,22 @@ def check(found: list[dict[str, Any]]) -> None:
         # parameter, in the middle of the model, and the tied embedding wait for the end.
         for early, reduced, runs in of["early"]:
             assert 0 <= early < max(reduced, 1)
-            assert early > 0.4 * reduced or runs == 0 or len(found) == 1
+            assert early > 0.3 * reduced or runs == 0 or len(found) == 1
 
 
 @pytest.mark.multirank
+@pytest.mark.parametrize("mode", ["whole", "step", "pull"])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_overlap_clipping_and_sharded_adam_equal_one_device(world):
-    found = run_ranks(train, world, world, timeout_s=280)
+def test_overlap_clipping_and_adam_equal_one_device(world, mode):
+    found = run_ranks(train, world, world, mode, timeout_s=280)
     check(found)
     # Adam keeps two numbers for each of a rank's own elements: all of them once, over the ranks.
     elements = sum(p.numel() for p in gpt().parameters())
-    assert sum(of["states"] for of in found) == 2 * elements
-    assert max(of["states"] for of in found) == 2 * found[0]["own"]
-    assert found[0]["own"] < 0.75 * elements
+    copies = world if mode == "whole" else 1
+    assert sum(of["states"] for of in found) == copies * 2 * elements
+    if mode != "whole":
+        assert max(of["states"] for of in found) == 2 * found[0]["own"]
+        assert found[0]["own"] < 1.02 * elements / world
     # What one rank measured of all is what all have.
     assert len({of["times"] for of in found}) == 1
     assert "imbalance" in found[0]["lines"][0]
@@ -160,23 +162,30 @@ def test_overlap_clipping_and_sharded_adam_equal_one_device(world):
 
 
 def test_the_same_script_alone():
-    check([train(0, 1)])
+    check([train(0, 1, "step")])
 
 
 def test_a_planned_rank_keeps_its_share_of_the_state():
     buckets = dcpc.Buckets(
-        inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"), sizes=[{"seq": 9}]
+        inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
+        sizes=[{"seq": 9, "batch": 1}],
     )
     planned = {
-        z: dcpc.api.plan(gpt(), buckets, world=4, backend="eager", sp=1, zero=z)
-        for z in (False, True)
+        m: dcpc.api.plan(gpt(), buckets, world=4, backend="eager", sp=1, parameters=m)
+        for m in ("whole", "step", "pull")
     }
-    bucket = next(iter(buckets))
-    needed = {z: planned[z].tables[bucket][0].needed_bytes for z in planned}
+    kept = {m: p.request.resident_bytes for m, p in planned.items()}
     size = sum(p.nbytes for p in gpt().parameters())
-    saved = needed[False] - needed[True]
-    assert saved == 2 * (size - fullest_share(gpt().parameters(), 4))
-    assert saved > size
+    share = sum(p.nbytes for p in shares(gpt().parameters(), 4))
+    assert share < 1.02 * size / 4
+    # Comm buckets on their way are as large as all gradients of so small a model.
+    assert kept["whole"] - kept["step"] == 2 * (size - share) - 2 * size
+    buffers = kept["whole"] - 4 * size
+    assert kept["pull"] == buffers + 5 * share
+    # The last backward's gradients are all there at once, or each is added to the sum and freed.
+    bucket = next(iter(buckets))
+    peak = {m: p.plans[bucket].peak_bytes for m, p in planned.items()}
+    assert peak["whole"] == peak["step"] > peak["pull"] + size / 3
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, True, "1", float("nan")])

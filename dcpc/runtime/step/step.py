@@ -21,9 +21,10 @@ from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
+from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, summary, trained
+from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.plans import imbalance
 from dcpc.runtime.step.clock import Clock
-from dcpc.runtime.step.reduction import COMM_BUCKET_BYTES, Reduction, summary, trained
 
 ModelCall = Callable[[MicroBatch, Mapping[str, torch.Tensor]], torch.Tensor]
 # (takes a parameter and its gradient) -> context; backward of what is called in it hands each
@@ -76,7 +77,7 @@ class StepResult:
 def train_step(
     call: ModelCall,
     step: Step,
-    parameters: Iterable[torch.nn.Parameter],
+    parameters: Iterable[torch.nn.Parameter] | WholeStore,
     groups: Groups,
     *,
     prepare: Callable[[MicroBatch], None] | None = None,
@@ -94,7 +95,7 @@ def train_step(
         call: (micro-batch, its inputs on the device) -> the loss, scalar; each rank of the
             micro-batch's group gets the same one and differentiates its share of it.
         step: from the loader.
-        parameters: all of the model's; tied ones count once.
+        parameters: all of the model's, tied ones count once; or who holds what of them.
         groups: the process groups the step was planned for.
         prepare: compiles what a micro-batch needs, before seconds are measured.
         delivering: lets backward hand over gradients before it ends; None: it does not.
@@ -114,31 +115,31 @@ def train_step(
             that they take together, or `clip` is no positive number.
     """
     start_s = time.perf_counter()
-    every = list(parameters)
-    params = trained(every)
+    store = parameters if isinstance(parameters, WholeStore) else WholeStore(parameters, groups)
+    store.begin()
     agree(
         groups,
         groups.world,
         "step",
-        f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}, {summary(params)}"
-        f"{state}",
+        f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}, "
+        f"{summary(trained(store.whole))}{state}",
     )
     if check is not None:
         check()
     _refuse_different(step, groups)
     groups.prepare(step.plan.ranges)
     total = _total_weight(step, groups)
-    with _beside_earlier(params):
+    with _beside_earlier(store):
         if prepare is not None:
             for mb in step.micro_batches:
                 prepare(mb)
-        reduction = Reduction(params, groups, comm_bucket_bytes)
+        reduction = store.reduction(comm_bucket_bytes)
         clock = Clock(groups.device)
         share = _run(call, step, total, groups, reduction, delivering, clock)
         reduction.finish()
         clock.mark()
     *micro_batch_s, reduction_s = clock.spans_s()
-    norm = None if clip is None else clip_gradients(every, clip)
+    norm = None if clip is None else clip_gradients(store.kept, clip)
     facts = _gather([share, sum(micro_batch_s)], groups)
     return StepResult(
         loss=facts[:, 0].sum(),
@@ -202,22 +203,25 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
             f"clipping of gradients: got a largest norm of {max_norm!r}; expected a positive "
             "number; pass e.g. 1.0"
         )
-    return float(torch.nn.utils.clip_grad_norm_(list(parameters), max_norm))
+    norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 @contextmanager
-def _beside_earlier(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+def _beside_earlier(store: WholeStore) -> Iterator[None]:
     """Has gradients made as if there were none, and adds them to those that are there.
 
     These were reduced by an earlier step: they are not summed again. Where making them fails there
     is what was there before: a part of a step's gradient is no gradient.
     """
+    params = trained(store.kept)
     earlier = [p.grad for p in params]
     for p in params:
         p.grad = None
     try:
         yield
     except BaseException:
+        store.failed()
         for p, grad in zip(params, earlier, strict=True):
             p.grad = grad
         raise
@@ -248,12 +252,14 @@ def _run(
             # skip it.
             clock.mark()
             continue
-        early = delivering if i == last and groups.world > 1 else None
+        last_or_all = reduction.takes_all or i == last
+        early = delivering if last_or_all and groups.world > 1 else None
         inputs = {k: x.to(groups.device, non_blocking=True) for k, x in mb.inputs.items()}
         with nullcontext() if early is None else early(reduction.deliver):
             loss = call(mb, inputs)
         factor = mb.weight / total
         (loss * factor).backward()
+        reduction.collect()
         if mb.ranks[0] == groups.rank:
             losses.append(loss.detach().double() * factor)
         clock.mark()

@@ -6,8 +6,9 @@
 
 Forward's placeholders (parameters, buffers, inputs) are resident and not counted. After forward
 the loss and the saved values live; backward frees a saved value after its last use; gradients
-live to the end. Sizes are those of storages, not of shapes: a saved slice keeps the whole of what
-it is cut from. Copies of a block that stand for more: `events.py`.
+live to the end, or as long as other values where they are taken at once. Sizes are those of
+storages, not of shapes: a saved slice keeps the whole of what it is cut from. Copies of a block
+that stand for more: `events.py`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,11 @@ def live_rows(timeline: MemoryTimeline) -> tuple[Floats, Basis]:
 
 
 def timeline_of(
-    run: RankRun, numbered: Numbered, fold: Fold | None = None, fuses: bool = False
+    run: RankRun,
+    numbered: Numbered,
+    fold: Fold | None = None,
+    fuses: bool = False,
+    stays: frozenset[int] | None = None,
 ) -> MemoryTimeline:
     """Returns the allocations and frees of a run.
 
@@ -84,8 +89,12 @@ def timeline_of(
         numbered: their nodes.
         fold: which copies of a block stand for more.
         fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
+        stays: numbers of the gradients that live to the end, where the others are taken and freed
+            as soon as backward has made them; None: all do.
     """
     again = set(run.forward)
+    if stays is not None:
+        run = replace(run, gradients=[g for n, g in enumerate(run.gradients) if n in stays])
     outputs = [g for g in run.gradients if g is not None]
     recorder = Recorder()
     storages: Lifetimes | Stepwise

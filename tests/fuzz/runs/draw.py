@@ -48,7 +48,7 @@ class Run:
         epochs: that are trained.
         stop: steps after which the loader is made anew, with `then`, and given the state; 0: never.
         stray: steps yielded, before all else, by an iteration that is left: it starts afresh.
-        optimizer: "sgd", "adamw" or "zero" (`dcpc.zero` of AdamW).
+        optimizer: "sgd" or "adamw".
         every: train steps an optimizer step.
         clip: largest norm; None: no limit.
         by_hand: calls and `reduce_gradients` instead of `train_step`.
@@ -181,6 +181,7 @@ def setup_of(seed: int, world: int = 1) -> Setup:
         sp=pick(("auto", "auto", "auto", *divisors)), recompute=pick(("auto", "none", "all")),
         attention=pick(("auto", "auto", "ring", "heads")), splitting=flag(0.6),
         comm=pick((1, 300, 2000, 25_000_000)),
+        parameters=pick(("whole", "whole", "step", "pull")),
     )  # fmt: skip
 
 
@@ -214,6 +215,7 @@ def generate(seed: int, world: int = 1) -> Run:
     packing = setup.packing if setup.loss not in OF_SAMPLES and flag(0.7) else False
     first = options(rng, packing)
     by_hand = first.mode != "auto" and flag(0.3)
+    by_hand = by_hand and (world == 1 or setup.parameters == "whole")
     # By hand a bucket is called with its own setting, which "auto" does not keep to.
     then = options(rng, packing, (first.mode,) if by_hand else MODES)
     return Run(
@@ -221,7 +223,7 @@ def generate(seed: int, world: int = 1) -> Run:
         empty=pick((0.0, 0.0, 0.3, 0.6)), declared=flag(0.3), strided=flag(0.2), options=first,
         shuffle=flag(0.5), seed=rng.randint(0, 99), epochs=pick((1, 1, 2)),
         stop=pick((0, 1, 2, 3)), then=then, stray=pick((0, 0, 1)),
-        optimizer=pick(("sgd", "sgd", "adamw", "zero")), every=1 if by_hand else pick((1, 1, 2)),
+        optimizer=pick(("sgd", "sgd", "adamw")), every=1 if by_hand else pick((1, 1, 2)),
         clip=pick((None, None, 0.1, 1.0)), by_hand=by_hand, evaluate=flag(0.4),
         change=pick(CHANGES) if flag(0.25) else "",
         at=rng.randint(1, 4),

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import dcpc
 from dcpc.commands.check import SPLITTING
@@ -46,7 +47,7 @@ def compiled_of(setup: Setup) -> tuple[dcpc.CompiledModel, dict[str, Tensor]]:
     compiled = dcpc.compile(
         model, dcpc.Buckets(setup.inputs, sizes), sp=setup.sp, recompute=setup.recompute,
         attention=setup.attention, device=SPLITTING if setup.splitting else "cpu",
-        backend="eager", verify="off",
+        backend="eager", verify="off", parameters=setup.parameters,
     )  # fmt: skip
     compiled.comm_bucket_bytes = setup.comm
     if setup.head == "late":
@@ -60,8 +61,8 @@ def judge(run: Run) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             compiled, begin = compiled_of(run.setup)
-            compiled.model.load_state_dict(begin)
-            compiled.model.train().zero_grad()
+            compiled.load_state_dict(begin)
+            compiled.train().zero_grad()
             training = Training(run, compiled)
             try:
                 training.train()
@@ -94,11 +95,8 @@ class Training:
             "lr": 0.05, "eps": 1e-2}  # fmt: skip
         params = [p for p in self.plain.parameters() if p.requires_grad]
         self.optimizers = [kind(params, **told)]
-        if run.optimizer == "zero":
-            self.optimizers.append(dcpc.zero(kind, compiled, **told))
-        else:
-            own = [p for p in self.model.parameters() if p.requires_grad]
-            self.optimizers.append(kind(own, **told))
+        own = [p for p in compiled.parameters() if p.requires_grad]
+        self.optimizers.append(kind(own, **told))
 
     def made(self, options: Options, seed: int | None = None) -> dcpc.DataLoader:
         run, setup = self.run, self.run.setup
@@ -198,7 +196,7 @@ class Training:
 
     def update(self) -> None:
         """Steps both optimizers and compares the parameters."""
-        for optimizer, model in zip(self.optimizers, (self.plain, self.model), strict=True):
+        for optimizer, model in zip(self.optimizers, (self.plain, self.compiled), strict=True):
             optimizer.step()
             model.zero_grad(set_to_none=self.run.seed % 2 == 0)
         own = dict(self.model.named_parameters())
@@ -262,11 +260,11 @@ class Training:
         """A step of which nothing counts is refused and leaves gradients as they were."""
         if self.run.by_hand:
             return
-        before = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+        before = [None if p.grad is None else p.grad.clone() for p in self.compiled.parameters()]
         try:
             self.compiled.train_step(step)
         except DataError:
-            after = [p.grad for p in self.model.parameters()]
+            after = [p.grad for p in self.compiled.parameters()]
             for old, new in zip(before, after, strict=True):
                 same("gradients after a refused step", *(x is None for x in (old, new)))
                 if old is not None:
@@ -275,7 +273,7 @@ class Training:
         raise WrongError("a step of which no label counts: there was no error")
 
     def compare_gradients(self) -> None:
-        pairs = zip(self.plain.named_parameters(), self.model.parameters(), strict=True)
+        pairs = zip(self.plain.named_parameters(), self.compiled.parameters(), strict=True)
         every = [(n, p.grad, q.grad) for (n, p), q in pairs]
         most = max((float(g.abs().max()) for _, g, _ in every if g is not None), default=0.0)
         for name, expected, got in every:
@@ -305,7 +303,8 @@ def same(what: str, got: Any, expected: Any) -> None:
 
 
 def close(what: str, got: Any, expected: Any, least: float = 1e-8) -> None:
-    got, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (got, expected))
+    whole = (x.full_tensor() if isinstance(x, DTensor) else x for x in (got, expected))
+    got, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in whole)
     scale = max(float(expected.abs().max()), least, 1e-300)
     error = float((got - expected).abs().max()) / scale
     if got.shape != expected.shape or not error <= LIMIT:

@@ -36,6 +36,7 @@ class Setup:
         output: what forward returns: the loss as a "tensor", in a "mapping" or a "tuple".
         sp, recompute, attention, splitting, comm: options; `splitting`: the device that is best
             used by splitting all; `comm`: bytes of gradients sent at once.
+        parameters: who holds them, as of `dcpc.compile`.
     """
 
     seed: int = 0
@@ -51,6 +52,7 @@ class Setup:
     attention: str = "auto"
     splitting: bool = False
     comm: int = 25_000_000
+    parameters: str = "whole"
 
     @property
     def grid(self) -> bool:

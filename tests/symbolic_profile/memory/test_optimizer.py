@@ -7,7 +7,6 @@ import torch
 from torch import nn, optim
 
 from dcpc.errors import PlanError
-from dcpc.runtime.step.zero import fullest_share
 from dcpc.symbolic_profile import state_bytes, step_bytes
 from dcpc.symbolic_profile.memory.optimizer import STATES, STEPS
 from examples.allocator import measured_peak_bytes
@@ -128,18 +127,6 @@ def test_class_without_a_formula_is_measured():
 def test_what_is_no_formula_asks_for_the_bytes(made):
     with pytest.raises(PlanError, match="pass optimizer_bytes= instead"):
         state_bytes(made, parameters())
-
-
-def test_fullest_share_is_that_of_the_states():
-    big, a, b, c = (nn.Parameter(torch.zeros(n)) for n in (10, 6, 5, 2))
-    params = [a, big, b, c]  # shares of two: 10 + 2 and 6 + 5 elements
-    plain = state_bytes(optim.SGD, params)
-    momentum = state_bytes(functools.partial(optim.SGD, momentum=0.9), params)
-    adam = state_bytes(optim.Adam, params)
-    assert fullest_share(params, 2, plain) == 0
-    assert fullest_share(params, 2, momentum) == fullest_share(params, 2) == 48
-    assert fullest_share(params, 2, adam) == 2 * 48 + 2 * 4
-    assert fullest_share(params, 1, adam) == 2 * 4 * 23 + 4 * 4
 
 
 def stepped(made, params: list[nn.Parameter]) -> int:

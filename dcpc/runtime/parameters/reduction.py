@@ -19,8 +19,10 @@ tensor of a bucket is no larger than what that set free.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,17 +36,51 @@ COMM_BUCKET_BYTES = 25_000_000
 
 
 @dataclass(slots=True)
-class _CommBucket:
+class CommBucket:
+    """Parameters whose gradients are summed at once.
+
+    Attributes:
+        params: them.
+        waits_for: ids of those whose gradient is not final.
+        flat: all gradients while they are on the wire, then their sum.
+        work: what waits for the sum.
+    """
+
     params: list[torch.nn.Parameter]
-    waits_for: set[int] = field(default_factory=set)  # ids of the parameters
+    waits_for: set[int] = field(default_factory=set)
     flat: torch.Tensor | None = None
     work: dist.Work | None = None
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of the gradients."""
         return sum(p.numel() * p.dtype.itemsize for p in self.params)
 
-    def gather(self) -> torch.Tensor:
+    # How many may be on the wire at once; None: any number, as they take no memory of their own.
+    in_flight: ClassVar[int | None] = None
+
+    def start(self, pg: dist.ProcessGroup) -> None:
+        """Puts the gradients on the wire."""
+        self.work = dist.all_reduce(self._gather(), group=pg, async_op=True)
+
+    def wait(self) -> None:
+        """Waits for the sum; may be called again."""
+        assert self.work is not None, "a comm bucket was never sent"
+        self.work.wait()
+
+    def spread(self, used: Mapping[int, int]) -> None:
+        """Gives each parameter that has a gradient anywhere the sum.
+
+        Args:
+            used: id of a parameter -> whether it has.
+        """
+        for p, piece in zip(self.params, self._pieces(), strict=True):
+            if used[id(p)]:
+                # An optimizer wants a gradient that lies as its parameter does.
+                same = piece.stride() == p.stride()
+                p.grad = piece if same else torch.empty_like(p).copy_(piece)
+
+    def _gather(self) -> torch.Tensor:
         """Returns all gradients as one dense tensor; `grad` of the parameters is empty then.
 
         One parameter alone is sent from where its gradient lies: it may be very large.
@@ -54,21 +90,21 @@ class _CommBucket:
             grad, p.grad = p.grad, None
             self.flat = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
             if grad is not None:
-                dense = _dense(grad)
+                dense = dense_gradient(grad)
                 self.flat = dense if dense.is_contiguous() else dense.contiguous()
             return self.flat
         first = self.params[0]
         count = sum(p.numel() for p in self.params)
         self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
-        for p, piece in zip(self.params, self.pieces(), strict=True):
+        for p, piece in zip(self.params, self._pieces(), strict=True):
             grad, p.grad = p.grad, None
             if grad is None:
                 piece.zero_()
             else:
-                piece.copy_(_dense(grad))
+                piece.copy_(dense_gradient(grad))
         return self.flat
 
-    def pieces(self) -> list[torch.Tensor]:
+    def _pieces(self) -> list[torch.Tensor]:
         """Returns each parameter's part of the dense tensor, in its shape."""
         assert self.flat is not None, "nothing was gathered"
         parts = self.flat.view(-1).split([p.numel() for p in self.params])
@@ -82,22 +118,29 @@ class Reduction:
         params: those that train, each once, in the same order on every rank.
         groups: the process groups.
         bucket_bytes: most bytes of a comm bucket (one larger parameter is one of its own).
+        bucket: makes a comm bucket of its parameters.
 
     Attributes:
         early_bytes: bytes that were on the wire before the last backward had ended.
     """
+
+    takes_all = False  # of earlier backwards gradients are added up in `grad`
 
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
         groups: Groups,
         bucket_bytes: int = COMM_BUCKET_BYTES,
+        bucket: Callable[[list[torch.nn.Parameter]], CommBucket] = CommBucket,
     ) -> None:
         self.groups = groups
         self.pg = groups.of_gradients()
         self.early_bytes = 0
         self._finishing = False
-        self._buckets = [] if self.pg is None else _comm_buckets(params[::-1], bucket_bytes)
+        runs = [] if self.pg is None else in_runs(params[::-1], bucket_bytes)
+        self._buckets = [bucket(run) for run in runs]
+        for made in self._buckets:
+            made.waits_for = {id(p) for p in made.params}
         self._bucket = {id(p): b for b in self._buckets for p in b.params}
         self._used: dict[int, bool] = {}  # id of the parameter -> this rank has a gradient
         self._next = 0  # first bucket that is not on the wire
@@ -132,6 +175,9 @@ class Reduction:
         bucket.waits_for.discard(id(p))
         self._send()
 
+    def collect(self) -> None:
+        """Takes what a backward, not the last one, has left in `grad`: it stays there."""
+
     def send(self) -> None:
         """Sends what is left: backward has ended.
 
@@ -142,6 +188,7 @@ class Reduction:
         for bucket in self._buckets:
             for p in [p for p in bucket.params if id(p) in bucket.waits_for]:
                 self.deliver(p, None)
+        self._send()
 
     def finish(self) -> None:
         """Sends what is left, waits, and sets every parameter's `grad` to the sum; alone: nothing.
@@ -152,50 +199,63 @@ class Reduction:
         if not self._buckets:
             return
         self.send()
-        order = [id(p) for b in self._buckets for p in b.params]
-        flags = torch.tensor([self._used[i] for i in order], dtype=torch.uint8)
         try:
-            control = self.groups.control(self.groups.world)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=control)
+            order = [id(p) for b in self._buckets for p in b.params]
+            used = used_anywhere({i: self._used[i] for i in order}, self.groups)
             for bucket in self._buckets:
-                assert bucket.work is not None, "a comm bucket was never sent"
-                bucket.work.wait()
+                bucket.wait()
         except RuntimeError as e:
-            raise self._broken(e) from e
-        used = dict(zip(order, flags.tolist(), strict=True))
-        for bucket in self._buckets:
-            self._spread(bucket, used)
+            raise broken_sum(self.groups, e) from e
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.spread(used)
+                bucket.flat = bucket.work = None
 
     def _send(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].waits_for:
             bucket = self._buckets[self._next]
             try:
+                if not self._has_room(bucket.in_flight):
+                    return
+                assert self.pg is not None, "alone there are no comm buckets"
                 with torch.no_grad():
-                    bucket.work = dist.all_reduce(bucket.gather(), group=self.pg, async_op=True)
+                    bucket.start(self.pg)
             except RuntimeError as e:
-                raise self._broken(e) from e
+                raise broken_sum(self.groups, e) from e
             self._next += 1
             if not self._finishing:
                 self.early_bytes += bucket.size_bytes
 
-    @staticmethod
-    def _spread(bucket: _CommBucket, used: Mapping[int, int]) -> None:
-        """Gives each parameter that has a gradient anywhere its part of the sum."""
-        with torch.no_grad():
-            for p, piece in zip(bucket.params, bucket.pieces(), strict=True):
-                if used[id(p)]:
-                    # An optimizer wants a gradient that lies as its parameter does.
-                    same = piece.stride() == p.stride()
-                    p.grad = piece if same else torch.empty_like(p).copy_(piece)
-        bucket.flat = bucket.work = None
+    def _has_room(self, in_flight: int | None) -> bool:
+        """Whether the next comm bucket may be sent; waits for that once backward has ended."""
+        if in_flight is None or self._next < in_flight:
+            return True
+        before = self._buckets[self._next - in_flight]
+        if self._finishing or before.work is None or before.work.is_completed():
+            before.wait()
+            return True
+        return False
 
-    def _broken(self, e: RuntimeError) -> GroupError:
-        groups = self.groups
-        return GroupError(
-            f"sum of gradients on rank {groups.global_ranks[groups.rank]}: got "
-            f"{str(e).splitlines()[0]}; expected all of {groups.world} ranks to live; look at the "
-            "log of the rank that ended first and start the job again"
-        )
+
+def used_anywhere(used: Mapping[int, bool], groups: Groups) -> dict[int, int]:
+    """Returns id of a parameter -> whether any rank has a gradient of it; waits for all ranks.
+
+    Args:
+        used: of this rank; in the same order on every rank.
+        groups: the process groups.
+    """
+    flags = torch.tensor([*used.values()], dtype=torch.uint8)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=groups.control(groups.world))
+    return dict(zip(used, flags.tolist(), strict=True))
+
+
+def broken_sum(groups: Groups, e: RuntimeError) -> GroupError:
+    """Returns the error of a sum that did not come about."""
+    return GroupError(
+        f"sum of gradients on rank {groups.global_ranks[groups.rank]}: got "
+        f"{str(e).splitlines()[0]}; expected all of {groups.world} ranks to live; look at the "
+        "log of the rank that ended first and start the job again"
+    )
 
 
 def trained(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
@@ -210,25 +270,36 @@ def summary(params: Sequence[torch.nn.Parameter]) -> str:
     return f"{len(params)} parameters, {numel} elements of {'+'.join(kinds) or 'no type'}"
 
 
-def _comm_buckets(params: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[_CommBucket]:
+def in_runs(
+    params: Sequence[torch.nn.Parameter], bucket_bytes: int
+) -> list[list[torch.nn.Parameter]]:
     """Returns the parameters in runs of one dtype and device, each of a size to travel at once.
 
     In the order in which runs are complete when parameters come in this order.
+
+    Args:
+        params: each once.
+        bucket_bytes: most bytes of a run (one larger parameter is one of its own).
     """
-    done: list[_CommBucket] = []
-    filling: dict[tuple[torch.dtype, torch.device], _CommBucket] = {}
+    done: list[list[torch.nn.Parameter]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    filled: Counter[tuple[torch.dtype, torch.device]] = Counter()  # bytes
     for p in params:
-        key = (p.dtype, p.device)
-        bucket = filling.setdefault(key, _CommBucket([]))
-        if bucket.params and bucket.size_bytes + p.numel() * p.dtype.itemsize > bucket_bytes:
-            done.append(bucket)
-            bucket = filling[key] = _CommBucket([])
-        bucket.params.append(p)
-        bucket.waits_for.add(id(p))
+        key, size_bytes = (p.dtype, p.device), p.numel() * p.dtype.itemsize
+        if filled[key] and filled[key] + size_bytes > bucket_bytes:
+            done.append(filling.pop(key))
+            del filled[key]
+        filling.setdefault(key, []).append(p)
+        filled[key] += size_bytes
     return done + list(filling.values())
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
+def dense_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient as a dense tensor.
+
+    Warns:
+        UserWarning: it is sparse.
+    """
     if gradient.layout is torch.strided:
         return gradient
     warnings.warn(
