@@ -123,7 +123,7 @@ LOWERING = [
         "{**copied.kwargs, \"start\": where[\"start\"]}")),
     _lower("a ring takes a zigzag dim in order", setting="ring 2", plant=edited(
         "codegen.lower.local_attention:_ring",
-        "f\"{name}_zigzag\": z", "f\"{name}_zigzag\": False")),
+        "*split(f), n", "*split(f)[:2], False, n")),
     _lower("keys go round one rank short", setting="ring 2", quick=True, plant=edited(
         "codegen.collectives.ring_route:route",
         "hops = range(1, positions)", "hops = range(1, positions - 1)")),
