@@ -23,6 +23,6 @@ def arguments(fields: Any, prefix: str = "", defaults: Mapping[str, Any] | None 
     return ", ".join(f"{_TYPES[kind]} {prefix}{name}{ends.get(name, '')}" for name, kind in hints)
 
 
-def taken(fields: type[Fields], call: Mapping[str, Any]) -> Fields:
+def taken(fields: type[Fields], call: Mapping[str, Any], prefix: str = "") -> Fields:
     """Returns the named tuple of those arguments of a call, by name, that are its fields."""
-    return fields(*(call[name] for name in get_type_hints(fields)))
+    return fields(*(call[prefix + name] for name in get_type_hints(fields)))

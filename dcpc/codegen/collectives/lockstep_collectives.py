@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpc.codegen.collectives.collectives import gathered, scattered
+from dcpc.codegen.collectives.collectives import DimSplit, gathered, scattered
 from dcpc.codegen.collectives.ring import RingCall, empty_results
 from dcpc.codegen.collectives.ring_route import DIRECTIONS, Route
 from dcpc.codegen.collectives.ring_swap import SwapCall, in_order, rows_of
@@ -33,24 +33,22 @@ def added_up(pieces: Sequence[Tensor]) -> Tensor:
     return out
 
 
+def _split(call: Call, prefix: str, size: str) -> DimSplit:
+    return taken(DimSplit, {**call, f"{prefix}size": call[prefix + size]}, prefix)
+
+
 def _whole(calls: Sequence[Call], prefix: str = "") -> Tensor:
     """Returns what ranks have pieces of, whole."""
-    first = calls[0]
-    dim = first[f"{prefix}dim"]
-    how = [first[f"{prefix}{name}"] for name in ("size", "parent", "shift", "zigzag")]
-    return gathered([c["x"] for c in calls], dim, *how)
+    return gathered([c["x"] for c in calls], _split(calls[0], prefix, "size"))
 
 
 def _pieces(x: Tensor, calls: Sequence[Call], prefix: str = "") -> list[Tensor]:
     """Returns each rank's piece of what is whole."""
-    first = calls[0]
-    dim = first[f"{prefix}dim"]
-    parent, shift, zigzag = (first[f"{prefix}{name}"] for name in ("parent", "shift", "zigzag"))
-    every = scattered(x, dim, parent, shift, zigzag, len(calls))
-    found = [piece.contiguous() for piece in every]
-    for call, piece in zip(calls, found, strict=True):
-        got, expected = piece.shape[dim], call[f"{prefix}length"]
-        assert got == expected, f"a piece of dim {dim}: got length {got}, expected {expected}"
+    splits = [_split(call, prefix, "length") for call in calls]
+    found = [piece.contiguous() for piece in scattered(x, splits[0], len(calls))]
+    for split, piece in zip(splits, found, strict=True):
+        got, expected = piece.shape[split.dim], split.size
+        assert got == expected, f"a piece of dim {split.dim}: got length {got}, expected {expected}"
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import lcm
 from typing import Any
 
@@ -117,9 +117,7 @@ def _ring(on: LocalGraph, node: fx.Node, operands: list[fx.Node], chosen: NodePl
     """Attention whose keys and values go round, between groups of ranks that share heads."""
     call, across, swap = on.graph.call_function, chosen.across, torch.ops.dcpc.swap.default
     integers = on.integers
-    # Both give nodes of the graph where sizes vary.
-    emit: Callable[[sympy.Expr], Any] = integers.emit
-    split: Callable[[Factor], tuple[Any, int, bool]] = integers.split
+    emit: Any = integers.emit  # gives a number, or a node where sizes vary
     copied = on.copy(node, operands)
     query, key, value, mask, keep, segment = _tensors(copied)
     given: dict[str, Any] = dict(copied.kwargs)
@@ -128,7 +126,7 @@ def _ring(on: LocalGraph, node: fx.Node, operands: list[fx.Node], chosen: NodePl
     rows = [on.factor(s.name, w) for s, w in zip(sources, chosen.operands, strict=False)]
     inner = [_inner(on, s.name, w) for s, w in zip(sources, chosen.operands, strict=False)]
     each = [emit(size) for size in inner]
-    queries, keys = (RowSplit(emit(f.size), *split(f), n) for f, n in zip(rows, each, strict=True))
+    queries, keys = (_row_split(on, f, n) for f, n in zip(rows, each, strict=True))
     heads = [int(on.program.info[s.name].shape[HEADS]) if across > 1 else 0 for s in sources]
     if across > 1:
         repeats = lcm(heads[1], across) // heads[1]
@@ -147,6 +145,12 @@ def _ring(on: LocalGraph, node: fx.Node, operands: list[fx.Node], chosen: NodePl
         return out
     length = emit(integers.length(rows[0]) * inner[0])
     return call(swap, (out, *SwapCall.of(False, queries, length, heads[0], across, on.group)))
+
+
+def _row_split(on: LocalGraph, factor: Factor, rows: int | fx.Node) -> RowSplit:
+    """Returns how a factor is split, each element of so many rows; of nodes where sizes vary."""
+    where: Any = (on.integers.emit(factor.size), *on.integers.split(factor), rows)
+    return RowSplit(*where)
 
 
 def _inner(on: LocalGraph, name: str, label: Label) -> sympy.Expr:
