@@ -68,7 +68,7 @@ class SwapCall(NamedTuple):
 @torch.library.custom_op(
     "dcpc::swap",
     mutates_args=(),
-    schema=f"(Tensor x, {arguments(SwapCall, defaults=SwapCall._field_defaults)}) -> Tensor",
+    schema=f"(Tensor x, {arguments(SwapCall, defaults=True)}) -> Tensor",
 )
 def swap(x: Tensor, *packed: Any) -> Tensor:
     """Returns some heads of the rows of `across` ranks, or all heads of this rank's rows.

@@ -52,9 +52,8 @@ def save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def define_output(name: str, fields: Any) -> None:
     """Registers the op that is the first result of a forward, with the fields by name."""
-    defaults = fields._field_defaults
     operands = re.sub(r"(Tensor\? \w+)", r"\1=None", _OPERANDS)
-    _library.define(f"{name}({operands}, *, {arguments(fields, defaults=defaults)}) -> Tensor")
+    _library.define(f"{name}({operands}, *, {arguments(fields, defaults=True)}) -> Tensor")
 
     def output(
         query: Tensor,
