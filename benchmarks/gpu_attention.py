@@ -87,7 +87,7 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v):  # type: ignore[no-untyped-def]
-        ctx.sight = Sight(1 / math.sqrt(q.shape[-1]), None, 0, 0, "zero")
+        ctx.sight = Sight(1 / math.sqrt(q.shape[-1]), after=0)
         out, lse = blocks.forward(q, k, v, None, None, ctx.sight)
         ctx.save_for_backward(q, k, v, out, lse)
         return out

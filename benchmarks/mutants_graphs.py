@@ -159,7 +159,7 @@ ATTENTION = [
         "scores.masked_fill_(keep.logical_not(), float(\"-inf\"))", "pass")),
     _attention("rectangles' queries start one key later", setting="marked ring 2", plant=edited(
         "ops.attention.rectangles:_trimmed",
-        "low - first, sight.empty", "low - first + 1, sight.empty")),
+        "low - first, empty", "low - first + 1, empty")),
     _attention("blocks do not tell sequences apart", setting="marked", plant=edited(
         "ops.attention.ids:Ids.hidden", "!= mine", "< mine")),
     _attention("a block's gradient without delta", setting="marked", quick=True, plant=edited(

@@ -108,7 +108,7 @@ LOWERING = [
         "call(ops.all_reduce.default, (x, on.group))", "x")),
     _lower("an all-gather in order of a zigzag dim", setting="ring 2", plant=edited(
         "codegen.lower.local_graph:_collective",
-        "emit(source.size), *split(source))", "emit(source.size), *split(source)[:2], False)")),
+        "source.size, source)", "source.size, source)._replace(zigzag=False)")),
     _lower("a piece from the beginning, whoever asks", setting="grid 2", plant=edited(
         "codegen.lower.local_graph:LocalGraph.narrowed",
         "(x, dim, start, length)", "(x, dim, 0, length)")),
@@ -122,8 +122,8 @@ LOWERING = [
         "codegen.lower.local_attention:local_attention", "{**copied.kwargs, **where}",
         "{**copied.kwargs, \"start\": where[\"start\"]}")),
     _lower("a ring takes a zigzag dim in order", setting="ring 2", plant=edited(
-        "codegen.lower.local_attention:_ring",
-        "f\"{name}_zigzag\": z", "f\"{name}_zigzag\": False")),
+        "codegen.lower.local_attention:_row_split",
+        "*on.integers.split(factor), rows", "*on.integers.split(factor)[:2], False, rows")),
     _lower("keys go round one rank short", setting="ring 2", quick=True, plant=edited(
         "codegen.collectives.ring_route:route",
         "hops = range(1, positions)", "hops = range(1, positions - 1)")),

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dcpc.codegen.collectives.collectives import all_to_all
+from dcpc.codegen.collectives.collectives import DimSplit, all_to_all
 from dcpc.codegen.collectives.pieces import piece
 from dcpc.commands.simulate.barriers.packing.rooms import best_fit
 from dcpc.runtime.planner.plans import StepPlan
@@ -121,8 +121,9 @@ def _exchange(x: Tensor, gather: int, size: int, scatter: int, length: int, shar
     if share.sp == 1:
         return x
     whole = x.shape[scatter]
-    gathered = (gather, size, size, 0, False)
-    return all_to_all(x, *gathered, scatter, length, whole, 0, False, share.group)
+    gathered = DimSplit(gather, size, size, 0, False)
+    scattered = DimSplit(scatter, length, whole, 0, False)
+    return all_to_all(x, *gathered, *scattered, share.group)
 
 
 class PackedSp:

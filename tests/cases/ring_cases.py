@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import dcpc.codegen.collectives.ring
-import dcpc.codegen.collectives.ring_swap  # noqa: F401 - registers the op, as the line before
 from dcpc.codegen.collectives.collectives import bind_group, wire_log
+from dcpc.codegen.collectives.ring import RingCall
 from dcpc.codegen.collectives.ring_route import RowSplit, route, sent_bytes
+from dcpc.codegen.collectives.ring_swap import SwapCall
+from dcpc.ops.attention import Sight
 
 ops = torch.ops.dcpc
 GROUP = "ring under test"
@@ -167,31 +168,21 @@ def ring(case: Case, x: Whole, tensors: list[Tensor], world: int, rank: int) -> 
     mask = x.mask
     if mask is not None and mask.shape[2] > 1:
         mask = mask[:, :, positions(queries, world, a, rank)]
-    split = [s for q in (queries, keys) for s in (q.size, q.parent, q.shift)]
     if a > 1:
         if mask is not None and mask.shape[1] > 1:
             mask = mask.chunk(a, 1)[rank % a]
         made = []
         for y, rows in zip(tensors, (queries, keys, keys), strict=True):
             length = len(positions(rows, world, a, rank))
-            made.append(
-                ops.swap(
-                    y, True, rows.size, rows.parent, rows.shift, rows.zigzag, length, y.shape[1],
-                    a, GROUP,
-                )
-            )  # fmt: skip
+            made.append(ops.swap(y, *SwapCall.of(True, rows, length, y.shape[1], a, GROUP)))
         tensors = made
-    names = ("query_size", "query_parent", "query_shift", "key_size", "key_parent", "key_shift")
-    out = ops.ring_attention(
-        *tensors, mask, x.keep, x.segment, scale=SCALE, before=case.before, after=case.after,
-        empty=case.empty, **dict(zip(names, split, strict=True)), query_zigzag=case.zigzag[0],
-        key_zigzag=case.zigzag[1], across=a, group=GROUP,
-    )  # fmt: skip
+    sight = Sight(SCALE, case.before, case.after, empty=case.empty)
+    how = RingCall.of(sight, queries, keys, a, GROUP)
+    out = ops.ring_attention(*tensors, mask, x.keep, x.segment, **how._asdict())
     if a == 1:
         return out
     rows = len(positions(queries, world, 1, rank))
-    given = (queries.size, queries.parent, queries.shift, queries.zigzag, rows)
-    return ops.swap(out, False, *given, case.heads[0], a, GROUP)
+    return ops.swap(out, *SwapCall.of(False, queries, rows, case.heads[0], a, GROUP))
 
 
 def error(found: Tensor, want: Tensor, largest: float) -> float:

@@ -8,9 +8,10 @@ size, parent, shift and whether it is zigzag: see `pieces.py`. What is whole is 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from dcpc.codegen.collectives.pieces import Run, runs
 from dcpc.errors import CodegenError
+from dcpc.ops.arguments import arguments
 
 
 @dataclass(slots=True)
@@ -63,8 +65,30 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
-def _lengths(size: int, parent: int, shift: int, zigzag: bool, p: int) -> list[int]:
-    every = (runs(size, parent, shift, p, r, zigzag) for r in range(p))
+class DimSplit(NamedTuple):
+    """How a dim is split over the ranks: what a collective takes of it, one by one, in this order.
+
+    Attributes:
+        dim: which dim.
+        size: its length in the result: of the whole where pieces are gathered, of this rank's piece
+            where the whole is scattered.
+        parent: length that is split evenly, see `pieces.py`.
+        shift: position of the dim's first element in it.
+        zigzag: whether a rank has a chunk from either end.
+    """
+
+    dim: int
+    size: int
+    parent: int
+    shift: int
+    zigzag: bool
+
+    def runs(self, whole: int, p: int) -> list[tuple[Run, ...]]:
+        """Returns each rank's runs of a dim that is so long."""
+        return [runs(whole, self.parent, self.shift, p, r, self.zigzag) for r in range(p)]
+
+
+def _lengths(every: Sequence[tuple[Run, ...]]) -> list[int]:
     return [sum(length for _, length in mine) for mine in every]
 
 
@@ -76,26 +100,21 @@ def _pack(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     return packed
 
 
-def scattered(
-    x: Tensor, dim: int, parent: int, shift: int, zigzag: bool, p: int
-) -> tuple[Tensor, ...]:
+def scattered(x: Tensor, split: DimSplit, p: int) -> tuple[Tensor, ...]:
     """Returns each rank's piece of a whole dim; memory of x where a piece is one run."""
-    size = x.shape[dim]
-    if not zigzag:
-        return tuple(torch.split(x, _lengths(size, parent, shift, False, p), dim))
-    pieces = (runs(size, parent, shift, p, r, zigzag) for r in range(p))
-    return tuple(torch.cat([x.narrow(dim, *run) for run in mine], dim) for mine in pieces)
+    dim, every = split.dim, split.runs(x.shape[split.dim], p)
+    if not split.zigzag:
+        return tuple(torch.split(x, _lengths(every), dim))
+    return tuple(torch.cat([x.narrow(dim, *run) for run in mine], dim) for mine in every)
 
 
-def gathered(
-    parts: Sequence[Tensor], dim: int, size: int, parent: int, shift: int, zigzag: bool
-) -> Tensor:
+def gathered(parts: Sequence[Tensor], split: DimSplit) -> Tensor:
     """Returns a whole dim of each rank's piece of it."""
-    if not zigzag:
+    dim = split.dim
+    if not split.zigzag:
         return torch.cat(list(parts), dim)
     placed: list[tuple[Run, Tensor]] = []
-    for rank, part in enumerate(parts):
-        mine = runs(size, parent, shift, len(parts), rank, zigzag)
+    for mine, part in zip(split.runs(split.size, len(parts)), parts, strict=True):
         placed += zip(mine, part.split([length for _, length in mine], dim), strict=True)
     placed.sort(key=lambda item: item[0])
     return torch.cat([part for _, part in placed], dim)
@@ -220,49 +239,57 @@ def _pick_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 pick.register_autograd(_pick_backward, setup_context=_pick_context)
 
 
-# ------------------------------------------------------------------------------------ all-gather
+# -------------------------------------------------- all-gather, reduce-scatter, all-to-all
+
+_GATHERED = arguments(DimSplit)
+_SCATTERED = _GATHERED.replace("size", "length")
 
 
-@torch.library.custom_op("dcpc::all_gather", mutates_args=())
-def all_gather(
-    x: Tensor, dim: int, size: int, parent: int, shift: int, zigzag: bool, group: str
-) -> Tensor:
+def _unpacked(packed: Sequence[Any]) -> tuple[list[DimSplit], str]:
+    """Returns the dims that a collective is told of, the gathered one first, and its group."""
+    *numbers, group = packed
+    n = len(DimSplit._fields)
+    return [DimSplit(*numbers[i : i + n]) for i in range(0, len(numbers), n)], group
+
+
+def _empty(x: Tensor, *packed: Any) -> Tensor:
+    """Returns memory for the result."""
+    shape = list(x.shape)
+    for split in _unpacked(packed)[0]:
+        shape[split.dim] = split.size
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op(
+    "dcpc::all_gather", mutates_args=(), schema=f"(Tensor x, {_GATHERED}, str group) -> Tensor"
+)
+def all_gather(x: Tensor, *packed: Any) -> Tensor:
     """Returns the whole dim from every rank's piece of it."""
+    (split,), group = _unpacked(packed)
     pg = group_named(group)
     p, rank = pg.size(), pg.rank()
-    lengths = _lengths(size, parent, shift, zigzag, p)
+    lengths = _lengths(split.runs(split.size, p))
     wire_log.add("all_gather", (p - 1) * x.numel() * x.element_size())
     # Every rank sends as much as the longest piece: gathering equal parts is what all backends do
     # well, and pieces differ by one element of the dim.
     # Its own goes where it will lie in the end, so that no copy of it lives beside what comes.
-    every = x.new_empty((p, *_with_dim(x, dim, max(lengths))))
+    every = x.new_empty((p, *_with_dim(x, split.dim, max(lengths))))
     mine = every[rank]
-    mine.narrow(dim, 0, lengths[rank]).copy_(x)
+    mine.narrow(split.dim, 0, lengths[rank]).copy_(x)
     dist.all_gather_into_tensor(on_wire(every.view(-1)), on_wire(mine.view(-1)), group=pg)
-    parts = [every[r].narrow(dim, 0, n) for r, n in enumerate(lengths)]
-    return gathered(parts, dim, size, parent, shift, zigzag)
+    parts = [every[r].narrow(split.dim, 0, n) for r, n in enumerate(lengths)]
+    return gathered(parts, split)
 
 
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-@all_gather.register_fake
-def _(x: Tensor, dim: int, size: int, parent: int, shift: int, zigzag: bool, group: str) -> Tensor:
-    return x.new_empty(_with_dim(x, dim, size))
-
-
-@torch.library.custom_op("dcpc::reduce_scatter", mutates_args=())
-def reduce_scatter(
-    x: Tensor, dim: int, length: int, parent: int, shift: int, zigzag: bool, group: str
-) -> Tensor:
-    """Returns this rank's piece of the sum of all ranks' x; `length` is the piece's."""
+@torch.library.custom_op(
+    "dcpc::reduce_scatter", mutates_args=(), schema=f"(Tensor x, {_SCATTERED}, str group) -> Tensor"
+)
+def reduce_scatter(x: Tensor, *packed: Any) -> Tensor:
+    """Returns this rank's piece of the sum of all ranks' x."""
+    (split,), group = _unpacked(packed)
     pg = group_named(group)
     p, rank = pg.size(), pg.rank()
-    sends = scattered(x, dim, parent, shift, zigzag, p)
+    sends = scattered(x, split, p)
     _log("reduce_scatter", sends, rank)
     received = _exchange(sends, [sends[rank].numel()] * p, x, pg)
     out = received[0].clone()
@@ -271,121 +298,51 @@ def reduce_scatter(
     return out.view(sends[rank].shape)
 
 
-@reduce_scatter.register_fake
-def _(
-    x: Tensor, dim: int, length: int, parent: int, shift: int, zigzag: bool, group: str
-) -> Tensor:
-    return x.new_empty(_with_dim(x, dim, length))
-
-
-def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim, _, *ctx.split, ctx.group = inputs
-    ctx.length = x.shape[ctx.dim]
-
-
-def _gather_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    out = torch.ops.dcpc.reduce_scatter(g, ctx.dim, ctx.length, *ctx.split, ctx.group)
-    return out, *(None,) * 6
-
-
-def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim, _, *ctx.split, ctx.group = inputs
-    ctx.size = x.shape[ctx.dim]
-
-
-def _scatter_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    out = torch.ops.dcpc.all_gather(g, ctx.dim, ctx.size, *ctx.split, ctx.group)
-    return out, *(None,) * 6
-
-
-all_gather.register_autograd(_gather_backward, setup_context=_gather_context)
-reduce_scatter.register_autograd(_scatter_backward, setup_context=_scatter_context)
-
-
-# ------------------------------------------------------------------------------------ all-to-all
-
-
-@torch.library.custom_op("dcpc::all_to_all", mutates_args=())
-def all_to_all(
-    x: Tensor,
-    gather_dim: int,
-    gather_size: int,
-    gather_parent: int,
-    gather_shift: int,
-    gather_zigzag: bool,
-    scatter_dim: int,
-    scatter_length: int,
-    scatter_parent: int,
-    scatter_shift: int,
-    scatter_zigzag: bool,
-    group: str,
-) -> Tensor:
-    """Returns x whole along `gather_dim` and this rank's piece of it along `scatter_dim`.
+@torch.library.custom_op(
+    "dcpc::all_to_all",
+    mutates_args=(),
+    schema=f"(Tensor x, {arguments(DimSplit, 'gather_')}, "
+    f"{arguments(DimSplit, 'scatter_').replace('size', 'length')}, str group) -> Tensor",
+)
+def all_to_all(x: Tensor, *packed: Any) -> Tensor:
+    """Returns x whole along the gathered dim and this rank's piece of it along the scattered one.
 
     Args:
-        x: this rank's piece along `gather_dim`, whole along `scatter_dim`.
-        gather_dim: dim that becomes whole.
-        gather_size: its whole length.
-        gather_parent: its parent's length.
-        gather_shift: its shift in the parent.
-        gather_zigzag: whether its pieces are zigzag.
-        scatter_dim: dim that becomes a piece.
-        scatter_length: this rank's length of it.
-        scatter_parent: its parent's length.
-        scatter_shift: its shift in the parent.
-        scatter_zigzag: whether its pieces are zigzag.
-        group: name of the process group.
+        x: this rank's piece along the first dim, whole along the second.
+        packed: the fields of a `DimSplit` for each of the two, and the name of the process group.
     """
+    (gather, scatter), group = _unpacked(packed)
     pg = group_named(group)
     p, rank = pg.size(), pg.rank()
-    gathers = _lengths(gather_size, gather_parent, gather_shift, gather_zigzag, p)
-    sends = scattered(x, scatter_dim, scatter_parent, scatter_shift, scatter_zigzag, p)
+    sends = scattered(x, scatter, p)
     _log("all_to_all", sends, rank)
-    shapes = []
-    for length in gathers:
-        shape = _with_dim(x, gather_dim, length)
-        shape[scatter_dim] = sends[rank].shape[scatter_dim]
-        shapes.append(shape)
-    received = _exchange(sends, [_numel(s) for s in shapes], x, pg)
+    lengths = _lengths(gather.runs(gather.size, p))
+    shapes = [_with_dim(sends[rank], gather.dim, length) for length in lengths]
+    received = _exchange(sends, [math.prod(s) for s in shapes], x, pg)
     parts = [r.view(s) for r, s in zip(received, shapes, strict=True)]
-    return gathered(parts, gather_dim, gather_size, gather_parent, gather_shift, gather_zigzag)
+    return gathered(parts, gather)
 
 
-@all_to_all.register_fake
-def _(
-    x: Tensor,
-    gather_dim: int,
-    gather_size: int,
-    gather_parent: int,
-    gather_shift: int,
-    gather_zigzag: bool,
-    scatter_dim: int,
-    scatter_length: int,
-    scatter_parent: int,
-    scatter_shift: int,
-    scatter_zigzag: bool,
-    group: str,
-) -> Tensor:
-    shape = _with_dim(x, gather_dim, gather_size)
-    shape[scatter_dim] = scatter_length
-    return x.new_empty(shape)
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keeps what the transpose takes: what was gathered is scattered again, and so back."""
+    x, *packed = inputs
+    splits, group = _unpacked(packed)
+    back = [split._replace(size=x.shape[split.dim]) for split in splits]
+    ctx.back = (*(field for split in reversed(back) for field in split), group)
 
 
-def _a2a_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.gather_dim, _, *gather = inputs[:6]
-    ctx.scatter_dim, _, *scatter, ctx.group = inputs[6:]
-    ctx.gather, ctx.scatter = gather, scatter
-    ctx.gather_length, ctx.scatter_size = x.shape[ctx.gather_dim], x.shape[ctx.scatter_dim]
+def _transposed(name: str) -> Callable[[Any, Tensor], tuple[Any, ...]]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return getattr(torch.ops.dcpc, name)(g, *ctx.back), *(None,) * len(ctx.back)
+
+    return backward
 
 
-def _a2a_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    gathered = (ctx.scatter_dim, ctx.scatter_size, *ctx.scatter)
-    scattered = (ctx.gather_dim, ctx.gather_length, *ctx.gather)
-    out = torch.ops.dcpc.all_to_all(g, *gathered, *scattered, ctx.group)
-    return (out, *[None] * 11)
-
-
-all_to_all.register_autograd(_a2a_backward, setup_context=_a2a_context)
+for _op, _transpose in (
+    (all_gather, "reduce_scatter"), (reduce_scatter, "all_gather"), (all_to_all, "all_to_all"),
+):  # fmt: skip
+    _op.register_fake(_empty)
+    _op.register_autograd(_transposed(_transpose), setup_context=_context)
 
 
 # ------------------------------------------------------------------------------------ all-reduce

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpc.codegen.collectives.collectives import gathered, scattered
-from dcpc.codegen.collectives.ring import empty_results, nothing, placed
-from dcpc.codegen.collectives.ring_route import DIRECTIONS, Route, RowSplit
-from dcpc.codegen.collectives.ring_swap import in_order, rows_of
-from dcpc.ops.attention import Backward, Forward, Operands, Sight, accumulated, empty_gradient
+from dcpc.codegen.collectives.collectives import DimSplit, gathered, scattered
+from dcpc.codegen.collectives.ring import RingCall, empty_results
+from dcpc.codegen.collectives.ring_route import DIRECTIONS, Route
+from dcpc.codegen.collectives.ring_swap import SwapCall, in_order, rows_of
+from dcpc.ops.arguments import taken
+from dcpc.ops.attention import Backward, Forward, Operands, accumulated, empty_gradient
 
 ops = torch.ops.dcpc
 Call = Mapping[str, Any]  # the arguments of one rank's call, by name
@@ -32,24 +33,22 @@ def added_up(pieces: Sequence[Tensor]) -> Tensor:
     return out
 
 
+def _split(call: Call, prefix: str, size: str) -> DimSplit:
+    return taken(DimSplit, {**call, f"{prefix}size": call[prefix + size]}, prefix)
+
+
 def _whole(calls: Sequence[Call], prefix: str = "") -> Tensor:
     """Returns what ranks have pieces of, whole."""
-    first = calls[0]
-    dim = first[f"{prefix}dim"]
-    how = [first[f"{prefix}{name}"] for name in ("size", "parent", "shift", "zigzag")]
-    return gathered([c["x"] for c in calls], dim, *how)
+    return gathered([c["x"] for c in calls], _split(calls[0], prefix, "size"))
 
 
 def _pieces(x: Tensor, calls: Sequence[Call], prefix: str = "") -> list[Tensor]:
     """Returns each rank's piece of what is whole."""
-    first = calls[0]
-    dim = first[f"{prefix}dim"]
-    parent, shift, zigzag = (first[f"{prefix}{name}"] for name in ("parent", "shift", "zigzag"))
-    every = scattered(x, dim, parent, shift, zigzag, len(calls))
-    found = [piece.contiguous() for piece in every]
-    for call, piece in zip(calls, found, strict=True):
-        got, expected = piece.shape[dim], call[f"{prefix}length"]
-        assert got == expected, f"a piece of dim {dim}: got length {got}, expected {expected}"
+    splits = [_split(call, prefix, "length") for call in calls]
+    found = [piece.contiguous() for piece in scattered(x, splits[0], len(calls))]
+    for split, piece in zip(splits, found, strict=True):
+        got, expected = piece.shape[split.dim], split.size
+        assert got == expected, f"a piece of dim {split.dim}: got length {got}, expected {expected}"
     return found
 
 
@@ -71,16 +70,14 @@ def _all_reduce(calls: Sequence[Call]) -> list[Tensor]:
 
 def _swap(calls: Sequence[Call]) -> list[Tensor]:
     """Rows against heads in each block of consecutive ranks."""
-    first, p = calls[0], len(calls)
-    across, rows_dim, heads_dim = first["across"], first["rows_dim"], first["heads_dim"]
-    how = (first["rows_size"], first["rows_parent"], first["rows_shift"], first["zigzag"])
-    split = RowSplit(*how, first["rows_each"])
+    first, p = taken(SwapCall, calls[0]), len(calls)
+    across, rows_dim, heads_dim = first.across, first.rows_dim, first.heads_dim
     found = []
     for start in range(0, p, across):
         block = [c["x"] for c in calls[start : start + across]]
-        pieces = [split.runs(p, 1, start + i) for i in range(across)]
-        if first["to_heads"]:
-            heads = [x.split(first["heads"] // across, heads_dim) for x in block]
+        pieces = [first.split.runs(p, 1, start + i) for i in range(across)]
+        if first.to_heads:
+            heads = [x.split(first.heads // across, heads_dim) for x in block]
             every = [in_order([h[i] for h in heads], pieces, rows_dim) for i in range(across)]
         else:
             rows = [rows_of(x, pieces, rows_dim) for x in block]
@@ -96,18 +93,12 @@ def _swap(calls: Sequence[Call]) -> list[Tensor]:
 
 
 def _placed(call: Call, p: int, rank: int) -> tuple[Route, Operands]:
-    queries, keys = (
-        RowSplit(*(call[f"{of}_{name}"] for name in ("size", "parent", "shift", "zigzag", "rows")))
-        for of in ("query", "key")
-    )
-    sight = Sight(call["scale"], call["before"], call["after"], 0, call["empty"])
-    tensors = call["query"], call["key"], call["value"]
     hiding = call["mask"], call["keep"], call["segment"]
-    return placed(tensors, hiding, sight, (queries, keys), call["across"], p, rank)
+    return taken(RingCall, call).placed(call["query"], call["key"], hiding, p, rank)
 
 
 def _nothing(call: Call) -> bool:
-    return nothing(call["query"], call["key"], call["value"]) or not call["key_size"]
+    return taken(RingCall, call).nothing(call["query"], call["key"], call["value"])
 
 
 def _visits(way: Route) -> Iterator[tuple[int, int, int, int]]:

@@ -7,7 +7,7 @@ rows again. Each is the other's transpose.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,30 +15,14 @@ from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
 from dcpc.codegen.collectives.ring_route import RowSplit
+from dcpc.ops.arguments import arguments
 from dcpc.ops.attention import RunOfRows
 
 
-@torch.library.custom_op("dcpc::swap", mutates_args=())
-def swap(
-    x: Tensor,
-    to_heads: bool,
-    rows_size: int,
-    rows_parent: int,
-    rows_shift: int,
-    zigzag: bool,
-    rows_length: int,
-    heads: int,
-    across: int,
-    group: str,
-    rows_each: int = 1,
-    rows_dim: int = 2,
-    heads_dim: int = 1,
-) -> Tensor:
-    """Returns some heads of the rows of `across` ranks, or all heads of this rank's rows.
+class SwapCall(NamedTuple):
+    """What the op takes besides a tensor, one by one, in this order.
 
-    Args:
-        x: all heads of this rank's rows; if not `to_heads` its heads of all their rows, these in
-            order of position.
+    Attributes:
         to_heads: whether the result has some of the heads.
         rows_size: length of the whole dim of rows.
         rows_parent: length that is split evenly, see `pieces.py`.
@@ -52,43 +36,71 @@ def swap(
         rows_dim: dim of the rows.
         heads_dim: dim of the heads.
     """
-    pg = group_named(group)
+
+    to_heads: bool
+    rows_size: int
+    rows_parent: int
+    rows_shift: int
+    zigzag: bool
+    rows_length: int
+    heads: int
+    across: int
+    group: str
+    rows_each: int = 1
+    rows_dim: int = 2
+    heads_dim: int = 1
+
+    @classmethod
+    def of(
+        cls, to_heads: bool, rows: RowSplit, length: int, heads: int, across: int, group: str
+    ) -> SwapCall:
+        """Returns the call for rows that are split so, of which the result has so many."""
+        where = rows.size, rows.parent, rows.shift, rows.zigzag
+        return cls(to_heads, *where, length, heads, across, group, rows.rows)
+
+    @property
+    def split(self) -> RowSplit:
+        """How the rows are split."""
+        where = self.rows_size, self.rows_parent, self.rows_shift
+        return RowSplit(*where, self.zigzag, self.rows_each)
+
+
+@torch.library.custom_op(
+    "dcpc::swap",
+    mutates_args=(),
+    schema=f"(Tensor x, {arguments(SwapCall, defaults=True)}) -> Tensor",
+)
+def swap(x: Tensor, *packed: Any) -> Tensor:
+    """Returns some heads of the rows of `across` ranks, or all heads of this rank's rows.
+
+    Args:
+        x: all heads of this rank's rows; if not `to_heads` its heads of all their rows, these in
+            order of position.
+        packed: the fields of a `SwapCall`.
+    """
+    call = SwapCall(*packed)
+    pg = group_named(call.group)
     p, rank = pg.size(), pg.rank()
-    split = RowSplit(rows_size, rows_parent, rows_shift, zigzag, rows_each)
-    first = rank - rank % across
-    pieces = [split.runs(p, 1, r) for r in range(first, first + across)]
-    dims = rows_dim, heads_dim
-    if to_heads:
-        sends = x.split(heads // across, heads_dim)
+    first = rank - rank % call.across
+    pieces = [call.split.runs(p, 1, r) for r in range(first, first + call.across)]
+    dims, heads = (call.rows_dim, call.heads_dim), call.heads // call.across
+    if call.to_heads:
+        sends = x.split(heads, call.heads_dim)
         lengths = [sum(run.length for run in mine) for mine in pieces]
     else:
-        sends = rows_of(x, pieces, rows_dim)
-        lengths = [rows_length] * across
-    parts = _exchanged(sends, lengths, heads // across, dims, first, pg)
-    if not to_heads:
-        return torch.cat(parts, heads_dim)
-    return in_order(parts, pieces, rows_dim)
+        sends = rows_of(x, pieces, call.rows_dim)
+        lengths = [call.rows_length] * call.across
+    parts = _exchanged(sends, lengths, heads, dims, first, pg)
+    if not call.to_heads:
+        return torch.cat(parts, call.heads_dim)
+    return in_order(parts, pieces, call.rows_dim)
 
 
 @swap.register_fake
-def _(
-    x: Tensor,
-    to_heads: bool,
-    rows_size: int,
-    rows_parent: int,
-    rows_shift: int,
-    zigzag: bool,
-    rows_length: int,
-    heads: int,
-    across: int,
-    group: str,
-    rows_each: int = 1,
-    rows_dim: int = 2,
-    heads_dim: int = 1,
-) -> Tensor:
-    shape = list(x.shape)
-    shape[rows_dim] = rows_length
-    shape[heads_dim] = heads // across if to_heads else heads
+def _(x: Tensor, *packed: Any) -> Tensor:
+    call, shape = SwapCall(*packed), list(x.shape)
+    shape[call.rows_dim] = call.rows_length
+    shape[call.heads_dim] = call.heads // call.across if call.to_heads else call.heads
     return x.new_empty(shape)
 
 
@@ -142,14 +154,12 @@ def _exchanged(
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.to_heads, *ctx.rows = inputs[:6]
-    ctx.rest = inputs[7:]
-    ctx.length = x.shape[ctx.rest[4]]
+    x, call = inputs[0], SwapCall(*inputs[1:])
+    ctx.back = call._replace(to_heads=not call.to_heads, rows_length=x.shape[call.rows_dim])
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    back = torch.ops.dcpc.swap(g, not ctx.to_heads, *ctx.rows, ctx.length, *ctx.rest)
-    return (back, *(None,) * 12)
+    return torch.ops.dcpc.swap(g, *ctx.back), *(None,) * len(ctx.back)
 
 
 swap.register_autograd(_backward, setup_context=_context)

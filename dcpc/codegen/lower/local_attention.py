@@ -10,10 +10,12 @@ import sympy
 import torch
 from torch import fx
 
-import dcpc.codegen.collectives.ring
-import dcpc.codegen.collectives.ring_swap  # noqa: F401 - both register ops
+from dcpc.codegen.collectives.ring import RingCall
+from dcpc.codegen.collectives.ring_route import RowSplit
+from dcpc.codegen.collectives.ring_swap import SwapCall
 from dcpc.codegen.lower.local_graph import LocalGraph
-from dcpc.ir import Label, NodePlacement, tensor_operands
+from dcpc.ir import Factor, Label, NodePlacement, tensor_operands
+from dcpc.ops.attention import Sight
 
 aten = torch.ops.aten
 HEADS = 1  # a dim of queries, keys, values and output
@@ -114,43 +116,41 @@ def _tensors(call: fx.Node) -> list[Any]:
 def _ring(on: LocalGraph, node: fx.Node, operands: list[fx.Node], chosen: NodePlacement) -> fx.Node:
     """Attention whose keys and values go round, between groups of ranks that share heads."""
     call, across, swap = on.graph.call_function, chosen.across, torch.ops.dcpc.swap.default
-    integers, emit = on.integers, on.integers.emit
+    integers = on.integers
+    emit: Any = integers.emit  # gives a number, or a node where sizes vary
     copied = on.copy(node, operands)
     query, key, value, mask, keep, segment = _tensors(copied)
-    given = dict(copied.kwargs)
+    given: dict[str, Any] = dict(copied.kwargs)
     on.graph.erase_node(copied)
     sources = tensor_operands(node, on.program.info)[:2]
     rows = [on.factor(s.name, w) for s, w in zip(sources, chosen.operands, strict=False)]
     inner = [_inner(on, s.name, w) for s, w in zip(sources, chosen.operands, strict=False)]
     each = [emit(size) for size in inner]
-    swaps = [(emit(f.size), *integers.split(f)) for f in rows]
+    queries, keys = (_row_split(on, f, n) for f, n in zip(rows, each, strict=True))
     heads = [int(on.program.info[s.name].shape[HEADS]) if across > 1 else 0 for s in sources]
     if across > 1:
         repeats = lcm(heads[1], across) // heads[1]
         pieces = [integers.pieces[f.key, f"shared{across}"] for f in rows]
         shared = [emit(piece * n) for piece, n in zip(pieces, inner, strict=True)]
         key, value = (_repeated(on, x, repeats) for x in (key, value))
-        ends = [(*s, n) for s, n in zip(swaps, shared, strict=True)]
-        counts = (heads[0], heads[1] * repeats, heads[1] * repeats)
-        moved = ((query, 0), (key, 1), (value, 1))
+        of_queries, of_keys = (queries, shared[0], heads[0]), (keys, shared[1], heads[1] * repeats)
         query, key, value = (
-            call(swap, (x, True, *ends[i], n, across, on.group, each[i]))
-            for (x, i), n in zip(moved, counts, strict=True)
+            call(swap, (x, *SwapCall.of(True, *rows_and_heads, across, on.group)))
+            for x, rows_and_heads in ((query, of_queries), (key, of_keys), (value, of_keys))
         )
-    names = ("scale", "before", "after", "empty")
-    kept = {k: v for k, v in given.items() if k in names}
-    for name, (size, parent, shift, zigzag) in zip(("query", "key"), swaps, strict=True):
-        kept |= {f"{name}_size": size, f"{name}_parent": parent, f"{name}_shift": shift}
-        kept |= {f"{name}_zigzag": zigzag}
-    kept |= {"query_rows": each[0], "key_rows": each[1]}
-    kept |= {"across": across, "group": on.group}
     tensors = (query, key, value, mask, keep, segment)
-    out = call(torch.ops.dcpc.ring_attention.default, tensors, kept)
+    how = RingCall.of(Sight(**given), queries, keys, across, on.group)
+    out = call(torch.ops.dcpc.ring_attention.default, tensors, how._asdict())
     if across == 1:
         return out
     length = emit(integers.length(rows[0]) * inner[0])
-    where = (*swaps[0], length, heads[0], across, on.group, each[0])
-    return call(swap, (out, False, *where))
+    return call(swap, (out, *SwapCall.of(False, queries, length, heads[0], across, on.group)))
+
+
+def _row_split(on: LocalGraph, factor: Factor, rows: int | fx.Node) -> RowSplit:
+    """Returns how a factor is split, each element of so many rows; of nodes where sizes vary."""
+    where: Any = (on.integers.emit(factor.size), *on.integers.split(factor), rows)
+    return RowSplit(*where)
 
 
 def _inner(on: LocalGraph, name: str, label: Label) -> sympy.Expr:

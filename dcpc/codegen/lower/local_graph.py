@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-import dcpc.codegen.collectives.collectives  # noqa: F401 - registers ops
+from dcpc.codegen.collectives.collectives import DimSplit
 from dcpc.codegen.lower.integer_inputs import IntegerInputs
 from dcpc.ir import REPLICATED, Factor, Label, Placement, Program
 
@@ -144,23 +144,28 @@ def _position(on: LocalGraph, name: str, dims: list[int], label: Label) -> int:
     return sum(before) + label.index
 
 
+def _split(on: LocalGraph, dim: int, size: sympy.Expr, factor: Factor) -> DimSplit:
+    """Returns how a collective is told of a factor that is a dim; of nodes where sizes vary."""
+    where: Any = (dim, on.integers.emit(size), *on.integers.split(factor))
+    return DimSplit(*where)
+
+
 def _collective(
     on: LocalGraph, x: fx.Node, name: str, have: Label, want: Label, at: Mapping[Label, int]
 ) -> fx.Node:
     ops, call = torch.ops.dcpc, on.graph.call_function
-    emit, length, split = on.integers.emit, on.integers.length, on.integers.split
     source = on.factor(name, have) if have.sharded else None
     target = on.factor(name, want) if want.sharded else None
     if have.partial and target is None:
         return call(ops.all_reduce.default, (x, on.group))
     if have.partial and target is not None:
-        args = (x, at[want], emit(length(target)), *split(target))
-        return call(ops.reduce_scatter.default, (*args, on.group))
+        scattered = _split(on, at[want], on.integers.length(target), target)
+        return call(ops.reduce_scatter.default, (x, *scattered, on.group))
     if source is None and target is not None:
         return on.narrowed(x, at[want], target)
     assert source is not None, f"no way from {have} to {want} for {name}"
-    gathered = (at[have], emit(source.size), *split(source))
+    gathered = _split(on, at[have], source.size, source)
     if target is None:
         return call(ops.all_gather.default, (x, *gathered, on.group))
-    scattered = (at[want], emit(length(target)), *split(target))
+    scattered = _split(on, at[want], on.integers.length(target), target)
     return call(ops.all_to_all.default, (x, *gathered, *scattered, on.group))

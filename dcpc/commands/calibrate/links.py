@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpc.codegen import bind_group
+from dcpc.codegen.collectives.collectives import DimSplit
 from dcpc.commands.calibrate.fit import TimedCall, line
 from dcpc.runtime.groups.groups import Groups
 from dcpc.symbolic_profile import CollectiveFit
@@ -126,18 +127,19 @@ def _synchronise(device: torch.device) -> None:
 
 def _all_to_all(x: Tensor, sp: int, name: str) -> int:
     rows, mine = len(x), x[: len(x) // sp]
-    torch.ops.dcpc.all_to_all(mine, 0, rows, rows, 0, False, 1, WIDTH // sp, WIDTH, 0, False, name)
+    gather, scatter = DimSplit(0, rows, rows, 0, False), DimSplit(1, WIDTH // sp, WIDTH, 0, False)
+    torch.ops.dcpc.all_to_all(mine, *gather, *scatter, name)
     return mine.nbytes * (sp - 1) // sp
 
 
 def _all_gather(x: Tensor, sp: int, name: str) -> int:
     rows, mine = len(x), x[: len(x) // sp]
-    torch.ops.dcpc.all_gather(mine, 0, rows, rows, 0, False, name)
+    torch.ops.dcpc.all_gather(mine, *DimSplit(0, rows, rows, 0, False), name)
     return mine.nbytes * (sp - 1)
 
 
 def _reduce_scatter(x: Tensor, sp: int, name: str) -> int:
-    torch.ops.dcpc.reduce_scatter(x, 0, len(x) // sp, len(x), 0, False, name)
+    torch.ops.dcpc.reduce_scatter(x, *DimSplit(0, len(x) // sp, len(x), 0, False), name)
     return x.nbytes * (sp - 1) // sp
 
 

@@ -9,7 +9,6 @@ keys that no query sees are left out first: then the last query's limit is a key
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ def _seen(q: Tensor, k: Tensor, sight: Sight) -> tuple[Tensor, Sight]:
     low, high = sight.keys(0, q.shape[2], k.shape[2])
     if (low, high) == (0, k.shape[2]):
         return k, sight
-    return k[:, :, low:high], replace(sight, start=sight.start - low)
+    return k[:, :, low:high], sight._replace(start=sight.start - low)
 
 
 def _window(q: Tensor, k: Tensor, sight: Sight) -> tuple[int, int]:

@@ -11,7 +11,7 @@ added up is in float32, or in float64 for float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def _part(given: Operands, r: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> _Pa
             ids = Ids(given.segment, [r.queries], [r.keys])
     if keep is not None:
         keep = keep[r.samples if keep.shape[0] > 1 else slice(None), r.positions]
-    sight = replace(r.sight, empty="zero")
+    sight = r.sight._replace(empty="zero")
     kernel = kernel_name(
         q.device.type, q.shape[-1] == v.shape[-1], None if mask is None else mask.dtype,
         keep is not None, sight, mask is not None,

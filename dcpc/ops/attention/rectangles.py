@@ -124,7 +124,7 @@ def _stretches(ids: Tensor) -> tuple[list[RunOfRows], list[int]]:
 
 def sees(queries: RunOfRows, keys: RunOfRows, before: int | None, after: int | None) -> bool:
     """Returns whether some of the queries may see some of the keys."""
-    nothing_else = Sight(1.0, before, after, 0, "zero")
+    nothing_else = Sight(1.0, before, after)
     return _trimmed(queries, keys, nothing_else, slice(None), True) is not None
 
 
@@ -153,6 +153,6 @@ def _trimmed(
         samples,
         RunOfRows(queries.at + low - queries.position, high - low + 1, low),
         RunOfRows(keys.at + first - keys.position, last - first + 1, first),
-        Sight(sight.scale, before, after, low - first, sight.empty),
+        Sight(sight.scale, before, after, low - first, empty=sight.empty),
         first_of_queries,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -52,6 +51,16 @@ class Attended(NamedTuple):
     out: Tensor
     lse: Tensor
 
+    @property
+    def anything(self) -> bool:
+        """Whether there are numbers of all of queries, keys and values."""
+        return bool(self.q.numel() and self.k.numel() and self.v.numel())
+
+    def zeros(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of q, k and v where there is nothing to compute."""
+        dq, dk, dv = (empty_gradient(x).zero_() for x in (self.q, self.k, self.v))
+        return dq, dk, dv
+
     def rows(self, rows: slice) -> Attended:
         """Returns what some of the queries attended to."""
         grad, q, out, lse = (x[:, :, rows] for x in (self.grad, self.q, self.out, self.lse))
@@ -63,9 +72,10 @@ class Attended(NamedTuple):
         return Attended(grad, q, self.k, self.v, out, lse)
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
+class Sight(NamedTuple):
     """Which keys a query sees: key j is seen by query i if nothing here hides it.
+
+    Ops take these fields one by one, in this order, see `calls.py`.
 
     Attributes:
         scale: of the products of queries and keys.
@@ -73,19 +83,19 @@ class Sight:
             all of them.
         after: how many after it: j <= i + start + after (causal: 0); None: all of them.
         start: position of the first query among the keys.
-        empty: what a query that sees no key gives, one of EMPTY.
         turn: how many queries follow the first without a gap; None: all of them. The others follow
             each other as well (a zigzag piece has two runs).
         second: position of the query after these.
+        empty: what a query that sees no key gives, one of EMPTY.
     """
 
     scale: float
-    before: int | None
-    after: int | None
-    start: int
-    empty: str
+    before: int | None = None
+    after: int | None = None
+    start: int = 0
     turn: int | None = None
     second: int = 0
+    empty: str = "zero"
 
     @property
     def banded(self) -> bool:
@@ -106,7 +116,7 @@ class Sight:
 
     def of(self, run: RunOfRows) -> Sight:
         """Returns what the queries of one run see."""
-        return replace(self, start=run.position, turn=None, second=0)
+        return self._replace(start=run.position, turn=None, second=0)
 
     def position(self, query: int) -> int:
         """Returns the position of a query among the keys."""

@@ -7,7 +7,7 @@ and its blocks of matmuls. Measured as the lines of `transients.py` are.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import sympy
 import torch
@@ -240,7 +240,7 @@ def _run(call: CallFacts) -> sympy.Expr:
 def sight_of(call: CallFacts) -> Sight:
     """Returns what an attention's queries see, wherever they are."""
     scale, before, after = (argument(call.node, name) for name in ("scale", "before", "after"))
-    return Sight(scale, before, after, 0, argument(call.node, "empty", "zero"))
+    return Sight(scale, before, after, empty=argument(call.node, "empty", "zero"))
 
 
 def _by_flash(call: CallFacts) -> bool:
@@ -468,7 +468,7 @@ def _round(call: CallFacts) -> tuple[_KeyRows, sympy.Expr, sympy.Expr]:
 def _ring_by_flash(call: CallFacts) -> bool:
     """Whether the parts of a ring are the kernel's."""
     widths = call.tensor("query").shape[3] == call.tensor("value").shape[3]
-    name = kernel_name("cpu", widths, None, False, replace(sight_of(call), empty="zero"))
+    name = kernel_name("cpu", widths, None, False, sight_of(call)._replace(empty="zero"))
     return name == "flash" and call.given("mask") is None
 
 

@@ -73,7 +73,7 @@ CASES = [
 @pytest.mark.parametrize("groups", [1, 2])
 def test_every_query_sees_what_it_should(flash_attn, before, after, start, queries, keys, groups):
     torch.manual_seed(0)
-    sight = Sight(0.3, before, after, start, "zero")
+    sight = Sight(0.3, before, after, start)
     q = torch.randn(2, 2 * groups, queries, 8, dtype=torch.float64)
     k, v = (torch.randn(2, 2, keys, 8, dtype=torch.float64) for _ in range(2))
     grad = torch.randn_like(q)
@@ -89,16 +89,16 @@ def test_every_query_sees_what_it_should(flash_attn, before, after, start, queri
 
 def test_what_a_kernel_does_not_do_is_left_to_the_blocks(flash_attn, monkeypatch):
     q, k = (torch.zeros(1, 4, n, 8, dtype=torch.bfloat16) for n in (4, 6))
-    causal = Sight(1.0, None, 0, 0, "zero")
+    causal = Sight(1.0, None, 0, 0)
     assert cuda.able(q, k, causal)
     assert not cuda.able(q.float(), k.float(), causal)
     assert not cuda.able(q[..., :7], k[..., :7], causal)
-    assert not cuda.able(q, k, Sight(1.0, None, -1, 0, "zero"))  # the first query sees no key
-    assert not cuda.able(q, k, Sight(1.0, 1, None, 6, "zero"))  # the last ones see none
+    assert not cuda.able(q, k, Sight(1.0, None, -1, 0))  # the first query sees no key
+    assert not cuda.able(q, k, Sight(1.0, 1, None, 6))  # the last ones see none
     monkeypatch.setattr(cuda, "installed", None)  # torch's own: no windows, causal if square
     assert cuda.able(q, k, causal)
     assert cuda.able(q, k[:, :2], causal)
-    assert not cuda.able(q, k, Sight(1.0, None, 0, 2, "zero"))
-    assert not cuda.able(q, k, Sight(1.0, 2, 0, 0, "zero"))
+    assert not cuda.able(q, k, Sight(1.0, None, 0, 2))
+    assert not cuda.able(q, k, Sight(1.0, 2, 0, 0))
     monkeypatch.setattr(cuda, "recent", lambda device: False)
     assert not cuda.able(q, k, causal)

@@ -1,0 +1,70 @@
+"""How an op of attention is called: with tensors, then the fields of one named tuple.
+
+dcpc::<name>(q, k, v, mask=None, keep=None, segment=None, *, <fields>) -> out
+    dcpc::<name>_forward(q, k, v, mask, keep, segment, <fields>)  -> out, logsumexp
+    dcpc::<name>_backward(grad, q, k, v, mask, keep, segment, out, logsumexp, <fields>)
+        -> dq, dk, dv
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpc.ops.arguments import arguments
+from dcpc.ops.attention.spec import Attended
+
+Hiding = tuple[Tensor | None, Tensor | None, Tensor | None]  # mask, keep and segment
+
+_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? keep, Tensor? segment"
+_library = torch.library.Library("dcpc", "FRAGMENT")
+
+
+def forward_schema(fields: Any) -> str:
+    """Returns the schema of a forward whose numbers are a named tuple's fields."""
+    return f"({_OPERANDS}, {arguments(fields)}) -> (Tensor, Tensor)"
+
+
+def backward_schema(fields: Any, of_mask: bool = False) -> str:
+    """Returns the schema of its backward: gradients of q, k and v, and of the mask if asked for."""
+    operands = _OPERANDS.replace("Tensor? mask", "Tensor mask") if of_mask else _OPERANDS
+    gradients = ", ".join(["Tensor"] * (4 if of_mask else 3))
+    saved = "Tensor out, Tensor logsumexp"
+    return f"(Tensor grad_out, {operands}, {saved}, {arguments(fields)}) -> ({gradients})"
+
+
+def of_backward(given: Sequence[Any]) -> tuple[Attended, Hiding, list[Any]]:
+    """Returns what a backward is called with: tensors, what hides keys, and the named tuple's."""
+    grad, q, k, v, mask, keep, segment, out, lse, *rest = given
+    return Attended(grad, q, k, v, out, lse), (mask, keep, segment), rest
+
+
+def save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Saves a forward's tensors and fields for its backward."""
+    tensors, ctx.rest = inputs[:6], inputs[6:]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output)
+
+
+def define_output(name: str, fields: Any) -> None:
+    """Registers the op that is the first result of a forward, with the fields by name."""
+    operands = re.sub(r"(Tensor\? \w+)", r"\1=None", _OPERANDS)
+    _library.define(f"{name}({operands}, *, {arguments(fields, defaults=True)}) -> Tensor")
+
+    def output(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        keep: Tensor | None = None,
+        segment: Tensor | None = None,
+        **rest: Any,
+    ) -> Any:
+        op = getattr(torch.ops.dcpc, f"{name}_forward")
+        return op(query, key, value, mask, keep, segment, *fields(**rest))[0]
+
+    _library.impl(name, output, "CompositeImplicitAutograd")
