@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -198,8 +198,9 @@ class DataLoader:
         used = 0
 
         made = self._made(relay)
+        stop = None if relay is None else relay.stop
+        steps = ahead(made, self.lookahead, stop) if self.lookahead else made
         try:
-            steps = ahead(made, self.lookahead) if self.lookahead else made
             for cut, step in self._stats.timed(steps):
                 used += 1
                 progress.position = cut.after
@@ -210,6 +211,9 @@ class DataLoader:
                     yield step
             used += 1  # the message that there are no more
         finally:
+            if relay is not None:
+                relay.stop()
+            steps.close()  # from here on no thread sends, or uses the dataset
             if relay is not None:
                 relay.close(used)
         self._report_skipped(nothing_left=fresh and progress.index == 0)
@@ -233,7 +237,9 @@ class DataLoader:
             return None
         return Relay(groups, f"{self._name}/{self._iterations}", self.plan_timeout_s)
 
-    def _made(self, relay: Relay | None) -> Iterator[tuple[PlannedBatch, Step | None]]:
+    def _made(
+        self, relay: Relay | None
+    ) -> Generator[tuple[PlannedBatch, Step | None], None, None]:
         """Yields this rank's steps: planned here, or by rank 0."""
         table, epoch = self.table, self._progress.epoch
         job = f"{self._progress.text()}, {self.recipe.text()}"
