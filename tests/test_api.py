@@ -48,6 +48,16 @@ def refused(kind, pattern):
     return pytest.raises(kind, match=re.compile(pattern, re.DOTALL))
 
 
+@pytest.mark.parametrize("function", [dcpc.compile, dcpc.api.plan])
+def test_what_is_no_model_or_no_buckets_is_refused(function):
+    with refused(dcpc.TraceError, "model: got function; expected a torch.nn.Module; .*forward"):
+        function(lambda ids: ids.sum(), buckets(7))
+    with refused(dcpc.TraceError, "model: got the class GPT; expected .*; call the class"):
+        function(GPT, buckets(7))
+    with refused(dcpc.BucketError, r"buckets: got dict; expected dcpc.Buckets; .*from_yaml"):
+        function(gpt(), {"seq": 5})
+
+
 def test_parameters_and_state_are_the_models_own(compiled):
     model = compiled.model
     assert [id(p) for p in compiled.parameters()] == [id(p) for p in model.parameters()]

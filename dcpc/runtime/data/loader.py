@@ -19,7 +19,13 @@ from typing import Literal, NoReturn
 
 from dcpc.errors import DataError
 from dcpc.runtime.data.ahead import LoaderStats, ahead
-from dcpc.runtime.data.arguments import allowed_steps, check_choice, check_count
+from dcpc.runtime.data.arguments import (
+    allowed_steps,
+    check_choice,
+    check_compiled,
+    check_count,
+    check_pad,
+)
 from dcpc.runtime.data.cuts import PlannedBatch, Recipe, cut_epoch
 from dcpc.runtime.data.making import StepMaker
 from dcpc.runtime.data.progress import Progress, State
@@ -109,6 +115,8 @@ class DataLoader:
                 that are packed.
             PlanError: a bucket has no setting that fits.
         """
+        check_compiled(compiled)
+        check_pad(pad)
         check_count("tokens_per_step", tokens_per_step, 1)
         check_count("min_grad_accumulation_steps", min_grad_accumulation_steps, 1)
         check_count("lookahead", lookahead, 0)
