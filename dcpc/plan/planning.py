@@ -113,7 +113,10 @@ class Planned:
             )
         error = self.device.seconds_error
         if error is not None:
-            notes.append(f"seconds are calibrated: ± {error:.1%} where they were measured")
+            notes.append(
+                f"seconds are calibrated: ± {error:.1%} in the median of the measured sizes; those "
+                "of one size may be further off"
+            )
         return tuple(notes)
 
     @property
