@@ -17,6 +17,7 @@ from dcpc.passes.masks.packable import packable
 from dcpc.plan.following import Followed
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import Runnable
+from dcpc.runtime.data.arguments import check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.groups.groups import Groups
@@ -108,6 +109,7 @@ class CompiledModel(nn.Module):
         Returns:
             The global loss, and measured seconds and imbalance.
         """
+        check_step(step)
         dispatch = self._dispatch
         state, check = self._agreed.of_step(self._followed.problem(self.model))
         try:
@@ -179,7 +181,7 @@ class CompiledModel(nn.Module):
             bucket: which one; a batch among its sizes is as `batch`.
             batch: samples in the micro-batch; default: the planned ones.
         """
-        if batch is None and not isinstance(bucket, Bucket):
+        if batch is None and isinstance(bucket, Mapping):
             batch = bucket.get(BATCH)
         bucket = self._bucket(bucket)
         plan = self.plans[bucket]

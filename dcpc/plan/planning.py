@@ -184,6 +184,11 @@ class Planned:
         Raises:
             BucketError: there is none.
         """
+        if not isinstance(sizes, Mapping):
+            raise BucketError(
+                f"got bucket {sizes!r}; expected a dim -> its length; pass one of the compiled "
+                f"buckets, such as {next(iter(self.plans)).sizes}"
+            )
         key = tuple(sorted((n, s) for n, s in sizes.items() if n != BATCH))
         for bucket in self.plans:
             if bucket.shape_key == key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dcpc.errors import DataError
+from dcpc.runtime.data.steps import Step
 from dcpc.runtime.planner.plans import Mode
 from dcpc.runtime.planner.step_planner import Allowed
 
@@ -36,6 +37,20 @@ def check_compiled(compiled: object) -> None:
         raise DataError(
             f"compiled: got {type(compiled).__name__}; expected what dcpc.compile returned; "
             "compile the model first, and pass DataLoader(dataset, compiled, ...)"
+        )
+
+
+def check_step(step: object) -> None:
+    """Refuses what the loader did not yield.
+
+    Raises:
+        DataError: it is no `Step`.
+    """
+    if not isinstance(step, Step):
+        raise DataError(
+            f"step: got {type(step).__name__}; expected a step that dcpc.DataLoader yields; to run "
+            "inputs of your own call the compiled model: compiled(...).backward(), then "
+            "compiled.reduce_gradients()"
         )
 
 

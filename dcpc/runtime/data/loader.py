@@ -245,9 +245,7 @@ class DataLoader:
             return None
         return Relay(groups, f"{self._name}/{self._iterations}", self.plan_timeout_s)
 
-    def _made(
-        self, relay: Relay | None
-    ) -> Generator[tuple[PlannedBatch, Step | None], None, None]:
+    def _made(self, relay: Relay | None) -> Generator[tuple[PlannedBatch, Step | None], None, None]:
         """Yields this rank's steps: planned here, or by rank 0."""
         table, epoch = self.table, self._progress.epoch
         job = f"{self._progress.text()}, {self.recipe.text()}"

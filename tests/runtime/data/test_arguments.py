@@ -30,3 +30,8 @@ def test_what_is_not_compiled_is_refused():
 def test_pad_that_names_no_inputs_is_refused(pad):
     with pytest.raises(DataError, match=r"pad=: got .*; expected input name -> value"):
         loader_for(RaggedWithDims([4]), pad=pad)
+
+
+def test_weight_that_is_neither_a_name_nor_a_function_is_refused():
+    with pytest.raises(DataError, match=r"weight=: got 3; expected 'samples', an input"):
+        loader_for(RaggedWithDims([4]), weight=3)
