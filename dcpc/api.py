@@ -64,8 +64,10 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         compiled.reduce_gradients()
 
     Args:
-        model: any module whose forward takes the buckets' inputs and returns a scalar loss, or a
-            mapping, dataclass or tuple that has one. Its parameters are shared, not copied.
+        model: any module whose forward takes the buckets' inputs and returns a floating scalar, the
+            loss; or a mapping or dataclass that has it as `loss`; or a tuple or list, whose first
+            floating scalar is taken (with a warning if there are several). Its parameters are
+            shared, not copied.
         buckets: input specs and the shapes to compile for.
         options: each field of `CompileOptions` by its name, such as `memory=80e9`.
 

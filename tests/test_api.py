@@ -48,6 +48,24 @@ def refused(kind, pattern):
     return pytest.raises(kind, match=re.compile(pattern, re.DOTALL))
 
 
+@pytest.mark.parametrize("function", [dcpc.compile, dcpc.api.plan])
+def test_what_is_no_model_or_no_buckets_is_refused(function):
+    with refused(dcpc.TraceError, "model: got function; expected a torch.nn.Module; .*forward"):
+        function(lambda ids: ids.sum(), buckets(7))
+    with refused(dcpc.TraceError, "model: got the class GPT; expected .*; call the class"):
+        function(GPT, buckets(7))
+    with refused(dcpc.BucketError, r"buckets: got dict; expected dcpc.Buckets; .*from_yaml"):
+        function(gpt(), {"seq": 5})
+
+
+def test_a_step_or_a_bucket_of_another_kind_is_refused(compiled):
+    with refused(dcpc.DataError, r"step: got dict; expected a step that dcpc.DataLoader yields"):
+        compiled.train_step(data(1, 7))
+    for function in (compiled.predict, compiled.profile, compiled.source):
+        with refused(dcpc.BucketError, r"got bucket 7; expected a dim -> its length"):
+            function(7)
+
+
 def test_parameters_and_state_are_the_models_own(compiled):
     model = compiled.model
     assert [id(p) for p in compiled.parameters()] == [id(p) for p in model.parameters()]

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dcpc
+from dcpc.commands.cli import load_model, parse_bucket
 from dcpc.plan.options import CompileOptions, commanded, options_table
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +36,20 @@ def test_commands_name_the_options_that_they_share():
     (said,) = re.findall(r"share these options: (.*?)\.", (DOCS / "commands.md").read_text(), re.S)
     assert said.count("`--") == len(commanded())
     assert re.findall("`--(.*?)`", said) == [name.replace("_", "-") for name in commanded()]
+
+
+def test_commands_run_as_they_are_written():
+    text = (DOCS / "commands.md").read_text()
+    lines = re.findall(r"^    dcpc (.*)$", text, re.M)
+    buckets = dcpc.Buckets.from_yaml(ROOT / "examples/buckets.yaml")
+    told = [parse_bucket(b) for line in lines for b in re.findall(r"--bucket (\S+)", line)]
+    assert told
+    assert all(any(b.sizes == sizes for b in buckets) for sizes in told)
+    factories = set(re.findall(r" ([a-z_.]+:[a-z]+) ", " ".join(lines)))
+    assert "examples.train_text:model" in factories
+    with torch.device("meta"):
+        assert all(isinstance(load_model(name), torch.nn.Module) for name in factories)
+    assert "`examples.train_text:model`" in (ROOT / "README.md").read_text()
 
 
 def test_every_error_is_explained():
@@ -67,7 +83,9 @@ def test_the_readmes_loop_trains(tmp_path):
 
 def test_the_readmes_report_is_what_its_model_gets():
     (code,) = (b for b in blocks(ROOT / "README.md", "python") if "train_step" in b)
-    (plan,) = re.findall(r"`(dcpc\.api\.plan\(model, .*?\))`", (ROOT / "README.md").read_text())
+    (plan,) = re.findall(
+        r"`print\((dcpc\.api\.plan\(model, .*?\))\.report\(\)\)`", (ROOT / "README.md").read_text()
+    )
     names: dict[str, object] = {}
     exec(code.split("compiled =")[0] + "model = GPT(GPTConfig())\nplanned = " + plan, names)
     (shown,) = (b for b in blocks(ROOT / "README.md", "text") if b.startswith("plan per"))

@@ -40,8 +40,9 @@ TABLE = {
         "__main__": "commands",
     },
     "dcpc.trace": {
+        "loss": "",
         "canonical": "",
-        "capture": "canonical",
+        "capture": "canonical loss",
         "__init__": "capture",
     },
     "dcpc.passes": {

@@ -18,8 +18,9 @@ from dcpc.passes.masks.packable import packable
 from dcpc.plan.following import Followed
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import Runnable
+from dcpc.runtime.data.arguments import check_step
 from dcpc.runtime.data.steps import Step
-from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
 from dcpc.runtime.parameters.modes import store_of
@@ -90,12 +91,12 @@ class CompiledModel(nn.Module):
         if setting.sp > 1:
             self._calls += 1
             batch = sizes.get(BATCH, 1)
-            what = f"{bucket} with batch {batch}, call {self._calls}, {self.plans[bucket]}"
+            what = [f"{bucket} with batch {batch}, call {self._calls}", str(self.plans[bucket])]
             # Floats may differ in their last bits, as where each rank ran an encoder before.
-            whole = {n: checksum(x) for n, x in inputs.items() if not x.is_floating_point()}
-            what += f", checksums of inputs {sorted(whole.items())}"
-            what += "" if problem is None else f", {problem}"
-            agree(self.groups, setting.sp, "bucket", what)
+            whole = [(n, x) for n, x in sorted(inputs.items()) if not x.is_floating_point()]
+            what += [f"checksum of input '{n}' {checksum(x)}" for n, x in whole]
+            what += [str(problem or "")]
+            agree(self.groups, setting.sp, "bucket", PART.join(what))
         if problem is not None:
             raise problem
         with self._dispatch.own_casts():
@@ -114,6 +115,7 @@ class CompiledModel(nn.Module):
         Returns:
             The global loss, and measured seconds and imbalance.
         """
+        check_step(step)
         dispatch = self._dispatch
         state, check = self._agreed.of_step(self._followed.problem(self.model))
         try:
@@ -190,7 +192,7 @@ class CompiledModel(nn.Module):
             bucket: which one; a batch among its sizes is as `batch`.
             batch: samples in the micro-batch; default: the planned ones.
         """
-        if batch is None and not isinstance(bucket, Bucket):
+        if batch is None and isinstance(bucket, Mapping):
             batch = bucket.get(BATCH)
         bucket = self._bucket(bucket)
         plan = self.plans[bucket]

@@ -20,7 +20,7 @@ from torch import nn
 
 from dcpc.buckets import Buckets
 from dcpc.codegen import BACKENDS, check_backend
-from dcpc.errors import PlanError
+from dcpc.errors import BucketError, PlanError, TraceError
 from dcpc.passes.sharding.attention_ways import LOWERINGS, check_lowering
 from dcpc.symbolic_profile import DEVICES, Calibration, Device, OptimizerLike, find
 from dcpc.trace import checked_dtype
@@ -108,6 +108,27 @@ def _check_parameters(mode: str) -> None:
     if mode not in PARAMETERS:
         raise PlanError(
             f"got parameters={mode!r}; expected one of {', '.join(PARAMETERS)}; choose one"
+        )
+
+
+def _check_given(model: object, buckets: object) -> None:
+    """Refuses what is no module, or no buckets.
+
+    Raises:
+        TraceError: `model` is no `nn.Module`.
+        BucketError: `buckets` are no `Buckets`.
+    """
+    if not isinstance(model, nn.Module):
+        made = isinstance(model, type) and issubclass(model, nn.Module)
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TraceError(
+            f"model: got {got}; expected a torch.nn.Module; "
+            + ("call the class to make one" if made else "put the function into a module's forward")
+        )
+    if not isinstance(buckets, Buckets):
+        raise BucketError(
+            f"buckets: got {type(buckets).__name__}; expected dcpc.Buckets; pass "
+            "dcpc.Buckets(inputs=..., sizes=...), or dcpc.Buckets.from_yaml(file)"
         )
 
 
@@ -372,6 +393,7 @@ def taking(
         def run(*args: Any, **given: Any) -> Result_co:
             bound = signature.bind(*args, **given)  # refuses unknown names as any call does
             model, buckets = bound.args
+            _check_given(model, buckets)
             return function(model, buckets, make(**bound.kwargs))
 
         run.__signature__ = signature  # type: ignore[attr-defined]

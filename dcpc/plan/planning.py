@@ -115,7 +115,10 @@ class Planned:
             )
         error = self.device.seconds_error
         if error is not None:
-            notes.append(f"seconds are calibrated: ± {error:.1%} where they were measured")
+            notes.append(
+                f"seconds are calibrated: ± {error:.1%} in the median of the measured sizes; those "
+                "of one size may be further off"
+            )
         return tuple(notes)
 
     @property
@@ -184,6 +187,11 @@ class Planned:
         Raises:
             BucketError: there is none.
         """
+        if not isinstance(sizes, Mapping):
+            raise BucketError(
+                f"got bucket {sizes!r}; expected a dim -> its length; pass one of the compiled "
+                f"buckets, such as {next(iter(self.plans)).sizes}"
+            )
         key = tuple(sorted((n, s) for n, s in sizes.items() if n != BATCH))
         for bucket in self.plans:
             if bucket.shape_key == key:

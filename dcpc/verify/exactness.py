@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dcpc.buckets import Buckets, Sizes
 from dcpc.errors import BucketError
-from dcpc.trace.capture.capture import find_loss
+from dcpc.trace.loss import find_loss
 
 Gradients = dict[str, Tensor | None]
 Example = Callable[[Sizes], Mapping[str, Tensor]]

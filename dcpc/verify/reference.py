@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dcpc.trace import casting
-from dcpc.trace.capture.capture import find_loss
 from dcpc.trace.capture.module_state import holding, untouched
+from dcpc.trace.loss import find_loss
 from dcpc.verify.draws import KnownDraws
 from dcpc.verify.exactness import Gradients
 from dcpc.verify.float64 import float64_throughout

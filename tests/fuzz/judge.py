@@ -21,7 +21,7 @@ from dcpc.commands.check import SplitModel, gradient_errors, loss_error, nan_as_
 from dcpc.errors import CodegenError, DcpcError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import Partition
-from dcpc.trace.capture.capture import find_loss
+from dcpc.trace.loss import find_loss
 from dcpc.verify.exactness import Difference
 from tests.fuzz.program import data
 

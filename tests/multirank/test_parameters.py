@@ -64,7 +64,9 @@ class Samples:
         return {"ids": ids, "labels": (ids + 1) % VOCABULARY}
 
 
-def compiled_odd(mode: str, **options: Any) -> tuple[dcpc.CompiledModel, dcpc.DataLoader]:
+def compiled_odd(
+    mode: str, planned: str = "auto", **options: Any
+) -> tuple[dcpc.CompiledModel, dcpc.DataLoader]:
     warnings.simplefilter("ignore")
     inputs = dict.fromkeys(("ids", "labels"), "int64[batch, seq]")
     buckets = dcpc.Buckets(inputs, sizes=[{"seq": 3}, {"seq": 8}])
@@ -72,7 +74,7 @@ def compiled_odd(mode: str, **options: Any) -> tuple[dcpc.CompiledModel, dcpc.Da
     compiled.comm_bucket_bytes = 500  # several, and parameters larger than one
     pad = {"ids": 0, "labels": -100}
     loader = dcpc.DataLoader(
-        Samples(), compiled, tokens_per_step=20, pad=pad, weight="labels", seed=3
+        Samples(), compiled, tokens_per_step=20, pad=pad, weight="labels", seed=3, mode=planned
     )
     return compiled, loader
 
@@ -266,7 +268,7 @@ def test_what_would_be_wrong_is_refused(mode):
 
 def dies(rank: int, mode: str) -> str:
     """Rank 1 dies in backward of its second step; the others say so."""
-    compiled, loader = compiled_odd(mode)
+    compiled, loader = compiled_odd(mode, "inter", sp=1)
     first, *rest = loader
     compiled.train_step(first)
     if rank == 1:

@@ -139,7 +139,9 @@ def calibration_text(found: Calibration) -> str:
         lines.append(
             f"{sizes}: {1e3 * p.measured_s:.1f} ms measured, {1e3 * p.predicted_s:.1f} by the fits"
         )
-    lines.append(f"in {found.seconds_s:.1f} s; seconds ± {fits.error:.1%} at these sizes")
+    worst = max(abs(p.predicted_s / p.measured_s - 1) for p in found.points)
+    off = f"seconds ± {fits.error:.1%} in the median of these sizes, up to {worst:.1%} off"
+    lines.append(f"in {found.seconds_s:.1f} s; {off}")
     return "\n".join(lines) + "\n"
 
 

@@ -83,9 +83,9 @@ def source_of(
         ) from error
 
 
-def default_degrees(world: int) -> str:
+def default_degrees(world: int) -> tuple[int, ...]:
     """Returns the degrees to price: powers of two up to two nodes of eight; a divisor is one."""
-    return ",".join(str(1 << i) for i in range(5) if 1 << i <= world)
+    return tuple(1 << i for i in range(5) if 1 << i <= world)
 
 
 def simulate_model(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -13,6 +15,10 @@ from dcpc.runtime.data.cuts import PlannedBatch
 from dcpc.runtime.data.steps import Step
 
 T = TypeVar("T")
+LOG = logging.getLogger("dcpc")
+
+# How long the thread gets to finish the item that it is making.
+_LEAVE_S = 30.0
 
 
 class _End(Generic[T]):
@@ -21,15 +27,26 @@ class _End(Generic[T]):
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
+    def tell(self) -> None:
+        """Raises the error, if that was the reason."""
+        if self.error is not None:
+            raise self.error
 
-def ahead(items: Iterator[T], count: int) -> Iterator[T]:
+
+def ahead(
+    items: Iterator[T], count: int, stop: Callable[[], None] | None = None
+) -> Generator[T, None, None]:
     """Yields from an iterator that a thread keeps `count` items ahead; its errors are raised here.
 
-    The thread does not outlive the process: one that waits for a dead peer must not keep it.
+    When the loop is left, or the process ends within it, the thread finishes the item that it is
+    making and is waited for. A thread that still ran while Python ends would abort the process:
+    torch's C++ takes the interpreter's lock again after each op, Python then ends the thread, and
+    the frames of C++ do not let that pass ("terminate called without an active exception").
 
     Args:
         items: run in the thread.
         count: at least 1.
+        stop: called from here; ends what `items` may wait for, such as a peer.
     """
     ready: queue.Queue[T | _End[T]] = queue.Queue()
     room = threading.Semaphore(count)
@@ -48,19 +65,44 @@ def ahead(items: Iterator[T], count: int) -> Iterator[T]:
             error = e
         ready.put(_End(error))
 
-    threading.Thread(target=work, name="dcpc-loader", daemon=True).start()
+    # A daemon: one that never ends, as in a dataset that hangs, must not keep the process.
+    thread = threading.Thread(target=work, name="dcpc-loader", daemon=True)
+
+    def leave() -> None:
+        left.set()
+        room.release()
+        if stop is not None:
+            stop()
+        _await(thread)
+
+    thread.start()
+    atexit.register(leave)  # now, so that it comes before what was registered for the groups
     try:
         while True:
             item = ready.get()
             if isinstance(item, _End):
-                if item.error is not None:
-                    raise item.error
+                item.tell()
                 return
             room.release()
             yield item
     finally:
-        left.set()
-        room.release()
+        leave()
+        if not thread.is_alive():
+            atexit.unregister(leave)
+
+
+def _await(thread: threading.Thread) -> None:
+    """Waits until a thread that was told to end has ended, for a limited time."""
+    if thread is threading.current_thread():  # garbage is collected in any thread
+        return
+    thread.join(_LEAVE_S)
+    if thread.is_alive():
+        LOG.warning(
+            "loader: got a dataset that has not returned a sample %g s after the loop was left; "
+            "expected it to: the process may abort when it ends; look at what the dataset waits "
+            "for, or pass lookahead=0 (no thread)",
+            _LEAVE_S,
+        )
 
 
 @dataclass(slots=True)

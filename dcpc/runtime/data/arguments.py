@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dcpc.errors import DataError
+from dcpc.runtime.data.steps import Step
 from dcpc.runtime.planner.plans import Mode
 from dcpc.runtime.planner.step_planner import Allowed
 
@@ -24,6 +25,64 @@ def allowed_steps(mode: Mode, least: int, most: int | None) -> Allowed:
             "choose mode='inter'"
         )
     return Allowed(least, most or 0)
+
+
+def check_compiled(compiled: object) -> None:
+    """Refuses what `dcpc.compile` did not make.
+
+    Raises:
+        DataError: it has no plans.
+    """
+    if not (hasattr(compiled, "plans") and hasattr(compiled, "groups")):
+        raise DataError(
+            f"compiled: got {type(compiled).__name__}; expected what dcpc.compile returned; "
+            "compile the model first, and pass DataLoader(dataset, compiled, ...)"
+        )
+
+
+def check_step(step: object) -> None:
+    """Refuses what the loader did not yield.
+
+    Raises:
+        DataError: it is no `Step`.
+    """
+    if not isinstance(step, Step):
+        raise DataError(
+            f"step: got {type(step).__name__}; expected a step that dcpc.DataLoader yields; to run "
+            "inputs of your own call the compiled model: compiled(...).backward(), then "
+            "compiled.reduce_gradients()"
+        )
+
+
+def check_dataset(dataset: object) -> None:
+    """Refuses what has no samples by number.
+
+    Raises:
+        DataError: it has no `len()`, no `[i]`, or no samples.
+    """
+    kind = type(dataset)
+    if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+        raise DataError(
+            f"dataset: got {kind.__name__}; expected samples by number, len(dataset) and "
+            "dataset[i]: the loader chooses their order; for a generator or a stream make a list "
+            "of its samples first, or a class with __len__ and __getitem__"
+        )
+    if len(dataset) == 0:  # type: ignore[arg-type]
+        raise DataError(
+            "dataset: got 0 samples; expected at least 1; check the path or filter it is made from"
+        )
+
+
+def check_pad(pad: object) -> None:
+    """Refuses what names no inputs.
+
+    Raises:
+        DataError: it is neither None nor a mapping.
+    """
+    if pad is not None and not isinstance(pad, Mapping):
+        raise DataError(
+            f"pad=: got {pad!r}; expected input name -> value; pass e.g. pad={{'labels': -100}}"
+        )
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

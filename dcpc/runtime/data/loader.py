@@ -12,14 +12,20 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from dcpc.errors import DataError
 from dcpc.runtime.data.ahead import LoaderStats, ahead
-from dcpc.runtime.data.arguments import allowed_steps, check_choice, check_count
+from dcpc.runtime.data.arguments import (
+    allowed_steps,
+    check_choice,
+    check_compiled,
+    check_count,
+    check_pad,
+)
 from dcpc.runtime.data.cuts import PlannedBatch, Recipe, cut_epoch
 from dcpc.runtime.data.making import StepMaker
 from dcpc.runtime.data.progress import Progress, State
@@ -109,6 +115,8 @@ class DataLoader:
                 that are packed.
             PlanError: a bucket has no setting that fits.
         """
+        check_compiled(compiled)
+        check_pad(pad)
         check_count("tokens_per_step", tokens_per_step, 1)
         check_count("min_grad_accumulation_steps", min_grad_accumulation_steps, 1)
         check_count("lookahead", lookahead, 0)
@@ -198,8 +206,9 @@ class DataLoader:
         used = 0
 
         made = self._made(relay)
+        stop = None if relay is None else relay.stop
+        steps = ahead(made, self.lookahead, stop) if self.lookahead else made
         try:
-            steps = ahead(made, self.lookahead) if self.lookahead else made
             for cut, step in self._stats.timed(steps):
                 used += 1
                 progress.position = cut.after
@@ -210,6 +219,9 @@ class DataLoader:
                     yield step
             used += 1  # the message that there are no more
         finally:
+            if relay is not None:
+                relay.stop()
+            steps.close()  # from here on no thread sends, or uses the dataset
             if relay is not None:
                 relay.close(used)
         self._report_skipped(nothing_left=fresh and progress.index == 0)
@@ -233,7 +245,7 @@ class DataLoader:
             return None
         return Relay(groups, f"{self._name}/{self._iterations}", self.plan_timeout_s)
 
-    def _made(self, relay: Relay | None) -> Iterator[tuple[PlannedBatch, Step | None]]:
+    def _made(self, relay: Relay | None) -> Generator[tuple[PlannedBatch, Step | None], None, None]:
         """Yields this rank's steps: planned here, or by rank 0."""
         table, epoch = self.table, self._progress.epoch
         job = f"{self._progress.text()}, {self.recipe.text()}"

@@ -11,6 +11,7 @@ import torch
 
 from dcpc.buckets import BATCH, Bucket, Buckets, DimExpr, InputSpec
 from dcpc.errors import DataError
+from dcpc.runtime.data.arguments import check_dataset
 
 Dims = tuple[tuple[str, int], ...]
 
@@ -65,8 +66,10 @@ class Samples:
             pad: input name -> value that its samples are filled up with at the end.
 
         Raises:
-            DataError: the dataset is empty, `pad` names no input, or a spec cannot be stacked.
+            DataError: the dataset has no samples by number, or none; `pad` names no input, or a
+                spec cannot be stacked.
         """
+        check_dataset(dataset)
         self.dataset = dataset
         self.inputs = buckets.inputs
         self.pad = dict(pad or {})
@@ -77,11 +80,6 @@ class Samples:
         self._fits: dict[Dims, Fit] = {}
         self._dims: dict[int, Dims] = {}
         self._loaded: dict[int, dict[str, torch.Tensor]] = {}
-        if len(dataset) == 0:
-            raise DataError(
-                "dataset: got 0 samples; expected at least 1; check the path or filter it is made "
-                "from"
-            )
         unknown = sorted(self.pad.keys() - self.inputs.keys())
         if unknown:
             raise DataError(

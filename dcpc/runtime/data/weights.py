@@ -51,7 +51,7 @@ def weight_function(
         names: the model's inputs.
 
     Raises:
-        DataError: a name of no input.
+        DataError: a name of no input, or neither a name nor a function.
     """
     if weight == SAMPLES:
         return None
@@ -60,6 +60,11 @@ def weight_function(
         raise DataError(
             f"weight=: got '{name}'; expected '{SAMPLES}', an input ({', '.join(names)}) or a "
             "function; correct the name"
+        )
+    if not isinstance(weight, str) and not callable(weight):
+        raise DataError(
+            f"weight=: got {weight!r}; expected '{SAMPLES}', an input ({', '.join(names)}) or a "
+            "function; pass the name of the input that has the labels"
         )
     return CountLabels(weight) if isinstance(weight, str) else weight
 

@@ -36,6 +36,8 @@ _GRACE_S = 8 * LOOK_S
 _DEAD_S = 10.0
 _BITS = 62
 _WAITED = "waited"
+# Between the parts of a value: where ranks disagree, parts that all have are left out.
+PART = "; "
 
 
 def agree(groups: Groups, sp: int, what: str, value: str, timeout_s: float | None = None) -> None:
@@ -47,7 +49,7 @@ def agree(groups: Groups, sp: int, what: str, value: str, timeout_s: float | Non
         groups: the process groups.
         sp: degree of the block whose ranks compare; 1: nothing to do.
         what: name of the thing compared, for the error; part of what is compared.
-        value: its text.
+        value: its text; parts of it with `PART` between them are compared one by one in the error.
         timeout_s: how long to wait for a peer, at most `groups.timeout_s`, which is the default.
 
     Raises:
@@ -131,15 +133,17 @@ class _Trouble:
             gone = _names(absent)
             return (
                 f"check {self.check} of {everyone}: {gone} did not arrive ({why}); got {had}; "
-                f"expected all of {everyone}; look at the log of {gone}, or raise timeout_s="
+                f"expected all of {everyone}; look at the log of {gone}: dcpc waits no longer"
             )
         if len(set(texts.values())) == 1:
             return (
                 f"check {self.check} of {everyone} ({text}): all arrived, but {broken}; expected "
-                "working connections between them; check the network, or raise timeout_s="
+                "working connections between them; check the network"
             )
+        about, parts = _differing(texts)
+        had = "; ".join(f"{_names(rs)}: {t}" for t, rs in _by_text(parts).items())
         return (
-            f"ranks disagree in check {self.check}: got {had}; expected the same on all of "
+            f"ranks disagree in check {self.check}{about}: got {had}; expected the same on all of "
             f"{everyone}; give every rank the same script, data, seed and arguments"
         )
 
@@ -169,6 +173,20 @@ class _Trouble:
 
     def _read(self, key: str) -> str:
         return self.store.get(key).decode()
+
+
+def _differing(texts: dict[int, str]) -> tuple[str, dict[int, str]]:
+    """Returns how all texts begin, and of each the parts that are not the same on all ranks."""
+    parts = {rank: text.split(PART) for rank, text in texts.items()}
+    if len({len(p) for p in parts.values()}) > 1:
+        return "", texts
+    alike = [len(set(column)) == 1 for column in zip(*parts.values(), strict=True)]
+    first = next(iter(parts.values()))[0]
+    kept = {
+        rank: PART.join(part for part, same in zip(own, alike, strict=True) if not same)
+        for rank, own in parts.items()
+    }
+    return f" ({first})" if alike[0] else "", kept
 
 
 def _by_text(texts: dict[int, str]) -> dict[str, list[int]]:

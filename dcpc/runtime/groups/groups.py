@@ -309,7 +309,8 @@ def _await_all(
             raise GroupError(
                 f"process groups of {len(ranks)} ranks: rank(s) {', '.join(map(str, absent))} did "
                 f"not arrive within {timeout_s:g} s; expected every rank to call dcpc.compile (or "
-                "Groups.default); look at the log of these ranks, or raise timeout_s="
+                "Groups.default); look at the log of these ranks: dcpc waits no "
+                "longer"
             )
         time.sleep(_POLL_S)
 

@@ -91,9 +91,13 @@ class Relay:
                 return
             yield message
 
+    def stop(self) -> None:
+        """Ends waiting; nothing is sent any more."""
+        self._closed.set()
+
     def close(self, used: int = 0) -> None:
         """Ends waiting; on rank 0 also deletes the messages after the first `used`, no error."""
-        self._closed.set()
+        self.stop()
         if self._sends:
             with contextlib.suppress(RuntimeError):
                 for seq in range(used, self._sent - self._failed):

@@ -46,14 +46,19 @@ from dcpc.trace.capture.module_state import ModuleState
 from dcpc.trace.capture.order import order_preparations
 from dcpc.trace.capture.own_backward import own_backwards, refuse_backward_hooks
 from dcpc.trace.capture.paths import Paths
+from dcpc.trace.loss import find_loss, loss_choice
 
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
 
 class _Noted:
-    """What forward changes of its module, but for tensors; torch.export puts lists back."""
+    """What forward changes of its module, but for tensors; torch.export puts lists back.
+
+    And which of several scalars is the loss.
+    """
 
     changes: Sequence[str] = ()
+    choice: str = ""
 
 
 class _LossOf(nn.Module):
@@ -67,43 +72,13 @@ class _LossOf(nn.Module):
 
     def forward(self, *args: Tensor) -> Tensor:
         before = ModuleState(self.model)
-        loss = find_loss(self.model(**dict(zip(self.names, args, strict=True))))
+        output = self.model(**dict(zip(self.names, args, strict=True)))
+        loss = find_loss(output)
         after = ModuleState(self.model)
         tensors = {"", *before.kinds, *after.kinds}  # "" is the model itself
         self.noted.changes = before.changes(after, besides=tensors)
+        self.noted.choice = loss_choice(output)
         return loss
-
-
-def find_loss(output: Any) -> Tensor:
-    """Returns the scalar loss in what a model's forward returned.
-
-    Args:
-        output: a floating scalar tensor; or a mapping or dataclass with a `loss`; or a sequence
-            whose first floating scalar is the loss.
-
-    Raises:
-        TraceError: there is none.
-    """
-    if isinstance(output, Tensor):
-        candidates: list[Any] = [output]
-    elif isinstance(output, Mapping):
-        candidates = [output["loss"]] if "loss" in output else []
-    elif dataclasses.is_dataclass(output) or hasattr(output, "loss"):
-        candidates = [getattr(output, "loss", None)]
-    elif isinstance(output, (tuple, list)):
-        candidates = [value for value in output if isinstance(value, Tensor) and value.ndim == 0]
-    else:
-        candidates = []
-    for value in candidates:
-        if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
-            return value
-    got = type(output).__name__
-    if isinstance(output, Tensor):
-        got = f"a tensor of shape {tuple(output.shape)} and dtype {output.dtype}"
-    raise TraceError(
-        f"the model's forward returned {got}; expected a floating scalar loss, or a mapping, "
-        "dataclass or tuple that has one; return the loss (for a transformers model pass labels)"
-    )
 
 
 def trace(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = None) -> Program:
@@ -114,7 +89,7 @@ def trace(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = Non
 
     Args:
         model: any module whose forward takes the buckets' inputs as keyword arguments and returns a
-            scalar loss, or a mapping, dataclass or tuple that has one.
+            scalar loss, or a mapping, dataclass or tuple that has one: `find_loss`.
         buckets: the inputs' specs and the ranges of the named dims.
         autocast: what autocast computes in; None: every op in the dtype of its operands.
 
@@ -214,6 +189,8 @@ def _export(
             "or keep it outside of forward",
             stacklevel=2,
         )
+    if wrapped.noted.choice:
+        warnings.warn(wrapped.noted.choice, stacklevel=2)
     return made, paths
 
 

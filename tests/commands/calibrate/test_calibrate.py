@@ -171,7 +171,7 @@ def run(command, *options):
 def test_command_writes_what_report_takes(folder):
     result = run("calibrate", "--device", "cpu", "--out", "c.json")
     assert result.exit_code == 0, result.output
-    assert "seconds ±" in result.output
+    assert "in the median of these sizes, up to" in result.output
     found = Calibration.read("c.json")
     report = run("report", "--calibration", "c.json")
     assert report.exit_code == 0, report.output

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dcpc.commands.cli import app
+from dcpc.commands.simulate import default_degrees
 from dcpc.plan.options import parse_degrees
 from models.gpt import GPT, GPTConfig
 
@@ -47,6 +48,13 @@ def test_simulate_says_what_is_missing(tmp_path, more, says):
     found = run(tmp_path, *more)
     assert found.exit_code == 1
     assert says in found.output
+
+
+def test_simulate_without_degrees_prices_powers_of_two(tmp_path):
+    found = run(tmp_path, "--world", "6", "--shares", "1,1", "--steps", "1")
+    assert found.exit_code == 0, found.output
+    assert "dcpc" in found.output
+    assert default_degrees(6) == (1, 2, 4)
 
 
 def test_degrees_are_one_several_or_auto():

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import dcpc
 from dcpc.commands.check import SPLITTING
 from dcpc.errors import DataError, DcpcError
-from dcpc.trace.capture.capture import find_loss
+from dcpc.trace.loss import find_loss
 from tests.fuzz.judge import Outcome
 from tests.fuzz.runs.draw import Data, Declared, Options, Run, sample
 from tests.fuzz.runs.models import OF_SAMPLES, Model, Setup, alone

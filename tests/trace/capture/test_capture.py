@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +21,16 @@ BUCKETS = Buckets(inputs={"x": "float32[batch, seq, 4]"}, sizes=[{"seq": 8}, {"s
 @dataclasses.dataclass
 class Output:
     logits: torch.Tensor
+    loss: torch.Tensor
+
+
+@dataclasses.dataclass
+class Unnamed:
+    value: torch.Tensor
+
+
+class Named(NamedTuple):
+    metric: torch.Tensor
     loss: torch.Tensor
 
 
@@ -59,9 +71,12 @@ def test_loss_is_found(output):
     ("output", "got"),
     [
         (lambda z: z, r"a tensor of shape .* and dtype torch.float32"),
-        (lambda z: {"logits": z}, "dict"),
-        (lambda z: LibraryOutput(None, z), "LibraryOutput"),
-        (lambda z: (z, z), "tuple"),
+        (lambda z: {"logits": z, "l": z}, r"a dict without the key 'loss' \(it has logits, l\)"),
+        (lambda z: LibraryOutput(None, z), r"a LibraryOutput without the key 'loss' .*logits\)"),
+        (lambda z: Unnamed(z), r"an? Unnamed without the field 'loss' \(it has value\)"),
+        (lambda z: Output(z, None), "an? Output whose field 'loss' is None"),
+        (lambda z: {"loss": z}, r"a dict whose key 'loss' is a tensor of shape .*"),
+        (lambda z: (z, z), "a tuple of 2 outputs, none of them a floating scalar"),
         (lambda z: z.long().sum(), r"a tensor of shape \(\) and dtype torch.int64"),
     ],
 )
@@ -69,6 +84,25 @@ def test_no_loss_is_an_error_that_says_what_came_back(output, got):
     with pytest.raises(
         TraceError, match=rf"returned {got}; expected a floating scalar loss.*labels"
     ):
+        trace(Net(output), BUCKETS)
+
+
+def test_one_of_several_scalars_is_named():
+    with pytest.warns(UserWarning, match=r"tuple of 3 outputs, got 2.*\(outputs 1, 2.*output 1 is"):
+        trace(Net(lambda z: (z, z.mean(), z.sum())), BUCKETS)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda z: (z.mean(), z.long().sum()),
+        lambda z: {"metric": z.sum(), "loss": z.mean()},
+        lambda z: Named(z.sum(), z.mean()),
+    ],
+)
+def test_one_scalar_or_a_name_needs_no_warning(output):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the model's forward")
         trace(Net(output), BUCKETS)
 
 
