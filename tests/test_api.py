@@ -245,7 +245,8 @@ def test_optimizer_has_its_place_in_the_plan():
     assert needed(optimizer=torch.optim.AdamW) - none == 2 * size_bytes + 4 * counts
     made = torch.optim.AdamW(model.parameters())
     share = needed(optimizer=made, parameters="step") - none
-    assert size_bytes <= share < 1.1 * size_bytes
+    # Half of Adam's two tensors, and a comm bucket twice, which is as large as so small a model.
+    assert 3 * size_bytes <= share < 3.1 * size_bytes
     with pytest.raises(dcpc.PlanError, match="expected one of them"):
         needed(optimizer=momentum, optimizer_bytes=3)
 
