@@ -117,13 +117,14 @@ class CompiledModel(nn.Module):
         """
         check_step(step)
         dispatch = self._dispatch
-        state, check = self._agreed.of_step(self._followed.problem(self.model))
+        problem = self._followed.problem(self.model) or self._store.follow(self.model.parameters())
+        state, check = self._agreed.of_step(problem)
         try:
             with dispatch.own_casts():
                 result = train_step(
                     lambda mb, inputs: dispatch.run_micro_batch(step, mb, inputs),
                     step,
-                    self._store.now(self.model.parameters()),
+                    self._store,
                     self.groups,
                     prepare=dispatch.prepare,
                     delivering=delivering,
@@ -237,13 +238,7 @@ class CompiledModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's own state, as without dcpc; with `DTensor`s where ranks share it."""
-        keeps = kwargs.pop("keep_vars", False)
-        found = self.model.state_dict(*args, keep_vars=True, **kwargs)
-        for name, value in found.items():
-            if isinstance(value, Tensor):
-                kept = self._store.shard(value)
-                found[name] = kept if keeps else kept.detach()
-        return found
+        return self._store.state_dict(self.model, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads the model's own state, as without dcpc; every rank loads the same.
@@ -251,7 +246,7 @@ class CompiledModel(nn.Module):
         The next step compares what the ranks have loaded. Where ranks share out the parameters it
         is collective over all ranks, and takes `DTensor`s as well as whole tensors.
         """
-        values = self._store.load(state_dict, self.model.state_dict(keep_vars=True))
+        values = self._store.load(state_dict, self.model)
         loaded = self.model.load_state_dict(values, *args, **kwargs)
         self._store.loaded()
         self._agreed.loaded()

@@ -1,5 +1,6 @@
 """Parameters that ranks share out, against the plain model: rows, the same memory, checkpoints."""
 
+import gc
 import os
 import warnings
 from pathlib import Path
@@ -65,12 +66,12 @@ class Samples:
 
 
 def compiled_odd(
-    mode: str, planned: str = "auto", **options: Any
+    mode: str, planned: str = "auto", model: nn.Module | None = None, **options: Any
 ) -> tuple[dcpc.CompiledModel, dcpc.DataLoader]:
     warnings.simplefilter("ignore")
     inputs = dict.fromkeys(("ids", "labels"), "int64[batch, seq]")
     buckets = dcpc.Buckets(inputs, sizes=[{"seq": 3}, {"seq": 8}])
-    compiled = dcpc.compile(Odd(), buckets, backend="eager", parameters=mode, **options)
+    compiled = dcpc.compile(model or Odd(), buckets, backend="eager", parameters=mode, **options)
     compiled.comm_bucket_bytes = 500  # several, and parameters larger than one
     pad = {"ids": 0, "labels": -100}
     loader = dcpc.DataLoader(
@@ -250,6 +251,10 @@ def refused(rank: int, mode: str) -> list[str]:
         fails(DispatchError, lambda: compiled.train_step(step))
         compiled.load_state_dict(saved)
         compiled.train_step(step)
+    # Compiled again it is the same store; in another mode it is none.
+    again, _ = compiled_odd(mode, model=compiled.model)
+    assert all(p is q for p, q in zip(again.parameters(), compiled.parameters(), strict=True))
+    fails(DispatchError, lambda: compiled_odd("whole", model=compiled.model))
     compiled.model.row = nn.Parameter(compiled.model.row.detach().clone())
     fails(DispatchError, lambda: compiled.train_step(step))
     return texts
@@ -260,10 +265,33 @@ def refused(rank: int, mode: str) -> list[str]:
 def test_what_would_be_wrong_is_refused(mode):
     own = ["1 whole parameters were written to"] * (mode == "pull")
     wanted = ["expected train_step", "expected train_step", "make the optimizer of compiled.param",
-              "got a hook", *own, "was replaced"]  # fmt: skip
+              "got a hook", *own, "delete what was compiled first",
+              "was replaced"]  # fmt: skip
     for texts in run_ranks(refused, 2, mode, timeout_s=100):
         assert len(texts) == len(wanted)
         assert all(w in text for text, w in zip(texts, wanted, strict=True))
+
+
+def forgets(rank: int) -> list[list[float]]:
+    """What was compiled is deleted: the parameters keep their values, and are each rank's own."""
+    compiled, _ = compiled_odd("pull")
+    model = compiled.model
+    before = [p.detach().clone() for p in model.parameters()]
+    del compiled, _
+    gc.collect()
+    same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(rank)
+    dist.barrier()
+    values = {float(x) for p in model.parameters() for x in p.detach().flatten()}
+    compiled_odd("whole", model=model)
+    return [[float(same)], sorted(values)]
+
+
+@pytest.mark.multirank
+def test_parameters_are_a_ranks_own_again_once_nobody_shares_them_out():
+    assert run_ranks(forgets, 2, timeout_s=60) == [[[1.0], [0.0]], [[1.0], [1.0]]]
 
 
 def dies(rank: int, mode: str) -> str:

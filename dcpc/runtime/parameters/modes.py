@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 from torch import nn
 
+from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.rows import SharedRows
 from dcpc.runtime.parameters.shared import SharedStore
 from dcpc.runtime.parameters.store import RowStore, WholeStore
 
-STORES: dict[str, type[WholeStore]] = {"whole": WholeStore, "step": RowStore, "pull": SharedStore}
+STORES: dict[str, type[WholeStore]] = {s.mode: s for s in (WholeStore, RowStore, SharedStore)}
+# Those that are in use: a model that is compiled twice has one.
+_in_use: weakref.WeakSet[RowStore] = weakref.WeakSet()
 
 
 def store_of(mode: str, parameters: Iterable[nn.Parameter], groups: Groups) -> WholeStore:
@@ -21,8 +25,26 @@ def store_of(mode: str, parameters: Iterable[nn.Parameter], groups: Groups) -> W
         mode: one of `STORES`.
         parameters: of the model.
         groups: the process groups.
+
+    Raises:
+        DispatchError: another compiled model shares out some of them otherwise.
     """
-    return (WholeStore if groups.world == 1 else STORES[mode])(parameters, groups)
+    own = list(dict.fromkeys(parameters))
+    ids = {id(p) for p in own}
+    for other in [s for s in _in_use if not ids.isdisjoint(id(p) for p in s.whole)]:
+        if other.mode == mode and [id(p) for p in other.whole] == [id(p) for p in own]:
+            return other
+        raise DispatchError(
+            f"got parameters={mode!r} for a model whose parameters another compiled model shares "
+            f"out ({other.mode!r}); expected the same model and mode; compile it with "
+            f"parameters={other.mode!r}, or delete what was compiled first"
+        )
+    if groups.world == 1:
+        return WholeStore(own, groups)
+    made = STORES[mode](own, groups)
+    if isinstance(made, RowStore):
+        _in_use.add(made)
+    return made
 
 
 def shares(parameters: Iterable[nn.Parameter], world: int) -> list[nn.Parameter]:

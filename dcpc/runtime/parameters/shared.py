@@ -108,6 +108,8 @@ class SharedStore(RowStore):
         GroupError: they are not on one host.
     """
 
+    mode = "pull"
+
     def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
         every = list(dict.fromkeys(parameters))
         if groups.device.type != "cpu":
@@ -137,6 +139,7 @@ class SharedStore(RowStore):
         self._sums = {id(p): self._sum(p) for p in trained(every)}
         self._numbers = {i: number for number, i in enumerate(self._sums)}
         self._unfinished = False
+        weakref.finalize(self, _own_again, moved).atexit = False
 
     def reduction(self, comm_bucket_bytes: int = COMM_BUCKET_BYTES) -> SharedSum:
         """Returns what sums the gradients of one step into `grad` of what is kept."""
@@ -179,21 +182,20 @@ class SharedStore(RowStore):
         agree(self.groups, self.groups.world, "shared parameters", "written")
         self._versions = [p._version for p in self.whole]
 
-    def begin(self) -> None:
-        """Takes over what was frozen since; clears what a step that raised has left.
-
-        Raises:
-            DispatchError: a whole parameter was written to, or a shared-out one has a hook.
-        """
-        super().begin()
+    def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
+        """Takes over what was frozen since, in the model or in what the optimizer has."""
         written = [p for p, v in zip(self.whole, self._versions, strict=True) if p._version != v]
         if written:
-            raise DispatchError(
+            return DispatchError(
                 f"{len(written)} whole parameters were written to, one of shape "
                 f"{tuple(written[0].shape)}; expected writes to compiled.parameters() alone: ranks "
                 "map the same memory, so what each does to a whole parameter is done to it as many "
                 "times; write to those, or load the values with compiled.load_state_dict"
             )
+        return super().follow(parameters)
+
+    def begin(self) -> None:
+        """Clears what a step that raised has left; collective over all ranks if there was one."""
         if self._unfinished:
             agree(self.groups, self.groups.world, "an unfinished sum of gradients", "cleared")
             for total in self._sums.values():
@@ -281,6 +283,12 @@ class SharedSum(Reduction):
         self._store.add(p, gradient)
         self._used[id(p)] = True
         self._added_bytes += p.numel() * p.dtype.itemsize
+
+
+def _own_again(params: list[nn.Parameter]) -> None:
+    """Gives parameters that nobody shares out any more memory of this rank."""
+    for p in params:
+        p.data = p.data.clone()
 
 
 def _padded(size_bytes: int) -> int:

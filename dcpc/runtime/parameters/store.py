@@ -51,6 +51,8 @@ class WholeStore:
         whole: what variants run on, each once.
     """
 
+    mode = "whole"
+
     def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
         self.groups = groups
         self.whole = list(dict.fromkeys(parameters))
@@ -64,9 +66,13 @@ class WholeStore:
         """Returns what a user has for a tensor of the model: itself."""
         return tensor
 
-    def load(self, values: Mapping[str, Any], named: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    def load(self, values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
         """Returns what the model loads of a state dict: it as it is."""
         return values
+
+    def state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Returns a model's state: its own."""
+        return model.state_dict(*args, **kwargs)
 
     def loaded(self) -> None:
         """Takes down that the model has loaded a state."""
@@ -75,9 +81,17 @@ class WholeStore:
         """Returns what sums the gradients of one step into `grad` of what is kept."""
         return Reduction(trained(self.whole), self.groups, comm_bucket_bytes)
 
-    def now(self, parameters: Iterable[nn.Parameter]) -> WholeStore:
-        """Returns the store for a model's parameters as they are now: some may be others."""
-        return WholeStore(parameters, self.groups)
+    def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
+        """Takes the model's parameters as they are now: some may be others.
+
+        Args:
+            parameters: of the model.
+
+        Returns:
+            What is in the way of a step; None: nothing.
+        """
+        self.whole = list(dict.fromkeys(parameters))
+        return None
 
     def begin(self) -> None:
         """Gets ready for a step."""
@@ -96,6 +110,8 @@ class RowStore(WholeStore):
         parameters: of the model; tied ones count once.
         groups: the process groups, of more than one rank.
     """
+
+    mode = "step"
 
     def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
         super().__init__(parameters, groups)
@@ -168,30 +184,18 @@ class RowStore(WholeStore):
 
         return Reduction(trained(self.whole), self.groups, comm_bucket_bytes, bucket)
 
-    def now(self, parameters: Iterable[nn.Parameter]) -> WholeStore:
-        """Returns the store for a model's parameters as they are now: itself.
-
-        Raises:
-            DispatchError: the model has others.
-        """
+    def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
+        """Takes over what was frozen since, in the model or in what the optimizer has."""
         if [id(p) for p in dict.fromkeys(parameters)] != [id(p) for p in self.whole]:
-            raise DispatchError(
+            return DispatchError(
                 "a parameter of the model was replaced since it was compiled, and ranks share out "
                 "the old one; expected the same parameters, with other values at most; copy into "
                 "them (load_state_dict), or compile the model again"
             )
-        return self
-
-    def begin(self) -> None:
-        """Takes over what was frozen since, in the model or in what the optimizer has.
-
-        Raises:
-            DispatchError: a shared-out parameter has a hook.
-        """
         for p in self.whole:
             shard, before = self._shards[id(p)], self._trains[id(p)]
             if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
-                raise DispatchError(
+                return DispatchError(
                     f"got a hook on a parameter of shape {tuple(p.shape)} that ranks share out; "
                     "expected none: backward makes the gradient of the whole one, and would never "
                     "call it; register it on the model's own parameter (compiled.model)"
@@ -200,6 +204,7 @@ class RowStore(WholeStore):
             for each in (p, shard):
                 each.requires_grad_(now)
             self._trains[id(p)] = now
+        return None
 
     def failed(self) -> None:
         """Forgets what a step has summed so far: it raised."""
@@ -242,17 +247,27 @@ class RowStore(WholeStore):
             )
         return [p for p in self.whole if id(self._shards[id(p)]) in own]
 
-    def load(self, values: Mapping[str, Any], named: Mapping[str, Tensor]) -> dict[str, Any]:
+    def state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Returns a model's state, with a `DTensor` for each parameter."""
+        keeps = kwargs.pop("keep_vars", False)
+        found = model.state_dict(*args, keep_vars=True, **kwargs)
+        for name, value in found.items():
+            if isinstance(value, Tensor):
+                kept = self.shard(value)
+                found[name] = kept if keeps else kept.detach()
+        return found
+
+    def load(self, values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         """Writes the rows of values that are `DTensor`s; collective over all ranks.
 
         Args:
             values: a state dict.
-            named: the model's own.
+            model: that will load it.
 
         Returns:
             The state dict, with the whole parameters in place of these.
         """
-        found = dict(values)
+        found, named = dict(values), model.state_dict(keep_vars=True)
         for name, value in values.items():
             own = named.get(name)
             if own is None or id(own) not in self._shards:

@@ -116,7 +116,6 @@ def train_step(
     """
     start_s = time.perf_counter()
     store = parameters if isinstance(parameters, WholeStore) else WholeStore(parameters, groups)
-    store.begin()
     agree(
         groups,
         groups.world,
@@ -126,6 +125,7 @@ def train_step(
     )
     if check is not None:
         check()
+    store.begin()
     _refuse_different(step, groups)
     groups.prepare(step.plan.ranges)
     total = _total_weight(step, groups)
