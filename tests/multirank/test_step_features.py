@@ -124,7 +124,7 @@ def train(rank: int, world: int, mode: str) -> dict[str, Any]:
     }
 
 
-def check(found: list[dict[str, Any]]) -> None:
+def check(found: list[dict[str, Any]], mode: str) -> None:
     for rank, of in enumerate(found):
         assert len(of["errors"]) >= 3
         assert max(of["errors"]) < 1e-12
@@ -139,7 +139,9 @@ def check(found: list[dict[str, Any]]) -> None:
         # parameter, in the middle of the model, and the tied embedding wait for the end.
         for early, reduced, runs in of["early"]:
             assert 0 <= early < max(reduced, 1)
-            assert early > 0.3 * reduced or runs == 0 or len(found) == 1
+            # "step": a comm bucket leaves once the one before has arrived, which takes its time.
+            waits = mode == "step" or runs == 0 or len(found) == 1
+            assert waits or early > 0.4 * reduced
 
 
 @pytest.mark.multirank
@@ -147,7 +149,7 @@ def check(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_overlap_clipping_and_adam_equal_one_device(world, mode):
     found = run_ranks(train, world, world, mode, timeout_s=280)
-    check(found)
+    check(found, mode)
     # Adam keeps two numbers for each of a rank's own elements: all of them once, over the ranks.
     elements = sum(p.numel() for p in gpt().parameters())
     copies = world if mode == "whole" else 1
@@ -162,7 +164,7 @@ def test_overlap_clipping_and_adam_equal_one_device(world, mode):
 
 
 def test_the_same_script_alone():
-    check([train(0, 1, "step")])
+    check([train(0, 1, "step")], "step")
 
 
 def test_a_planned_rank_keeps_its_share_of_the_state():
