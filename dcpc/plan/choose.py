@@ -120,9 +120,9 @@ def _beside(chosen: TriedRow, rows: Sequence[TriedRow]) -> str:
     """Says what other settings lack, where none of them binds the choice."""
     others = [r for r in rows if r.fits and r is not chosen]
     smaller = any(r.sp == chosen.sp and r.micro_batch < chosen.micro_batch for r in others)
-    reasons = ["the largest micro-batch tried, over 5% faster a sample"] * smaller
+    reasons = ["the largest micro-batch tried"] * smaller
     if any(r.sp > chosen.sp for r in others):
-        reasons.append("a larger sp saves under 5% of the rank-seconds")
+        reasons.append("a larger sp saves under 5%")
     only = "the only setting tried" if len(rows) == 1 else "the only setting that fits"
     return "; ".join(reasons) or only
 

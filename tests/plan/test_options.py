@@ -20,7 +20,7 @@ SHARED = {
     "backend": "inductor",
     "optimizer": None,
     "optimizer_bytes": None,
-    "zero": False,
+    "parameters": "whole",
     "attention": "auto",
     "autocast": None,
     "calibration": None,
@@ -78,7 +78,7 @@ def test_verify_is_checked():
 
 
 def test_what_compile_is_told_reaches_the_plan():
-    told = {"memory": 3, "zero": True, "recompute": "pyramid", "derive_rules": False}
+    told = {"memory": 3, "parameters": "step", "recompute": "pyramid", "derive_rules": False}
     found = CompileOptions(verify="off", **told).planned_for(4)
     assert found == PlanOptions(world=4, **told)
     assert found.recompute_mode == "auto"
