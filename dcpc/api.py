@@ -24,6 +24,7 @@ from dcpc.plan.planning import Planned, PlanRequest, plan_buckets, plans_text
 from dcpc.plan.progress import tracked
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import Traced, traced
+from dcpc.plan.units import units_of
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import share_state
@@ -121,7 +122,7 @@ def plan_with(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Plann
     if options.parameters != "auto":
         return _plan_with(model, buckets, options)
     gpu = _target(options.device).gpu
-    *first, last = ("whole", "step") if gpu else ("whole", "step", "pull")
+    *first, last = ("whole", "step", "rounds" if gpu else "pull")
     for mode in first if options.world > 1 else ():
         with contextlib.suppress(PlanError):
             return _plan_with(model, buckets, replace(options, parameters=mode))
@@ -220,9 +221,16 @@ def _trace_all(
             model, mine, device, options.backend, autocast=autocast, derive_rules=derive,
             attention=options.attention, libraries=libraries,
         )  # fmt: skip
-        hands_over = options.parameters == "pull" and options.world > 1
-        reference = max(mine, key=elements).sizes
-        runnable = Runnable(replace(made, reference=reference, hands_over=hands_over))
+        mode = options.parameters if options.world > 1 else "whole"
+        made = replace(
+            made,
+            reference=max(mine, key=elements).sizes,
+            hands_over=mode in ("pull", "rounds"),
+            units=units_of(made.program, made.tensors(), options.world)
+            if mode == "rounds"
+            else None,
+        )
+        runnable = Runnable(made)
         found |= dict.fromkeys(mine, runnable)
     return {bucket: found[bucket] for bucket in buckets}
 
@@ -271,7 +279,7 @@ def _residents(model: nn.Module, options: PlanOptions, mode: str) -> list[int]:
     """Bytes of each parameter, buffer, gradient and tensor of the optimizer's state."""
     whole = list(model.parameters())
     own = whole if mode == "whole" else shares(whole, options.world)
-    held = own if mode == "pull" else whole
+    held = own if mode in ("pull", "rounds") else whole
     found = [*(p.nbytes for p in held), *(b.nbytes for b in model.buffers())]
     # "pull": a rank's part of the sum of all ranks, and then its own rows of it.
     found += [p.nbytes for p in held if p.requires_grad] * (2 if mode == "pull" else 1)

@@ -8,7 +8,7 @@ nodes of the program's forward graph **by name** and never edit it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import sympy
@@ -333,6 +333,51 @@ class Schedule:
     tangent: fx.Node
     backward: tuple[fx.Node, ...]
     gradients: tuple[fx.Node | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherUnits:
+    """Parameters whose rows ranks share out, and which graphs gather, some at once.
+
+    The order in which all ranks gather and sum, whatever shape they run, follows from this alone.
+
+    Attributes:
+        units: placeholders of the parameters of each, in the order of their first use.
+        again: which of them backward gathers again; the others stay from forward on.
+        ranks: that share them out.
+    """
+
+    units: tuple[tuple[str, ...], ...]
+    again: frozenset[int]
+    ranks: int
+
+    def events(self, summed: Collection[int]) -> tuple[tuple[str, int], ...]:
+        """Returns what backward does in order: ("gather" or "sum", number of a unit).
+
+        A unit is gathered before the gradients of the one after it are summed: what needs it then
+        finds it there.
+
+        Args:
+            summed: units of which some parameter has a gradient.
+        """
+        found: list[tuple[str, int]] = []
+        for k in reversed(range(len(self.units))):
+            if k - 1 in self.again:
+                found.append(("gather", k - 1))
+            if k in summed:
+                found.append(("sum", k))
+        return tuple(found)
+
+    def within(self, parameters: Collection[str]) -> GatherUnits:
+        """Returns the units of a program that has some of the parameters.
+
+        Args:
+            parameters: placeholders.
+        """
+        own = [tuple(n for n in unit if n in parameters) for unit in self.units]
+        numbers = [k for k, unit in enumerate(own) if unit]
+        again = frozenset(i for i, k in enumerate(numbers) if k in self.again)
+        return GatherUnits(tuple(own[k] for k in numbers), again, self.ranks)
 
 
 OUTSIDE = (-1, -1)  # the run and copy of what is in no copy

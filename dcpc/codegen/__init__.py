@@ -1,6 +1,8 @@
 """Phase 4: a plan becomes a runnable variant, and the Python a person can read."""
 
 from dcpc.codegen.collectives.collectives import bind_group, wire_log
+from dcpc.codegen.collectives.rows import ROWS_GROUP
+from dcpc.codegen.joint.gathers import take_part
 from dcpc.codegen.joint.joint import Tracer, with_quotients
 from dcpc.codegen.joint.library import Library
 from dcpc.codegen.joint.schedule import VIEWS
@@ -12,6 +14,7 @@ from dcpc.codegen.variant.variant import RUN, Boxed, Variant, broken_guards, del
 
 __all__ = [
     "BACKENDS",
+    "ROWS_GROUP",
     "RUN",
     "VIEWS",
     "Boxed",
@@ -30,6 +33,7 @@ __all__ = [
     "integers_of",
     "run_in_step",
     "summed",
+    "take_part",
     "wire_log",
     "with_quotients",
 ]

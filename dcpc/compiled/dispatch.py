@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
-from dcpc.codegen import Variant, bind_group
+from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
 from dcpc.errors import DispatchError
 from dcpc.ir import Placement
 from dcpc.ops.random import mix
@@ -17,6 +17,7 @@ from dcpc.plan.planning import Planned
 from dcpc.plan.traced import group_name
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.plans import Setting
 from dcpc.runtime.step.stats import Stats
 from dcpc.trace import autocast_dtype, casting
@@ -34,7 +35,14 @@ class Dispatch:
             integers; filled on first use.
     """
 
-    def __init__(self, buckets: Buckets, planned: Planned, groups: Groups, base_seed: int) -> None:
+    def __init__(
+        self,
+        buckets: Buckets,
+        planned: Planned,
+        groups: Groups,
+        base_seed: int,
+        store: WholeStore,
+    ) -> None:
         """Binds the aligned blocks of ranks.
 
         Args:
@@ -42,7 +50,9 @@ class Dispatch:
             planned: plans and graphs of each.
             groups: the process groups.
             base_seed: of all random numbers, the same on every rank.
+            store: who holds what of the parameters.
         """
+        self._store = store
         self.stats = Stats()
         self.variants: dict[tuple[Bucket, int, Setting, int], tuple[Variant, tuple[int, ...]]] = {}
         self._buckets = buckets
@@ -58,6 +68,10 @@ class Dispatch:
             pg = self._groups.of(sp)
             if pg is not None:
                 bind_group(group_name(sp), pg)
+        if self._store.in_rounds:
+            pg = self._groups.of(self._groups.world)
+            assert pg is not None, "alone nothing is gathered"
+            bind_group(ROWS_GROUP, pg)
 
     # --------------------------------------------------------------------------- what inputs are
 
@@ -154,6 +168,22 @@ class Dispatch:
         place = mb.ranks.index(self._groups.rank)
         return self._run(bucket, sizes, inputs, _setting_of(mb), place, seed)
 
+    def idle(self, deliver: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """Takes part in a round in which this rank has nothing to run.
+
+        Args:
+            deliver: takes what is taken for a parameter, and this rank's rows of its gradient.
+        """
+        runnable = self._planned.traces[0]
+        bucket = next(b for b, r in self._planned.by_bucket.items() if r is runnable)
+        joint = runnable.traced.lowering(self._planned.placement(bucket)).joint
+        tensors = {n: self._store.taken(t) for n, t in runnable.traced.tensors().items()}
+        assert joint.units is not None, "only where graphs gather there are rounds"
+        for name, rows in take_part(joint.units, joint.gathers, tensors):
+            parameter = tensors[name]
+            assert isinstance(parameter, nn.Parameter), f"{name} has a gradient"
+            deliver(parameter, rows)
+
     def own_casts(self) -> AbstractContextManager[object]:
         """Returns a context without autocast: the captured graph has the casts.
 
@@ -184,7 +214,8 @@ class Dispatch:
         variant, integers = self._variant(bucket, sizes, setting, place)
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
         given = {p: inputs[n].contiguous() for p, n in traced.program.inputs.items()}
-        named = {**traced.tensors(), **given}
+        own = {name: self._store.taken(t) for name, t in traced.tensors().items()}
+        named = {**own, **given}
         self.stats.called(bucket, sizes.get(BATCH, 1))
         if seed is None:
             seed = self._seed(variant.sp) if variant.draws else 0

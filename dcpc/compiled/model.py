@@ -58,10 +58,10 @@ class CompiledModel(nn.Module):
         self.groups = groups
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
-        self._store = store_of(planned.request.parameters, model.parameters(), groups)
+        self._store = store_of(planned.request.parameters, model, groups)
         self._followed = Followed(model, buckets, planned)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
-        self._dispatch = Dispatch(buckets, planned, groups, base_seed)
+        self._dispatch = Dispatch(buckets, planned, groups, base_seed, self._store)
         self._agreed = AgreedState(model, planned, groups)
         self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
         self._calls = 0
@@ -128,6 +128,7 @@ class CompiledModel(nn.Module):
                     self.groups,
                     prepare=dispatch.prepare,
                     delivering=delivering,
+                    idle=dispatch.idle if self._store.in_rounds else None,
                     clip=clip,
                     comm_bucket_bytes=self.comm_bucket_bytes,
                     state=state,

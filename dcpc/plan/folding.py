@@ -120,7 +120,8 @@ def lift_of(whole: Traced) -> Lift:
     if not agree:  # the dims of both programs have not the same factors
         return Lift(whole)
     sharding = restricted(folded.program, sharding, whole.sharding.attention)
-    small = replace(whole, program=folded.program, sharding=sharding, tracers={})
+    units = None if whole.units is None else whole.units.within(folded.program.parameters)
+    small = replace(whole, program=folded.program, sharding=sharding, units=units, tracers={})
     return Lift(whole, small, folded)
 
 

@@ -134,7 +134,8 @@ def state_tensors(model: nn.Module, planned: Planned) -> dict[str, Tensor]:
     ]
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *constants):
-        found.setdefault(id(tensor), (name, tensor))
+        if not tensor.is_meta:  # one that ranks share out has no memory here
+            found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
 
 

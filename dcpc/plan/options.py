@@ -28,7 +28,7 @@ from dcpc.trace import checked_dtype
 # "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
 RECOMPUTE = ("auto", "pyramid", "none", "all")
 VERIFY = ("auto", "full", "off")
-PARAMETERS = ("whole", "step", "pull", "auto")
+PARAMETERS = ("whole", "step", "pull", "rounds", "auto")
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 P = ParamSpec("P")
@@ -270,7 +270,8 @@ class ModelOptions:
         "whole",
         'who holds them: `"whole"` (every rank all), `"step"` (a rank updates its rows and keeps '
         "the optimizer's state of those), `\"pull\"` (so, and all ranks of one host's CPU map the "
-        'same memory), or `"auto"` (the first of these that fits)',
+        'same memory), `"rounds"` (a rank has its rows alone, and graphs gather what they need), or '
+        '`"auto"` (the first of these that fits)',
         check=_check_parameters,
         command=CommandOption(str),
     )

@@ -42,6 +42,7 @@ class _GraphsKey:
     menu_step: int
     backend: str
     hints: Hints = None
+    gathers: bool = True
 
 
 class Runnable:
@@ -68,13 +69,27 @@ class Runnable:
         return self.traced.backend == "eager" and not self.priced.lift.folds
 
     def partition(
-        self, placement: Placement, menu_step: int, hints: Hints = None, backend: str = ""
+        self,
+        placement: Placement,
+        menu_step: int,
+        hints: Hints = None,
+        backend: str = "",
+        *,
+        gathers: bool = True,
     ) -> Partition:
-        """Returns forward and backward in which `menu_step` steps of the menu are taken."""
+        """Returns forward and backward in which `menu_step` steps of the menu are taken.
+
+        Args:
+            placement: of the program.
+            menu_step: how many.
+            hints: as for `Traced.lowering`.
+            backend: as for it.
+            gathers: as for it.
+        """
         backend = backend or self.traced.backend
-        key = _GraphsKey(self.traced.id_of(placement), menu_step, backend, hints)
+        key = _GraphsKey(self.traced.id_of(placement), menu_step, backend, hints, gathers)
         if key not in self._partitions:
-            lowering = self.traced.lowering(placement, hints, backend)
+            lowering = self.traced.lowering(placement, hints, backend, gathers=gathers)
             again = self.priced.made_again(placement, menu_step, backend)
             self._partitions[key] = lowering.partition(again)
         return self._partitions[key]

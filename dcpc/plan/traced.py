@@ -17,7 +17,7 @@ from dcpc.codegen import Library, LoweredPair, Tracer, decompositions
 from dcpc.codegen.lower.mask_check import wrong_masks
 from dcpc.codegen.lower.masks import apply_masks
 from dcpc.errors import DispatchError
-from dcpc.ir import MaskPlan, Placement, Program
+from dcpc.ir import GatherUnits, MaskPlan, Placement, Program
 from dcpc.passes.masks.masks import notes_of, recognise_masks
 from dcpc.passes.sharding.attention_ways import restricted
 from dcpc.passes.sharding.sharding import Sharding, analyse
@@ -46,6 +46,7 @@ class _LoweringKey:
     hints: Hints
     backend: str
     any_degree: bool
+    gathers: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +62,7 @@ class Traced:
         reference: lengths at which choices of recompute are weighed: those of the largest bucket;
             None: those of the trace.
         hands_over: whether each gradient is taken, and freed, as soon as backward has made it.
+        units: parameters that graphs gather, of which a rank has its rows; None: it has all whole.
         libraries: derivatives of calls by backend, which programs of one model may share.
         tracers: what differentiates lowered graphs of the program, by backend.
     """
@@ -72,6 +74,7 @@ class Traced:
     tensors: Callable[[], Mapping[str, Tensor]]
     reference: Sizes | None = None
     hands_over: bool = False
+    units: GatherUnits | None = None
     libraries: dict[str, Library] = field(default_factory=dict)
     tracers: dict[str, Tracer] = field(default_factory=dict)
     _ids: dict[tuple[int, int], tuple[Placement, PlacementId]] = field(
@@ -96,6 +99,7 @@ class Traced:
         backend: str = "",
         *,
         any_degree: bool = False,
+        gathers: bool = True,
     ) -> LoweredPair:
         """Returns the lowered and differentiated graph of a placement.
 
@@ -104,12 +108,17 @@ class Traced:
             hints: sizes to trace at, () for the usual ones; None: traced with all other graphs.
             backend: default: the model's.
             any_degree: whether to ask for a graph that serves other degrees, see `LoweredPair`.
+            gathers: whether it gathers what `units` says; else it takes all parameters whole.
         """
         backend = backend or self.backend
-        key = _LoweringKey(self.id_of(placement), hints, backend, any_degree)
+        units = self.units if gathers else None
+        of = self.id_of(placement)
+        key = _LoweringKey(of, hints, backend, any_degree, units is not None)
         if key not in self._lowerings:
             tracer, group = self.tracer(backend, hints), group_name(placement.sp)
-            made = LoweredPair(tracer, placement, group, backend, any_degree=any_degree)
+            made = LoweredPair(
+                tracer, placement, group, backend, any_degree=any_degree, units=units
+            )
             self._lowerings[key] = made
         return self._lowerings[key]
 

@@ -94,7 +94,10 @@ class Verifier:
                 return
             for bucket, plan in self.planned.plans.items():
                 runnable = self.planned.by_bucket[bucket]
-                if runnable.runs_what_was_priced and self.references.has_spare_time:
+                # Where a rank will have its rows alone the model is there now or never.
+                gathers = runnable.traced.units is not None
+                ready = runnable.runs_what_was_priced and self.references.has_spare_time
+                if ready or gathers:
                     self._variant(runnable, self.planned.placement(bucket), plan.menu_step)
 
     def built(
@@ -117,6 +120,8 @@ class Verifier:
         Raises:
             VerifyError: they do not compute what the model computes.
         """
+        if traced.units is not None:
+            return  # see `start`
         # Gradients and the optimizer's state may be there by now.
         with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
             point = Point({n: s for n, s in sizes.items() if n in traced.program.symbols})
@@ -134,7 +139,8 @@ class Verifier:
         Raises:
             VerifyError: it does not give what the model gives.
         """
-        if self._called or variant.sp > 1 or variant.backend != "eager":
+        gathers = traced.units is not None
+        if self._called or gathers or variant.sp > 1 or variant.backend != "eager":
             return
         self._called = True
         with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
@@ -198,8 +204,10 @@ class Verifier:
     # ------------------------------------------------------------------------------ what: variants
 
     def _variant(self, runnable: Runnable, placement: Placement, menu_step: int) -> None:
-        lowering = runnable.traced.lowering(placement)
-        self._graphs(runnable.traced, placement, lowering, runnable.partition(placement, menu_step))
+        # Graphs that gather parameters are compared as those that take them whole.
+        lowering = runnable.traced.lowering(placement, gathers=False)
+        parts = runnable.partition(placement, menu_step, gathers=False)
+        self._graphs(runnable.traced, placement, lowering, parts)
 
     def _call(self, traced: Traced, variant: Variant, name: str = "") -> None:
         """Compares what a call of a variant and its backward give, in the model's own dtypes.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from dcpc.codegen.joint.gathers import Gathering, UnitNodes
 from dcpc.codegen.joint.library import Library, Renamed
 from dcpc.codegen.joint.tape import Op, Piece, Ref
 from dcpc.codegen.lower.integer_inputs import IntegerInput, quotients_in
@@ -29,7 +30,7 @@ from dcpc.errors import CodegenError
 from dcpc.fx.graphs import LazyGraphModule, without_unused
 from dcpc.fx.integers import Emitter
 from dcpc.fx.leaves import is_symbolic, leaf_key
-from dcpc.ir import Program
+from dcpc.ir import GatherUnits, Program
 
 aten = torch.ops.aten
 
@@ -59,6 +60,8 @@ class Joint:
         names: torch symbol -> expression of dims and pieces.
         guards: what torch assumed of sizes while tracing, over `names`' expressions.
         fake_mode: of the values in the graph.
+        units: parameters that are gathered in it; None: it reads them whole.
+        gathers: the nodes of each, in order.
     """
 
     gm: fx.GraphModule
@@ -70,6 +73,25 @@ class Joint:
     names: Mapping[sympy.Symbol, sympy.Expr]
     guards: tuple[sympy.Basic, ...]
     fake_mode: FakeTensorMode
+    units: GatherUnits | None = None
+    gathers: tuple[UnitNodes, ...] = ()
+
+    def gathered(self, units: GatherUnits) -> Joint:
+        """Returns the graph with parameters of which a rank has its rows; this one is used up.
+
+        Args:
+            units: of the program.
+        """
+        made = Gathering(self.gm, units, self.fake_mode)
+        gathers = made.run(self.forward, self.trainable)
+        nodes = (n.name for u in gathers for n in (u.gather, *u.whole))
+        return replace(
+            self,
+            forward=self.forward | frozenset(nodes),
+            owner={**self.owner, **made.owner},
+            units=units,
+            gathers=gathers,
+        )
 
 
 def with_quotients(program: Program, sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:

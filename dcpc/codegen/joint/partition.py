@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import sympy
 import torch
 from torch import Tensor, fx
 
+from dcpc.codegen.joint.gathers import ROW_CALLS
 from dcpc.fx.graphs import LazyGraphModule
 from dcpc.ir import Partition, Schedule
 
@@ -37,8 +39,14 @@ def _module(
     made: dict[fx.Node, fx.Node] = {}
     for node in placeholders:
         made[node] = graph.placeholder(node.name)
+    token: fx.Node | None = None
     for node in calls:
         made[node] = graph.node_copy(node, lambda n: made[n])
+        if node.target in ROW_CALLS:  # whatever compiles the graph keeps their order
+            if token is not None:
+                made[node].kwargs = {"token": token}
+            token = graph.call_function(operator.getitem, (made[node], len(node.args[0])))
+            token.meta = {"val": node.meta["val"][-1], "storage": node.meta["storage"][-1:]}
     for node, copy in made.items():
         copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "storage")}
     graph.output(tuple(None if n is None else made[n] for n in outputs))

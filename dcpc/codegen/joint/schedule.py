@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 from torch import Tensor, fx
 
+from dcpc.codegen.joint.gathers import ROW_CALLS, Turns, UnitNodes
 from dcpc.codegen.joint.joint import Joint
-from dcpc.ir import Program, Schedule
+from dcpc.ir import GatherUnits, Program, Schedule
 
 aten = torch.ops.aten
 
@@ -50,7 +51,12 @@ class Scheduler:
         self._always = {n for n in self._forward if not isinstance(n.meta.get("val"), Tensor)}
         cheap = _cheap(program, joint, self._reads)
         self._always |= {n for n in self._forward if n.name in cheap or n.target in VIEWS}
-        backward = _backward_nodes(joint, self._gradients, self._reads)
+        made = [g for u in joint.gathers for g in u.gradients]
+        rows = {n for u in joint.gathers for n in u.rows}
+        own = [g for g in self._gradients if g not in rows]
+        self._backward_outputs = [g for g in (*made, *own) if g is not None]
+        # Sums of rows have their turns, see `gathers.py`.
+        backward = _backward_nodes(joint, self._backward_outputs, self._reads)
         calls = [n for n in self._nodes if n in backward]
         self._backward = _releasing_first(joint, calls, self._reads)
         self._cheap, self._readers = cheap, backward
@@ -61,9 +67,12 @@ class Scheduler:
         In execution order; views and several results of one call are among them, integers and what
         is made of positions alone are not. The values read include those that are views of others.
         """
-        nodes = [n for n in self._forward if n.name not in self._cheap and _makes_tensors(n)]
+        gathers = {n for u in self._joint.gathers for n in (u.gather, *u.whole)}
+        light = self._cheap
+        nodes = [n for n in self._forward if n.name not in light and _makes_tensors(n)]
+        nodes = [n for n in nodes if n not in gathers]
         decided = set(nodes)
-        needed = {g for g in self._gradients if g in decided}
+        needed = {g for g in self._backward_outputs if g in decided}
         needed.update(s for n in self._readers for s in self._reads[n] if s in decided)
         return nodes, frozenset(n.name for n in needed)
 
@@ -73,17 +82,21 @@ class Scheduler:
         Args:
             made_again: names of forward nodes of the joint graph that backward makes again.
         """
-        run = _Backward(self._reads, self._tangent, self._always, made_again)
-        gradients = [g for g in self._gradients if g is not None]
+        run = self._run(made_again)
         for node in self._backward:
             run.add(node)
-        for gradient in gradients:
+            run.settle()
+        for gradient in self._backward_outputs:
             run.need(gradient)
-        order, read = self._needed(run.order, gradients)
+        run.end()
+        gathers = [u.gather for u in self._joint.gathers]
+        turns = [n for n in run.order if n.target in ROW_CALLS]
+        gradients = [g for g in self._gradients if g is not None]
+        order, read = self._needed(run.order, [*gradients, *turns])
         saved = tuple(n for n in run.saved if n in read)
         return Schedule(
             primals=self._primals,
-            forward=self._needed(self._forward, [self._loss, *saved])[0],
+            forward=self._needed(self._forward, [self._loss, *saved, *gathers])[0],
             loss=self._loss,
             saved=saved,
             backward_primals=tuple(n for n in run.primals if n in read),
@@ -91,6 +104,13 @@ class Scheduler:
             backward=order,
             gradients=tuple(self._gradients),
         )
+
+    def _run(self, made_again: frozenset[str]) -> _Backward:
+        units, gathers = self._joint.units, self._joint.gathers
+        given = self._reads, self._tangent, self._always, made_again
+        if units is None:
+            return _Backward(*given)
+        return _Gathering(*given, units, gathers, frozenset(self._backward))
 
     def _needed(
         self, calls: Sequence[fx.Node], outputs: Sequence[fx.Node]
@@ -147,6 +167,55 @@ class _Backward:
         else:
             self._done.add(node)
             self.saved[node] = None
+
+    def settle(self) -> None:
+        """Runs after each call of backward."""
+
+    def end(self) -> None:
+        """Runs after the last one."""
+
+
+class _Gathering(_Backward):
+    """The same where parameters are gathered, and their gradients summed, in their turns."""
+
+    def __init__(
+        self,
+        reads: Reads,
+        tangent: fx.Node,
+        always: Set[fx.Node],
+        made_again: Set[str],
+        units: GatherUnits,
+        nodes: Sequence[UnitNodes],
+        backward: Set[fx.Node],
+    ) -> None:
+        super().__init__(reads, tangent, always, made_again)
+        self._turns = Turns(units, nodes, backward, self._done)
+
+    def need(self, node: fx.Node) -> None:
+        """Makes a value available; a parameter is gathered if it can have its turn."""
+        if node in self._turns.of and node not in self._done:
+            self._take(self._turns.up_to_gather(self._turns.of[node]))
+        super().need(node)
+
+    def settle(self) -> None:
+        """Sums the gradients of which all are made."""
+        self._take(self._turns.due())
+
+    def end(self) -> None:
+        """Takes all turns that are left."""
+        self._take(self._turns.due(end=True))
+
+    def _take(self, events: Sequence[tuple[str, int]]) -> None:
+        for kind, number in events:
+            unit = self._turns.nodes[number]
+            first, made = unit.gather, unit.whole
+            if kind == "sum":
+                assert unit.sum is not None, f"unit {number} has no gradient"
+                first, made = unit.sum, unit.rows
+            self.add(first)
+            for node in made:
+                if node not in self._done:  # what forward had to keep is there
+                    self.add(node)
 
 
 def _makes_tensors(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from dcpc.codegen.joint.schedule import Scheduler
 from dcpc.codegen.lower.lower import Lowered, lower
 from dcpc.codegen.variant.backends import compile_graph
 from dcpc.codegen.variant.variant import Variant, handing_over
-from dcpc.ir import Partition, Placement, Schedule
+from dcpc.ir import GatherUnits, Partition, Placement, Schedule
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class LoweredPair:
         backend: str,
         *,
         any_degree: bool = False,
+        units: GatherUnits | None = None,
     ) -> None:
         """Lowers and differentiates.
 
@@ -53,6 +54,7 @@ class LoweredPair:
             backend: "eager" or "inductor".
             any_degree: whether pieces of constants are integers, see `lower`; not where an op takes
                 none: so many groups of a norm.
+            units: parameters of which a rank has its rows; None: it has all of them whole.
         """
         self.program, self.placement, self.backend = tracer.program, placement, backend
         self.lowered: Lowered = lower(self.program, placement, group, any_degree=any_degree)
@@ -60,6 +62,8 @@ class LoweredPair:
         if any_degree and not self.any_degree:
             self.lowered = lower(self.program, placement, group)
         self.joint: Joint = tracer.joint(self.lowered)
+        if units is not None:
+            self.joint = self.joint.gathered(units)
         self._scheduler = Scheduler(self.program, self.joint)
 
     def choices(self) -> tuple[list[fx.Node], frozenset[str]]:

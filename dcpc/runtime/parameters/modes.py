@@ -9,27 +9,28 @@ from torch import nn
 
 from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.gathered import GatheredStore
 from dcpc.runtime.parameters.rows import SharedRows
 from dcpc.runtime.parameters.shared import SharedStore
 from dcpc.runtime.parameters.store import RowStore, WholeStore
 
-STORES: dict[str, type[WholeStore]] = {s.mode: s for s in (WholeStore, RowStore, SharedStore)}
+STORES: dict[str, type[WholeStore]] = {s.mode: s for s in (WholeStore, RowStore, SharedStore, GatheredStore)}
 # Those that are in use: a model that is compiled twice has one.
 _in_use: weakref.WeakSet[RowStore] = weakref.WeakSet()
 
 
-def store_of(mode: str, parameters: Iterable[nn.Parameter], groups: Groups) -> WholeStore:
+def store_of(mode: str, model: nn.Module, groups: Groups) -> WholeStore:
     """Returns who holds what of a model's parameters; a rank alone holds all.
 
     Args:
         mode: one of `STORES`.
-        parameters: of the model.
+        model: whose parameters they are.
         groups: the process groups.
 
     Raises:
         DispatchError: another compiled model shares out some of them otherwise.
     """
-    own = list(dict.fromkeys(parameters))
+    own = list(dict.fromkeys(model.parameters()))
     ids = {id(p) for p in own}
     for other in [s for s in _in_use if not ids.isdisjoint(id(p) for p in s.whole)]:
         if other.mode == mode and [id(p) for p in other.whole] == [id(p) for p in own]:
@@ -42,6 +43,7 @@ def store_of(mode: str, parameters: Iterable[nn.Parameter], groups: Groups) -> W
     if groups.world == 1:
         return WholeStore(own, groups)
     made = STORES[mode](own, groups)
+    made.install(model)
     if isinstance(made, RowStore):
         _in_use.add(made)
     return made

@@ -8,6 +8,7 @@ rank, and on the others when `Store.updated` ends:
     "step"   every rank has the whole parameter; it gets its rows of the sum of gradients, and all
              rows after the optimizer's step
     "pull"   all ranks of a host map the same memory, so nothing is gathered (`shared.py`)
+    "rounds" a rank has its rows alone, and variants gather the others' (`gathered.py`)
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class WholeStore:
     """
 
     mode = "whole"
+    in_rounds = False  # whether ranks go through a step together, see `gathered.py`
 
     def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
         self.groups = groups
@@ -66,6 +68,10 @@ class WholeStore:
         """Returns what a user has for a tensor of the model: itself."""
         return tensor
 
+    def taken(self, tensor: Tensor) -> Tensor:
+        """Returns what graphs take for a tensor of the model: itself."""
+        return tensor
+
     def load(self, values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
         """Returns what the model loads of a state dict: it as it is."""
         return values
@@ -76,6 +82,9 @@ class WholeStore:
 
     def loaded(self) -> None:
         """Takes down that the model has loaded a state."""
+
+    def install(self, model: nn.Module) -> None:
+        """Gives a model the parameters that it has from now on: its own."""
 
     def reduction(self, comm_bucket_bytes: int = COMM_BUCKET_BYTES) -> Reduction:
         """Returns what sums the gradients of one step into `grad` of what is kept."""
@@ -133,7 +142,7 @@ class RowStore(WholeStore):
 
     def _refuse_overlaps(self) -> None:
         seen: set[int] = set()
-        for p in (p for p in self.whole if p.numel()):
+        for p in (p for p in self.whole if p.numel() and not p.is_meta):
             if p.untyped_storage().data_ptr() in seen:
                 raise DispatchError(
                     f"two parameters share memory, one of shape {tuple(p.shape)}; expected each "
@@ -238,14 +247,24 @@ class RowStore(WholeStore):
         Raises:
             DispatchError: it has one of the model's own.
         """
+        self.refuse_own(optimizer, self.whole)
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if any(id(p) in own for p in self.whole):
+        return [p for p in self.whole if id(self._shards[id(p)]) in own]
+
+    @staticmethod
+    def refuse_own(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuses an optimizer of the model's own parameters.
+
+        Raises:
+            DispatchError: it has one of them.
+        """
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(p) in own for p in parameters):
             raise DispatchError(
                 f"{type(optimizer).__name__}: got the model's own parameters; expected those of "
                 "the compiled model, of which this rank updates its rows: the gradients are "
                 "theirs; make the optimizer of compiled.parameters()"
             )
-        return [p for p in self.whole if id(self._shards[id(p)]) in own]
 
     def state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Returns a model's state, with a `DTensor` for each parameter."""

@@ -21,6 +21,7 @@ from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
+from dcpc.runtime.parameters.gathered import rounds
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, summary, trained
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.plans import imbalance
@@ -32,6 +33,8 @@ ModelCall = Callable[[MicroBatch, Mapping[str, torch.Tensor]], torch.Tensor]
 Delivering = Callable[
     [Callable[[torch.nn.Parameter, torch.Tensor], None]], AbstractContextManager[object]
 ]
+# Calls its argument with what is taken for a parameter, and this rank's rows of its gradient.
+Idle = Callable[[Callable[[torch.nn.Parameter, torch.Tensor], None]], None]
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def train_step(
     *,
     prepare: Callable[[MicroBatch], None] | None = None,
     delivering: Delivering | None = None,
+    idle: Idle | None = None,
     clip: float | None = None,
     comm_bucket_bytes: int = COMM_BUCKET_BYTES,
     state: str = "",
@@ -99,6 +103,7 @@ def train_step(
         groups: the process groups the step was planned for.
         prepare: compiles what a micro-batch needs, before seconds are measured.
         delivering: lets backward hand over gradients before it ends; None: it does not.
+        idle: takes part in a round in which this rank runs nothing; for a store in rounds.
         clip: largest norm of all gradients together; longer ones are scaled down to it.
         comm_bucket_bytes: gradients that are sent at once.
         state: of the model, as text: the same on every rank.
@@ -135,7 +140,8 @@ def train_step(
                 prepare(mb)
         reduction = store.reduction(comm_bucket_bytes)
         clock = Clock(groups.device)
-        share = _run(call, step, total, groups, reduction, delivering, clock)
+        turns = _turns(step, store, groups)
+        share = _run(call, turns, total, groups, reduction, delivering, idle, clock)
         reduction.finish()
         clock.mark()
     *micro_batch_s, reduction_s = clock.spans_s()
@@ -230,13 +236,26 @@ def _beside_earlier(store: WholeStore) -> Iterator[None]:
             p.grad = grad if p.grad is None else grad.add_(p.grad)
 
 
+def _turns(step: Step, store: WholeStore, groups: Groups) -> list[MicroBatch | None]:
+    """Returns what this rank runs in turn; None: it takes part in what others run."""
+    mine = {mb.number: mb for mb in step.micro_batches}
+    if not store.in_rounds:
+        return [*step.micro_batches]
+    numbered = [(number, mb.ranks) for number, mb in enumerate(step.plan.micro_batches)]
+    found = []
+    for together in rounds(numbered, groups.world):
+        found.append(next((mine[number] for number, _ in together if number in mine), None))
+    return found
+
+
 def _run(
     call: ModelCall,
-    step: Step,
+    turns: Sequence[MicroBatch | None],
     total: float,
     groups: Groups,
     reduction: Reduction,
     delivering: Delivering | None,
+    idle: Idle | None,
     clock: Clock,
 ) -> float:
     """Returns this rank's part of the step's loss; groups count on their first rank.
@@ -244,13 +263,17 @@ def _run(
     Marks the clock before the first micro-batch and after each.
     """
     losses = []
-    last = max((i for i, mb in enumerate(step.micro_batches) if mb.weight != 0), default=-1)
+    counts = [mb is not None and mb.weight != 0 for mb in turns]
+    last = max((i for i, each in enumerate(counts) if each), default=-1)
     clock.mark()
-    for i, mb in enumerate(step.micro_batches):
-        if mb.weight == 0:
+    for i, mb in enumerate(turns):
+        if mb is None or not counts[i]:
             # Every label ignored: a mean over nothing is NaN, and NaN * 0 too. All of the group
             # skip it.
-            clock.mark()
+            if idle is not None:
+                idle(reduction.deliver)
+            if mb is not None:
+                clock.mark()
             continue
         last_or_all = reduction.takes_all or i == last
         early = delivering if last_or_all and groups.world > 1 else None

@@ -62,6 +62,11 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
             ranks = argument(node, "across")  # neighbours
         sent = WIRE[name](facts.inputs(node)[0].size_bytes, ranks)
         return Cost("collective", ZERO, bytes_moved, sent, ranks, name)
+    if name in ROWS:
+        ranks = argument(node, "ranks")
+        own = facts.inputs(node) if name == "dcpc::gather_rows" else fresh[:-1]
+        sent = (ranks - 1) * total(tuple(t.size_bytes for t in own))
+        return Cost("collective", ZERO, bytes_moved, sent, ranks, ROWS[name], len(own))
     if name in RINGS:
         ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group")))
         return _ring(node, facts, ranks, bytes_moved)
@@ -191,6 +196,8 @@ WIRE: dict[str, Callable[[Any, Any], Any]] = {
     "_c10d_functional::reduce_scatter_tensor": _pieces,
     "_c10d_functional::all_reduce": _twice,
 }
+# All ranks' rows of parameters, and sums of their gradients -> the collective that it runs as.
+ROWS = {"dcpc::gather_rows": "dcpc::all_gather", "dcpc::sum_rows": "dcpc::reduce_scatter"}
 RINGS = frozenset({"dcpc::ring_attention_forward", "dcpc::ring_attention_backward"})
 
 

@@ -237,6 +237,22 @@ def _all_to_all(call: CallFacts) -> sympy.Expr:
     return held + call.inputs_bytes if argument(call.node, "scatter_zigzag") else held
 
 
+def _sum_rows(call: CallFacts) -> sympy.Expr:
+    """What comes of the largest gradient, and a copy of it where it has rows of zeros at its end.
+
+    One after the other: while the last ones are summed the sums of all others are there.
+    """
+    ranks = argument(call.node, "ranks")
+    rows = call.facts.of(call.node)[:-1]
+    given = [call.facts.of(n)[0] for n in argument(call.node, "gradients")]
+    found = [ZERO]
+    for own, whole in zip(rows, given, strict=True):
+        arrived = ranks * own.size_bytes
+        copied = arrived != whole.size_bytes or not whole.contiguous()
+        found.append(2 * arrived if copied else arrived)
+    return max(found)
+
+
 # op -> bytes allocated while it runs and freed before it returns.
 TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     **KERNELS,
@@ -276,6 +292,8 @@ TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "dcpc::all_gather": _all_gather,
     "dcpc::reduce_scatter": _reduce_scatter,
     "dcpc::all_reduce": lambda call: sympy.Integer(0),
+    "dcpc::gather_rows": lambda call: sympy.Integer(0),
+    "dcpc::sum_rows": _sum_rows,
 }
 
 

@@ -1,0 +1,330 @@
+"""Parameters of which a rank has its rows: gathered in a joint graph, their gradients summed there.
+
+A unit of parameters is gathered before its first use in forward. In backward it is gathered again,
+or is a value that forward keeps; the gradients of a unit are summed once all of them are made.
+
+    forward     gather 0 ─ use ─ gather 1 ─ use ─ gather 2 ─ use ─► loss
+    backward    gather 1 ─ use 2 ─ sum 2 ─ gather 0 ─ use 1 ─ sum 1 ─ use 0 ─ sum 0
+
+All graphs of a program, of whatever placement and recompute, gather and sum in one order: ranks
+that run different ones do so together. A unit that a graph needs before its turn it keeps from
+forward, and gathers it all the same when its turn comes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from dcpc.codegen.collectives.rows import ROWS_GROUP, rows_shape
+from dcpc.errors import CodegenError
+from dcpc.ir import GatherUnits
+
+aten = torch.ops.aten
+_DENSE = aten.clone.default
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_CONTIGUOUS = MappingProxyType({"memory_format": torch.contiguous_format})
+ROW_CALLS = frozenset({torch.ops.dcpc.gather_rows.default, torch.ops.dcpc.sum_rows.default})
+
+
+@dataclass(frozen=True, slots=True)
+class UnitNodes:
+    """The nodes of a unit in a joint graph.
+
+    Attributes:
+        number: of the unit.
+        gather: what gathers it.
+        whole: its parameters: results of that, and views of them.
+        gradients: of those of its parameters that have one.
+        sum: what sums these; None: there are none.
+        rows: its results.
+        summed: names of the placeholders that they are of.
+    """
+
+    number: int
+    gather: fx.Node
+    whole: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node, ...] = ()
+    sum: fx.Node | None = None
+    rows: tuple[fx.Node, ...] = ()
+    summed: tuple[str, ...] = ()
+
+
+class Gathering:
+    """Puts gathers and sums into a joint graph, which it changes.
+
+    Args:
+        gm: the joint graph.
+        units: of the program.
+        mode: of the fake tensors.
+    """
+
+    def __init__(self, gm: fx.GraphModule, units: GatherUnits, mode: Any) -> None:
+        self.graph, self.units, self._mode = gm.graph, units, mode
+        self._placeholders = {n.name: n for n in self.graph.nodes if n.op == "placeholder"}
+        nodes = self.graph.nodes
+        self._storages = 1 + max(s for n in nodes for s in n.meta.get("storage", (-1,)))
+        self._known: dict[tuple[Any, ...], Tensor] = {}
+        self.owner: dict[str, str] = {}
+
+    def run(self, forward: frozenset[str], trainable: Sequence[str]) -> tuple[UnitNodes, ...]:
+        """Returns the nodes that were made.
+
+        Args:
+            forward: names of the nodes of forward.
+            trainable: placeholders of which the outputs behind the loss are the gradients.
+        """
+        every = list(self.graph.nodes)
+        position = {n: i for i, n in enumerate(every)}
+        used: dict[int, list[fx.Node]] = {}
+        first: dict[int, int] = {}
+        for k, names in enumerate(self.units.units):
+            members = [self._placeholders[n] for n in names if n in self._placeholders]
+            readers = [position[u] for p in members for u in p.users if u.name in forward]
+            if readers:
+                used[k], first[k] = members, min(readers)
+        at, made = len(every), {}
+        for k in sorted(used, reverse=True):
+            at = min(at, first[k])  # in the order of units
+            made[k] = self._gather(k, used[k], every[at])
+        return self._sums([made[k] for k in sorted(made)], trainable)
+
+    def _gather(self, number: int, members: Sequence[fx.Node], before: fx.Node) -> UnitNodes:
+        """Adds the gather of a unit; its parameters' users read what it makes."""
+        # A parameter of several names is gathered once.
+        same: dict[int, list[fx.Node]] = {}
+        for p in members:
+            same.setdefault(p.meta["storage"][0], []).append(p)
+        firsts = [names[0] for names in same.values()]
+        wholes = [p.meta["val"] for p in firsts]
+        for p in members:
+            p.meta["val"] = self._rows(p.meta["val"])
+        ranks, owner = self.units.ranks, firsts[0].name
+        with self.graph.inserting_before(before):
+            gather = self._call(
+                owner, torch.ops.dcpc.gather_rows.default,
+                ([p for p in firsts], ranks, ROWS_GROUP), firsts,
+            )  # fmt: skip
+            made: list[fx.Node] = []
+            for i, (p, whole) in enumerate(zip(firsts, wholes, strict=True)):
+                made += self._whole(owner, self._item(owner, gather, i), whole)
+                found = made[-1]
+                for name in same[p.meta["storage"][0]]:
+                    name.replace_all_uses_with(found, lambda user: user is not gather)
+        return UnitNodes(number, gather, tuple(made))
+
+    def _whole(self, owner: str, found: fx.Node, like: Tensor) -> list[fx.Node]:
+        """Returns what makes a parameter of its rows: without zeros, with the model's strides."""
+        made = [found]
+        if found.meta["val"].shape != like.shape:
+            made.append(self._view(owner, aten.slice.Tensor, made[-1], 0, 0, like.shape[0]))
+        if like.is_contiguous():
+            return made
+        order = sorted(range(like.dim()), key=like.stride, reverse=True)
+        made.append(self._view(owner, aten.permute.default, made[-1], order))
+        shape = made[-1].meta["val"].shape
+        dense = self._fake(shape, like)
+        made.append(self._call(owner, _DENSE, (made[-1],), (), dense, (), _CONTIGUOUS))
+        back = [order.index(d) for d in range(like.dim())]
+        made.append(self._view(owner, aten.permute.default, made[-1], back))
+        if made[-1].meta["val"].stride() != like.stride():
+            raise CodegenError(
+                f"a parameter lies in memory with strides {like.stride()}, {tuple(like.shape)}; "
+                "expected a dense one where ranks share out its rows; give it memory of its own "
+                "(p.data = p.data.clone()), or take parameters='step'"
+            )
+        return made
+
+    def _view(self, owner: str, target: Any, of: fx.Node, *args: Any) -> fx.Node:
+        with self._mode:
+            value = target(of.meta["val"], *args)
+        return self._call(owner, target, (of, *args), (), value, of.meta["storage"])
+
+    def _sums(
+        self, made: Sequence[UnitNodes], trainable: Sequence[str]
+    ) -> tuple[UnitNodes, ...]:
+        """Adds the sums of gradients before the output, which returns their results."""
+        output = self.graph.output_node()
+        loss, *gradients = output.args[0]
+        of = dict(zip(trainable, gradients, strict=True))
+        found = []
+        with self.graph.inserting_before(output):
+            for unit in made:
+                names = [n for n in self.units.units[unit.number] if of.get(n) is not None]
+                by_storage: dict[int, list[str]] = {}
+                for n in names:
+                    storage = self._placeholders[n].meta["storage"][0]
+                    by_storage.setdefault(storage, []).append(n)
+                own: dict[str, fx.Node] = {}
+                for first, *others in by_storage.values():
+                    total = of[first]
+                    for n in others:
+                        total = self._added(first, total, of[n])
+                        of[n] = None
+                    own[first] = total
+                if not own:
+                    found.append(unit)
+                    continue
+                owner = next(iter(own))
+                args = (list(own.values()), self.units.ranks, ROWS_GROUP)
+                summed = self._call(owner, torch.ops.dcpc.sum_rows.default, args, own.values())
+                rows = [self._item(owner, summed, i) for i in range(len(own))]
+                of |= zip(own, rows, strict=True)
+                found.append(
+                    UnitNodes(
+                        unit.number, unit.gather, unit.whole, tuple(own.values()), summed,
+                        tuple(rows), tuple(own),
+                    )  # fmt: skip
+                )
+        output.args = ((loss, *(of[n] for n in trainable)),)
+        return tuple(found)
+
+    def _added(self, owner: str, one: fx.Node, other: fx.Node) -> fx.Node:
+        value = one.meta["val"]
+        return self._call(owner, aten.add.Tensor, (one, other), (), self._fake(value.shape, value))
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        return self._fake(rows_shape(whole.shape, self.units.ranks), whole)
+
+    def _fake(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Returns a dense fake tensor; equal ones are one, so that costs are read once."""
+        key = (tuple(shape), like.dtype, like.device)
+        if key not in self._known:
+            with self._mode:
+                self._known[key] = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+        return self._known[key]
+
+    def _call(
+        self,
+        owner: str,
+        target: Any,
+        args: Any,
+        operands: Iterable[fx.Node],
+        value: Any = None,
+        storage: tuple[int, ...] = (),
+        kwargs: Mapping[str, Any] = _NONE,
+    ) -> fx.Node:
+        """Adds a call; of several results where it has no value."""
+        node = self.graph.call_function(target, args, dict(kwargs))
+        if value is None:
+            shaped = [self._result(target, n.meta["val"]) for n in operands]
+            with self._mode:
+                value = [*shaped, torch.empty(1, dtype=torch.uint8, device=shaped[0].device)]
+        count = len(value) if isinstance(value, list) else 1
+        if not storage:
+            storage = tuple(range(self._storages, self._storages + count))
+            self._storages += count
+        node.meta |= {"val": value, "storage": storage}
+        self.owner[node.name] = owner
+        return node
+
+    def _result(self, target: Any, given: Tensor) -> Tensor:
+        if target is torch.ops.dcpc.sum_rows.default:
+            return self._rows(given)
+        shape = [self.units.ranks * n for n in given.shape[:1]] + [*given.shape[1:]]
+        return self._fake(shape, given)
+
+    def _item(self, owner: str, node: fx.Node, position: int) -> fx.Node:
+        storage = (node.meta["storage"][position],)
+        value = node.meta["val"][position]
+        return self._call(owner, operator.getitem, (node, position), (), value, storage)
+
+
+class Turns:
+    """Whose turn it is to be gathered or summed while backward is put together.
+
+    Args:
+        units: of the program.
+        nodes: of a joint graph.
+        backward: calls that differentiation made.
+        done: nodes that are there; it grows.
+
+    Attributes:
+        nodes: number of a unit -> its nodes.
+        of: a whole parameter -> number of its unit.
+    """
+
+    def __init__(
+        self,
+        units: GatherUnits,
+        nodes: Sequence[UnitNodes],
+        backward: Set[fx.Node],
+        done: Set[fx.Node],
+    ) -> None:
+        self.nodes = {u.number: u for u in nodes}
+        self.of = {n: u.number for u in nodes for n in u.whole}
+        self._backward, self._done = backward, done
+        summed = {u.number for u in nodes if u.sum is not None}
+        self._events = [e for e in units.events(summed) if e[1] in self.nodes]
+        self._next = 0
+
+    def up_to_gather(self, number: int) -> Sequence[tuple[str, int]]:
+        """Returns the events up to the gather of a unit; none where one of them cannot be yet."""
+        wanted = ("gather", number)
+        if wanted not in self._events[self._next :]:
+            return ()
+        stop = self._events.index(wanted) + 1
+        due = self._events[self._next : stop]
+        if not all(map(self._ready, due)):
+            return ()
+        self._next = stop
+        return due
+
+    def due(self, *, end: bool = False) -> Sequence[tuple[str, int]]:
+        """Returns the events up to the last sum that can be made.
+
+        Args:
+            end: whether backward has ended: then all are returned.
+        """
+        stop = self._next
+        for i in range(self._next, len(self._events)):
+            if not end and not self._ready(self._events[i]):
+                break
+            if end or self._events[i][0] == "sum":
+                stop = i + 1
+        found, self._next = self._events[self._next : stop], stop
+        return found
+
+    def _ready(self, event: tuple[str, int]) -> bool:
+        kind, number = event
+        waits_for = self._backward.intersection(self.nodes[number].gradients)
+        return kind == "gather" or waits_for <= self._done
+
+
+def take_part(
+    units: GatherUnits, nodes: Sequence[UnitNodes], taken: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Gathers and sums as forward and backward of the other ranks do, without running them.
+
+    Args:
+        units: of the program.
+        nodes: of a joint graph of it, of any placement.
+        taken: placeholder -> this rank's rows.
+
+    Yields:
+        A placeholder, and this rank's rows of the gradient of its parameter.
+    """
+    by_number = {u.number: u for u in nodes}
+    summed = {u.number for u in nodes if u.sum is not None}
+    forward = [("gather", u.number) for u in nodes]
+    for kind, number in (*forward, *units.events(summed)):
+        unit = by_number.get(number)
+        if unit is None:
+            continue
+        if kind == "gather":
+            members: Any = unit.gather.args[0]
+            rows = [taken[p.name] for p in members]
+            torch.ops.dcpc.gather_rows(rows, units.ranks, ROWS_GROUP)
+            continue
+        nothing = []
+        for name, gradient in zip(unit.summed, unit.gradients, strict=True):
+            zero = taken[name].detach().new_zeros(())
+            nothing.append(zero.expand(gradient.meta["val"].shape))
+        *found, _ = torch.ops.dcpc.sum_rows(nothing, units.ranks, ROWS_GROUP)
+        yield from zip(unit.summed, found, strict=True)

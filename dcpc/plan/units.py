@@ -1,0 +1,90 @@
+"""Which parameters a graph gathers at once, where each rank has rows of them: those of a block."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, fx
+
+from dcpc.ir import GatherUnits, Program
+from dcpc.plan.folding import Folded, fold
+
+aten = torch.ops.aten
+# Ops that differentiate without what they read of a parameter.
+_READ_ONCE = {aten.embedding.default, aten.add.Tensor, aten.sub.Tensor}
+# A numbered module with more of the parameters than this is divided into those in it.
+_LARGEST_SHARE = 0.25
+
+
+def units_of(program: Program, tensors: Mapping[str, Tensor], ranks: int) -> GatherUnits:
+    """Returns the parameters of each repeated block, and the others by the module they are in.
+
+    Backward gathers a unit again that is read at one place of forward alone, unless it is the last.
+
+    Args:
+        program: the traced model.
+        tensors: placeholder -> parameter.
+        ranks: that share them out.
+    """
+    calls = [n for n in program.gm.graph.nodes if n.op == "call_function"]
+    position = {n: i for i, n in enumerate(calls)}
+    placeholders = {n.name: n for n in program.gm.graph.nodes if n.op == "placeholder"}
+    read: dict[str, list[int]] = {}
+    # A parameter of several names is in the unit of the first that is read.
+    first_name: dict[int, str] = {}
+    for name in program.parameters:
+        places = [position[u] for u in placeholders[name].users if u in position]
+        if places:
+            read[name] = places
+    order = sorted(read, key=lambda name: min(read[name]))
+    for name in order:
+        first_name.setdefault(id(tensors[name]), name)
+    groups = _groups(program, order, fold(program))
+    members: dict[object, list[str]] = {}
+    for name in order:
+        members.setdefault(groups[first_name[id(tensors[name])]], []).append(name)
+    units = tuple(map(tuple, members.values()))
+    spans = [[p for n in unit for p in read[n]] for unit in units]
+    again = frozenset(
+        k
+        for k, unit in enumerate(units[:-1])
+        if max(spans[k]) < min(min(s) for s in spans[k + 1 :])
+        and any(_kept_for_backward(placeholders[n]) for n in unit)
+    )
+    return GatherUnits(units, again, ranks)
+
+
+def _kept_for_backward(parameter: fx.Node) -> bool:
+    return any(user.target not in _READ_ONCE for user in parameter.users)
+
+
+def _groups(program: Program, order: list[str], folded: Folded | None) -> dict[str, object]:
+    """Returns what parameters share that are gathered at once."""
+    found: dict[str, object] = {}
+    if folded is not None:
+        for name, copy in folded.copy_of.items():
+            found[name] = copy
+            if copy[1] == 1:
+                found |= {t: (copy[0], "more", i) for i, t in enumerate(folded.twins.get(name, ()))}
+    numels: Counter[str] = Counter()
+    for name in order:
+        for prefix in ("", *_numbered(program.parameters[name])):
+            numels[prefix] += int(program.info[name].numel)
+    apart = 0
+    for name in order:
+        if name in found:
+            apart += 1
+            continue
+        prefixes = _numbered(program.parameters[name])
+        small = [p for p in prefixes if numels[p] <= _LARGEST_SHARE * numels[""]]
+        apart += bool(prefixes)
+        found[name] = (*small, *prefixes[-1:], apart)[0]
+    return found
+
+
+def _numbered(name: str) -> list[str]:
+    """Returns the numbered modules that a parameter is in, outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if part.isdecimal()]

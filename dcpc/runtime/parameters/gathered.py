@@ -1,0 +1,208 @@
+"""Mode "rounds": a rank has its rows of each parameter, and graphs gather the rest while they run.
+
+All ranks go through a step in rounds: in each, every rank runs one micro-batch or, where it has
+none, takes part in the gathers and sums of the others. Gradients are summed in each round, and this
+rank's rows of them are added up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from dcpc.errors import DispatchError
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, trained
+from dcpc.runtime.parameters.rows import SharedRows
+from dcpc.runtime.parameters.store import RowStore
+
+
+class GatheredStore(RowStore):
+    """Mode "rounds": the model's own parameters have no memory; graphs take this rank's rows.
+
+    The model gets parameters on the meta device in place of its own, once `install` has run.
+
+    Args:
+        parameters: of the model; tied ones count once.
+        groups: the process groups, of more than one rank.
+    """
+
+    mode = "rounds"
+    in_rounds = True
+
+    def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
+        self._taken: dict[int, nn.Parameter] = {}
+        super().__init__(parameters, groups)
+
+    def _make_shards(self) -> None:
+        """Takes this rank's rows of each parameter, and gives the memory of the others back."""
+        self._given = [weakref.ref(p) for p in self.whole]
+        self._instead: dict[int, nn.Parameter] = {}
+        for i, p in enumerate(self.whole):
+            split = SharedRows(p.shape, self.groups.world)
+            shape = (split.count, *p.shape[1:]) if p.dim() else ()
+            # Rows of zeros follow the last one, so that all ranks send as much.
+            taken = torch.zeros(shape, dtype=p.dtype, device=self.groups.device)
+            empty = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+            own = p if p.is_meta else nn.Parameter(empty, p.requires_grad)
+            self._taken[id(own)] = nn.Parameter(taken, p.requires_grad)
+            self._instead[id(p)] = self.whole[i] = own
+            if not p.is_meta:
+                self.fill(own, p)
+        super()._make_shards()
+
+    def install(self, model: nn.Module) -> None:
+        """Gives a model parameters without memory; what it had is freed if nobody holds it."""
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    module._parameters[name] = self._instead.get(id(p), p)
+        self._instead.clear()
+
+    def fill(self, p: nn.Parameter, value: Tensor) -> None:
+        """Writes this rank's rows of a whole parameter's value."""
+        rows = SharedRows(p.shape, self.groups.world).of(self.groups.rank, value.detach())
+        self.rows(p).copy_(rows)
+
+    def taken(self, tensor: Tensor) -> Tensor:
+        """Returns what graphs take for a tensor of the model: of a parameter this rank's rows."""
+        return self._taken.get(id(tensor), tensor)
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """Returns this rank's rows of a parameter, without zeros at the end."""
+        return self._own(self._taken[id(whole)], whole.shape)
+
+    def _own(self, taken: Tensor, shape: torch.Size) -> Tensor:
+        count = SharedRows(shape, self.groups.world).shape_of(self.groups.rank)
+        return taken.detach()[: count[0]] if count else taken.detach()
+
+    def sharded(self, p: Tensor, rows: Tensor) -> Tensor:
+        """Returns the `DTensor` of which this rank has these rows, dense ones."""
+        return super().sharded(torch.empty(p.shape, device="meta"), rows)
+
+    def reduction(self, comm_bucket_bytes: int = COMM_BUCKET_BYTES) -> RoundSum:
+        """Returns what adds up the rows of the rounds' gradients into `grad` of what is kept."""
+        return RoundSum(self)
+
+    def finish(self) -> None:
+        """Gives what is kept the rows of the sum of all rounds."""
+        for p in trained(self.whole):
+            taken = self._taken[id(p)]
+            gradient, taken.grad = taken.grad, None
+            if gradient is not None:
+                self._shards[id(p)].grad = self.sharded(p, self._own(gradient, p.shape))
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
+        """Takes over what was frozen since, in the model or in what the optimizer has."""
+        problem = super().follow(parameters)
+        for p in self.whole:
+            self._taken[id(p)].requires_grad_(p.requires_grad)
+        return problem
+
+    def failed(self) -> None:
+        """Forgets what a step has summed so far: it raised."""
+        for taken in self._taken.values():
+            taken.grad = None
+
+    def of_optimizer(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Returns the parameters whose rows an optimizer has.
+
+        Raises:
+            DispatchError: it has one that the model had before.
+        """
+        before = [p for p in (ref() for ref in self._given) if p is not None]
+        self.refuse_own(optimizer, [*self.whole, *before])
+        return super().of_optimizer(optimizer)
+
+    def updated(self, params: list[nn.Parameter]) -> None:
+        """Does nothing: rows are gathered when they are read."""
+
+    def load(self, values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+        """Writes this rank's rows of the values.
+
+        Args:
+            values: a state dict, of whole tensors or `DTensor`s.
+            model: that will load it.
+
+        Returns:
+            The state dict, with parameters without memory in place of these.
+        """
+        found, named = dict(values), model.state_dict(keep_vars=True)
+        for name, value in values.items():
+            own = named.get(name)
+            if own is None or id(own) not in self._taken or value.shape != own.shape:
+                continue  # the model says what is wrong with it
+            shard: Any = self._shards[id(own)].detach()
+            if not isinstance(value, self._dtensor.DTensor):
+                self.fill(own, value)
+            elif value.device_mesh == shard.device_mesh and value.placements == shard.placements:
+                shard.to_local().copy_(value.to_local())
+            else:
+                self.fill(own, value.full_tensor())
+            found[name] = own.detach()
+        return found
+
+
+class RoundSum(Reduction):
+    """This rank's rows of the gradients of all rounds.
+
+    Args:
+        store: whose gradients.
+    """
+
+    takes_all = True
+
+    def __init__(self, store: GatheredStore) -> None:
+        super().__init__([], store.groups)
+        self._store = store
+        self._added_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of this rank's rows of all sums."""
+        return self._added_bytes
+
+    def deliver(self, p: nn.Parameter, gradient: Tensor | None) -> None:
+        """Adds the rows of a round's sum.
+
+        Args:
+            p: what graphs take for a parameter.
+            gradient: of its shape; None: backward found none.
+        """
+        if gradient is None or not p.requires_grad:
+            return
+        p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+        self._added_bytes += gradient.nbytes
+        self.early_bytes += gradient.nbytes
+
+    def send(self) -> None:
+        """Does nothing: each round has sent its gradients."""
+
+    def finish(self) -> None:
+        """Sets `grad` of what is kept to this rank's rows of the sum."""
+        self._store.finish()
+
+
+def rounds(
+    micro_batches: Sequence[tuple[int, Sequence[int]]], world: int
+) -> list[list[tuple[int, Sequence[int]]]]:
+    """Returns what runs in each round: micro-batches of which no two share a rank, in their order.
+
+    Args:
+        micro_batches: (number, ranks) of each, in a step's global order.
+        world: ranks.
+    """
+    free = [0] * world  # first round in which a rank has nothing to do
+    found: list[list[tuple[int, Sequence[int]]]] = []
+    for mb in micro_batches:
+        at = max(free[r] for r in mb[1])
+        for r in mb[1]:
+            free[r] = at + 1
+        found += [[] for _ in range(at + 1 - len(found))]
+        found[at].append(mb)
+    return found
