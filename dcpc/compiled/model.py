@@ -70,7 +70,8 @@ class CompiledModel(nn.Module):
         """Returns the model's loss, computed by the variant of these inputs' shape.
 
         With sp > 1 all ranks of the SP group pass the same inputs and get the same loss; each one's
-        `backward` adds its share of the gradient, which `reduce_gradients` sums.
+        `backward` adds its share of the gradient, which `reduce_gradients` sums. Where graphs gather
+        parameters (`parameters="rounds"`) all ranks call at once, each group with inputs of its own.
 
         Args:
             args: inputs by position, in the order of the buckets' specs.
@@ -88,8 +89,10 @@ class CompiledModel(nn.Module):
         bucket, sizes = self._dispatch.match(inputs)
         problem = self._followed.problem(self.model)
         setting = self._dispatch.setting(bucket)
+        self._calls += 1
+        if self._store.in_rounds:  # all ranks gather parameters together, whatever each runs
+            agree(self.groups, self.groups.world, "call of every rank", f"number {self._calls}")
         if setting.sp > 1:
-            self._calls += 1
             batch = sizes.get(BATCH, 1)
             what = [f"{bucket} with batch {batch}, call {self._calls}", str(self.plans[bucket])]
             # Floats may differ in their last bits, as where each rank ran an encoder before.

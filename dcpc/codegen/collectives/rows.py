@@ -12,13 +12,15 @@ token of the one before it, so no backend can change their order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
+from dcpc.errors import GroupError
 
 ROWS_GROUP = "rows"  # what graphs call the group of ranks that share out parameters
 
@@ -37,6 +39,23 @@ def _token(like: Tensor) -> Tensor:
     return like.new_zeros(1, dtype=torch.uint8)
 
 
+@contextmanager
+def _named(pg: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Says which collective it was that did not come about.
+
+    Raises:
+        GroupError: a rank did not live.
+    """
+    try:
+        yield
+    except RuntimeError as e:
+        raise GroupError(
+            f"{what} on rank {dist.get_rank()}: got {str(e).splitlines()[0]}; expected all of "
+            f"{pg.size()} ranks to live; look at the log of the rank that ended first and start "
+            "the job again"
+        ) from e
+
+
 @torch.library.custom_op("dcpc::gather_rows", mutates_args=())
 def gather_rows(
     rows: Sequence[Tensor], ranks: int, group: str, token: Tensor | None = None
@@ -51,7 +70,7 @@ def gather_rows(
         token: of the call before this one.
     """
     pg = group_named(group)
-    found, work = [], []
+    found, work = [], list[dist.Work]()
     for mine in rows:
         if not mine.dim():
             found.append(mine.clone())
@@ -61,9 +80,11 @@ def gather_rows(
         if mine.numel():
             wire_log.add("gather_rows", (ranks - 1) * mine.nbytes)
             into, own = on_wire(whole.view(-1)), on_wire(mine.detach().view(-1))
-            work.append(dist.all_gather_into_tensor(into, own, group=pg, async_op=True))
-    for each in work:
-        each.wait()
+            with _named(pg, "gather of parameters"):
+                work.append(dist.all_gather_into_tensor(into, own, group=pg, async_op=True))
+    with _named(pg, "gather of parameters"):
+        for each in work:
+            each.wait()
     return [*found, _token(rows[0])]
 
 
@@ -101,7 +122,8 @@ def sum_rows(
         sent = sent.contiguous()
         arrived = torch.empty_like(sent)
         wire_log.add("sum_rows", (ranks - 1) * out.nbytes)
-        dist.all_to_all_single(on_wire(arrived.view(-1)), on_wire(sent.view(-1)), group=pg)
+        with _named(pg, "sum of gradients"):
+            dist.all_to_all_single(on_wire(arrived.view(-1)), on_wire(sent.view(-1)), group=pg)
         del sent
         torch.sum(arrived.view(ranks, *out.shape), 0, out=out)
         del arrived

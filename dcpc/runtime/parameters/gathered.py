@@ -101,6 +101,12 @@ class GatheredStore(RowStore):
         """Takes over what was frozen since, in the model or in what the optimizer has."""
         problem = super().follow(parameters)
         for p in self.whole:
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                problem = problem or DispatchError(
+                    f"got a hook on a parameter of shape {tuple(p.shape)} of the model; expected "
+                    "none with parameters='rounds': no rank ever has its whole gradient; look at "
+                    "the gradients of compiled.parameters() after train_step"
+                )
             self._taken[id(p)].requires_grad_(p.requires_grad)
         return problem
 

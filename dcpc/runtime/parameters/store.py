@@ -206,8 +206,8 @@ class RowStore(WholeStore):
             if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
                 return DispatchError(
                     f"got a hook on a parameter of shape {tuple(p.shape)} that ranks share out; "
-                    "expected none: backward makes the gradient of the whole one, and would never "
-                    "call it; register it on the model's own parameter (compiled.model)"
+                    "expected none: backward makes no gradient of it, and would never call it; "
+                    "look at compiled.parameters() after train_step"
                 )
             now = p.requires_grad if p.requires_grad != before else shard.requires_grad
             for each in (p, shard):

@@ -64,7 +64,8 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
         return Cost("collective", ZERO, bytes_moved, sent, ranks, name)
     if name in ROWS:
         ranks = argument(node, "ranks")
-        own = facts.inputs(node) if name == "dcpc::gather_rows" else fresh[:-1]
+        given = [facts.of(n)[0] for n in node.args[0]]
+        own = given if name == "dcpc::gather_rows" else fresh[:-1]
         sent = (ranks - 1) * total(tuple(t.size_bytes for t in own))
         return Cost("collective", ZERO, bytes_moved, sent, ranks, ROWS[name], len(own))
     if name in RINGS:

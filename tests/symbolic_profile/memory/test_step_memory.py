@@ -56,7 +56,8 @@ def steps(rank: int, mode: str, micro_batches: int) -> dict[str, int]:
     states = bytes_of(getattr(x, "to_local", lambda x=x: x)() for x in held)
     parameters = bytes_of(model.parameters())
     # "pull": what all ranks map, parameters and the sum of gradients, exists once.
-    kept = 2 * bytes_of(shares(model.parameters(), 2)) if mode == "pull" else parameters
+    rows = bytes_of(shares(model.parameters(), 2))
+    kept = {"pull": 2 * rows, "rounds": rows}.get(mode, parameters)
     predicted, request = compiled.predict({"seq": SEQ}), compiled.planned.request
     return {
         "parameters": parameters,
@@ -69,7 +70,7 @@ def steps(rank: int, mode: str, micro_batches: int) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("mode", ["whole", "step", "pull"])
+@pytest.mark.parametrize("mode", ["whole", "step", "pull", "rounds"])
 def test_step_needs_no_more_than_the_plan_counts(mode, micro_batches):
     ranks = run_ranks(steps, 2, mode, micro_batches, timeout_s=200)
     for found in ranks:
