@@ -70,6 +70,7 @@ class Gathering:
         self._placeholders = {n.name: n for n in self.graph.nodes if n.op == "placeholder"}
         nodes = self.graph.nodes
         self._storages = 1 + max(s for n in nodes for s in n.meta.get("storage", (-1,)))
+        self._moved: dict[int, int] = {}  # where a parameter lay -> where it lies when gathered
         self._known: dict[tuple[Any, ...], Tensor] = {}
         self.owner: dict[str, str] = {}
 
@@ -93,6 +94,10 @@ class Gathering:
         for k in sorted(used, reverse=True):
             at = min(at, first[k])  # in the order of units
             made[k] = self._gather(k, used[k], every[at])
+        for node in every:
+            if node.op != "placeholder" and "storage" in node.meta:
+                lies = node.meta["storage"]
+                node.meta["storage"] = tuple(self._moved.get(i, i) for i in lies)
         return self._sums([made[k] for k in sorted(made)], trainable)
 
     def _gather(self, number: int, members: Sequence[fx.Node], before: fx.Node) -> UnitNodes:
@@ -115,6 +120,7 @@ class Gathering:
             for i, (p, whole) in enumerate(zip(firsts, wholes, strict=True)):
                 made += self._whole(owner, self._item(owner, gather, i), whole)
                 found = made[-1]
+                self._moved[p.meta["storage"][0]] = found.meta["storage"][0]
                 for name in same[p.meta["storage"][0]]:
                     name.replace_all_uses_with(found, lambda user: user is not gather)
         return UnitNodes(number, gather, tuple(made))

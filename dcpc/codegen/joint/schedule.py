@@ -48,6 +48,7 @@ class Scheduler:
         )
         self._tangent = next(n for n in self._nodes if n.name == joint.tangent)
         self._forward = [n for n in self._nodes if n.name in joint.forward]
+        self._names = joint.forward
         self._always = {n for n in self._forward if not isinstance(n.meta.get("val"), Tensor)}
         cheap = _cheap(program, joint, self._reads)
         self._always |= {n for n in self._forward if n.name in cheap or n.target in VIEWS}
@@ -67,10 +68,9 @@ class Scheduler:
         In execution order; views and several results of one call are among them, integers and what
         is made of positions alone are not. The values read include those that are views of others.
         """
-        gathers = {n for u in self._joint.gathers for n in (u.gather, *u.whole)}
-        light = self._cheap
+        light, fixed = self._cheap, self._gathered()
         nodes = [n for n in self._forward if n.name not in light and _makes_tensors(n)]
-        nodes = [n for n in nodes if n not in gathers]
+        nodes = [n for n in nodes if n not in fixed]
         decided = set(nodes)
         needed = {g for g in self._backward_outputs if g in decided}
         needed.update(s for n in self._readers for s in self._reads[n] if s in decided)
@@ -104,6 +104,24 @@ class Scheduler:
             backward=order,
             gradients=tuple(self._gradients),
         )
+
+    def _gathered(self) -> set[fx.Node]:
+        """Returns parameters that are gathered, and what is made of those that backward has not.
+
+        To make that again the parameter, which nothing else needs, would stay from forward on.
+        """
+        units, own = self._joint.units, set(self._readers)
+        found: set[fx.Node] = set()
+        for unit in self._joint.gathers:
+            found |= {unit.gather, *unit.whole}
+            views, reads = [*unit.whole], set[fx.Node]()
+            for node in views:
+                reads |= node.users.keys()
+                views += [u for u in node.users if u.target in VIEWS and u.name in self._names]
+            assert units is not None, "what is gathered is in a unit"
+            if unit.number not in units.again and not reads & own:
+                found |= {u for u in reads if u.name in self._names and u.target not in VIEWS}
+        return found
 
     def _run(self, made_again: frozenset[str]) -> _Backward:
         units, gathers = self._joint.units, self._joint.gathers
