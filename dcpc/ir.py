@@ -343,7 +343,7 @@ class GatherUnits:
 
     Attributes:
         units: placeholders of the parameters of each, in the order of their first use.
-        again: which of them backward gathers again; the others stay from forward on.
+        again: those that backward may gather again; the others stay from forward on.
         ranks: that share them out.
     """
 
@@ -351,7 +351,9 @@ class GatherUnits:
     again: frozenset[int]
     ranks: int
 
-    def events(self, summed: Collection[int]) -> tuple[tuple[str, int], ...]:
+    def events(
+        self, summed: Collection[int], again: Collection[int]
+    ) -> tuple[tuple[str, int], ...]:
         """Returns what backward does in order: ("gather" or "sum", number of a unit).
 
         A unit is gathered before the gradients of the one after it are summed: what needs it then
@@ -359,10 +361,11 @@ class GatherUnits:
 
         Args:
             summed: units of which some parameter has a gradient.
+            again: units that are gathered again.
         """
         found: list[tuple[str, int]] = []
         for k in reversed(range(len(self.units))):
-            if k - 1 in self.again:
+            if k - 1 in again:
                 found.append(("gather", k - 1))
             if k in summed:
                 found.append(("sum", k))

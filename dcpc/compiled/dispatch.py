@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,12 +18,14 @@ from dcpc.plan.traced import group_name
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.store import WholeStore
-from dcpc.runtime.planner.plans import Setting
+from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
 from dcpc.trace import autocast_dtype, casting
 
 # Keeps the random numbers of train steps apart from those of calls, which count up from 1.
 _STEPS = 1 << 40
+
+_VariantKey = tuple[Bucket, int, Setting, int, bool | None]
 
 
 class Dispatch:
@@ -31,8 +33,8 @@ class Dispatch:
 
     Attributes:
         stats: counts of what has run.
-        variants: what runs a bucket, a batch, a setting and a place in the group, with its
-            integers; filled on first use.
+        variants: what runs a bucket, a batch, a setting, a place in the group and a way to gather
+            parameters, with its integers; filled on first use.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class Dispatch:
         """
         self._store = store
         self.stats = Stats()
-        self.variants: dict[tuple[Bucket, int, Setting, int], tuple[Variant, tuple[int, ...]]] = {}
+        self.variants: dict[_VariantKey, tuple[Variant, tuple[int, ...]]] = {}
+        self._gathering: bool | None = None  # whether this round gathers again in backward
+        self._again: dict[tuple[Bucket, Setting], bool] = {}
         self._buckets = buckets
         self._planned = planned
         self._groups = groups
@@ -151,6 +155,24 @@ class Dispatch:
         bucket, sizes = self.match(mb.inputs)
         self._variant(bucket, sizes, _setting_of(mb), mb.ranks.index(self._groups.rank))
 
+    def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
+        """Begins a round: what runs from now on gathers as often as any of its micro-batches.
+
+        Args:
+            together: that all ranks run at once; none: what runs is in no round.
+        """
+        again = [self._gathers_again(mb) for mb in together]
+        self._gathering = any(again) if again else None
+
+    def _gathers_again(self, mb: PlannedMicroBatch) -> bool:
+        setting = Setting(mb.sp, mb.micro_batch, mb.menu_step)
+        if (mb.bucket, setting) not in self._again:
+            sizes = {**mb.bucket.sizes, BATCH: setting.micro_batch}
+            priced = self._planned.by_bucket[mb.bucket].priced
+            study = priced.at(self.placement(mb.bucket, sizes, setting))
+            self._again[mb.bucket, setting] = study.gathers_again(mb.menu_step)
+        return self._again[mb.bucket, setting]
+
     def run_micro_batch(self, step: Step, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Returns the loss of a micro-batch of a step.
 
@@ -179,7 +201,8 @@ class Dispatch:
         joint = runnable.traced.lowering(self._planned.placement(bucket)).joint
         tensors = {n: self._store.taken(t) for n, t in runnable.traced.tensors().items()}
         assert joint.units is not None, "only where graphs gather there are rounds"
-        for name, rows in take_part(joint.units, joint.gathers, tensors):
+        again = bool(self._gathering)
+        for name, rows in take_part(joint.units, joint.gathers, tensors, again=again):
             parameter = tensors[name]
             assert isinstance(parameter, nn.Parameter), f"{name} has a gradient"
             deliver(parameter, rows)
@@ -225,11 +248,13 @@ class Dispatch:
         self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting, place: int
     ) -> tuple[Variant, tuple[int, ...]]:
         """Returns what runs these sizes with a setting, compiled on first use, and its integers."""
-        key = (bucket, sizes.get(BATCH, 1), setting, place)
+        again = self._gathering
+        key = (bucket, sizes.get(BATCH, 1), setting, place, again)
         if key not in self.variants:
             runnable = self._planned.by_bucket[bucket]
             placement = self.placement(bucket, sizes, setting)
-            self.variants[key] = runnable.variant(placement, setting.menu_step, sizes, place)
+            step = setting.menu_step
+            self.variants[key] = runnable.variant(placement, step, sizes, place, again)
         return self.variants[key]
 
     def _seed(self, sp: int) -> int:

@@ -70,8 +70,8 @@ class CompiledModel(nn.Module):
         """Returns the model's loss, computed by the variant of these inputs' shape.
 
         With sp > 1 all ranks of the SP group pass the same inputs and get the same loss; each one's
-        `backward` adds its share of the gradient, which `reduce_gradients` sums. Where graphs gather
-        parameters (`parameters="rounds"`) all ranks call at once, each group with inputs of its own.
+        `backward` adds its share of the gradient, which `reduce_gradients` sums. With
+        `parameters="rounds"` all ranks call at once, each group with inputs of its own.
 
         Args:
             args: inputs by position, in the order of the buckets' specs.
@@ -131,7 +131,7 @@ class CompiledModel(nn.Module):
                     self.groups,
                     prepare=dispatch.prepare,
                     delivering=delivering,
-                    idle=dispatch.idle if self._store.in_rounds else None,
+                    in_rounds=dispatch if self._store.in_rounds else None,
                     clip=clip,
                     comm_bucket_bytes=self.comm_bucket_bytes,
                     state=state,
@@ -139,6 +139,7 @@ class CompiledModel(nn.Module):
                 )
         finally:
             dispatch.bind_blocks()
+            dispatch.begin(())
         dispatch.stats.stepped(step, result)
         if self.groups.rank == 0:
             for log in self._loggers:

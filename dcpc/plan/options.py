@@ -270,8 +270,8 @@ class ModelOptions:
         "whole",
         'who holds them: `"whole"` (every rank all), `"step"` (a rank updates its rows and keeps '
         "the optimizer's state of those), `\"pull\"` (so, and all ranks of one host's CPU map the "
-        'same memory), `"rounds"` (a rank has its rows alone, and graphs gather what they need), or '
-        '`"auto"` (the first of these that fits)',
+        'same memory), `"rounds"` (a rank has its rows alone, and graphs gather what they need), '
+        'or `"auto"` (the first of these that fits)',
         check=_check_parameters,
         command=CommandOption(str),
     )

@@ -68,10 +68,24 @@ class Priced:
             self._studies[key] = Study(self._structure(small, self.traced.backend), small.sp)
         return self._studies[key]
 
-    def made_again(self, placement: Placement, menu_step: int, backend: str = "") -> set[Key]:
-        """Returns what so many steps of recompute make again, of all blocks."""
+    def made_again(
+        self,
+        placement: Placement,
+        menu_step: int,
+        backend: str = "",
+        *,
+        gathers_again: bool | None = None,
+    ) -> set[Key]:
+        """Returns what so many steps of recompute make again, of all blocks.
+
+        Args:
+            placement: of the program.
+            menu_step: how many.
+            backend: of the graph; default: the model's.
+            gathers_again: whether parameters are among it; None: as the steps say.
+        """
         structure = self._structure(self.lift.down(placement), backend or self.traced.backend)
-        return self.lift.every_block(structure.made_again(menu_step))
+        return self.lift.every_block(structure.made_again(menu_step, gathers_again))
 
     def _structure(self, small: Placement, backend: str) -> Structure:
         """Returns what placements have in common that split alike at any degree."""

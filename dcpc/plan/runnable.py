@@ -43,6 +43,7 @@ class _GraphsKey:
     backend: str
     hints: Hints = None
     gathers: bool = True
+    gathers_again: bool | None = None
 
 
 class Runnable:
@@ -76,6 +77,7 @@ class Runnable:
         backend: str = "",
         *,
         gathers: bool = True,
+        gathers_again: bool | None = None,
     ) -> Partition:
         """Returns forward and backward in which `menu_step` steps of the menu are taken.
 
@@ -85,29 +87,46 @@ class Runnable:
             hints: as for `Traced.lowering`.
             backend: as for it.
             gathers: as for it.
+            gathers_again: as for `Priced.made_again`.
         """
         backend = backend or self.traced.backend
-        key = _GraphsKey(self.traced.id_of(placement), menu_step, backend, hints, gathers)
+        of = self.traced.id_of(placement)
+        key = _GraphsKey(of, menu_step, backend, hints, gathers, gathers_again)
         if key not in self._partitions:
             lowering = self.traced.lowering(placement, hints, backend, gathers=gathers)
-            again = self.priced.made_again(placement, menu_step, backend)
+            again = self.priced.made_again(
+                placement, menu_step, backend, gathers_again=gathers_again
+            )
             self._partitions[key] = lowering.partition(again)
         return self._partitions[key]
 
     def variant(
-        self, placement: Placement, menu_step: int, sizes: Sizes, rank: int
+        self,
+        placement: Placement,
+        menu_step: int,
+        sizes: Sizes,
+        rank: int,
+        gathers_again: bool | None = None,
     ) -> tuple[Variant, tuple[int, ...]]:
         """Returns a runnable variant that is right at these sizes, and the integers for the call.
 
         A variant is right wherever the sizes that torch looked at while compiling compare the same
         way; where they do not, another one is compiled for these sizes.
 
+        Args:
+            placement: of the program.
+            menu_step: steps of recompute that are taken.
+            sizes: lengths of the dims.
+            rank: place in the group.
+            gathers_again: as for `Priced.made_again`.
+
         Raises:
             CodegenError: no graph that torch traces is right at these sizes.
         """
         dims = self.traced.program.dims(sizes)
         backend = self._backend(placement, dims)
-        key = _GraphsKey(self.traced.id_of(placement), menu_step, backend)
+        of = self.traced.id_of(placement)
+        key = _GraphsKey(of, menu_step, backend, gathers_again=gathers_again)
         known = self._variants.setdefault(key, [])
         for variant in known:
             values, broken = variant.integer_values(dims, rank)
@@ -119,7 +138,9 @@ class Runnable:
         for chosen in itertools.chain(hints, self.hints(placement, backend, dims, rank)):
             try:
                 lowering = self.traced.lowering(placement, chosen, backend)
-                parts = self.partition(placement, menu_step, chosen, backend)
+                parts = self.partition(
+                    placement, menu_step, chosen, backend, gathers_again=gathers_again
+                )
                 if self.inspector is not None:
                     self.inspector.built(self.traced, placement, lowering, parts, sizes)
                 variant = lowering.variant(parts)

@@ -9,9 +9,10 @@ collectives cost differs.
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import sympy
@@ -47,6 +48,8 @@ class Structure:
         copies: what its nodes stand for, None where each stands for itself.
         keys: name of a value -> what it is called in every trace.
         costs: steps of recompute -> what runs then costs.
+        turn: of parameters that are gathered: steps of the menu before the one that gathers them
+            again in backward; None: there are none.
     """
 
     lowering: LoweredPair
@@ -57,18 +60,37 @@ class Structure:
     copies: Fold | None
     keys: Mapping[str, Key]
     costs: dict[int, Costs]
+    turn: int | None = None
 
     @property
     def menu(self) -> Menu:
         """Choices of what backward makes again."""
         return self.choices.menu if isinstance(self.choices, AlikeBlocks) else self.choices
 
-    def made_again(self, menu_step: int) -> set[Key]:
-        """Returns what so many steps of recompute make again."""
-        if isinstance(self.choices, AlikeBlocks) and not menu_step:
+    @property
+    def steps(self) -> int:
+        """Steps of recompute there are; to gather parameters again is one of them."""
+        return len(self.menu.steps) + (self.turn is not None)
+
+    def gathers_again(self, menu_step: int) -> bool:
+        """Whether so many steps of recompute gather parameters again in backward."""
+        return self.turn is not None and menu_step > self.turn
+
+    def made_again(self, menu_step: int, gathers_again: bool | None = None) -> set[Key]:
+        """Returns what so many steps of recompute make again.
+
+        Args:
+            menu_step: how many.
+            gathers_again: whether parameters are among it; None: as the steps say.
+        """
+        own = self.gathers_again(menu_step)
+        of_menu = menu_step - own
+        if isinstance(self.choices, AlikeBlocks) and not of_menu:
             names = self.choices.least
         else:
-            names = self.menu.made_again(menu_step)
+            names = self.menu.made_again(of_menu)
+        if own if gathers_again is None else gathers_again:
+            names = names | {u.gather.name for u in self.lowering.joint.gathers}
         return {self.keys[name] for name in names}
 
     def run(self, menu_step: int) -> Costs:
@@ -108,7 +130,11 @@ class Study:
     @property
     def steps(self) -> int:
         """Steps of recompute there are, up to making again all that can be."""
-        return len(self.menu.steps)
+        return self._structure.steps
+
+    def gathers_again(self, menu_step: int) -> bool:
+        """Whether so many steps of recompute gather parameters again in backward."""
+        return self._structure.gathers_again(menu_step)
 
     @property
     def priced(self) -> AbstractSet[int]:
@@ -226,7 +252,21 @@ def structure_of(
     else:
         choices = AlikeBlocks(calls, [copies.copy(call.name) for call in calls])
     keys = {name: key for key, name in lowering.keys.items()}
-    return Structure(lowering, device, ledger, meter, choices, copies, keys, {})
+    found = Structure(lowering, device, ledger, meter, choices, copies, keys, {})
+    units = lowering.joint.units
+    again = [u.gather for u in lowering.joint.gathers if units and u.number in units.again]
+    if not again:
+        return found
+    seconds, _ = meter.calls(again, sizes, device)
+    size_bytes = sum(int(t.nbytes) for n in again for t in n.meta["val"])
+    return replace(found, turn=_turn(found.menu, float(sum(seconds)) / size_bytes))
+
+
+def _turn(menu: Menu, seconds_per_byte: float) -> int:
+    """Returns the steps that cost at most so much a byte; a larger menu has others between."""
+    at = menu.at_price(seconds_per_byte)
+    most = menu.seconds(at)
+    return at if menu.alike else bisect_right(menu.steps, most, key=lambda k: menu.seconds(k + 1))
 
 
 def split_constants(program: Program, placement: Placement) -> dict[int, int]:

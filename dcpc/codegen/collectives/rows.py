@@ -89,9 +89,7 @@ def gather_rows(
 
 
 @gather_rows.register_fake
-def _(
-    rows: Sequence[Tensor], ranks: int, group: str, token: Tensor | None = None
-) -> list[Tensor]:
+def _(rows: Sequence[Tensor], ranks: int, group: str, token: Tensor | None = None) -> list[Tensor]:
     whole = [x.new_empty([ranks * n for n in x.shape[:1]] + [*x.shape[1:]]) for x in rows]
     return [*whole, _token(rows[0])]
 

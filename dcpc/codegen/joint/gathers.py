@@ -114,7 +114,7 @@ class Gathering:
         with self.graph.inserting_before(before):
             gather = self._call(
                 owner, torch.ops.dcpc.gather_rows.default,
-                ([p for p in firsts], ranks, ROWS_GROUP), firsts,
+                (firsts, ranks, ROWS_GROUP), firsts,
             )  # fmt: skip
             made: list[fx.Node] = []
             for i, (p, whole) in enumerate(zip(firsts, wholes, strict=True)):
@@ -152,12 +152,11 @@ class Gathering:
             value = target(of.meta["val"], *args)
         return self._call(owner, target, (of, *args), (), value, of.meta["storage"])
 
-    def _sums(
-        self, made: Sequence[UnitNodes], trainable: Sequence[str]
-    ) -> tuple[UnitNodes, ...]:
+    def _sums(self, made: Sequence[UnitNodes], trainable: Sequence[str]) -> tuple[UnitNodes, ...]:
         """Adds the sums of gradients before the output, which returns their results."""
         output = self.graph.output_node()
-        loss, *gradients = output.args[0]
+        outputs: Any = output.args[0]
+        loss, *gradients = outputs
         of = dict(zip(trainable, gradients, strict=True))
         found = []
         with self.graph.inserting_before(output):
@@ -184,9 +183,14 @@ class Gathering:
                 of |= zip(own, rows, strict=True)
                 found.append(
                     UnitNodes(
-                        unit.number, unit.gather, unit.whole, tuple(own.values()), summed,
-                        tuple(rows), tuple(own),
-                    )  # fmt: skip
+                        unit.number,
+                        unit.gather,
+                        unit.whole,
+                        tuple(own.values()),
+                        summed,
+                        tuple(rows),
+                        tuple(own),
+                    )
                 )
         output.args = ((loss, *(of[n] for n in trainable)),)
         return tuple(found)
@@ -250,6 +254,7 @@ class Turns:
         nodes: of a joint graph.
         backward: calls that differentiation made.
         done: nodes that are there; it grows.
+        again: numbers of the units that are gathered again.
 
     Attributes:
         nodes: number of a unit -> its nodes.
@@ -262,12 +267,13 @@ class Turns:
         nodes: Sequence[UnitNodes],
         backward: Set[fx.Node],
         done: Set[fx.Node],
+        again: Set[int],
     ) -> None:
         self.nodes = {u.number: u for u in nodes}
         self.of = {n: u.number for u in nodes for n in u.whole}
         self._backward, self._done = backward, done
         summed = {u.number for u in nodes if u.sum is not None}
-        self._events = [e for e in units.events(summed) if e[1] in self.nodes]
+        self._events = [e for e in units.events(summed, again) if e[1] in self.nodes]
         self._next = 0
 
     def up_to_gather(self, number: int) -> Sequence[tuple[str, int]]:
@@ -299,12 +305,12 @@ class Turns:
 
     def _ready(self, event: tuple[str, int]) -> bool:
         kind, number = event
-        waits_for = self._backward.intersection(self.nodes[number].gradients)
-        return kind == "gather" or waits_for <= self._done
+        waits_for = (g for g in self.nodes[number].gradients if g in self._backward)
+        return kind == "gather" or all(g in self._done for g in waits_for)
 
 
 def take_part(
-    units: GatherUnits, nodes: Sequence[UnitNodes], taken: Mapping[str, Tensor]
+    units: GatherUnits, nodes: Sequence[UnitNodes], taken: Mapping[str, Tensor], *, again: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Gathers and sums as forward and backward of the other ranks do, without running them.
 
@@ -312,6 +318,7 @@ def take_part(
         units: of the program.
         nodes: of a joint graph of it, of any placement.
         taken: placeholder -> this rank's rows.
+        again: whether the others gather again in backward.
 
     Yields:
         A placeholder, and this rank's rows of the gradient of its parameter.
@@ -319,7 +326,8 @@ def take_part(
     by_number = {u.number: u for u in nodes}
     summed = {u.number for u in nodes if u.sum is not None}
     forward = [("gather", u.number) for u in nodes]
-    for kind, number in (*forward, *units.events(summed)):
+    backward = units.events(summed, units.again if again else ())
+    for kind, number in (*forward, *backward):
         unit = by_number.get(number)
         if unit is None:
             continue

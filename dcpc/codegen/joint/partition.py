@@ -45,8 +45,9 @@ def _module(
         if node.target in ROW_CALLS:  # whatever compiles the graph keeps their order
             if token is not None:
                 made[node].kwargs = {"token": token}
-            token = graph.call_function(operator.getitem, (made[node], len(node.args[0])))
-            token.meta = {"val": node.meta["val"][-1], "storage": node.meta["storage"][-1:]}
+            last = len(node.meta["val"]) - 1
+            token = graph.call_function(operator.getitem, (made[node], last))
+            token.meta = {"val": node.meta["val"][last], "storage": node.meta["storage"][last:]}
     for node, copy in made.items():
         copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "storage")}
     graph.output(tuple(None if n is None else made[n] for n in outputs))

@@ -80,7 +80,8 @@ class Scheduler:
         """Returns what forward and backward run.
 
         Args:
-            made_again: names of forward nodes of the joint graph that backward makes again.
+            made_again: names of forward nodes of the joint graph that backward makes again,
+                gathers of parameters among them.
         """
         run = self._run(made_again)
         for node in self._backward:
@@ -128,7 +129,8 @@ class Scheduler:
         given = self._reads, self._tangent, self._always, made_again
         if units is None:
             return _Backward(*given)
-        return _Gathering(*given, units, gathers, frozenset(self._backward))
+        again = {u.number for u in gathers if u.gather.name in made_again} & units.again
+        return _Gathering(*given, units, gathers, frozenset(self._backward), again)
 
     def _needed(
         self, calls: Sequence[fx.Node], outputs: Sequence[fx.Node]
@@ -205,9 +207,10 @@ class _Gathering(_Backward):
         units: GatherUnits,
         nodes: Sequence[UnitNodes],
         backward: Set[fx.Node],
+        again: Set[int],
     ) -> None:
         super().__init__(reads, tangent, always, made_again)
-        self._turns = Turns(units, nodes, backward, self._done)
+        self._turns = Turns(units, nodes, backward, self._done, again)
 
     def need(self, node: fx.Node) -> None:
         """Makes a value available; a parameter is gathered if it can have its turn."""

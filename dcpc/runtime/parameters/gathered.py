@@ -194,21 +194,19 @@ class RoundSum(Reduction):
         self._store.finish()
 
 
-def rounds(
-    micro_batches: Sequence[tuple[int, Sequence[int]]], world: int
-) -> list[list[tuple[int, Sequence[int]]]]:
-    """Returns what runs in each round: micro-batches of which no two share a rank, in their order.
+def rounds(ranks: Sequence[Sequence[int]], world: int) -> list[list[int]]:
+    """Returns the numbers of the micro-batches of each round, of which no two share a rank.
 
     Args:
-        micro_batches: (number, ranks) of each, in a step's global order.
-        world: ranks.
+        ranks: of each micro-batch, in a step's global order, which a rank's own keep.
+        world: ranks there are.
     """
     free = [0] * world  # first round in which a rank has nothing to do
-    found: list[list[tuple[int, Sequence[int]]]] = []
-    for mb in micro_batches:
-        at = max(free[r] for r in mb[1])
-        for r in mb[1]:
+    found: list[list[int]] = []
+    for number, own in enumerate(ranks):
+        at = max(free[r] for r in own)
+        for r in own:
             free[r] = at + 1
         found += [[] for _ in range(at + 1 - len(found))]
-        found[at].append(mb)
+        found[at].append(number)
     return found

@@ -14,7 +14,9 @@ from dcpc.runtime.parameters.rows import SharedRows
 from dcpc.runtime.parameters.shared import SharedStore
 from dcpc.runtime.parameters.store import RowStore, WholeStore
 
-STORES: dict[str, type[WholeStore]] = {s.mode: s for s in (WholeStore, RowStore, SharedStore, GatheredStore)}
+STORES: dict[str, type[WholeStore]] = {
+    s.mode: s for s in (WholeStore, RowStore, SharedStore, GatheredStore)
+}
 # Those that are in use: a model that is compiled twice has one.
 _in_use: weakref.WeakSet[RowStore] = weakref.WeakSet()
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,17 +25,28 @@ from dcpc.runtime.groups.same_state import checksum
 from dcpc.runtime.parameters.gathered import rounds
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, summary, trained
 from dcpc.runtime.parameters.store import WholeStore
-from dcpc.runtime.planner.plans import imbalance
+from dcpc.runtime.planner.plans import PlannedMicroBatch, imbalance
 from dcpc.runtime.step.clock import Clock
 
 ModelCall = Callable[[MicroBatch, Mapping[str, torch.Tensor]], torch.Tensor]
 # (takes a parameter and its gradient) -> context; backward of what is called in it hands each
 # gradient over as soon as it is final, and adds nothing to `grad` itself.
-Delivering = Callable[
-    [Callable[[torch.nn.Parameter, torch.Tensor], None]], AbstractContextManager[object]
-]
-# Calls its argument with what is taken for a parameter, and this rank's rows of its gradient.
-Idle = Callable[[Callable[[torch.nn.Parameter, torch.Tensor], None]], None]
+Delivering = Callable[["Deliver"], AbstractContextManager[object]]
+Deliver = Callable[[torch.nn.Parameter, torch.Tensor], None]
+
+
+class InRounds(Protocol):
+    """What a step in rounds asks of the model."""
+
+    def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
+        """Begins a round, in which the ranks run these."""
+
+    def idle(self, deliver: Deliver) -> None:
+        """Takes part in a round in which this rank runs nothing.
+
+        Args:
+            deliver: takes what is taken for a parameter, and this rank's rows of its gradient.
+        """
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,7 @@ def train_step(
     *,
     prepare: Callable[[MicroBatch], None] | None = None,
     delivering: Delivering | None = None,
-    idle: Idle | None = None,
+    in_rounds: InRounds | None = None,
     clip: float | None = None,
     comm_bucket_bytes: int = COMM_BUCKET_BYTES,
     state: str = "",
@@ -103,7 +115,7 @@ def train_step(
         groups: the process groups the step was planned for.
         prepare: compiles what a micro-batch needs, before seconds are measured.
         delivering: lets backward hand over gradients before it ends; None: it does not.
-        idle: takes part in a round in which this rank runs nothing; for a store in rounds.
+        in_rounds: the model, for a store whose parameters are gathered.
         clip: largest norm of all gradients together; longer ones are scaled down to it.
         comm_bucket_bytes: gradients that are sent at once.
         state: of the model, as text: the same on every rank.
@@ -135,13 +147,15 @@ def train_step(
     groups.prepare(step.plan.ranges)
     total = _total_weight(step, groups)
     with _beside_earlier(store):
-        if prepare is not None:
-            for mb in step.micro_batches:
-                prepare(mb)
+        turns = _turns(step, store, groups)
+        for turn in turns:
+            if in_rounds is not None:
+                in_rounds.begin(turn.together)
+            if prepare is not None and turn.own is not None:
+                prepare(turn.own)
         reduction = store.reduction(comm_bucket_bytes)
         clock = Clock(groups.device)
-        turns = _turns(step, store, groups)
-        share = _run(call, turns, total, groups, reduction, delivering, idle, clock)
+        share = _run(call, turns, total, groups, reduction, delivering, in_rounds, clock)
         reduction.finish()
         clock.mark()
     *micro_batch_s, reduction_s = clock.spans_s()
@@ -236,26 +250,40 @@ def _beside_earlier(store: WholeStore) -> Iterator[None]:
             p.grad = grad if p.grad is None else grad.add_(p.grad)
 
 
-def _turns(step: Step, store: WholeStore, groups: Groups) -> list[MicroBatch | None]:
-    """Returns what this rank runs in turn; None: it takes part in what others run."""
-    mine = {mb.number: mb for mb in step.micro_batches}
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a rank does next.
+
+    Attributes:
+        own: what it runs; None: nothing, but it takes part in what others run.
+        together: what all ranks run in this round; empty: ranks go on without each other.
+    """
+
+    own: MicroBatch | None
+    together: tuple[PlannedMicroBatch, ...] = ()
+
+
+def _turns(step: Step, store: WholeStore, groups: Groups) -> list[_Turn]:
+    """Returns what this rank does, in order."""
     if not store.in_rounds:
-        return [*step.micro_batches]
-    numbered = [(number, mb.ranks) for number, mb in enumerate(step.plan.micro_batches)]
+        return [_Turn(mb) for mb in step.micro_batches]
+    mine = {mb.number: mb for mb in step.micro_batches}
+    every = step.plan.micro_batches
     found = []
-    for together in rounds(numbered, groups.world):
-        found.append(next((mine[number] for number, _ in together if number in mine), None))
+    for numbers in rounds([mb.ranks for mb in every], groups.world):
+        own = next((mine[n] for n in numbers if n in mine), None)
+        found.append(_Turn(own, tuple(every[n] for n in numbers)))
     return found
 
 
 def _run(
     call: ModelCall,
-    turns: Sequence[MicroBatch | None],
+    turns: Sequence[_Turn],
     total: float,
     groups: Groups,
     reduction: Reduction,
     delivering: Delivering | None,
-    idle: Idle | None,
+    in_rounds: InRounds | None,
     clock: Clock,
 ) -> float:
     """Returns this rank's part of the step's loss; groups count on their first rank.
@@ -263,15 +291,18 @@ def _run(
     Marks the clock before the first micro-batch and after each.
     """
     losses = []
-    counts = [mb is not None and mb.weight != 0 for mb in turns]
+    counts = [turn.own is not None and turn.own.weight != 0 for turn in turns]
     last = max((i for i, each in enumerate(counts) if each), default=-1)
     clock.mark()
-    for i, mb in enumerate(turns):
+    for i, turn in enumerate(turns):
+        mb = turn.own
+        if in_rounds is not None:
+            in_rounds.begin(turn.together)
         if mb is None or not counts[i]:
             # Every label ignored: a mean over nothing is NaN, and NaN * 0 too. All of the group
             # skip it.
-            if idle is not None:
-                idle(reduction.deliver)
+            if in_rounds is not None:
+                in_rounds.idle(reduction.deliver)
             if mb is not None:
                 clock.mark()
             continue

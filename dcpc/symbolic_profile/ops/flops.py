@@ -64,8 +64,8 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
         return Cost("collective", ZERO, bytes_moved, sent, ranks, name)
     if name in ROWS:
         ranks = argument(node, "ranks")
-        given = [facts.of(n)[0] for n in node.args[0]]
-        own = given if name == "dcpc::gather_rows" else fresh[:-1]
+        gathers = name == "dcpc::gather_rows"
+        own = [facts.of(n)[0] for n in argument(node, "rows")] if gathers else fresh[:-1]
         sent = (ranks - 1) * total(tuple(t.size_bytes for t in own))
         return Cost("collective", ZERO, bytes_moved, sent, ranks, ROWS[name], len(own))
     if name in RINGS:

@@ -181,7 +181,7 @@ def setup_of(seed: int, world: int = 1) -> Setup:
         sp=pick(("auto", "auto", "auto", *divisors)), recompute=pick(("auto", "none", "all")),
         attention=pick(("auto", "auto", "ring", "heads")), splitting=flag(0.6),
         comm=pick((1, 300, 2000, 25_000_000)),
-        parameters=pick(("whole", "whole", "step", "pull")),
+        parameters=pick(("whole", "whole", "step", "pull", "rounds", "rounds")),
     )  # fmt: skip
 
 

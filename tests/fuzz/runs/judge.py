@@ -5,14 +5,13 @@ The promises are those of docs/train.md and of the loader's docstring.
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import math
 import random
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -40,6 +39,7 @@ class WrongError(Exception):
 def compiled_of(setup: Setup) -> tuple[dcpc.CompiledModel, dict[str, Tensor]]:
     """Returns a compiled model, which neighbouring runs share, and what it holds at first."""
     model = Model(setup)
+    begin = {n: x.clone() for n, x in model.state_dict().items()}
     sizes = [
         {**dict(zip(setup.names, size, strict=True)), **({"batch": limit} if limit else {})}
         for size, limit in setup.sizes
@@ -52,7 +52,7 @@ def compiled_of(setup: Setup) -> tuple[dcpc.CompiledModel, dict[str, Tensor]]:
     compiled.comm_bucket_bytes = setup.comm
     if setup.head == "late":
         model.freeze()
-    return compiled, {n: x.clone() for n, x in model.state_dict().items()}
+    return compiled, begin
 
 
 def judge(run: Run) -> Outcome:
@@ -63,7 +63,7 @@ def judge(run: Run) -> Outcome:
             compiled, begin = compiled_of(run.setup)
             compiled.load_state_dict(begin)
             compiled.train().zero_grad()
-            training = Training(run, compiled)
+            training = Training(run, compiled, begin)
             try:
                 training.train()
             finally:
@@ -82,9 +82,14 @@ def judge(run: Run) -> Outcome:
 class Training:
     """One run, by both."""
 
-    def __init__(self, run: Run, compiled: dcpc.CompiledModel) -> None:
+    def __init__(
+        self, run: Run, compiled: dcpc.CompiledModel, begin: Mapping[str, Tensor]
+    ) -> None:
         self.run, self.compiled, self.model = run, compiled, compiled.model
-        self.plain = copy.deepcopy(compiled.model)
+        self.plain = Model(run.setup)
+        if run.setup.head == "late":
+            self.plain.freeze()
+        self.plain.load_state_dict(begin)
         self.data = (Declared if run.declared else Data)(run)
         self.loader = self.made(run.options)
         self.options = run.options
@@ -200,7 +205,10 @@ class Training:
             optimizer.step()
             model.zero_grad(set_to_none=self.run.seed % 2 == 0)
         own = dict(self.model.named_parameters())
+        kept = dict(self.compiled.named_parameters())
         for name, p in self.plain.named_parameters():
+            if own[name].is_meta:  # ranks have their rows of it alone
+                own[name] = kept[name].full_tensor()
             close(f"parameter {name}", own[name], p)
 
     def change(self) -> None:
