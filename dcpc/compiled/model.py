@@ -91,7 +91,9 @@ class CompiledModel(nn.Module):
         setting = self._dispatch.setting(bucket)
         self._calls += 1
         if self._store.in_rounds:  # all ranks gather parameters together, whatever each runs
-            agree(self.groups, self.groups.world, "call of every rank", f"number {self._calls}")
+            problem = problem or self._store.follow(self.model.parameters())
+            text = f"number {self._calls}{PART}{problem or ''}"
+            agree(self.groups, self.groups.world, "call of every rank", text)
         if setting.sp > 1:
             batch = sizes.get(BATCH, 1)
             what = [f"{bucket} with batch {batch}, call {self._calls}", str(self.plans[bucket])]
@@ -216,6 +218,11 @@ class CompiledModel(nn.Module):
         traces = [v.traced for v in used.values()]
         found = [packable(t.program, t.sharding.rules) for t in traces]
         return next((p for p in found if p.reason), found[0])
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether all ranks wait for each other after each micro-batch of a step."""
+        return self.planned.in_rounds
 
     @property
     def node_ranks(self) -> int:

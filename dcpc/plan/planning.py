@@ -16,6 +16,7 @@ from dcpc.fx.garbage import without_collection
 from dcpc.ir import BucketPlan, Placement, Profile, Program
 from dcpc.plan.attention_report import attention_lines
 from dcpc.plan.choose import FASTER, TriedRow, choose, crossover_lines, least_recompute
+from dcpc.plan.gather_report import gather_lines
 from dcpc.plan.placements import NEAR
 from dcpc.plan.priced import Priced
 from dcpc.plan.progress import tracked
@@ -53,7 +54,7 @@ class PlanRequest:
         world: number of ranks.
         residents: bytes of each tensor among them.
         step_bytes: what the optimizer's step takes besides, when backward's memory is free again.
-        parameters: who holds them: "whole", "step" or "pull".
+        parameters: who holds them: "whole", "step", "pull" or "rounds".
     """
 
     sps: tuple[int, ...]
@@ -107,6 +108,8 @@ class Planned:
         for note in dict.fromkeys(note for v in self.traces for note in v.traced.program.notes):
             alike.setdefault(re.sub(r"_\d+", "", note), []).append(note)
         notes = [first + f" (and {len(m)} more like it)" * bool(m) for first, *m in alike.values()]
+        priced = {bucket: v.priced for bucket, v in self.by_bucket.items()}
+        notes += gather_lines(priced, self.plans)
         near = sum(v.priced.placements.near_count for v in self.traces)
         if near:
             notes.append(
@@ -120,6 +123,11 @@ class Planned:
                 "of one size may be further off"
             )
         return tuple(notes)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether ranks gather parameters from each other while they run."""
+        return self.request.parameters == "rounds"
 
     @property
     def traces(self) -> tuple[Runnable, ...]:

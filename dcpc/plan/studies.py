@@ -137,6 +137,11 @@ class Study:
         return self._structure.gathers_again(menu_step)
 
     @property
+    def turn(self) -> int | None:
+        """Steps of recompute before the one that gathers parameters again; None: none does."""
+        return self._structure.turn
+
+    @property
     def priced(self) -> AbstractSet[int]:
         """The numbers of steps of recompute whose costs are known at any sizes."""
         return self._structure.costs.keys()

@@ -45,8 +45,9 @@ def checksum(tensor: Tensor) -> int:
     """
     with torch.no_grad():
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        if flat.storage_offset() * flat.itemsize % 8:
-            flat = flat.clone()  # words begin at a multiple of 8 bytes
+        if flat.storage_offset() * flat.itemsize % 8 or flat.stride() != (1,):
+            # Words begin at a multiple of 8 bytes; one element may have any stride.
+            flat = flat.clone(memory_format=torch.contiguous_format)
         raw = flat.view(torch.uint8)
         whole = raw.numel() // 8 * 8
         rest = raw[whole:].tolist()

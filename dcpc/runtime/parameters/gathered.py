@@ -8,7 +8,7 @@ rank's rows of them are added up.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -192,21 +192,3 @@ class RoundSum(Reduction):
     def finish(self) -> None:
         """Sets `grad` of what is kept to this rank's rows of the sum."""
         self._store.finish()
-
-
-def rounds(ranks: Sequence[Sequence[int]], world: int) -> list[list[int]]:
-    """Returns the numbers of the micro-batches of each round, of which no two share a rank.
-
-    Args:
-        ranks: of each micro-batch, in a step's global order, which a rank's own keep.
-        world: ranks there are.
-    """
-    free = [0] * world  # first round in which a rank has nothing to do
-    found: list[list[int]] = []
-    for number, own in enumerate(ranks):
-        at = max(free[r] for r in own)
-        for r in own:
-            free[r] = at + 1
-        found += [[] for _ in range(at + 1 - len(found))]
-        found[at].append(number)
-    return found

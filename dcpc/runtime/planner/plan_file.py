@@ -114,7 +114,7 @@ def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
     }
     placed = [_micro_batch(entry, table, rows, where) for entry in data["micro_batches"]]
     return replace(
-        step_plan(placed, table.world),
+        step_plan(placed, table.world, in_rounds=table.in_rounds),
         bound_s=float(data["bound_s"]),
         binds=str(data["binds"]),
         mode=data["mode"],

@@ -7,7 +7,7 @@ in a circle, and ranks that share nothing never wait at all: the step ends when 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +67,7 @@ class StepPlan:
         binds: what keeps the plan from being faster.
         mode: which planner made it.
         table: hash of the plan table it was made from.
+        in_rounds: whether all ranks wait for each other after each micro-batch.
     """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
@@ -76,6 +77,17 @@ class StepPlan:
     binds: str = ""
     mode: Mode = "inter"
     table: str = ""
+    in_rounds: bool = False
+
+    @property
+    def free_s(self) -> float:
+        """Predicted seconds of the same micro-batches where ranks run free of each other."""
+        return max(timeline(self.micro_batches, len(self.busy_s))[2], default=0.0)
+
+    @property
+    def lockstep_s(self) -> float:
+        """Predicted seconds of the same micro-batches in rounds."""
+        return max(timeline(self.micro_batches, len(self.busy_s), in_rounds=True)[2], default=0.0)
 
     @property
     def imbalance(self) -> float:
@@ -112,28 +124,56 @@ class StepPlan:
         return tuple(mb for mb in self.micro_batches if rank in mb.ranks)
 
 
+def rounds(ranks: Sequence[Sequence[int]], world: int) -> list[list[int]]:
+    """Returns the numbers of the micro-batches of each round, of which no two share a rank.
+
+    Args:
+        ranks: of each micro-batch, in a step's global order, which a rank's own keep.
+        world: ranks there are.
+    """
+    free = [0] * world  # first round in which a rank has nothing to do
+    found: list[list[int]] = []
+    for number, own in enumerate(ranks):
+        at = max(free[r] for r in own)
+        for r in own:
+            free[r] = at + 1
+        found += [[] for _ in range(at + 1 - len(found))]
+        found[at].append(number)
+    return found
+
+
 def timeline(
-    micro_batches: Iterable[PlannedMicroBatch], world: int
+    micro_batches: Sequence[PlannedMicroBatch], world: int, *, in_rounds: bool = False
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     """Returns when each micro-batch begins, and each rank's busy seconds and end, all in seconds.
 
-    A micro-batch begins when the last of its ranks has ended the one before.
+    A micro-batch begins when the last of its ranks has ended the one before, in rounds when all
+    ranks have.
     """
     free_s, busy_s = [0.0] * world, [0.0] * world
-    begins = []
-    for mb in micro_batches:
-        begin_s = max(free_s[r] for r in mb.ranks)
-        begins.append(begin_s)
-        for r in mb.ranks:
-            free_s[r] = begin_s + mb.seconds_s
-            busy_s[r] += mb.seconds_s
+    begins = [0.0] * len(micro_batches)
+    together = rounds([mb.ranks for mb in micro_batches], world) if in_rounds else [
+        [number] for number in range(len(micro_batches))
+    ]  # fmt: skip
+    for numbers in together:
+        if in_rounds:
+            free_s = [max(free_s)] * world
+        for number in numbers:
+            mb = micro_batches[number]
+            begins[number] = begin_s = max(free_s[r] for r in mb.ranks)
+            for r in mb.ranks:
+                free_s[r] = begin_s + mb.seconds_s
+                busy_s[r] += mb.seconds_s
     return tuple(begins), tuple(busy_s), tuple(free_s)
 
 
-def step_plan(micro_batches: Sequence[PlannedMicroBatch], world: int) -> StepPlan:
+def step_plan(
+    micro_batches: Sequence[PlannedMicroBatch], world: int, *, in_rounds: bool = False
+) -> StepPlan:
     """Returns the plan that runs micro-batches in the order given, with its predicted seconds."""
-    _, busy_s, end_s = timeline(micro_batches, world)
-    return StepPlan(tuple(micro_batches), busy_s, max(end_s, default=0.0))
+    _, busy_s, end_s = timeline(micro_batches, world, in_rounds=in_rounds)
+    last_s = max(end_s, default=0.0)
+    return StepPlan(tuple(micro_batches), busy_s, last_s, in_rounds=in_rounds)
 
 
 def better(plan: StepPlan, best: StepPlan, most: int, gain: float) -> bool:

@@ -19,6 +19,10 @@ class Source(Protocol):
     def tables(self) -> Mapping[Bucket, Sequence[PlanRow]]:
         """Every setting of each bucket: what the mode "auto" chooses from."""
 
+    @property
+    def in_rounds(self) -> bool:
+        """Whether all ranks wait for each other after each micro-batch."""
+
 
 class Compiled(Source, Protocol):
     """A model compiled for some buckets on some ranks."""

@@ -54,7 +54,7 @@ def _compared(plan: StepPlan, again: StepPlan) -> str:
 
 def _lines(plan: StepPlan, world: int) -> list[str]:
     samples = sum(len(mb.sample_ids) for mb in plan.micro_batches)
-    begins, busy_s, end_s = timeline(plan.micro_batches, world)
+    begins, busy_s, end_s = timeline(plan.micro_batches, world, in_rounds=plan.in_rounds)
     lines = [
         f"{samples} samples in {len(plan.micro_batches)} micro-batches on {world} ranks, mode "
         f"{plan.mode}, plan table {plan.table}",
@@ -75,6 +75,7 @@ def _lines(plan: StepPlan, world: int) -> list[str]:
         )
     lines += [
         f"predicted {plan.makespan_s:.4g} s, imbalance {plan.imbalance:.1%}",
+        f"ranks free of each other {plan.free_s:.4g} s, in rounds {plan.lockstep_s:.4g} s",
         f"lower bound {plan.bound_s:.4g} s, gap {plan.gap:.1%}",
         f"what binds: {plan.binds}",
     ]

@@ -27,7 +27,7 @@ from dcpc.runtime.planner.batch import lower_bound, tabulate
 from dcpc.runtime.planner.deal import Price, assign, cuts, deal
 from dcpc.runtime.planner.fit import fitted
 from dcpc.runtime.planner.padding import share_padding
-from dcpc.runtime.planner.plans import Mode, PlannedMicroBatch, StepPlan, better
+from dcpc.runtime.planner.plans import Mode, PlannedMicroBatch, StepPlan, better, step_plan
 from dcpc.runtime.planner.table import PlanTable
 
 # A plan of another kind must end this much earlier to be taken: it brings more variants.
@@ -85,9 +85,10 @@ def plan_step(
     work = tabulate(keys, table.padded_cost if allowed.pads else table.cost)
     bound_s = lower_bound(work)
     if mode == "auto":
-        best = _best(_auto(samples, table, allowed.pads, bound_s), allowed, bound_s)
+        found = _auto(samples, table, allowed.pads, bound_s)
+        best = _best(map(partial(_timed, table), found), allowed, bound_s)
     else:
-        best = deal(samples, _first_rows(table), table.world, allowed.most)
+        best = _timed(table, deal(samples, _first_rows(table), table.world, allowed.most))
     bound_s = min(bound_s, best.makespan_s)
     named = replace(best, bound_s=bound_s, mode=mode, table=table.hash)
     return replace(named, binds=_binds(named, float(work.area @ work.counts) / table.world))
@@ -102,6 +103,13 @@ def _best(candidates: Iterator[StepPlan], allowed: Allowed, bound_s: float) -> S
         if allowed.holds(best) and best.makespan_s * (1 - _GAIN) <= bound_s:
             break  # no plan gains enough
     return best
+
+
+def _timed(table: PlanTable, plan: StepPlan) -> StepPlan:
+    """Returns a plan with its seconds as ranks run: free of each other, or in rounds."""
+    if not table.in_rounds:
+        return plan
+    return step_plan(plan.micro_batches, table.world, in_rounds=True)
 
 
 def _first_rows(table: PlanTable) -> dict[Bucket, PlanRow]:
@@ -221,8 +229,9 @@ def _binds(plan: StepPlan, floor_s: float) -> str:
     work = f"work at its cheapest takes {floor_s:.3g} s of every rank"
     if plan.bound_s > 1.02 * floor_s:
         work += f", the longest samples force {plan.bound_s:.3g} s"
+    price = f", {plan.makespan_s / plan.free_s - 1:.1%} of it for rounds" if plan.in_rounds else ""
     return (
-        f"{work}; ranks idle {plan.imbalance:.1%} of {plan.makespan_s:.3g} s; the longest "
+        f"{work}; ranks idle {plan.imbalance:.1%} of {plan.makespan_s:.3g} s{price}; the longest "
         f"micro-batch, {len(longest.sample_ids)} of {longest.bucket} at sp={longest.sp}, takes "
         f"{longest.seconds_s:.3g} s"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -34,6 +34,7 @@ class PlanTable:
         world: number of ranks.
         node_ranks: ranks of a node: a group of at most so many is never spread over two.
         aligned: groups may only be aligned blocks whose size divides `world`.
+        in_rounds: all ranks wait for each other after each micro-batch.
         cost: the same for the lower bound.
         hash: a short text, equal for equal tables.
     """
@@ -43,6 +44,7 @@ class PlanTable:
     world: int
     node_ranks: int
     aligned: bool = False
+    in_rounds: bool = False
     cost: TableCost = field(init=False, repr=False, compare=False)
     hash: str = field(init=False, compare=False)
 
@@ -106,6 +108,7 @@ class PlanTable:
             "buckets": [bucket.sizes for bucket in self.buckets],
             "rows": [[[r.sp, r.micro_batch, r.menu_step, r.seconds_s] for r in own]
                      for own in self.rows],
+            **({"in_rounds": True} if self.in_rounds else {}),
         }  # fmt: skip
 
     @classmethod
@@ -121,6 +124,7 @@ class PlanTable:
             world=int(data["world"]),
             node_ranks=int(data["node_ranks"]),
             aligned=bool(data["aligned"]),
+            in_rounds=bool(data.get("in_rounds", False)),
         )  # fmt: skip
 
 
@@ -146,8 +150,10 @@ def mode_table(
         PlanError: a bucket has no row that fits.
     """
     if mode == "auto":
-        return make_table(source.tables, world, node_ranks, aligned)
-    return own_settings(source.plans, world, node_ranks)
+        found = make_table(source.tables, world, node_ranks, aligned)
+    else:
+        found = own_settings(source.plans, world, node_ranks)
+    return replace(found, in_rounds=True) if source.in_rounds else found
 
 
 def make_table(

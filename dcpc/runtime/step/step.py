@@ -22,10 +22,9 @@ from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
-from dcpc.runtime.parameters.gathered import rounds
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, summary, trained
 from dcpc.runtime.parameters.store import WholeStore
-from dcpc.runtime.planner.plans import PlannedMicroBatch, imbalance
+from dcpc.runtime.planner.plans import PlannedMicroBatch, imbalance, rounds
 from dcpc.runtime.step.clock import Clock
 
 ModelCall = Callable[[MicroBatch, Mapping[str, torch.Tensor]], torch.Tensor]

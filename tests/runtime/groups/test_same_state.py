@@ -17,6 +17,7 @@ from dcpc.runtime.groups.same_state import checksum, share_of
         torch.arange(11, dtype=torch.uint8),
         torch.tensor(True),
         torch.ones(1).expand(4),
+        torch.arange(6)[::2][1:2],  # one element, two apart from the next
         torch.randn(70_000, dtype=torch.float64),  # more than a chunk
     ],
 )
