@@ -24,6 +24,7 @@ class FakeCompiled:
     plans: dict[Bucket, BucketPlan]
     groups: Groups
     node_ranks: int = 8
+    in_rounds: bool = False
     other_tables: Mapping[Bucket, Sequence[PlanRow]] | None = None
 
     @property
