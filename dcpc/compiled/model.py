@@ -12,7 +12,8 @@ from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import delivering, wire_log
 from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.dispatch import Dispatch
-from dcpc.errors import DispatchError
+from dcpc.compiled.materialize import Init, made_real, on_meta
+from dcpc.errors import DcpcError, DispatchError
 from dcpc.ir import Packable, Profile, Program
 from dcpc.passes.masks.packable import packable
 from dcpc.plan.following import Followed
@@ -25,6 +26,8 @@ from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
 from dcpc.runtime.parameters.modes import store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
+from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.parameters.unmade import UnmadeStore
 from dcpc.runtime.step.stats import Stats, log_step
 from dcpc.runtime.step.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.symbolic_profile import Prediction
@@ -58,7 +61,9 @@ class CompiledModel(nn.Module):
         self.groups = groups
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
-        self._store = store_of(planned.request.parameters, model.parameters(), groups)
+        self._store: WholeStore = UnmadeStore(groups)
+        if not on_meta(model):
+            self._store = store_of(planned.request.parameters, model.parameters(), groups)
         self._followed = Followed(model, buckets, planned)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._dispatch = Dispatch(buckets, planned, groups, base_seed)
@@ -78,15 +83,17 @@ class CompiledModel(nn.Module):
 
         Raises:
             DispatchError: names, dtypes or shapes match no bucket, the model changed since it
-                was compiled, or a gradient is asked for and ranks share out the parameters.
+                was compiled or was not materialized, or a gradient is asked for and ranks share
+                out the parameters.
             GroupError: ranks of the SP group passed different shapes, or different values of
                 inputs that are no floats.
         """
+        self._store.check_ready("a call")
         if torch.is_grad_enabled():
             self._refuse_by_hand("a call with gradients")
         inputs = self._dispatch.named(args, inputs)
         bucket, sizes = self._dispatch.match(inputs)
-        problem = self._followed.problem(self.model)
+        problem = self._problem()
         setting = self._dispatch.setting(bucket)
         if setting.sp > 1:
             self._calls += 1
@@ -117,7 +124,8 @@ class CompiledModel(nn.Module):
         """
         check_step(step)
         dispatch = self._dispatch
-        problem = self._followed.problem(self.model) or self._store.follow(self.model.parameters())
+        self._store.check_ready("a train step")
+        problem = self._store.follow(self.model.parameters()) or self._problem()
         state, check = self._agreed.of_step(problem)
         try:
             with dispatch.own_casts():
@@ -141,6 +149,29 @@ class CompiledModel(nn.Module):
                 log(step, result)
         return result
 
+    def materialize(self, init: Init = None) -> None:
+        """Gives a model that was compiled on the meta device memory and values.
+
+        `dcpc.materialize` says how. Collective over all ranks.
+        """
+        if not isinstance(self._store, UnmadeStore):
+            raise DispatchError(
+                "dcpc.materialize: got a compiled model that has its memory; expected one whose "
+                "model was on the meta device at compile, once; leave the call out, or load other "
+                "values with compiled.load_state_dict"
+            )
+        problem = self._followed.problem(self.model)
+        if problem is not None:
+            raise problem
+        self._store = made_real(self.model, self.planned.request.parameters, self.groups, init)
+        self._followed.materialized(self.model)
+        if init == "empty":  # what is compared with the model waits for values
+            return
+        found = self.verifier.postponed_problem()
+        agree(self.groups, self.groups.world, "verification", str(found or ""))
+        if found is not None:
+            raise found
+
     def log_to(self, logger: Callable[[Step, StepResult], None]) -> None:
         """Has rank 0 call this after each train step, e.g. a `dcpc.TensorBoardLogger`."""
         self._loggers.append(logger)
@@ -151,6 +182,7 @@ class CompiledModel(nn.Module):
         Raises:
             DispatchError: ranks share out the parameters.
         """
+        self._store.check_ready("reduce_gradients")
         self._refuse_by_hand("reduce_gradients")
         state, check = self._agreed.of_step(None)
         reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
@@ -299,6 +331,10 @@ class CompiledModel(nn.Module):
         self.model.train(mode)
         self.training = mode
         return self
+
+    def _problem(self) -> DcpcError | None:
+        """Returns what is in the way of a call, for ranks to tell each other; None: nothing."""
+        return self._followed.problem(self.model) or self.verifier.postponed_problem()
 
     def _refuse_by_hand(self, what: str) -> None:
         mode = self.planned.request.parameters

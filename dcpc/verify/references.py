@@ -104,7 +104,9 @@ class References:
         each = buckets.by_ones().values()
         self.groups = [(mine, planned.by_bucket[next(iter(mine))].traced) for mine in each]
         parameter = next(model.parameters(), None)
-        self.device = torch.device("cpu") if parameter is None else parameter.device
+        self.device = torch.device("cpu")
+        if parameter is not None and not parameter.is_meta:  # else it gets values on the CPU
+            self.device = parameter.device
         self.points = [points(mine, v.program.hints) for mine, v in self.groups]
         self.spent_s = 0.0
         self._start_s = self._until_s = self._spare_s = 0.0
