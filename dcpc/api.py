@@ -117,7 +117,8 @@ def materialize(compiled: CompiledModel, init: Init = None) -> None:
     Modules come in the order of `nn.Module.apply`, children first, each once; only those with
     parameters or buffers of their own on the meta device. Random numbers are rank 0's on all ranks:
     after `torch.manual_seed` values are bit for bit those of the plain model made on the CPU, if
-    its modules are initialised in that order. A tied parameter has what its first module gives it.
+    its modules are initialised in that order. A tied parameter then has what its first module gives
+    it; with a function as `init` what its last one does, as with `nn.Module.apply`.
     The parameters of the model are other objects afterwards, as after `nn.Module.to_empty`.
 
     Args:

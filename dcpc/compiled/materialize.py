@@ -103,7 +103,7 @@ class _Filling:
         made: id of a parameter on the meta device -> the store's own.
         device: where they are.
         buffers: id of a buffer on the meta device -> one with values.
-        filled: ids of the parameters that have values.
+        filled: ids of the tensors on the meta device for which there are values.
         digest: of all values in their order.
     """
 
@@ -115,19 +115,17 @@ class _Filling:
     digest: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     def take(self, at: Tensor, value: Tensor) -> None:
-        """Takes a value for a parameter or buffer of the meta device; of a tied one the first.
+        """Takes a value for a parameter or buffer of the meta device, in place of one before.
 
         Args:
             at: on the meta device.
             value: of its shape, whole.
         """
-        if id(at) in self.filled or id(at) in self.buffers:
-            return
         self.digest.update(checksum(value).to_bytes(8, "little"))
         if id(at) not in self.made:
             self.buffers[id(at)] = value.detach()
-            return
-        self.store.fill(self.made[id(at)], value.detach())
+        else:
+            self.store.fill(self.made[id(at)], value.detach())
         self.filled.add(id(at))
 
 
@@ -139,7 +137,7 @@ def _fill(
         with _random_numbers_of_first(groups), torch.no_grad():
             for each in modules:
                 if isinstance(init, str):
-                    for tensor in each.own.values():
+                    for tensor in each.own.values():  # one that is tied gets the same again
                         filling.take(tensor, _unset(tensor, filling.device, whole=False))
                 else:
                     _initialise(each, filling, init)
@@ -175,7 +173,10 @@ def _initialise(each: _MetaModule, filling: _Filling, init: Callable[..., object
             f"({each.tensors}): modules get their values one by one, children first; pass an init= "
             "that gives each module its own values"
         )
-    unset = [name for name, at in each.own.items() if not _is_set(now.get(name), at, places, log)]
+    values = {
+        n: t for n, at in each.own.items() if (t := _value(now.get(n), at, places, log)) is not None
+    }
+    unset = [n for n, at in each.own.items() if n not in values and id(at) not in filling.filled]
     if unset:
         raise DispatchError(
             f"dcpc.materialize: {each} was initialised and '{unset[0]}' "
@@ -183,18 +184,28 @@ def _initialise(each: _MetaModule, filling: _Filling, init: Callable[..., object
             "dtype or device; expected values for each: what __init__ computes on the meta device "
             "is lost; pass an init= that writes it"
         )
-    for name, at in each.own.items():
-        value = now[name]
-        assert value is not None, "it is set"
-        filling.take(at, value)
+    tied = filling.filled & real.keys() if init is None else set[int]()
+    for name, value in values.items():
+        if id(each.own[name]) not in tied:  # of the first module alone: tied after it was made
+            filling.take(each.own[name], value)
 
 
-def _is_set(now: Tensor | None, at: Tensor, places: Mapping[int, int], log: WriteLog) -> bool:
-    """Whether a tensor of a module, as init left it, was given values."""
+def _value(
+    now: Tensor | None, at: Tensor, places: Mapping[int, int], log: WriteLog
+) -> Tensor | None:
+    """Returns a tensor of a module, as init left it, if that gave it values.
+
+    Args:
+        now: it.
+        at: on the meta device.
+        places: id of one on the meta device -> where what init was given for it lies.
+        log: what init wrote to.
+    """
     if now is None or now.is_meta or now.shape != at.shape or now.dtype != at.dtype:
-        return False
+        return None
     place = now.untyped_storage().data_ptr()
-    return at.numel() == 0 or place != places[id(at)] or place in log.places
+    was_set = at.numel() == 0 or place != places[id(at)] or place in log.places
+    return now if was_set else None
 
 
 def _unset(at: Tensor, device: torch.device, whole: bool = True) -> Tensor:
