@@ -89,7 +89,7 @@ class LargeModel:
 
 
 FULL = LargeModel(
-    GPTConfig(dim=512, n_layers=12, n_heads=8), torch.float32, 204_000_000, (32, 64, 128, 256),
+    GPTConfig(dim=512, n_layers=12, n_heads=8), torch.float32, 203_800_000, (32, 64, 128, 256),
     tokens_per_step=768, steps=6, tolerance=1e-4,
 )  # fmt: skip
 CHECK = LargeModel(
@@ -109,6 +109,7 @@ class LargeRank:
         start_bytes: the most that it held while the model got its values.
         measured_bytes: the most that it held in a step.
         step_s: seconds of all steps.
+        plans: a line for each bucket.
     """
 
     losses: tuple[float, ...]
@@ -117,6 +118,7 @@ class LargeRank:
     start_bytes: int
     measured_bytes: int
     step_s: float
+    plans: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,13 @@ def train(rank: int, setting: LargeModel, mode: str, data: StdlibSource) -> Larg
         predicted = max([predicted, *counted])
         samples.append(tuple(i for mb in step.plan.micro_batches for i in mb.sample_ids))
     seconds = time.perf_counter() - begin_s
-    return LargeRank(tuple(losses), tuple(samples), predicted, start_bytes, measured, seconds)
+    plans = tuple(
+        f"{bucket}: sp {p.sp}, micro-batch {p.micro_batch}, recompute {p.menu_step} of {p.steps}"
+        for bucket, p in compiled.plans.items()
+    )
+    return LargeRank(
+        tuple(losses), tuple(samples), predicted, start_bytes, measured, seconds, plans
+    )
 
 
 def _step(
@@ -258,30 +266,37 @@ def refused(console: Console, setting: LargeModel) -> dict[str, str]:
 
 
 def report(
-    console: Console, setting: LargeModel, ranks: Sequence[LargeRank], expected: Sequence[float]
+    console: Console,
+    setting: LargeModel,
+    data: StdlibSource,
+    ranks: Sequence[LargeRank],
+    expected: Sequence[float],
 ) -> None:
-    """Shows losses and peaks."""
-    columns = ("step", "samples", "loss", "plain model", "relative difference")
+    """Shows the plan, losses and peaks."""
+    for line in ranks[0].plans:
+        console.print(line, highlight=False, markup=False)
+    columns = ("step", "tokens of its samples", "loss", "plain model", "relative difference")
     table = Table(*columns, title="the same steps", title_justify="left")
     steps = zip(ranks[0].samples, ranks[0].losses, expected, strict=True)
     for number, (samples, loss, own) in enumerate(steps):
         table.add_row(
             str(number),
-            str(len(samples)),
+            " ".join(str(n) for n in sorted(data.dims(i)["seq"] for i in samples)),
             f"{loss:.6f}",
             f"{own:.6f}",
             f"{abs(loss / own - 1):.1e}",
         )
     console.print(table)
     columns = ("rank", "start MB", "predicted MB", "measured MB", "memory MB")
-    title = "the most that a rank holds, its share of what all ranks map included"
+    title = "the most that a rank holds"
     table = Table(*columns, title=title, title_justify="left")
     for number, each in enumerate(ranks):
         sizes = (each.start_bytes, each.predicted_bytes, each.measured_bytes, setting.memory_bytes)
         table.add_row(str(number), *(f"{x / MB:.1f}" for x in sizes))
     console.print(table)
     console.print(
-        "start: while the model gets its values; predicted and measured: in a step\n"
+        "start: while the model gets its values; predicted and measured: in a step; the rank's\n"
+        "share of what all ranks map included\n"
         f"{ranks[0].step_s / setting.steps:.1f} s a step, measuring included"
     )
 
@@ -311,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> Trained:
         train, RANKS, setting, options.parameters, data, timeout_s=TIMEOUT_S, fork=True
     )
     expected = plain(setting, data, ranks[0].samples)
-    report(console, setting, ranks, expected)
+    report(console, setting, data, ranks, expected)
     pairs = zip(ranks[0].losses, expected, strict=True)
     difference = max(abs(loss / own - 1) for loss, own in pairs)
     if difference > setting.tolerance:

@@ -13,7 +13,7 @@ from dcpc.codegen import delivering, wire_log
 from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.dispatch import Dispatch
 from dcpc.compiled.materialize import Init, made_real, on_meta
-from dcpc.errors import DcpcError, DispatchError
+from dcpc.errors import DispatchError
 from dcpc.ir import Packable, Profile, Program
 from dcpc.passes.masks.packable import packable
 from dcpc.plan.following import Followed
@@ -93,7 +93,7 @@ class CompiledModel(nn.Module):
             self._refuse_by_hand("a call with gradients")
         inputs = self._dispatch.named(args, inputs)
         bucket, sizes = self._dispatch.match(inputs)
-        problem = self._problem()
+        problem = self._followed.problem(self.model) or self.verifier.postponed_problem()
         setting = self._dispatch.setting(bucket)
         if setting.sp > 1:
             self._calls += 1
@@ -125,7 +125,11 @@ class CompiledModel(nn.Module):
         check_step(step)
         dispatch = self._dispatch
         self._store.check_ready("a train step")
-        problem = self._store.follow(self.model.parameters()) or self._problem()
+        problem = (
+            self._followed.problem(self.model)
+            or self._store.follow(self.model.parameters())
+            or self.verifier.postponed_problem()
+        )
         state, check = self._agreed.of_step(problem)
         try:
             with dispatch.own_casts():
@@ -331,10 +335,6 @@ class CompiledModel(nn.Module):
         self.model.train(mode)
         self.training = mode
         return self
-
-    def _problem(self) -> DcpcError | None:
-        """Returns what is in the way of a call, for ranks to tell each other; None: nothing."""
-        return self._followed.problem(self.model) or self.verifier.postponed_problem()
 
     def _refuse_by_hand(self, what: str) -> None:
         mode = self.planned.request.parameters
