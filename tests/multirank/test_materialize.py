@@ -362,3 +362,33 @@ def test_a_rank_needs_its_rows_and_one_module(mode, init):
             assert found["rows"] <= found["needs"] <= most < found["every"]
         else:  # every rank has all by nature
             assert found["every"] <= found["needs"] <= found["every"] + found["largest"] + slack
+
+
+def saves_stack(rank: int, folder: str) -> None:
+    torch.manual_seed(2)
+    compiled = compiled_on_meta("step", model=Stack(), verify="off")
+    dcp.save({"model": get_model_state_dict(compiled)}, checkpoint_id=folder)
+
+
+def loads_stack(rank: int, folder: str) -> dict[str, int]:
+    with torch.device("meta"):
+        model = Stack()
+    compiled = compiled_on_meta("pull", model=model, verify="off")
+
+    def load() -> None:
+        dcpc.materialize(compiled, "empty")
+        state = {"model": get_model_state_dict(compiled)}
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(compiled, state["model"])
+
+    peak = measured_peak_bytes(load)
+    assert not any(whole(p).isnan().any() for p in compiled.parameters())
+    rows = sum(p.nbytes for p in shares(model.parameters(), dist.get_world_size()))
+    return {"peak": peak, "rows": rows, "every": sum(p.nbytes for p in model.parameters())}
+
+
+@pytest.mark.multirank
+def test_no_rank_holds_all_of_a_checkpoint_that_it_loads(tmp_path):
+    run_ranks(saves_stack, 4, str(tmp_path / "c"), timeout_s=100)
+    for found in run_ranks(loads_stack, 2, str(tmp_path / "c"), timeout_s=100):
+        assert found["peak"] + found["rows"] < 0.75 * found["every"]
