@@ -247,7 +247,7 @@ def no_init(m: nn.Module) -> None:
 def filled(m: nn.Module) -> None:
     no_init(m)
     if isinstance(m, Rotary):
-        m.table = torch.arange(8.0) + 1
+        m.table = torch.arange(1.0, 17.0).view(8, 2)[:, 0].fill_(1.0)  # of strides of its own
 
 
 def other_numbers(m: nn.Module) -> None:
@@ -289,6 +289,7 @@ def refused(rank: int) -> list[str]:
     fails(dcpc.materialize, compiled, other_numbers, kind=GroupError)
     fails(dcpc.materialize, compiled, broken, kind=GroupError)
     dcpc.materialize(compiled, filled)  # what went wrong before has left nothing
+    assert compiled.model.table.is_contiguous()
     compiled.train_step(step)
     fails(dcpc.materialize, compiled)
     fails(dcpc.materialize, on_meta(Reaching))
