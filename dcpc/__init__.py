@@ -4,7 +4,7 @@ Example:
     compiled = dcpc.compile(model, buckets)
 """
 
-from dcpc.api import compile
+from dcpc.api import compile, materialize
 from dcpc.buckets import Bucket, Buckets
 from dcpc.compiled import CompiledModel
 from dcpc.errors import (
@@ -49,6 +49,7 @@ __all__ = [
     "TraceError",
     "VerifyError",
     "compile",
+    "materialize",
     "microbatch",
     "register_sharding_rule",
 ]

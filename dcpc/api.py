@@ -14,7 +14,8 @@ from torch import nn
 from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
-from dcpc.errors import PlanError, VerifyError
+from dcpc.compiled.materialize import Init, on_meta
+from dcpc.errors import PlanError
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
 from dcpc.plan.following import state_tensors
@@ -68,7 +69,7 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         model: any module whose forward takes the buckets' inputs and returns a floating scalar, the
             loss; or a mapping or dataclass that has it as `loss`; or a tuple or list, whose first
             floating scalar is taken (with a warning if there are several). Its parameters are
-            shared, not copied.
+            shared, not copied. A model on the meta device gets memory by `dcpc.materialize`.
         buckets: input specs and the shapes to compile for.
         options: each field of `CompileOptions` by its name, such as `memory=80e9`.
 
@@ -82,7 +83,6 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         GroupError: ranks of the group made different plans.
         VerifyError: a trace or a variant does not compute what the model computes.
     """
-    _refuse_meta(model)
     start_s = time.perf_counter()
     groups = Groups.default(group=options.group, device=_device_of(model))
     planned = plan_with(model, buckets, options.planned_for(groups.world))
@@ -90,12 +90,52 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
     share_state(state_tensors(model, planned), groups)
     verifier = Verifier(model, buckets, planned, options.verify)
-    problem = _problem(verifier, time.perf_counter() - start_s)
-    agree(groups, groups.world, "verification", str(problem or ""))
-    if problem is not None:
-        raise problem
+    compile_s = time.perf_counter() - start_s
+    if on_meta(model):
+        verifier.postponed_s = compile_s
+    else:
+        problem = verifier.problem(compile_s)
+        agree(groups, groups.world, "verification", str(problem or ""))
+        if problem is not None:
+            raise problem
     seed = _shared_seed(groups)
     return CompiledModel(model, buckets, planned, groups, base_seed=seed, verifier=verifier)
+
+
+def materialize(compiled: CompiledModel, init: Init = None) -> None:
+    """Gives a model that was compiled on the meta device memory and values, module by module.
+
+    Collective over all ranks. No rank ever holds the whole model, where `parameters=` shares it
+    out: a rank holds what it keeps and the tensors of the one module that is being initialised.
+
+    Example:
+        with torch.device("meta"):
+            model = GPT(config)
+        compiled = dcpc.compile(model, buckets, parameters="pull")
+        dcpc.materialize(compiled)
+        optimizer = torch.optim.AdamW(compiled.parameters())
+
+    Modules come in the order of `nn.Module.apply`, children first, each once; only those with
+    parameters or buffers of their own on the meta device. Random numbers are rank 0's on all ranks:
+    after `torch.manual_seed` values are bit for bit those of the plain model made on the CPU, if
+    its modules are initialised in that order. A tied parameter then has what its first module gives
+    it; with a function as `init` what its last one does, as with `nn.Module.apply`.
+    The parameters of the model are other objects afterwards, as after `nn.Module.to_empty`.
+
+    Args:
+        compiled: whose model was on the meta device at compile.
+        init: None: each module's own `reset_parameters()`. A function: `init(module)`, with the
+            module's own parameters and buffers on the CPU, whole, as `model.apply(init)` would call
+            it. "empty": memory alone, NaN until a checkpoint is loaded.
+
+    Raises:
+        DispatchError: the model has its memory already; a module has no `reset_parameters` and
+            there is no `init`; something was left without values, or tensors of another module
+            were written to; parameters share memory or have hooks.
+        GroupError: ranks initialised to different values, or one did not arrive.
+        VerifyError: a trace or a variant does not compute what the model computes.
+    """
+    compiled.materialize(init)
 
 
 @taking(PlanOptions)
@@ -138,7 +178,6 @@ def _plan_with(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Plan
         target = calibrated(target, measured.fits)
     request = _request(model, options, sps, target)
     kind = (_device_of(model) or torch.device("cpu")).type
-    kind = "cpu" if kind == "meta" else kind  # what a trace takes meta tensors for
     autocast = checked_dtype(options.autocast or autocast_dtype(kind))
     by_bucket = _trace_all(model, buckets, target, autocast, options)
     if measured is not None:
@@ -235,15 +274,6 @@ def _trace_all(
     return {bucket: found[bucket] for bucket in buckets}
 
 
-def _problem(verifier: Verifier, compile_s: float) -> VerifyError | None:
-    """Returns what verification found; not raised, as ranks have to tell each other first."""
-    try:
-        verifier.start(compile_s)
-    except VerifyError as error:
-        return error
-    return None
-
-
 def _shared_seed(groups: Groups) -> int:
     """Returns rank 0's `torch.initial_seed()`: what `torch.manual_seed` fixed before compiling."""
     seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
@@ -254,19 +284,11 @@ def _shared_seed(groups: Groups) -> int:
 
 
 def _device_of(model: nn.Module) -> torch.device | None:
+    """Returns where the model is; one on the meta device gets its memory on the CPU."""
     parameter = next(iter(model.parameters()), None)
-    return None if parameter is None else parameter.device
-
-
-def _refuse_meta(model: nn.Module) -> None:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    found = [name for name, tensor in tensors if tensor.is_meta]
-    if found:
-        raise PlanError(
-            f"got {len(found)} parameters and buffers on the meta device ({', '.join(found[:3])}); "
-            "expected a model that can run; give them memory first (to_empty, then initialise), or "
-            "only plan for it: dcpc.api.plan and `dcpc report` take it as it is"
-        )
+    if parameter is None:
+        return None
+    return torch.device("cpu") if parameter.is_meta else parameter.device
 
 
 def _target(device: str | Device) -> Device:

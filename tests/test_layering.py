@@ -30,7 +30,7 @@ TABLE = {
         "verify": "errors buckets ir fx trace codegen plan",
         "runtime": "errors buckets ir",
         "compiled": (
-            "errors buckets ir ops trace passes symbolic_profile codegen plan verify runtime"
+            "errors buckets ir ops fx trace passes symbolic_profile codegen plan verify runtime"
         ),
         "api": "errors buckets trace passes symbolic_profile codegen plan verify runtime compiled",
         "__init__": "errors buckets passes runtime compiled api",
@@ -80,7 +80,8 @@ TABLE = {
     "dcpc.compiled": {
         "agreed_state": "",
         "dispatch": "",
-        "model": "agreed_state dispatch",
+        "materialize": "",
+        "model": "agreed_state dispatch materialize",
         "__init__": "model",
     },
     "dcpc.commands": {

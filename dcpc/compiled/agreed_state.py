@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from dcpc.errors import DispatchError
+from dcpc.errors import DcpcError
 from dcpc.plan.following import state_tensors
 from dcpc.plan.planning import Planned
 from dcpc.runtime.groups.groups import Groups
@@ -31,7 +31,7 @@ class AgreedState:
         """Takes down that the user loaded a state."""
         self._loads += 1
 
-    def of_step(self, problem: DispatchError | None) -> tuple[str, Callable[[], None]]:
+    def of_step(self, problem: DcpcError | None) -> tuple[str, Callable[[], None]]:
         """Returns what has to be the same on all ranks before a step, and what they do then.
 
         Args:

@@ -32,6 +32,7 @@ class Dispatch:
     """Runs calls and micro-batches, each by the variant of its shape; compiles what is missing.
 
     Attributes:
+        store: who holds what of the parameters.
         stats: counts of what has run.
         variants: what runs a bucket, a batch, a setting, a place in the group and a way to gather
             parameters, with its integers; filled on first use.
@@ -54,7 +55,7 @@ class Dispatch:
             base_seed: of all random numbers, the same on every rank.
             store: who holds what of the parameters.
         """
-        self._store = store
+        self.store = store
         self.stats = Stats()
         self.variants: dict[_VariantKey, tuple[Variant, tuple[int, ...]]] = {}
         self._gathering: bool | None = None  # whether this round gathers again in backward
@@ -72,7 +73,7 @@ class Dispatch:
             pg = self._groups.of(sp)
             if pg is not None:
                 bind_group(group_name(sp), pg)
-        if self._store.in_rounds:
+        if self.store.in_rounds:
             pg = self._groups.of(self._groups.world)
             assert pg is not None, "alone nothing is gathered"
             bind_group(ROWS_GROUP, pg)
@@ -199,7 +200,7 @@ class Dispatch:
         runnable = self._planned.traces[0]
         bucket = next(b for b, r in self._planned.by_bucket.items() if r is runnable)
         joint = runnable.traced.lowering(self._planned.placement(bucket)).joint
-        tensors = {n: self._store.taken(t) for n, t in runnable.traced.tensors().items()}
+        tensors = {n: self.store.taken(t) for n, t in runnable.traced.tensors().items()}
         assert joint.units is not None, "only where graphs gather there are rounds"
         again = bool(self._gathering)
         for name, rows in take_part(joint.units, joint.gathers, tensors, again=again):
@@ -237,7 +238,7 @@ class Dispatch:
         variant, integers = self._variant(bucket, sizes, setting, place)
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
         given = {p: inputs[n].contiguous() for p, n in traced.program.inputs.items()}
-        own = {name: self._store.taken(t) for name, t in traced.tensors().items()}
+        own = {name: self.store.taken(t) for name, t in traced.tensors().items()}
         named = {**own, **given}
         self.stats.called(bucket, sizes.get(BATCH, 1))
         if seed is None:

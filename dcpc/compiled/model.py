@@ -12,6 +12,7 @@ from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import delivering, wire_log
 from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.dispatch import Dispatch
+from dcpc.compiled.materialize import Init, made_real, on_meta
 from dcpc.errors import DispatchError
 from dcpc.ir import Packable, Profile, Program
 from dcpc.passes.masks.packable import packable
@@ -23,8 +24,10 @@ from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
-from dcpc.runtime.parameters.modes import store_of
+from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
+from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.parameters.unmade import UnmadeStore
 from dcpc.runtime.step.stats import Stats, log_step
 from dcpc.runtime.step.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.symbolic_profile import Prediction
@@ -58,7 +61,11 @@ class CompiledModel(nn.Module):
         self.groups = groups
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
-        self._store = store_of(planned.request.parameters, model, groups)
+        self._store: WholeStore = UnmadeStore(groups)
+        mode = planned.request.parameters
+        if not on_meta(model) or shared_out(model):
+            self._store = store_of(mode, model.parameters(), groups)
+            self._store.install(model)
         self._followed = Followed(model, buckets, planned)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._dispatch = Dispatch(buckets, planned, groups, base_seed, self._store)
@@ -79,15 +86,17 @@ class CompiledModel(nn.Module):
 
         Raises:
             DispatchError: names, dtypes or shapes match no bucket, the model changed since it
-                was compiled, or a gradient is asked for and ranks share out the parameters.
+                was compiled or was not materialized, or a gradient is asked for and ranks share
+                out the parameters.
             GroupError: ranks of the SP group passed different shapes, or different values of
                 inputs that are no floats.
         """
+        self._store.check_ready("a call")
         if torch.is_grad_enabled():
             self._refuse_by_hand("a call with gradients")
         inputs = self._dispatch.named(args, inputs)
         bucket, sizes = self._dispatch.match(inputs)
-        problem = self._followed.problem(self.model)
+        problem = self._followed.problem(self.model) or self.verifier.postponed_problem()
         setting = self._dispatch.setting(bucket)
         self._calls += 1
         if self._store.in_rounds:  # all ranks gather parameters together, whatever each runs
@@ -122,7 +131,12 @@ class CompiledModel(nn.Module):
         """
         check_step(step)
         dispatch = self._dispatch
-        problem = self._followed.problem(self.model) or self._store.follow(self.model.parameters())
+        self._store.check_ready("a train step")
+        problem = (
+            self._followed.problem(self.model)
+            or self._store.follow(self.model.parameters())
+            or self.verifier.postponed_problem()
+        )
         state, check = self._agreed.of_step(problem)
         try:
             with dispatch.own_casts():
@@ -148,6 +162,31 @@ class CompiledModel(nn.Module):
                 log(step, result)
         return result
 
+    def materialize(self, init: Init = None) -> None:
+        """Gives a model that was compiled on the meta device memory and values.
+
+        `dcpc.materialize` says how. Collective over all ranks.
+        """
+        if not isinstance(self._store, UnmadeStore):
+            raise DispatchError(
+                "dcpc.materialize: got a compiled model that has its memory; expected one whose "
+                "model was on the meta device at compile, once; leave the call out, or load other "
+                "values with compiled.load_state_dict"
+            )
+        problem = self._followed.problem(self.model)
+        if problem is not None:
+            raise problem
+        self._store = made_real(self.model, self.planned.request.parameters, self.groups, init)
+        self._dispatch.store = self._store
+        self._dispatch.bind_blocks()
+        self._followed.materialized(self.model)
+        if init == "empty":  # what is compared with the model waits for values
+            return
+        found = self.verifier.postponed_problem()
+        agree(self.groups, self.groups.world, "verification", str(found or ""))
+        if found is not None:
+            raise found
+
     def log_to(self, logger: Callable[[Step, StepResult], None]) -> None:
         """Has rank 0 call this after each train step, e.g. a `dcpc.TensorBoardLogger`."""
         self._loggers.append(logger)
@@ -158,6 +197,7 @@ class CompiledModel(nn.Module):
         Raises:
             DispatchError: ranks share out the parameters.
         """
+        self._store.check_ready("reduce_gradients")
         self._refuse_by_hand("reduce_gradients")
         state, check = self._agreed.of_step(None)
         reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpc.errors import CodegenError
 
@@ -76,6 +77,36 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
     """Returns the operands that a call writes to, in order."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
     return [given[a.name] for a in func._schema.arguments if _is_written(a)]
+
+
+class WriteLog(TorchDispatchMode):
+    """Notes what is written to in its block, through views and `.data` as well.
+
+    Attributes:
+        places: addresses of the memory that was written to.
+        meta_shapes: of the tensors of the meta device that were, whose values are lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: set[int] = set()
+        self.meta_shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs a call, and notes what it writes to."""
+        for target in written(func, args, kwargs or {}):
+            for tensor in target if isinstance(target, list | tuple) else (target,):
+                if tensor.is_meta:
+                    self.meta_shapes.append(tuple(tensor.shape))
+                else:
+                    self.places.add(tensor.untyped_storage().data_ptr())
+        return func(*args, **(kwargs or {}))
 
 
 def without_results(func: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,21 @@ class Followed:
             return e
         return None
 
+    def materialized(self, model: nn.Module) -> None:
+        """Takes the tensors that a model on the meta device got, which is all that changed of it.
+
+        Args:
+            model: the user's module.
+
+        Raises:
+            DispatchError: more of it changed.
+        """
+        now = ModuleState(model)
+        changes = self._last.changes(now, besides={*self._last.kinds, *now.kinds})
+        if changes:
+            raise self._refused(changes)
+        self._last, self._known = now, [now]
+
     def _follow(self, model: nn.Module) -> None:
         if self._last.holds(model):
             return
@@ -123,6 +138,8 @@ class Followed:
 def state_tensors(model: nn.Module, planned: Planned) -> dict[str, Tensor]:
     """Returns name -> tensor of all that a compiled model reads and is not given, each once.
 
+    Those on the meta device have no values, and are left out.
+
     Args:
         model: the user's module.
         planned: with its traces.
@@ -134,7 +151,7 @@ def state_tensors(model: nn.Module, planned: Planned) -> dict[str, Tensor]:
     ]
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *constants):
-        if not tensor.is_meta:  # one that ranks share out has no memory here
+        if not tensor.is_meta:
             found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
 

@@ -91,6 +91,7 @@ class Runnable:
         """
         backend = backend or self.traced.backend
         of = self.traced.id_of(placement)
+        gathers = gathers and self.traced.units is not None
         key = _GraphsKey(of, menu_step, backend, hints, gathers, gathers_again)
         if key not in self._partitions:
             lowering = self.traced.lowering(placement, hints, backend, gathers=gathers)
@@ -142,7 +143,7 @@ class Runnable:
                     placement, menu_step, chosen, backend, gathers_again=gathers_again
                 )
                 if self.inspector is not None:
-                    self.inspector.built(self.traced, placement, lowering, parts, sizes)
+                    self._inspected(placement, menu_step, chosen, backend, sizes)
                 variant = lowering.variant(parts)
                 if self.inspector is not None:
                     self.inspector.runs(self.traced, variant)
@@ -162,6 +163,15 @@ class Runnable:
             "these sizes, and tracing it again at them gave none; take another size or sp, or look "
             "for an op that treats a size as a number"
         )
+
+    def _inspected(
+        self, placement: Placement, menu_step: int, hints: Hints, backend: str, sizes: Sizes
+    ) -> None:
+        """Shows graphs to the inspector; where they gather parameters, those that take them."""
+        assert self.inspector is not None, "somebody looks"
+        whole = self.traced.lowering(placement, hints, backend, gathers=False)
+        parts = self.partition(placement, menu_step, hints, backend, gathers=False)
+        self.inspector.built(self.traced, placement, whole, parts, sizes)
 
     def hints(
         self, placement: Placement, backend: str, dims: Mapping[sympy.Symbol, int], rank: int

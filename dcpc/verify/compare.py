@@ -84,7 +84,8 @@ class Given:
         """Makes leaves of the model's parameters."""
         self.program, self.wanted = program, wanted
         self.calls = calls(wide=wide, alike=alike)
-        self.parameters, _ = state(model, wide, wanted)
+        self.device = next(iter(inputs.values())).device
+        self.parameters, _ = state(model, wide, wanted, self.device)
         # Tied parameters have several names, and one leaf.
         first = {id(p): n for n, p in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
@@ -98,7 +99,6 @@ class Given:
             **program.constants,
             **{p: widened(inputs[n], wide).contiguous() for p, n in program.inputs.items()},
         }
-        self.device = next(iter(inputs.values())).device
 
     def of_program(self, watch: Watch | None = None) -> LossAndGradients:
         """Returns what the forward graph computes, differentiated by autograd."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -42,8 +44,18 @@ def widened(tensor: Tensor, wide: bool) -> Tensor:
     return tensor.double() if wide and tensor.is_floating_point() else tensor
 
 
+def valued(name: str, p: Tensor, device: torch.device) -> Tensor:
+    """Returns a parameter's values, the same for a name, where it has none here."""
+    if not p.is_meta:
+        return p
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    drawn = 1 + drawn / 10 if p.dim() < 2 else drawn / max(1, math.prod(p.shape[1:])) ** 0.5
+    return torch.empty_like(p, device=device).copy_(drawn)
+
+
 def state(
-    model: nn.Module, wide: bool, wanted: Collection[str]
+    model: nn.Module, wide: bool, wanted: Collection[str], device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns leaves that stand for the model's parameters, and its buffers, by name.
 
@@ -51,9 +63,10 @@ def state(
         model: the user's; not changed.
         wide: whether they are copies in float64; else they share the model's memory.
         wanted: names of the parameters whose gradients are compared.
+        device: of values for parameters of which this rank has its rows alone: they are drawn.
     """
     parameters = {
-        n: widened(p.detach(), wide).detach().requires_grad_(n in wanted)
+        n: widened(valued(n, p.detach(), device), wide).detach().requires_grad_(n in wanted)
         for n, p in model.named_parameters()
     }
     return parameters, {n: widened(b.detach(), wide) for n, b in model.named_buffers()}
@@ -81,11 +94,11 @@ def plain(
         autocast: what it is trained under, where it is not `wide`.
         wanted: names of the parameters whose gradients are compared.
     """
-    parameters, buffers = state(model, wide, wanted)
-    own = (*model.named_parameters(), *model.named_buffers())
-    others = {id(t): {**parameters, **buffers}[n] for n, t in own}
     given = {n: widened(t, wide) for n, t in inputs.items()}
     device = next(iter(given.values())).device
+    parameters, buffers = state(model, wide, wanted, device)
+    own = (*model.named_parameters(), *model.named_buffers())
+    others = {id(t): {**parameters, **buffers}[n] for n, t in own}
     with (
         untouched(model),
         holding(model, others),

@@ -104,7 +104,9 @@ class References:
         each = buckets.by_ones().values()
         self.groups = [(mine, planned.by_bucket[next(iter(mine))].traced) for mine in each]
         parameter = next(model.parameters(), None)
-        self.device = torch.device("cpu") if parameter is None else parameter.device
+        self.device = torch.device("cpu")
+        if parameter is not None and not parameter.is_meta:  # else it gets values on the CPU
+            self.device = parameter.device
         self.points = [points(mine, v.program.hints) for mine, v in self.groups]
         self.spent_s = 0.0
         self._start_s = self._until_s = self._spare_s = 0.0
@@ -246,9 +248,14 @@ class References:
 
     def fits(self, wide: bool = False) -> bool:
         """Whether there is room for two sets of all gradients, and for copies of parameters."""
-        sets = 3 if wide else 2
+        sets = 3 if wide or self._draws_parameters else 2
         sizes = (p.numel() * 8 if wide else p.nbytes for p in self.model.parameters())
         return sets * sum(sizes) <= self._room_bytes
+
+    @property
+    def _draws_parameters(self) -> bool:
+        """Whether values are drawn, as this rank has its rows alone."""
+        return any(p.is_meta for p in self.model.parameters())
 
     def _guess_s(self, number: int, point: Point) -> float:
         """Returns the seconds that plain model and graphs take at a point, roughly."""
@@ -264,6 +271,8 @@ class References:
         """Returns what the plain model makes of the first inputs that it takes, or why of none."""
         mine, traced = self.groups[number]
         said = ""
+        if self._draws_parameters and not self.fits():
+            return "ranks share out its parameters, and there is no room for whole ones"
         for i, kind in enumerate(self._kinds):
             inputs = draw(traced.program, mine, point.sizes, kind, self.device)
             for wide in (True, False)[not self.fits(wide=True) :]:

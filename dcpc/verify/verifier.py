@@ -47,6 +47,7 @@ class Verifier:
 
     Attributes:
         lines: what was compared, for the report.
+        postponed_s: what tracing and planning took, where `start` waits for the model's values.
     """
 
     def __init__(self, model: nn.Module, buckets: Buckets, planned: Planned, mode: str) -> None:
@@ -54,6 +55,7 @@ class Verifier:
         self.model, self.planned, self.mode = model, planned, mode
         self.references = References(model, buckets, planned, unbounded=mode == "full")
         self.lines: list[str] = []
+        self.postponed_s: float | None = None
         self._called = False
         self._done: set[int] = set()
         self._kept: list[Partition] = []  # what `_done` has the ids of
@@ -94,11 +96,25 @@ class Verifier:
                 return
             for bucket, plan in self.planned.plans.items():
                 runnable = self.planned.by_bucket[bucket]
-                # Where a rank will have its rows alone the model is there now or never.
-                gathers = runnable.traced.units is not None
-                ready = runnable.runs_what_was_priced and self.references.has_spare_time
-                if ready or gathers:
+                if runnable.runs_what_was_priced and self.references.has_spare_time:
                     self._variant(runnable, self.planned.placement(bucket), plan.menu_step)
+
+    def problem(self, compile_s: float) -> VerifyError | None:
+        """Returns what `start` finds; not raised, as ranks have to tell each other first.
+
+        Args:
+            compile_s: what tracing and planning took.
+        """
+        try:
+            self.start(compile_s)
+        except VerifyError as error:
+            return error
+        return None
+
+    def postponed_problem(self) -> VerifyError | None:
+        """Returns what `start` finds where it has waited for the model's values; once."""
+        compile_s, self.postponed_s = self.postponed_s, None
+        return None if compile_s is None else self.problem(compile_s)
 
     def built(
         self,
@@ -120,8 +136,6 @@ class Verifier:
         Raises:
             VerifyError: they do not compute what the model computes.
         """
-        if traced.units is not None:
-            return  # see `start`
         # Gradients and the optimizer's state may be there by now.
         with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
             point = Point({n: s for n, s in sizes.items() if n in traced.program.symbols})
@@ -303,6 +317,8 @@ class Verifier:
         """Returns what was compared with the model, where, and how far it was off."""
         if self.mode == "off":
             return "not verified: verify='off'\n"
+        if self.postponed_s is not None:
+            return "not verified yet: the model has no values (dcpc.materialize)\n"
         head = f"verified against the model itself (verify='{self.mode}', {self.spent_s:.1f} s)\n"
         return head + "".join(f"  {line}\n" for line in self.lines)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from dcpc.errors import DispatchError
-from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, trained
 from dcpc.runtime.parameters.rows import SharedRows
 from dcpc.runtime.parameters.store import RowStore
@@ -35,12 +34,10 @@ class GatheredStore(RowStore):
     mode = "rounds"
     in_rounds = True
 
-    def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
+    def _allocate(self) -> None:
+        """Takes this rank's rows of each parameter; the model's own are those of `install`."""
+        self._refuse_overlaps()
         self._taken: dict[int, nn.Parameter] = {}
-        super().__init__(parameters, groups)
-
-    def _make_shards(self) -> None:
-        """Takes this rank's rows of each parameter, and gives the memory of the others back."""
         self._given = [weakref.ref(p) for p in self.whole]
         self._instead: dict[int, nn.Parameter] = {}
         for i, p in enumerate(self.whole):
@@ -54,7 +51,6 @@ class GatheredStore(RowStore):
             self._instead[id(p)] = self.whole[i] = own
             if not p.is_meta:
                 self.fill(own, p)
-        super()._make_shards()
 
     def install(self, model: nn.Module) -> None:
         """Gives a model parameters without memory; what it had is freed if nobody holds it."""

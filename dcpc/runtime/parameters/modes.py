@@ -21,18 +21,18 @@ STORES: dict[str, type[WholeStore]] = {
 _in_use: weakref.WeakSet[RowStore] = weakref.WeakSet()
 
 
-def store_of(mode: str, model: nn.Module, groups: Groups) -> WholeStore:
+def store_of(mode: str, parameters: Iterable[nn.Parameter], groups: Groups) -> WholeStore:
     """Returns who holds what of a model's parameters; a rank alone holds all.
 
     Args:
         mode: one of `STORES`.
-        model: whose parameters they are.
+        parameters: of the model; `install` of the store gives the model those it has then.
         groups: the process groups.
 
     Raises:
         DispatchError: another compiled model shares out some of them otherwise.
     """
-    own = list(dict.fromkeys(model.parameters()))
+    own = list(dict.fromkeys(parameters))
     ids = {id(p) for p in own}
     for other in [s for s in _in_use if not ids.isdisjoint(id(p) for p in s.whole)]:
         if other.mode == mode and [id(p) for p in other.whole] == [id(p) for p in own]:
@@ -45,10 +45,15 @@ def store_of(mode: str, model: nn.Module, groups: Groups) -> WholeStore:
     if groups.world == 1:
         return WholeStore(own, groups)
     made = STORES[mode](own, groups)
-    made.install(model)
     if isinstance(made, RowStore):
         _in_use.add(made)
     return made
+
+
+def shared_out(model: nn.Module) -> bool:
+    """Whether ranks share out a model's parameters, of which each has its rows alone."""
+    own = {id(p) for p in model.parameters()}
+    return any(s.in_rounds and own == {id(p) for p in s.whole} for s in _in_use)
 
 
 def shares(parameters: Iterable[nn.Parameter], world: int) -> list[nn.Parameter]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dcpc.errors import DispatchError, GroupError
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.hollow import is_hollow, memory_bytes
 from dcpc.runtime.parameters.reduction import (
     COMM_BUCKET_BYTES,
     Reduction,
@@ -111,34 +112,37 @@ class SharedStore(RowStore):
     mode = "pull"
 
     def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
-        every = list(dict.fromkeys(parameters))
         if groups.device.type != "cpu":
             raise GroupError(
                 f"parameters='pull': got ranks on {groups.device.type}; expected ranks on the CPU "
                 "of one host, which can map the same memory; take parameters='step'"
             )
-        # A scalar, which every rank updates alike, stays each rank's own.
-        moved = [p for p in every if p.numel() and p.dim()]
-        starts, end = {}, 0
-        for p in moved:
-            starts[id(p)], end = end, end + _padded(p.untyped_storage().nbytes())
-        self._sums_at: dict[int, int] = {}
-        for p in trained(every):
-            self._sums_at[id(p)], end = end, end + _padded(p.numel() * p.dtype.itemsize)
-        self._memory = SharedMemory(max(end, 1), groups)
-        super().__init__(every, groups)
-        for number, p in enumerate(moved):
-            own = p.untyped_storage()
-            storage = self._memory.at(starts[id(p)], own.nbytes())
-            if number % groups.world == groups.rank:
-                storage.copy_(own)
-            at = p.storage_offset(), p.shape, p.stride()
-            p.data = p.new_empty(0).detach().set_(storage, *at)
-        self._make_shards()
+        super().__init__(parameters, groups)
         self.loaded()
-        self._sums = {id(p): self._sum(p) for p in trained(every)}
+        self._sums = {id(p): self._sum(p) for p in trained(self.whole)}
         self._numbers = {i: number for number, i in enumerate(self._sums)}
         self._unfinished = False
+
+    def _allocate(self) -> None:
+        """Moves parameters into the memory of all ranks; hollow ones only get their place there."""
+        self._refuse_overlaps()
+        groups = self.groups
+        # A scalar, which every rank updates alike, stays each rank's own.
+        moved = [p for p in self.whole if p.numel() and p.dim()]
+        starts, end = {}, 0
+        for p in moved:
+            starts[id(p)], end = end, end + _padded(memory_bytes(p))
+        self._sums_at: dict[int, int] = {}
+        for p in trained(self.whole):
+            self._sums_at[id(p)], end = end, end + _padded(p.numel() * p.dtype.itemsize)
+        self._memory = SharedMemory(max(end, 1), groups)
+        for number, p in enumerate(moved):
+            storage = self._memory.at(starts[id(p)], memory_bytes(p))
+            if number % groups.world == groups.rank and not is_hollow(p):
+                storage.copy_(p.untyped_storage())
+            at = p.storage_offset(), p.shape, p.stride()
+            p.data = p.new_empty(0).detach().set_(storage, *at)
+        super()._allocate()  # the scalars
         weakref.finalize(self, _own_again, moved).atexit = False
 
     def reduction(self, comm_bucket_bytes: int = COMM_BUCKET_BYTES) -> SharedSum:
@@ -176,6 +180,16 @@ class SharedStore(RowStore):
     def rows(self, whole: Tensor) -> Tensor:
         """Returns this rank's rows of a tensor; writing to them is no write to the whole one."""
         return super().rows(whole.data)
+
+    def fill(self, p: nn.Parameter, value: Tensor) -> None:
+        """Writes this rank's rows of a parameter; `loaded` ends a series of these.
+
+        Args:
+            p: one of `whole`.
+            value: of the whole parameter, the same on every rank; of its shape.
+        """
+        with torch.no_grad():
+            self.rows(p).copy_(self.rows(value))
 
     def loaded(self) -> None:
         """Waits until every rank has written what it loads; collective over all ranks."""

@@ -30,6 +30,7 @@ from torch.optim.optimizer import (
 
 from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.hollow import give_memory, is_hollow
 from dcpc.runtime.parameters.reduction import (
     COMM_BUCKET_BYTES,
     CommBucket,
@@ -58,6 +59,29 @@ class WholeStore:
     def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
         self.groups = groups
         self.whole = list(dict.fromkeys(parameters))
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Gives memory to hollow parameters, see `hollow.py`."""
+        for p in self.whole:
+            give_memory(p)
+
+    def check_ready(self, what: str) -> None:
+        """Refuses what is done before parameters have memory; here they have it.
+
+        Args:
+            what: is done, for the error.
+        """
+
+    def fill(self, p: nn.Parameter, value: Tensor) -> None:
+        """Writes what this rank keeps of a parameter: all of it; `loaded` ends a series of these.
+
+        Args:
+            p: one of `whole`.
+            value: of the whole parameter, the same on every rank; of its shape.
+        """
+        with torch.no_grad():
+            p.copy_(value)
 
     @property
     def kept(self) -> list[nn.Parameter]:
@@ -142,7 +166,9 @@ class RowStore(WholeStore):
 
     def _refuse_overlaps(self) -> None:
         seen: set[int] = set()
-        for p in (p for p in self.whole if p.numel() and not p.is_meta):
+        for p in self.whole:
+            if not p.numel() or p.is_meta or is_hollow(p):
+                continue
             if p.untyped_storage().data_ptr() in seen:
                 raise DispatchError(
                     f"two parameters share memory, one of shape {tuple(p.shape)}; expected each "

@@ -349,6 +349,25 @@ def holding(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
         others: id of a parameter or buffer -> what is held in its place.
     """
     before: list[tuple[Any, Any, Any]] = []
+    try:
+        before += put_in_place(model, others)
+        yield
+    finally:
+        for held, key, value in before:
+            held[key] = value
+
+
+def put_in_place(model: nn.Module, others: Mapping[int, Tensor]) -> list[tuple[Any, Any, Any]]:
+    """Has a model's modules hold other tensors from now on.
+
+    Args:
+        model: whose parameters and buffers they stand for.
+        others: id of a parameter or buffer -> what is held in its place.
+
+    Returns:
+        What was held, as (container, key, tensor).
+    """
+    before: list[tuple[Any, Any, Any]] = []
     places: list[tuple[Any, Any]]
     for module in model.modules():
         lists = [v for v in vars(module).values() if type(v) is list]  # an RNN's weights
@@ -356,10 +375,6 @@ def holding(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
         places += [(held, held.items()) for held in (module._parameters, module._buffers)]
         for held, items in places:
             before += [(held, key, value) for key, value in items if id(value) in others]
-    try:
-        for held, key, value in before:
-            held[key] = others[id(value)]
-        yield
-    finally:
-        for held, key, value in before:
-            held[key] = value
+    for held, key, value in before:
+        held[key] = others[id(value)]
+    return before

@@ -1,0 +1,311 @@
+"""Memory and values for a model that was compiled on the meta device, one module after the other.
+
+    store of hollow parameters       a rank's rows of all of them, without values
+    a module's own tensors, whole    drawn or computed by init, the same on every rank
+      └► the store takes its rows    and the whole ones are freed: the next module
+    the model holds what has memory
+
+Until the end the model stays on the meta device, so an init that reaches into other modules is
+found, and one that fails leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dcpc.errors import DcpcError, DispatchError
+from dcpc.fx.writes import WriteLog
+from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.groups.same_state import checksum
+from dcpc.runtime.parameters.hollow import hollow
+from dcpc.runtime.parameters.modes import STORES, store_of
+from dcpc.runtime.parameters.store import WholeStore
+from dcpc.trace.capture.module_state import holding, put_in_place
+
+Init = Callable[[nn.Module], object] | str | None
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether a model has parameters or buffers on the meta device."""
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def made_real(model: nn.Module, mode: str, groups: Groups, init: Init) -> WholeStore:
+    """Returns the store of a model whose tensors of the meta device it gives memory and values.
+
+    Collective over all ranks.
+
+    Args:
+        model: the user's; it holds new tensors afterwards.
+        mode: who holds the parameters, one of `modes.STORES`.
+        groups: the process groups.
+        init: as for `dcpc.materialize`.
+
+    Raises:
+        DispatchError: as for `dcpc.materialize`; the model is as it was.
+        GroupError: ranks initialised to different values, or one did not arrive.
+    """
+    modules = [_MetaModule(n, m, own) for n, m in _children_first("", model) if (own := _own(m))]
+    _check_init(modules, init)
+    _check_parameters(model)
+    device = groups.device
+    # In rounds the model's own parameters never have memory.
+    whole = not STORES[mode].in_rounds
+    meta = [p for p in model.parameters() if p.is_meta]
+    made = {id(p): hollow(p, device) if whole else p for p in meta}
+    store = store_of(mode, [made.get(id(p), p) for p in model.parameters()], groups)
+    filling = _Filling(store, made, device)
+    problem = _fill(modules, filling, init, groups)
+    values = filling.digest.hexdigest()
+    agree(groups, groups.world, "values that dcpc.materialize gives", str(problem or values))
+    if problem is not None:
+        raise problem
+    put_in_place(model, {**made, **filling.buffers})
+    store.loaded()
+    return store
+
+
+@dataclass(frozen=True, slots=True)
+class _MetaModule:
+    """A module with tensors of its own on the meta device.
+
+    Attributes:
+        name: in the model.
+        module: it.
+        own: name of a parameter or buffer of its own -> the tensor on the meta device.
+    """
+
+    name: str
+    module: nn.Module
+    own: Mapping[str, Tensor]
+
+    def __str__(self) -> str:
+        return f"module '{self.name}' ({type(self.module).__name__})"
+
+    @property
+    def tensors(self) -> str:
+        """Names of its tensors."""
+        return ", ".join(f"'{name}'" for name in self.own)
+
+
+@dataclass(slots=True)
+class _Filling:
+    """What has values so far.
+
+    Attributes:
+        store: of the parameters.
+        made: id of a parameter on the meta device -> the store's own.
+        device: where they are.
+        buffers: id of a buffer on the meta device -> one with values.
+        filled: ids of the tensors on the meta device for which there are values.
+        digest: of all values in their order.
+    """
+
+    store: WholeStore
+    made: Mapping[int, nn.Parameter]
+    device: torch.device
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    filled: set[int] = field(default_factory=set)
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def take(self, at: Tensor, value: Tensor) -> None:
+        """Takes a value for a parameter or buffer of the meta device, in place of one before.
+
+        Args:
+            at: on the meta device.
+            value: of its shape, whole.
+        """
+        self.digest.update(checksum(value).to_bytes(8, "little"))
+        if id(at) not in self.made:
+            # The graphs were made for its strides, whatever init put in its place.
+            same = value.stride() == at.stride() and value.device == self.device
+            self.buffers[id(at)] = value if same else _unset(at, self.device).copy_(value)
+        else:
+            self.store.fill(self.made[id(at)], value.detach())
+        self.filled.add(id(at))
+
+
+def _fill(
+    modules: list[_MetaModule], filling: _Filling, init: Init, groups: Groups
+) -> DcpcError | None:
+    """Returns what init did wrong; not raised, as ranks have to tell each other first."""
+    try:
+        with _random_numbers_of_first(groups), torch.no_grad():
+            for each in modules:
+                if isinstance(init, str):
+                    for tensor in each.own.values():  # one that is tied gets the same again
+                        filling.take(tensor, _unset(tensor, filling.device, whole=False))
+                else:
+                    _initialise(each, filling, init)
+    except DcpcError as e:
+        return e
+    except Exception as e:
+        # Whatever a user's function raises: the other ranks wait.
+        raised = DispatchError(
+            f"dcpc.materialize: {type(e).__name__} while a module was initialised: {e}; expected "
+            "each to be initialised by itself, its parents and other modules being on the meta "
+            "device; mend its reset_parameters, or pass init="
+        )
+        raised.__cause__ = e
+        return raised
+    return None
+
+
+def _initialise(each: _MetaModule, filling: _Filling, init: Callable[..., object] | None) -> None:
+    """Gives the tensors of one module values, and what a rank keeps of them to the store."""
+    real = {id(t): _unset(t, filling.device) for t in each.own.values()}
+    places = {key: t.untyped_storage().data_ptr() for key, t in real.items()}
+    module = each.module
+    with holding(module, real), WriteLog() as log:
+        if init is None:
+            module.reset_parameters()  # type: ignore[operator]
+        else:
+            init(module)
+        now = {**module._parameters, **module._buffers}
+    if log.meta_shapes:
+        raise DispatchError(
+            f"dcpc.materialize: {each} wrote to a tensor of another module, of shape "
+            f"{log.meta_shapes[0]}, while it was initialised; expected writes to its own "
+            f"({each.tensors}): modules get their values one by one, children first; pass an init= "
+            "that gives each module its own values"
+        )
+    values = {
+        n: t for n, at in each.own.items() if (t := _value(now.get(n), at, places, log)) is not None
+    }
+    unset = [n for n, at in each.own.items() if n not in values and id(at) not in filling.filled]
+    if unset:
+        raise DispatchError(
+            f"dcpc.materialize: {each} was initialised and '{unset[0]}' "
+            f"({len(unset)} of {len(each.own)} tensors) got no value, or one of another shape, "
+            "dtype or device; expected values for each: what __init__ computes on the meta device "
+            "is lost; pass an init= that writes it"
+        )
+    tied = filling.filled & real.keys() if init is None else set[int]()
+    for name, value in values.items():
+        if id(each.own[name]) not in tied:  # of the first module alone: tied after it was made
+            filling.take(each.own[name], value)
+
+
+def _value(
+    now: Tensor | None, at: Tensor, places: Mapping[int, int], log: WriteLog
+) -> Tensor | None:
+    """Returns a tensor of a module, as init left it, if that gave it values.
+
+    Args:
+        now: it.
+        at: on the meta device.
+        places: id of one on the meta device -> where what init was given for it lies.
+        log: what init wrote to.
+    """
+    if now is None or now.is_meta or now.shape != at.shape or now.dtype != at.dtype:
+        return None
+    place = now.untyped_storage().data_ptr()
+    was_set = at.numel() == 0 or place != places[id(at)] or place in log.places
+    return now if was_set else None
+
+
+def _unset(at: Tensor, device: torch.device, whole: bool = True) -> Tensor:
+    """Returns a tensor like one of the meta device, all NaN (0 if it has none of these).
+
+    Args:
+        at: on the meta device.
+        device: where it shall be.
+        whole: whether it has memory for each element; else for one.
+    """
+    nan = math.nan if at.is_floating_point() or at.is_complex() else 0
+    if not whole and isinstance(at, nn.Parameter):
+        return torch.full((), nan, dtype=at.dtype, device=device).expand(at.shape)
+    made = torch.empty_strided(at.shape, at.stride(), dtype=at.dtype, device=device).fill_(nan)
+    return nn.Parameter(made, at.requires_grad) if isinstance(at, nn.Parameter) else made
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    held = {**module._parameters, **module._buffers}
+    return {name: t for name, t in held.items() if t is not None and t.is_meta}
+
+
+def _children_first(
+    name: str, module: nn.Module, seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of a model in the order of `nn.Module.apply`, each once."""
+    seen = set() if seen is None else seen
+    for inner, child in module.named_children():
+        if id(child) not in seen:
+            yield from _children_first(f"{name}.{inner}".lstrip("."), child, seen)
+    seen.add(id(module))
+    yield name, module
+
+
+@contextmanager
+def _random_numbers_of_first(groups: Groups) -> Iterator[None]:
+    """Has every rank draw rank 0's random numbers; one that had others goes on with its own."""
+    own = torch.get_rng_state()
+    first = own.clone()
+    pg = groups.control(groups.world)
+    if pg is not None:
+        dist.broadcast(first, group=pg, group_src=0)
+    torch.set_rng_state(first)
+    try:
+        yield
+    finally:
+        if not torch.equal(first, own):
+            torch.set_rng_state(own)
+
+
+def _check_init(modules: list[_MetaModule], init: Init) -> None:
+    """Refuses an init that cannot give every tensor a value."""
+    if init == "empty":
+        for each in modules:
+            lost = [n for n in each.own if n in each.module._non_persistent_buffers_set]
+            if lost:
+                raise DispatchError(
+                    f"dcpc.materialize(init='empty'): {each} has the buffer '{lost[0]}' on the "
+                    "meta device that no checkpoint has (persistent=False); expected buffers that "
+                    "a checkpoint fills; pass a function as init= that fills it, and load the "
+                    "checkpoint after it"
+                )
+        return
+    if init is not None and not callable(init):
+        raise DispatchError(
+            f"dcpc.materialize: got init={init!r}; expected None, 'empty' or a function of a "
+            "module; pass one of these"
+        )
+    helpless = [m for m in modules if not callable(getattr(m.module, "reset_parameters", None))]
+    if init is None and helpless:
+        raise DispatchError(
+            f"dcpc.materialize: {helpless[0]} has {helpless[0].tensors} on the meta device and no "
+            f"reset_parameters() ({len(helpless)} such modules); expected one that gives them "
+            "values: what __init__ computes on the meta device is lost; give the class a "
+            "reset_parameters, pass init= (a function of a module), or init='empty' and load a "
+            "checkpoint"
+        )
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Refuses parameters of the meta device that stand for more than values of their own."""
+    seen: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    for name, p in model.named_parameters():
+        if not p.is_meta:
+            continue
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise DispatchError(
+                f"dcpc.materialize: got a hook on the parameter '{name}' of the meta device; "
+                "expected none: another tensor takes its place, which has no hooks; register it "
+                "after dcpc.materialize"
+            )
+        storage = p.untyped_storage()  # kept below, so that no other has its id
+        other, _ = seen.setdefault(id(storage), (name, storage))
+        if other != name:
+            raise DispatchError(
+                f"dcpc.materialize: parameters '{other}' and '{name}' share memory on the meta "
+                "device; expected each to have its own; tie them as one nn.Parameter"
+            )
