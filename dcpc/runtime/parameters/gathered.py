@@ -47,6 +47,7 @@ class GatheredStore(RowStore):
             taken = torch.zeros(shape, dtype=p.dtype, device=self.groups.device)
             empty = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
             own = p if p.is_meta else nn.Parameter(empty, p.requires_grad)
+            vars(own).update(vars(p))
             self._taken[id(own)] = nn.Parameter(taken, p.requires_grad)
             self._instead[id(p)] = self.whole[i] = own
             if not p.is_meta:
