@@ -17,7 +17,9 @@ from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
 from dcpc.errors import PlanError
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
+from dcpc.passes.units import units_of
 from dcpc.plan.choose import elements
+from dcpc.plan.folding import copies_of
 from dcpc.plan.following import state_tensors
 from dcpc.plan.options import CompileOptions, PlanOptions, check_memory, degrees, taking
 from dcpc.plan.placements import compute_dtype
@@ -25,7 +27,6 @@ from dcpc.plan.planning import Planned, PlanRequest, plan_buckets, plans_text
 from dcpc.plan.progress import tracked
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import Traced, traced
-from dcpc.plan.units import units_of
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import share_state
@@ -265,7 +266,7 @@ def _trace_all(
             made,
             reference=max(mine, key=elements).sizes,
             hands_over=mode in ("pull", "rounds"),
-            units=units_of(made.program, made.tensors(), options.world)
+            units=units_of(made.program, made.tensors(), options.world, copies_of(made.program))
             if mode == "rounds"
             else None,
         )

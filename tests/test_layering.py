@@ -51,6 +51,7 @@ TABLE = {
         "placement": "sharding",
         "masks": "sharding",
         "recompute": "",
+        "units": "",
     },
     "dcpc.symbolic_profile": {
         "polynomials": "",
@@ -65,7 +66,7 @@ TABLE = {
     "dcpc.codegen": {
         "collectives": "",
         "lower": "collectives",
-        "joint": "lower",
+        "joint": "collectives lower",
         "variant": "collectives lower joint",
         "__init__": "collectives joint variant",
     },

@@ -107,6 +107,22 @@ class Lift:
         return None if self._folded is None else self._folded.copies(owner)
 
 
+def copies_of(program: Program) -> dict[str, object]:
+    """Returns node -> which copy of a repeated block it is in; nodes outside of them are absent.
+
+    Args:
+        program: the traced model.
+    """
+    folded = fold(program)
+    if folded is None:
+        return {}
+    found: dict[str, object] = dict(folded.copy_of)
+    for name, (run, copy) in folded.copy_of.items():
+        if copy == 1:
+            found |= {t: (run, "more", i) for i, t in enumerate(folded.twins.get(name, ()))}
+    return found
+
+
 def lift_of(whole: Traced) -> Lift:
     """Returns what is between a program and the one that is planned in its place."""
     folded = fold(whole.program)

@@ -14,9 +14,9 @@ from dcpc.codegen.variant.source import variant_source
 from dcpc.errors import BucketError, PlanError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import BucketPlan, Placement, Profile, Program
-from dcpc.plan.attention_report import attention_lines
 from dcpc.plan.choose import FASTER, TriedRow, choose, crossover_lines, least_recompute
-from dcpc.plan.gather_report import gather_lines
+from dcpc.plan.notes.attention import attention_lines
+from dcpc.plan.notes.gathers import gather_lines
 from dcpc.plan.placements import NEAR
 from dcpc.plan.priced import Priced
 from dcpc.plan.progress import tracked

@@ -303,7 +303,9 @@ def dies(rank: int, mode: str) -> str:
     first, *rest = loader
     compiled.train_step(first)
     if rank == 1 and mode == "rounds":
-        mock.patch("torch.distributed.all_to_all_single", lambda *_, **__: os._exit(3)).start()
+        mock.patch(
+            "torch.distributed.all_to_all_single", side_effect=lambda *_, **__: os._exit(3)
+        ).start()
     elif rank == 1:
         compiled.model.gain.register_hook(lambda g: os._exit(3))
     with pytest.raises(GroupError) as told:

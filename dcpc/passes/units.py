@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx
 
 from dcpc.ir import GatherUnits, Program
-from dcpc.plan.folding import Folded, fold
 
 aten = torch.ops.aten
 # Ops that differentiate without what they read of a parameter.
@@ -18,7 +17,9 @@ _READ_ONCE = {aten.embedding.default, aten.add.Tensor, aten.sub.Tensor}
 _LARGEST_SHARE = 0.25
 
 
-def units_of(program: Program, tensors: Mapping[str, Tensor], ranks: int) -> GatherUnits:
+def units_of(
+    program: Program, tensors: Mapping[str, Tensor], ranks: int, copies: Mapping[str, object]
+) -> GatherUnits:
     """Returns the parameters of each repeated block, and the others by the module they are in.
 
     Backward gathers a unit again that is read at one place of forward alone, unless it is the last.
@@ -27,6 +28,7 @@ def units_of(program: Program, tensors: Mapping[str, Tensor], ranks: int) -> Gat
         program: the traced model.
         tensors: placeholder -> parameter.
         ranks: that share them out.
+        copies: node -> which copy of a repeated block it is in; others are absent.
     """
     calls = [n for n in program.gm.graph.nodes if n.op == "call_function"]
     position = {n: i for i, n in enumerate(calls)}
@@ -41,7 +43,7 @@ def units_of(program: Program, tensors: Mapping[str, Tensor], ranks: int) -> Gat
     order = sorted(read, key=lambda name: min(read[name]))
     for name in order:
         first_name.setdefault(id(tensors[name]), name)
-    groups = _groups(program, order, fold(program))
+    groups = _groups(program, order, copies)
     members: dict[object, list[str]] = {}
     for name in order:
         members.setdefault(groups[first_name[id(tensors[name])]], []).append(name)
@@ -60,14 +62,9 @@ def _kept_for_backward(parameter: fx.Node) -> bool:
     return any(user.target not in _READ_ONCE for user in parameter.users)
 
 
-def _groups(program: Program, order: list[str], folded: Folded | None) -> dict[str, object]:
+def _groups(program: Program, order: list[str], copies: Mapping[str, object]) -> dict[str, object]:
     """Returns what parameters share that are gathered at once."""
-    found: dict[str, object] = {}
-    if folded is not None:
-        for name, copy in folded.copy_of.items():
-            found[name] = copy
-            if copy[1] == 1:
-                found |= {t: (copy[0], "more", i) for i, t in enumerate(folded.twins.get(name, ()))}
+    found = dict(copies)
     numels: Counter[str] = Counter()
     for name in order:
         for prefix in ("", *_numbered(program.parameters[name])):

@@ -1,0 +1,1 @@
+"""What the report says besides the table of plans."""
