@@ -22,7 +22,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.joint.library import Library, Renamed
-from dcpc.codegen.joint.tape import Op, Piece, Ref
+from dcpc.codegen.joint.memories import Ref
+from dcpc.codegen.joint.tape import Op, Piece
 from dcpc.codegen.lower.integer_inputs import IntegerInput, quotients_in
 from dcpc.codegen.lower.lower import Lowered
 from dcpc.errors import CodegenError
