@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
+from dcpc.codegen.joint.asking import again
 from dcpc.codegen.joint.layouts import as_laid
 from dcpc.errors import CodegenError
 from dcpc.fx.fakes import dense_result, layout_of
@@ -72,10 +74,12 @@ class Memories:
         """Returns a tree with Refs for its tensors."""
         return map_aggregate(value, lambda x: self.ref(x) if isinstance(x, Tensor) else x)
 
-    def root(self, tensor: Tensor) -> None:
-        """Notes an operand, in memory that no other Ref lies in."""
-        self._storages.add(tensor.untyped_storage()._cdata)
-        self._enter(tensor, None, part=0)
+    def root(self, like: Tensor, mode: FakeTensorMode) -> Tensor:
+        """Returns a tensor as an operand: like another, in memory that no other Ref lies in."""
+        own = again(like, mode)
+        self._storages.add(own.untyped_storage()._cdata)
+        self._enter(own, None, part=0)
+        return own
 
     def result(self, tensor: Tensor, view: View, part: int) -> tuple[Ref, Ref]:
         """Gives a call's result a new Ref; returns it, and the first one in its memory.

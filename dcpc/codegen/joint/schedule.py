@@ -38,7 +38,6 @@ class Scheduler:
     """
 
     def __init__(self, program: Program, joint: Joint) -> None:
-        self._joint = joint
         self._nodes = list(joint.gm.graph.nodes)
         self._reads = {n: tuple(n.all_input_nodes) for n in self._nodes}
         self._loss, *self._gradients = self._nodes[-1].args[0]

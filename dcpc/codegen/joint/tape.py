@@ -21,7 +21,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from torch.utils._pytree import tree_leaves
 
-from dcpc.codegen.joint.asking import Answers, again, asking
+from dcpc.codegen.joint.asking import Answers, asking
 from dcpc.codegen.joint.memories import Memories, Ref, run, tensors_in
 from dcpc.errors import CodegenError
 from dcpc.fx.writes import (
@@ -129,7 +129,7 @@ class Piece:
         def operand(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            own = self._tape.root(leaf, mode).requires_grad_(next(wanted))
+            own = self._memories.root(leaf, mode).requires_grad_(next(wanted))
             if own.requires_grad:
                 self._leaves.append(own)
             return own
@@ -167,7 +167,9 @@ class Piece:
         results = {self._memories.ref(t): t for t in tensors_in(self._value)}
         outputs = [results[ref] for ref in tangents] + [self._leaves[i] for i in sums]
         with asking(self._mode).noting() as asked:
-            given = [self._tape.root(t, self._mode) for t in (*tangents.values(), *sums.values())]
+            given = [
+                self._memories.root(t, self._mode) for t in (*tangents.values(), *sums.values())
+            ]
             with self._mode, enable_python_dispatcher(), self._tape:
                 found = torch.autograd.grad(
                     outputs, self._leaves, given, allow_unused=True, retain_graph=True
@@ -196,12 +198,6 @@ class _Tape(TorchDispatchMode):
         self.memories = Memories()
         self._ops: list[Op] = []
         self._part, self._depth = 1, 0
-
-    def root(self, like: Tensor, mode: FakeTensorMode) -> Tensor:
-        """Returns a tensor as an operand: like another, in memory that no other Ref lies in."""
-        own = again(like, mode)
-        self.memories.root(own)
-        return own
 
     def taken(self) -> tuple[Op, ...]:
         """Returns the calls since the last time."""
