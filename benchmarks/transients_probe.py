@@ -143,9 +143,7 @@ class Probes:
     runs: int = 0
     refused: dict[str, int] = field(default_factory=dict)
 
-    def transient(
-        self, node: fx.Node, facts: Facts, threads: int, gpu: bool = False
-    ) -> sympy.Expr:
+    def transient(self, node: fx.Node, facts: Facts, threads: int, gpu: bool = False) -> sympy.Expr:
         """Returns what `transient_bytes` of the tables does, by probing where it can be."""
         start_s = process_time()
         table = transient_bytes(node, facts, threads, gpu)
