@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_machine import Machine
 from dcpc.ops.attention import blocks
-from dcpc.ops.attention.spec import Sight
+from dcpc.ops.attention.spec import Attended, Sight
 
 try:
     from flash_attn import flash_attn_func
@@ -94,8 +94,8 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        q, k, v, out, lse = ctx.saved_tensors
-        return blocks.backward(grad, q, k, v, None, None, out, lse, ctx.sight)[:3]
+        given = Attended(grad, *ctx.saved_tensors)
+        return blocks.backward(given, None, None, ctx.sight)[:3]
 
 
 def ways(device: torch.device) -> dict[str, Attend]:

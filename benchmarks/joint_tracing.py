@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import harness
 from benchmarks.joint_whole import by_make_fx
 from benchmarks.plans import LENGTHS, TOKENS
-from benchmarks.stdit_costs import variants_of
+from benchmarks.stdit_costs import priced_of
 from benchmarks.video import shapes
 from benchmarks.zoo_models import NAMED
 from dcpc import api
@@ -109,7 +109,7 @@ def llama() -> nn.Module:
 def stdit() -> None:
     """Plans STDiT3-XL/2 on the 25 video buckets for 8 ranks, as `benchmarks.recompute` does."""
     libraries: dict[str, Library] = {}
-    videos, images = (variants_of(XL, image, libraries=libraries) for image in (False, True))
+    videos, images = (priced_of(XL, image, libraries=libraries) for image in (False, True))
     buckets = {s.bucket: images if s.frames == 1 else videos for s in shapes()}
     api.plan_buckets(buckets, PlanRequest(degrees("auto", 8), "auto", int(141e9), int(20e9), 8))
 

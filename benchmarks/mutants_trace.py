@@ -96,7 +96,8 @@ MASKS = [
     _mask("not less than is more than", plant=edited(
         "passes.masks.mask_values:negation", "Affine(-1)))", "Affine(0)))")),
     _mask("a conjunction of two terms of four", plant=edited(
-        "passes.masks.mask_values:both", "dict.fromkeys(found))", "[*dict.fromkeys(found)][:2])")),
+        "passes.masks.mask_values:_joined", "dict.fromkeys(found))",
+        "[*dict.fromkeys(found)][: 2 if kind == \"all\" else None])")),
     _mask("the causal limit is one key too wide", setting="padded", plant=edited(
         "passes.masks.masks:_Mask._limit",
         "band.limit(after=limit)", "band.limit(after=limit + 1)")),

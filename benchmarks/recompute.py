@@ -304,9 +304,7 @@ class RotorComparison:
         return (f"{self.model} {self.length}", self.budget_bytes / 1e6, peak, *shares, self.ratio)
 
 
-def rotor(
-    trial: OnTrial, name: str, length: str, shares: Sequence[float]
-) -> list[RotorComparison]:
+def rotor(trial: OnTrial, name: str, length: str, shares: Sequence[float]) -> list[RotorComparison]:
     """Returns dcpc against Rotor at some budgets, each run and measured."""
     menu = trial.study.menu
     once = sum(block.forward_s for block in menu.blocks)
@@ -408,9 +406,7 @@ def main() -> None:
         "best_ratio_vs_torch": min(c.ratio for c in found if c.peak_bytes is not None),
         "worst_ratio_vs_rotor": max(c.ratio for c in against_rotor if c.peak_bytes is not None),
         "budgets": len(both),
-        "budgets_missed": sum(
-            c.peak_bytes is None or c.peak_bytes > c.budget_bytes for c in both
-        ),
+        "budgets_missed": sum(c.peak_bytes is None or c.peak_bytes > c.budget_bytes for c in both),
     }
     if plan_s:
         figures["plan_s_stdit_25_buckets"] = sum(plan_s.values())

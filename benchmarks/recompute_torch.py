@@ -66,7 +66,6 @@ def _expensive_attention(listed: partitioners.OpTypes) -> partitioners.OpTypes:
     return replace(listed, compute_intensive_ops=listed.compute_intensive_ops | {kernel})
 
 
-
 @dataclass(frozen=True, slots=True)
 class TorchJoint:
     """A joint graph as AOTAutograd makes it, and what to call it with.
@@ -158,7 +157,5 @@ def torch_partition(joint: TorchJoint, ratio: float, solver: str) -> TorchPartit
         config.patch(activation_memory_budget=ratio, activation_memory_budget_solver=solver),
         mock.patch.object(partitioners, "get_default_op_list", return_value=listed),
     ):
-        forward, backward = min_cut_rematerialization_partition(
-            gm, joint.inputs, **joint.options
-        )
+        forward, backward = min_cut_rematerialization_partition(gm, joint.inputs, **joint.options)
     return TorchPartition(forward, backward, joint)

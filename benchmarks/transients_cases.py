@@ -105,9 +105,7 @@ def _group_norm(x: Tensor, w: Tensor) -> Any:
     n, c, *rest = x.shape
     size = rest[0] * rest[1]
     out, mean, rstd = aten.native_group_norm(x, w, w, n, c, size, 4, 1e-5)
-    return aten.native_group_norm_backward(
-        out, x, mean, rstd, w, n, c, size, 4, [True, True, True]
-    )
+    return aten.native_group_norm_backward(out, x, mean, rstd, w, n, c, size, 4, [True, True, True])
 
 
 def _pool(x: Tensor, like: Tensor) -> Any:

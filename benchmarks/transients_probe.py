@@ -20,12 +20,12 @@ import numpy as np
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.profiler import ProfilerActivity, profile
 
 from dcpc.symbolic_profile import profile as profiling
 from dcpc.symbolic_profile.ops.facts import Facts, op_name, tensors
 from dcpc.symbolic_profile.ops.transients import TRANSIENTS, transient_bytes
 from dcpc.symbolic_profile.polynomials import FUNCTIONS
+from examples.allocator import allocated
 
 Values = Mapping[str, int]
 
@@ -90,18 +90,9 @@ class Call:
             return made[n]
 
         args, kwargs = (fx.map_arg(x, real) for x in (self.node.args, self.node.kwargs))
-        with (
-            torch.no_grad(),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof,
-        ):
-            result = self.node.target(*args, **kwargs)  # type: ignore[operator]
-        live = peak = 0
-        for event in prof.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                live += event.nbytes()
-                peak = max(peak, live)
-        del result
-        return peak - live
+        with torch.no_grad():
+            found = allocated(lambda: self.node.target(*args, **kwargs))  # type: ignore[operator]
+        return found.peak_bytes - found.live_bytes
 
     def _value(self, n: fx.Node, at: Values) -> Any:
         value = n.meta["val"]
@@ -152,9 +143,7 @@ class Probes:
     runs: int = 0
     refused: dict[str, int] = field(default_factory=dict)
 
-    def transient(
-        self, node: fx.Node, facts: Facts, threads: int, gpu: bool = False
-    ) -> sympy.Expr:
+    def transient(self, node: fx.Node, facts: Facts, threads: int, gpu: bool = False) -> sympy.Expr:
         """Returns what `transient_bytes` of the tables does, by probing where it can be."""
         start_s = process_time()
         table = transient_bytes(node, facts, threads, gpu)

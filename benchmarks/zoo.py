@@ -108,9 +108,7 @@ def verdicts(
     with ProcessPoolExecutor(workers, multiprocessing.get_context(start)) as pool:
         ways = dict.fromkeys(names, LOWERINGS) if ways is None else ways
         rest = (sp, timeout_s, layers)
-        jobs = {
-            n: pool.submit(judged, which, n, *rest, ways.get(n, ())) for n in reversed(names)
-        }
+        jobs = {n: pool.submit(judged, which, n, *rest, ways.get(n, ())) for n in reversed(names)}
         return {n: jobs[n].result() for n in names}
 
 

@@ -91,12 +91,6 @@ class Evaluator:
         total = self._roofline.seconds(self._floats(dims), device).sum(axis=0)
         return float(total) if total.ndim == 0 else total
 
-    def forward_seconds(self, dims: Mapping[str, Any], device: Device) -> Any:
-        """Returns the forward's part of `seconds`."""
-        forward = np.array([w.forward for w in self._roofline.work], dtype=bool)
-        total = self._roofline.seconds(self._floats(dims), device)[forward].sum(axis=0)
-        return float(total) if total.ndim == 0 else total
-
     def seconds_by_class(self, dims: Mapping[str, int], device: Device) -> dict[str, float]:
         """Returns op class -> seconds, the largest first."""
         found: dict[str, float] = {}

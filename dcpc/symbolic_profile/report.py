@@ -44,15 +44,14 @@ def as_text(*items: RenderableType, width: int = 120) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def render_report(rows: Sequence[ReportRow], width: int = 120) -> str:
+def render_report(rows: Sequence[ReportRow]) -> str:
     """Returns the report: a table of the rows, then each distinct profile's formulas.
 
     Args:
         rows: one for each bucket, in the order to show.
-        width: columns of text; more where buckets have long names.
     """
     longest = max((len(str(row.plan.bucket)) for row in rows), default=0)
-    width += max(0, longest - SHORT)
+    width = 120 + max(0, longest - SHORT)
     variants = [
         "\n".join(["", title, *(f"  {line}" for line in formulas)])
         for title, formulas in variant_formulas(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -13,11 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import Buckets
-from dcpc.errors import DcpcError, VerifyError
-from dcpc.ir import Program
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import Traced
-from dcpc.verify.compare import LIMIT, ROUNDINGS, Error, Given, error_of
 from dcpc.verify.inputs import KINDS, draw
 from dcpc.verify.points import Point, points
 from dcpc.verify.reference import LossAndGradients, plain
@@ -27,14 +24,6 @@ LEAST_ROOM_BYTES = 1 << 26
 # Below what devices do, so that a guess of the seconds is on the safe side.
 FLOPS_PER_S = {"cpu": 1e10}
 GPU_FLOPS_PER_S = 1e12
-# In float64 throughout a constant that the trace rounded to the model's dtype is another number
-# than the plain model's, which never rounded it. Such differences are smaller than this.
-LIFTED = 1e-3
-# A gradient smaller than this share of the largest one is compared with that share of it: what is
-# left of sums that cancel is rounding.
-FINELY, ROUGHLY = 1e-3, 0.1
-
-Make = Callable[[Given], LossAndGradients]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +45,56 @@ class Reference:
     alike: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """How far something is from the plain model.
+class Budget:
+    """How long comparisons may take, and in how many bytes.
+
+    Args:
+        unbounded: whether time does not matter.
 
     Attributes:
-        reference: what it was compared with.
-        error: the largest difference.
-        right: whether that is within what rounding does.
+        spent_s: seconds in `within`.
+        room_bytes: for copies of parameters and for gradients.
     """
 
-    reference: Reference
-    error: Error
-    right: bool
+    def __init__(self, unbounded: bool) -> None:
+        self._unbounded = unbounded
+        self.spent_s, self.room_bytes = 0.0, 0
+        self._start_s = self._until_s = self._spare_s = 0.0
 
-    def __str__(self) -> str:
-        own = "" if self.reference.wide else " (own dtype)"
-        return f"{self.reference.point} to {self.error.worst:.0e}{own}"
+    @contextmanager
+    def within(self, budget_s: float, spare_s: float, room_bytes: int) -> Iterator[None]:
+        """Sets until when comparisons may start, and adds up what they take.
+
+        Args:
+            budget_s: seconds for comparisons.
+            spare_s: seconds in which extra points may be begun.
+            room_bytes: for copies of parameters and for gradients.
+        """
+        self._start_s = time.perf_counter()
+        self._until_s = math.inf if self._unbounded else self._start_s + budget_s
+        self.spare(spare_s)
+        self.room_bytes = max(room_bytes, LEAST_ROOM_BYTES)
+        try:
+            yield
+        finally:
+            self.spent_s += time.perf_counter() - self._start_s
+
+    def spare(self, spare_s: float) -> None:
+        """Sets in how many seconds of `within` extra points may be begun."""
+        self._spare_s = math.inf if self._unbounded else self._start_s + spare_s
 
     @property
-    def gap(self) -> str:
-        """Got and expected, as text."""
-        e = self.error
-        if e.where == "loss":
-            return f"loss: got {e.got:.6g}, expected {e.expected:.6g}"
-        return f"{e.where}: largest difference {e.got:.6g}, largest element {e.expected:.6g}"
+    def has_spare_time(self) -> bool:
+        """Whether more than what has to be compared may be begun."""
+        return time.perf_counter() < self._spare_s
+
+    def allows(self, seconds_s: float, extra: bool) -> bool:
+        """Whether something that takes so long may be begun; `extra`: that need not be."""
+        return time.perf_counter() + seconds_s <= (self._spare_s if extra else self._until_s)
 
 
 class References:
-    """What the plain model computes, and what others are compared with.
+    """What the plain model computes at the points of each trace.
 
     Args:
         model: the user's.
@@ -93,14 +103,15 @@ class References:
         unbounded: whether time does not matter.
 
     Attributes:
+        budget: of time and room.
         groups: buckets that share a trace, and what is made from it.
-        spent_s: seconds in `within`.
     """
 
     def __init__(
         self, model: nn.Module, buckets: Buckets, planned: Planned, unbounded: bool
     ) -> None:
-        self.model, self.planned, self.unbounded = model, planned, unbounded
+        self.model, self.planned = model, planned
+        self.budget = Budget(unbounded)
         each = buckets.by_ones().values()
         self.groups = [(mine, planned.by_bucket[next(iter(mine))].traced) for mine in each]
         parameter = next(model.parameters(), None)
@@ -108,42 +119,16 @@ class References:
         if parameter is not None and not parameter.is_meta:  # else it gets values on the CPU
             self.device = parameter.device
         self.points = [points(mine, v.program.hints) for mine, v in self.groups]
-        self.spent_s = 0.0
-        self._start_s = self._until_s = self._spare_s = 0.0
         self._longest_s = 0.0  # that a point took
         self._kinds: tuple[str, ...] = KINDS  # of inputs, from the first on that the model took
-        self._room_bytes = 0
         self._known: dict[tuple[int, Point, bool], Reference | str] = {}
 
     @contextmanager
     def within(self, budget_s: float, spare_s: float, room_bytes: int) -> Iterator[None]:
-        """Sets until when comparisons may start, and adds up what they take.
-
-        What the plain model makes is kept as long: then its parameters are others.
-
-        Args:
-            budget_s: seconds for comparisons.
-            spare_s: seconds in which extra points may be begun.
-            room_bytes: for copies of parameters and for gradients.
-        """
+        """Allows comparisons (`Budget.within`), with what the parameters are now."""
         self._known.clear()
-        self._start_s = time.perf_counter()
-        self._until_s = math.inf if self.unbounded else self._start_s + budget_s
-        self.spare(spare_s)
-        self._room_bytes = max(room_bytes, LEAST_ROOM_BYTES)
-        try:
+        with self.budget.within(budget_s, spare_s, room_bytes):
             yield
-        finally:
-            self.spent_s += time.perf_counter() - self._start_s
-
-    def spare(self, spare_s: float) -> None:
-        """Sets in how many seconds of `within` extra points may be begun."""
-        self._spare_s = math.inf if self.unbounded else self._start_s + spare_s
-
-    @property
-    def has_spare_time(self) -> bool:
-        """Whether more than what has to be compared may be begun."""
-        return time.perf_counter() < self._spare_s
 
     def number(self, traced: Traced) -> int:
         """Returns which trace these are made from."""
@@ -164,10 +149,8 @@ class References:
                 continue
             if key not in self._known:
                 guess_s = self._guess_s(number, point)
-                until_s = self._spare_s if point.extra else self._until_s
-                late = (
-                    begin_s + (max(guess_s, self._longest_s) if point.extra else guess_s) > until_s
-                )
+                likely_s = max(guess_s, self._longest_s) if point.extra else guess_s
+                late = not self.budget.allows(likely_s, point.extra)
                 if late and (seen or guess_s > LEAST_S):
                     self._known[key] = "it would take too long; verify='full' does it"
                     continue
@@ -189,68 +172,11 @@ class References:
         outcome = self._plain(reference.inputs, False, reference.alike)
         return replace(reference, outcome=outcome, wide=False)
 
-    def compare(self, program: Program, make: Make, reference: Reference) -> Compared | None:
-        """Returns how far something is from the plain model; None where that says nothing.
-
-        What float64 cannot do in a graph, or does a little otherwise as the graph has constants
-        that were rounded, is compared in the model's own dtypes.
-
-        Args:
-            program: of the trace.
-            make: computes loss and gradients.
-            reference: the plain model's.
-
-        Raises:
-            VerifyError: it cannot be run where the plain model can.
-        """
-        found = self._compare(program, make, reference)
-        if isinstance(found, Compared):
-            small = LIMIT < found.error.worst < LIFTED
-            if not (reference.wide and small):
-                return found
-            again = self._compare(program, make, self.rounded(reference))
-            return again if isinstance(again, Compared) and again.right else found
-        if reference.wide and _lowest(program) != torch.float64:
-            again = self._compare(program, make, self.rounded(reference))
-            if isinstance(again, Compared):
-                return again
-        if not reference.point.promised:
-            return None
-        first = (str(found).strip() or type(found).__name__).splitlines()[0]
-        raise VerifyError(
-            f"{type(found).__name__} at {reference.point}, where the model itself runs: {first}; "
-            "report this with the model, it is a defect of dcpc; verify='off' trains on all the "
-            "same"
-        ) from found
-
-    def _compare(self, program: Program, make: Make, reference: Reference) -> Compared | Exception:
-        given = self.given(program, reference)
-        try:
-            found = make(given)
-        except (DcpcError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as failed:
-            return failed
-        error = error_of(found, reference.outcome, FINELY if reference.wide else ROUGHLY)
-        limit = LIMIT if reference.wide else ROUNDINGS * torch.finfo(_lowest(program)).eps
-        return Compared(reference, error, error.worst <= limit)
-
-    def given(self, program: Program, reference: Reference) -> Given:
-        """Returns what a program's graphs take to be compared with an outcome."""
-        return Given(
-            program,
-            self.model,
-            reference.inputs,
-            wide=reference.wide,
-            alike=reference.alike,
-            wanted=tuple(reference.outcome.gradients),
-        )
-
     def fits(self, wide: bool = False) -> bool:
         """Whether there is room for two sets of all gradients, and for copies of parameters."""
         sets = 3 if wide or self._draws_parameters else 2
         sizes = (p.numel() * 8 if wide else p.nbytes for p in self.model.parameters())
-        return sets * sum(sizes) <= self._room_bytes
+        return sets * sum(sizes) <= self.budget.room_bytes
 
     @property
     def _draws_parameters(self) -> bool:
@@ -301,10 +227,4 @@ class References:
         if wide or self.fits():
             return tuple(trained)
         every = 2 * sum(p.nbytes for p in trained.values())
-        return tuple(trained)[:: -(-every // self._room_bytes)]
-
-
-def _lowest(program: Program) -> torch.dtype:
-    """Returns the floating dtype of a program that rounds most."""
-    found = {i.dtype for i in program.info.values() if i.dtype.is_floating_point}
-    return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+        return tuple(trained)[:: -(-every // self.budget.room_bytes)]

@@ -10,30 +10,25 @@ small sizes; the ranks of a group are run in this process, one step at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 
 from torch import nn
 
 from dcpc.buckets import BATCH, Buckets
-from dcpc.codegen import LoweredPair, Variant, broken_guards, integers_of
+from dcpc.codegen import LoweredPair, Variant
 from dcpc.errors import VerifyError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import Partition, Placement
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import Traced
-from dcpc.verify.calls import called
-from dcpc.verify.compare import Given
-from dcpc.verify.culprit import first_difference, reader
+from dcpc.verify.comparisons import Comparisons
 from dcpc.verify.points import Point
-from dcpc.verify.references import LEAST_S, Compared, References
+from dcpc.verify.references import LEAST_S, References
 
 # What "auto" has begun when this share of what compiling took before is spent ends within a tenth
 # of it, or within `LEAST_S`.
 SHARE = 0.07
-
-_REPORT = "report this with the model, it is a defect of dcpc; verify='off' trains on all the same"
 
 
 class Verifier:
@@ -54,11 +49,10 @@ class Verifier:
         """Keeps what to compare."""
         self.model, self.planned, self.mode = model, planned, mode
         self.references = References(model, buckets, planned, unbounded=mode == "full")
-        self.lines: list[str] = []
+        self._compared = Comparisons(self.references, thorough=mode == "full")
+        self.lines = self._compared.lines
         self.postponed_s: float | None = None
         self._called = False
-        self._done: set[int] = set()
-        self._kept: list[Partition] = []  # what `_done` has the ids of
         if mode != "off":
             for runnable in planned.traces:
                 runnable.inspector = self
@@ -66,9 +60,7 @@ class Verifier:
     @property
     def spent_s(self) -> float:
         """Seconds that comparisons took."""
-        return self.references.spent_s
-
-    # ------------------------------------------------------------------------------------- when
+        return self.references.budget.spent_s
 
     @without_collection()
     def start(self, compile_s: float) -> None:
@@ -88,15 +80,15 @@ class Verifier:
         with self.references.within(max(spare_s, LEAST_S), spare_s, room_bytes):
             for number, runnable in enumerate(self.planned.traces):
                 # Extra points of one trace leave time for what has to be compared of the next.
-                self.references.spare((number + 1) / len(self.planned.traces) * spare_s)
-                self._trace(runnable.traced)
+                self.references.budget.spare((number + 1) / len(self.planned.traces) * spare_s)
+                self._compared.trace(runnable.traced)
             if self.mode == "full":
                 self._rows()
                 self._compiled()
                 return
             for bucket, plan in self.planned.plans.items():
                 runnable = self.planned.by_bucket[bucket]
-                if runnable.runs_what_was_priced and self.references.has_spare_time:
+                if runnable.runs_what_was_priced and self.references.budget.has_spare_time:
                     self._variant(runnable, self.planned.placement(bucket), plan.menu_step)
 
     def problem(self, compile_s: float) -> VerifyError | None:
@@ -139,7 +131,7 @@ class Verifier:
         # Gradients and the optimizer's state may be there by now.
         with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
             point = Point({n: s for n, s in sizes.items() if n in traced.program.symbols})
-            self._graphs(traced, placement, lowering, parts, [point])
+            self._compared.graphs(traced, placement, lowering, parts, [point])
 
     def runs(self, traced: Traced, variant: Variant) -> None:
         """Compares the first variant of one rank as it is called: autograd, boxes, own dtypes.
@@ -158,7 +150,7 @@ class Verifier:
             return
         self._called = True
         with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
-            self._call(traced, variant)
+            self._compared.call(traced, variant)
 
     def _rows(self) -> None:
         """Compares every row that a step may use."""
@@ -172,7 +164,8 @@ class Verifier:
         """Compares what the backend made of the chosen plans of one rank."""
         for bucket, plan in self.planned.plans.items():
             runnable = self.planned.by_bucket[bucket]
-            if plan.sp > 1 or runnable.traced.backend == "eager":
+            alone = plan.sp == 1 and runnable.traced.units is None
+            if not alone or runnable.traced.backend == "eager":
                 continue
             placement = self.planned.placement(bucket)
             for point in self.references.points[self.references.number(runnable.traced)]:
@@ -180,138 +173,13 @@ class Verifier:
                     sizes = {BATCH: 1, **point.sizes}
                     variant, _ = runnable.variant(placement, plan.menu_step, sizes, 0)
                     name = f"{runnable.traced.backend} of {bucket}"
-                    self._call(runnable.traced, variant, name)
-
-    # --------------------------------------------------------------------------------- what: trace
-
-    def _trace(self, traced: Traced) -> None:
-        """Compares the forward graph of a trace with the model, at each point there is time for."""
-        program, done = traced.program, list[str]()
-        for reference in self.references.of(traced, alike=False):
-            found = self.references.compare(program, Given.of_program, reference)
-            if found is None:
-                continue
-            if found.right and reference.wide and not done and self.references.has_spare_time:
-                # In the model's own dtypes, too, where it rounds and wraps as it will.
-                own = self.references.rounded(reference)
-                if own.outcome.finite:
-                    rough = self.references.compare(program, Given.of_program, own)
-                    found = rough if rough is not None and not rough.right else found
-            if not found.right:
-                if not reference.point.promised:
-                    continue
-                raise VerifyError(
-                    "the captured graph does not compute what the model computes at "
-                    f"{reference.point}: {found.gap}{reader(program, found.error.where)}; {_REPORT}"
-                )
-            done.append(str(found))
-        many = len(self.planned.traces) > 1
-        name = f"trace {self.references.number(traced) + 1}" if many else "the trace"
-        self._note(name, traced, done)
-
-    def _note(self, name: str, traced: Traced, done: Sequence[str]) -> None:
-        said = f"loss and every gradient at {', '.join(done)}"
-        if not done:
-            said = f"NOT compared with the model: {self.references.why_not(traced)}"
-        self.lines.append(f"{name}: {said}")
-
-    # ------------------------------------------------------------------------------ what: variants
+                    self._compared.call(runnable.traced, variant, name)
 
     def _variant(self, runnable: Runnable, placement: Placement, menu_step: int) -> None:
         # Graphs that gather parameters are compared as those that take them whole.
         lowering = runnable.traced.lowering(placement, gathers=False)
         parts = runnable.partition(placement, menu_step, gathers=False)
-        self._graphs(runnable.traced, placement, lowering, parts)
-
-    def _call(self, traced: Traced, variant: Variant, name: str = "") -> None:
-        """Compares what a call of a variant and its backward give, in the model's own dtypes.
-
-        Args:
-            traced: the trace.
-            variant: of one rank.
-            name: for the report; "": it is not in there.
-        """
-        if variant.draws:
-            return
-        for reference in self.references.of(traced, alike=False):
-            dims = traced.program.dims(reference.point.sizes)
-            values, broken = variant.integer_values(dims, 0)
-            if broken or not reference.point.promised:
-                continue
-            own = self.references.rounded(reference)
-            make = partial(called, variant=variant, integers=values)
-            found = self.references.compare(traced.program, make, own)
-            if found is not None and own.outcome.finite and not found.right:
-                raise VerifyError(
-                    f"a call of the compiled model does not give what the model gives at "
-                    f"{own.point}: {found.gap}, though its graphs do; {_REPORT}"
-                )
-            if name:
-                self.lines.append(f"{name}: {found}")
-            return
-
-    def _graphs(
-        self,
-        traced: Traced,
-        placement: Placement,
-        lowering: LoweredPair,
-        parts: Partition,
-        own: Sequence[Point] = (),
-    ) -> None:
-        """Compares forward and backward of all ranks of a group, at the first point they take.
-
-        Args:
-            traced: the trace.
-            placement: of the graphs.
-            lowering: what they are parts of.
-            parts: the graphs.
-            own: points besides those of the trace.
-        """
-        if id(parts) in self._done:
-            return
-        self._done.add(id(parts))
-        self._kept.append(parts)
-        sp = lowering.lowered.sp
-        if sp != placement.sp:
-            raise VerifyError(
-                f"got graphs that are lowered for sp {sp}; expected sp {placement.sp}; {_REPORT}"
-            )
-        name = f"sp {sp}, {len(parts.saved)} values saved"
-        if not self.references.fits():
-            self.lines.append(f"{name}: NOT compared with the model: no room for two gradients")
-            return
-        done: list[str] = []
-        for reference in self.references.of(traced, sp > 1, own):
-            dims = traced.program.dims(reference.point.sizes)
-            integers = integers_of(lowering.lowered, dims)
-            if any(_broken(lowering, each) for each in integers):
-                continue
-            make = partial(Given.of_partition, lowering=lowering, parts=parts, integers=integers)
-            found = self.references.compare(traced.program, make, reference)
-            if found is None or not (found.right or reference.point.promised):
-                continue
-            if not found.right:
-                raise VerifyError(self._graphs_text(traced, found, lowering, parts))
-            done.append(str(found))
-            if self.mode == "auto":
-                break
-        self._note(name, traced, done)
-
-    def _graphs_text(
-        self, traced: Traced, found: Compared, lowering: LoweredPair, parts: Partition
-    ) -> str:
-        program, at = traced.program, found.reference
-        where, sp = reader(program, found.error.where), lowering.lowered.sp
-        if sp == 1:
-            given = self.references.given(program, at)
-            (own,) = integers_of(lowering.lowered, program.dims(at.point.sizes))
-            where = first_difference(program, given, lowering, parts, own) or where
-        return (
-            f"forward and backward at sp {sp} do not compute what the model computes at "
-            f"{at.point}: {found.gap}{where}; {_REPORT}"
-        )
-
-    # -------------------------------------------------------------------------------------- report
+        self._compared.graphs(runnable.traced, placement, lowering, parts)
 
     def report(self) -> str:
         """Returns what was compared with the model, where, and how far it was off."""
@@ -321,9 +189,3 @@ class Verifier:
             return "not verified yet: the model has no values (dcpc.materialize)\n"
         head = f"verified against the model itself (verify='{self.mode}', {self.spent_s:.1f} s)\n"
         return head + "".join(f"  {line}\n" for line in self.lines)
-
-
-def _broken(lowering: LoweredPair, integers: Mapping[str, int]) -> bool:
-    """Whether graphs are not for some sizes."""
-    sizes = {i.symbol: integers[i.name] for i in lowering.lowered.integers}
-    return bool(broken_guards(lowering.joint.guards, sizes))

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import Speeds, gain, over_best
-from benchmarks.gpu_attention import Shape, Speed
+from benchmarks.gpu_attention import Shape, Speed, ways
 from benchmarks.gpu_models import full
 from dcpc.buckets import BATCH
 
@@ -37,6 +37,18 @@ def test_attention_is_as_far_from_the_best_as_its_worst_shape():
         Speed("dcpc", long, 3.0, 3.0), Speed("torch flash", long, None, None),
     ]  # fmt: skip
     assert over_best(found) == 2.0
+
+
+def test_all_ways_of_attention_give_the_same_gradients():
+    given = [torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(4)]
+    found = {}
+    for name, attend in ways(torch.device("cpu")).items():
+        q, k, v = (t.clone().requires_grad_() for t in given[:3])
+        attend(q, k, v).backward(given[3])
+        found[name] = torch.cat([q.grad, k.grad, v.grad])
+    assert {"dcpc", "dcpc blocks", "torch math"} <= found.keys()
+    for gradients in found.values():
+        torch.testing.assert_close(gradients, found["torch math"])
 
 
 def test_lengths_to_predict_are_not_those_of_the_calibration():

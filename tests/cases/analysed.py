@@ -1,6 +1,7 @@
 """Language models traced and analysed, ready to be placed, and rates to place them at."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from dcpc.buckets import Buckets
-from dcpc.ir import Program
+from dcpc.ir import NodePlacement, Program
+from dcpc.passes.placement.model import PlacementModel
 from dcpc.passes.placement.objective import Objective
 from dcpc.passes.sharding.sharding import Sharding, analyse
 from dcpc.symbolic_profile import Device, Link
@@ -66,3 +68,11 @@ def llama() -> tuple[Program, Sharding]:
         warnings.simplefilter("ignore")
         program = trace(transformers.LlamaForCausalLM(config), Buckets(**BUCKETS))
         return program, analyse(program)
+
+
+def options_of(model: PlacementModel, chosen: Mapping[str, NodePlacement]) -> tuple[int, ...]:
+    """Returns the position of each node's chosen alternative, 0 where it has none."""
+    alternatives = model.sharding.alternatives
+    made = [[a.placed for a in alternatives.get(name, ())] for name in model.names]
+    pairs = zip(model.names, made, strict=True)
+    return tuple(of.index(chosen[name]) if of else 0 for name, of in pairs)

@@ -22,10 +22,10 @@ from torch._subclasses import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from dcpc.ir import Partition
+from examples.allocator import allocated
 
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 SEQ = sympy.Symbol("seq", integer=True, positive=True)
@@ -271,20 +271,7 @@ def _step(partition: Partition, args: list) -> tuple[torch.Tensor, list]:
 def measured_peak_bytes(case: Case, batch: int, seq: int) -> int:
     """Returns the peak of bytes above the arguments, by the profiler's allocator events."""
     args = case.inputs(batch, seq)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        result = _step(case.partition, args)
-    del result
-    return peak_of(prof)
-
-
-def peak_of(prof: profile) -> int:
-    """Returns the highest sum of the allocations and frees that a profile recorded."""
-    live = peak = 0
-    for event in prof.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
+    return allocated(lambda: _step(case.partition, args)).peak_bytes
 
 
 def measured_saved_bytes(case: Case, batch: int, seq: int) -> int:
@@ -330,16 +317,14 @@ class _MeasuringInterpreter(fx.Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-            result = n.target(*args, **kwargs)
-        events = prof.profiler.kineto_results.events()
-        live = sum(e.nbytes() for e in events if e.name() == "[memory]")
+        found = allocated(lambda: n.target(*args, **kwargs))
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_tensor(t)}
         shares = tuple(
-            t.untyped_storage()._cdata in before for t in tree_leaves(result) if is_tensor(t)
+            t.untyped_storage()._cdata in before for t in tree_leaves(found.result) if is_tensor(t)
         )
-        self.measured.append(Measured(n, live, peak_of(prof) - live, shares))
-        return result
+        besides = found.peak_bytes - found.live_bytes
+        self.measured.append(Measured(n, found.live_bytes, besides, shares))
+        return found.result
 
 
 def measure_nodes(case: Case, batch: int, seq: int) -> list[Measured]:

@@ -45,24 +45,34 @@ def mask(d: Draw, n: Any, m: Any) -> tuple[str, bool]:
         f"({q} + 1) / {n} >= {k} / {m}", f"torch.ones({n}, {m}, dtype=torch.int64).tril().bool()",
         f"torch.arange({m}).flip(0) >= {k} - {q}", f"({q} >= {k}).to({dtype}) == 1",
     )  # fmt: skip
-    kind = d.pick("position", "position", "number", "keep", "both", "bias", "segment", "triu", "zeros")
+    kind = d.pick(
+        "position", "position", "number", "keep", "both", "bias", "segment", "triu", "zeros"
+    )
     keep, ids = ("keep", "ids") if m == H else ("stay", "jds")
     if kind in ("keep", "both", "segment") and m not in (H, W):
         kind = "position"
     if kind == "keep":
-        return d.pick(f"{keep}[:, None, None]", f"({ids} != {d.pick(0, 1)})[:, None, None, :]"), True
+        return d.pick(
+            f"{keep}[:, None, None]", f"({ids} != {d.pick(0, 1)})[:, None, None, :]"
+        ), True
     if kind == "both":
         return f"({position}) & {keep}[:, None, None]", True
     if kind == "segment" and n == m:
         return f"(({ids}[:, :, None] == {ids}[:, None]) & ({q} >= {k}))[:, None]", True
     if kind == "number":
-        return f"torch.zeros({n}, {m}, dtype=torch.float64).masked_fill(~({position}), {fill})", False
+        return (
+            f"torch.zeros({n}, {m}, dtype=torch.float64).masked_fill(~({position}), {fill})",
+            False,
+        )
     if kind == "triu":
         return f"torch.full(({n}, {m}), {fill}, dtype=torch.float64).triu({d.pick(1, 2)})", False
     if kind == "zeros":
         return f"torch.where({position}, 0.0, {fill}).to(torch.float64)", False
     if kind == "bias":
-        return f"({k} - {q}) * torch.tensor([0.5, {d.const(0.25, 0.125)}]).view(2, 1, 1).to(torch.float64)", False
+        return (
+            f"({k} - {q}) * torch.tensor([0.5, {d.const(0.25, 0.125)}]).view(2, 1, 1).to(torch.float64)",
+            False,
+        )
     return position, True
 
 
@@ -92,7 +102,9 @@ def fused(d: Draw, _: Value) -> None:
         extra.append(f"scale={d.pick(d.const(0.5, 1.0), d.number(), '-0.5')}")
     if groups:
         extra.append("enable_gqa=True")
-    made = d.put(f"F.scaled_dot_product_attention({', '.join([q, k, w, *extra])})", (B, HEADS, n, HEAD))
+    made = d.put(
+        f"F.scaled_dot_product_attention({', '.join([q, k, w, *extra])})", (B, HEADS, n, HEAD)
+    )
     back = d.pick("{0}.transpose(1, 2).reshape(b, {n}, -1)", "{0}.transpose(1, 2).flatten(2)")
     d.put(back.format(made.name, n=n), (B, n, HEADS * HEAD))
 
@@ -105,7 +117,14 @@ def spelled(d: Draw, _: Value) -> None:
         raise Skip
     q, k, w = heads(d, v), heads(d, u), heads(d, u)
     scores = d.fresh()
-    scale = d.pick(f" * {d.const(0.5, 1.0)}", f" / math.sqrt({HEAD})", "", f" / {d.const(2.0, 1.5)}", " * -0.5", f" * ({d.number()})")
+    scale = d.pick(
+        f" * {d.const(0.5, 1.0)}",
+        f" / math.sqrt({HEAD})",
+        "",
+        f" / {d.const(2.0, 1.5)}",
+        " * -0.5",
+        f" * ({d.number()})",
+    )
     product = d.pick(f"({q}) @ ({k}).mT", f"torch.matmul({q}, ({k}).transpose(-1, -2))",
                      f"torch.einsum('bhid,bhjd->bhij', {q}, {k})")  # fmt: skip
     lines = [f"{scores} = {product}{scale}"]
@@ -118,6 +137,8 @@ def spelled(d: Draw, _: Value) -> None:
             else f"{scores} = {scores} + {seen}"
         )  # fmt: skip
     out = d.fresh()
-    weights = d.pick(f"{scores}.softmax(-1)", f"F.softmax({scores}, dim=-1)", f"torch.softmax({scores}, 3)")
+    weights = d.pick(
+        f"{scores}.softmax(-1)", f"F.softmax({scores}, dim=-1)", f"torch.softmax({scores}, 3)"
+    )
     lines.append(f"{out} = ({weights} @ ({w})).transpose(1, 2).flatten(2)")
     d.put(lines, (B, n, HEADS * HEAD), out=out)

@@ -187,7 +187,7 @@ class Draw:
             return
         weights = [w for w, _ in TEMPLATES]
         for _ in range(20):
-            (_, function), = self.rng.choices(TEMPLATES, weights)
+            ((_, function),) = self.rng.choices(TEMPLATES, weights)
             count = len(self.steps), dict(self.parameters), list(self.values)
             try:
                 function(self, self.among(lambda v: v.kind == "float" and v.ndim > 1))
@@ -245,7 +245,9 @@ class Draw:
     @staticmethod
     def _renamed(text: str, names: dict[str, str]) -> str:
         # A keyword argument or an attribute of that name is none of ours.
-        return re.sub(r"(?<![.\w])[a-z]+\d*\b(?!\s*=[^=])|^[a-z]+\d*\b", lambda m: names.get(m[0], m[0]), text)
+        return re.sub(
+            r"(?<![.\w])[a-z]+\d*\b(?!\s*=[^=])|^[a-z]+\d*\b", lambda m: names.get(m[0], m[0]), text
+        )
 
     def _changed(self, line: str) -> str:
         """Changes one marked constant."""

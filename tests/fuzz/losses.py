@@ -41,10 +41,23 @@ def of_classes(d: Draw, v: Value) -> str:
     labels, keep = ("ids", "keep") if v.shape[1] == H else ("jds", "stay")
     weight = d.parameter(CLASSES, int(v.shape[2]))
     logits = f"F.linear({v.name}, {weight})"
-    ignore = d.pick("", "", ", ignore_index=0", ", ignore_index=1", ", ignore_index=-1", ", ignore_index=-100")
-    more = d.pick("", "", "", f", label_smoothing={d.const(0.1, 0.2)}", ", weight=torch.linspace(0.5, 1.5, 5).to(torch.float64)")
+    ignore = d.pick(
+        "", "", ", ignore_index=0", ", ignore_index=1", ", ignore_index=-1", ", ignore_index=-100"
+    )
+    more = d.pick(
+        "",
+        "",
+        "",
+        f", label_smoothing={d.const(0.1, 0.2)}",
+        ", weight=torch.linspace(0.5, 1.5, 5).to(torch.float64)",
+    )
     reduction = d.pick("", "", ", reduction='sum'")
-    some = d.pick(labels, labels, f"torch.where({keep}, {labels}, -100)", f"{labels}.masked_fill(~{keep}, -100)")
+    some = d.pick(
+        labels,
+        labels,
+        f"torch.where({keep}, {labels}, -100)",
+        f"{labels}.masked_fill(~{keep}, -100)",
+    )
     if some != labels:
         ignore = d.pick("", ", ignore_index=-100")
     kind = d.pick("flat", "flat", "dim", "nll", "shifted", "none", "gather")

@@ -136,7 +136,9 @@ def reduction_of_two(d: Draw, v: Value) -> None:
     if v.ndim < 4:
         raise Skip
     how = d.pick("sum", "mean", "amax", "logsumexp")
-    d.put(f"{v.name}.{how}(({d.pick('1, 2', '-1, 1', '-1, -2')}), keepdim=True) * {v.name}", v.shape)
+    d.put(
+        f"{v.name}.{how}(({d.pick('1, 2', '-1, 1', '-1, -2')}), keepdim=True) * {v.name}", v.shape
+    )
 
 
 @template(4)
@@ -313,7 +315,9 @@ def joined(d: Draw, v: Value) -> None:
     if kind == "cat":
         d.put(f"torch.cat([{v.name}, {u.name}], {at})", _with(v, dim, v.shape[dim] + u.shape[dim]))
     elif kind == "stack" and v.ndim < 4:
-        d.put(f"torch.stack([{v.name}, {v.name}.sin()], {dim})", (*v.shape[:dim], 2, *v.shape[dim:]))
+        d.put(
+            f"torch.stack([{v.name}, {v.name}.sin()], {dim})", (*v.shape[:dim], 2, *v.shape[dim:])
+        )
     elif kind == "repeat":
         times = ", ".join("2" if i == dim else "1" for i in range(v.ndim))
         op = d.pick(f"{v.name}.repeat({times})", f"torch.tile({v.name}, ({times}))")
@@ -321,9 +325,15 @@ def joined(d: Draw, v: Value) -> None:
     elif kind == "interleave":
         d.put(f"{v.name}.repeat_interleave(2, {at})", _with(v, dim, 2 * v.shape[dim]))
     elif kind == "pad":
-        d.put(f"torch.cat([{v.name}, {v.name}.narrow({at}, 0, 1)], {at})", _with(v, dim, v.shape[dim] + 1))
+        d.put(
+            f"torch.cat([{v.name}, {v.name}.narrow({at}, 0, 1)], {at})",
+            _with(v, dim, v.shape[dim] + 1),
+        )
     else:
-        d.put(f"torch.cat([{u.name}, {v.name} * {d.number()}], {at}).narrow({at}, 1, {v.shape[dim]})", v.shape)
+        d.put(
+            f"torch.cat([{u.name}, {v.name} * {d.number()}], {at}).narrow({at}, 1, {v.shape[dim]})",
+            v.shape,
+        )
 
 
 @template(2)
@@ -401,7 +411,10 @@ def indexed(d: Draw, v: Value) -> None:  # noqa: C901 - a list of forms
         at = f"({ids} % ({n}))[:, :, None]"
         d.put(f"torch.take_along_dim({v.name}, {at}, 1)", (v.shape[0], m, v.shape[2]))
     elif kind == "rows":
-        d.put(f"{v.name}[torch.arange({v.shape[0]})[:, None], {ids} % ({n})]", (v.shape[0], m, v.shape[2]))
+        d.put(
+            f"{v.name}[torch.arange({v.shape[0]})[:, None], {ids} % ({n})]",
+            (v.shape[0], m, v.shape[2]),
+        )
     elif kind == "scatter":
         if m != n:
             raise Skip
@@ -488,7 +501,11 @@ def written(d: Draw, v: Value) -> None:
         ["{o}.select({dim}, -1).fill_({n})", "{o}.sin_()"], ["{o}[{at}:1] = {o}[{at}-1:] * 2.0"],
     )  # fmt: skip
     n_text = d.number()
-    start = d.pick(f"{out} = {v.name}.clone()", f"{out} = {v.name} * 1.0", f"{out} = torch.zeros_like({v.name}) + {v.name}")
+    start = d.pick(
+        f"{out} = {v.name}.clone()",
+        f"{out} = {v.name} * 1.0",
+        f"{out} = torch.zeros_like({v.name}) + {v.name}",
+    )
     made = [x.format(o=out, v=v.name, at=at, n=n_text, dim=dim, s=n) for x in lines]
     d.put([start, *made], v.shape, out=out)
 

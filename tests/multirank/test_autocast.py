@@ -122,9 +122,7 @@ def test_costs_see_the_low_precision():
     bucket = list(BUCKETS)[1]
     for planned in (full, mixed):
         assert planned.profile(bucket) is not None
-    saved = [
-        p.study(bucket).predict(0, {"seq": 24, "batch": 2}) for p in (full, mixed)
-    ]
+    saved = [p.study(bucket).predict(0, {"seq": 24, "batch": 2}) for p in (full, mixed)]
     assert saved[1].saved_bytes < 0.95 * saved[0].saved_bytes
     work = [p.profile(bucket).work for p in (full, mixed)]
     dtypes = [{w.dtype for w in each if w.op_class == "matmul"} for each in work]

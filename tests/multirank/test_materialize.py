@@ -356,7 +356,7 @@ def peaks(rank: int, mode: str, init: str | None) -> dict[str, int]:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("mode", "init"), 
+    ("mode", "init"),
     [("pull", None), ("pull", "empty"), ("rounds", None), ("step", None), ("whole", None)],
 )
 def test_a_rank_needs_its_rows_and_one_module(mode, init):

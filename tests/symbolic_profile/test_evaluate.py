@@ -77,7 +77,6 @@ def test_faster_device_takes_less_time():
     at, dims = evaluator(profile_partition(case("gpt").partition)), {"batch": 64, "seq": 4096}
     seconds = [at.seconds(dims, find(name)) for name in ("h200", "h100", "a100-40gb", "cpu")]
     assert seconds == sorted(seconds)
-    assert at.forward_seconds(dims, find("h200")) < seconds[0] / 2
 
 
 def test_unknown_device_names_the_known_ones():

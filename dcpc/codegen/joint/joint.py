@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.joint.gathers import Gathering, UnitNodes
 from dcpc.codegen.joint.library import Library, Renamed
-from dcpc.codegen.joint.tape import Op, Piece, Ref
+from dcpc.codegen.joint.memories import Ref
+from dcpc.codegen.joint.tape import Op, Piece
 from dcpc.codegen.lower.integer_inputs import IntegerInput, quotients_in
 from dcpc.codegen.lower.lower import Lowered
 from dcpc.errors import CodegenError
@@ -253,7 +254,7 @@ class _Assembly:
         trainable = [n for n in self.program.parameters if self.program.info[n].requires_grad]
         self.trained |= {primals[n] for n in trainable}
         tangent = self.graph.placeholder("loss_gradient")
-        self._enter(tangent, self.tracer.tangent(), next(self.storages))
+        _enter(tangent, self.tracer.tangent(), next(self.storages))
         calls = list(self._forward(primals))
         forward = [n.name for n in self.graph.nodes if n.op != "placeholder"]
         loss = self.values[_output(self.lowered.gm.graph)]
@@ -287,11 +288,7 @@ class _Assembly:
             self.symbols[value.node.expr] = node
             return node
         storage = self.held.setdefault(self.tracer.held(name), next(self.storages))
-        return self._enter(node, value, storage)
-
-    def _enter(self, node: fx.Node, value: Tensor, storage: int) -> fx.Node:
-        node.meta |= {"val": value, "storage": (storage,)}
-        return node
+        return _enter(node, value, storage)
 
     def _forward(self, primals: Mapping[str, fx.Node]) -> Iterator[_JointCall]:
         """Adds the calls of forward; yields those that a gradient may flow through."""
@@ -410,8 +407,12 @@ class _Assembly:
         """Returns a parameter's gradient; zeros where only the plain model's loss depends on it."""
         if primal in self.gradients or name not in self.program.zero_gradients:
             return self.gradients.get(primal)
-        value = _detached(self._add(name, aten.zeros_like.default, (primal,), {})[1])
-        return value
+        return _detached(self._add(name, aten.zeros_like.default, (primal,), {})[1])
+
+
+def _enter(node: fx.Node, value: Tensor, storage: int) -> fx.Node:
+    node.meta |= {"val": value, "storage": (storage,)}
+    return node
 
 
 def _placed(result: Any, at: Mapping[Ref, fx.Node]) -> Any:

@@ -21,7 +21,8 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.joint.asking import Answers, AskingEnv, again_of
-from dcpc.codegen.joint.tape import Derivative, Op, Piece, Ref
+from dcpc.codegen.joint.memories import Ref
+from dcpc.codegen.joint.tape import Derivative, Op, Piece
 from dcpc.errors import CodegenError
 from dcpc.fx.fakes import Layout, layout_of
 from dcpc.fx.leaves import Symbolic, is_symbolic, leaf_key, renamed_key, tree_key

@@ -39,7 +39,6 @@ class Scheduler:
     """
 
     def __init__(self, program: Program, joint: Joint) -> None:
-        self._joint = joint
         self._nodes = list(joint.gm.graph.nodes)
         self._reads = {n: tuple(n.all_input_nodes) for n in self._nodes}
         self._loss, *self._gradients = self._nodes[-1].args[0]
@@ -48,7 +47,7 @@ class Scheduler:
         )
         self._tangent = next(n for n in self._nodes if n.name == joint.tangent)
         self._forward = [n for n in self._nodes if n.name in joint.forward]
-        self._names = joint.forward
+        self._names, self._units, self._gathers = joint.forward, joint.units, joint.gathers
         self._always = {n for n in self._forward if not isinstance(n.meta.get("val"), Tensor)}
         cheap = _cheap(program, joint, self._reads)
         self._always |= {n for n in self._forward if n.name in cheap or n.target in VIEWS}
@@ -90,7 +89,7 @@ class Scheduler:
         for gradient in self._backward_outputs:
             run.need(gradient)
         run.end()
-        gathers = [u.gather for u in self._joint.gathers]
+        gathers = [u.gather for u in self._gathers]
         turns = [n for n in run.order if n.target in ROW_CALLS]
         gradients = [g for g in self._gradients if g is not None]
         order, read = self._needed(run.order, [*gradients, *turns])
@@ -111,9 +110,9 @@ class Scheduler:
 
         To make that again the parameter, which nothing else needs, would stay from forward on.
         """
-        units, own = self._joint.units, set(self._readers)
+        units, own = self._units, set(self._readers)
         found: set[fx.Node] = set()
-        for unit in self._joint.gathers:
+        for unit in self._gathers:
             found |= {unit.gather, *unit.whole}
             views, reads = [*unit.whole], set[fx.Node]()
             for node in views:
@@ -125,7 +124,7 @@ class Scheduler:
         return found
 
     def _run(self, made_again: frozenset[str]) -> _Backward:
-        units, gathers = self._joint.units, self._joint.gathers
+        units, gathers = self._units, self._gathers
         given = self._reads, self._tangent, self._always, made_again
         if units is None:
             return _Backward(*given)

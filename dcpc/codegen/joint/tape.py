@@ -21,10 +21,9 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 from torch.utils._pytree import tree_leaves
 
-from dcpc.codegen.joint.asking import Answers, again, asking
-from dcpc.codegen.joint.layouts import as_laid
+from dcpc.codegen.joint.asking import Answers, asking
+from dcpc.codegen.joint.memories import Memories, Ref, run, tensors_in
 from dcpc.errors import CodegenError
-from dcpc.fx.fakes import dense_result, layout_of
 from dcpc.fx.writes import (
     APART,
     PLAIN,
@@ -48,10 +47,6 @@ _QUESTIONS = {
 }  # fmt: skip
 # Calls whose second argument is the shape of what they make, in which -1 is what is left.
 _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-
-
-class Ref(int):
-    """A tensor of a piece: operands first, then results in the order in which they are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +122,14 @@ class Piece:
     ) -> None:
         self._mode, self.call = mode, call
         self._tape = _Tape(table)
+        self._memories = self._tape.memories
         wanted = iter(wants)
         self._leaves: list[Tensor] = []
 
         def operand(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            own = self._tape.root(leaf, mode).requires_grad_(next(wanted))
+            own = self._memories.root(leaf, mode).requires_grad_(next(wanted))
             if own.requires_grad:
                 self._leaves.append(own)
             return own
@@ -143,12 +139,9 @@ class Piece:
             with mode, enable_python_dispatcher(), torch.enable_grad(), self._tape:
                 self._value = call(*args, **kwargs)
         self.ops = self._tape.taken()
-        self.result = self._tape.refs(self._value)
-        self.flows = tuple(
-            self._tape.ref(t)
-            for t in tree_leaves(self._value)
-            if isinstance(t, Tensor) and t.requires_grad
-        )
+        self.result = self._memories.refs(self._value)
+        made = tensors_in(self._value)
+        self.flows = tuple(self._memories.ref(t) for t in made if t.requires_grad)
         self._derivatives: dict[Any, Derivative] = {}
 
     def derivative(
@@ -171,39 +164,24 @@ class Piece:
     def _differentiate(
         self, tangents: Mapping[Ref, Tensor], sums: Mapping[int, Tensor]
     ) -> Derivative:
-        results = {self._tape.ref(t): t for t in tree_leaves(self._value) if isinstance(t, Tensor)}
+        results = {self._memories.ref(t): t for t in tensors_in(self._value)}
         outputs = [results[ref] for ref in tangents] + [self._leaves[i] for i in sums]
         with asking(self._mode).noting() as asked:
-            given = [self._tape.root(t, self._mode) for t in (*tangents.values(), *sums.values())]
+            given = [
+                self._memories.root(t, self._mode) for t in (*tangents.values(), *sums.values())
+            ]
             with self._mode, enable_python_dispatcher(), self._tape:
                 found = torch.autograd.grad(
                     outputs, self._leaves, given, allow_unused=True, retain_graph=True
                 )
-        refs = tuple(map(self._tape.ref, given))
+        refs = tuple(map(self._memories.ref, given))
         return Derivative(
             tangents=refs[: len(tangents)],
             sums=refs[len(tangents) :],
             ops=self._tape.taken(),
-            gradients=tuple(None if g is None else self._tape.ref(g) for g in found),
+            gradients=tuple(None if g is None else self._memories.ref(g) for g in found),
             asked=asked,
         )
-
-
-@dataclass(slots=True)
-class _TensorMemory:
-    """What one tensor lies in, with all views of it.
-
-    Attributes:
-        root: the tensor.
-        first: the first Ref there; another one after each write.
-        views: the calls that made the views, in order.
-        part: 0 for what was given, n for what was made before the ops were taken the n-th time.
-    """
-
-    root: Tensor
-    first: Ref
-    views: list[View]
-    part: int
 
 
 class _Tape(TorchDispatchMode):
@@ -217,31 +195,9 @@ class _Tape(TorchDispatchMode):
     def __init__(self, table: Mapping[Any, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._table = table
-        self._count = 0
-        self._refs: dict[int, Ref] = {}
-        self._kept: list[Tensor] = []  # as long as these live, so do their ids
-        self._storages: set[int] = set()
-        self._memory: dict[int, _TensorMemory] = {}
-        self._made_by: dict[int, View] = {}
-        self._stale: dict[int, View] = {}  # their memory was written to since they were made
-        self._real: dict[int, Tensor] = {}  # what lies otherwise in the graph than torch sees it
+        self.memories = Memories()
         self._ops: list[Op] = []
         self._part, self._depth = 1, 0
-
-    def root(self, like: Tensor, mode: FakeTensorMode) -> Tensor:
-        """Returns a tensor as an operand: like another, in memory that no other Ref lies in."""
-        own = again(like, mode)
-        self._storages.add(own.untyped_storage()._cdata)
-        self._enter(own, None, part=0)
-        return own
-
-    def ref(self, tensor: Tensor) -> Ref:
-        """Returns what stands for a tensor."""
-        return self._refs[id(tensor)]
-
-    def refs(self, value: Any) -> Any:
-        """Returns a tree with Refs for its tensors."""
-        return map_aggregate(value, lambda x: self.ref(x) if isinstance(x, Tensor) else x)
 
     def taken(self) -> tuple[Op, ...]:
         """Returns the calls since the last time."""
@@ -258,26 +214,9 @@ class _Tape(TorchDispatchMode):
         self._depth -= 1
         if self._depth == 0 and exception[0] is None:
             with torch._C._AutoDispatchBelowAutograd():
-                while self._stale:  # a call of another part may read them, and must not make them
-                    self._renew(next(iter(self._stale.values())))
-
-    def _enter(self, tensor: Tensor, memory: _TensorMemory | None, part: int) -> tuple[Ref, Ref]:
-        """Gives a tensor a new Ref; returns it, and the first one in its memory.
-
-        What is alike (`layout_of`) is so without conj and neg bits, as no tensor here has them.
-        """
-        if tensor.is_conj() or tensor.is_neg():
-            raise CodegenError(
-                f"a call of the model makes a conjugate or negative view of {tuple(tensor.shape)}; "
-                "expected calls that make values; replace it by conj_physical or neg in the "
-                "model's code"
-            )
-        ref = Ref(self._count)
-        self._count += 1
-        self._refs[id(tensor)] = ref
-        self._kept.append(tensor)
-        self._memory[id(tensor)] = memory = memory or _TensorMemory(tensor, ref, [], part)
-        return ref, memory.first
+                # A call of another part may read them, and must not make them.
+                while self.memories.stale:
+                    self._renew(next(iter(self.memories.stale.values())))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -287,8 +226,8 @@ class _Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         result = self._dispatched(func, args, kwargs)
         if func in APART:
-            for tensor in _tensors(result):
-                self._set_apart(tensor)
+            for tensor in tensors_in(result):
+                self.memories.set_apart(tensor)
         return result
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -312,63 +251,18 @@ class _Tape(TorchDispatchMode):
     def _call(self, func: Any, args: Any, kwargs: Any, renewed: View | None = None) -> Any:
         """Writes down a call and returns what it makes; or makes the results of a view again."""
         seen_args, seen_kwargs = map_aggregate((args, kwargs), lambda x: self._argument(x, func))
-        result = _run(func, args, kwargs)
+        result = run(func, args, kwargs)
         seen_args = _without_guess(func, seen_args, result)
-        value = self._as_it_lies(func, args, kwargs)
+        value = self.memories.as_it_lies(func, args, kwargs)
         value = result if value is None else value
-        results = renewed.results if renewed else tuple(_tensors(result))
+        results = renewed.results if renewed else tuple(tensors_in(result))
         view = View(func, args, kwargs, results)
-        made = [self._enter(t, self._memory_of(t, view), self._part) for t in results]
+        made = [self.memories.result(t, view, self._part) for t in results]
         if value is not result or renewed:
-            self._note_layouts(results, _tensors(value))
+            self.memories.note_layouts(results, tensors_in(value))
         refs, storages = tuple(zip(*made, strict=True)) if made else ((), ())
         self._ops.append(Op(func, seen_args, seen_kwargs, value, refs, storages))
         return result
-
-    def _memory_of(self, tensor: Tensor, view: View) -> _TensorMemory | None:
-        """Returns what a result of a call lies in, None for memory that nothing else lies in."""
-        if id(tensor) in self._memory:  # of a view that is made again
-            self._stale.pop(id(tensor), None)
-            return self._memory[id(tensor)]
-        storage = tensor.untyped_storage()._cdata
-        if storage not in self._storages:
-            self._storages.add(storage)
-            return None
-        operands = [t for t in _tensors((view.args, view.kwargs)) if id(t) in self._memory]
-        for other in (*operands, *view.results):
-            if id(other) in self._memory and other.untyped_storage()._cdata == storage:
-                memory = self._memory[id(other)]
-                break
-        if any(other is t for t in operands):
-            self._made_by[id(tensor)] = view
-            memory.views.append(view)
-        return memory
-
-    def _set_apart(self, tensor: Tensor) -> None:
-        """Has a view be a tensor of its own, which no write to another changes."""
-        view = self._made_by.pop(id(tensor), None)
-        if view is not None:
-            memory = self._memory[id(tensor)]
-            memory.views = [v for v in memory.views if v is not view]
-            self._memory[id(tensor)] = _TensorMemory(tensor, memory.first, [], memory.part)
-
-    def _as_it_lies(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns what a call makes in the graph, None where that is what torch sees it make."""
-        if not self._real or not any(id(t) in self._real for t in _tensors((args, kwargs))):
-            return None
-        if func in (aten.as_strided.default, aten.as_strided_scatter.default):
-            raise CodegenError(
-                f"{func} reads memory that was written to and lies otherwise since; replace the "
-                "call that it is part of in the model's code"
-            )
-        args, kwargs = map_aggregate((args, kwargs), lambda x: self._real.get(id(x), x))
-        return _run(func, args, kwargs)
-
-    def _note_layouts(self, seen: Sequence[Tensor], real: Sequence[Tensor]) -> None:
-        for tensor, value in zip(seen, real, strict=True):
-            self._real.pop(id(tensor), None)
-            if layout_of(tensor) != layout_of(value):
-                self._real[id(tensor)] = value
 
     def _renew(self, view: View) -> None:
         self._call(view.func, view.args, view.kwargs, view)
@@ -381,10 +275,11 @@ class _Tape(TorchDispatchMode):
         for target in targets:
             self._refuse_others(func, target)
         with self:
-            if func is aten.copy_.default and is_scattered(self._made_by.get(id(targets[0]))):
+            view = self.memories.made_by.get(id(targets[0]))
+            if func is aten.copy_.default and is_scattered(view):
                 values = [as_copied(targets[0], args[1])]
             else:
-                values = _tensors(functional(*args, **without_results(func, kwargs)))
+                values = tensors_in(functional(*args, **without_results(func, kwargs)))
             for target, value in zip(targets, values, strict=True):
                 self._replace(target, value)
         return func(*args, **kwargs)
@@ -393,15 +288,10 @@ class _Tape(TorchDispatchMode):
         """Has a tensor, what it is a view of, and all views of that be another from here on."""
         if value.dtype != target.dtype:
             value = aten._to_copy.default(value, dtype=target.dtype)
-        while id(target) in self._made_by:
-            view = self._made_by[id(target)]
+        while id(target) in self.memories.made_by:
+            view = self.memories.made_by[id(target)]
             value, target = whole(view, target, value), view.args[0]
-        memory = self._memory[id(target)]
-        assert memory.root is target, "a tensor is a view of an operand or the first in its memory"
-        self._refs[id(target)] = self._refs[id(value)]
-        memory.first = self._memory[id(value)].first
-        self._note_layouts([target], [self._real.get(id(value), value)])
-        self._stale |= {id(t): view for view in memory.views for t in view.results}
+        self.memories.replace(target, value)
 
     def _refuse_others(self, func: Any, target: Tensor) -> None:
         """Refuses a write to what a piece did not make itself, or to its shape.
@@ -409,7 +299,7 @@ class _Tape(TorchDispatchMode):
         An operand's other readers, and a backward that is traced for other gradients as well, would
         not see it.
         """
-        memory = self._memory.get(id(target))
+        memory = self.memories.of.get(id(target))
         what = "a tensor that was given to it"
         if memory is not None and memory.part == self._part:
             if torch.Tag.inplace_view not in func.tags or (
@@ -426,10 +316,10 @@ class _Tape(TorchDispatchMode):
     def _argument(self, leaf: Any, func: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) in self._stale:
-            self._renew(self._stale[id(leaf)])
-        if id(leaf) in self._refs:
-            return self.ref(leaf)
+        if id(leaf) in self.memories.stale:
+            self._renew(self.memories.stale[id(leaf)])
+        if id(leaf) in self.memories.of:
+            return self.memories.ref(leaf)
         if leaf.ndim == 0 and not isinstance(leaf, FakeTensor):
             return leaf.item()  # a number that torch wrapped
         raise CodegenError(
@@ -449,13 +339,3 @@ def _without_guess(func: Any, args: Any, result: Any) -> Any:
     guessed = [isinstance(size, int) and size == -1 for size in sizes]
     made = zip(guessed, sizes, result.shape, strict=True)
     return tensor, [real if guess else size for guess, size, real in made]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-
-
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns what a call makes of fake tensors, as the device's kernel lays it."""
-    known = dense_result(func, args, kwargs)
-    return as_laid(func, args, func(*args, **kwargs)) if known is None else known

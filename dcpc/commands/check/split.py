@@ -175,17 +175,17 @@ class SplitModel:
             in_step: whether all ranks run in this process; else each is a process of a group.
         """
         expected, gradients = plain(self.model, inputs)
-        run = self.run_in_step if in_step else self._run_here
-        losses = [loss_error(got, expected) for got in run(sizes, inputs, recompute)]
+        if in_step:
+            found = self.run_in_step(sizes, inputs, recompute)
+        else:
+            found = [self.run(sizes, inputs, recompute)]
+        losses = [loss_error(got, expected) for got in found]
         errors = gradient_errors(self.model, gradients)
         self.model.zero_grad()
         worst = max(errors, key=lambda n: nan_as_infinite(errors[n]), default="")
         error = errors.get(worst, 0.0)
         loss = max(losses, key=nan_as_infinite)
         return Difference(dict(sizes), loss, error, worst, recompute)
-
-    def _run_here(self, sizes: Sizes, inputs: Mapping[str, Tensor], recompute: str) -> list[Tensor]:
-        return [self.run(sizes, inputs, recompute)]
 
     def errors(
         self,

@@ -174,8 +174,6 @@ def examine(
     buckets: Buckets,
     shapes: Sequence[Sizes],
     *,
-    sp: int = 0,
-    large: Sizes | None = None,
     example: Example | None = None,
     recomputes: Sequence[str] = ("none",),
     attention: str = "auto",
@@ -186,19 +184,16 @@ def examine(
         make: see `prepare`, and so are the others.
         buckets: inputs and sizes; no dim is 1 in some of the sizes only.
         shapes: where loss and gradients are compared.
-        sp: ranks of the group; default: all there are.
-        large: the shape whose placement is used and whose FLOPs are counted.
         example: see `exactness.example_inputs`.
         recomputes: "none" and "all", or one of them.
         attention: how attention is split, see `passes/sharding/attention_ways.py`.
     """
-    sp = sp or (dist.get_world_size() if dist.is_initialized() else 1)
+    sp = dist.get_world_size() if dist.is_initialized() else 1
     found = prepare(
         make,
         buckets,
         shapes,
         sp,
-        large=large,
         example=example,
         recomputes=recomputes,
         attention=attention,

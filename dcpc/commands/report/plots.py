@@ -69,7 +69,7 @@ def draw_plots(planned: Planned) -> Plots:
     return Plots(_png(figure), _png(bars), _png(time), timeline_note(planned, bucket))
 
 
-def overview_png(planned: Planned, dpi: int = 80) -> bytes:
+def overview_png(planned: Planned) -> bytes:
     """Returns the page's plots and settings in one PNG, for where a page cannot be shown."""
     degrees = _degrees(planned)
     figure = Figure(figsize=(14, 7.2 + 0.21 * len(planned.plans)), layout="constrained")
@@ -81,7 +81,7 @@ def overview_png(planned: Planned, dpi: int = 80) -> bytes:
     _draw_timeline(figure.add_subplot(grid[1, :]), planned, fullest(planned))
     draw_settings(figure.add_subplot(grid[2, 0]), planned)
     _draw_classes(figure.add_subplot(grid[2, 1]), planned)
-    return _png(figure, dpi)
+    return _png(figure, 80)
 
 
 def peak_curves(planned: Planned, sp: int) -> list[Curve]:

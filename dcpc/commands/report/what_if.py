@@ -148,7 +148,7 @@ def cell_text(plan: BucketPlan | None) -> str:
     return f"sp {plan.sp}, batch {plan.micro_batch}, {again}, {seconds}"
 
 
-def what_if_text(cases: Sequence[WhatIf], width: int = 120) -> str:
+def what_if_text(cases: Sequence[WhatIf]) -> str:
     """Returns a table of what each case chooses for each bucket, `seconds` being a sample's."""
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -160,4 +160,4 @@ def what_if_text(cases: Sequence[WhatIf], width: int = 120) -> str:
         table.add_column(case.title)
     for bucket in cases[0].plans:
         table.add_row(str(bucket), *(cell_text(case.plans[bucket]) for case in cases))
-    return as_text(table, width=width)
+    return as_text(table)

@@ -159,16 +159,16 @@ def of_batches(
     return total.outcome(name, tokens, samples, samples)
 
 
-def outcomes_text(title: str, outcomes: Sequence[SimulatedOutcome], first: str = "dcpc") -> str:
-    """Returns a table, each system's tokens a second also relative to `first`'s."""
+def outcomes_text(title: str, outcomes: Sequence[SimulatedOutcome]) -> str:
+    """Returns a table, each system's tokens a second and dcpc's relative to them."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("system", no_wrap=True)
-    for heading in ("steps", "mean step", "tokens/s", f"{first} is", "imbalance", "sent a step",
+    for heading in ("steps", "mean step", "tokens/s", "dcpc is", "imbalance", "sent a step",
                     "over bound", "dropped"):  # fmt: skip
         table.add_column(heading, justify="right", no_wrap=True)
-    best = next((o.tokens_per_s for o in outcomes if o.name == first), 0.0)
+    best = next((o.tokens_per_s for o in outcomes if o.name == "dcpc"), 0.0)
     for o in outcomes:
-        table.add_row(*_cells(o, best, o.name == first))
+        table.add_row(*_cells(o, best, o.name == "dcpc"))
     return as_text(table, width=140)
 
 

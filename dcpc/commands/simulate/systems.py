@@ -32,14 +32,14 @@ def dcpc_auto(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
         yield plan_step(samples, table)
 
 
-def padded_bucket(costs: ModelCosts, epoch: Epoch, seed: int = 0) -> Iterator[StepPlan]:
+def padded_bucket(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
     """Yields steps of one micro-batch a replica, at one sp for all, with all recomputed.
 
     A replica's micro-batch is of a random bucket, as random as its samples are many.
     """
     sp = costs.fixed_degree()
     rows = {b.bucket: row for b in costs.buckets if (row := b.row(b.full, sp)) is not None}
-    draw = random.Random(seed)
+    draw = random.Random(0)
     pool = videosys.Pool.of(epoch.samples, draw)
     waiting = []
     for bucket in list(pool.left):

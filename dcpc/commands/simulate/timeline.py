@@ -12,6 +12,8 @@ import numpy.typing as npt
 from dcpc.commands.simulate.barriers import BatchPlan
 from dcpc.runtime.planner.plans import StepPlan, timeline
 
+MOST_THREADS = 64  # of a process in a trace
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -78,17 +80,16 @@ def of_step(plan: StepPlan, reduction_s: float = 0.0) -> StepTimeline:
              len(mb.sample_ids))
         for mb, begin_s in zip(plan.micro_batches, begins, strict=True)
     ]  # fmt: skip
-    return _with_reduction(world, spans, plan.makespan_s, reduction_s)
+    end_s = plan.makespan_s + reduction_s
+    if reduction_s:
+        spans.append(Span(0, world, plan.makespan_s, end_s, "sum of gradients"))
+    return StepTimeline(world, tuple(spans), end_s)
 
 
-def of_batch(plan: BatchPlan, reduction_s: float = 0.0) -> StepTimeline:
+def of_batch(plan: BatchPlan) -> StepTimeline:
     """Returns the timeline of micro-steps that all ranks begin together.
 
     A micro-step's fixed cost comes first, on every rank.
-
-    Args:
-        plan: the micro-steps.
-        reduction_s: of the gradients' sum that ends the step, on all ranks.
     """
     spans = []
     begin_s = 0.0
@@ -106,32 +107,22 @@ def of_batch(plan: BatchPlan, reduction_s: float = 0.0) -> StepTimeline:
             for g in step.groups
         ]  # fmt: skip
         begin_s += step.seconds_s
-    return _with_reduction(plan.ranks, spans, begin_s, reduction_s)
+    return StepTimeline(plan.ranks, tuple(spans), begin_s)
 
 
-def _with_reduction(
-    world: int, spans: Sequence[Span], end_s: float, reduction_s: float
-) -> StepTimeline:
-    more = [Span(0, world, end_s, end_s + reduction_s, "sum of gradients")] if reduction_s else []
-    return StepTimeline(world, (*spans, *more), end_s + reduction_s)
-
-
-def chrome_trace(
-    systems: Mapping[str, Sequence[StepTimeline]], most_ranks: int = 64
-) -> dict[str, Any]:
+def chrome_trace(systems: Mapping[str, Sequence[StepTimeline]]) -> dict[str, Any]:
     """Returns steps one after another as Chrome trace JSON, which Perfetto opens.
 
     A process is a system, a thread a rank, or a block of ranks where there are more than
-    `most_ranks`: a span is then drawn on the block of its first rank.
+    `MOST_THREADS`: a span is then drawn on the block of its first rank.
 
     Args:
         systems: name -> timelines of its steps.
-        most_ranks: threads of a process.
     """
     events: list[dict[str, Any]] = []
     for pid, (name, steps) in enumerate(systems.items()):
         world = steps[0].world if steps else 1
-        block = -(-world // most_ranks)
+        block = -(-world // MOST_THREADS)
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
         events += [
             {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name",

@@ -10,7 +10,7 @@ Positions are integers, so `i < j` is `i + 1 <= j`, and every comparison is some
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite
 from typing import Any, TypeAlias
@@ -91,13 +91,23 @@ TRUE, FALSE = Truth("all"), Truth("any")
 
 def both(*truths: Truth) -> Truth:
     """Returns the conjunction."""
+    return _joined("all", truths, FALSE)
+
+
+def either(*truths: Truth) -> Truth:
+    """Returns the disjunction."""
+    return _joined("any", truths, TRUE)
+
+
+def _joined(kind: str, truths: Sequence[Truth], settled: Truth) -> Truth:
+    """Returns truths joined by a kind, of which one is enough where it is `settled`."""
     found: list[Truth] = []
     for truth in truths:
-        if truth == FALSE:
-            return FALSE
-        found += truth.members if truth.kind == "all" else [truth]
+        if truth == settled:
+            return settled
+        found += truth.members if truth.kind == kind else [truth]
     unique = tuple(dict.fromkeys(found))
-    return unique[0] if len(unique) == 1 else Truth("all", unique)
+    return unique[0] if len(unique) == 1 else Truth(kind, unique)
 
 
 def negation(truth: Truth) -> Truth:
@@ -110,17 +120,6 @@ def negation(truth: Truth) -> Truth:
         assert truth.affine is not None
         return positive(plus(times(truth.affine, -1), Affine(-1)))
     return Truth("not data" if truth.kind == "data" else "data", data=truth.data)
-
-
-def either(*truths: Truth) -> Truth:
-    """Returns the disjunction."""
-    found: list[Truth] = []
-    for truth in truths:
-        if truth == TRUE:
-            return TRUE
-        found += truth.members if truth.kind == "any" else [truth]
-    unique = tuple(dict.fromkeys(found))
-    return unique[0] if len(unique) == 1 else Truth("any", unique)
 
 
 def positive(affine: Affine) -> Truth:

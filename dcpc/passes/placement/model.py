@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from dcpc.ir import (
-    Factor,
     Label,
     NodePlacement,
     Program,
@@ -43,7 +42,7 @@ from dcpc.passes.placement.state_graph import (
     build_graph,
 )
 from dcpc.passes.sharding.rule_types import OpSharding, is_ring
-from dcpc.passes.sharding.sharding import Alternative, Sharding
+from dcpc.passes.sharding.sharding import Sharding
 
 
 def _code(label: Label) -> int:
@@ -93,72 +92,29 @@ def _round(
     return found
 
 
-class PlacementModel:
-    """A program's nodes and alternatives, prepared once for every bucket and degree.
+class _Reader:
+    """Reads every alternative of a program's nodes into a catalogue, once.
 
     Attributes:
-        program: the traced model.
-        sharding: its factors and alternatives.
         catalogue: everything that has a price.
-        nodes: the variables that are nodes, in graph order; some may not be in `sharding`.
+        nodes: see `PlacementModel`.
         kinds: what the nodes' kinds are.
     """
 
     def __init__(self, program: Program, sharding: Sharding) -> None:
-        """Reads every alternative once."""
         self.program, self.sharding = program, sharding
         self.catalogue = Catalogue()
         self.nodes = Nodes()
-        self._kinds: Interned[NodeKind] = Interned()
-        self._graphs: dict[tuple[object, ...], StateGraph] = {}
-        self._placed: dict[tuple[int, ...], dict[str, NodePlacement]] = {}
+        self.kinds: Interned[NodeKind] = Interned()
         self._shares = {-1: WHOLE}
         self._least: dict[int, int] = {}
-        for dims in sharding.factors.values():
-            for factor in (f for dim in dims for f in dim):
-                if factor.key not in self._shares:
-                    self._add_factor(factor)
-        self._read()
-        self.kinds = list(self._kinds)
-        options = [o for kind in self.kinds for o in kind.options]
-        self._fewest = sorted({o.least for o in options})
-        self._rings = sorted({o.across for o in options})
+        for factor in (f for dims in sharding.factors.values() for dim in dims for f in dim):
+            if factor.key not in self._shares:
+                self._shares[factor.key] = self.catalogue.share(factor, sharding.parents)
+                self._least[factor.key] = int(factor.size) if factor.size.is_Integer else 0
 
-    @property
-    def names(self) -> Sequence[str]:
-        """The variables that are nodes, in graph order."""
-        return self.nodes.names
-
-    def placed(self, options: tuple[int, ...]) -> Mapping[str, NodePlacement]:
-        """Returns what each node does, the same object for the same options.
-
-        Args:
-            options: of each variable: position in its alternatives.
-        """
-        if options not in self._placed:
-            nodes = self._placed[options] = {}
-            for name, option in zip(self.names, options, strict=True):
-                if name in self.sharding.alternatives:
-                    nodes[name] = self.sharding.alternatives[name][option].placed
-        return self._placed[options]
-
-    def options_of(self, chosen: Mapping[str, NodePlacement]) -> tuple[int, ...]:
-        """Returns the position of each node's chosen alternative, 0 where it has none.
-
-        Args:
-            chosen: of the nodes in `sharding`.
-        """
-        found = []
-        for name in self.names:
-            made = [a.placed for a in self.sharding.alternatives.get(name, ())]
-            found.append(made.index(chosen[name]) if made else 0)
-        return tuple(found)
-
-    def _add_factor(self, factor: Factor) -> None:
-        self._shares[factor.key] = self.catalogue.share(factor, self.sharding.parents)
-        self._least[factor.key] = int(factor.size) if factor.size.is_Integer else 0
-
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Reads the whole graph."""
         position: dict[str, int] = {}
         cheap: set[str] = set(self.program.scalars)
         values: list[int] = []
@@ -180,7 +136,7 @@ class PlacementModel:
             else:
                 values.append(-1)
                 kind = _unplaced(len(sources))
-            self.nodes.kinds.append(self._kinds[kind])
+            self.nodes.kinds.append(self.kinds[kind])
 
     def _is_cheap(self, node: fx.Node, cheap: set[str]) -> bool:
         """Whether a value is made of inputs, positions and frozen parameters alone: a mask, labels.
@@ -241,7 +197,8 @@ class PlacementModel:
                     mine = _round(mine, rule, alternative.across, pieces, infos[-1].dtype)
                 held = pieces[-1] if infos[-1].requires_grad and not rule.is_view else None
                 work = self.catalogue.work(NodeWork(tuple(mine), held, alternative.across))
-            least, across = self._need(alternative), alternative.across
+            across = alternative.across
+            least = self._least.get(alternative.factor, 0) if alternative.nonempty else -1
             options.append(Option(tuple(codes[:-1]), codes[-1], work, split, least, across))
         return tuple(options)
 
@@ -268,8 +225,47 @@ class PlacementModel:
             for c in call_patterns(call_of(node).target, rule, infos, readers)
         ]
 
-    def _need(self, alternative: Alternative) -> int:
-        return self._least.get(alternative.factor, 0) if alternative.nonempty else -1
+
+class PlacementModel:
+    """A program's nodes and alternatives, prepared once for every bucket and degree.
+
+    Attributes:
+        program: the traced model.
+        sharding: its factors and alternatives.
+        catalogue: everything that has a price.
+        nodes: the variables that are nodes, in graph order; some may not be in `sharding`.
+        kinds: what the nodes' kinds are.
+    """
+
+    def __init__(self, program: Program, sharding: Sharding) -> None:
+        """Reads every alternative once."""
+        self.program, self.sharding = program, sharding
+        reader = _Reader(program, sharding)
+        reader.read()
+        self.catalogue, self.nodes, self.kinds = reader.catalogue, reader.nodes, list(reader.kinds)
+        self._graphs: dict[tuple[object, ...], StateGraph] = {}
+        self._placed: dict[tuple[int, ...], dict[str, NodePlacement]] = {}
+        options = [o for kind in self.kinds for o in kind.options]
+        self._fewest = sorted({o.least for o in options})
+        self._rings = sorted({o.across for o in options})
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The variables that are nodes, in graph order."""
+        return self.nodes.names
+
+    def placed(self, options: tuple[int, ...]) -> Mapping[str, NodePlacement]:
+        """Returns what each node does, the same object for the same options.
+
+        Args:
+            options: of each variable: position in its alternatives.
+        """
+        if options not in self._placed:
+            nodes = self._placed[options] = {}
+            for name, option in zip(self.names, options, strict=True):
+                if name in self.sharding.alternatives:
+                    nodes[name] = self.sharding.alternatives[name][option].placed
+        return self._placed[options]
 
     def graph(self, shares: Costs, sp: int) -> StateGraph:
         """Returns the network of the options that are usable at these shares.

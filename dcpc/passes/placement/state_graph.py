@@ -203,30 +203,125 @@ def build_graph(
         splits: of each share in the catalogue: whether it is less than the whole.
         sp: ranks of the group.
     """
-    return _Builder(nodes, kinds, catalogue, splits, sp).build()
+    usable, of = _usable(nodes, kinds, splits, sp)
+    return _Builder(nodes.sources, kinds, _Changes(kinds, catalogue), of).build(usable)
+
+
+# (kind of a node, positions of the options that are of use)
+_Usable = tuple[int, tuple[int, ...]]
+
+
+def _usable(
+    nodes: Nodes, kinds: Sequence[NodeKind], splits: Sequence[bool], sp: int
+) -> tuple[list[int], list[_Usable]]:
+    """Returns the number of each node's usable kind, and these kinds.
+
+    A usable kind lacks the options that are of no use: what splits a factor of one element, what
+    would leave a rank without an element where each needs one, and what wants a partial sum of an
+    operand that is never one (nothing turns a value into a partial sum).
+    """
+    found: dict[tuple[int, tuple[bool, ...]], int] = {}
+    partial: list[bool] = []  # of each usable kind: whether it can make a partial sum
+    usable: list[int] = []
+    made: list[_Usable] = []
+    for kind, sources in zip(nodes.kinds, nodes.sources, strict=True):
+        key = (kind, tuple([partial[usable[s]] for s in sources]))
+        if key not in found:
+            found[key] = len(made)
+            options = kinds[kind].options
+            kept = tuple(_kept(options, key[1], splits, sp))
+            made.append((kind, kept))
+            partial.append(any(options[o].output == PARTIAL for o in kept))
+        usable.append(found[key])
+    return usable, made
+
+
+def _kept(
+    options: Sequence[Option], partial: tuple[bool, ...], splits: Sequence[bool], sp: int
+) -> Iterator[int]:
+    for i, option in enumerate(options[: 1 if sp == 1 else None]):
+        wanted = zip(option.operands, partial, strict=True)
+        if (
+            (i == 0 or option.split == WHOLE or splits[option.split])
+            and (option.least < 0 or option.least >= sp)
+            and is_usable(option.across, sp)
+            and all(made or want != PARTIAL for want, made in wanted)
+        ):
+            yield i
+
+
+def _extras(ways: list[int], edges: int, options: int) -> Iterator[tuple[int, ...]]:
+    most = min(edges // 2, len(ways))
+    if most > 1 and options << len(ways) > MOST_STATES:
+        most = 1
+    for count in range(most + 1):
+        yield from combinations(ways, count)
+
+
+class _Changes:
+    """What states pay for changes of labels, as indices into the catalogue."""
+
+    def __init__(self, kinds: Sequence[NodeKind], catalogue: Catalogue) -> None:
+        self._kinds, self._catalogue = kinds, catalogue
+        self._steps: dict[tuple[int, int, int], int] = {}
+
+    def step(self, kind: int, have: int, want: int) -> int:
+        """Returns the catalogue's index of one change of a value of this kind."""
+        key = (kind, have, want)
+        if key not in self._steps:
+            self._steps[key] = change_between(self._kinds[kind], self._catalogue, have, want)
+        return self._steps[key]
+
+    def paid(self, states: _States) -> Iterator[tuple[int, list[int]]]:
+        """Yields the work and the changes that each state pays for; the loss is gathered."""
+        if not states.options:  # modes pay on the edge from their node
+            yield from ((NO_WORK, []) for _ in states.made)
+        kind = self._kinds[states.kind]
+        for option, made in zip(states.options, states.made, strict=False):
+            assert made.have is not None, "only a mode has no label of its own"
+            wants = (*made.extra, REPLICATED) if kind.is_loss else made.extra
+            steps = [self.step(states.kind, made.have, want) for want in wants]
+            yield kind.options[option].work, steps
+
+    def table(self, states: _States, other: _States, position: int) -> Indices:
+        """Returns the changes between what states offer and what an operand wants; at -1: modes."""
+        if position < 0:
+            rows = [[self._enter(states.kind, s, mode) for mode in other.made] for s in states.made]
+            return np.array(rows, np.intp)
+        wants = other.wants[position]
+        columns = {w: i for i, w in enumerate(dict.fromkeys(wants))}
+        rows = [[self._taken(states.kind, made, w) for w in columns] for made in states.made]
+        return np.array(rows, np.intp)[:, [columns[w] for w in wants]]
+
+    def _taken(self, kind: int, made: _Made, want: int) -> int:
+        if want in made.extra:
+            return FREE
+        return FORBIDDEN if made.have is None else self.step(kind, made.have, want)
+
+    def _enter(self, kind: int, made: _Made, mode: _Made) -> int:
+        """The change a node pays to be in a mode."""
+        assert made.have is not None, "a node makes a label"
+        if mode.have is not None:
+            return FREE if mode.have == made.have else FORBIDDEN
+        (want,) = mode.extra
+        return self.step(kind, made.have, want) if want != made.have else FORBIDDEN
 
 
 class _Builder:
     def __init__(
         self,
-        nodes: Nodes,
+        sources: Sequence[Sequence[int]],
         kinds: Sequence[NodeKind],
-        catalogue: Catalogue,
-        splits: Sequence[bool],
-        sp: int,
+        changes: _Changes,
+        usable: Sequence[_Usable],
     ) -> None:
-        self.nodes, self.kinds, self.catalogue = nodes, kinds, catalogue
-        self.splits, self.sp = splits, sp
-        self.steps: dict[tuple[int, int, int], int] = {}
-        self.usable: list[tuple[int, tuple[int, ...]]] = []  # (kind, positions of its options)
+        self.sources, self.kinds, self.changes, self.usable = sources, kinds, changes, usable
         self.states: list[_States] = []
         self.tables: Interned[tuple[int, int, int]] = Interned()  # (class, class, operand)
 
-    def build(self) -> StateGraph:
-        sources = self.nodes.sources
-        usable = self._usable()
+    def build(self, usable: Sequence[int]) -> StateGraph:
         consumers: list[list[tuple[int, int]]] = [[] for _ in usable]
-        for node, operands in enumerate(sources):
+        for node, operands in enumerate(self.sources):
             for position, source in enumerate(operands):
                 consumers[source].append((usable[node], position))
         places: Interned[_Place] = Interned()
@@ -241,7 +336,7 @@ class _Builder:
                 producers[node] = len(classes)
                 classes.append(mode)
                 edges.append((node, producers[node], self.tables[classes[node], mode, -1]))
-        for node, operands in enumerate(sources):
+        for node, operands in enumerate(self.sources):
             for position, source in enumerate(operands):
                 producer = producers[source]
                 table = self.tables[classes[producer], classes[node], position]
@@ -249,10 +344,15 @@ class _Builder:
         return self._graph(classes, edges)
 
     def _graph(self, classes: list[int], edges: list[tuple[int, int, int]]) -> StateGraph:
-        entries = [self._table(*table) for table in self.tables]
+        entries = [
+            self.changes.table(self.states[a], self.states[b], position)
+            for a, b, position in self.tables
+        ]
         kept = [bool(t.any()) for t in entries]
         starts = np.cumsum([0, *(t.size for t in entries)]).tolist()
-        works, changes = zip(*(row for s in self.states for row in self._paid(s)), strict=True)
+        works, changes = zip(
+            *(row for s in self.states for row in self.changes.paid(s)), strict=True
+        )
         width = max(map(len, changes))
         padded = [[*row, *[FREE] * (width - len(row))] for row in changes]
         return StateGraph(
@@ -266,42 +366,6 @@ class _Builder:
             shapes=[(n, *t.shape) for n, t in zip(starts, entries, strict=False)],
         )
 
-    # ------------------------------------------------------------------------------------ options
-
-    def _usable(self) -> list[int]:
-        """Returns the usable kind of each node: its kind without options that are of no use.
-
-        That is what splits a factor of one element, what would leave a rank without an element
-        where each needs one, and what wants a partial sum of an operand that is never one (nothing
-        turns a value into a partial sum).
-        """
-        found: dict[tuple[int, tuple[bool, ...]], int] = {}
-        partial: list[bool] = []  # of each usable kind: whether it can make a partial sum
-        usable: list[int] = []
-        for kind, sources in zip(self.nodes.kinds, self.nodes.sources, strict=True):
-            key = (kind, tuple([partial[usable[s]] for s in sources]))
-            if key not in found:
-                found[key] = len(self.usable)
-                kept = tuple(self._kept(*key))
-                self.usable.append((kind, kept))
-                options = self.kinds[kind].options
-                partial.append(any(options[o].output == PARTIAL for o in kept))
-            usable.append(found[key])
-        return usable
-
-    def _kept(self, kind: int, partial: tuple[bool, ...]) -> Iterator[int]:
-        for i, option in enumerate(self.kinds[kind].options[: 1 if self.sp == 1 else None]):
-            wanted = zip(option.operands, partial, strict=True)
-            if (
-                (i == 0 or option.split == WHOLE or self.splits[option.split])
-                and (option.least < 0 or option.least >= self.sp)
-                and is_usable(option.across, self.sp)
-                and all(made or want != PARTIAL for want, made in wanted)
-            ):
-                yield i
-
-    # ------------------------------------------------------------------------------------- states
-
     def _classes(
         self, usable: int, consumers: tuple[tuple[int, int], ...]
     ) -> tuple[int, int | None]:
@@ -310,7 +374,10 @@ class _Builder:
         options = self.kinds[kind].options
         made = [options[o].output for o in kept]
         shared = self._wanted_twice(consumers)
-        ways = {h: [w for w in shared if self._is_sent(kind, h, w)] for h in made}
+        ways = {
+            h: [w for w in shared if self.changes.step(kind, h, w) not in (FREE, FORBIDDEN)]
+            for h in made
+        }
         mode = None
         if len(consumers) == 2 and any(ways.values()):
             modes = [_Made(h) for h in dict.fromkeys(made)]
@@ -320,7 +387,7 @@ class _Builder:
         states = [
             (o, extra)
             for o, h in zip(kept, made, strict=True)
-            for extra in self._extras(ways.get(h, []), len(consumers), len(kept))
+            for extra in _extras(ways.get(h, []), len(consumers), len(kept))
         ]
         wants = zip(*(options[o].operands for o, _ in states), strict=True)
         offered = tuple(_Made(options[o].output, extra) for o, extra in states)
@@ -339,60 +406,3 @@ class _Builder:
             for want in dict.fromkeys(options[o].operands[position] for o in kept):
                 counts[want] = counts.get(want, 0) + 1
         return [want for want, count in counts.items() if count > 1]
-
-    def _is_sent(self, kind: int, have: int, want: int) -> bool:
-        return self._step(kind, have, want) not in (FREE, FORBIDDEN)
-
-    def _extras(self, ways: list[int], edges: int, options: int) -> Iterator[tuple[int, ...]]:
-        most = min(edges // 2, len(ways))
-        if most > 1 and options << len(ways) > MOST_STATES:
-            most = 1
-        for count in range(most + 1):
-            yield from combinations(ways, count)
-
-    # ------------------------------------------------------------------------------------ changes
-
-    def _step(self, kind: int, have: int, want: int) -> int:
-        """Returns the catalogue's index of one change of a value of this kind."""
-        key = (kind, have, want)
-        if key not in self.steps:
-            self.steps[key] = self._new_step(*key)
-        return self.steps[key]
-
-    def _new_step(self, kind: int, have: int, want: int) -> int:
-        return change_between(self.kinds[kind], self.catalogue, have, want)
-
-    def _paid(self, states: _States) -> Iterator[tuple[int, list[int]]]:
-        """Yields the work and the changes that each state pays for; the loss is gathered."""
-        if not states.options:  # modes pay on the edge from their node
-            yield from ((NO_WORK, []) for _ in states.made)
-        kind = self.kinds[states.kind]
-        for option, made in zip(states.options, states.made, strict=False):
-            assert made.have is not None, "only a mode has no label of its own"
-            wants = (*made.extra, REPLICATED) if kind.is_loss else made.extra
-            steps = [self._step(states.kind, made.have, want) for want in wants]
-            yield kind.options[option].work, steps
-
-    def _table(self, producer: int, consumer: int, position: int) -> Indices:
-        """Changes between what states offer and what an operand (or, at -1, a mode) wants."""
-        states, other = self.states[producer], self.states[consumer]
-        if position < 0:
-            rows = [[self._enter(states.kind, s, mode) for mode in other.made] for s in states.made]
-            return np.array(rows, np.intp)
-        wants = other.wants[position]
-        columns = {w: i for i, w in enumerate(dict.fromkeys(wants))}
-        rows = [[self._taken(states.kind, made, w) for w in columns] for made in states.made]
-        return np.array(rows, np.intp)[:, [columns[w] for w in wants]]
-
-    def _taken(self, kind: int, made: _Made, want: int) -> int:
-        if want in made.extra:
-            return FREE
-        return FORBIDDEN if made.have is None else self._step(kind, made.have, want)
-
-    def _enter(self, kind: int, made: _Made, mode: _Made) -> int:
-        """The change a node pays to be in a mode."""
-        assert made.have is not None, "a node makes a label"
-        if mode.have is not None:
-            return FREE if mode.have == made.have else FORBIDDEN
-        (want,) = mode.extra
-        return self._step(kind, made.have, want) if want != made.have else FORBIDDEN

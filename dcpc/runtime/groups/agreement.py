@@ -40,7 +40,7 @@ _WAITED = "waited"
 PART = "; "
 
 
-def agree(groups: Groups, sp: int, what: str, value: str, timeout_s: float | None = None) -> None:
+def agree(groups: Groups, sp: int, what: str, value: str) -> None:
     """Returns once all ranks of this rank's block of `sp` are known to have the same value.
 
     Collective over the block. Costs one small all-reduce on its control group.
@@ -50,7 +50,6 @@ def agree(groups: Groups, sp: int, what: str, value: str, timeout_s: float | Non
         sp: degree of the block whose ranks compare; 1: nothing to do.
         what: name of the thing compared, for the error; part of what is compared.
         value: its text; parts of it with `PART` between them are compared one by one in the error.
-        timeout_s: how long to wait for a peer, at most `groups.timeout_s`, which is the default.
 
     Raises:
         GroupError: on every rank of the block, naming which ranks had which value, or which ranks
@@ -61,8 +60,7 @@ def agree(groups: Groups, sp: int, what: str, value: str, timeout_s: float | Non
         return
     check = groups.checks.get(sp, 0)
     groups.checks[sp] = check + 1
-    limit_s = min(timeout_s or groups.timeout_s, groups.timeout_s)
-    talk = _Trouble(groups, sp, pg, check, limit_s)
+    talk = _Trouble(groups, sp, pg, check)
     text = f"{what} {value}"
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     words = [int.from_bytes(digest[i : i + 8], "big") >> (64 - _BITS) for i in (0, 8)]
@@ -77,15 +75,13 @@ def agree(groups: Groups, sp: int, what: str, value: str, timeout_s: float | Non
 class _Trouble:
     """What the ranks of one block tell each other over the store when a check fails."""
 
-    def __init__(
-        self, groups: Groups, sp: int, pg: dist.ProcessGroup, check: int, limit_s: float
-    ) -> None:
+    def __init__(self, groups: Groups, sp: int, pg: dist.ProcessGroup, check: int) -> None:
         self.ranks = [groups.global_ranks[r] for r in groups.ranks(sp)]
         self.rank = groups.global_ranks[groups.rank]
         self.pg = pg
         self.check = check
-        self.limit_s = limit_s
-        self.deadline = time.monotonic() + limit_s
+        self.limit_s = groups.timeout_s
+        self.deadline = time.monotonic() + self.limit_s
         self.store = PrefixStore(f"dcpc/agree/{check}", pg.get_group_store())
 
     def reduce(self, x: torch.Tensor) -> str | None:

@@ -242,11 +242,11 @@ def calibrate_cpu() -> Device:
     )
 
 
-def _fastest_s(call: object, repeats: int = 5) -> float:
+def _fastest_s(call: object) -> float:
     assert callable(call)
     call()
     seconds = []
-    for _ in range(repeats):
+    for _ in range(5):
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)

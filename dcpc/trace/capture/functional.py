@@ -82,38 +82,168 @@ class _GraphMemory:
     written: int = 0
 
 
+class _Memories:
+    """What lies in which memory of the given graph, and when it was written to."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []  # as long as these live, so do the numbers of their storages
+        self._memories: defaultdict[int, _GraphMemory] = defaultdict(_GraphMemory)
+        self._places: dict[fx.Node, int] = {}  # calls so far -> how many were before them
+        self._same: dict[fx.Node, fx.Node] = {}  # a call that writes -> what it returns again
+
+    def note(self, node: fx.Node) -> None:
+        """Notes which memory a node's tensors lie in."""
+        self._places[node] = len(self._places)
+        value = None if node.target is _BLOCK else node.meta.get("val")  # its calls make it
+        for tensor in (t for t in tree_leaves(value) if isinstance(t, Tensor)):
+            self._kept.append(tensor)
+            self._memories[tensor.untyped_storage()._cdata].nodes.append(node)
+
+    def note_again(self, node: fx.Node, target: fx.Node) -> None:
+        """Notes that a call returns what it writes to."""
+        self._places[node], self._same[node] = len(self._places), target
+
+    def source(self, node: fx.Node) -> fx.Node:
+        """Returns what a call writes to or views."""
+        source = _first(node)
+        return self._same.get(source, source)
+
+    def views(self, node: fx.Node, target: fx.Node) -> list[fx.Node]:
+        """Returns the views through which a call writes, the last one first.
+
+        What they are of must be made by a call, nothing else in its memory be read again, and they
+        must have been made since it was written to.
+        """
+        memory = self._memories[target.meta["val"].untyped_storage()._cdata]
+        if not memory.nodes or any(n.graph is not node.graph for n in memory.nodes):
+            raise _BeyondError
+        root, *others = memory.nodes
+        if root.op != "call_function":
+            raise _BeyondError
+        views, source = [], target
+        while source is not root:
+            if not isinstance(source.target, OpOverload) or source not in others:
+                raise _BeyondError
+            if self._places[source] < memory.written:
+                raise _BeyondError
+            views.append(source)
+            source = self.source(source)
+        read = {user for other in others for user in other.users if user.target not in _CHECKS}
+        if any(user not in self._places and user is not node for user in read):
+            raise _BeyondError
+        memory.written = len(self._places)
+        return views
+
+
+class _NewGraph:
+    """The copy that is made: which node makes what.
+
+    Attributes:
+        graph: it.
+        top: what sizes are made before: equal blocks read them from outside of them.
+    """
+
+    top: fx.Node
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self._symbols: dict[sympy.Symbol, fx.Node] = {}
+        self._emitter = Emitter(self.graph, self._symbols)
+        self._nodes: dict[int, fx.Node] = {}  # id of a fake tensor -> what makes it
+        self._kept: list[Tensor] = []  # as long as these live, so do their ids
+
+    def enter(self, node: fx.Node, value: Any) -> fx.Node:
+        """Notes what a node makes."""
+        if value is not None:
+            node.meta["val"] = value
+        if isinstance(value, Tensor):
+            self._kept.append(value)
+            self._nodes[id(value)] = node
+        return node
+
+    def add(self, like: fx.Node, func: OpOverload, args: Any, kwargs: Any, value: Any) -> None:
+        """Adds a call that a composite one is made of.
+
+        Args:
+            like: the composite call.
+            func: the op.
+            args: its arguments: fake tensors and sizes.
+            kwargs: the same.
+            value: what it returns.
+        """
+        args, kwargs = map_aggregate((args, dict(kwargs)), self.node_of)
+        node = self.graph.call_function(func, args, kwargs)
+        node.meta |= {k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta}
+        self.enter(node, value)
+        if isinstance(value, list | tuple):
+            for position, item in enumerate(value):
+                self.enter(self.graph.call_function(operator.getitem, (node, position)), item)
+
+    def node_of(self, leaf: Any) -> Any:
+        """Returns what makes a fake tensor or a number of sizes; other arguments as they are."""
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in self._nodes:
+                raise _BeyondError
+            return self._nodes[id(leaf)]
+        if not isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            if leaf is not None and not isinstance(leaf, _PLAIN):
+                raise _BeyondError
+            return leaf
+        with self.graph.inserting_before(self.top):
+            for symbol in leaf.node.expr.free_symbols - self._symbols.keys():
+                self._symbols[symbol] = self._size(symbol)
+            try:
+                return self._emitter.emit(leaf.node.expr)
+            except CodegenError as error:
+                raise _BeyondError from error
+
+    def _size(self, symbol: sympy.Symbol) -> fx.Node:
+        """Returns what makes a symbol of a size of an input: of so many times it, and so many more.
+
+        torch has a symbol of its own for the dim behind `seq + 1` or `2 * tokens`.
+        """
+        for node in self.graph.find_nodes(op="placeholder"):
+            value = node.meta["val"]
+            for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+                more, of_one = sympy.sympify(size_key(size)).as_coeff_Add()
+                times, one = of_one.as_coeff_Mul()
+                if one != symbol or not (more.is_Integer and times.is_Integer):
+                    continue
+                read = self.enter(self.graph.call_function(aten.sym_size.int, (node, dim)), size)
+                read = self._number(operator.sub, read, int(more)) if more else read
+                return self._number(operator.floordiv, read, int(times)) if times != 1 else read
+        raise _BeyondError
+
+    def _number(self, call: Any, one: fx.Node, other: int) -> fx.Node:
+        node = self.graph.call_function(call, (one, other))
+        return self.enter(node, call(one.meta["val"], other))
+
+
 class _Copy:
     """Copies a graph, with the graphs nested in it."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self._gm = gm
-        self.graph = fx.Graph()
+        self._gm, self._new, self._memories = gm, _NewGraph(), _Memories()
         values = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
         mode = detect_fake_mode([v for v in values if isinstance(v, Tensor)])
         if mode is None:
             raise _BeyondError
         self._mode: FakeTensorMode = mode
-        self._symbols: dict[sympy.Symbol, fx.Node] = {}
-        self._emitter = Emitter(self.graph, self._symbols)
-        self._nodes: dict[int, fx.Node] = {}  # id of a fake tensor -> what makes it
         self._instead: dict[fx.Node, fx.Node] = {}  # what was written to -> what holds it since
-        self._kept: list[Tensor] = []  # as long as these live, so do their ids
-        self._memories: defaultdict[int, _GraphMemory] = defaultdict(_GraphMemory)
-        self._places: dict[fx.Node, int] = {}  # calls so far -> how many were before them
-        self._same: dict[fx.Node, fx.Node] = {}  # a call that writes -> what it returns again
 
     def run(self) -> fx.Graph:
         """Returns the copy."""
         at: dict[fx.Node, Any] = {}
+        new, graph = self._new, self._new.graph
         for node in self._gm.graph.find_nodes(op="placeholder"):
-            self._note(node)
-            at[node] = self._enter(self.graph.node_copy(node), node.meta.get("val"))
-        self._top = self.graph.call_function(operator.pos)  # sizes are made before it
+            self._memories.note(node)
+            at[node] = new.enter(graph.node_copy(node), node.meta.get("val"))
+        new.top = graph.call_function(operator.pos)
         result = self._inline(self._gm, at)
-        self.graph.erase_node(self._top)
-        self.graph.output(result)
-        self.graph.eliminate_dead_code()
-        return self.graph
+        graph.erase_node(new.top)
+        graph.output(result)
+        graph.eliminate_dead_code()
+        return graph
 
     def _inline(self, gm: fx.GraphModule, at: dict[fx.Node, Any]) -> Any:
         """Adds the calls of a graph; returns what it returns.
@@ -134,7 +264,7 @@ class _Copy:
     def _call(self, gm: fx.GraphModule, node: fx.Node, at: dict[fx.Node, Any]) -> Any:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             return self._written(node, at)
-        self._note(node)
+        self._memories.note(node)
         if node.target is operator.getitem and isinstance(at[_first(node)], list | tuple):
             return at[_first(node)][node.args[1]]
         if node.target is _BLOCK:
@@ -145,9 +275,9 @@ class _Copy:
         elif not _is_of_numbers(node):
             raise _BeyondError
         if isinstance(node.meta.get("val"), torch.SymInt):
-            return self.node_of(node.meta["val"])
-        copied = self.graph.node_copy(node, lambda n: self._given(n, at))
-        return self._enter(copied, node.meta.get("val"))
+            return self._new.node_of(node.meta["val"])
+        copied = self._new.graph.node_copy(node, lambda n: self._given(n, at))
+        return self._new.enter(copied, node.meta.get("val"))
 
     def _given(self, value: Any, at: Mapping[fx.Node, Any]) -> Any:
         """Returns an argument with what holds the values of its nodes now."""
@@ -166,24 +296,16 @@ class _Copy:
 
     # ------------------------------------------------------------------------------------ writes
 
-    def _note(self, node: fx.Node) -> None:
-        """Notes which memory of the given graph a node's tensors lie in."""
-        self._places[node] = len(self._places)
-        value = None if node.target is _BLOCK else node.meta.get("val")  # its calls make it
-        for tensor in (t for t in tree_leaves(value) if isinstance(t, Tensor)):
-            self._kept.append(tensor)
-            self._memories[tensor.untyped_storage()._cdata].nodes.append(node)
-
     def _written(self, node: fx.Node, at: Mapping[fx.Node, Any]) -> fx.Node:
         """Adds a call that returns what one writes; it stands for what is written to from here on.
 
         Where that is a view, so do calls that put it where it is from.
         """
-        target = self._source(node)
+        target = self._memories.source(node)
         if node.target is aten.detach_.default and target.target is _FRESH:
-            self._places[node], self._same[node] = len(self._places), target
+            self._memories.note_again(node, target)
             return _node(at[target])
-        views = self._views(node, target)
+        views = self._memories.views(node, target)
         args, kwargs = map_aggregate(self._given((node.args, dict(node.kwargs)), at), _value)
         with self._recording(node):
             if [t is args[0] for t in written(node.target, args, kwargs)] != [True]:
@@ -197,50 +319,19 @@ class _Copy:
                 )
                 own = _value(self._now(_node(at[view])))
                 value = whole(View(view.target, args, kwargs, (own,)), own, value)
-        root = self._source(views[-1]) if views else target
-        self._instead[self._now(_node(at[root]))] = self._nodes[id(value)]
+        root = self._memories.source(views[-1]) if views else target
+        self._instead[self._now(_node(at[root]))] = self._new.node_of(value)
         if not views:
-            self._places[node], self._same[node] = len(self._places), target
+            self._memories.note_again(node, target)
         else:
-            self._note(node)
-            self._instead[self._now(_node(at[target]))] = self._nodes[id(found)]
-        return self._nodes[id(found)]
-
-    def _source(self, node: fx.Node) -> fx.Node:
-        """Returns what a call writes to or views."""
-        source = _first(node)
-        return self._same.get(source, source)
-
-    def _views(self, node: fx.Node, target: fx.Node) -> list[fx.Node]:
-        """Returns the views through which a call writes, the last one first.
-
-        What they are of must be made by a call, nothing else in its memory be read again, and they
-        must have been made since it was written to.
-        """
-        memory = self._memories[target.meta["val"].untyped_storage()._cdata]
-        if not memory.nodes or any(n.graph is not node.graph for n in memory.nodes):
-            raise _BeyondError
-        root, *others = memory.nodes
-        if root.op != "call_function":
-            raise _BeyondError
-        views, source = [], target
-        while source is not root:
-            if not isinstance(source.target, OpOverload) or source not in others:
-                raise _BeyondError
-            if self._places[source] < memory.written:
-                raise _BeyondError
-            views.append(source)
-            source = self._source(source)
-        read = {user for other in others for user in other.users if user.target not in _CHECKS}
-        if any(user not in self._places and user is not node for user in read):
-            raise _BeyondError
-        memory.written = len(self._places)
-        return views
+            self._memories.note(node)
+            self._instead[self._now(_node(at[target]))] = self._new.node_of(found)
+        return _node(self._new.node_of(found))
 
     @contextmanager
     def _recording(self, node: fx.Node) -> Iterator[None]:
         """Adds the calls that its block makes of fake tensors, in place of a node."""
-        record = _Record(self, node)
+        record = _Record(self._new, node)
         try:
             with self._mode, record, enable_python_dispatcher(), torch.no_grad():
                 yield
@@ -254,15 +345,6 @@ class _Copy:
         given = zip(inner.graph.find_nodes(op="placeholder"), args[1:], strict=True)
         return self._inline(inner, {own: self._given(a, at) for own, a in given})
 
-    def _enter(self, node: fx.Node, value: Any) -> fx.Node:
-        """Notes what a node of the copy makes."""
-        if value is not None:
-            node.meta["val"] = value
-        if isinstance(value, Tensor):
-            self._kept.append(value)
-            self._nodes[id(value)] = node
-        return node
-
     # -------------------------------------------------------------------------- composite calls
 
     def _taken_apart(self, node: fx.Node, call: OpOverload, at: Mapping[fx.Node, Any]) -> Any:
@@ -272,70 +354,13 @@ class _Copy:
             result = call.decompose(*args, **kwargs)
         if result is NotImplemented:
             raise _BeyondError
-        return map_aggregate(result, self.node_of)
-
-    def add(self, like: fx.Node, func: OpOverload, args: Any, kwargs: Any, value: Any) -> None:
-        """Adds a call that a composite one is made of.
-
-        Args:
-            like: the composite call.
-            func: the op.
-            args: its arguments: fake tensors and sizes.
-            kwargs: the same.
-            value: what it returns.
-        """
-        args, kwargs = map_aggregate((args, dict(kwargs)), self.node_of)
-        node = self.graph.call_function(func, args, kwargs)
-        node.meta |= {k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta}
-        self._enter(node, value)
-        if isinstance(value, list | tuple):
-            for position, item in enumerate(value):
-                self._enter(self.graph.call_function(operator.getitem, (node, position)), item)
-
-    def node_of(self, leaf: Any) -> Any:
-        """Returns what makes a fake tensor or a number of sizes; other arguments as they are."""
-        if isinstance(leaf, Tensor):
-            if id(leaf) not in self._nodes:
-                raise _BeyondError
-            return self._nodes[id(leaf)]
-        if not isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-            if leaf is not None and not isinstance(leaf, _PLAIN):
-                raise _BeyondError
-            return leaf
-        with self.graph.inserting_before(self._top):  # equal blocks read it from outside of them
-            for symbol in leaf.node.expr.free_symbols - self._symbols.keys():
-                self._symbols[symbol] = self._size(symbol)
-            try:
-                return self._emitter.emit(leaf.node.expr)
-            except CodegenError as error:
-                raise _BeyondError from error
-
-    def _size(self, symbol: sympy.Symbol) -> fx.Node:
-        """Returns what makes a symbol of a size of an input: of so many times it, and so many more.
-
-        torch has a symbol of its own for the dim behind `seq + 1` or `2 * tokens`.
-        """
-        for node in self.graph.find_nodes(op="placeholder"):
-            value = node.meta["val"]
-            for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
-                more, of_one = sympy.sympify(size_key(size)).as_coeff_Add()
-                times, one = of_one.as_coeff_Mul()
-                if one != symbol or not (more.is_Integer and times.is_Integer):
-                    continue
-                read = self._enter(self.graph.call_function(aten.sym_size.int, (node, dim)), size)
-                read = self._number(operator.sub, read, int(more)) if more else read
-                return self._number(operator.floordiv, read, int(times)) if times != 1 else read
-        raise _BeyondError
-
-    def _number(self, call: Any, one: fx.Node, other: int) -> fx.Node:
-        node = self.graph.call_function(call, (one, other))
-        return self._enter(node, call(one.meta["val"], other))
+        return map_aggregate(result, self._new.node_of)
 
 
 class _Record(TorchDispatchMode):
     """Adds the calls that are made to a copy."""
 
-    def __init__(self, copy: _Copy, node: fx.Node) -> None:
+    def __init__(self, copy: _NewGraph, node: fx.Node) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._copy, self._node = copy, node
 

@@ -87,25 +87,12 @@ class ModuleState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.entries: dict[str, Entry] = {}
-        self.kinds: dict[str, tuple[object, ...]] = {}
         self._model = model
-        self._seen: dict[int, str] = {}  # id of an object -> its first name
-        self._watched: list[Collection[Any]] = []  # live containers; of mappings keys and values
-        self._tensors: list[Tensor] = []
-        self._loose: list[Tensor] = []  # no parameters or buffers: a trace takes them as they are
-        self._slotted: list[tuple[Any, str]] = []
-        for name, hooks in (
-            ("forward hooks", _module._global_forward_hooks),
-            ("forward pre-hooks", _module._global_forward_pre_hooks),
-        ):
-            self._hooks(f"every module: {name}", hooks)
-        registered = (*model.named_parameters(), *model.named_buffers())
-        self._names = {id(t): name for name, t in registered}
-        self._visit_module("", model)
-        self._objects = list(self._watched_objects())
-        self._facts = self._tensor_facts()
-        self._slots = [getattr(owner, name, None) for owner, name in self._slotted]
+        self._visit = visit = _Visit(model)
+        self.entries, self.kinds = visit.entries, visit.kinds
+        self._objects = list(visit.watched_objects())
+        self._facts = visit.tensor_facts()
+        self._slots = visit.slot_values()
 
     def holds(self, model: nn.Module) -> bool:
         """Whether all objects are the very ones they were; where not, `entries` may be the same.
@@ -118,12 +105,9 @@ class ModuleState:
         return (
             model is self._model
             # Each ends with the watched list itself, so a longer one differs at its end.
-            and all(map(operator.is_, self._watched_objects(), self._objects))
-            and self._tensor_facts() == self._facts
-            and all(
-                getattr(owner, name, None) is value
-                for (owner, name), value in zip(self._slotted, self._slots, strict=True)
-            )
+            and all(map(operator.is_, self._visit.watched_objects(), self._objects))
+            and self._visit.tensor_facts() == self._facts
+            and all(map(operator.is_, self._visit.slot_values(), self._slots))
         )
 
     def changes(self, now: ModuleState, besides: Collection[str] = ()) -> list[str]:
@@ -166,15 +150,48 @@ class ModuleState:
                     found.append(f"{name} ({entry.text})")
         return found
 
-    # ------------------------------------------------------------------------------------- a visit
 
-    def _watched_objects(self) -> Iterator[object]:
+class _Visit:
+    """Goes through a model and all that it holds, each object once, and keeps what can change.
+
+    Args:
+        model: the user's module.
+
+    Attributes:
+        entries: see `ModuleState`.
+        kinds: the same.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.kinds: dict[str, tuple[object, ...]] = {}
+        self._seen: set[int] = set()  # ids of objects
+        self._watched: list[Collection[Any]] = []  # live containers; of mappings keys and values
+        self._tensors: list[Tensor] = []
+        self._loose: list[Tensor] = []  # no parameters or buffers: a trace takes them as they are
+        self._slotted: list[tuple[Any, str]] = []
+        for name, hooks in (
+            ("forward hooks", _module._global_forward_hooks),
+            ("forward pre-hooks", _module._global_forward_pre_hooks),
+        ):
+            self._hooks(f"every module: {name}", hooks)
+        registered = (*model.named_parameters(), *model.named_buffers())
+        self._names = {id(t): name for name, t in registered}
+        self._module("", model)
+
+    def watched_objects(self) -> Iterator[object]:
+        """Yields what the containers hold now, and the list of them."""
         return chain(chain.from_iterable(self._watched), (self._watched,))
 
-    def _tensor_facts(self) -> list[object]:
+    def tensor_facts(self) -> list[object]:
+        """Returns what a trace takes for given of each tensor."""
         tensors, loose = self._tensors, self._loose
         facts = [*map(_FACTS, tensors), *map(Tensor.stride, tensors)]
         return [*facts, *map(_FACTS, loose), *map(times_written, loose)]
+
+    def slot_values(self) -> list[object]:
+        """Returns what is in each slot of an object."""
+        return [getattr(owner, name, None) for owner, name in self._slotted]
 
     def _add(self, name: str, text: str, which: object = None) -> None:
         self.entries[name] = Entry(text, which)
@@ -184,22 +201,22 @@ class ModuleState:
         if isinstance(container, _MAPPINGS):
             self._watched.append(container.values())
 
-    def _visit_module(self, name: str, module: nn.Module) -> None:
+    def _module(self, name: str, module: nn.Module) -> None:
         self._add(name, type(module).__name__, id(module))
-        if self._is_known(name, module):
+        if self._is_known(module):
             return
         self._watch(vars(module))
-        self._visit_class(type(module))
+        self._class(type(module))
         for attribute, value in vars(module).items():
             inner = f"{name}.{attribute}".lstrip(".")
             if attribute in ("_parameters", "_buffers", "_modules"):
                 self._watch(value)
                 for key, held in value.items():
-                    self._visit(f"{name}.{key}".lstrip("."), held, 0)
+                    self._value(f"{name}.{key}".lstrip("."), held, 0)
             elif attribute in _HOOKS:
                 self._hooks(f"{name}: {_HOOKS[attribute]}", value)
             elif attribute not in _NOT_READ:
-                self._visit(inner, value, 0)
+                self._value(inner, value, 0)
 
     def _hooks(self, name: str, hooks: Mapping[int, Any]) -> None:
         self._watched.append(hooks)  # its keys: each hook has a number of its own
@@ -208,26 +225,26 @@ class ModuleState:
             texts = ", ".join(getattr(h, "__qualname__", type(h).__name__) for h in called)
             self._add(name, texts or f"{len(hooks)}", tuple(map(_same_function, called)))
 
-    def _visit_class(self, kind: type) -> None:
+    def _class(self, kind: type) -> None:
         """Adds what a class and those it is made of say; torch's base class is taken as it is."""
         for base in kind.__mro__:
             name = f"class {base.__qualname__}"
-            if base in (nn.Module, object) or self._is_known(name, base):
+            if base in (nn.Module, object) or self._is_known(base):
                 continue
             self._watch(vars(base))
             for attribute, value in vars(base).items():
                 if not attribute.startswith("__") or attribute in ("__call__", "__getattr__"):
-                    self._visit(f"{name}.{attribute}", value, DEPTH)
+                    self._value(f"{name}.{attribute}", value, DEPTH)
 
-    def _visit(self, name: str, value: Any, depth: int) -> None:
+    def _value(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
-            self._visit_tensor(name, value)
+            self._tensor(name, value)
         elif isinstance(value, nn.Module):
-            self._visit_module(name, value)
+            self._module(name, value)
         elif isinstance(value, _VALUES):
             self._add(name, repr(value), type(value))
         elif isinstance(value, _CONTAINERS):
-            self._visit_container(name, value, depth)
+            self._container(name, value, depth)
         elif isinstance(value, _FUNCTIONS):
             self._add(name, getattr(value, "__qualname__", repr(value)), id(value))
         elif isinstance(value, types.MethodType):
@@ -235,14 +252,14 @@ class ModuleState:
             self._add(name, text, (id(value.__func__), id(value.__self__)))
         elif isinstance(value, functools.partial):
             self._add(name, "partial")
-            self._visit(f"{name}.func", value.func, depth)
-            self._visit_container(f"{name}.args", (value.args, value.keywords), depth)
+            self._value(f"{name}.func", value.func, depth)
+            self._container(f"{name}.args", (value.args, value.keywords), depth)
         elif isinstance(value, weakref.ref):
             self._add(name, "weakref", id(value()))
         else:
-            self._visit_object(name, value, depth)
+            self._object(name, value, depth)
 
-    def _visit_tensor(self, name: str, tensor: Tensor) -> None:
+    def _tensor(self, name: str, tensor: Tensor) -> None:
         learns = "trains" if tensor.requires_grad else "frozen"
         learns = f" {learns}" if isinstance(tensor, nn.Parameter) or tensor.requires_grad else ""
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -256,50 +273,49 @@ class ModuleState:
             text = f"{text}, tied to {registered}"
         self._add(name, text, (type(tensor), which))
         self.kinds[name] = (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
-        if not self._is_known(name, tensor):
+        if not self._is_known(tensor):
             (self._loose if registered is None else self._tensors).append(tensor)
 
-    def _visit_container(self, name: str, value: Any, depth: int) -> None:
+    def _container(self, name: str, value: Any, depth: int) -> None:
         kind = type(value).__name__
         if len(value) > MOST:
             self._add(name, f"{kind} of {len(value)}", id(value))
             return
         self._add(name, kind)
-        if self._is_known(name, value):
+        if self._is_known(value):
             return
         self._watch(value)
         if isinstance(value, _MAPPINGS):
             self._add(name, f"{kind} of {', '.join(map(repr, value))}")
             for key, item in value.items():
-                self._visit(f"{name}[{key!r}]", item, depth)
+                self._value(f"{name}[{key!r}]", item, depth)
         elif isinstance(value, set | frozenset):
             self._add(name, f"{kind} of {', '.join(sorted(map(repr, value)))}")
         else:
             for number, item in enumerate(value):
-                self._visit(f"{name}[{number}]", item, depth)
+                self._value(f"{name}[{number}]", item, depth)
 
-    def _visit_object(self, name: str, value: Any, depth: int) -> None:
+    def _object(self, name: str, value: Any, depth: int) -> None:
         self._add(name, type(value).__name__, id(value))
-        if self._is_known(name, value) or depth >= DEPTH:
+        if self._is_known(value) or depth >= DEPTH:
             return
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict) and len(held) <= MOST:
             self._watch(held)
             for attribute, item in held.items():
-                self._visit(f"{name}.{attribute}", item, depth + 1)
+                self._value(f"{name}.{attribute}", item, depth + 1)
         for base in type(value).__mro__:
             slots = vars(base).get("__slots__", ())
             for attribute in (slots,) if isinstance(slots, str) else slots:
                 if hasattr(value, attribute) and not attribute.startswith("__"):
                     self._slotted.append((value, attribute))
-                    self._visit(f"{name}.{attribute}", getattr(value, attribute), depth + 1)
+                    self._value(f"{name}.{attribute}", getattr(value, attribute), depth + 1)
 
-    def _is_known(self, name: str, value: object) -> bool:
-        """Whether an object was visited before, under its first name."""
-        if id(value) in self._seen:
-            return True
-        self._seen[id(value)] = name
-        return False
+    def _is_known(self, value: object) -> bool:
+        """Whether an object was visited before."""
+        known = id(value) in self._seen
+        self._seen.add(id(value))
+        return known
 
 
 def _same_function(hook: Any) -> object:

@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dcpc.codegen.joint.library import Library
-from dcpc.codegen.joint.tape import Piece, Ref
+from dcpc.codegen.joint.memories import Ref
+from dcpc.codegen.joint.tape import Piece
 from dcpc.errors import CodegenError
 from examples.allocator import measured_peak_bytes
 from tests.codegen.made import Made

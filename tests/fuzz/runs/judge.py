@@ -82,9 +82,7 @@ def judge(run: Run) -> Outcome:
 class Training:
     """One run, by both."""
 
-    def __init__(
-        self, run: Run, compiled: dcpc.CompiledModel, begin: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, run: Run, compiled: dcpc.CompiledModel, begin: Mapping[str, Tensor]) -> None:
         self.run, self.compiled, self.model = run, compiled, compiled.model
         self.plain = Model(run.setup)
         if run.setup.head == "late":

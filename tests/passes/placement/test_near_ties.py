@@ -14,7 +14,7 @@ from dcpc.passes.sharding.sharding import Sharding, analyse
 from dcpc.plan.folding import fold
 from dcpc.trace import trace
 from models.gpt import GPT, GPTConfig
-from tests.cases.analysed import TIGHT
+from tests.cases.analysed import TIGHT, options_of
 
 LENGTHS = ({"batch": 1, "seq": 8192}, {"batch": 4, "seq": 64}, {"batch": 2, "seq": 1001})
 INPUTS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
@@ -48,7 +48,7 @@ class Placing:
     def again(self, placement: Placement, sizes: dict[str, int], sp: int) -> float:
         """The cost of a placement's options at other sizes."""
         symbols, catalogue = self.program.symbols, self.model.catalogue
-        choice = self.near.know(self.model.options_of(placement.nodes))
+        choice = self.near.know(options_of(self.model, placement.nodes))
         numbers = catalogue.numbers({symbols[n]: s for n, s in sizes.items()})
         shares = catalogue.shares(numbers, sp)
         return choice.cost(catalogue.prices(numbers, shares, sp, TIGHT), shares, sp)

@@ -16,6 +16,7 @@ from dcpc.passes.placement.objective import TIE_S, Objective
 from dcpc.symbolic_profile import CollectiveFit, Device, Fits, Link, calibrated, find
 from models.gpt import GPT, GPTConfig
 from tests.cases import language_models
+from tests.cases.analysed import options_of
 
 NEVER = 1e30  # a rate at which nothing takes any time
 AT = {"batch": 1, "seq": 4096}
@@ -43,7 +44,7 @@ def test_products_and_what_is_sent_are_the_reports(attention, products):
     program = priced.traced.program
     placement = priced.placement(AT, 4)
     model = PlacementModel(program, priced.traced.sharding)
-    choice = choice_of(model, None, model.options_of(placement.nodes))
+    choice = choice_of(model, None, options_of(model, placement.nodes))
     numbers = model.catalogue.numbers(program.dims(AT))
     shares = model.catalogue.shares(numbers, 4)
     prices = model.catalogue.prices(numbers, shares, 4, Objective(device))

@@ -222,9 +222,7 @@ def test_a_line_written_as_printed_is_the_rule():
     program = program_of_model()
     derived = analyse(program)
     try:
-        rules.register_sharding_rule(
-            "dcpctest::scan", "a b c -> a b c", whole="b", linear="first"
-        )
+        rules.register_sharding_rule("dcpctest::scan", "a b c -> a b c", whole="b", linear="first")
         registered = analyse(program)
     finally:
         rules.unregister_sharding_rule("dcpctest::scan")

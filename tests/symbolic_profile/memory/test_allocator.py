@@ -131,9 +131,7 @@ def test_what_a_copy_frees_that_is_not_there_stays_up_to_the_end():
     assert found.allocated_bytes == 14 * MIB
 
 
-SIZES = st.one_of(
-    st.integers(0, 4 * KIB), st.integers(0, 3 * MIB), st.integers(9 * MIB, 25 * MIB)
-)
+SIZES = st.one_of(st.integers(0, 4 * KIB), st.integers(0, 3 * MIB), st.integers(9 * MIB, 25 * MIB))
 
 
 @settings(max_examples=60, deadline=None)

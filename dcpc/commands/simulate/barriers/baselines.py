@@ -28,27 +28,25 @@ def fixed_sp(
     keys: Sequence[int],
     cost: GroupCost,
     degree: int,
-    setting: int = 0,
     pad_to: Sequence[int] = (),
 ) -> BatchPlan:
-    """Returns packing at one degree: best fit by memory, bins of like load side by side.
+    """Returns packing at one degree and the first setting: best fit, bins of like load together.
 
     Args:
         keys: one a sequence.
         cost: what it costs.
         degree: of every group.
-        setting: of every group.
         pad_to: lengths up to which sequences are padded; none: they are not.
 
     Raises:
         PlanError: a sequence does not fit at this degree, or is longer than any of `pad_to`.
     """
     work = tabulate([_padded(key, pad_to) for key in keys], cost)
-    draft = _fixed(work, list(cost.degrees).index(degree), setting)
+    draft = _fixed(work, list(cost.degrees).index(degree), 0)
     if draft is None:
         raise PlanError(
             f"fixed SP: a sequence of this batch does not fit at sp={degree}, "
-            f"setting {cost.settings[setting]}; use a larger degree or more recompute"
+            f"setting {cost.settings[0]}; use a larger degree or more recompute"
         )
     return finish(work, draft, lower_bound(work))
 
@@ -109,7 +107,7 @@ def first_fit_draft(work: Workload) -> Draft:
     return draft
 
 
-def random_fill(keys: Sequence[int], cost: GroupCost, seed: int = 0) -> BatchPlan:
+def random_fill(keys: Sequence[int], cost: GroupCost) -> BatchPlan:
     """Returns VideoSys-like steps: groups of random SP classes, accumulation to equal time.
 
     A class is all sequences of one least degree. Until the ranks of a micro-step are full, a class
@@ -117,7 +115,7 @@ def random_fill(keys: Sequence[int], cost: GroupCost, seed: int = 0) -> BatchPla
     sequences of its class up to the time of the slowest.
     """
     work = tabulate(keys, cost)
-    draw = random.Random(seed)
+    draw = random.Random(0)
     classes: dict[tuple[int, int], list[int]] = {}
     for kind in range(len(work.keys)):
         classes.setdefault(_least_degree(work, kind), []).extend([kind] * int(work.counts[kind]))

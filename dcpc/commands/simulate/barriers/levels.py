@@ -14,6 +14,7 @@ from dcpc.runtime.planner.batch.costs import FloatArray, IntArray
 
 GIANTS = 14  # heads placed one by one under the limit of ranks; the others by least loss
 SPARE = 1.004  # bulk is not quite a liquid
+SLACK = 1.01  # how much slower than the best a candidate may be
 PAIR_POINTS = 80
 
 
@@ -65,14 +66,13 @@ def grid(model: Fluid, finest_s: tuple[float, ...] = ()) -> Grid:
     return Grid(model, loads_s, losses(model, loads_s), giants, others, counts[others])
 
 
-def search_levels(g: Grid, steps: int, limit_s: float, slack: float = 1.01) -> list[Candidate]:
+def search_levels(g: Grid, steps: int, limit_s: float) -> list[Candidate]:
     """Returns candidates of `steps` micro-steps under `limit_s`, best first.
 
     Args:
         g: the model.
         steps: how many micro-steps.
         limit_s: seconds of the step that are not worth looking at.
-        slack: how much slower than the best a candidate may be.
     """
     loads_s = g.loads_s
     times = np.array([1, 1, steps - 2] if steps > 2 else [1] * steps)
@@ -95,7 +95,7 @@ def search_levels(g: Grid, steps: int, limit_s: float, slack: float = 1.01) -> l
         high = np.where(fits, try_, high)
         low = np.where(fits, low, try_)
     points = np.column_stack([first, high])
-    return _candidates(g, points, times, steps, slack)
+    return _candidates(g, points, times, steps)
 
 
 def _prefixes(g: Grid, steps: int, budget_s: float) -> IntArray:
@@ -141,16 +141,14 @@ def _room(g: Grid, points: IntArray, times: IntArray) -> tuple[FloatArray, IntAr
     return out, chosen
 
 
-def _candidates(
-    g: Grid, points: IntArray, times: IntArray, steps: int, slack: float
-) -> list[Candidate]:
+def _candidates(g: Grid, points: IntArray, times: IntArray, steps: int) -> list[Candidate]:
     """The points as candidates, one for each choice of the giants, best first."""
     if not len(points):
         return []
     fixed_s = steps * g.model.work.cost.fixed_s
     seconds_s = g.loads_s[points] @ times + fixed_s
     order = np.argsort(seconds_s, kind="stable")
-    order = order[seconds_s[order] <= seconds_s.min() * slack][:400]
+    order = order[seconds_s[order] <= seconds_s.min() * SLACK][:400]
     points = points[order]
     _, chosen = _room(g, points, times)
     found: dict[tuple[int, ...], Candidate] = {}

@@ -158,5 +158,3 @@ def arange(source: Source) -> Case:
     if source.flag():
         return Case(aten.arange.start, (2, 2 + n))
     return Case(aten.arange.start_step, (0, n, source.pick(1, 2)))
-
-

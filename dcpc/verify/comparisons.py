@@ -1,0 +1,285 @@
+"""Comparisons of a trace, of graphs and of calls with the plain model's outcomes.
+
+A difference is a `VerifyError`; what was compared, and how far it was off, becomes a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from dcpc.codegen import LoweredPair, Variant, broken_guards, integers_of
+from dcpc.errors import DcpcError, VerifyError
+from dcpc.ir import Partition, Placement, Program
+from dcpc.plan.traced import Traced
+from dcpc.trace import casting
+from dcpc.verify.compare import LIMIT, ROUNDINGS, Error, Given, error_of
+from dcpc.verify.culprit import first_difference, reader
+from dcpc.verify.points import Point
+from dcpc.verify.reference import LossAndGradients
+from dcpc.verify.references import Reference, References
+
+# In float64 throughout a constant that the trace rounded to the model's dtype is another number
+# than the plain model's, which never rounded it. Such differences are smaller than this.
+LIFTED = 1e-3
+# A gradient smaller than this share of the largest one is compared with that share of it: what is
+# left of sums that cancel is rounding.
+FINELY, ROUGHLY = 1e-3, 0.1
+
+PART = 0.5  # of the loss that is differentiated, as training scales it: a power of 2 is exact
+
+_REPORT = "report this with the model, it is a defect of dcpc; verify='off' trains on all the same"
+
+Make = Callable[[Given], LossAndGradients]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How far something is from the plain model.
+
+    Attributes:
+        reference: what it was compared with.
+        error: the largest difference.
+        right: whether that is within what rounding does.
+    """
+
+    reference: Reference
+    error: Error
+    right: bool
+
+    def __str__(self) -> str:
+        own = "" if self.reference.wide else " (own dtype)"
+        return f"{self.reference.point} to {self.error.worst:.0e}{own}"
+
+    @property
+    def gap(self) -> str:
+        """Got and expected, as text."""
+        e = self.error
+        if e.where == "loss":
+            return f"loss: got {e.got:.6g}, expected {e.expected:.6g}"
+        return f"{e.where}: largest difference {e.got:.6g}, largest element {e.expected:.6g}"
+
+
+class Comparisons:
+    """Compares what dcpc makes of one model with it.
+
+    Args:
+        references: the plain model's outcomes.
+        thorough: whether graphs are compared at every point, not at one alone.
+
+    Attributes:
+        lines: what was compared, for the report.
+    """
+
+    def __init__(self, references: References, thorough: bool) -> None:
+        self.references, self._thorough = references, thorough
+        self.lines: list[str] = []
+        self._done: set[int] = set()
+        self._kept: list[Partition] = []  # what `_done` has the ids of
+
+    def trace(self, traced: Traced) -> None:
+        """Compares the forward graph of a trace with the model, at each point there is time for."""
+        program, done, budget = traced.program, list[str](), self.references.budget
+        for reference in self.references.of(traced, alike=False):
+            found = self._compare(program, Given.of_program, reference)
+            if found is None:
+                continue
+            if found.right and reference.wide and not done and budget.has_spare_time:
+                # In the model's own dtypes, too, where it rounds and wraps as it will.
+                own = self.references.rounded(reference)
+                if own.outcome.finite:
+                    rough = self._compare(program, Given.of_program, own)
+                    found = rough if rough is not None and not rough.right else found
+            if not found.right:
+                if not reference.point.promised:
+                    continue
+                raise VerifyError(
+                    "the captured graph does not compute what the model computes at "
+                    f"{reference.point}: {found.gap}{reader(program, found.error.where)}; {_REPORT}"
+                )
+            done.append(str(found))
+        many = len(self.references.planned.traces) > 1
+        name = f"trace {self.references.number(traced) + 1}" if many else "the trace"
+        self._note(name, traced, done)
+
+    def _note(self, name: str, traced: Traced, done: Sequence[str]) -> None:
+        said = f"loss and every gradient at {', '.join(done)}"
+        if not done:
+            said = f"NOT compared with the model: {self.references.why_not(traced)}"
+        self.lines.append(f"{name}: {said}")
+
+    def call(self, traced: Traced, variant: Variant, name: str = "") -> None:
+        """Compares what a call of a variant and its backward give, in the model's own dtypes.
+
+        Args:
+            traced: the trace.
+            variant: of one rank.
+            name: for the report; "": it is not in there.
+        """
+        if variant.draws:
+            return
+        for reference in self.references.of(traced, alike=False):
+            dims = traced.program.dims(reference.point.sizes)
+            values, broken = variant.integer_values(dims, 0)
+            if broken or not reference.point.promised:
+                continue
+            own = self.references.rounded(reference)
+            make = partial(called, variant=variant, integers=values)
+            found = self._compare(traced.program, make, own)
+            if found is not None and own.outcome.finite and not found.right:
+                raise VerifyError(
+                    f"a call of the compiled model does not give what the model gives at "
+                    f"{own.point}: {found.gap}, though its graphs do; {_REPORT}"
+                )
+            if name:
+                self.lines.append(f"{name}: {found}")
+            return
+
+    def graphs(
+        self,
+        traced: Traced,
+        placement: Placement,
+        lowering: LoweredPair,
+        parts: Partition,
+        own: Sequence[Point] = (),
+    ) -> None:
+        """Compares forward and backward of all ranks of a group, at the first point they take.
+
+        Args:
+            traced: the trace.
+            placement: of the graphs.
+            lowering: what they are parts of.
+            parts: the graphs.
+            own: points besides those of the trace.
+        """
+        if id(parts) in self._done:
+            return
+        self._done.add(id(parts))
+        self._kept.append(parts)
+        sp = lowering.lowered.sp
+        if sp != placement.sp:
+            raise VerifyError(
+                f"got graphs that are lowered for sp {sp}; expected sp {placement.sp}; {_REPORT}"
+            )
+        name = f"sp {sp}, {len(parts.saved)} values saved"
+        if not self.references.fits():
+            self.lines.append(f"{name}: NOT compared with the model: no room for two gradients")
+            return
+        done: list[str] = []
+        for reference in self.references.of(traced, sp > 1, own):
+            dims = traced.program.dims(reference.point.sizes)
+            integers = integers_of(lowering.lowered, dims)
+            if any(_broken(lowering, each) for each in integers):
+                continue
+            make = partial(Given.of_partition, lowering=lowering, parts=parts, integers=integers)
+            found = self._compare(traced.program, make, reference)
+            if found is None or not (found.right or reference.point.promised):
+                continue
+            if not found.right:
+                raise VerifyError(self._graphs_text(traced, found, lowering, parts))
+            done.append(str(found))
+            if not self._thorough:
+                break
+        self._note(name, traced, done)
+
+    def _graphs_text(
+        self, traced: Traced, found: Compared, lowering: LoweredPair, parts: Partition
+    ) -> str:
+        program, at = traced.program, found.reference
+        where, sp = reader(program, found.error.where), lowering.lowered.sp
+        if sp == 1:
+            given = self._given(program, at)
+            (own,) = integers_of(lowering.lowered, program.dims(at.point.sizes))
+            where = first_difference(program, given, lowering, parts, own) or where
+        return (
+            f"forward and backward at sp {sp} do not compute what the model computes at "
+            f"{at.point}: {found.gap}{where}; {_REPORT}"
+        )
+
+    def _compare(self, program: Program, make: Make, reference: Reference) -> Compared | None:
+        """Returns how far something is from the plain model; None where that says nothing.
+
+        What float64 cannot do in a graph, or does a little otherwise as the graph has constants
+        that were rounded, is compared in the model's own dtypes.
+
+        Args:
+            program: of the trace.
+            make: computes loss and gradients.
+            reference: the plain model's.
+
+        Raises:
+            VerifyError: it cannot be run where the plain model can.
+        """
+        found = self._differ(program, make, reference)
+        if isinstance(found, Compared):
+            small = LIMIT < found.error.worst < LIFTED
+            if not (reference.wide and small):
+                return found
+            again = self._differ(program, make, self.references.rounded(reference))
+            return again if isinstance(again, Compared) and again.right else found
+        if reference.wide and _lowest(program) != torch.float64:
+            again = self._differ(program, make, self.references.rounded(reference))
+            if isinstance(again, Compared):
+                return again
+        if not reference.point.promised:
+            return None
+        first = (str(found).strip() or type(found).__name__).splitlines()[0]
+        raise VerifyError(
+            f"{type(found).__name__} at {reference.point}, where the model itself runs: {first}; "
+            "report this with the model, it is a defect of dcpc; verify='off' trains on all the "
+            "same"
+        ) from found
+
+    def _differ(self, program: Program, make: Make, reference: Reference) -> Compared | Exception:
+        given = self._given(program, reference)
+        try:
+            found = make(given)
+        except (DcpcError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as failed:
+            return failed
+        error = error_of(found, reference.outcome, FINELY if reference.wide else ROUGHLY)
+        limit = LIMIT if reference.wide else ROUNDINGS * torch.finfo(_lowest(program)).eps
+        return Compared(reference, error, error.worst <= limit)
+
+    def _given(self, program: Program, reference: Reference) -> Given:
+        """Returns what a program's graphs take to be compared with an outcome."""
+        return Given(
+            program,
+            self.references.model,
+            reference.inputs,
+            wide=reference.wide,
+            alike=reference.alike,
+            wanted=tuple(reference.outcome.gradients),
+        )
+
+
+def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAndGradients:
+    """Returns the loss of a variant of one rank, and the gradients that a backward of it leaves.
+
+    Args:
+        given: tensors in the model's own dtypes.
+        variant: that draws no random numbers.
+        integers: of the call.
+    """
+    wanted = {n: p for n, p in given.parameters.items() if p.requires_grad}
+    with torch.enable_grad(), casting(given.device.type, None):
+        loss = variant([given.tensors[n] for n in variant.placeholders], integers)
+        found = torch.autograd.grad(loss * PART, [*wanted.values()], allow_unused=True)
+    gradients = (None if g is None else g / PART for g in found)
+    return LossAndGradients(loss.detach(), dict(zip(wanted, gradients, strict=True)))
+
+
+def _broken(lowering: LoweredPair, integers: Mapping[str, int]) -> bool:
+    """Whether graphs are not for some sizes."""
+    sizes = {i.symbol: integers[i.name] for i in lowering.lowered.integers}
+    return bool(broken_guards(lowering.joint.guards, sizes))
+
+
+def _lowest(program: Program) -> torch.dtype:
+    """Returns the floating dtype of a program that rounds most."""
+    found = {i.dtype for i in program.info.values() if i.dtype.is_floating_point}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps)
