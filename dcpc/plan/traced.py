@@ -112,8 +112,7 @@ class Traced:
         """
         backend = backend or self.backend
         units = self.units if gathers else None
-        of = self.id_of(placement)
-        key = _LoweringKey(of, hints, backend, any_degree, units is not None)
+        key = _LoweringKey(self.id_of(placement), hints, backend, any_degree, units is not None)
         if key not in self._lowerings:
             tracer, group = self.tracer(backend, hints), group_name(placement.sp)
             made = LoweredPair(

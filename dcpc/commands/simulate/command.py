@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dcpc.commands.simulate.barriers import LinearCost
@@ -13,7 +13,7 @@ from dcpc.commands.simulate.batches import longest_that_fits, planners, plans_of
 from dcpc.commands.simulate.costs import of_planned
 from dcpc.commands.simulate.outcome import SimulatedOutcome, of_batches, of_steps, outcomes_text
 from dcpc.commands.simulate.png import draw
-from dcpc.commands.simulate.systems import PACKING, SYSTEMS
+from dcpc.commands.simulate.systems import PACKING, SHARDED, SYSTEMS
 from dcpc.commands.simulate.timeline import chrome_trace
 from dcpc.commands.simulate.workload import (
     Lengths,
@@ -114,7 +114,8 @@ def simulate_model(
         if name == PACKING and costs.packing is None:
             continue
         begin_s = time.perf_counter()
-        outcomes.append(of_steps(name, system(costs, epoch), costs, epoch.tokens))
+        own = replace(costs, reduction_s=0.0, gradient_bytes=0.0) if name in SHARDED else costs
+        outcomes.append(of_steps(name, system(costs, epoch), own, epoch.tokens))
         seconds.append(time.perf_counter() - begin_s)
     title = (
         f"{request.world} x {device.name}, {len(epoch.batches)} batches of "

@@ -103,6 +103,10 @@ class ModelCosts:
         gradient_bytes: that a step sums over all ranks.
         reduction_s: seconds of that sum.
         packing: None where a sample has more than one length.
+        gather_s: seconds of gathering all parameters twice and of summing their gradients, where
+            ranks share them out and the rows do not have it.
+        gather_wire_bytes: that all ranks send for it.
+        in_rounds: whether the rows have it: then all systems go through a step in rounds.
     """
 
     buckets: tuple[BucketCosts, ...]
@@ -111,6 +115,9 @@ class ModelCosts:
     gradient_bytes: float
     reduction_s: float
     packing: Packing | None = None
+    gather_s: float = 0.0
+    gather_wire_bytes: float = 0.0
+    in_rounds: bool = False
 
     def of(self, bucket: Bucket) -> BucketCosts:
         """Returns the rows of a bucket."""
@@ -170,8 +177,15 @@ def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
         found.append(BucketCosts(bucket, tokens_of(bucket), tuple(least), tuple(full)))
     longest = max(b.tokens for b in found)
     found = [replace(b, usual=longest // b.tokens) for b in found]
+    if planned.in_rounds:  # each micro-batch has summed its gradients
+        costs = ModelCosts(tuple(found), world, device.node_ranks, 0.0, 0.0, in_rounds=True)
+        return replace(costs, packing=_packing(planned, costs))
     seconds_s = reduction_seconds(gradients, world, device)
-    costs = ModelCosts(tuple(found), world, device.node_ranks, gradients, seconds_s)
+    costs = ModelCosts(
+        tuple(found), world, device.node_ranks, gradients, seconds_s,
+        # A gather sends half of what an all-reduce does, and so does the sum of rows.
+        gather_s=1.5 * seconds_s, gather_wire_bytes=3.0 * (world - 1) * gradients,
+    )  # fmt: skip
     return replace(costs, packing=_packing(planned, costs))
 
 

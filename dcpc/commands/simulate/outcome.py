@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.table import Table
@@ -11,7 +11,7 @@ from rich.table import Table
 from dcpc.commands.simulate.barriers import BatchPlan
 from dcpc.commands.simulate.costs import ModelCosts
 from dcpc.commands.simulate.timeline import StepTimeline, of_batch, of_step
-from dcpc.runtime.planner.plans import StepPlan
+from dcpc.runtime.planner.plans import StepPlan, rounds, step_plan
 from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
 
 
@@ -114,7 +114,13 @@ def of_steps(
     }
     total, trained = _Sum([]), set[int]()
     for plan in plans:
+        if costs.in_rounds and not plan.in_rounds:
+            again = step_plan(plan.micro_batches, costs.world, in_rounds=True)
+            plan = replace(again, bound_s=plan.bound_s)
         sent = costs.reduction_wire_bytes
+        if plan.in_rounds:
+            every = rounds([mb.ranks for mb in plan.micro_batches], costs.world)
+            sent += costs.gather_wire_bytes * len(every)
         for mb in plan.micro_batches:
             if mb.micro_batch:
                 row = wire[mb.bucket, mb.sp, mb.micro_batch, mb.menu_step]

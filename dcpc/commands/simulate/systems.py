@@ -15,6 +15,7 @@ from dcpc.buckets import Bucket
 from dcpc.commands.simulate import videosys
 from dcpc.commands.simulate.barriers.packing.rooms import best_fit
 from dcpc.commands.simulate.costs import ModelCosts, SimRow, cheapest, run_of
+from dcpc.commands.simulate.sharded import fixed_degree, flexsp_rounds
 from dcpc.commands.simulate.workload import Epoch
 from dcpc.runtime.planner.deal import assign, cuts
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, step_plan
@@ -28,6 +29,7 @@ def dcpc_auto(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
     """Yields dcpc's own plans."""
     tables = {b.bucket: b.least for b in costs.buckets}
     table = make_table(tables, costs.world, costs.node_ranks)
+    table = replace(table, in_rounds=costs.in_rounds)
     for samples in epoch.batches:
         yield plan_step(samples, table)
 
@@ -119,6 +121,10 @@ def videosys_mode(mode: videosys.Mode) -> System:
 DCPC = "dcpc"
 PACKING = "packing, fixed SP"
 PADDED = "padded bucket, fixed SP"
+FIXED_FSDP = "fixed SP, FSDP"
+FLEXSP = "FlexSP's rounds, ZeRO-3"
+# In every round they sum their gradients: nothing is left to sum at the end of a step.
+SHARDED = (FIXED_FSDP, FLEXSP)
 SYSTEMS: dict[str, System] = {
     PADDED: padded_bucket,
     PACKING: packing,
@@ -127,6 +133,8 @@ SYSTEMS: dict[str, System] = {
     "VideoSys inter": videosys_mode("inter"),
     "VideoSys inter + PAC": videosys_mode("pac"),
     "first fit": first_fit,
+    FIXED_FSDP: fixed_degree,
+    FLEXSP: flexsp_rounds,
     DCPC: dcpc_auto,
 }
 

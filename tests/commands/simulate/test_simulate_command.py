@@ -36,7 +36,7 @@ def test_simulate_prints_every_system_and_writes_a_trace(tmp_path):
     for name in ("padded bucket", "packing", "homogeneous", "VideoSys inter", "first fit", "dcpc"):
         assert name in found.output
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {e["pid"] for e in events} == set(range(8))
+    assert {e["pid"] for e in events} == set(range(10))
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
 
 
