@@ -164,3 +164,16 @@ class GPT(nn.Module):
         for block in self.blocks:
             x_BSD = block(x_BSD, cos, sin)
         return self.head(self.norm(x_BSD))
+
+
+def llama_8b() -> GPT:
+    """Returns a decoder of the shape of Llama 3 8B, in bfloat16, on the meta device: to plan for.
+
+    Source: the config.json of meta-llama/Meta-Llama-3-8B.
+    """
+    config = GPTConfig(
+        vocab_size=128_256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden=14_336,
+        rope_theta=500_000.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return GPT(config).to(torch.bfloat16)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.runtime.planner.deal import deal
-from dcpc.runtime.planner.plans import imbalance
+from dcpc.runtime.planner.plans import PlannedMicroBatch, imbalance, rounds, step_plan
 from tests.cases.fakes import plan_for
 
 
@@ -114,3 +114,20 @@ def test_bucket_without_a_plan_is_named():
 def test_degree_that_does_not_divide_the_world_is_refused():
     with pytest.raises(PlanError, match=r"got sp=4, micro_batch=1 for 2 ranks"):
         deal([(0, bucket(8))], {bucket(8): plan_for(bucket(8), 4, 1)}, 2)
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 3)), min_size=1, max_size=20))
+def test_rounds_keep_each_ranks_order_and_share_no_rank(drawn):
+    ranks = [tuple(range(first // sp * sp, first // sp * sp + sp)) for sp, first in drawn]
+    found = rounds(ranks, 4)
+    assert sorted(n for together in found for n in together) == list(range(len(ranks)))
+    for together in found:
+        held = [r for n in together for r in ranks[n]]
+        assert len(held) == len(set(held))
+    for rank in range(4):
+        own = [n for together in found for n in together if rank in ranks[n]]
+        assert own == sorted(own)
+    mbs = [PlannedMicroBatch(bucket(8), len(r), r, (i,), 1.0 + i) for i, r in enumerate(ranks)]
+    free, lock = step_plan(mbs, 4), step_plan(mbs, 4, in_rounds=True)
+    assert lock.makespan_s == lock.lockstep_s == free.lockstep_s >= free.makespan_s == free.free_s
+    assert lock.makespan_s == sum(max(mbs[n].seconds_s for n in together) for together in found)

@@ -1,0 +1,159 @@
+"""Steps in rounds, in which graphs gather parameters, against the plain model."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dcpc
+from dcpc.codegen import wire_log
+from dcpc.plan.planning import Planned
+from models.gpt import GPT, GPTConfig
+from tests.cases.launch import run_ranks
+
+CONFIG = GPTConfig(vocab_size=51, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, hidden=24)
+BUCKETS = dcpc.Buckets(dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
+                       sizes=[{"seq": 4}, {"seq": 48}])  # fmt: skip
+
+
+class Texts:
+    """Of 1 to 48 tokens; in some no token counts."""
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        length = 1 + i % 4 if i % 3 else 5 + i * 7 % 44
+        ids = torch.randint(51, (length,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids * 0 - 100 if i == 4 else (ids + 1) % 51}
+
+
+def made(tied: bool = False) -> GPT:
+    torch.manual_seed(0)
+    config = GPTConfig(
+        **{n: getattr(CONFIG, n) for n in CONFIG.__slots__} | {"tie_embeddings": tied}
+    )
+    return GPT(config).double()
+
+
+def gathers_again(planned: Planned) -> list[bool]:
+    return [planned.study(b).gathers_again(p.menu_step) for b, p in planned.plans.items()]
+
+
+def memory_of_both() -> float:
+    """Bytes of a rank at which the long bucket gathers parameters again and the short one not."""
+    plan = partial(dcpc.api.plan, world=2, backend="eager", device="cpu", parameters="rounds", sp=1)
+    for memory in range(300_000, 60_000, -4_000):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if sorted(gathers_again(plan(made(), BUCKETS, memory=memory))) == [False, True]:
+                return memory
+    raise AssertionError("at every memory both buckets are alike")
+
+
+def trained(rank: int, tied: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """An epoch with SGD; how far loss, gradients and parameters are off, and what ran."""
+    warnings.simplefilter("ignore")
+    compiled = dcpc.compile(made(tied), BUCKETS, parameters="rounds", **options)
+    loader = dcpc.DataLoader(
+        Texts(), compiled, tokens_per_step=60, pad={"input_ids": 0, "labels": -100},
+        weight="labels", seed=3,
+    )  # fmt: skip
+    alone, worst = made(tied), 0.0
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (compiled, alone)]
+    idle = 0
+    for step in loader:
+        every = [Texts()[i] for mb in step.plan.micro_batches for i in mb.sample_ids]
+        total = sum(int((x["labels"] >= 0).sum()) for x in every)
+        loss = 0.0
+        for x in every:
+            weight = int((x["labels"] >= 0).sum())
+            if weight:
+                part = alone(x["input_ids"][None], x["labels"][None]) * (weight / total)
+                part.backward()
+                loss += float(part)
+        got = float(compiled.train_step(step).loss)
+        worst = max(worst, abs(got - loss) / abs(loss))
+        idle += step.plan.accumulation > len(step.micro_batches)
+        for (name, p), q in zip(compiled.named_parameters(), alone.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            far = (p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()
+            worst = max(worst, float(far))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {
+        "worst": worst,
+        "idle": idle,
+        "again": gathers_again(compiled.planned),
+        "ran": {key[-1] for key in compiled._dispatch.variants},
+        "degrees": {key[2].sp for key in compiled._dispatch.variants},
+    }
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("world", "tied", "options"),
+    [
+        (2, False, {"backend": "eager"}),
+        (2, True, {"backend": "eager", "recompute": "all"}),
+        pytest.param(4, False, {"backend": "eager", "recompute": "all"}, marks=pytest.mark.slow),
+        pytest.param(3, True, {"backend": "eager", "recompute": "none"}, marks=pytest.mark.slow),
+        pytest.param(2, False, {"backend": "inductor"}, marks=pytest.mark.slow),
+        pytest.param(2, True, {"backend": "inductor", "recompute": "all"}, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_in_rounds_are_the_plain_models(world, tied, options):
+    for found in run_ranks(trained, world, tied, options, timeout_s=240):
+        assert found["worst"] < 1e-10
+
+
+@pytest.mark.multirank
+def test_a_round_gathers_again_where_one_of_it_does():
+    ranks = run_ranks(trained, 2, False, {"backend": "eager", "sp": 1, "memory": memory_of_both()},
+                      timeout_s=120)  # fmt: skip
+    for found in ranks:
+        assert found["worst"] < 1e-10
+        assert sorted(found["again"]) == [False, True]
+    assert set().union(*(found["ran"] for found in ranks)) == {False, True}
+    assert any(found["idle"] for found in ranks)  # some rank had nothing to run in some round
+
+
+def sent(rank: int, recompute: str) -> tuple[int, float]:
+    """Bytes that a rank puts on the wire in a step, and those of the formula."""
+    warnings.simplefilter("ignore")
+    compiled = dcpc.compile(made(), BUCKETS, parameters="rounds", backend="eager", sp=1,
+                            recompute=recompute, verify="off")  # fmt: skip
+    loader = dcpc.DataLoader(Texts(), compiled, tokens_per_step=90,
+                             pad={"input_ids": 0, "labels": -100}, mode="inter")  # fmt: skip
+    step = next(iter(loader))
+    wire_log.clear()
+    compiled.train_step(step)
+    rounds = step.plan.accumulation
+    (each,) = {float(compiled.profile(b).wire_bytes) for b in compiled.buckets}
+    return wire_log.total_bytes(), rounds * each
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_every_rank_sends_what_the_formula_says_whatever_it_runs(recompute):
+    for counted, formula in run_ranks(sent, 2, recompute, timeout_s=60):
+        assert counted == formula > 0
+
+
+def by_hand(rank: int) -> list[float]:
+    """Losses of a call of every rank, each with a bucket of its own."""
+    warnings.simplefilter("ignore")
+    compiled = dcpc.compile(made(), BUCKETS, parameters="rounds", backend="eager", sp=1)
+    x = torch.arange(4 if rank else 48)[None]
+    with torch.no_grad():
+        return [float(compiled(input_ids=x, labels=x)), float(made()(x, x))]
+
+
+@pytest.mark.multirank
+def test_ranks_call_at_once_each_with_inputs_of_its_own():
+    for got, expected in run_ranks(by_hand, 2, timeout_s=60):
+        assert got == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,157 @@
+"""Which parameters are gathered at once, and in which order ranks gather and sum."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dcpc
+from dcpc.ir import GatherUnits, Partition
+from dcpc.plan.runnable import Runnable
+from dcpc.symbolic_profile.profile import Ledger
+from models.gpt import GPT, GPTConfig
+
+TEXT = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
+SIZES = {"seq": 16, "batch": 1}
+gather = torch.ops.dcpc.gather_rows.default
+add_up = torch.ops.dcpc.sum_rows.default
+
+
+def planned(model: nn.Module, parameters: str = "rounds", world: int = 4) -> Runnable:
+    buckets = dcpc.Buckets(TEXT, sizes=[{"seq": 16}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = dcpc.api.plan(model, buckets, world=world, backend="eager", parameters=parameters,
+                              device="cpu")  # fmt: skip
+    (runnable,) = found.traces
+    return runnable
+
+
+def gpt(layers: int, tied: bool = False) -> GPT:
+    return GPT(GPTConfig(vocab_size=51, dim=16, n_layers=layers, n_heads=2, hidden=24,
+                         tie_embeddings=tied))  # fmt: skip
+
+
+def names(runnable: Runnable) -> tuple[GatherUnits, list[list[str]]]:
+    units, program = runnable.traced.units, runnable.traced.program
+    assert units is not None
+    return units, [[program.parameters[n] for n in unit] for unit in units.units]
+
+
+@pytest.mark.parametrize("layers", [3, 7])  # as blocks of the names, and as a repeated run
+def test_units_are_blocks_and_what_is_between_them(layers):
+    units, found = names(planned(gpt(layers)))
+    assert found[0] == ["embedding.weight"]
+    for k in range(layers):
+        assert {n.rpartition(f"blocks.{k}.")[0] for n in found[1 + k]} == {""}
+        assert len(found[1 + k]) == 9
+    assert found[-1] == ["norm.weight", "head.weight"]
+    # An embedding has nothing to be gathered for in backward, and the last unit is there.
+    assert units.again == set(range(1, layers + 1))
+
+
+def test_a_parameter_of_two_names_is_in_one_unit_and_stays():
+    units, found = names(planned(gpt(3, tied=True)))
+    # torch.export has one placeholder for both names.
+    assert found[0] in (["embedding.weight"], ["head.weight"])
+    assert sum(map(len, found)) == len(dict(gpt(3, tied=True).named_parameters()))
+    assert 0 not in units.again
+
+
+class Nested(nn.Module):
+    """A stage of blocks with nearly all parameters, numbered modules within blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(51, 4)
+        self.stages = nn.ModuleList(
+            [
+                nn.ModuleList(
+                    nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.Linear(9, 4)) for _ in range(4)
+                )
+            ]
+        )
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.stages[0]:
+            x = x + block(x)
+        return (x.sum(-1) * labels).sum()
+
+
+def test_a_large_numbered_module_is_divided_and_unused_parameters_are_in_no_unit():
+    _, found = names(planned(Nested()))
+    assert [len(unit) for unit in found] == [1, 4, 4, 4, 4]
+
+
+def test_within_keeps_the_order_and_what_is_gathered_again():
+    units = GatherUnits((("a", "b"), ("c",), ("d",)), frozenset({1, 2}), 4)
+    assert units.within({"b", "d"}) == GatherUnits((("b",), ("d",)), frozenset({1}), 4)
+    assert units.events({0, 2}, {0, 1}) == (
+        ("gather", 1), ("sum", 2), ("gather", 0), ("sum", 0))  # fmt: skip
+
+
+def turns(parts: Partition) -> tuple[list[tuple[str, int]], ...]:
+    """Gathers and sums of forward and backward: what, and of how many parameters."""
+    found = []
+    for graph in (parts.forward.graph, parts.backward.graph):
+        calls = [n for n in graph.nodes if n.target in (gather, add_up)]
+        for before, call in itertools.pairwise(calls):
+            assert call.kwargs["token"].args[0] is before  # no backend can change the order
+        found.append([(str(n.target), len(n.args[0])) for n in calls])
+    return tuple(found)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_graphs_of_a_program_gather_and_sum_in_one_order(tied):
+    runnable = planned(gpt(3, tied))
+    seen: dict[bool, set[str]] = {False: set(), True: set()}
+    for sp in (1, 2, 4):
+        placement = runnable.priced.placement(SIZES, sp)
+        study = runnable.priced.at(placement)
+        for step in sorted({0, study.turn, study.turn + 1, study.steps // 2, study.steps}):
+            parts = runnable.partition(placement, step)
+            seen[study.gathers_again(step)].add(str(turns(parts)))
+            # Forced, as where another micro-batch of the round gathers again.
+            forced = runnable.partition(placement, step, gathers_again=True)
+            seen[True].add(str(turns(forced)))
+    assert len(seen[False]) == len(seen[True]) == 1
+    assert seen[False] != seen[True]
+
+
+def test_graphs_that_take_parameters_whole_are_those_of_other_modes():
+    ours, other = planned(gpt(2)), planned(gpt(2), "whole")
+    for sp in (1, 2):
+        a, b = (r.priced.placement(SIZES, sp) for r in (ours, other))
+        mine = ours.partition(a, 0, gathers=False)
+        theirs = other.partition(b, 0)
+        for one, another in ((mine.forward, theirs.forward), (mine.backward, theirs.backward)):
+            assert str(one.graph) == str(another.graph)
+
+
+@pytest.mark.parametrize("layers", [7, 9])
+def test_bytes_of_three_blocks_stand_for_those_of_all(layers):
+    runnable = planned(gpt(layers))
+    assert runnable.priced.lift.folds
+    for sp in (1, 2):
+        placement = runnable.priced.placement(SIZES, sp)
+        study = runnable.priced.at(placement)
+        for step in (0, study.turn + 1, study.steps):
+            parts = runnable.partition(placement, step)
+            stays = runnable.traced.staying(runnable.traced.lowering(placement))
+            ledger = Ledger(parts.names, sp, stays=stays)
+            whole = ledger.profile(ledger.costs(parts))
+            sizes = study.local_sizes(SIZES)
+            at = {s: sizes[s.name] for s in whole.symbols}
+            peak = max(int(term.subs(at)) for term in whole.peak_terms)
+            assert abs(study.predict(step, SIZES).peak_bytes - peak) <= 2  # a token
+            folded = study.profile(step).wire_bytes
+            assert int(folded.subs(at)) == int(whole.wire_bytes.subs(at))
+
+
+def test_no_other_mode_has_units():
+    assert planned(gpt(2), "pull").traced.units is None
+    assert planned(gpt(2), world=1).traced.units is None
