@@ -17,9 +17,8 @@ from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
 from dcpc.errors import PlanError
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
-from dcpc.passes.units import units_of
 from dcpc.plan.choose import elements
-from dcpc.plan.folding import copies_of
+from dcpc.plan.folding import gathering
 from dcpc.plan.following import state_tensors
 from dcpc.plan.options import CompileOptions, PlanOptions, check_memory, degrees, taking
 from dcpc.plan.placements import compute_dtype
@@ -256,22 +255,20 @@ def _trace_all(
     found: dict[Bucket, Runnable] = {}
     libraries: dict[str, Library] = {}
     derive = options.world > 1 and options.derive_rules
+    mode = options.parameters if options.world > 1 else "whole"
+    every: list[Traced] = []
     for mine in tracked([*buckets.by_ones().values()], "trace", lambda b: f"{len(b)} buckets"):
         made = traced(
             model, mine, device, options.backend, autocast=autocast, derive_rules=derive,
             attention=options.attention, libraries=libraries,
         )  # fmt: skip
-        mode = options.parameters if options.world > 1 else "whole"
-        made = replace(
-            made,
-            reference=max(mine, key=elements).sizes,
-            hands_over=mode in ("pull", "rounds"),
-            units=units_of(made.program, made.tensors(), options.world, copies_of(made.program))
-            if mode == "rounds"
-            else None,
-        )
-        runnable = Runnable(made)
-        found |= dict.fromkeys(mine, runnable)
+        every.append(replace(
+            made, reference=max(mine, key=elements).sizes, hands_over=mode in ("pull", "rounds")
+        ))  # fmt: skip
+    if mode == "rounds":
+        every = gathering(every, options.world)
+    for mine, made in zip(buckets.by_ones().values(), every, strict=True):
+        found |= dict.fromkeys(mine, Runnable(made))
     return {bucket: found[bucket] for bucket in buckets}
 
 

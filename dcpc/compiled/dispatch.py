@@ -65,6 +65,7 @@ class Dispatch:
         self._groups = groups
         self._base_seed = base_seed
         self._draws: dict[int, int] = {}
+        self._refuse_different_sums()
         self.bind_blocks()
 
     def bind_blocks(self) -> None:
@@ -77,6 +78,28 @@ class Dispatch:
             pg = self._groups.of(self._groups.world)
             assert pg is not None, "alone nothing is gathered"
             bind_group(ROWS_GROUP, pg)
+
+    def _refuse_different_sums(self) -> None:
+        """Refuses traces that sum gradients of different parameters, where they meet in rounds.
+
+        Raises:
+            DispatchError: some do.
+        """
+        if not self.store.in_rounds or len(self._planned.traces) == 1:
+            return
+        found = set()
+        for runnable in self._planned.traces:
+            bucket = next(b for b, r in self._planned.by_bucket.items() if r is runnable)
+            joint = runnable.traced.lowering(self._planned.placement(bucket)).joint
+            names = runnable.traced.program.parameters
+            found.add(tuple(tuple(names[n] for n in u.summed) for u in joint.gathers))
+        if len(found) > 1:
+            raise DispatchError(
+                f"parameters='rounds': got {len(self._planned.traces)} traces of the model, which "
+                "have gradients of different parameters; expected the same ones: ranks of one "
+                "round sum them together; declare buckets in which no dim is 1 in some of them "
+                "only, or take parameters='step'"
+            )
 
     # --------------------------------------------------------------------------- what inputs are
 

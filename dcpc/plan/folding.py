@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from dcpc.codegen import Key
+from dcpc.errors import PlanError
 from dcpc.fx.leaves import leaf_key, tree_key
 from dcpc.fx.repeats import aligned, repeated_runs
 from dcpc.ir import Fold, Placement, Program
@@ -23,6 +24,7 @@ from dcpc.ops.random import DRAWS, INDEX
 from dcpc.passes.placement.placement import zigzag
 from dcpc.passes.sharding.attention_ways import restricted
 from dcpc.passes.sharding.sharding import analyse
+from dcpc.passes.units import units_of
 from dcpc.plan.traced import PlacementId, Traced
 
 FEWEST = 6  # copies of a block that are worth it
@@ -120,6 +122,41 @@ def copies_of(program: Program) -> dict[str, object]:
     for name, (run, copy) in folded.copy_of.items():
         if copy == 1:
             found |= {t: (run, "more", i) for i, t in enumerate(folded.twins.get(name, ()))}
+    return found
+
+
+def gathering(traces: Sequence[Traced], ranks: int) -> list[Traced]:
+    """Returns traces of one model whose graphs gather parameters, all the same ones in one order.
+
+    Args:
+        traces: the units are those of the one that reads most parameters.
+        ranks: that share them out.
+
+    Raises:
+        PlanError: a trace has not all of them.
+    """
+
+    def read(traced: Traced) -> int:
+        nodes = {n.name: n for n in traced.program.gm.graph.nodes}
+        return sum(bool(nodes[name].users) for name in traced.program.parameters)
+
+    fullest = max(traces, key=read)
+    program = fullest.program
+    units = units_of(program, fullest.tensors(), ranks, copies_of(program))
+    found = []
+    for traced in traces:
+        own = {name: placeholder for placeholder, name in traced.program.parameters.items()}
+        members = [[program.parameters[n] for n in unit] for unit in units.units]
+        missing = [name for names in members for name in names if name not in own]
+        if missing:
+            raise PlanError(
+                f"parameters='rounds': got traces of {len(traces)} kinds of shapes, one of which "
+                f"has no parameter '{missing[0]}'; expected the same parameters in all: ranks of "
+                "one round gather together; declare buckets in which no dim is 1 in some of them "
+                "only, or take parameters='step'"
+            )
+        mine = tuple(tuple(own[name] for name in names) for names in members)
+        found.append(replace(traced, units=replace(units, units=mine)))
     return found
 
 

@@ -86,10 +86,10 @@ class Gathering:
         used: dict[int, list[fx.Node]] = {}
         first: dict[int, int] = {}
         for k, names in enumerate(self.units.units):
-            members = [self._placeholders[n] for n in names if n in self._placeholders]
+            members = [self._placeholders[n] for n in names]
             readers = [position[u] for p in members for u in p.users if u.name in forward]
-            if readers:
-                used[k], first[k] = members, min(readers)
+            # One that this graph does not read is gathered with the others: ranks do it together.
+            used[k], first[k] = members, min(readers, default=len(every) - 1)
         at, made = len(every), {}
         for k in sorted(used, reverse=True):
             at = min(at, first[k])  # in the order of units
