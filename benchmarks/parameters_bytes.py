@@ -85,7 +85,7 @@ def jobs(quick: bool) -> list[Bytes]:
     """Returns what is measured."""
     small = GPTConfig(VOCABULARY, dim=128, n_layers=2, n_heads=4)
     if quick:
-        return [Bytes(2, small, (32, 96), (0.0, 1.0))]
+        return [Bytes(2, small, (32,), (0.0, 1.0))]
     lengths, recompute = (48, 128, 384), (0.0, 0.5, 1.0)
     larger = GPTConfig(VOCABULARY, dim=256, n_layers=4, n_heads=8)
     return [Bytes(2, larger, lengths, recompute), Bytes(4, small, (32, 128), (0.0, 1.0))]
@@ -251,11 +251,9 @@ def measure(job: Bytes) -> list[RankBytes]:
 def figures(found: Sequence[Sequence[RankBytes]]) -> dict[str, harness.Cell]:
     """Returns the figures of all jobs, and prints what they are made of."""
     every = [r for job in found for r in job]
-    ratios = {
-        mode: max(r.rest[mode] / r.ideal_bytes for r in every) for mode in MODES
-    }
+    ratios = {mode: max(r.rest[mode] / r.ideal_bytes for r in every) for mode in MODES}
     harness.print_table(
-        "bytes at rest of the fullest rank, over all bytes / ranks", ("mode", "ratio"),
+        "bytes at rest", ("of the fullest rank, over all bytes / ranks", "ratio"),
         list(ratios.items()), digits=4,
     )  # fmt: skip
     rows: list[tuple[harness.Cell, ...]] = []

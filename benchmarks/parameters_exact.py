@@ -110,9 +110,7 @@ def cases(world: int, quick: bool) -> list[Case]:
     return found
 
 
-def plain(
-    alone: nn.Module, every: Sequence[Work]
-) -> tuple[float, dict[str, Tensor]]:
+def plain(alone: nn.Module, every: Sequence[Work]) -> tuple[float, dict[str, Tensor]]:
     """Returns the loss and the gradients of a step that one process takes, one after the other."""
     alone.zero_grad()
     batches = [inputs_of(number, work, VOCABULARY) for number, work in enumerate(every)]

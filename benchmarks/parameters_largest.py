@@ -93,5 +93,3 @@ def measure(quick: bool) -> dict[str, harness.Cell]:
         if most > setting.memory_bytes:
             print(f"missed: the largest model in {mode} takes {most} of {setting.memory_bytes} B")
     return {"largest_model_over_whole": sizes["rounds"] / sizes["whole"]}
-
-
