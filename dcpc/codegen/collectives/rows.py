@@ -110,6 +110,8 @@ def sum_rows(
     """
     pg = group_named(group)
     found = [x.new_empty(rows_shape(x.shape, ranks)) for x in gradients]
+    # All at once: each wait for the other ranks costs more than the memory of what comes.
+    coming: list[tuple[dist.Work, Tensor, Tensor, Tensor]] = []
     for x, out in zip(gradients, found, strict=True):
         if not x.numel():
             continue
@@ -120,11 +122,15 @@ def sum_rows(
         sent = sent.contiguous()
         arrived = torch.empty_like(sent)
         wire_log.add("sum_rows", (ranks - 1) * out.nbytes)
+        into, own = on_wire(arrived.view(-1)), on_wire(sent.view(-1))
         with _named(pg, "sum of gradients"):
-            dist.all_to_all_single(on_wire(arrived.view(-1)), on_wire(sent.view(-1)), group=pg)
-        del sent
+            work = dist.all_to_all_single(into, own, group=pg, async_op=True)
+        coming.append((work, sent, arrived, out))
+    while coming:
+        work, sent, arrived, out = coming.pop(0)
+        with _named(pg, "sum of gradients"):
+            work.wait()
         torch.sum(arrived.view(ranks, *out.shape), 0, out=out)
-        del arrived
     return [*found, _token(gradients[0])]
 
 

@@ -238,19 +238,16 @@ def _all_to_all(call: CallFacts) -> sympy.Expr:
 
 
 def _sum_rows(call: CallFacts) -> sympy.Expr:
-    """What comes of the largest gradient, and a copy of it where it has rows of zeros at its end.
-
-    One after the other: while the last ones are summed the sums of all others are there.
-    """
+    """What comes of all gradients, and a copy of each that has rows of zeros at its end."""
     ranks = argument(call.node, "ranks")
     rows = call.facts.of(call.node)[:-1]
     given = [call.facts.of(n)[0] for n in argument(call.node, "gradients")]
-    found = [ZERO]
+    found = []
     for own, whole in zip(rows, given, strict=True):
         arrived = ranks * own.size_bytes
         copied = arrived != whole.size_bytes or not whole.contiguous()
         found.append(2 * arrived if copied else arrived)
-    return max(found)
+    return sympy.Add(*found)
 
 
 # op -> bytes allocated while it runs and freed before it returns.
