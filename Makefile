@@ -9,7 +9,7 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 	if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	then echo $$p; break; fi; done
 
-.PHONY: demo demo-video test test-exact test-slow zoo fuzz lint clean
+.PHONY: demo demo-video test test-exact test-slow zoo fuzz lint docs clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -45,6 +45,11 @@ fuzz: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check
 	$(PY) -m mypy
+
+# The documents as a site in build/site, which needs no network to be read; fails on a link that leads nowhere.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "open build/site/index.html; with search: $(PY) -m http.server -d build/site"
 
 # torch goes first and alone: so pip takes the CPU build where one lies at hand, and no CUDA packages.
 $(STAMP): pyproject.toml constraints.txt

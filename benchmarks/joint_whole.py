@@ -64,7 +64,7 @@ def whole(tracer: Tracer, lowered: Lowered) -> Joint:
     def joint(*args: Any) -> list[Any]:
         *primals, tangent = args
         with torch.enable_grad():
-            loss = tagging.run(*primals)
+            (loss,) = tagging.run(*primals)
         setup_stacktrace_preservation_hooks([loss.grad_fn])
         wanted = [primals[placeholders.index(n)] for n in trainable]
         grads = torch.autograd.grad([loss], wanted, [tangent], allow_unused=True)
@@ -76,7 +76,8 @@ def whole(tracer: Tracer, lowered: Lowered) -> Joint:
 
     with own.mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
         trace = make_fx(joint, tracing_mode="real", _allow_non_fake_inputs=True)
-        graph = trace(*arguments.values(), own.tangent()).graph
+        loss = torch.empty((), dtype=program.info[program.loss].dtype)
+        graph = trace(*arguments.values(), own.tangent(0, loss)).graph
     without_unused(graph)
     for node, name in zip(graph.find_nodes(op="placeholder"), placeholders, strict=False):
         node._rename(name)
@@ -87,7 +88,8 @@ def whole(tracer: Tracer, lowered: Lowered) -> Joint:
     return Joint(
         gm=LazyGraphModule(torch.nn.Module(), graph),
         primals=tuple(primals),
-        tangent=tangent,
+        begins=(0,),
+        tangents=(tangent,),
         forward=frozenset(n.name for n in graph.nodes if n in tagging.owner),
         owner=_owners(graph, tagging),
         trainable=tuple(primals[placeholders.index(n)] for n in trainable),

@@ -40,8 +40,8 @@ DERIVATIVES = [
         "codegen.joint.joint:_Assembly._backward",
         "if flows:", "if flows and call is not calls[2]:")),
     _derive("a tied parameter's gradient is zero", setting="gpt", plant=edited(
-        "codegen.joint.joint:_Assembly._gradient", "return self.gradients.get(primal)",
-        "return None if \"bias\" in name else self.gradients.get(primal)")),
+        "codegen.joint.joint:_Assembly._gradient", "return gradient",
+        "return None if \"bias\" in name else gradient")),
     _derive("a write through a slice lands one row early", setting="sums", plant=edited(
         "fx.writes:whole", "rule(operand, value, *rest, **view.kwargs)",
         "rule(operand, value, *(r - (len(rest) > 2 and i > 0) for i, r in enumerate(rest)))")),
@@ -195,11 +195,11 @@ CACHES = [
 RUNTIME = [
     _runtime("the gradient of the loss is taken for 1", quick=True, plant=edited(
         "codegen.variant.variant:_RunVariant.backward",
-        "gradients[0] / variant.sp", "torch.ones_like(gradients[0])")),
+        "_share(gradients[i], variant.sp)", "torch.ones_like(gradients[i])")),
     _runtime("saved values in another order", plant=edited(
         "codegen.variant.variant:_RunVariant.forward",
-        "loss, *saved = variant.run_forward(arguments)",
-        "loss, *saved = variant.run_forward(arguments)\n"
+        "saved = tuple(found[: partition.returned]), [*found[partition.returned :]]",
+        "saved = tuple(found[: partition.returned]), [*found[partition.returned :]]\n"
         "    a = [i for i, x in enumerate(saved) if x.shape == saved[-1].shape]\n"
         "    saved[a[0]], saved[a[-1]] = saved[a[-1]], saved[a[0]]")),
     _runtime("gradients of other parameters", plant=edited(

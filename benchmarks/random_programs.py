@@ -81,7 +81,7 @@ class ProgramBuilder:
     def program(self, result: fx.Node) -> Program:
         """Returns the program whose loss is the sum of a value."""
         loss = self.call(aten.sum.default, (result,), ())
-        self.graph.output(loss)
+        self.graph.output((loss,))
         return Program(
             gm=fx.GraphModule(torch.nn.Module(), self.graph),
             parameters=self.parameters,
@@ -91,7 +91,8 @@ class ProgramBuilder:
             symbols={"batch": BATCH, "seq": SEQ},
             info=self.info,
             scalars={},
-            loss=loss.name,
+            outputs=(loss.name,),
+            begins=(0,) if self.info[loss.name].requires_grad else (),
             hints={"batch": 2, "seq": 8},
             graph_hash=str(self.graph),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,12 +15,13 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
-from dcpc.errors import PlanError
+from dcpc.errors import PlanError, TraceError
+from dcpc.ir import Program
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
 from dcpc.plan.folding import gathering
 from dcpc.plan.following import state_tensors
-from dcpc.plan.options import CompileOptions, PlanOptions, check_memory, degrees, taking
+from dcpc.plan.options import CompileOptions, PlanOptions, degrees, memory_of, taking
 from dcpc.plan.placements import compute_dtype
 from dcpc.plan.planning import Planned, PlanRequest, plan_buckets, plans_text
 from dcpc.plan.progress import tracked
@@ -66,10 +67,11 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         compiled.reduce_gradients()
 
     Args:
-        model: any module whose forward takes the buckets' inputs and returns a floating scalar, the
-            loss; or a mapping or dataclass that has it as `loss`; or a tuple or list, whose first
-            floating scalar is taken (with a warning if there are several). Its parameters are
-            shared, not copied. A model on the meta device gets memory by `dcpc.materialize`.
+        model: any module whose forward takes the buckets' inputs and returns what `loss=` takes;
+            without `loss=` a floating scalar, the loss; or a mapping or dataclass that has it as
+            `loss`; or a tuple or list, whose first floating scalar is taken (with a warning if
+            there are several). Its parameters are shared, not copied. A model on the meta device
+            gets memory by `dcpc.materialize`.
         buckets: input specs and the shapes to compile for.
         options: each field of `CompileOptions` by its name, such as `memory=80e9`.
 
@@ -85,7 +87,8 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
     """
     start_s = time.perf_counter()
     groups = Groups.default(group=options.group, device=_device_of(model))
-    planned = plan_with(model, buckets, options.planned_for(groups.world))
+    told = options.planned_for(groups.world)
+    planned = plan_with(model, buckets, told)
     hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
     share_state(state_tensors(model, planned), groups)
@@ -99,7 +102,14 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         if problem is not None:
             raise problem
     seed = _shared_seed(groups)
-    return CompiledModel(model, buckets, planned, groups, base_seed=seed, verifier=verifier)
+
+    def prepare(mine: Buckets, programs: Sequence[Program]) -> Mapping[Bucket, Runnable]:
+        same = replace(told, parameters=planned.request.parameters)
+        return _trace_all(model, mine, planned.device, planned.autocast, same, None, programs)
+
+    return CompiledModel(
+        model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare
+    )
 
 
 def materialize(compiled: CompiledModel, init: Init = None) -> None:
@@ -157,19 +167,45 @@ def plan(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Planned:
     return plan_with(model, buckets, options)
 
 
-def plan_with(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Planned:
-    """Returns what `plan` does, of options made before."""
+def plan_with(
+    model: nn.Module,
+    buckets: Buckets,
+    options: PlanOptions,
+    ranges: Buckets | None = None,
+    *,
+    partly: bool = False,
+) -> Planned:
+    """Returns what `plan` does, of options made before.
+
+    Args:
+        model: as for `plan`.
+        buckets: as for `plan`.
+        options: those of `plan`.
+        ranges: the least and the largest lengths that one trace is to serve; None: the buckets'.
+        partly: whether buckets that fit with no setting are left without a plan, as
+            `Planned.misfits`, and are no error.
+
+    Raises:
+        DcpcError: as from `plan`.
+    """
+    if isinstance(model, CompiledModel):
+        raise TraceError(
+            "model: got a CompiledModel, what dcpc.compile returned; expected the module that it "
+            "was made of; pass that (`compiled.model`)"
+        )
     if options.parameters != "auto":
-        return _plan_with(model, buckets, options)
+        return _plan_with(model, buckets, options, ranges, partly)
     gpu = _target(options.device).gpu
     *first, last = ("whole", "step", "rounds" if gpu else "pull")
     for mode in first if options.world > 1 else ():
         with contextlib.suppress(PlanError):
-            return _plan_with(model, buckets, replace(options, parameters=mode))
-    return _plan_with(model, buckets, replace(options, parameters=last))
+            return _plan_with(model, buckets, replace(options, parameters=mode), ranges, False)
+    return _plan_with(model, buckets, replace(options, parameters=last), ranges, partly)
 
 
-def _plan_with(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Planned:
+def _plan_with(
+    model: nn.Module, buckets: Buckets, options: PlanOptions, ranges: Buckets | None, partly: bool
+) -> Planned:
     world = options.world
     sps = degrees(options.sp, world)
     target = _target(options.device)
@@ -179,7 +215,7 @@ def _plan_with(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Plan
     request = _request(model, options, sps, target)
     kind = (_device_of(model) or torch.device("cpu")).type
     autocast = checked_dtype(options.autocast or autocast_dtype(kind))
-    by_bucket = _trace_all(model, buckets, target, autocast, options)
+    by_bucket = _trace_all(model, buckets, target, autocast, options, ranges)
     if measured is not None:
         traces = {id(v): v.traced for v in by_bucket.values()}
         wanted = calibration_key([*traces.values()], target, _device_of(model), world)
@@ -188,11 +224,14 @@ def _plan_with(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Plan
         every = [v.traced.sharding for v in by_bucket.values()]
         warn_replicated({n: reason for s in every for n, reason in s.replicated.items()})
         warn_derived({op: rule for s in every for op, rule in s.derived.items()})
+    misfits: dict[Bucket, PlanError] = {}
     with casting(kind, None):  # what is traced now has its casts already
-        plans, tables = plan_buckets({b: v.priced for b, v in by_bucket.items()}, request)
+        plans, tables = plan_buckets(
+            {b: v.priced for b, v in by_bucket.items()}, request, misfits if partly else None
+        )
     for runnable in by_bucket.values():
         runnable.priced.placements.settle()
-    return Planned(by_bucket, plans, tables, request, autocast)
+    return Planned(by_bucket, plans, tables, request, autocast, misfits, options.loss)
 
 
 def _request(
@@ -250,24 +289,38 @@ def _trace_all(
     device: Device,
     autocast: torch.dtype | None,
     options: PlanOptions,
+    ranges: Buckets | None,
+    programs: Sequence[Program] = (),
 ) -> dict[Bucket, Runnable]:
-    """Returns what is made from the trace of each bucket, in the buckets' order."""
+    """Returns what is made from the trace of each bucket, in the buckets' order.
+
+    Args:
+        model: the user's.
+        buckets: of all traces.
+        device: that is planned for.
+        autocast: that the model is traced under.
+        options: as for `plan`, with the mode of parameters that was chosen.
+        ranges: as for `plan_with`.
+        programs: the traces, where they were made before.
+    """
     found: dict[Bucket, Runnable] = {}
     libraries: dict[str, Library] = {}
     derive = options.world > 1 and options.derive_rules
     mode = options.parameters if options.world > 1 else "whole"
     every: list[Traced] = []
-    for mine in tracked([*buckets.by_ones().values()], "trace", lambda b: f"{len(b)} buckets"):
+    groups = [*buckets.by_ones().values()]
+    for i, mine in enumerate(tracked(groups, "trace", lambda b: f"{len(b)} buckets")):
         made = traced(
-            model, mine, device, options.backend, autocast=autocast, derive_rules=derive,
-            attention=options.attention, libraries=libraries,
+            model, ranges or mine, device, options.backend, autocast=autocast, derive_rules=derive,
+            attention=options.attention, libraries=libraries, loss=options.loss,
+            program=programs[i] if programs else None,
         )  # fmt: skip
         every.append(replace(
             made, reference=max(mine, key=elements).sizes, hands_over=mode in ("pull", "rounds")
         ))  # fmt: skip
     if mode == "rounds":
         every = gathering(every, options.world)
-    for mine, made in zip(buckets.by_ones().values(), every, strict=True):
+    for mine, made in zip(groups, every, strict=True):
         found |= dict.fromkeys(mine, Runnable(made))
     return {bucket: found[bucket] for bucket in buckets}
 
@@ -335,18 +388,19 @@ def _state_bytes(
     return {id(q): -(-states.get(id(p), 0) * q.nbytes // max(p.nbytes, 1)) for p, q in pairs}
 
 
-def rank_memory_bytes(memory: int | float | None, device: Device, world: int) -> int:
+def rank_memory_bytes(memory: int | float | str | None, device: Device, world: int) -> int:
     """Returns the bytes that a rank may use.
 
     Args:
-        memory: bytes, or a share of what the device has, up to 1.0; None: all of it.
+        memory: bytes, also as a text such as "80GB"; or a share of what the device has, up to 1.0;
+            None: all of it.
         device: what is planned for.
         world: ranks; they share the memory of a CPU.
 
     Raises:
         PlanError: `memory` is not a positive number.
     """
-    check_memory(memory)
+    memory = memory_of(memory)
     have_bytes = device.memory_bytes // (world if device.name == "cpu" else 1)
     if memory is None:
         return have_bytes

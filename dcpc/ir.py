@@ -47,13 +47,15 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model captured once: a functional forward graph from inputs to one scalar loss.
+    """A model captured once: a functional forward graph from inputs to what it returns.
+
+    Of a model that is trained that is one scalar, the loss; a program may return other tensors.
 
     The graph module's placeholders are, in order: parameters, buffers and constants, inputs. It is
     read-only: a later phase works on a copy.
 
     Attributes:
-        gm: the forward graph; its single output is the loss.
+        gm: the forward graph; its outputs are `outputs`.
         parameters: placeholder name -> the parameter's name in the user's module.
         buffers: placeholder name -> the buffer's name in the user's module.
         constants: placeholder name -> a tensor the model's code creates.
@@ -61,7 +63,8 @@ class Program:
         symbols: dim name -> the symbol that stands for it in every expression.
         info: node name -> what is known of its value; nodes without a tensor value are absent.
         scalars: name of a node whose value is an integer size -> its expression.
-        loss: name of the node whose value is the loss.
+        outputs: names of the nodes whose values it returns, the loss first.
+        begins: positions of those that backward begins at; none: it has no backward.
         hints: dim name -> the size it had in the trace.
         graph_hash: identifies the graph; plans carry it.
         zero_gradients: placeholders of parameters whose gradient is zero: the plain model's loss
@@ -77,11 +80,22 @@ class Program:
     symbols: Mapping[str, sympy.Symbol]
     info: Mapping[str, TensorInfo]
     scalars: Mapping[str, sympy.Expr]
-    loss: str
+    outputs: tuple[str, ...]
+    begins: tuple[int, ...]
     hints: Mapping[str, int]
     graph_hash: str
     zero_gradients: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+
+    @property
+    def loss(self) -> str:
+        """Name of the node whose value is the loss, or whatever is returned first."""
+        return self.outputs[0]
+
+    @property
+    def learning(self) -> tuple[str, ...]:
+        """Placeholders that get a gradient: parameters, then inputs."""
+        return tuple(n for n in (*self.parameters, *self.inputs) if self.info[n].requires_grad)
 
     def dims(self, sizes: Sizes) -> dict[sympy.Symbol, int]:
         """Returns symbol -> length; a model without a batch has no symbol for it."""
@@ -291,15 +305,18 @@ class Partition:
     SymInt) whose sizes are expressions of torch's own symbols; `names` translates them.
 
     Attributes:
-        forward: placeholders: parameters, buffers and constants, inputs, integers; outputs: the
-            loss, then the values saved for backward.
+        forward: placeholders: parameters, buffers and constants, inputs, integers; outputs: what
+            the program returns, the loss first, then the values saved for backward.
         backward: placeholders: the saved values, then the forward's placeholders it needs, then the
-            gradient of the loss; outputs: one gradient (or None) for each parameter.
+            gradients of what it begins at; outputs: one gradient (or None) for each parameter and
+            input that learns.
         resident: names of forward placeholders that hold parameters, buffers, constants or inputs.
         saved: names of the forward's nodes that are saved for backward, in output order.
         backward_primals: names of the forward placeholders that backward takes, in order.
         names: torch symbol -> expression of the bucket's dims (a local length is a symbol of its
             own, e.g. `seq_local`).
+        returned: how many values the program returns.
+        begins: which of them, by position, backward begins at.
     """
 
     forward: fx.GraphModule
@@ -308,6 +325,8 @@ class Partition:
     saved: tuple[str, ...]
     backward_primals: tuple[str, ...]
     names: Mapping[sympy.Symbol, sympy.Expr]
+    returned: int = 1
+    begins: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,20 +336,22 @@ class Schedule:
     Attributes:
         primals: forward's placeholders.
         forward: its calls.
-        loss: what it returns first.
-        saved: values that it returns for backward.
+        outputs: what the program returns, the loss first.
+        begins: positions among them that backward begins at.
+        saved: values that forward returns for backward, besides.
         backward_primals: placeholders of forward that backward takes, too.
-        tangent: the placeholder of the loss's gradient.
+        tangents: the placeholders of the gradients of what backward begins at.
         backward: its calls; those of forward among them are made again.
-        gradients: one (or None) for each trainable parameter.
+        gradients: one (or None) for each parameter and input that learns.
     """
 
     primals: tuple[fx.Node, ...]
     forward: tuple[fx.Node, ...]
-    loss: fx.Node
+    outputs: tuple[fx.Node, ...]
+    begins: tuple[int, ...]
     saved: tuple[fx.Node, ...]
     backward_primals: tuple[fx.Node, ...]
-    tangent: fx.Node
+    tangents: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     gradients: tuple[fx.Node | None, ...]
 

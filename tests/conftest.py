@@ -8,6 +8,7 @@ import pytest
 # holds a loss or a gradient that no other test holds.
 BY_HAND = {
     "benchmarks/test_gpu.py": "a benchmark for a GPU, here that it runs",
+    "benchmarks/test_hf_race.py": "benchmarks.hf_race --quick; tests/hf/ holds the losses",
     "benchmarks/test_memory.py": "benchmarks.memory --quick; single points are quick tests",
     "benchmarks/test_model_flops.py": "FLOPs",
     "benchmarks/test_recompute.py": "benchmarks.recompute --quick",

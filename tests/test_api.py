@@ -58,6 +58,18 @@ def test_what_is_no_model_or_no_buckets_is_refused(function):
         function(gpt(), {"seq": 5})
 
 
+@pytest.mark.parametrize("function", [dcpc.compile, dcpc.api.plan])
+def test_a_model_that_is_compiled_already_is_refused(compiled, function):
+    with pytest.raises(dcpc.TraceError, match=r"got a CompiledModel.* made of; pass that"):
+        function(compiled, compiled.buckets, backend="eager")
+
+
+@pytest.mark.parametrize("logger", [3, None, "runs"])
+def test_a_logger_that_cannot_be_called_is_refused(compiled, logger):
+    with pytest.raises(dcpc.DataError, match=r"log_to: got .*; expected a function of a step"):
+        compiled.log_to(logger)
+
+
 def test_a_step_or_a_bucket_of_another_kind_is_refused(compiled):
     with refused(dcpc.DataError, r"step: got dict; expected a step that dcpc.DataLoader yields"):
         compiled.train_step(data(1, 7))

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import dcpc
-from dcpc.commands.cli import load_model, parse_bucket
+from dcpc.commands.cli import parse_bucket
+from dcpc.commands.shared.factories import load_model
 from dcpc.plan.options import CompileOptions, commanded, options_table
 
 ROOT = Path(__file__).parent.parent

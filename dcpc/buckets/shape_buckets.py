@@ -19,6 +19,7 @@ import keyword
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Self
 
@@ -165,14 +166,7 @@ class Buckets:
             DispatchError: names, dtypes, ndims or dims contradict the specs, or no bucket has
                 these lengths.
         """
-        self._check_arguments(shapes, dtypes)
-        dims = self._solve_dims(shapes)
-        for arg, spec in self.inputs.items():
-            if spec.shape(dims) != tuple(shapes[arg]):
-                self._refuse(
-                    f"argument '{arg}': got shape {tuple(shapes[arg])}; expected {spec}, which is "
-                    f"{spec.shape(dims)} where {Bucket.of(dims)}; make the arguments agree"
-                )
+        dims = self.lengths(shapes, dtypes)
         bucket = self._by_key.get(Bucket.of(dims).shape_key)
         if bucket is None:
             got = ", ".join(f"'{arg}' {tuple(shape)}" for arg, shape in shapes.items())
@@ -187,6 +181,29 @@ class Buckets:
                 "split the batch, or raise batch in this size"
             )
         return bucket, dims
+
+    def lengths(
+        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, int]:
+        """Returns the length of every name, batch included, of arguments of any bucket or none.
+
+        Raises:
+            DispatchError: as from `match`, but for lengths that no bucket has.
+        """
+        self._check_arguments(shapes, dtypes)
+        dims = self._solve_dims(shapes)
+        for arg, spec in self.inputs.items():
+            if spec.shape(dims) != tuple(shapes[arg]):
+                self._refuse(
+                    f"argument '{arg}': got shape {tuple(shapes[arg])}; expected {spec}, which is "
+                    f"{spec.shape(dims)} where {Bucket.of(dims)}; make the arguments agree"
+                )
+        return dims
+
+    def holding(self, sizes: Mapping[str, int]) -> Bucket | None:
+        """Returns the smallest bucket in which each dim is as long or longer; None: there is none."""
+        fits = [b for b in self if all(sizes[n] <= size for n, size in b.shape_key)]
+        return min(fits, key=lambda b: (prod(s for _, s in b.shape_key), b.shape_key), default=None)
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)

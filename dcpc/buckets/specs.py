@@ -5,7 +5,7 @@ import keyword
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import sympy
@@ -28,7 +28,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 _GRAMMAR = "name, integer, name*2, name//2, name+1 or name-1"
-_SPEC = re.compile(r"\s*(?P<dtype>\w+)\s*\[(?P<dims>[^\[\]]*)\]\s*", re.ASCII)
+_SPEC = re.compile(
+    r"\s*(?P<dtype>\w+)\s*\[(?P<dims>[^\[\]]*)\]\s*(?P<learns>requires_grad)?\s*", re.ASCII
+)
 _DIM = re.compile(
     r"\s*(?:(?P<left>\d+)\s*\*\s*)?(?P<name>[A-Za-z_]\w*)\s*"
     r"(?:\*\s*(?P<right>\d+)\s*)?(?://\s*(?P<divisor>\d+)\s*)?"
@@ -101,17 +103,27 @@ class DimExpr:
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """dtype and dims of one keyword argument of the model's forward."""
+    """dtype and dims of one keyword argument of the model's forward.
+
+    Attributes:
+        dtype: element type.
+        dims: size of each dim.
+        learns: whether it gets a gradient, as what another module made.
+    """
 
     dtype: torch.dtype
     dims: tuple[DimExpr, ...]
+    learns: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Returns the spec that a text such as `int64[batch, seq]` or `float32[]` stands for.
 
+        Of `float32[batch, seq, 64] requires_grad` the input has a gradient.
+
         Raises:
-            BucketError: the text is not of this grammar, or names no dtype of torch.
+            BucketError: the text is not of this grammar, names no dtype of torch, or one that has
+                no gradient.
         """
         match = _SPEC.fullmatch(text)
         if not match:
@@ -126,15 +138,28 @@ class InputSpec:
             raise BucketError(
                 f"got dtype '{match['dtype']}'; expected one of {', '.join(DTYPES)}; {hint}"
             )
+        learns = match["learns"] is not None
+        if learns and not (dtype.is_floating_point or dtype.is_complex):
+            raise BucketError(
+                f"got '{text}'; expected a floating dtype of what requires a gradient; leave "
+                "requires_grad out"
+            )
         dims = match["dims"]
-        return cls(dtype, tuple(map(DimExpr.parse, dims.split(","))) if dims.strip() else ())
+        parsed = tuple(map(DimExpr.parse, dims.split(","))) if dims.strip() else ()
+        return cls(dtype, parsed, learns)
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Returns the spec with other names of dims."""
+        dims = (replace(d, name=None if d.name is None else names[d.name]) for d in self.dims)
+        return replace(self, dims=tuple(dims))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the shape, given the length of every name."""
         return tuple(dim.evaluate(sizes) for dim in self.dims)
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.dims))}]"
+        more = " requires_grad" if self.learns else ""
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.dims))}]{more}"
 
 
 def _constant(text: str, dim: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +19,34 @@ from typing import Annotated
 import torch
 import typer
 
-from dcpc.api import plan_with, rank_memory_bytes
-from dcpc.buckets import Buckets
+from dcpc import __version__
+from dcpc.api import rank_memory_bytes
 from dcpc.commands.calibrate import calibrate_command
 from dcpc.commands.check.check import CheckRequest, check_model
 from dcpc.commands.report import (
+    Needs,
     crossing_lines,
     degree_crossings,
     html_page,
+    needs,
+    needs_text,
     overview_png,
+    remedy_lines,
     settings_text,
     what_if,
     what_if_text,
 )
-from dcpc.commands.shared.factories import check_writable, load_model
-from dcpc.commands.shared.options import Attention, BucketFile, Factory, planning, reported
+from dcpc.commands.shared.factories import check_writable
+from dcpc.commands.shared.options import (
+    Attention,
+    BucketFile,
+    Factory,
+    Lengths,
+    SomeBuckets,
+    planning,
+    reported,
+)
+from dcpc.commands.shared.planned import NamedModel
 from dcpc.commands.simulate import (
     SimulationRequest,
     default_degrees,
@@ -41,27 +55,45 @@ from dcpc.commands.simulate import (
     simulate_model,
     source_of,
 )
-from dcpc.errors import BucketError, PlanError, TraceError
+from dcpc.errors import BucketError, PlanError
 from dcpc.plan.options import PlanOptions
 from dcpc.plan.planning import Planned
-from dcpc.plan.progress import shown
+from dcpc.plan.progress import during, tracked
 from dcpc.runtime.planner.plan_file import PlanFile
 from dcpc.runtime.planner.replay import replay as replayed
 from dcpc.runtime.planner.table import mode_table
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="What dcpc.compile would decide for a model and its shape buckets; runs nothing.",
 )
+
+
+def print_version(wanted: bool) -> None:
+    """Prints the versions of dcpc, torch and Python and ends, where it is wanted."""
+    if wanted:
+        python = platform.python_version()
+        typer.echo(f"dcpc {__version__} (torch {torch.__version__}, Python {python})")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="print it and exit"),
+    ] = False,
+) -> None:
+    """Read the options of no command: each has its own."""
 
 
 @app.command()
 @planning
 def report(
     factory: Factory,
-    buckets: BucketFile,
+    buckets: SomeBuckets = None,
+    seq: Lengths = None,
     html: Annotated[
         Path | None, typer.Option(metavar="OUT.html", help="the report as a page, with plots")
     ] = None,
@@ -69,8 +101,12 @@ def report(
         Path | None, typer.Option(metavar="OUT.png", help="the page's plots as one picture")
     ] = None,
     memory: Annotated[
-        list[float] | None,
-        typer.Option(help="bytes a rank may use, as 80e9; planned for the first, others: what if"),
+        list[str] | None,
+        typer.Option(
+            metavar="BYTES",
+            help="bytes a rank may use, as 80e9, 80GB or 512MiB; up to 1.0: a share of the "
+            "device's; planned for the first, others: what if",
+        ),
     ] = None,
     world: Annotated[
         list[int] | None,
@@ -80,26 +116,35 @@ def report(
     options: PlanOptions,
 ) -> None:
     """Print the plan of each bucket, its costs as formulas of the dims, and why."""
-    memories: Sequence[float | None] = memory or [None]
+    memories: Sequence[str | None] = memory or [None]
     worlds = world or [1]
-    with shown():
-        _check_worlds(worlds, calibrated=options.calibration is not None)
-        told = [
-            replace(options, memory=bytes_, world=ranks)
-            for bytes_, ranks in itertools.product(memories, worlds)
-        ]
-        check_writable("--html", html)
-        check_writable("--png", png)
-        planned = _planned(factory, buckets, told[0])
-        device = planned.device
-        cases = [
-            what_if(planned, rank_memory_bytes(o.memory, device, o.world), o.world)
-            for o in told[1:]
-        ]
-        crossings = degree_crossings(planned)
-        text = [planned.report(), *crossing_lines(planned, crossings)]
-        text += ["", what_if_text(cases)] if cases else []
-        typer.echo("\n".join(line.rstrip("\n") for line in text))
+    _check_worlds(worlds, calibrated=options.calibration is not None)
+    told = [
+        replace(options, memory=bytes_, world=ranks)
+        for bytes_, ranks in itertools.product(memories, worlds)
+    ]
+    check_writable("--html", html)
+    check_writable("--png", png)
+    planned, said = NamedModel(factory, buckets, seq).planned(told[0], partly=True)
+    cases = [
+        what_if(planned, rank_memory_bytes(o.memory, planned.device, o.world), o.world)
+        for o in tracked(told[1:], "what if", lambda o: f"{o.memory or ''} on {o.world} ranks")
+    ]
+    crossings = degree_crossings(planned)
+    typer.echo(said, nl=False)
+    text = []
+    if planned.misfits:
+        text += [needs_text(planned, _needs(planned, told[0]))]
+        text += ["", "of the buckets that fit:", ""] if planned.plans else []
+    if planned.plans:
+        text += [planned.report(), *crossing_lines(planned, crossings)]
+    text += ["", what_if_text(cases)] if cases else []
+    typer.echo("\n".join(line.rstrip("\n") for line in text))
+    for file in (html, png) if planned.misfits else ():
+        if file is not None:
+            typer.echo(f"did not write {file}, as not every bucket fits", err=True)
+    _refuse_misfits(planned)
+    with during("draw"):
         if html is not None:
             _write(html, html_page(planned, factory, cases, crossings).encode())
         if png is not None:
@@ -121,18 +166,47 @@ def _write(file: Path, content: bytes) -> None:
     typer.echo(f"wrote {file}", err=True)
 
 
+def _needs(planned: Planned, options: PlanOptions) -> Needs:
+    """Returns what the buckets need that fit with no setting."""
+
+    def memory_of(world: int) -> int:
+        return rank_memory_bytes(options.memory, planned.device, world)
+
+    return needs(planned, memory_of)
+
+
+def _refuse_misfits(planned: Planned) -> None:
+    """Ends a command, after it printed its tables, where a bucket fits with no setting."""
+    if planned.misfits:
+        first, *more = planned.misfits.values()
+        others = f" ({len(more)} more of {len(planned.tables)} do not fit either)" if more else ""
+        raise PlanError(f"{first}{others}")
+
+
 @app.command()
 @planning
-def plan(factory: Factory, buckets: BucketFile, options: PlanOptions) -> None:
+def plan(
+    factory: Factory,
+    buckets: SomeBuckets = None,
+    seq: Lengths = None,
+    *,
+    options: PlanOptions,
+) -> None:
     """Print every setting that was tried for each bucket: what fits, and which was chosen."""
-    typer.echo(settings_text(_planned(factory, buckets, options)), nl=False)
+    planned, said = NamedModel(factory, buckets, seq).planned(options, partly=True)
+    typer.echo(said + settings_text(planned), nl=False)
+    if planned.misfits:
+        typer.echo("\n".join(remedy_lines(planned, _needs(planned, options))))
+    _refuse_misfits(planned)
 
 
 @app.command()
 @planning
 def source(
     factory: Factory,
-    buckets: BucketFile,
+    buckets: SomeBuckets = None,
+    seq: Lengths = None,
+    *,
     bucket: Annotated[
         str, typer.Option("--bucket", metavar="DIM=SIZE,...", help="which one, e.g. seq=512")
     ],
@@ -140,8 +214,12 @@ def source(
 ) -> None:
     """Print the forward and backward of one bucket as Python a person can read."""
     wanted = parse_bucket(bucket)
-    planned = _planned(factory, buckets, options)
-    typer.echo(planned.source(planned.find(wanted)), nl=False)
+    planned, said = NamedModel(factory, buckets, seq).planned(options, partly=True)
+    found = planned.find(wanted)
+    typer.echo(said, nl=False, err=True)
+    with during(f"make the source of {found}"):
+        text = planned.source(found)
+    typer.echo(text, nl=False)
 
 
 @app.command()
@@ -198,7 +276,7 @@ def replay(
         if buckets is None:
             raise PlanError("replay: got a model and no buckets; expected both; add --buckets")
         world = recorded.table.world
-        planned = _planned(factory, buckets, replace(options, world=world))
+        planned, _ = NamedModel(factory, buckets).planned(replace(options, world=world))
         now = mode_table(planned, recorded.plan.mode, world, planned.device.node_ranks)
     typer.echo(replayed(recorded, now), nl=False)
 
@@ -255,26 +333,12 @@ def simulate(
         )
     if options.sp == "auto":
         options = replace(options, sp=default_degrees(options.world))
-    planned = _planned(factory, buckets, options)
+    planned, _ = NamedModel(factory, buckets).planned(options)
     device = planned.device
     typer.echo(simulate_model(planned, device, drawn, request), nl=False)
 
 
 app.command("calibrate")(reported()(calibrate_command))
-
-
-def _planned(factory: str, file: Path, options: PlanOptions) -> Planned:
-    buckets = Buckets.from_yaml(file)
-    try:
-        with torch.device("meta"):  # no memory for weights, where the model's code allows it
-            model = load_model(factory)
-    except PlanError:
-        return plan_with(load_model(factory), buckets, options)
-    try:
-        return plan_with(model, buckets, options)
-    except (NotImplementedError, RuntimeError, TraceError):
-        pass
-    return plan_with(load_model(factory), buckets, options)
 
 
 def parse_bucket(text: str) -> Mapping[str, int]:

@@ -138,11 +138,13 @@ class Dispatch:
                     f"input {name}: got {type(value).__name__}; expected a tensor; wrap it in "
                     "torch.tensor"
                 )
-            if value.requires_grad and torch.is_grad_enabled():
+            spec = self._buckets.inputs.get(name)
+            learns = spec is not None and spec.learns
+            if value.requires_grad and torch.is_grad_enabled() and not learns:
                 raise DispatchError(
                     f"input {name}: got a tensor that requires grad; expected one that does not: "
-                    "gradients are made for the model's parameters alone; detach it, or compile "
-                    "the module that made it together with the model"
+                    "gradients are made for the model's parameters alone; detach it, or declare it "
+                    f"as one that learns: {name}: '{spec or 'float32[...]'} requires_grad'"
                 )
         shapes = {n: tuple(t.shape) for n, t in inputs.items()}
         return self._buckets.match(shapes, {n: t.dtype for n, t in inputs.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, SupportsIndex
 
@@ -12,18 +13,18 @@ from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import delivering, wire_log
 from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.dispatch import Dispatch
+from dcpc.compiled.editions import Edition, Editions, Prepare
+from dcpc.compiled.evaluation import filled_up, in_eval, length_edition, refuse_arguments
 from dcpc.compiled.materialize import Init, made_real, on_meta
-from dcpc.errors import DispatchError
+from dcpc.errors import DataError, DcpcError, DispatchError
 from dcpc.ir import Packable, Profile, Program
 from dcpc.passes.masks.packable import packable
-from dcpc.plan.following import Followed
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import Runnable
 from dcpc.runtime.data.arguments import check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.groups.same_state import checksum
 from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.parameters.store import WholeStore
@@ -49,6 +50,7 @@ class CompiledModel(nn.Module):
         groups: Groups,
         base_seed: int,
         verifier: Verifier,
+        prepare: Prepare,
     ) -> None:
         """Wraps what `dcpc.compile` made; users call that."""
         super().__init__()
@@ -66,9 +68,16 @@ class CompiledModel(nn.Module):
         if not on_meta(model) or shared_out(model):
             self._store = store_of(mode, model.parameters(), groups)
             self._store.install(model)
-        self._followed = Followed(model, buckets, planned)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
+
+        def make(mine: Buckets, found: Planned) -> Dispatch:
+            dispatch = Dispatch(mine, found, groups, base_seed, self._store)
+            dispatch.stats = self._dispatch.stats
+            return dispatch
+
         self._dispatch = Dispatch(buckets, planned, groups, base_seed, self._store)
+        first = Edition.of(model, buckets, planned, verifier, self._dispatch)
+        self._editions = Editions(model, first, prepare, make, groups.device.type)
         self._agreed = AgreedState(model, planned, groups)
         self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
         self._calls = 0
@@ -94,27 +103,64 @@ class CompiledModel(nn.Module):
         self._store.check_ready("a call")
         if torch.is_grad_enabled():
             self._refuse_by_hand("a call with gradients")
-        inputs = self._dispatch.named(args, inputs)
-        bucket, sizes = self._dispatch.match(inputs)
-        problem = self._followed.problem(self.model) or self.verifier.postponed_problem()
-        setting = self._dispatch.setting(bucket)
+        return self._call(*self._editions.now(), self._dispatch.named(args, inputs))
+
+    def evaluate(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        between: str | None = None,
+        pad: Mapping[str, int | float] | None = None,
+    ) -> Tensor:
+        """Returns the loss of a batch in eval() and under no_grad; the model's mode stays.
+
+        The first call captures and plans the model in eval(), where its graphs are others there.
+        Ranks call it as they call the model: those of an SP group with the same batch.
+
+        Args:
+            batch: inputs by name.
+            between: what is done with lengths between the buckets: "pad": they are filled up to
+                the smallest bucket that holds them; "compile": they run as they are, captured and
+                planned when they first come; None: they are refused.
+            pad: input name -> what fills it up at its end, as for `dcpc.DataLoader`.
+
+        Raises:
+            DispatchError: names, dtypes or shapes match no bucket, no bucket is as long, an input
+                has no value in `pad`, or padding changes the loss.
+            GroupError: as for a call.
+        """
+        refuse_arguments(batch, between, pad, self.buckets)
+        self._store.check_ready("evaluate")
+        inputs = dict(batch)
+        with in_eval(self.model), torch.no_grad():
+            edition, problem = self._editions.now()
+            if problem is not None and between is not None:
+                raise problem
+            if between == "pad":
+                inputs = filled_up(edition, inputs, pad or {})
+            elif between == "compile":
+                edition = length_edition(self._editions, edition, inputs)
+            return self._call(edition, problem, inputs)
+
+    def _call(
+        self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
+    ) -> Tensor:
+        """Returns what an edition makes of inputs, once ranks that meet agree on all of it."""
+        dispatch = edition.dispatch
+        bucket, sizes = dispatch.match(inputs)
         self._calls += 1
         if self._store.in_rounds:  # all ranks gather parameters together, whatever each runs
             problem = problem or self._store.follow(self.model.parameters())
-            text = f"number {self._calls}{PART}{problem or ''}"
+            text = PART.join([f"number {self._calls}", edition.text, str(problem or "")])
             agree(self.groups, self.groups.world, "call of every rank", text)
+        setting = dispatch.setting(bucket)
         if setting.sp > 1:
-            batch = sizes.get(BATCH, 1)
-            what = [f"{bucket} with batch {batch}, call {self._calls}", str(self.plans[bucket])]
-            # Floats may differ in their last bits, as where each rank ran an encoder before.
-            whole = [(n, x) for n, x in sorted(inputs.items()) if not x.is_floating_point()]
-            what += [f"checksum of input '{n}' {checksum(x)}" for n, x in whole]
-            what += [str(problem or "")]
-            agree(self.groups, setting.sp, "bucket", PART.join(what))
+            what = edition.call_text(self._calls, bucket, sizes, inputs)
+            agree(self.groups, setting.sp, "bucket", PART.join([*what, str(problem or "")]))
         if problem is not None:
             raise problem
-        with self._dispatch.own_casts():
-            return self._dispatch.run_call(bucket, sizes, inputs, setting)
+        with dispatch.own_casts():
+            return dispatch.run_call(bucket, sizes, inputs, setting)
 
     def train_step(self, step: Step, *, clip: float | None = None) -> StepResult:
         """Runs all micro-batches of a planned step and sums the gradients over the ranks.
@@ -132,11 +178,16 @@ class CompiledModel(nn.Module):
         check_step(step)
         dispatch = self._dispatch
         self._store.check_ready("a train step")
-        problem = (
-            self._followed.problem(self.model)
-            or self._store.follow(self.model.parameters())
-            or self.verifier.postponed_problem()
-        )
+        edition, problem = self._editions.now()
+        if edition.dispatch is not dispatch:
+            first = self._editions.first.modes
+            problem = problem or DispatchError(
+                f"train_step: got the model in {edition.modes}; expected {first}, in which it was "
+                "compiled: steps are planned for the graphs of that mode, and those of this one "
+                "are others; call compiled.train() before a step, or compile the model in the mode "
+                "in which it is trained"
+            )
+        problem = problem or self._store.follow(self.model.parameters())
         state, check = self._agreed.of_step(problem)
         try:
             with dispatch.own_casts():
@@ -173,13 +224,14 @@ class CompiledModel(nn.Module):
                 "model was on the meta device at compile, once; leave the call out, or load other "
                 "values with compiled.load_state_dict"
             )
-        problem = self._followed.problem(self.model)
+        followed = self._editions.first.followed
+        problem = followed.problem(self.model)
         if problem is not None:
             raise problem
         self._store = made_real(self.model, self.planned.request.parameters, self.groups, init)
         self._dispatch.store = self._store
         self._dispatch.bind_blocks()
-        self._followed.materialized(self.model)
+        followed.materialized(self.model)
         if init == "empty":  # what is compared with the model waits for values
             return
         found = self.verifier.postponed_problem()
@@ -188,7 +240,19 @@ class CompiledModel(nn.Module):
             raise found
 
     def log_to(self, logger: Callable[[Step, StepResult], None]) -> None:
-        """Has rank 0 call this after each train step, e.g. a `dcpc.TensorBoardLogger`."""
+        """Has rank 0 call this after each train step, e.g. a `dcpc.TensorBoardLogger`.
+
+        Args:
+            logger: called with the step and its result.
+
+        Raises:
+            DataError: it cannot be called.
+        """
+        if not callable(logger):
+            raise DataError(
+                f"log_to: got {reprlib.repr(logger)}; expected a function of a step and its "
+                "result; pass one, or a dcpc.TensorBoardLogger"
+            )
         self._loggers.append(logger)
 
     def reduce_gradients(self) -> None:
@@ -223,7 +287,10 @@ class CompiledModel(nn.Module):
 
         At the end it says what was compared with the model itself, and where.
         """
-        return f"{self.planned.report()}\n{self.verifier.report()}"
+        later = {e.verifier: e for e in reversed(self._editions.made_later)}
+        more = [e for v, e in reversed(later.items()) if v is not self.verifier]
+        text = f"{self.planned.report()}\n{self.verifier.report()}"
+        return text + "".join(f"{e}: {e.verifier.report()}" for e in more)
 
     def source(self, bucket: Bucket | Mapping[str, int]) -> str:
         """Returns the forward and backward that run for a bucket as Python a person can read."""
@@ -282,11 +349,18 @@ class CompiledModel(nn.Module):
     def stats(self) -> Stats:
         """Returns counts of what has run on this rank."""
         stats = self._dispatch.stats
-        stats.variants = sum(v.compiled_count for v in self.planned.traces)
+        every = [self._editions.first, *self._editions.made_later]
+        traces = {id(v): v for e in every for v in e.planned.traces}
+        stats.variants = sum(v.compiled_count for v in traces.values())
         stats.wire_bytes = wire_log.total_bytes()
         return stats
 
     # ----------------------------------------------------------------------- the model's own state
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module, for all that is no compiled call: `compiled.module.generate()`."""
+        return self.model
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's own state, as without dcpc; with `DTensor`s where ranks share it."""

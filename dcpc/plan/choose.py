@@ -66,11 +66,7 @@ def choose(
     """
     fitting = [row for row in rows if row.fits]
     if not fitting:
-        # Of a degree the smallest micro-batch: on a GPU only what is chosen is priced by segments,
-        # so that a larger one may look as if it needed less.
-        least = {row.sp: row.micro_batch for row in sorted(rows, key=lambda row: -row.micro_batch)}
-        smallest = [row for row in rows if row.micro_batch == least[row.sp]]
-        closest = min(smallest, key=lambda row: row.needed_bytes)
+        closest = least_needed(rows)
         over = closest.needed_bytes - memory_bytes
         widest = max(row.sp for row in rows)
         wider = f"run on more than {world} ranks" if widest == world else "allow a larger sp"
@@ -93,6 +89,20 @@ def choose(
         peak_bytes=chosen.peak_bytes,
         reason=_reason(chosen, rows, memory_bytes, recompute_mode),
     )
+
+
+def least_needed(rows: Sequence[TriedRow]) -> TriedRow:
+    """Returns the row that needs the fewest bytes, of the smallest micro-batch of each degree.
+
+    On a GPU only what is chosen is priced by segments, so that a larger micro-batch may look as if
+    it needed less.
+
+    Args:
+        rows: at least one.
+    """
+    least = {row.sp: row.micro_batch for row in sorted(rows, key=lambda row: -row.micro_batch)}
+    smallest = [row for row in rows if row.micro_batch == least[row.sp]]
+    return min(smallest, key=lambda row: row.needed_bytes)
 
 
 def _reason(chosen: TriedRow, rows: Sequence[TriedRow], memory_bytes: int, mode: str) -> str:

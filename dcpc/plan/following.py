@@ -22,6 +22,7 @@ from dcpc.plan.planning import Planned
 from dcpc.plan.traced import Held
 from dcpc.trace import trace
 from dcpc.trace.capture.module_state import ModuleState
+from dcpc.trace.loss import modules_in
 
 # States that are known to have the same trace: as many as a loop may go round between.
 _KNOWN = 8
@@ -42,19 +43,41 @@ class Followed:
         self._buckets = buckets
         self._planned = planned
         self._last = ModuleState(model)
+        own = {id(m) for m in model.modules()}
+        inner = [m for outer in modules_in(planned.loss) for m in outer.modules()]
+        self._of_loss = [m for m in inner if id(m) not in own]
+        self._loss_facts = self._facts_of_loss()
         self._known = [self._last]  # the first: as it was compiled
         self._traces = 0
 
-    def problem(self, model: nn.Module) -> DispatchError | None:
+    def holds(self, model: nn.Module) -> bool:
+        """Whether nothing of a model is another object than when it was last looked at.
+
+        Args:
+            model: the user's module.
+        """
+        return self._last.holds(model) and self._facts_of_loss() == self._loss_facts
+
+    def _facts_of_loss(self) -> list[object]:
+        """Returns what graphs take of modules in `loss=`: their tensors' memory, as constants."""
+        found: list[object] = []
+        for module in self._of_loss:
+            held = (*module._parameters.values(), *module._buffers.values())
+            found += [module.training, *((t.data_ptr(), t.dtype) for t in held if t is not None)]
+        return found
+
+    def problem(self, model: nn.Module, *, again: bool = False) -> DispatchError | None:
         """Returns what the model's traces do not have of it as it is now; None: they have it all.
 
         Not raised here: ranks that are about to do something together have to tell each other.
 
         Args:
             model: the user's module.
+            again: whether to look up its tensors in any case: they may have been looked up when it
+                was another.
         """
         try:
-            self._follow(model)
+            self._follow(model, again)
         except DispatchError as e:
             return e
         return None
@@ -74,8 +97,16 @@ class Followed:
             raise self._refused(changes)
         self._last, self._known = now, [now]
 
-    def _follow(self, model: nn.Module) -> None:
+    def _follow(self, model: nn.Module, again: bool) -> None:
+        if self._facts_of_loss() != self._loss_facts:
+            raise DispatchError(
+                "loss= changed since the model was compiled: got a module in it with other tensors "
+                "or in another mode; expected the tensors that were captured, whose values may "
+                "change in place; compile the model again, or make the module a part of the model"
+            )
         if self._last.holds(model):
+            if again:
+                self._bind(model)
             return
         now = ModuleState(model)
         same = next((n for n, k in enumerate(self._known) if k.entries == now.entries), None)
@@ -84,11 +115,14 @@ class Followed:
             self._known = [*self._known[:_KNOWN], now]
         else:
             self._known[same] = now
+        self._bind(model)
+        self._last = now
+
+    def _bind(self, model: nn.Module) -> None:
         for runnable in self._planned.traces:
             held = runnable.traced.tensors
             assert isinstance(held, Held), "a compiled model's tensors are looked up in the model"
             held.bind(model)
-        self._last = now
 
     def _trace_again(self, model: nn.Module, now: ModuleState) -> None:
         start_s = time.perf_counter()
@@ -108,7 +142,7 @@ class Followed:
             for runnable, mine in zip(
                 self._planned.traces, self._buckets.by_ones().values(), strict=True
             ):
-                now_traced = trace(model, mine, self._planned.autocast)
+                now_traced = trace(model, mine, self._planned.autocast, self._planned.loss)
                 if not stands_for(runnable.traced.program, now_traced):
                     raise self._refused(changes)
         except TraceError as e:
@@ -124,14 +158,11 @@ class Followed:
 
     @staticmethod
     def _refused(changes: Sequence[str], more: str = "") -> DispatchError:
-        mode = ""
-        if changes[0].startswith("training: "):
-            was, now = ("train()", "eval()") if "-> False" in changes[0] else ("eval()", "train()")
-            mode = f" was compiled in {was} and is now in {now}: it"
         return DispatchError(
-            f"the model{mode} changed since it was compiled: got {_shown(changes)}{more}; expected "
+            f"the model changed since it was compiled: got {_shown(changes)}{more}; expected "
             "the model that was captured, which its graphs stand for; change it back, or compile "
-            "it again (dcpc.compile; once for each state that you go back and forth between)"
+            "it again (dcpc.compile; once for each state that you go back and forth between, but "
+            "for train() and eval())"
         )
 
 

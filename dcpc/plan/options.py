@@ -22,8 +22,10 @@ from dcpc.buckets import Buckets
 from dcpc.codegen import BACKENDS, check_backend
 from dcpc.errors import BucketError, PlanError, TraceError
 from dcpc.passes.sharding.attention_ways import LOWERINGS, check_lowering
-from dcpc.symbolic_profile import DEVICES, Calibration, Device, OptimizerLike, find
+from dcpc.symbolic_profile import DEVICES, Calibration, Device, OptimizerLike, bytes_of, find
 from dcpc.trace import checked_dtype
+from dcpc.trace.loss import Loss, check_loss
+from dcpc.trace.wrappers import refuse_wrapped
 
 # "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
 RECOMPUTE = ("auto", "pyramid", "none", "all")
@@ -51,20 +53,39 @@ def check_choice(what: str, got: str, known: Iterable[str]) -> None:
         raise PlanError(f"{what} {got}; expected one of {', '.join(known)}; choose one")
 
 
-def check_memory(memory: int | float | None) -> None:
-    """Refuses what is no memory that a rank may use.
+def memory_of(memory: int | float | str | None) -> int | float | None:
+    """Returns the number that a memory stands for: bytes, or up to 1.0 a share; None as it is.
+
+    Args:
+        memory: a number, or a text such as "80GB", "512MiB" or "1.5e9".
 
     Raises:
         PlanError: it is not a positive number.
     """
     if memory is None:
-        return
-    number = isinstance(memory, int | float) and not isinstance(memory, bool)
-    if not number or not 0 < memory < math.inf:
+        return None
+    found = bytes_of(memory) if isinstance(memory, str) else memory
+    number = isinstance(found, int | float) and not isinstance(found, bool)
+    if found is None or not number or not 0 < found < math.inf:
         raise PlanError(
-            f"got memory={memory!r}; expected a positive number of bytes a rank may use; pass e.g. "
-            "80e9, or leave it out for all that the device has"
+            f"got memory={memory!r}; expected a positive number of bytes a rank may use, such as "
+            "80e9, 80GB (1e9 bytes each) or 512MiB (2**20 each); correct it, or leave it out for "
+            "all that the device has"
         )
+    return found
+
+
+def _optimizer_bytes_of(text: str | None) -> int | None:
+    """Returns the bytes that the command line's text stands for."""
+    if text is None:
+        return None
+    found = bytes_of(text)
+    if found is None or found == math.inf:
+        raise PlanError(
+            f"got --optimizer-bytes {text}; expected a number of bytes from 0, such as 2e9, 2GB or "
+            "512MiB; correct it"
+        )
+    return int(found)
 
 
 def degrees(sp: int | str | Sequence[int], world: int) -> tuple[int, ...]:
@@ -115,7 +136,7 @@ def _check_given(model: object, buckets: object) -> None:
     """Refuses what is no module, or no buckets.
 
     Raises:
-        TraceError: `model` is no `nn.Module`.
+        TraceError: `model` is no `nn.Module`, or a wrapper of one.
         BucketError: `buckets` are no `Buckets`.
     """
     if not isinstance(model, nn.Module):
@@ -125,6 +146,7 @@ def _check_given(model: object, buckets: object) -> None:
             f"model: got {got}; expected a torch.nn.Module; "
             + ("call the class to make one" if made else "put the function into a module's forward")
         )
+    refuse_wrapped(model)
     if not isinstance(buckets, Buckets):
         raise BucketError(
             f"buckets: got {type(buckets).__name__}; expected dcpc.Buckets; pass "
@@ -168,6 +190,7 @@ class CommandOption:
         default: of that type; None: the option's own default.
         least: smallest number.
         metavar: what help calls the value.
+        choices: values that a shell offers.
     """
 
     type: Any
@@ -175,6 +198,7 @@ class CommandOption:
     default: Any = None
     least: int | None = None
     metavar: str | None = None
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,40 +243,40 @@ class ModelOptions:
         DcpcError: a value is not possible.
     """
 
-    memory: int | float | None = _option(
+    memory: int | float | str | None = _option(
         None,
-        "bytes a rank may use, model and optimizer included, as 80e9; up to 1.0: a share of the "
-        "device's",
+        'bytes a rank may use, model and optimizer included, as 80e9, `"80GB"` or '
+        '`"512MiB"`; up to 1.0: a share of the device\'s',
         default="the device's (of a CPU: its share)",
-        check=check_memory,
-        command=CommandOption(float | None),
+        check=memory_of,
+        command=CommandOption(str | None, metavar="BYTES"),
     )
     device: str | Device = _option(
         "auto",
         'what costs are predicted for: `"auto"` (this machine\'s), '
         f"{', '.join(d.name for d in DEVICES)}, or a `Device`",
         check=_check_device,
-        command=CommandOption(str),
+        command=CommandOption(str, choices=("auto", *(d.name for d in DEVICES))),
     )
     sp: int | str | Sequence[int] = _option(
         "auto",
         "degree of sequence parallelism of every bucket, a divisor of the ranks; or degrees to "
         "plan with, any up to the ranks",
         default='`"auto"`: every divisor of the ranks',
-        command=CommandOption(str, parse_degrees),
+        command=CommandOption(str, parse_degrees, choices=("auto",)),
     )
     recompute: str = _option(
         "auto",
         'what backward makes again: `"auto"` (or `"pyramid"`), `"none"` or `"all"`',
         default='`"auto"`: as little as fits',
         check=_check_recompute,
-        command=CommandOption(str),
+        command=CommandOption(str, choices=RECOMPUTE),
     )
     backend: str = _option(
         "inductor",
         f"what runs the graphs: {_quoted(BACKENDS)}",
         check=check_backend,
-        command=CommandOption(str),
+        command=CommandOption(str, choices=BACKENDS),
     )
     optimizer: OptimizerLike | None = _option(
         None,
@@ -264,7 +288,7 @@ class ModelOptions:
         None,
         "what the optimizer keeps on a rank, where that is known better",
         default="what follows from `optimizer`",
-        command=CommandOption(int | None, least=0),
+        command=CommandOption(str | None, _optimizer_bytes_of, metavar="BYTES"),
     )
     parameters: str = _option(
         "whole",
@@ -273,7 +297,7 @@ class ModelOptions:
         'same memory), `"rounds"` (a rank has its rows alone, and graphs gather what they need), '
         'or `"auto"` (the first of these that fits)',
         check=_check_parameters,
-        command=CommandOption(str),
+        command=CommandOption(str, choices=PARAMETERS),
     )
     attention: str = _option(
         "auto",
@@ -281,7 +305,7 @@ class ModelOptions:
         "have it",
         default='`"auto"`: as costs least',
         check=check_lowering,
-        command=CommandOption(str),
+        command=CommandOption(str, choices=("auto", *LOWERINGS)),
     )
     autocast: torch.dtype | None = _option(
         None,
@@ -289,7 +313,9 @@ class ModelOptions:
         "they are",
         default="that around the call",
         check=checked_dtype,
-        command=CommandOption(str, autocast_of, "none", metavar="|".join(AUTOCAST)),
+        command=CommandOption(
+            str, autocast_of, "none", metavar="|".join(AUTOCAST), choices=tuple(AUTOCAST)
+        ),
     )
     calibration: str | Path | Calibration | None = _option(
         None,
@@ -302,6 +328,14 @@ class ModelOptions:
         "find a rule for an op without a sharding rule by runs on small random pieces, and warn "
         "of it; else each rank does all of the op",
         command=CommandOption(bool),
+    )
+    loss: Loss | None = _option(
+        None,
+        "the loss of a model that returns something else: `loss(outputs, **inputs)`, a function or "
+        "a module without parameters; it and the model get those inputs of the buckets that they "
+        "take",
+        default="what forward returns",
+        check=check_loss,
     )
 
     def __post_init__(self) -> None:

@@ -92,7 +92,7 @@ def compute_dtype(program: Program) -> torch.dtype:
     """Returns what most of the products are computed in: under autocast not the weights'."""
     info, graph = program.info, program.gm.graph
     made = [info[n.name].dtype for n in graph.nodes if n.target in _PRODUCTS]
-    made = made or [info[n].dtype for n in (*program.parameters, program.loss)]
+    made = made or [info[n].dtype for n in (*program.parameters, *program.outputs)]
     return max(sorted(set(made), key=str), key=made.count)
 
 

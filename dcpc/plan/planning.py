@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import torch
@@ -29,6 +29,7 @@ from dcpc.symbolic_profile import (
     bytes_text,
     render_report,
 )
+from dcpc.trace.loss import Loss
 
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
 MOST_SAMPLES = 1 << 12
@@ -78,6 +79,9 @@ class Planned:
         tables: the rows each was chosen from.
         request: what was asked for.
         autocast: what the traces were captured under; None: no autocast.
+        misfits: buckets that fit with no setting, and the error that says so; they have rows in
+            `tables` and no plan. `dcpc.api.plan` and `dcpc.compile` raise that error.
+        loss: of what the model's forward returned; None: forward returned it.
     """
 
     by_bucket: Mapping[Bucket, Runnable]
@@ -85,6 +89,8 @@ class Planned:
     tables: Mapping[Bucket, tuple[TriedRow, ...]]
     request: PlanRequest
     autocast: torch.dtype | None = None
+    misfits: Mapping[Bucket, PlanError] = field(default_factory=dict)
+    loss: Loss | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -194,26 +200,37 @@ class Planned:
 
         Raises:
             BucketError: there is none.
+            PlanError: it fits with no setting.
         """
         if not isinstance(sizes, Mapping):
             raise BucketError(
                 f"got bucket {sizes!r}; expected a dim -> its length; pass one of the compiled "
-                f"buckets, such as {next(iter(self.plans)).sizes}"
+                f"buckets, such as {next(iter(self.tables)).sizes}"
             )
         key = tuple(sorted((n, s) for n, s in sizes.items() if n != BATCH))
-        for bucket in self.plans:
+        for bucket in self.tables:
             if bucket.shape_key == key:
+                if bucket in self.misfits:
+                    raise self.misfits[bucket]
                 return bucket
         raise BucketError(
             f"got bucket {Bucket.of(sizes)}; expected one of "
-            f"{', '.join(map(str, list(self.plans)[:8]))}; pass one of the compiled buckets"
+            f"{', '.join(map(str, list(self.tables)[:8]))}; pass one of the compiled buckets"
         )
 
 
 def plan_buckets(
-    by_bucket: Mapping[Bucket, Priced], request: PlanRequest
+    by_bucket: Mapping[Bucket, Priced],
+    request: PlanRequest,
+    misfits: dict[Bucket, PlanError] | None = None,
 ) -> tuple[dict[Bucket, BucketPlan], dict[Bucket, tuple[TriedRow, ...]]]:
     """Returns the setting of every bucket, and the rows each was chosen from.
+
+    Args:
+        by_bucket: prices of each bucket's trace.
+        request: what was asked for.
+        misfits: gets the buckets that fit with no setting, which then have rows and no plan; None:
+            the first of them is an error.
 
     Raises:
         PlanError: a bucket fits with no setting.
@@ -225,27 +242,56 @@ def plan_buckets(
         for bucket, priced in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
             left.remove(bucket)
             later = [b for b in left if by_bucket[b] is priced]
-            plans[bucket], tables[bucket] = _plan(priced, bucket, request, later)
+            found, tables[bucket] = _plan(priced, bucket, request, later)
+            if isinstance(found, BucketPlan):
+                plans[bucket] = found
+            elif misfits is None:
+                raise found
+            else:
+                misfits[bucket] = found
     return plans, tables
+
+
+def plan_with_degrees(
+    by_bucket: Mapping[Bucket, Priced], request: PlanRequest, degrees: Mapping[Bucket, int]
+) -> tuple[dict[Bucket, BucketPlan], dict[Bucket, tuple[TriedRow, ...]]]:
+    """Returns what `plan_buckets` does where each bucket's degree is given.
+
+    Args:
+        by_bucket: what each bucket costs.
+        request: whose degrees do not count.
+        degrees: bucket -> ranks.
+
+    Raises:
+        PlanError: a bucket fits with no setting.
+    """
+    plans: dict[Bucket, BucketPlan] = {}
+    tables: dict[Bucket, tuple[TriedRow, ...]] = {}
+    for sp in sorted(set(degrees.values())):
+        mine = {b: priced for b, priced in by_bucket.items() if degrees[b] == sp}
+        found = plan_buckets(mine, replace(request, sps=(sp,)))
+        plans, tables = plans | found[0], tables | found[1]
+    return {b: plans[b] for b in by_bucket}, {b: tables[b] for b in by_bucket}
 
 
 def _plan(
     priced: Priced, bucket: Bucket, request: PlanRequest, later: Sequence[Bucket]
-) -> tuple[BucketPlan, tuple[TriedRow, ...]]:
+) -> tuple[BucketPlan | PlanError, tuple[TriedRow, ...]]:
     """Returns the setting of one bucket, and the rows it was chosen from; see `_rows`.
 
-    Where the rows that fit do not fit a GPU's segments, those that seemed not worth having may.
+    Where none fits, the error that says so takes the setting's place. Where the rows that fit do
+    not fit a GPU's segments, those that seemed not worth having may.
     """
     for every in (False, True):
         rows = tuple(_rows(priced, bucket, request, later, every))
         # Calls outside of planned steps run on aligned blocks; only the planner uses others.
         own = {(row.sp, row.micro_batch): row for row in rows if request.world % row.sp == 0}
         try:
-            plan = _choose(priced, bucket, own, request)
-        except PlanError:
-            if every or not any(row.fits for row in rows):
-                raise
-            continue
+            plan: BucketPlan | PlanError = _choose(priced, bucket, own, request)
+        except PlanError as error:
+            plan = error.with_traceback(None)  # it may be kept, and frames hold graphs
+            if any(row.fits for row in rows) and not every:
+                continue
         break
     return plan, tuple(own.get((row.sp, row.micro_batch), row) for row in rows)
 

@@ -1,39 +1,61 @@
 """A progress bar on what takes long: on a terminal only, and only where someone asked for it.
 
-Libraries stay silent: `tracked` passes its items on until a command opens `shown`.
+Libraries stay silent: `tracked` and `during` do nothing until a command opens `shown`. One bar is
+shown at a time: within another one both do nothing either.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 T = TypeVar("T")
 
 PATIENCE_S = 2.0  # what is done sooner has no bar
 
-_console: ContextVar[Console | None] = ContextVar("console", default=None)
+
+@dataclass(slots=True)
+class _Screen:
+    """Where bars are shown, and whether one is."""
+
+    console: Console
+    taken: bool = False
+
+
+_screen: ContextVar[_Screen | None] = ContextVar("screen", default=None)
 
 
 @contextmanager
 def shown(console: Console | None = None) -> Iterator[None]:
-    """Shows a bar for each `tracked` within that takes more than 2 s.
+    """Shows a bar for each `tracked` and `during` within that takes more than 2 s.
 
     Args:
-        console: default: stderr; nothing is shown where it is no terminal.
+        console: default: stderr; nothing is shown where it is no terminal, or on torchrun's ranks
+            but the first.
     """
     console = Console(stderr=True) if console is None else console
-    token = _console.set(console if console.is_terminal else None)
+    visible = console.is_terminal and os.environ.get("RANK", "0") == "0"
+    token = _screen.set(_Screen(console) if visible else None)
     try:
         yield
     finally:
-        _console.reset(token)
+        _screen.reset(token)
 
 
 def tracked(
@@ -47,22 +69,49 @@ def tracked(
         name: says what an item is.
         wait_s: the bar comes after so long.
     """
-    console = _console.get()
-    if console is None:
-        yield from items
+    several = (BarColumn(), MofNCompleteColumn())
+    columns = several if len(items) > 1 else (SpinnerColumn(),)  # of one it knows no share
+    with _bar(columns, what, len(items), wait_s) as bar:
+        for item in items:
+            if bar is not None:
+                bar.update(bar.task_ids[0], description=f"{what} {name(item)}")
+            yield item
+            if bar is not None:
+                bar.advance(bar.task_ids[0])
+
+
+@contextmanager
+def during(what: str, wait_s: float = PATIENCE_S) -> Iterator[None]:
+    """Shows what is done, and for how long, of one thing that cannot say how far it is.
+
+    Args:
+        what: is done within, such as "load the model".
+        wait_s: it is shown after so long.
+    """
+    with _bar((SpinnerColumn(),), what, 1, wait_s):
+        yield
+
+
+@contextmanager
+def _bar(
+    columns: Sequence[ProgressColumn], what: str, total: int, wait_s: float
+) -> Iterator[Progress | None]:
+    """Shows a bar of one task; None where nothing is shown."""
+    screen = _screen.get()
+    if screen is None or screen.taken:
+        yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-    task = bar.add_task(what, total=len(items))
+    text = TextColumn("{task.description}", markup=False)  # a bucket's name may have brackets
+    bar = Progress(text, *columns, TimeElapsedColumn(), console=screen.console, transient=True)
+    bar.add_task(what, total=total)
     timer = threading.Timer(wait_s, bar.start)
     timer.daemon = True
+    screen.taken = True
     timer.start()
     try:
-        for item in items:
-            bar.update(task, description=f"{what} {name(item)}")
-            yield item
-            bar.advance(task)
+        yield bar
     finally:
         timer.cancel()
         timer.join()
         bar.stop()
+        screen.taken = False

@@ -23,6 +23,7 @@ from dcpc.passes.sharding.attention_ways import restricted
 from dcpc.passes.sharding.sharding import Sharding, analyse
 from dcpc.symbolic_profile import Device
 from dcpc.trace import trace
+from dcpc.trace.loss import Loss
 
 Hints = tuple[int, ...] | None
 
@@ -159,6 +160,8 @@ def traced(
     derive_rules: bool = True,
     attention: str = "auto",
     libraries: dict[str, Library] | None = None,
+    loss: Loss | None = None,
+    program: Program | None = None,
 ) -> Traced:
     """Returns a model captured for buckets that share a trace.
 
@@ -171,11 +174,13 @@ def traced(
         derive_rules: whether ops without a sharding rule are run on small pieces to find one.
         attention: how attention may be split.
         libraries: of other traces of the model.
+        loss: of what forward returned; None: forward returned it.
+        program: of the model, where it was traced before.
 
     Raises:
         TraceError: the model cannot be captured.
     """
-    program = without_masks(trace(model, buckets, autocast))
+    program = without_masks(program or trace(model, buckets, autocast, loss))
     sharding = restricted(program, analyse(program, derive_rules), attention)
     shared = {} if libraries is None else libraries
     held = Held(program, model)

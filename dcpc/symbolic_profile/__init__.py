@@ -3,6 +3,7 @@
 from dcpc.symbolic_profile.evaluate import Evaluator, Meter, Prediction, evaluator
 from dcpc.symbolic_profile.memory.allocator import LARGE_SEGMENT_BYTES, Usage, rounded
 from dcpc.symbolic_profile.memory.optimizer import OptimizerLike, state_bytes, step_bytes
+from dcpc.symbolic_profile.memory.sizes import bytes_of
 from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, with_constants, work_of
 from dcpc.symbolic_profile.report import (
     ReportRow,
@@ -51,6 +52,7 @@ __all__ = [
     "ReportRow",
     "Usage",
     "as_text",
+    "bytes_of",
     "bytes_text",
     "calibrate_cpu",
     "calibrated",

@@ -1,22 +1,223 @@
-"""The loss in what a model's forward returned: one rule, for the trace and for the plain model."""
+"""What is wanted of what a model's forward returned: one rule, for trace and plain model.
+
+returned(model, inputs, loss)   forward's outputs; with `loss=` what that makes of them
+find_outputs                    the loss in these, or all tensors
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from dcpc.errors import TraceError
 
+Loss = Callable[..., Any]
 
-def find_loss(output: Any) -> Tensor:
-    """Returns the scalar loss in what a model's forward returned.
+
+def returned(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None = None) -> Any:
+    """Returns that in which `find_loss` finds the loss.
+
+    Args:
+        model: whose forward is called with the inputs; with a `loss` only with those it takes.
+        inputs: by name.
+        loss: called with what forward returned and, by name, the inputs that it takes; None:
+            forward's own outputs have the loss.
+
+    Raises:
+        TraceError: `loss` returned none.
+    """
+    if loss is None:
+        return model(**inputs)
+    outputs = model(**_taken(model.forward, inputs))
+    made = loss(outputs, **_taken(_called(loss), inputs, given=1))
+    find_loss(made, f"loss={_name(loss)}")
+    return made
+
+
+def check_loss(loss: Loss | None) -> None:
+    """Refuses what is no loss of a model's outputs.
+
+    Raises:
+        TraceError: it cannot be called, or has parameters of its own.
+    """
+    if loss is None:
+        return
+    if not callable(loss) or isinstance(loss, type):
+        got = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+        raise TraceError(
+            f"loss=: got {got}; expected a function of the model's outputs and, by name, of the "
+            "inputs; pass e.g. loss=lambda logits, labels: ..., or a module without parameters"
+        )
+    names = [n for n, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
+    if names:
+        raise TraceError(
+            f"loss={_name(loss)}: got a module with {len(names)} parameters "
+            f"({', '.join(names[:4])}); expected none: only the parameters of the model are "
+            "trained, shared out and saved; make one module of the model and its loss, and let its "
+            "forward return the loss"
+        )
+
+
+def check_names(model: nn.Module, names: Collection[str], loss: Loss | None) -> None:
+    """Refuses inputs that nobody takes, and what `loss` asks for that is no input.
+
+    Args:
+        model: the user's.
+        names: of the buckets' inputs.
+        loss: as for `returned`; None: forward takes all of them, and says itself what it lacks.
+
+    Raises:
+        TraceError: there is one.
+    """
+    if loss is None:
+        return
+    inputs = dict.fromkeys(names)
+    unknown = [n for n in _needed(_called(loss)) if n not in inputs]
+    if unknown:
+        raise TraceError(
+            f"loss={_name(loss)} takes {', '.join(unknown)}; got inputs {', '.join(names)}; "
+            "expected loss(outputs, ...) whose other arguments are inputs of the buckets by their "
+            "names; rename them, add them to the buckets, or give them defaults"
+        )
+    taken = {**_taken(model.forward, inputs), **_taken(_called(loss), inputs, given=1)}
+    left = [n for n in names if n not in taken]
+    if left:
+        raise TraceError(
+            f"got inputs {', '.join(left)}, which neither {type(model).__name__}.forward nor "
+            f"loss={_name(loss)} takes; expected each input to be taken by one of them; correct "
+            "the name, or take the input out of the buckets"
+        )
+
+
+def modules_in(loss: Loss | None) -> list[nn.Module]:
+    """Returns the modules that a loss is, closes over or reads as globals: a teacher."""
+    found: list[nn.Module] = []
+    todo: list[Any] = [loss]
+    seen: set[int] = set()
+    home = None
+    while todo:
+        held = todo.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, nn.Module):
+            found.append(held)
+        elif isinstance(held, functools.partial):
+            todo += [held.func, *held.args, *held.keywords.values()]
+        elif inspect.ismethod(held):
+            todo += [held.__self__, held.__func__]
+        elif inspect.isfunction(held) and held.__module__ == (home := home or held.__module__):
+            reads = inspect.getclosurevars(held)
+            todo += [*reads.nonlocals.values(), *reads.globals.values()]
+        elif held is loss or held is getattr(loss, "__self__", None):
+            todo += getattr(held, "__dict__", {}).values()
+    return found
+
+
+def _called(loss: Loss) -> Callable[..., Any]:
+    return loss.forward if isinstance(loss, nn.Module) else loss
+
+
+def _name(loss: Loss) -> str:
+    return str(getattr(loss, "__name__", type(loss).__name__))
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Returns what a function takes; None where it does not say."""
+    try:
+        return [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return None
+
+
+def _taken(
+    function: Callable[..., Any], inputs: Mapping[str, Any], given: int = 0
+) -> dict[str, Any]:
+    """Returns the inputs that a function takes by name.
+
+    Args:
+        function: to be called.
+        inputs: by name.
+        given: arguments that it gets by position.
+    """
+    takes = _parameters(function)
+    if takes is None or any(p.kind is p.VAR_KEYWORD for p in takes):
+        return dict(inputs)
+    names = {p.name for p in takes[given:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in inputs.items() if name in names}
+
+
+def _needed(loss: Callable[..., Any]) -> list[str]:
+    """Returns the arguments behind the first that have no default."""
+    various = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    takes = [p for p in _parameters(loss) or [] if p.kind not in various]
+    return [p.name for p in takes[1:] if p.default is p.empty]
+
+
+class AllOutputs(tuple[Tensor, ...]):
+    """What a forward returns of which every tensor is wanted, not a loss alone."""
+
+    __slots__ = ()
+
+
+def find_outputs(output: Any) -> tuple[Tensor, ...]:
+    """Returns what is wanted of what a model's forward returned: the loss, or all tensors.
+
+    Args:
+        output: `AllOutputs`; or what `find_loss` takes.
+
+    Raises:
+        TraceError: there is no loss.
+    """
+    return tuple(output) if isinstance(output, AllOutputs) else (find_loss(output),)
+
+
+def one_number(outputs: Sequence[Tensor]) -> Tensor:
+    """Returns one number that depends on all of what is returned, with its gradients; of a loss it.
+
+    Args:
+        outputs: tensors; of one of integers the values count, and no gradient.
+    """
+    if len(outputs) == 1 and _is_scalar(outputs[0]):
+        return outputs[0]
+    parts = [(_real(x) * _real(gradient_of(i, x))).sum() for i, x in enumerate(outputs)]
+    return torch.stack([part.to(parts[0].dtype) for part in parts]).sum()
+
+
+def gradient_of(position: int, output: Tensor) -> Tensor:
+    """Returns what a value is multiplied with in `one_number`: the gradient that backward gets.
+
+    Args:
+        position: of the value among those returned.
+        output: the value.
+    """
+    if not output.dim():
+        return torch.full_like(output, position + 1)
+    # No random numbers: comparisons watch what the model draws.
+    place = torch.arange(output.numel(), dtype=torch.float64, device=output.device)
+    waves = torch.sin((1 + position / 3) * (place + 1)).reshape(output.shape)
+    return waves.to(output.dtype) if output.is_floating_point() or output.is_complex() else waves
+
+
+def _real(x: Tensor) -> Tensor:
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    return x if x.is_floating_point() else x.double()
+
+
+def find_loss(output: Any, who: str = "the model's forward") -> Tensor:
+    """Returns the scalar loss in what a model's forward, or its `loss=`, returned.
 
     Args:
         output: a floating scalar tensor; or a mapping or dataclass with a `loss`; or a sequence
             whose first floating scalar is the loss.
+        who: returned it.
 
     Raises:
         TraceError: there is none.
@@ -29,9 +230,10 @@ def find_loss(output: Any) -> Tensor:
         if isinstance(value, Tensor) and _is_scalar(value):
             return value
     raise TraceError(
-        f"the model's forward returned {_described(output)}; expected a floating scalar loss, or a "
+        f"{who} returned {_described(output)}; expected a floating scalar loss, or a "
         "mapping, dataclass or tuple that has one; return the loss, alone or under the name "
-        "'loss' (for a transformers model pass labels)"
+        "'loss' (for a transformers model pass labels), or compile with loss=, a function of the "
+        "outputs and the inputs"
     )
 
 

@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from dcpc.codegen import LoweredPair, run_in_step, summed
 from dcpc.ir import Partition, Program
 from dcpc.trace import casting
+from dcpc.trace.loss import gradient_of, one_number
 from dcpc.verify.exactness import Gradients, loss_error, relative_errors
-from dcpc.verify.reference import LossAndGradients, state, widened
+from dcpc.verify.reference import (
+    LossAndGradients,
+    gradients_of,
+    input_name,
+    leaves_of,
+    state,
+    widened,
+)
 from dcpc.verify.replay import Replay, Watch, calls, in_order
 
 # Two ways to sum the same numbers in float64 differ by far less. More is what torch rounds while it
@@ -68,7 +76,7 @@ class Given:
         inputs: by name.
         wide: in float64 throughout.
         alike: see `draws.KnownDraws`.
-        wanted: names of the parameters whose gradients are compared.
+        wanted: names of the parameters, and `input_name` of inputs, whose gradients are compared.
     """
 
     def __init__(
@@ -93,11 +101,14 @@ class Given:
         buffers = {
             n: widened(b.detach(), wide) for n, b in model.named_buffers(remove_duplicate=False)
         }
+        given = {n: x.contiguous() for n, x in inputs.items()}
+        given = leaves_of(given, wide, wanted)
+        self.leaves = {**self.parameters, **{input_name(n): x for n, x in given.items()}}
         self.tensors: dict[str, Tensor] = {
             **{p: self.parameters[self.leaf[n]] for p, n in program.parameters.items()},
             **{p: buffers[n] for p, n in program.buffers.items()},
             **program.constants,
-            **{p: widened(inputs[n], wide).contiguous() for p, n in program.inputs.items()},
+            **{p: given[n] for p, n in program.inputs.items()},
         }
 
     def of_program(self, watch: Watch | None = None) -> LossAndGradients:
@@ -105,9 +116,8 @@ class Given:
         gm = self.program.gm
         with torch.enable_grad(), casting(self.device.type, None):
             output = Replay(gm, self.calls, watch).run(*in_order(gm, self.tensors))
-            loss = output[0] if isinstance(output, tuple | list) else output
-            leaves = [self.parameters[n] for n in self.wanted]
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+            loss = one_number(output)
+            found = gradients_of(loss, [self.leaves[n] for n in self.wanted])
         return LossAndGradients(loss.detach(), dict(zip(self.wanted, found, strict=True)))
 
     def of_partition(
@@ -121,11 +131,19 @@ class Given:
             integers: what the graphs take besides tensors, of each rank.
         """
         tensors = {n: t.detach() for n, t in self.tensors.items()}
-        ranks = run_in_step([parts] * len(integers), integers, tensors, self.calls)
+        ranks = run_in_step([parts] * len(integers), integers, tensors, self.calls, gradient_of)
         found: Gradients = dict.fromkeys(self.wanted)
-        for placeholder, gradient in zip(lowering.joint.trainable, summed(ranks), strict=True):
-            name = self.leaf[self.program.parameters[placeholder]]
+        every = zip(lowering.joint.trainable, summed(ranks), ranks[0].gradients, strict=True)
+        for placeholder, total, own in every:
+            name = self._name(placeholder)
+            gradient = own if placeholder in self.program.inputs else total
             if gradient is not None and name in found:  # else it was frozen since
                 had = found[name]
                 found[name] = gradient if had is None else had + gradient
-        return LossAndGradients(ranks[0].loss, found)
+        return LossAndGradients(one_number(ranks[0].outputs), found)
+
+    def _name(self, placeholder: str) -> str:
+        """Returns what the gradient of a placeholder is called."""
+        if placeholder in self.program.inputs:
+            return input_name(self.program.inputs[placeholder])
+        return self.leaf[self.program.parameters[placeholder]]

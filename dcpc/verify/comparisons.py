@@ -16,10 +16,11 @@ from dcpc.errors import DcpcError, VerifyError
 from dcpc.ir import Partition, Placement, Program
 from dcpc.plan.traced import Traced
 from dcpc.trace import casting
+from dcpc.trace.loss import one_number
 from dcpc.verify.compare import LIMIT, ROUNDINGS, Error, Given, error_of
 from dcpc.verify.culprit import first_difference, reader
 from dcpc.verify.points import Point
-from dcpc.verify.reference import LossAndGradients
+from dcpc.verify.reference import LossAndGradients, gradients_of
 from dcpc.verify.references import Reference, References
 
 # In float64 throughout a constant that the trace rounded to the model's dtype is another number
@@ -265,10 +266,11 @@ def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAnd
         variant: that draws no random numbers.
         integers: of the call.
     """
-    wanted = {n: p for n, p in given.parameters.items() if p.requires_grad}
+    wanted = {n: p for n, p in given.leaves.items() if p.requires_grad}
     with torch.enable_grad(), casting(given.device.type, None):
-        loss = variant([given.tensors[n] for n in variant.placeholders], integers)
-        found = torch.autograd.grad(loss * PART, [*wanted.values()], allow_unused=True)
+        tensors = [given.tensors[n] for n in variant.placeholders]
+        loss = one_number(variant.outputs(tensors, integers))
+        found = gradients_of(loss * PART, [*wanted.values()])
     gradients = (None if g is None else g / PART for g in found)
     return LossAndGradients(loss.detach(), dict(zip(wanted, gradients, strict=True)))
 

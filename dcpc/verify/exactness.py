@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dcpc.buckets import Buckets, Sizes
 from dcpc.errors import BucketError
-from dcpc.trace.loss import find_loss
+from dcpc.trace.loss import Loss, find_outputs, one_number, returned
 
 Gradients = dict[str, Tensor | None]
 Example = Callable[[Sizes], Mapping[str, Tensor]]
@@ -45,14 +45,22 @@ class Difference:
         return self.loss != self.loss or self.gradient != self.gradient
 
 
-def plain(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Gradients]:
-    """Returns loss and gradients of the model itself, on one device."""
+def plain(
+    model: nn.Module, inputs: Mapping[str, Tensor], loss: Loss | None = None
+) -> tuple[Tensor, Gradients]:
+    """Returns loss and gradients of the model itself, on one device.
+
+    Args:
+        model: the user's.
+        inputs: by name.
+        loss: of what forward returned; None: forward returned it.
+    """
     model.zero_grad()
-    loss = find_loss(model(**inputs))
-    loss.backward()
+    value = one_number(find_outputs(returned(model, inputs, loss)))
+    value.backward()
     found = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    return loss.detach(), found
+    return value.detach(), found
 
 
 def gradient_errors(model: nn.Module, expected: Gradients) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dcpc.trace import casting
 from dcpc.trace.capture.module_state import holding, untouched
-from dcpc.trace.loss import find_loss
+from dcpc.trace.loss import Loss, find_outputs, one_number, returned
 from dcpc.verify.draws import KnownDraws
 from dcpc.verify.exactness import Gradients
 from dcpc.verify.float64 import float64_throughout
@@ -23,8 +23,9 @@ class LossAndGradients:
     """Loss and gradients of one run.
 
     Attributes:
-        loss: the loss.
-        gradients: name of a trainable parameter -> its gradient, None where it has none.
+        loss: the loss; where forward returns other tensors, `one_number` of them.
+        gradients: name of a trainable parameter, or `input_name` of an input, -> its gradient, None
+            where it has none.
         draws: random ops that ran, where they were counted.
     """
 
@@ -80,6 +81,7 @@ def plain(
     alike: bool,
     autocast: torch.dtype | None,
     wanted: Collection[str],
+    loss: Loss | None = None,
 ) -> LossAndGradients:
     """Returns what the model itself computes.
 
@@ -92,9 +94,10 @@ def plain(
         wide: in float64 throughout: parameters, inputs, and every cast to a lower dtype.
         alike: see `KnownDraws`.
         autocast: what it is trained under, where it is not `wide`.
-        wanted: names of the parameters whose gradients are compared.
+        wanted: names of the parameters, and `input_name` of inputs, whose gradients are compared.
+        loss: of what forward returned; None: forward returned it.
     """
-    given = {n: widened(t, wide) for n, t in inputs.items()}
+    given = leaves_of(inputs, wide, wanted)
     device = next(iter(given.values())).device
     parameters, buffers = state(model, wide, wanted, device)
     own = (*model.named_parameters(), *model.named_buffers())
@@ -106,10 +109,35 @@ def plain(
         KnownDraws(alike) as draws,
     ):
         with float64_throughout() if wide else casting(device.type, autocast):
-            loss = find_loss(model(**given))
-        if not loss.isfinite().all():  # nothing is compared with it
-            return LossAndGradients(loss.detach(), {}, draws.drew)
+            value = one_number(find_outputs(returned(model, given, loss)))
+        if not value.isfinite().all():  # nothing is compared with it
+            return LossAndGradients(value.detach(), {}, draws.drew)
         with casting(device.type, None):
-            leaves = [parameters[n] for n in wanted]
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return LossAndGradients(loss.detach(), dict(zip(wanted, found, strict=True)), draws.drew)
+            leaves = {**parameters, **{input_name(n): x for n, x in given.items()}}
+            found = gradients_of(value, [leaves[n] for n in wanted])
+    return LossAndGradients(value.detach(), dict(zip(wanted, found, strict=True)), draws.drew)
+
+
+def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Returns the gradients of some leaves; there may be none."""
+    return torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+
+
+def input_name(name: str) -> str:
+    """Returns what the gradient of an input is called beside those of parameters."""
+    return f"input '{name}'"
+
+
+def leaves_of(
+    inputs: Mapping[str, Tensor], wide: bool, wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """Returns the inputs, those whose gradients are compared as leaves of their own.
+
+    Args:
+        inputs: by name; not changed.
+        wide: whether in float64.
+        wanted: names of the parameters, and `input_name` of inputs, whose gradients are compared.
+    """
+    learning = {n for n in inputs if input_name(n) in wanted}
+    given = {n: widened(t, wide) for n, t in inputs.items()}
+    return {n: t.detach().requires_grad_() if n in learning else t for n, t in given.items()}

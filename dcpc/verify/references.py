@@ -17,7 +17,7 @@ from dcpc.plan.planning import Planned
 from dcpc.plan.traced import Traced
 from dcpc.verify.inputs import KINDS, draw
 from dcpc.verify.points import Point, points
-from dcpc.verify.reference import LossAndGradients, plain
+from dcpc.verify.reference import LossAndGradients, input_name, plain
 
 LEAST_S = 2.0  # a trace is compared once where that takes no longer, whatever was spent on others
 LEAST_ROOM_BYTES = 1 << 26
@@ -93,6 +93,15 @@ class Budget:
         return time.perf_counter() + seconds_s <= (self._spare_s if extra else self._until_s)
 
 
+def _filled(x: Tensor, shape: tuple[int, ...], value: int | float) -> Tensor:
+    """Returns a tensor filled up at its ends."""
+    if tuple(x.shape) == shape:
+        return x
+    found = x.new_full(shape, value)
+    found[tuple(slice(0, size) for size in x.shape)] = x
+    return found
+
+
 class References:
     """What the plain model computes at the points of each trace.
 
@@ -112,6 +121,7 @@ class References:
     ) -> None:
         self.model, self.planned = model, planned
         self.budget = Budget(unbounded)
+        self._specs = buckets.inputs
         each = buckets.by_ones().values()
         self.groups = [(mine, planned.by_bucket[next(iter(mine))].traced) for mine in each]
         parameter = next(model.parameters(), None)
@@ -172,6 +182,50 @@ class References:
         outcome = self._plain(reference.inputs, False, reference.alike)
         return replace(reference, outcome=outcome, wide=False)
 
+    def padded(
+        self, traced: Traced, names: Sequence[str], pad: Mapping[str, int | float]
+    ) -> tuple[Point, float, float, bool] | str:
+        """Returns the plain model's loss at small lengths, and where these are padded to twice.
+
+        Args:
+            traced: the trace of the inputs.
+            names: dims that get longer.
+            pad: input name -> what fills it up at its end.
+
+        Returns:
+            The lengths, both losses, and whether they were computed in float64; or why the model
+            computes none.
+        """
+        mine, _ = self.groups[self.number(traced)]
+        said = ""
+        for point in sorted(self.points[self.number(traced)], key=lambda p: p.promised):
+            longer = {n: s * 2 if n in names else s for n, s in point.sizes.items()}
+            for kind, wide in [(k, w) for k in KINDS for w in (True, False)]:
+                short = draw(traced.program, mine, point.sizes, kind, self.device)
+                filled = {n: _filled(x, mine.inputs[n].shape(longer), pad.get(n, 0))
+                          for n, x in short.items()}  # fmt: skip
+                try:
+                    losses = [self._loss(x, wide) for x in (short, filled)]
+                except Exception as error:  # the model's own, or float64 that it cannot do
+                    said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+                    continue
+                if all(map(math.isfinite, losses)):
+                    return point, losses[0], losses[1], wide
+        return said or "its loss is no number"
+
+    def _loss(self, inputs: Mapping[str, Tensor], wide: bool) -> float:
+        planned = self.planned
+        found = plain(
+            self.model,
+            inputs,
+            wide=wide,
+            alike=True,
+            autocast=planned.autocast,
+            wanted=(),
+            loss=planned.loss,
+        )
+        return float(found.loss)
+
     def fits(self, wide: bool = False) -> bool:
         """Whether there is room for two sets of all gradients, and for copies of parameters."""
         sets = 3 if wide or self._draws_parameters else 2
@@ -217,14 +271,24 @@ class References:
         return said
 
     def _plain(self, inputs: Mapping[str, Tensor], wide: bool, alike: bool) -> LossAndGradients:
-        autocast = self.planned.autocast
-        wanted = self._wanted(wide)
-        return plain(self.model, inputs, wide=wide, alike=alike, autocast=autocast, wanted=wanted)
+        return plain(
+            self.model,
+            inputs,
+            wide=wide,
+            alike=alike,
+            autocast=self.planned.autocast,
+            wanted=self._wanted(wide),
+            loss=self.planned.loss,
+        )
 
     def _wanted(self, wide: bool) -> tuple[str, ...]:
-        """Returns the parameters whose gradients are compared: all there is room for, spread."""
+        """Returns the parameters whose gradients are compared: all there is room for, spread.
+
+        And inputs that learn.
+        """
+        inputs = tuple(input_name(n) for n, spec in self._specs.items() if spec.learns)
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if wide or self.fits():
-            return tuple(trained)
+            return (*trained, *inputs)
         every = 2 * sum(p.nbytes for p in trained.values())
-        return tuple(trained)[:: -(-every // self.budget.room_bytes)]
+        return (*tuple(trained)[:: -(-every // self.budget.room_bytes)], *inputs)

@@ -16,7 +16,7 @@ from torch import nn
 
 from dcpc.buckets import BATCH, Buckets
 from dcpc.codegen import LoweredPair, Variant
-from dcpc.errors import VerifyError
+from dcpc.errors import DispatchError, VerifyError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import Partition, Placement
 from dcpc.plan.planning import Planned
@@ -53,6 +53,7 @@ class Verifier:
         self.lines = self._compared.lines
         self.postponed_s: float | None = None
         self._called = False
+        self._padded: set[object] = set()  # what was found to change no loss
         if mode != "off":
             for runnable in planned.traces:
                 runnable.inspector = self
@@ -107,6 +108,40 @@ class Verifier:
         """Returns what `start` finds where it has waited for the model's values; once."""
         compile_s, self.postponed_s = self.postponed_s, None
         return None if compile_s is None else self.problem(compile_s)
+
+    def padding_problem(
+        self, traced: Traced, names: tuple[str, ...], pad: Mapping[str, int | float]
+    ) -> DispatchError | None:
+        """Returns what is wrong with filling inputs up: it changes the model's loss.
+
+        Looked up once for the same values, at small lengths, with the plain model.
+
+        Args:
+            traced: the trace of the inputs.
+            names: dims that get longer.
+            pad: input name -> what fills it up at its end.
+        """
+        key = (self.references.number(traced), names, tuple(sorted(pad.items())))
+        if self.mode == "off" or key in self._padded:
+            return None
+        found = self.references.padded(traced, names, pad)
+        if isinstance(found, str):
+            return DispatchError(
+                f"evaluate: got pad={dict(pad)}; expected values that change no number, and the "
+                f"model cannot be asked: {found}; take between='compile', or verify='off' if you "
+                "know that they are"
+            )
+        point, short, filled, wide = found
+        if abs(filled - short) > (1e-9 if wide else 1e-3) * max(abs(short), 1e-12):
+            return DispatchError(
+                f"evaluate: got pad={dict(pad)}, which changes the loss at {point} from {short:g} "
+                f"to {filled:g} where {', '.join(names)} is padded to twice that; expected values "
+                "that the model and its loss ignore (-100 for labels, a mask of 0); take others, "
+                "or between='compile'"
+            )
+        self._padded.add(key)
+        self.lines.append(f"padding of {', '.join(names)} with {dict(pad)} changes no loss")
+        return None
 
     def built(
         self,

@@ -32,13 +32,18 @@ def gradient_error(model: nn.Module, expected: Gradients) -> float:
 
 
 def compiled_error(
-    compiled: Any, model: nn.Module, inputs: Mapping[str, Tensor], share: float = 1.0
+    compiled: Any,
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    share: float = 1.0,
+    function: Any = None,
 ) -> float:
     """Largest relative error of one call's loss and of its gradients summed over all ranks.
 
     `share` of the loss counts on this rank: 1 / number of SP groups that run these inputs.
+    `function` is what the model was compiled with as `loss=`.
     """
-    loss, gradients = plain(model, inputs)
+    loss, gradients = plain(model, inputs, function)
     got = compiled(**inputs)
     (got * share).backward()
     compiled.reduce_gradients()

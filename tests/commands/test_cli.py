@@ -7,7 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 import dcpc
-from dcpc.commands.cli import app, load_model, parse_bucket
+from dcpc.commands.cli import app, parse_bucket
+from dcpc.commands.shared.factories import load_model
 from dcpc.errors import BucketError, PlanError
 
 MODELS = """
@@ -93,12 +94,68 @@ def test_file_that_cannot_be_written_is_refused_before_planning(folder, option, 
     assert words in result.stderr
 
 
-@pytest.mark.parametrize("wrong", ["-1", "0", "nan", "inf"])
+@pytest.mark.parametrize("wrong", ["-1", "0", "nan", "inf", "80Q", "GB"])
 def test_wrong_memory_among_what_ifs_is_refused_before_planning(folder, wrong):
     options = ("--memory", "90e6", "--memory", wrong)
     result = run("report", "--device", "h200", *options, model="no_such_module:tiny")
     assert result.exit_code == 1
-    assert f"PlanError: got memory={float(wrong)}; expected a positive number" in result.stderr
+    assert f"PlanError: got memory='{wrong}'; expected a positive number" in result.stderr
+
+
+@pytest.mark.parametrize("memory", ["90MB", "90e6", "90000000", "87890.625KiB"])
+def test_memory_is_read_with_and_without_units(folder, memory):
+    result = run("plan", "--device", "h200", "--sp", "1", "--world", "4", "--memory", memory)
+    assert result.exit_code == 1
+    assert "a rank has 90.0 MB" in result.stdout
+
+
+def test_bytes_of_the_optimizer_are_read_with_units(folder):
+    def kept(text):
+        told = ("--sp", "1", "--optimizer-bytes", text)
+        result = run("report", "--device", "h200", "--memory", "9GB", *told)
+        return re.search(r"a rank keeps (.*?) besides", result.stdout)[1]
+
+    assert kept("1GB") == kept("1e9") == "1.00 GB"
+    assert kept("1GiB") == "1.07 GB"
+    for wrong in ("-1", "much", "inf", "1e999"):
+        assert (
+            f"got --optimizer-bytes {wrong}; exp" in run("plan", "--optimizer-bytes", wrong).stderr
+        )
+
+
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"dcpc {dcpc.__version__} (torch {torch.__version__}, Python ")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("dcpc pl", ["plan"]),
+        ("dcpc plan --device h", ["h200", "h100"]),
+        ("dcpc report --backend ", ["eager", "inductor"]),
+        ("dcpc source --recompute ", ["auto", "pyramid", "none", "all"]),
+        ("dcpc simulate --parameters ", ["whole", "step", "pull", "rounds", "auto"]),
+        ("dcpc check --attention ", ["auto", "heads", "gathered", "ring", "hybrid"]),
+        ("dcpc calibrate --device ", ["auto", "cpu", "cuda"]),
+        ("dcpc replay --autocast b", ["bfloat16"]),
+    ],
+)
+def test_shells_complete_names_and_choices(words, offered):
+    env = {
+        "_DCPC_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    result = CliRunner().invoke(app, [], env=env, prog_name="dcpc")
+    assert result.stdout.split() == offered
+
+
+def test_completion_can_be_shown_and_installed():
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).stdout
+    assert "--install-completion" in shown
+    assert "--show-completion" in shown
 
 
 def test_calibration_with_what_ifs_of_other_ranks_is_refused(folder):

@@ -128,17 +128,6 @@ def test_parameter_that_learns_since_is_refused_and_one_frozen_again_runs():
     assert error(model, compiled) < 1e-10
 
 
-def test_eval_of_a_submodule_with_dropout_is_refused_and_train_runs_again():
-    model = Net()
-    model.b[1].p = 0.5
-    compiled = dcpc.compile(model, BUCKETS, backend="eager")
-    model.b.eval()
-    with pytest.raises(dcpc.DispatchError, match=r"b.training: True -> False; .*b.1.training"):
-        compiled(**data())
-    model.b.train()
-    compiled(**data())
-
-
 def test_class_whose_forward_is_another_is_refused(monkeypatch):
     class Own(Net):
         def forward(self, x):

@@ -8,9 +8,10 @@ import torch
 from typer.testing import CliRunner
 
 import dcpc
-from dcpc.api import plan
+from dcpc.api import plan, rank_memory_bytes
 from dcpc.commands.cli import app
 from dcpc.plan.options import CompileOptions, PlanOptions, commanded, facts
+from dcpc.symbolic_profile import find
 
 SHARED = {
     "memory": None,
@@ -25,6 +26,7 @@ SHARED = {
     "autocast": None,
     "calibration": None,
     "derive_rules": True,
+    "loss": None,
 }
 
 
@@ -56,6 +58,10 @@ def test_unknown_option_is_refused_before_anything_runs():
     ("options", "message"),
     [
         ({"memory": 0}, r"memory=0; expected a positive"),
+        ({"memory": "80Q"}, r"memory='80Q'; expected a positive"),
+        ({"memory": "0GB"}, r"memory='0GB'; expected a positive"),
+        ({"memory": True}, r"memory=True; expected a positive"),
+        ({"memory": [1e9]}, r"memory=\[1000000000.0\]; expected a positive"),
         ({"device": "abacus"}, r"abacus.*expected one of h200"),
         ({"recompute": "some"}, r"recompute='some'; expected 'auto'"),
         ({"backend": "tpu"}, r"backend='tpu'; expected one of"),
@@ -77,6 +83,15 @@ def test_verify_is_checked():
         CompileOptions(verify="much")
 
 
+@pytest.mark.parametrize(
+    ("memory", "size_bytes"),
+    [("80GB", 80 * 10**9), ("512MiB", 2**29), ("8e9", 8 * 10**9), (0.5, 2**33), ("0.5", 2**33)],
+)
+def test_memory_of_a_rank(memory, size_bytes):
+    device = replace(find("h200"), memory_bytes=2**34)
+    assert rank_memory_bytes(CompileOptions(memory=memory).memory, device, 2) == size_bytes
+
+
 def test_what_compile_is_told_reaches_the_plan():
     told = {"memory": 3, "parameters": "step", "recompute": "pyramid", "derive_rules": False}
     found = CompileOptions(verify="off", **told).planned_for(4)
@@ -89,3 +104,13 @@ def test_commands_have_every_option(command):
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
     for name in commanded():
         assert f"--{name.replace('_', '-')}" in shown
+
+
+def test_what_a_shell_offers_is_what_an_option_takes():
+    for name, (_, read, _) in commanded().items():
+        for choice in read.choices:
+            assert getattr(PlanOptions(**{name: read.value(choice)}), name) == read.value(choice)
+    offering = {name for name, (_, read, _) in commanded().items() if read.choices}
+    assert offering == {
+        "device", "sp", "recompute", "backend", "parameters", "attention", "autocast",
+    }  # fmt: skip

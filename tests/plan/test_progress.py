@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from dcpc.plan.progress import shown, tracked
+from dcpc.plan.progress import during, shown, tracked
 
 
 def text_of(terminal: bool, wait_s: float, asked: bool = True) -> str:
@@ -38,3 +38,44 @@ def test_no_bar_for_what_is_soon_done():
 def test_no_bar_where_there_is_no_terminal_or_nobody_asked():
     assert not text_of(terminal=False, wait_s=0.01)
     assert not text_of(terminal=True, wait_s=0.01, asked=False)
+
+
+def shown_text(work) -> str:
+    out = io.StringIO()
+    with shown(Console(file=out, force_terminal=True, width=80)):
+        work()
+    return out.getvalue()
+
+
+def test_one_thing_is_shown_without_a_share():
+    def work() -> None:
+        with during("load", wait_s=0.01):
+            time.sleep(0.1)
+        for _ in tracked([1], "trace", lambda i: "[4 buckets]", wait_s=0.01):
+            time.sleep(0.1)
+
+    text = shown_text(work)
+    assert "load" in text
+    assert "trace [4 buckets]" in text
+    assert "0/1" not in text
+
+
+def test_a_bar_within_another_is_silent():
+    def work() -> None:
+        with during("outer", wait_s=0.01):
+            assert [*tracked([1, 2], "inner", wait_s=0.0)] == [1, 2]
+            time.sleep(0.1)
+        for i in tracked([1, 2], "after", wait_s=0.01):
+            time.sleep(0.05 * i)
+
+    text = shown_text(work)
+    assert "inner" not in text
+    assert "outer" in text
+    assert "after 2" in text
+
+
+def test_only_the_first_of_torchruns_ranks_shows_it(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert not text_of(terminal=True, wait_s=0.01)
+    monkeypatch.setenv("RANK", "0")
+    assert text_of(terminal=True, wait_s=0.01)

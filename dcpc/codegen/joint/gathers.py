@@ -79,7 +79,7 @@ class Gathering:
 
         Args:
             forward: names of the nodes of forward.
-            trainable: placeholders of which the outputs behind the loss are the gradients.
+            trainable: placeholders that learn: the last outputs are their gradients.
         """
         every = list(self.graph.nodes)
         position = {n: i for i, n in enumerate(every)}
@@ -156,7 +156,8 @@ class Gathering:
         """Adds the sums of gradients before the output, which returns their results."""
         output = self.graph.output_node()
         outputs: Any = output.args[0]
-        loss, *gradients = outputs
+        count = len(outputs) - len(trainable)
+        returned, gradients = outputs[:count], outputs[count:]
         of = dict(zip(trainable, gradients, strict=True))
         found = []
         with self.graph.inserting_before(output):
@@ -192,7 +193,7 @@ class Gathering:
                         tuple(own),
                     )
                 )
-        output.args = ((loss, *(of[n] for n in trainable)),)
+        output.args = ((*returned, *(of[n] for n in trainable)),)
         return tuple(found)
 
     def _added(self, owner: str, one: fx.Node, other: fx.Node) -> fx.Node:

@@ -45,19 +45,23 @@ GROUP = "the group"  # what collectives' group is called in pieces
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """A joint graph: placeholders as the lowered graph's, then the loss's gradient.
+    """A joint graph: placeholders as the lowered graph's, then the gradient of the loss.
+
+    Of a program that returns more, the gradients of all that backward begins at.
 
     A node's `meta["storage"]` says which memory its tensors lie in; a fake tensor in `meta["val"]`
     may stand for several nodes.
 
     Attributes:
-        gm: the graph; outputs: the loss, then a gradient (or None) for each trainable parameter.
-        primals: names of the placeholders, without the loss's gradient.
-        tangent: name of the placeholder of the loss's gradient.
+        gm: the graph; outputs: what the program returns, then a gradient (or None) for each of
+            `trainable`.
+        primals: names of the placeholders, without those gradients.
+        begins: positions of what backward begins at among what the program returns.
+        tangents: names of the placeholders of their gradients.
         forward: names of the nodes that the forward pass made.
         owner: name of a node -> name of the program's node it was made for: the one that it
             computes or, in backward, differentiates.
-        trainable: names of the parameters' placeholders that outputs 1.. are gradients of.
+        trainable: names of the placeholders, of parameters and inputs, that learn.
         names: torch symbol -> expression of dims and pieces.
         guards: what torch assumed of sizes while tracing, over `names`' expressions.
         fake_mode: of the values in the graph.
@@ -67,7 +71,8 @@ class Joint:
 
     gm: fx.GraphModule
     primals: tuple[str, ...]
-    tangent: str
+    begins: tuple[int, ...]
+    tangents: tuple[str, ...]
     forward: frozenset[str]
     owner: Mapping[str, str]
     trainable: tuple[str, ...]
@@ -213,13 +218,20 @@ class Tracer:
         with self.mode:  # of a model that is planned for and not run
             return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype)
 
-    def tangent(self) -> Tensor:
-        """Returns the fake gradient of the loss."""
-        if "" not in self._fakes:
+    def tangent(self, number: int, output: Tensor) -> Tensor:
+        """Returns the fake gradient of what is returned, dense.
+
+        Args:
+            number: of the value among those that backward begins at.
+            output: its fake tensor.
+        """
+        name = f"gradient {number}"
+        if name not in self._fakes:
             with self.mode:
-                dtype = self.program.info[self.program.loss].dtype
-                self._fakes[""] = torch.empty((), dtype=dtype, device=self._device)
-        return self._fakes[""]
+                self._fakes[name] = torch.empty(
+                    output.shape, dtype=output.dtype, device=self._device
+                )
+        return self._fakes[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,16 +263,17 @@ class _Assembly:
     def run(self) -> Joint:
         names = [n.name for n in self.lowered.gm.graph.nodes if n.op == "placeholder"]
         primals = {name: self._placeholder(name) for name in names}
-        trainable = [n for n in self.program.parameters if self.program.info[n].requires_grad]
+        trainable = self.program.learning if self.program.begins else ()
         self.trained |= {primals[n] for n in trainable}
-        tangent = self.graph.placeholder("loss_gradient")
-        _enter(tangent, self.tracer.tangent(), next(self.storages))
+        last = next(iter(reversed(self.graph.nodes)))
         calls = list(self._forward(primals))
         forward = [n.name for n in self.graph.nodes if n.op != "placeholder"]
-        loss = self.values[_output(self.lowered.gm.graph)]
-        self._backward(calls, loss, tangent)
+        outputs = [self.values[n] for n in _outputs(self.lowered.gm.graph)]
+        begins = [outputs[i] for i in self.program.begins]
+        tangents = self._tangents(last, begins)
+        self._backward(calls, begins, tangents)
         gradients = [self._gradient(name, primals[name]) for name in trainable]
-        self.graph.output((loss, *gradients))
+        self.graph.output((*outputs, *gradients))
         without_unused(self.graph)
         alive = {n.name for n in self.graph.nodes}
         symbols = {i.name: i.symbol for i in self.lowered.integers}
@@ -269,7 +282,8 @@ class _Assembly:
         return Joint(
             gm=LazyGraphModule(torch.nn.Module(), self.graph),
             primals=tuple(n.name for n in primals.values()),
-            tangent=tangent.name,
+            begins=self.program.begins,
+            tangents=tuple(n.name for n in tangents),
             forward=frozenset(n for n in forward if n in alive),
             owner={n: o for n, o in self.owner.items() if n in alive},
             trainable=tuple(primals[n].name for n in trainable),
@@ -366,14 +380,37 @@ class _Assembly:
 
     # ---------------------------------------------------------------------------------- backward
 
-    def _backward(self, calls: list[_JointCall], loss: fx.Node, tangent: fx.Node) -> None:
+    def _tangents(self, last: fx.Node, begins: list[fx.Node]) -> list[fx.Node]:
+        """Adds the placeholders of the gradients that backward begins with.
+
+        Args:
+            last: of the other placeholders.
+            begins: what forward returns that they are gradients of.
+        """
+        made: list[fx.Node] = []
+        for number, output in enumerate(begins):
+            with self.graph.inserting_after(made[-1] if made else last):
+                name = f"loss_gradient_{number}" if number else "loss_gradient"
+                node = self.graph.placeholder(name)
+            value = self.tracer.tangent(number, output.meta["val"])
+            made.append(_enter(node, value, next(self.storages)))
+        return made
+
+    def _backward(
+        self, calls: list[_JointCall], begins: list[fx.Node], tangents: list[fx.Node]
+    ) -> None:
         """Adds the calls of backward, last call of forward first."""
-        if loss not in self.trained:
-            raise CodegenError(
-                "the loss has no gradient: got a loss that depends on no trainable parameter; "
-                "expected one; set requires_grad of what is trained"
-            )
-        self.gradients[loss] = tangent
+        for output, tangent in zip(begins, tangents, strict=True):
+            if output not in self.trained:
+                raise CodegenError(
+                    "the loss has no gradient: got a loss that depends on no trainable parameter; "
+                    "expected one; set requires_grad of what is trained"
+                )
+            flowing = tangent
+            if output in self.gradients:  # it is returned twice
+                both = (self.gradients[output], tangent)
+                flowing = self._add(output.name, aten.add.Tensor, both, {})[1]
+            self.gradients[output] = flowing
         for call in reversed(calls):
             flows = {
                 ref: self.gradients[call.at[ref]]
@@ -404,9 +441,16 @@ class _Assembly:
             self.gradients[operand] = gradient
 
     def _gradient(self, name: str, primal: fx.Node) -> fx.Node | None:
-        """Returns a parameter's gradient; zeros where only the plain model's loss depends on it."""
-        if primal in self.gradients or name not in self.program.zero_gradients:
-            return self.gradients.get(primal)
+        """Returns what learns its gradient; zeros where only the plain model's loss depends on it.
+
+        A rank has its share of a parameter's; of an input's, which nobody sums later, the whole.
+        """
+        gradient = self.gradients.get(primal)
+        if gradient is not None and self.lowered.sp > 1 and name in self.program.inputs:
+            args = (gradient, self.lowered.group)
+            return _detached(self._add(name, torch.ops.dcpc.all_reduce.default, args, {})[1])
+        if gradient is not None or name not in self.program.zero_gradients:
+            return gradient
         return _detached(self._add(name, aten.zeros_like.default, (primal,), {})[1])
 
 
@@ -424,10 +468,10 @@ def _detached(node: Any) -> fx.Node:
     return node
 
 
-def _output(graph: fx.Graph) -> fx.Node:
-    (loss,) = graph.output_node().args
-    assert isinstance(loss, fx.Node), f"the graph returns {loss}; expected the loss"
-    return loss
+def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    (outputs,) = graph.output_node().args
+    assert isinstance(outputs, tuple), f"the graph returns {outputs}; expected a tuple"
+    return [_detached(node) for node in outputs]
 
 
 def _evaluate(expr: sympy.Expr, symbols: Mapping[str, torch.SymInt]) -> Any:

@@ -23,12 +23,14 @@ def partition(schedule: Schedule, names: Mapping[sympy.Symbol, sympy.Expr]) -> P
     """
     taken = (*schedule.saved, *schedule.backward_primals)
     return Partition(
-        forward=_module(schedule.primals, schedule.forward, (schedule.loss, *schedule.saved)),
-        backward=_module((*taken, schedule.tangent), schedule.backward, schedule.gradients),
+        forward=_module(schedule.primals, schedule.forward, (*schedule.outputs, *schedule.saved)),
+        backward=_module((*taken, *schedule.tangents), schedule.backward, schedule.gradients),
         resident=tuple(n.name for n in schedule.primals if isinstance(n.meta["val"], Tensor)),
         saved=tuple(n.name for n in schedule.saved),
         backward_primals=tuple(n.name for n in schedule.backward_primals),
         names=names,
+        returned=len(schedule.outputs),
+        begins=schedule.begins,
     )
 
 

@@ -9,6 +9,7 @@ in backward, so that what is recomputed of one block at a time is alive.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -41,11 +42,13 @@ class Scheduler:
     def __init__(self, program: Program, joint: Joint) -> None:
         self._nodes = list(joint.gm.graph.nodes)
         self._reads = {n: tuple(n.all_input_nodes) for n in self._nodes}
-        self._loss, *self._gradients = self._nodes[-1].args[0]
-        self._primals = tuple(
-            n for n in self._nodes if n.op == "placeholder" and n.name != joint.tangent
-        )
-        self._tangent = next(n for n in self._nodes if n.name == joint.tangent)
+        count = len(program.outputs)
+        outputs: Any = self._nodes[-1].args[0]
+        self._outputs, self._gradients = outputs[:count], outputs[count:]
+        given = [n for n in self._nodes if n.op == "placeholder"]
+        self._primals = tuple(n for n in given if n.name not in joint.tangents)
+        self._tangents = tuple(n for n in given if n.name in joint.tangents)
+        self._begins = joint.begins
         self._forward = [n for n in self._nodes if n.name in joint.forward]
         self._names, self._units, self._gathers = joint.forward, joint.units, joint.gathers
         self._always = {n for n in self._forward if not isinstance(n.meta.get("val"), Tensor)}
@@ -96,11 +99,12 @@ class Scheduler:
         saved = tuple(n for n in run.saved if n in read)
         return Schedule(
             primals=self._primals,
-            forward=self._needed(self._forward, [self._loss, *saved, *gathers])[0],
-            loss=self._loss,
+            forward=self._needed(self._forward, [*self._outputs, *saved, *gathers])[0],
+            outputs=tuple(self._outputs),
+            begins=self._begins,
             saved=saved,
             backward_primals=tuple(n for n in run.primals if n in read),
-            tangent=self._tangent,
+            tangents=self._tangents,
             backward=order,
             gradients=tuple(self._gradients),
         )
@@ -125,7 +129,7 @@ class Scheduler:
 
     def _run(self, made_again: frozenset[str]) -> _Backward:
         units, gathers = self._units, self._gathers
-        given = self._reads, self._tangent, self._always, made_again
+        given = self._reads, self._tangents, self._always, made_again
         if units is None:
             return _Backward(*given)
         again = {u.number for u in gathers if u.gather.name in made_again} & units.again
@@ -156,15 +160,15 @@ class _Backward:
     def __init__(
         self,
         reads: Reads,
-        tangent: fx.Node,
+        tangents: Sequence[fx.Node],
         always: Set[fx.Node],
         made_again: Set[str],
     ) -> None:
-        self._reads, self._tangent, self._always, self._again = reads, tangent, always, made_again
+        self._reads, self._always, self._again = reads, always, made_again
         self.order: list[fx.Node] = []
         self.saved: dict[fx.Node, None] = {}
         self.primals: dict[fx.Node, None] = {}
-        self._done: set[fx.Node] = {tangent}
+        self._done: set[fx.Node] = {*tangents}
 
     def add(self, node: fx.Node) -> None:
         """Adds a call, after what it reads."""
@@ -200,7 +204,7 @@ class _Gathering(_Backward):
     def __init__(
         self,
         reads: Reads,
-        tangent: fx.Node,
+        tangents: Sequence[fx.Node],
         always: Set[fx.Node],
         made_again: Set[str],
         units: GatherUnits,
@@ -208,7 +212,7 @@ class _Gathering(_Backward):
         backward: Set[fx.Node],
         again: Set[int],
     ) -> None:
-        super().__init__(reads, tangent, always, made_again)
+        super().__init__(reads, tangents, always, made_again)
         self._turns = Turns(units, nodes, backward, self._done, again)
 
     def need(self, node: fx.Node) -> None:

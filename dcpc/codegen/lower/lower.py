@@ -28,7 +28,7 @@ class Lowered:
     """A forward graph for one rank of an SP group.
 
     Attributes:
-        gm: placeholders: the program's, then `integers`; output: the loss.
+        gm: placeholders: the program's, then `integers`; outputs: the program's.
         integers: what the last placeholders are.
         group: name of the process group its collectives use.
         sp: its size.
@@ -70,7 +70,7 @@ def lower(
         if node.op == "call_function":
             _lower_call(local, node, tuples)
             _tag(local.graph, node.name)
-    local.graph.output(local.value(program.loss, REPLICATED))
+    local.graph.output(tuple(local.value(name, REPLICATED) for name in program.outputs))
     without_unused(local.graph)
     used = local.integers.used()
     local.graph.lint()

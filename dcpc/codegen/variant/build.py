@@ -16,7 +16,7 @@ from dcpc.codegen.joint.partition import partition
 from dcpc.codegen.joint.schedule import Scheduler
 from dcpc.codegen.lower.lower import Lowered, lower
 from dcpc.codegen.variant.backends import compile_graph
-from dcpc.codegen.variant.variant import Variant, handing_over
+from dcpc.codegen.variant.variant import Boxed, Variant, handing_over
 from dcpc.ir import GatherUnits, Partition, Placement, Schedule
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,12 @@ class LoweredPair:
         tensors = tuple(n.name for n in placeholders if isinstance(n.meta["val"], Tensor))
         trainable = tuple(tensors.index(n) for n in self.joint.trainable)
         forward, more = compile_graph(parts.forward, self.backend, self.joint.fake_mode)
-        backward, even_more = compile_graph(parts.backward, self.backend, self.joint.fake_mode)
+        backward: Boxed = _no_backward
+        even_more: tuple[sympy.Basic, ...] = ()
+        handing: Boxed | None = None
+        if parts.begins:
+            backward, even_more = compile_graph(parts.backward, self.backend, self.joint.fake_mode)
+            handing = handing_over(parts.backward) if self.backend == "eager" else None
         found: list[Any] = [*more, *even_more]
         names = self.joint.names
         return Variant(
@@ -118,6 +123,11 @@ class LoweredPair:
             guards=(*self.joint.guards, *(g.subs(names) for g in found)),
             run_forward=forward,
             run_backward=backward,
-            run_handing_over=handing_over(parts.backward) if self.backend == "eager" else None,
+            run_handing_over=handing,
             backend=self.backend,
         )
+
+
+def _no_backward(arguments: list[Any]) -> tuple[()]:
+    """Runs in place of the backward of a program that has none."""
+    return ()

@@ -37,6 +37,12 @@ GROUP = ("group", "str")  # an argument that says which ranks: a number of group
 # Yields (op, its arguments) where ranks meet, is sent its result, and returns the graph's outputs.
 Run = Generator[tuple[Any, Call], Any, Sequence[Any]]
 Make = Callable[[Any, Any, Any], Any]
+Tangents = Callable[[int, Tensor], Tensor]
+
+
+def ones(position: int, output: Tensor) -> Tensor:
+    """Returns the gradient of a loss."""
+    return torch.ones_like(output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +50,17 @@ class Result:
     """What one rank has after forward and backward.
 
     Attributes:
-        loss: of the whole group's inputs, so the same on every rank.
+        outputs: of the whole group's inputs, so the same on every rank; the loss first.
         gradients: of this rank's share of the loss, in the order of `Joint.trainable`.
     """
 
-    loss: Tensor
+    outputs: tuple[Tensor, ...]
     gradients: tuple[Tensor | None, ...]
+
+    @property
+    def loss(self) -> Tensor:
+        """What is returned first."""
+        return self.outputs[0]
 
 
 def integers_of(
@@ -76,6 +87,7 @@ def run_in_step(
     integers: Sequence[Mapping[str, int]],
     tensors: Mapping[str, Tensor],
     call: Make | None = None,
+    tangents: Tangents = ones,
 ) -> list[Result]:
     """Returns the loss and the gradients of each rank, as the eager backend computes them.
 
@@ -89,6 +101,7 @@ def run_in_step(
             rank; they are read and not written to.
         call: makes a call of (op, arguments, keyword arguments) that concerns one rank alone;
             default: what the eager backend runs for it.
+        tangents: gives position and value of an output -> its gradient; default: one.
 
     Raises:
         CodegenError: ranks call different collectives, or one that is not in `COLLECTIVES`.
@@ -101,22 +114,24 @@ def run_in_step(
         backwards = zip(parts, given, forward, strict=True)
         backward = _together(
             [
-                _run(own.backward, _known(own, values, made, len(given)), call)
+                _run(own.backward, _known(own, values, made, len(given), tangents), call)
                 for own, values, made in backwards
             ]
         )
     found = zip(forward, backward, strict=True)
-    return [Result(loss, tuple(gradients)) for (loss, *_), gradients in found]
+    returned = parts[0].returned
+    return [Result(tuple(made[:returned]), tuple(gradients)) for made, gradients in found]
 
 
 def _known(
-    parts: Partition, given: Mapping[str, Any], made: Sequence[Any], p: int
+    parts: Partition, given: Mapping[str, Any], made: Sequence[Any], p: int, tangents: Tangents
 ) -> Mapping[str, Any]:
     """Returns what a rank's backward takes: of p ranks each differentiates its share."""
-    loss, *saved = made
-    tangent = [n.name for n in parts.backward.graph.nodes if n.op == "placeholder"][-1]
-    share = torch.ones_like(loss) / p
-    return {**given, **dict(zip(parts.saved, saved, strict=True)), tangent: share}
+    taken = [n.name for n in parts.backward.graph.nodes if n.op == "placeholder"]
+    names = taken[len(taken) - len(parts.begins) :]
+    shares = [tangents(i, made[i]) / p for i in parts.begins]
+    saved = zip(parts.saved, made[parts.returned :], strict=True)
+    return {**given, **dict(saved), **dict(zip(names, shares, strict=True))}
 
 
 def summed(ranks: Sequence[Result]) -> tuple[Tensor | None, ...]:

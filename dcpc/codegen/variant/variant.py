@@ -111,7 +111,13 @@ class Variant:
     def __call__(
         self, tensors: Sequence[Tensor], integers: tuple[int, ...], seed: int = 0
     ) -> Tensor:
-        """Returns the loss.
+        """Returns the loss, or what the program returns first; arguments as of `outputs`."""
+        return self.outputs(tensors, integers, seed)[0]
+
+    def outputs(
+        self, tensors: Sequence[Tensor], integers: tuple[int, ...], seed: int = 0
+    ) -> tuple[Tensor, ...]:
+        """Returns what the program returns, the loss first.
 
         Args:
             tensors: parameters, buffers and inputs, in the order of `placeholders`.
@@ -122,7 +128,8 @@ class Variant:
             integers = (*integers[:-1], seed)
         tensors = [_resolved(t) for t in tensors]
         if not torch.is_grad_enabled():
-            return self.run_forward([*(t.detach() for t in tensors), *integers])[0]  # type: ignore[no-any-return]
+            found = self.run_forward([*(t.detach() for t in tensors), *integers])
+            return tuple(found[: self.partition.returned])
         return _RunVariant.apply(self, integers, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -178,7 +185,9 @@ def _at(guard: sympy.Basic, sizes: Mapping[sympy.Symbol, int]) -> sympy.Basic | 
 
 class _RunVariant(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, variant: Variant, integers: tuple[int, ...], *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, variant: Variant, integers: tuple[int, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         partition = variant.partition
         arguments = [*tensors, *integers]
         names = (*variant.placeholders, *(i.name for i in variant.integers))
@@ -189,10 +198,15 @@ class _RunVariant(torch.autograd.Function):
         ctx.own = {} if ctx.deliver is None else _deliverable(variant, tensors)
         # Its memory as it is now: `p.data = other` gives the parameter itself another.
         primals = [_detached(by_name[n]) for n in partition.backward_primals]
-        loss, *saved = variant.run_forward(arguments)
-        ctx.kept = [*saved, *primals]
+        found = variant.run_forward(arguments)
+        outputs, saved = tuple(found[: partition.returned]), [*found[partition.returned :]]
+        # What is returned will hold this context: the context holds another tensor of its memory.
+        returned = {id(x) for x in outputs}
+        ctx.kept = [_detached(x) if id(x) in returned else x for x in saved] + primals
         ctx.versions = _versions(ctx.kept)
-        return loss  # type: ignore[no-any-return]
+        learned = {id(outputs[i]) for i in partition.begins}
+        ctx.mark_non_differentiable(*(x for x in outputs if id(x) not in learned))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -212,7 +226,8 @@ class _RunVariant(torch.autograd.Function):
         _refuse_changed(variant, ctx.kept, ctx.versions)
         # Every rank of the group has the same loss: each differentiates its share of it, and the
         # sum of all ranks' gradients is the loss's.
-        arguments = [*ctx.kept, gradients[0] / variant.sp]
+        shares = [_share(gradients[i], variant.sp) for i in variant.partition.begins]
+        arguments = [*ctx.kept, *shares]
         ctx.kept = None
         # A caller's autocast would cast what was differentiated with its casts in it.
         with torch.autocast(gradients[0].device.type, enabled=False):
@@ -221,6 +236,13 @@ class _RunVariant(torch.autograd.Function):
         for position, gradient in zip(variant.trainable, found, strict=True):
             result[position + 2] = gradient
         return tuple(result)
+
+
+def _share(gradient: Tensor, sp: int) -> Tensor:
+    """Returns what one of `sp` ranks differentiates of a gradient, dense."""
+    if sp == 1 and gradient.dim():  # a copy of many numbers costs more than that of one
+        return gradient.contiguous()
+    return (gradient / sp).contiguous()
 
 
 def _detached(value: Any) -> Any:

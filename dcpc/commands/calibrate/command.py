@@ -15,9 +15,10 @@ from rich.table import Table
 from dcpc.buckets import Buckets
 from dcpc.commands.calibrate.calibrate import calibrate
 from dcpc.commands.shared.factories import check_writable, load_function, load_model
-from dcpc.commands.shared.options import Autocast, Backend, BucketFile, Factory
+from dcpc.commands.shared.options import Autocast, Backend, BucketFile, Factory, offered
 from dcpc.errors import PlanError
 from dcpc.plan.options import autocast_of, check_choice
+from dcpc.plan.progress import during
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import Calibration, as_text
@@ -50,7 +51,13 @@ class CalibrationRequest:
 def calibrate_command(
     factory: Factory,
     buckets: BucketFile,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where it is")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu, cuda, or auto: cuda where it is",
+            autocompletion=offered("auto", "cpu", "cuda"),
+        ),
+    ] = "auto",
     world: Annotated[
         int, typer.Option(min=1, help="ranks to start on this CPU; torchrun brings its own")
     ] = 1,
@@ -86,16 +93,19 @@ def measured(request: CalibrationRequest, world: int) -> Calibration | None:
     """
     _check(request)
     if "RANK" in os.environ:
-        found = on_rank(int(os.environ["RANK"]), request)
+        with during("calibrate"):
+            found = on_rank(int(os.environ["RANK"]), request)
         return found if os.environ["RANK"] == "0" else None
     if world == 1:
-        return on_rank(0, request)
+        with during("calibrate"):
+            return on_rank(0, request)
     if _device(request).type != "cpu":
         raise PlanError(
             f"calibrate: got --world {world} with a GPU; expected torchrun to start ranks on GPUs; "
             f"run torchrun --nproc-per-node {world} -m dcpc calibrate ... without --world"
         )
-    ranks: list[Calibration] = run_ranks(on_rank, world, request, timeout_s=LIMIT_S)
+    with during(f"calibrate on {world} ranks"):
+        ranks: list[Calibration] = run_ranks(on_rank, world, request, timeout_s=LIMIT_S)
     return ranks[0]
 
 

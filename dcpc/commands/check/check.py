@@ -15,6 +15,7 @@ from dcpc.buckets import BATCH, Buckets, Sizes
 from dcpc.commands.check.verdict import LIMIT, Verdict, examine, shapes_of
 from dcpc.commands.shared.factories import load_function, load_model
 from dcpc.errors import BucketError, PlanError
+from dcpc.plan.progress import during
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.local_ranks import run_ranks
 
@@ -54,10 +55,12 @@ def check_model(request: CheckRequest, timeout_s: float) -> tuple[str, bool]:
         DcpcError: the file, the factory or a shape is wrong, or a rank failed or did not end.
     """
     _shapes(request, Buckets.from_yaml(request.file), RANKS_ALONE)  # before any rank starts
-    load_model(request.factory)
+    with during(f"make {request.factory}"):
+        load_model(request.factory)
     if "RANK" not in os.environ:
         sp = request.sp or RANKS_ALONE
-        found = run_ranks(on_rank, sp, request, timeout_s=timeout_s)[0]
+        with during(f"trace, and compare on {sp} ranks"):
+            found = run_ranks(on_rank, sp, request, timeout_s=timeout_s)[0]
         return verdicts_text(request, found), all(v.accepted for v in found)
     groups = Groups.default(timeout_s=timeout_s)
     if request.sp not in (0, groups.world):
@@ -65,7 +68,8 @@ def check_model(request: CheckRequest, timeout_s: float) -> tuple[str, bool]:
             f"got --sp {request.sp} on {groups.world} ranks; expected {groups.world}, as the whole "
             "group is checked; leave --sp out, or start that many ranks"
         )
-    found = on_rank(groups.rank, request)
+    with during(f"trace, and compare on {groups.world} ranks"):
+        found = on_rank(groups.rank, request)
     accepted = all(v.accepted for v in found)
     return (verdicts_text(request, found) if groups.rank == 0 else ""), accepted
 

@@ -31,20 +31,22 @@ p { margin: .3rem 0 .8rem; max-width: 60rem; }
 .soft { color: var(--soft); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid var(--line); padding: .35rem .6rem; text-align: left;
+th, td { border-bottom: 1px solid var(--line); padding: .35rem .5rem; text-align: left;
   vertical-align: top; }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
-td.setting { white-space: nowrap; }
+tr > :first-child { position: sticky; left: 0; background: #fff; }
+td:first-child, td.setting { white-space: nowrap; }
 td.setting b { font-size: 14px; }
 td.setting small, td small { color: var(--soft); display: block; }
 td.chosen { background: var(--pick); box-shadow: inset 3px 0 0 var(--pick-edge); }
 td.over { color: var(--soft); background: #f6f7f8; }
-td.why { min-width: 15rem; }
+td.why { min-width: 11rem; }
 td.changed { background: #fff4dd; }
 img { max-width: 100%; height: auto; display: block; }
 figure { margin: .5rem 0 1rem; }
 figcaption { color: var(--soft); font-size: 13px; }
-pre { background: #f6f7f8; padding: .8rem 1rem; overflow-x: auto; font-size: 12.5px; }
+pre { background: #f6f7f8; padding: .8rem 1rem; overflow-x: auto; font-size: 12.5px;
+  white-space: pre-wrap; }
 details { margin: .3rem 0; }
 summary { cursor: pointer; }
 """
@@ -74,7 +76,9 @@ def html_page(
         _section("Choices by rising length", CHOICES_NOTE, _choices(planned, crossings or {})),
         _section("Peak against length", PEAK_NOTE, _image(plots.peak, "memory against length")),
         _section("Time by class of ops", CLASSES_NOTE, _image(plots.classes, "time by class")),
-        _section("Live memory", TIMELINE_NOTE, _image(plots.timeline, plots.timeline_note)),
+        _section(
+            "Live memory", TIMELINE_NOTE, _image(plots.timeline, "live memory", plots.timeline_note)
+        ),
         *([_section("What if", WHAT_IF_NOTE, _cases(planned, cases))] if cases else []),
         *([_section("Attention", ATTENTION_NOTE, attention)] if attention else []),
         _section("Costs of the chosen settings", COSTS_NOTE, _costs(planned)),
@@ -149,8 +153,8 @@ def _settings(planned: Planned) -> str:
             _setting(found[sp]) if sp in found else "<td>not tried</td>" for sp in degrees
         )
         why = escape(planned.plans[bucket].reason)
-        rows.append(f'<td>{escape(str(bucket))}</td>{each}<td class="why">{why}</td>')
-    return _table(["bucket", *(f"sp {sp}" for sp in degrees), "what binds the choice"], rows)
+        rows.append(f'<td>{escape(str(bucket))}</td><td class="why">{why}</td>{each}')
+    return _table(["bucket", "what binds the choice", *(f"sp {sp}" for sp in degrees)], rows)
 
 
 def _setting(cell: Cell) -> str:
@@ -163,10 +167,10 @@ def _setting(cell: Cell) -> str:
             f"<small>{escape(again)}</small><small>{escape(needed)}</small></td>"
         )
     kind = "setting chosen" if cell.chosen else "setting"
-    peak = f"peak {bytes_text(row.peak_bytes)} · {cell.cost:.2f} rank-time"
+    peak, cost = f"peak {bytes_text(row.peak_bytes)}", f"{cell.cost:.2f} rank-time"
     return (
         f'<td class="{kind}" title="{escape(cell.binds)}"><b>{seconds_text(cell.sample_s)}</b>'
-        f"<small>{escape(again)}</small><small>{escape(peak)}</small></td>"
+        f"<small>{escape(again)}</small><small>{escape(peak)}</small><small>{escape(cost)}</small></td>"
     )
 
 
@@ -189,12 +193,10 @@ def _choices(
     )
 
 
-def _image(png: bytes, caption: str) -> str:
+def _image(png: bytes, alt: str, caption: str = "") -> str:
     data = base64.b64encode(png).decode()
-    return (
-        f'<figure><img alt="{escape(caption)}" src="data:image/png;base64,{data}">'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
+    under = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f'<figure><img alt="{escape(alt)}" src="data:image/png;base64,{data}">{under}</figure>'
 
 
 def _cases(planned: Planned, cases: Sequence[WhatIf]) -> str:

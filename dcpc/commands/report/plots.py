@@ -58,12 +58,12 @@ class Curve:
 def draw_plots(planned: Planned) -> Plots:
     """Returns the plots of what was planned."""
     degrees = _degrees(planned)
-    figure = Figure(figsize=(5.2 * len(degrees), 3.6), layout="constrained")
+    figure = Figure(figsize=(4.3 * max(len(degrees), 2), 3.6), layout="constrained")
     for axes, sp in zip(figure.subplots(1, len(degrees), squeeze=False)[0], degrees, strict=True):
         _draw_peak(axes, planned, sp)
-    bars = Figure(figsize=(10, 1.4 + 0.26 * len(planned.plans)), layout="constrained")
+    bars = Figure(figsize=(8.6, 1.4 + 0.26 * len(planned.plans)), layout="constrained")
     _draw_classes(bars.subplots(), planned)
-    time = Figure(figsize=(10, 3.6), layout="constrained")
+    time = Figure(figsize=(8.6, 3.6), layout="constrained")
     bucket = fullest(planned)
     _draw_timeline(time.subplots(), planned, bucket)
     return Plots(_png(figure), _png(bars), _png(time), timeline_note(planned, bucket))
@@ -178,7 +178,7 @@ def _draw_peak(axes: Axes, planned: Planned, sp: int) -> None:
         axis.set_minor_formatter(NullFormatter())
     axes.set_title(f"sp {sp}, one sample", loc="left", fontsize=10)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=8)
 
 
 def _length_text(planned: Planned) -> str:
@@ -203,16 +203,16 @@ def _draw_classes(axes: Axes, planned: Planned) -> None:
     for y, (bucket, each) in enumerate(zip(buckets, seconds, strict=True)):
         sample = sum(each.values()) / planned.plans[bucket].micro_batch
         text = f"{seconds_text(sample)}, sp {planned.plans[bucket].sp}"
-        axes.text(101, y, text, va="center", fontsize=7)
+        axes.text(101, y, text, va="center", fontsize=8.5)
     axes.set(
-        xlim=(0, 128), ylim=(-0.5, len(buckets) - 0.5),
+        xlim=(0, 132), ylim=(-0.5, len(buckets) - 0.5),
         xlabel="% of the predicted time; at the right the time of a sample",
     )  # fmt: skip
     axes.set_xticks(range(0, 101, 20))
-    axes.tick_params(axis="y", labelsize=7)
+    axes.tick_params(axis="y", labelsize=8.5)
     axes.set_title("time by class", loc="left", fontsize=9)
     axes.legend(
-        fontsize=6.5, ncols=6, loc="lower right", bbox_to_anchor=(1.0, 0.99), frameon=False,
+        fontsize=8, ncols=6, loc="lower right", bbox_to_anchor=(1.0, 0.99), frameon=False,
         columnspacing=0.8, handlelength=1.0,
     )  # fmt: skip
 
@@ -232,14 +232,14 @@ def _draw_timeline(axes: Axes, planned: Planned, bucket: Bucket) -> None:
     at = int(live.argmax())
     axes.plot([at], [stays + live[at]], "o", color=RED, markersize=4)
     axes.annotate(
-        f"peak {bytes_text(stays + live[at])} at {names[at]}", (at, stays + live[at]), fontsize=8,
+        f"peak {bytes_text(stays + live[at])} at {names[at]}", (at, stays + live[at]), fontsize=9,
         xytext=(8, -16), textcoords="offset points",
         bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
     )  # fmt: skip
     axes.set(
         xlim=(0, len(live) - 1), ylim=(0, None), ylabel="alive",
-        xlabel="allocations in the order they are made; dotted: backward begins; black: memory of "
-        "a rank; grey: model, optimizer and inputs",
+        xlabel="allocations in the order they are made; dotted: backward begins;\n"
+        "black: memory of a rank; grey: model, optimizer and inputs",
     )  # fmt: skip
     axes.set_title(f"live memory, {_title(planned, bucket)}", loc="left", fontsize=10)
 

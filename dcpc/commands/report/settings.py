@@ -27,14 +27,16 @@ def settings_text(planned: Planned) -> str:
         rows.add_column(heading, justify="right", no_wrap=True)
     rows.add_column("", no_wrap=True)
     for bucket, tried in planned.tables.items():
-        _add_rows(rows, bucket, tried, planned.plans[bucket])
+        _add_rows(rows, bucket, tried, planned.plans.get(bucket))
         rows.add_section()
     return as_text(rows, *(f"{bucket}: {plan.reason}" for bucket, plan in planned.plans.items()))
 
 
-def _add_rows(table: Table, bucket: Bucket, rows: Sequence[TriedRow], chosen: BucketPlan) -> None:
+def _add_rows(
+    table: Table, bucket: Bucket, rows: Sequence[TriedRow], chosen: BucketPlan | None
+) -> None:
     for i, row in enumerate(rows):
-        is_chosen = (row.sp, row.micro_batch) == (chosen.sp, chosen.micro_batch)
+        is_chosen = chosen is not None and (row.sp, row.micro_batch) == _key(chosen)
         table.add_row(
             "" if i else str(bucket),
             str(row.sp),
@@ -46,3 +48,7 @@ def _add_rows(table: Table, bucket: Bucket, rows: Sequence[TriedRow], chosen: Bu
             seconds_text(row.rank_seconds),
             "chosen" if is_chosen else "" if row.fits else "does not fit",
         )
+
+
+def _key(plan: BucketPlan) -> tuple[int, int]:
+    return plan.sp, plan.micro_batch

@@ -15,6 +15,7 @@ from dcpc.ir import BucketPlan
 from dcpc.plan.choose import degree_changes
 from dcpc.plan.options import degrees
 from dcpc.plan.planning import Planned, PlanRequest, plan_buckets
+from dcpc.plan.progress import tracked
 from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
 from dcpc.trace import casting
 
@@ -63,8 +64,8 @@ def what_if(planned: Planned, memory_bytes: int | None = None, world: int | None
         memory_bytes=asked.memory_bytes if memory_bytes is None else memory_bytes,
         world=world,
     )
-    with _as_traced(planned):
-        plans = {bucket: _plan(planned, bucket, request) for bucket in planned.plans}
+    with as_traced(planned):
+        plans = {bucket: _plan(planned, bucket, request) for bucket in planned.by_bucket}
     return WhatIf(request.memory_bytes, world, plans)
 
 
@@ -81,8 +82,12 @@ def _plan(planned: Planned, bucket: Bucket, request: PlanRequest, like: Bucket |
 
 
 @contextmanager
-def _as_traced(planned: Planned) -> Iterator[None]:
-    """Traces within have no autocast of their own: a program has its casts already."""
+def as_traced(planned: Planned) -> Iterator[None]:
+    """Has traces within no autocast of their own: a program has its casts already.
+
+    Args:
+        planned: whose traces.
+    """
     if planned.autocast is None:
         yield
         return
@@ -103,8 +108,9 @@ def degree_crossings(planned: Planned) -> dict[tuple[Bucket, Bucket], tuple[Buck
     names = {name for bucket in planned.plans for name, _ in bucket.shape_key}
     if len(names) != 1:
         return found
-    with _as_traced(planned):
-        for a, b in degree_changes(list(planned.plans.values())):
+    with as_traced(planned):
+        changes = degree_changes(list(planned.plans.values()))
+        for a, b in tracked(changes, "look for where the degree changes,", lambda c: c[0].bucket):
             same_batch = a.bucket.batch == b.bucket.batch
             shared = planned.by_bucket[a.bucket] is planned.by_bucket[b.bucket]
             if same_batch and shared:

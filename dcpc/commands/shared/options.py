@@ -14,6 +14,7 @@ import typer
 
 from dcpc.errors import DcpcError
 from dcpc.plan.options import PlanOptions, commanded
+from dcpc.plan.progress import shown
 
 Factory = Annotated[
     str,
@@ -25,6 +26,31 @@ Factory = Annotated[
 BucketFile = Annotated[
     Path, typer.Option("--buckets", metavar="FILE", help="YAML file with inputs and sizes")
 ]
+SomeBuckets = Annotated[
+    Path | None, typer.Option("--buckets", metavar="FILE", help="YAML file with inputs and sizes")
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        "--seq",
+        metavar="N,N,...",
+        help="in place of --buckets, for a first look at a model of token ids: its lengths; the "
+        "inputs are read from forward's signature",
+    ),
+]
+
+
+def offered(*values: str) -> Callable[[str], list[str]]:
+    """Returns what a shell asks for the values of an option, by what is typed so far.
+
+    Args:
+        values: those it may have.
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        return [value for value in values if value.startswith(incomplete)]
+
+    return complete
 
 
 def read_as(name: str) -> Any:
@@ -35,7 +61,10 @@ def read_as(name: str) -> Any:
     """
     option, read, _ = commanded()[name]
     return typer.Option(
-        min=read.least, metavar=read.metavar, help=re.sub(r"[`\"]", "", option.meaning)
+        min=read.least,
+        metavar=read.metavar,
+        help=re.sub(r"[`\"]", "", option.meaning),
+        autocompletion=offered(*read.choices) if read.choices else None,
     )
 
 
@@ -46,9 +75,10 @@ Autocast = Annotated[str, read_as("autocast")]
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turns an error of dcpc into a message on stderr and exit status 1."""
+    """Shows progress on a terminal; an error of dcpc becomes a message on stderr and status 1."""
     try:
-        yield
+        with shown():
+            yield
     except DcpcError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from error

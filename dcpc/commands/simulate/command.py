@@ -25,6 +25,7 @@ from dcpc.commands.simulate.workload import (
 )
 from dcpc.errors import PlanError
 from dcpc.plan.planning import Planned
+from dcpc.plan.progress import tracked
 from dcpc.symbolic_profile import Device
 
 RANK_TOKENS = 16_384  # of a step, by default
@@ -110,7 +111,7 @@ def simulate_model(
     else:
         epoch = by_share(buckets, source, request.steps, request.tokens, request.seed)
     outcomes, seconds = [], []
-    for name, system in SYSTEMS.items():
+    for name, system in tracked([*SYSTEMS.items()], "simulate", lambda item: item[0]):
         if name == PACKING and costs.packing is None:
             continue
         begin_s = time.perf_counter()
@@ -143,7 +144,7 @@ def simulate_cost(
         source.upto(longest_that_fits(cost)), request.steps, request.tokens, request.seed
     )
     outcomes, seconds = [], []
-    for name, planner in planners(cost, drawn).items():
+    for name, planner in tracked([*planners(cost, drawn).items()], "simulate", lambda i: i[0]):
         begin_s = time.perf_counter()
         outcomes.append(of_batches(name, plans_of(planner, drawn, cost), cost.comm_bytes))
         seconds.append(time.perf_counter() - begin_s)

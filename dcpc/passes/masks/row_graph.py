@@ -53,7 +53,7 @@ class RowGraph:
         return found
 
     def _live(self) -> set[str]:
-        found = {self.program.loss, "output"}
+        found = {*self.program.outputs, "output"}
         for node in reversed(self.nodes):
             if any(u.name in found and not is_segment(node, u) for u in node.users):
                 found.add(node.name)

@@ -76,7 +76,7 @@ def choice_of(model: PlacementModel, fold: Fold | None, options: Sequence[int]) 
     works: dict[int, int] = {}
     for node, (kind, option) in enumerate(zip(nodes.kinds, chosen, strict=True)):
         works[option.work] = works.get(option.work, 0) + counts[node]
-        if model.kinds[kind].is_loss:
+        if model.kinds[kind].is_output:
             wanted[node].setdefault(REPLICATED, [counts[node]])
         for want, each in wanted[node].items():
             change = change_between(model.kinds[kind], model.catalogue, option.output, want)

@@ -160,7 +160,7 @@ class _Reader:
             shares=tuple(shares[-1].items()),
             backward=self.program.info[name].requires_grad,
             cheap=cheap,
-            is_loss=name == self.program.loss,
+            is_output=name in self.program.outputs,
             options=self._options(node, tensors, values, shares),
         )
 

@@ -79,7 +79,7 @@ class NodeKind(NamedTuple):
         shares: (sharded label, catalogue index of its share), all there are.
         backward: whether the value has a gradient.
         cheap: whether a rank makes it rather than receive it; it takes a piece for nothing.
-        is_loss: whether it is the program's result, which is wanted replicated.
+        is_output: whether the program returns it, and it is wanted replicated.
         options: what it can do.
     """
 
@@ -87,7 +87,7 @@ class NodeKind(NamedTuple):
     shares: tuple[tuple[int, int], ...]
     backward: bool
     cheap: bool
-    is_loss: bool
+    is_output: bool
     options: tuple[Option, ...]
 
 
@@ -273,13 +273,13 @@ class _Changes:
         return self._steps[key]
 
     def paid(self, states: _States) -> Iterator[tuple[int, list[int]]]:
-        """Yields the work and the changes that each state pays for; the loss is gathered."""
+        """Yields the work and the changes that each state pays for; outputs are gathered."""
         if not states.options:  # modes pay on the edge from their node
             yield from ((NO_WORK, []) for _ in states.made)
         kind = self._kinds[states.kind]
         for option, made in zip(states.options, states.made, strict=False):
             assert made.have is not None, "only a mode has no label of its own"
-            wants = (*made.extra, REPLICATED) if kind.is_loss else made.extra
+            wants = (*made.extra, REPLICATED) if kind.is_output else made.extra
             steps = [self.step(states.kind, made.have, want) for want in wants]
             yield kind.options[option].work, steps
 

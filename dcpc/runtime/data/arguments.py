@@ -96,6 +96,23 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise DataError(f"{name}=: got {value!r}; expected {named}; choose one")
 
 
+def check_step_size(tokens: int | None, samples: int | None) -> int:
+    """Returns how many tokens or samples a step has, whichever is given.
+
+    Raises:
+        DataError: both are, or neither, or it is no integer that is at least 1.
+    """
+    if (tokens is None) == (samples is None):
+        raise DataError(
+            f"tokens_per_step={tokens}, samples_per_step={samples}: got "
+            f"{'neither' if tokens is None else 'both'}; expected one of them, the size of a "
+            "global batch; pass tokens_per_step="
+        )
+    if samples is not None:
+        return check_count("samples_per_step", samples, 1)
+    return check_count("tokens_per_step", tokens, 1)
+
+
 def check_count(name: str, value: object, least: int) -> int:
     """Returns an integer that is at least `least`.
 

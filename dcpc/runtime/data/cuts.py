@@ -29,23 +29,38 @@ class Recipe:
     """How global batches are formed and planned.
 
     Attributes:
-        tokens: most of a batch.
+        most: tokens of a batch, or samples.
         window: places by which the order may differ from the epoch's (window.py).
         mode: of the planner.
         allowed: what else holds.
         packs: samples follow each other in rows, which are what is planned.
+        by_samples: `most` counts samples.
     """
 
-    tokens: int
+    most: int
     window: int
     mode: Mode
     allowed: Allowed
     packs: bool = False
+    by_samples: bool = False
+
+    def take(
+        self,
+        order: Sequence[int],
+        fit: Callable[[int], Fit],
+        position: Position,
+        most: int | None = None,
+    ) -> Batch:
+        """Returns the next batch, of at most so many tokens or samples; default: as ever."""
+        limit = self.most if most is None else most
+        one_bucket = self.mode == "intra"
+        return take(order, fit, position, limit, self.window, one_bucket, self.by_samples)
 
     def text(self) -> str:
         """What all ranks must have alike."""
+        what = "samples" if self.by_samples else "tokens"
         return (
-            f"tokens_per_step={self.tokens}, window={self.window}, mode={self.mode}, "
+            f"{what}_per_step={self.most}, window={self.window}, mode={self.mode}, "
             f"{self.allowed}, packs={self.packs}"
         )
 
@@ -132,6 +147,29 @@ class PlannedBatch:
         )
 
 
+def count_steps(
+    order: Sequence[int],
+    fit: Callable[[int], Fit],
+    recipe: Recipe,
+    forget: Callable[[Iterable[int]], None],
+) -> int:
+    """Returns how many steps an epoch has, without planning any.
+
+    Args:
+        order: index in the dataset of each place of the epoch.
+        fit: bucket and tokens of a sample.
+        recipe: how batches are formed; accumulation is not bounded.
+        forget: drops what was loaded of samples.
+    """
+    position, steps = Position(), 0
+    while position.start < len(order):
+        batch = recipe.take(order, fit, position)
+        forget([*(i for i, _ in batch.samples), *batch.skipped])
+        position = batch.after
+        steps += bool(batch.samples)
+    return steps
+
+
 def cut_epoch(
     order: Sequence[int],
     fit: Callable[[int], Fit],
@@ -170,8 +208,8 @@ def _bounded(
 
     With its plan, and the rows that it is a plan of.
     """
-    limit, allowed = recipe.tokens, recipe.allowed
-    batch = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
+    limit, allowed = recipe.most, recipe.allowed
+    batch = recipe.take(order, fit, position)
     if not batch.samples:
         return batch, None, ()
     shrinks = False
@@ -185,10 +223,10 @@ def _bounded(
             limit = int(max(limit, batch.tokens) * min(2.0, allowed.least / plan.accumulation)) + 1
         else:
             break
-        other = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
+        other = recipe.take(order, fit, position, limit)
         while other.samples == batch.samples and not shrinks and other.after.start < len(order):
             limit *= 2  # the next sample is longer than what was added
-            other = take(order, fit, position, limit, recipe.window, recipe.mode == "intra")
+            other = recipe.take(order, fit, position, limit)
         if other.samples == batch.samples:
             break  # none left, or no smaller batch
         batch = other

@@ -25,8 +25,9 @@ from dcpc.runtime.data.arguments import (
     check_compiled,
     check_count,
     check_pad,
+    check_step_size,
 )
-from dcpc.runtime.data.cuts import PlannedBatch, Recipe, cut_epoch
+from dcpc.runtime.data.cuts import PlannedBatch, Recipe, count_steps, cut_epoch
 from dcpc.runtime.data.making import StepMaker
 from dcpc.runtime.data.progress import Progress, State
 from dcpc.runtime.data.samples import Dataset
@@ -55,7 +56,8 @@ class DataLoader:
         dataset: Dataset,
         compiled: Compiled,
         *,
-        tokens_per_step: int,
+        tokens_per_step: int | None = None,
+        samples_per_step: int | None = None,
         mode: Mode = "auto",
         min_grad_accumulation_steps: int = 1,
         max_grad_accumulation_steps: int | None = None,
@@ -80,6 +82,7 @@ class DataLoader:
             compiled: the compiled model.
             tokens_per_step: most tokens of a global batch (a longer single sample is a step of its
                 own); the tokens of a sample are the product of its named dims.
+            samples_per_step: instead: samples of a global batch, the next in the epoch's order.
             mode: "auto": any row of the plan table for any micro-batch; "inter": each bucket's own
                 setting, buckets mixed and balanced; "intra": one bucket a step, at its own setting.
             min_grad_accumulation_steps: micro-batches that the rank with most runs in a step, at
@@ -117,7 +120,7 @@ class DataLoader:
         """
         check_compiled(compiled)
         check_pad(pad)
-        check_count("tokens_per_step", tokens_per_step, 1)
+        most = check_step_size(tokens_per_step, samples_per_step)
         check_count("min_grad_accumulation_steps", min_grad_accumulation_steps, 1)
         check_count("lookahead", lookahead, 0)
         check_count("window", window, 0)
@@ -133,11 +136,18 @@ class DataLoader:
             allowed_steps(mode, min_grad_accumulation_steps, max_grad_accumulation_steps),
             pads=pad_to_longer,
         )
+        by_samples = samples_per_step is not None
+        if by_samples and (allowed.least > 1 or allowed.most):
+            raise DataError(
+                f"samples_per_step={samples_per_step}: got bounds of the micro-batches of a step, "
+                "by which it grows and shrinks; expected tokens_per_step with them; pass that, or "
+                "leave the bounds out"
+            )
         self.compiled = compiled
         self.on_too_long = on_too_long
         self.lookahead = lookahead
         self.calculate_imbalance = calculate_imbalance
-        self.recipe = Recipe(tokens_per_step, window, mode, allowed, bool(packing))
+        self.recipe = Recipe(most, window, mode, allowed, bool(packing), by_samples)
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
         self._maker = StepMaker(dataset, compiled, packing, weight, pad)
@@ -148,9 +158,14 @@ class DataLoader:
         self._stats = LoaderStats()
 
     @property
-    def tokens_per_step(self) -> int:
-        """Most tokens of a global batch."""
-        return self.recipe.tokens
+    def tokens_per_step(self) -> int | None:
+        """Most tokens of a global batch; None: it has a number of samples."""
+        return None if self.recipe.by_samples else self.recipe.most
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Samples of a global batch; None: it has a number of tokens."""
+        return self.recipe.most if self.recipe.by_samples else None
 
     @property
     def table(self) -> PlanTable:
@@ -173,6 +188,27 @@ class DataLoader:
         """Makes the next iteration that of `epoch`; the epoch it is in already goes on as it is."""
         check_count("epoch", epoch, 0)
         self._progress.go_to(epoch)
+
+    def count_steps(self, epoch: int) -> int:
+        """Returns how many steps a whole epoch has, without planning them.
+
+        With `samples_per_step` this takes no time. With `tokens_per_step`, and in mode "intra", it
+        needs the length of every sample: where the dataset has no `dims(i)`, each is loaded once.
+
+        Raises:
+            DataError: the micro-batches of a step are bounded, so that its size follows from plans.
+        """
+        check_count("epoch", epoch, 0)
+        recipe, samples = self.recipe, self._maker.samples
+        if recipe.allowed.least > 1 or recipe.allowed.most:
+            raise DataError(
+                "count_steps: got bounds of the micro-batches of a step, by which it grows and "
+                "shrinks; expected none; leave min_grad_accumulation_steps and "
+                "max_grad_accumulation_steps out, or count steps as they come"
+            )
+        if recipe.by_samples and recipe.mode != "intra" and self.on_too_long == "error":
+            return -(-len(samples) // recipe.most)
+        return count_steps(self._progress.order(epoch), samples.fit, recipe, samples.forget)
 
     def state_dict(self) -> State:
         """Returns where training is, the step yielded last counted as done; plain numbers.

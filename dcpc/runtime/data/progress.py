@@ -46,12 +46,13 @@ class Progress:
             self.epoch, self.position, self.index = epoch, Position(), 0
             self._resumed = False
 
-    def order(self) -> list[int]:
-        """Returns the samples in the order of the epoch."""
+    def order(self, epoch: int | None = None) -> list[int]:
+        """Returns the samples in the order of an epoch; default: the one that runs."""
         n = self._samples
         if not self.shuffle:
             return list(range(n))
-        digest = hashlib.blake2b(f"{self.seed} {self.epoch}".encode(), digest_size=7).digest()
+        epoch = self.epoch if epoch is None else epoch
+        digest = hashlib.blake2b(f"{self.seed} {epoch}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         order: list[int] = torch.randperm(n, generator=generator).tolist()
         return order

@@ -55,6 +55,7 @@ def take(
     tokens: int,
     window: int,
     one_bucket: bool = False,
+    by_samples: bool = False,
 ) -> Batch:
     """Returns the next batch, empty only if nothing but samples too long is left.
 
@@ -65,30 +66,33 @@ def take(
         tokens: most of a batch; a longer single sample is a batch of its own.
         window: see the module; 0: stop at the first sample that does not fit.
         one_bucket: only samples of the first one's bucket.
+        by_samples: `tokens` is a number of samples instead.
     """
     done = set(position.ahead)
     samples: list[tuple[int, Bucket]] = []
     skipped: list[int] = []
-    total = 0
+    total = used = 0
     waits: int | None = None
     place = position.start
     while place < len(order) and (waits is None or place < waits + window):
         if place not in done:
             index = order[place]
             found = fit(index)
+            size = 1 if by_samples else found.tokens
             if found.bucket is None:
                 skipped.append(index)
                 done.add(place)
             elif not samples or (
-                total + found.tokens <= tokens and (not one_bucket or found.bucket == samples[0][1])
+                used + size <= tokens and (not one_bucket or found.bucket == samples[0][1])
             ):
                 samples.append((index, found.bucket))
                 total += found.tokens
+                used += size
                 done.add(place)
             elif waits is None:
                 waits = place
         place += 1
-        if samples and total >= tokens:
+        if samples and used >= tokens:
             break
     start = position.start
     while start in done:

@@ -141,10 +141,11 @@ class Lifetimes:
         self._numbered, self._recorder = numbered, recorder
         primals = numbered.of(run.primals)
         self._forward = numbered.of(run.forward)
-        self._outputs = numbered.of([run.loss, *run.saved])
+        self._outputs = numbered.of([*run.outputs, *run.saved])
         self._given = numbered.of([n for n, _ in run.given])
         self._taken = numbered.of([n for _, n in run.given])
-        self._tangent = numbered.of([run.tangent])
+        self._returned = len(run.outputs)
+        self._tangents = numbered.of(run.tangents)
         self._backward = numbered.of(run.backward)
         self._gradients = numbered.of([g for g in run.gradients if g is not None])
         arrays = numbered.arrays
@@ -156,19 +157,19 @@ class Lifetimes:
         self._stays = np.empty(0, dtype=np.int64)
 
     def forward(self, foldings: Sequence[Folding]) -> None:
-        """Runs the calls of forward, of which the loss and what is saved stay.
+        """Runs the calls of forward, of which what is returned and what is saved stay.
 
         Args:
             foldings: where copies are that stand for more.
         """
         fresh = self._numbered.arrays.above == np.arange(self._slot_count)
         self._run(self._forward, self._forward[:0], self._outputs, fresh, foldings)
-        self._stays = self._storage[self._slots(self._outputs[:1])]
+        self._stays = self._storage[self._slots(self._outputs[: self._returned])]
 
     def start_backward(self) -> None:
         """Leaves what backward takes."""
         recorder, count = self._recorder, self._slot_count
-        taken, slots = self._storage[self._slots(self._taken)], self._slots(self._tangent)
+        taken, slots = self._storage[self._slots(self._taken)], self._slots(self._tangents)
         held = np.full(count, -1)
         held[self._slots(self._given)] = taken
         held[slots] = slots + count
@@ -189,7 +190,7 @@ class Lifetimes:
         Args:
             foldings: where copies are that stand for more.
         """
-        given = np.append(self._given, self._tangent)
+        given = np.append(self._given, self._tangents)
         self._run(self._backward, given, self._gradients, self._again, foldings)
 
     def of(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, int, sympy.Expr]]:

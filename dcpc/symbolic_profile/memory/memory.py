@@ -21,6 +21,7 @@ import numpy as np
 import sympy
 from torch import fx
 
+from dcpc.fx.leaves import is_symbolic
 from dcpc.ir import Fold
 from dcpc.symbolic_profile.memory.events import Folding, Recorder
 from dcpc.symbolic_profile.memory.lifetimes import Lifetimes, Numbered
@@ -99,18 +100,20 @@ def timeline_of(
     recorder = Recorder()
     storages: Lifetimes | Stepwise
     if fuses:
-        forward: Any = fuse(run.forward, [run.loss, *run.saved], numbered.facts)
+        forward: Any = fuse(run.forward, [*run.outputs, *run.saved], numbered.facts)
         backward: Any = fuse(run.backward, outputs, numbered.facts)
         run = replace(run, forward=forward, backward=backward)
         storages = Stepwise(run, numbered, recorder)
     else:
         storages = Lifetimes(run, numbered, recorder)
     storages.forward(Folding.forward(fold, run.forward))
-    without = recorder.resident | {storage for _, storage, _ in storages.of([run.loss])}
+    without = recorder.resident | {storage for _, storage, _ in storages.of(run.outputs)}
     saved = _distinct(run.saved, storages, without, fold)
     storages.start_backward()
     storages.backward(Folding.backward(fold, run.backward, again, fuses))
-    gradients = _distinct(outputs, storages, set(), fold)
+    # Those of inputs have the inputs' sizes; a parameter's is fixed.
+    kept = [g for g in outputs if not any(map(is_symbolic, g.meta["val"].shape))]
+    gradients = _distinct(kept, storages, set(), fold)
     numbers = np.array([0, *recorder.steps, *recorder.transients], dtype=np.int64)
     used, place = np.unique(numbers, return_inverse=True)
     end = 1 + len(recorder.steps)

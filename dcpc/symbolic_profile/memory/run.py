@@ -18,20 +18,20 @@ class RankRun:
     Attributes:
         primals: forward's placeholders.
         forward: its calls.
-        loss: what it returns first.
+        outputs: what it returns, the loss first.
         saved: what it returns for backward.
         given: backward's placeholders and the forward values they take.
-        tangent: backward's placeholder for the loss's gradient.
+        tangents: backward's placeholders for the gradients of what it begins at.
         backward: its calls; a node of forward among them is made again.
         gradients: what it returns; None for a parameter without a gradient.
     """
 
     primals: Sequence[fx.Node]
     forward: Sequence[fx.Node]
-    loss: fx.Node
+    outputs: Sequence[fx.Node]
     saved: Sequence[fx.Node]
     given: Sequence[tuple[fx.Node, fx.Node]]
-    tangent: fx.Node
+    tangents: Sequence[fx.Node]
     backward: Sequence[fx.Node]
     gradients: Sequence[fx.Node | None]
 
@@ -42,28 +42,30 @@ class RankRun:
             return cls(
                 primals=what.primals,
                 forward=what.forward,
-                loss=what.loss,
+                outputs=what.outputs,
                 saved=what.saved,
                 given=[(n, n) for n in (*what.saved, *what.backward_primals)],
-                tangent=what.tangent,
+                tangents=what.tangents,
                 backward=what.backward,
                 gradients=what.gradients,
             )
         forward, backward = what.forward.graph, what.backward.graph
         by_name = {n.name: n for n in forward.nodes}
         names = [*what.saved, *what.backward_primals]
-        *taken, tangent = (n for n in backward.nodes if n.op == "placeholder")
-        assert len(taken) == len(names), (
-            f"backward takes {len(taken)} values and the loss' gradient; forward gives {len(names)}"
+        given = [n for n in backward.nodes if n.op == "placeholder"]
+        taken, tangents = given[: len(names)], given[len(names) :]
+        assert len(tangents) == len(what.begins), (
+            f"backward takes {len(given)} values and gradients; forward gives {len(names)} values "
+            f"for it, and it begins at {len(what.begins)}"
         )
-        loss, *saved = _outputs(forward)
+        outputs = _outputs(forward)
         return cls(
             primals=[n for n in forward.nodes if n.op == "placeholder"],
             forward=_calls(forward),
-            loss=loss,
-            saved=saved,
+            outputs=outputs[: what.returned],
+            saved=outputs[what.returned :],
             given=[(n, by_name[name]) for n, name in zip(taken, names, strict=True)],
-            tangent=tangent,
+            tangents=tangents,
             backward=_calls(backward),
             gradients=_outputs(backward),
         )

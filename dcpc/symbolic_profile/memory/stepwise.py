@@ -39,22 +39,23 @@ class Stepwise:
         recorder.resident = {storage for n in run.primals for storage, _ in self._enter(n)}
 
     def forward(self, foldings: Sequence[Folding]) -> None:
-        """Runs the steps of forward, of which the loss and what is saved stay.
+        """Runs the steps of forward, of which what is returned and what is saved stay.
 
         Args:
             foldings: where copies are that stand for more.
         """
         run = self._steps
-        self._run(run.forward, [run.loss, *run.saved], foldings)
+        self._run(run.forward, [*run.outputs, *run.saved], foldings)
 
     def start_backward(self) -> None:
         """Leaves what backward takes."""
         run = self._steps
-        kept = [self._own[n] for n in run.saved if n is not run.loss]
+        kept = [self._own[n] for n in run.saved if n not in run.outputs]
         self._own = {node: self._own[source] for node, source in run.given}
         for own in self._own.values():
             self._hold(own)
-        self._hold(self._enter(run.tangent))
+        for tangent in run.tangents:
+            self._hold(self._enter(tangent))
         for own in kept:
             self._drop(own)
         self._recorder.mark("backward")

@@ -2,7 +2,7 @@
 
 The only file that touches torch's tracing API. What comes out is functional (no op writes to its
 input, no nested graph, no assertion), keeps composite ops whole (`linear`, `layer_norm`,
-`scaled_dot_product_attention`), and has one output: the loss.
+`scaled_dot_product_attention`), and returns what is wanted: the loss, or all that forward returns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import operator
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +25,7 @@ import torch.utils._sympy.reference
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimConstraints, ShapeEnv
 
 from dcpc.buckets import Buckets
 from dcpc.errors import TraceError
@@ -41,12 +41,25 @@ from dcpc.trace.capture.branches import refuse_batch_of_one, refuse_branches
 from dcpc.trace.capture.capturable import Capturable
 from dcpc.trace.capture.explain import explained
 from dcpc.trace.capture.functional import functional
-from dcpc.trace.capture.gradients import detach_without_grad, flowing, trainable
+from dcpc.trace.capture.gradients import (
+    detach_without_grad,
+    flowing,
+    refuse_strangers,
+    refuse_writes,
+    trainable,
+)
 from dcpc.trace.capture.module_state import ModuleState
 from dcpc.trace.capture.order import order_preparations
 from dcpc.trace.capture.own_backward import own_backwards, refuse_backward_hooks
 from dcpc.trace.capture.paths import Paths
-from dcpc.trace.loss import find_loss, loss_choice
+from dcpc.trace.loss import (
+    AllOutputs,
+    Loss,
+    check_names,
+    find_outputs,
+    loss_choice,
+    returned,
+)
 
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
@@ -54,34 +67,45 @@ _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 class _Noted:
     """What forward changes of its module, but for tensors; torch.export puts lists back.
 
-    And which of several scalars is the loss.
+    And which of several scalars is the loss, and whether a caller looks for what forward writes.
     """
 
     changes: Sequence[str] = ()
     choice: str = ""
+    effects: bool = False
 
 
-class _LossOf(nn.Module):
-    """Positional arguments in, the one scalar loss of the user's output out."""
+class _WantedOf(nn.Module):
+    """Positional arguments in, the one scalar loss of the user's output out, or all tensors."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, names: tuple[str, ...], loss: Loss | None) -> None:
         super().__init__()
         self.model = model
         self.names = names
+        # Not as an attribute of its own: a module would be one of this one.
+        self.returned: Callable[[Mapping[str, Tensor]], Any]
+        self.returned = lambda inputs: returned(model, inputs, loss)
         self.noted = _Noted()
 
-    def forward(self, *args: Tensor) -> Tensor:
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         before = ModuleState(self.model)
-        output = self.model(**dict(zip(self.names, args, strict=True)))
-        loss = find_loss(output)
+        output = self.returned(dict(zip(self.names, args, strict=True)))
+        wanted = find_outputs(output)
+        refuse_strangers(wanted)
         after = ModuleState(self.model)
         tensors = {"", *before.kinds, *after.kinds}  # "" is the model itself
         self.noted.changes = before.changes(after, besides=tensors)
         self.noted.choice = loss_choice(output)
-        return loss
+        self.noted.effects = isinstance(output, AllOutputs)
+        return wanted
 
 
-def trace(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = None) -> Program:
+def trace(
+    model: nn.Module,
+    buckets: Buckets,
+    autocast: torch.dtype | None = None,
+    loss: Loss | None = None,
+) -> Program:
     """Returns the model's forward graph, captured once for all buckets.
 
     No memory is used for activations: the trace runs on fake tensors; nor for parameters and
@@ -92,6 +116,7 @@ def trace(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = Non
             scalar loss, or a mapping, dataclass or tuple that has one: `find_loss`.
         buckets: the inputs' specs and the ranges of the named dims.
         autocast: what autocast computes in; None: every op in the dtype of its operands.
+        loss: of what forward returned and the inputs; None: forward returned it.
 
     Raises:
         TraceError: torch cannot capture the module, or the trace fixed a dim, or forward mutates a
@@ -101,15 +126,21 @@ def trace(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None = Non
     # are compared and multiplied anew, twice for a view. Without it a trace takes a quarter less.
     uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     with uncached, without_collection(), telling():
-        return _traced(model, buckets, autocast)
+        return _traced(model, buckets, autocast, loss)
 
 
-def _traced(model: nn.Module, buckets: Buckets, autocast: torch.dtype | None) -> Program:
+def _traced(
+    model: nn.Module, buckets: Buckets, autocast: torch.dtype | None, loss: Loss | None
+) -> Program:
+    check_names(model, buckets.inputs, loss)
     refuse_backward_hooks(model)
+    named.refuse_names(buckets)
     model = _meta_as_fake(model)
     dims = named.named_dims(buckets)
     hints = named.choose_hints(buckets, dims)
-    exported, paths = _export(model, buckets, dims, hints, autocast)
+    wrapped = _WantedOf(model, tuple(buckets.inputs), loss)
+    wrapped.training = model.training
+    exported, paths = _export(wrapped, buckets, dims, hints, autocast)
     _refuse_mutation(exported)
     gm = copy.deepcopy(exported.graph_module)
     symbols = {n: sympy.Symbol(n, integer=True, positive=True) for n in buckets.names}
@@ -143,14 +174,13 @@ def _meta_as_fake(model: nn.Module) -> nn.Module:
 
 
 def _export(
-    model: nn.Module,
+    wrapped: _WantedOf,
     buckets: Buckets,
     dims: Mapping[str, Any],
     hints: Mapping[str, int],
     autocast: torch.dtype | None,
 ) -> tuple[ExportedProgram, Paths]:
-    wrapped = _LossOf(model, tuple(buckets.inputs))
-    wrapped.training = model.training
+    model = wrapped.model
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     args = tuple(named.example_inputs(buckets, hints, device))
@@ -159,7 +189,13 @@ def _export(
         with warnings.catch_warnings(), casting(device.type, autocast), _silent(), _quotients():
             warnings.simplefilter("ignore")
             # Within a caller's no_grad the graph would not say which parts of forward have none.
-            with torch.inference_mode(False), torch.enable_grad(), Capturable(), own_backwards():
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                Capturable(),
+                own_backwards(),
+                _suggestions(),
+            ):
                 exported = torch.export.export(
                     wrapped,
                     args,
@@ -168,7 +204,10 @@ def _export(
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )
             paths = Paths(wrapped, exported, buckets, device, autocast)
-            detach_without_grad(exported)
+            if wrapped.noted.effects:
+                refuse_writes(exported)
+            learning = _learning(exported, buckets)
+            detach_without_grad(exported, learning)
             for inner in exported.graph_module.modules():  # `with` blocks have graphs of their own
                 if isinstance(inner, fx.GraphModule):
                     spread_row_losses(inner.graph)
@@ -224,6 +263,26 @@ def _quotients() -> Iterator[None]:
 
 
 @contextmanager
+def _suggestions() -> Iterator[None]:
+    """Keeps what torch cannot suggest of a size from ending a trace in which nothing is wrong.
+
+    torch 2.13 writes suggestions for an error's text even where there is none. Of rows that are
+    padded to pairs it makes a `Dim` of the pairs, which refuses a range of one value: from 10 to 12
+    rows the odd number that is traced has 6 pairs.
+    """
+    suggest = DimConstraints.prettify_results
+
+    def suggested(*args: Any, **kwargs: Any) -> str:
+        try:
+            return suggest(*args, **kwargs)
+        except AssertionError as error:
+            return f"{error}"
+
+    with patch.object(DimConstraints, "prettify_results", suggested):
+        yield
+
+
+@contextmanager
 def _silent() -> Iterator[None]:
     """Keeps torch.export from printing the graph so far, pages of it, where it fails."""
     import torch.export._trace
@@ -243,14 +302,21 @@ def _cached_by_autocast(exported: ExportedProgram) -> set[str]:
     }
 
 
+def _learning(exported: ExportedProgram, buckets: Buckets) -> set[str]:
+    """Returns the placeholders that learn: of parameters, and of inputs that are declared so."""
+    given = zip(exported.graph_signature.user_inputs, buckets.inputs.values(), strict=True)
+    return trainable(exported) | {str(name) for name, spec in given if spec.learns}
+
+
 def _refuse_mutation(exported: ExportedProgram) -> None:
     mutated = sorted(set(exported.graph_signature.buffers_to_mutate.values()))
     if mutated:
         names = ", ".join(name.removeprefix("model.") for name in mutated[:4])
         raise TraceError(
             f"forward changes {len(mutated)} buffers ({names}); expected a forward that only reads "
-            "them: every rank would keep statistics of its own samples; put these modules into "
-            "eval(), or use a norm without running statistics"
+            "them: statistics would be of the micro-batches of a plan and of one rank; put these "
+            "modules into eval(), where a batch norm reads what it has, or use GroupNorm or "
+            "LayerNorm (SyncBatchNorm has running statistics, too), or track_running_stats=False"
         )
 
 
@@ -297,7 +363,7 @@ def _program(
     constants = {n: exported.constants[t] for n, t in lifted.items()}
     inputs = dict(zip(map(str, signature.user_inputs), buckets.inputs, strict=True))
     env = _shape_env(gm)
-    flows = flowing(gm.graph, trainable(exported))
+    flows = flowing(gm.graph, _learning(exported, buckets))
     info: dict[str, TensorInfo] = {}
     cache: dict[sympy.Expr, sympy.Expr] = {}
     for node in gm.graph.nodes:
@@ -311,7 +377,9 @@ def _program(
         for node in gm.graph.nodes
         if isinstance(node.meta.get("val"), (torch.SymInt, int))
     }
-    loss = next(n for n in gm.graph.nodes if n.op == "output").args[0][0]
+    outputs: Any = gm.graph.output_node().args[0]
+    returned = tuple(n.name for n in outputs)
+    begins = tuple(i for i, n in enumerate(returned) if info[n].requires_grad)
     facts = repr([(n, info[n].shape, str(info[n].dtype)) for n in parameters])
     return Program(
         gm=gm,
@@ -322,7 +390,8 @@ def _program(
         symbols=dict(symbols),
         info=info,
         scalars=scalars,
-        loss=loss.name,
+        outputs=returned,
+        begins=begins,
         hints=dict(hints),
         graph_hash=hash_of(gm.code, facts),
     )

@@ -1,5 +1,6 @@
 """Named dims as torch.export sees them: ranges, hints, and the way back from torch's symbols."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,21 @@ SMALLEST = 2
 LEAST_BATCH_IN_TRACE = 7
 
 
+def refuse_names(buckets: Buckets) -> None:
+    """Refuses names of dims that torch gives its own symbols: two symbols of one name are one.
+
+    Raises:
+        TraceError: a dim has one.
+    """
+    taken = [n for n in buckets.names if re.fullmatch(r"(s|u|ps|zf|zuf)\d+", n)]
+    if taken:
+        raise TraceError(
+            f"dims: got the name {', '.join(taken)}; expected one that torch has not for its own "
+            "sizes (a letter and a number, as s0 or u1); give it another name, such as "
+            f"dim_{taken[0]}"
+        )
+
+
 def named_dims(buckets: Buckets) -> dict[str, Any]:
     """Returns a torch.export `Dim` for every named dim that can be larger than 1."""
     dims: dict[str, Any] = {}
@@ -52,8 +68,8 @@ def choose_hints(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
     """Returns the size of each named dim in the trace: small, in range, all different, and prime.
 
     Different, because torch merges two symbols of one size without a word. Prime if the range has
-    one: at an even height a model that pads to a multiple of 2 has nothing to pad, and torch would
-    hold on to that; what it does at an odd one serves every height.
+    one, else odd: at an even height a model that pads to a multiple of 2 has nothing to pad, and
+    torch would hold on to that; what it does at an odd one serves every height.
     """
     hints: dict[str, int] = {}
     taken: set[int] = set()
@@ -65,7 +81,8 @@ def choose_hints(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
         want = max(low, 3 if name == BATCH else 11)
         choices = [size for size in range(want, min(high, want + 64) + 1) if size not in taken]
         choices += [size for size in range(low, high + 1)[:64] if size not in taken]
-        hints[name] = next(filter(isprime, choices), choices[0] if choices else low)
+        odd = [size for size in choices if size % 2] or choices or [low]
+        hints[name] = next(filter(isprime, choices), odd[0])
         taken.add(hints[name])
     return hints
 
@@ -90,7 +107,8 @@ def example_inputs(
 ) -> list[torch.Tensor]:
     """Returns one distinct tensor an input (torch aliases an input that is passed twice)."""
     specs = buckets.inputs.values()
-    return [torch.ones(s.shape(hints), dtype=s.dtype, device=device) for s in specs]
+    made = [torch.ones(s.shape(hints), dtype=s.dtype, device=device) for s in specs]
+    return [x.requires_grad_(s.learns) for x, s in zip(made, specs, strict=True)]
 
 
 def solve_symbols(

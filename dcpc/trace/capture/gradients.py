@@ -1,13 +1,15 @@
-"""Where forward cuts gradients: blocks of `torch.no_grad()`."""
+"""Where forward cuts gradients (blocks of `torch.no_grad()`), and where they must not end."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
@@ -17,18 +19,22 @@ aten = torch.ops.aten
 _BLOCK = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
-def detach_without_grad(exported: ExportedProgram) -> None:
+def detach_without_grad(exported: ExportedProgram, learning: set[str]) -> None:
     """Detaches what a block without gradients makes, in place.
 
     The block is a nested graph; making the whole functional takes it in and forgets that no
     gradient flows out.
+
+    Args:
+        exported: the program.
+        learning: placeholders that learn.
 
     Raises:
         TraceError: forward writes to what has a gradient, in such a block or through `detach`.
             Autograd knows nothing of the write: the gradient is what it was without.
     """
     gm = exported.graph_module
-    flows = flowing(gm.graph, trainable(exported))
+    flows = flowing(gm.graph, learning)
     for call, root, is_detached in _writes(gm.graph):
         if is_detached and root in flows:
             raise _past_autograd(call, root)
@@ -52,6 +58,50 @@ def detach_without_grad(exported: ExportedProgram) -> None:
     gm.recompile()
 
 
+def refuse_writes(exported: ExportedProgram) -> None:
+    """Refuses a forward that writes to what it is given, where a caller would look for the write.
+
+    Raises:
+        TraceError: it does.
+    """
+    given = set(exported.graph_signature.user_inputs)
+    for call, root, _ in _writes(exported.graph_module.graph):
+        if root.name in given:
+            raise TraceError(
+                f"forward writes to its input '{root.name}' ({call.target}); expected one that "
+                "only reads what it is given: a compiled graph has no effects; write to a clone"
+            )
+
+
+def refuse_strangers(outputs: Sequence[Tensor]) -> None:
+    """Refuses outputs whose gradient reaches a tensor that is none of the model's.
+
+    Args:
+        outputs: while they are captured: the model's own tensors are fake.
+
+    Raises:
+        TraceError: a parameter outside of the model would be a constant of the graph.
+    """
+    with torch._C.DisableTorchFunction():
+        todo: list[Any] = [x.grad_fn for x in outputs]
+        seen: set[Any] = set()
+        while todo:
+            step = todo.pop()
+            if step is None or step in seen:
+                continue
+            seen.add(step)
+            todo += [before for before, _ in step.next_functions]
+            leaf = getattr(step, "variable", None)
+            if leaf is not None and not isinstance(leaf, FakeTensor):
+                raise TraceError(
+                    f"the loss depends on a tensor outside of the model, {tuple(leaf.shape)} "
+                    f"{leaf.dtype}, that requires a gradient: got a constant of the graph, which "
+                    "nobody trains; expected parameters and buffers of the model; register it in "
+                    "the model, or, if it is not trained (a teacher), call it under "
+                    "torch.no_grad() or with requires_grad_(False)"
+                )
+
+
 def _past_autograd(call: fx.Node, root: fx.Node) -> TraceError:
     lines = str(call.meta.get("stack_trace") or "").strip().splitlines()
     where = f" ({lines[-2].strip()}: `{lines[-1].strip()}`)" if len(lines) > 1 else ""
@@ -73,7 +123,7 @@ def flowing(graph: fx.Graph, learning: set[str]) -> set[object]:
 
     Args:
         graph: an exported one; blocks without gradients may be nested in it.
-        learning: placeholders of parameters that learn.
+        learning: placeholders that learn.
     """
     found: set[object] = set()
     for node in graph.nodes:

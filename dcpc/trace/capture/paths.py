@@ -208,8 +208,8 @@ class _Recorder(TorchDispatchMode):
             return None
         return self.key(full[0])
 
-    def path(self, loss: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Yields the calls that a loss depends on, in order, by numbers in order of appearance.
+    def path(self, outputs: Sequence[Tensor]) -> Iterator[tuple[Any, ...]]:
+        """Yields the calls that outputs depend on, in order, by numbers in order of appearance.
 
         A copy that changes nothing at the sizes at hand (a padding by nothing) is left out where
         nothing is written to its memory or that of its operand later.
@@ -225,7 +225,8 @@ class _Recorder(TorchDispatchMode):
                 equal[call.outputs[0]] = equal.get(call.same, call.same)
             else:
                 kept.append(call)
-        needed = {_base(equal.get(k := self.key(loss), k))}
+        returned = [equal.get(k := self.key(x), k) for x in outputs]
+        needed = {_base(k) for k in returned}
         used: list[_DispatchedCall] = []
         for call in reversed(kept):
             if call.op._schema.is_mutable or needed & {*call.outputs}:
@@ -238,12 +239,7 @@ class _Recorder(TorchDispatchMode):
             for key in call.outputs:
                 numbers.setdefault(_base(equal.get(key, key)), len(numbers))
             yield call.text, call.op, named, call.args[1]
-        yield (
-            "the loss",
-            None,
-            (numbers.get(k := equal.get(self.key(loss), self.key(loss)), k),),
-            "",
-        )
+        yield "what it returns", None, tuple(_numbered(k, numbers) for k in returned), ""
 
 
 @contextmanager
@@ -425,7 +421,7 @@ class Paths:
             symbols = _symbols_at(self._raw.graph, values)
             with _exporting(), mode, self._casting(), graph:
                 ran = _Graph(self._raw, symbols, wrong)
-                got = ran.run(*(values[n] for n in names))[0]
+                got = ran.run(*(values[n] for n in names))
         except NotImplementedError as error:  # a kernel that fake tensors have none of
             raise UnknownPathError(f"the graph: {str(error).splitlines()[0]}") from error
         except Exception as error:

@@ -96,8 +96,8 @@ def program_of(case: Case) -> Program:
     graph.output((node,))
     return Program(
         gm=SimpleNamespace(graph=graph), parameters={}, buffers={}, constants={}, inputs={},
-        symbols={s.name: s for s in case.dims}, info=info, scalars={}, loss=node.name, hints={},
-        graph_hash="one call",
+        symbols={s.name: s for s in case.dims}, info=info, scalars={}, outputs=(node.name,),
+        begins=(0,), hints={}, graph_hash="one call",
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def read_by_another(program: Program) -> Program:
     reader.meta = dict(made.meta)
     graph.output((reader,))
     info = {**program.info, reader.name: program.info[program.loss]}
-    return replace(program, gm=SimpleNamespace(graph=graph), info=info, loss=reader.name)
+    return replace(program, gm=SimpleNamespace(graph=graph), info=info, outputs=(reader.name,))
 
 
 def check_pieces(

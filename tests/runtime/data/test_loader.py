@@ -226,6 +226,13 @@ def test_missing_pad_value_says_what_to_pass():
         ({"pad": {"ids": 0}}, "pad=: got ids; expected names of inputs: input_ids, labels"),
         ({"weight": "label"}, "weight=: got 'label'; expected 'samples', an input"),
         ({"on_too_long": "cut"}, "on_too_long=: got 'cut'"),
+        ({"samples_per_step": 4}, "tokens_per_step=20, samples_per_step=4: got both"),
+        ({"tokens_per_step": None}, "tokens_per_step=None, samples_per_step=None: got neither"),
+        ({"tokens_per_step": None, "samples_per_step": 0}, "samples_per_step: got 0"),
+        (
+            {"tokens_per_step": None, "samples_per_step": 4, "max_grad_accumulation_steps": 2},
+            "samples_per_step=4: got bounds",
+        ),
     ],
 )
 def test_wrong_argument_is_named(options, message):
@@ -411,3 +418,33 @@ def test_a_dataset_may_refill_one_buffer(kind):
     for plain, refilled in zip(*every, strict=True):
         for a, b in zip(plain.micro_batches, refilled.micro_batches, strict=True):
             assert all(torch.equal(x, b.inputs[name]) for name, x in a.inputs.items())
+
+
+@pytest.mark.parametrize("mode", ["auto", "intra"])
+@pytest.mark.parametrize("size", [{"tokens_per_step": 20}, {"samples_per_step": 4}])
+@pytest.mark.parametrize("on_too_long", ["error", "skip"])
+def test_steps_of_an_epoch_are_counted_without_planning(mode, size, on_too_long):
+    lengths = [*LENGTHS, 17] if on_too_long == "skip" else LENGTHS
+    options = {"tokens_per_step": None, **size, "mode": mode, "on_too_long": on_too_long}
+    loader = loader_for(Ragged(lengths), **options)
+    counts = [loader.count_steps(epoch) for epoch in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert [len(list(loader)) for _ in range(3)] == counts
+
+
+def test_a_step_of_so_many_samples_is_the_next_of_the_order():
+    loader = loader_for(
+        RaggedWithDims(LENGTHS), tokens_per_step=None, samples_per_step=4, shuffle=False
+    )
+    steps = list(loader)
+    assert [sorted(sample_ids([step])) for step in steps] == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12]
+    ]  # fmt: skip
+    assert (loader.samples_per_step, loader.tokens_per_step) == (4, None)
+
+
+def test_a_loader_whose_steps_follow_from_plans_is_not_counted():
+    loader = loader_for(Ragged(LENGTHS), max_grad_accumulation_steps=2)
+    with pytest.raises(DataError, match="count_steps: got bounds"):
+        loader.count_steps(0)

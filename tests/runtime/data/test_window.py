@@ -85,3 +85,17 @@ def test_a_sample_that_does_not_fit_waits_for_the_next_batch():
     batches = list(epoch([2, 9, 5, 4, 8], 14, window=4))
     assert [[i for i, _ in b.samples] for b in batches] == [[4, 3, 0], [2, 1]]
     assert batches[0].after == Position(2, frozenset({4}))
+
+
+@settings(deadline=None)
+@given(problems)
+def test_by_samples_batches_are_the_order_cut(problem):
+    lengths, count, window, _ = problem
+    order, position, found = list(range(len(lengths))), Position(), []
+    while position.start < len(order):
+        batch = take(order, fits(lengths), position, count, window, by_samples=True)
+        position = batch.after
+        found.append([i for i, _ in batch.samples])
+        assert batch.tokens == sum(lengths[i] for i in found[-1])
+    kept = [i for i in order if lengths[i] <= 16]
+    assert [b for b in found if b] == [kept[i : i + count] for i in range(0, len(kept), count)]

@@ -329,3 +329,32 @@ def test_branch_that_cannot_be_followed_is_warned_of():
     sizes = [{"seq": n} for n in (7, 9)]
     with pytest.warns(UserWarning, match=r"Ne\(seq, 9\).*could not be followed"):
         trace(Unfollowed(), Buckets(SEQUENCE, sizes))
+
+
+def pairs(w, x):
+    """Rows padded to pairs and cut again, as a video model does with odd heights."""
+    rows = x.shape[1]
+    pairs = (rows + 1) // 2
+    both = F.pad(x, (0, pairs * 2 - rows)).unflatten(1, (pairs, 2))
+    return (w * both.flip(2)).flatten(1)[:, :rows].square().mean()
+
+
+SMALL = pytest.mark.xfail(
+    strict=True, raises=TraceError,
+    reason="no odd number is left for the trace, or 2: half of that is 1, which torch fixes",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(10, 12), (8, 9), (6, 7), pytest.param((4, 4), marks=SMALL),
+     pytest.param((3, 4), marks=SMALL)],
+)  # fmt: skip
+def test_few_sizes_that_are_padded_to_pairs_trace(sizes):
+    """torch has a range of one value for the pairs of 10 to 12, and of 8 and 9 none is prime."""
+    buckets = Buckets(inputs={"x": "float64[batch, rows]"}, sizes=[{"rows": n} for n in {*sizes}])
+    model = Function(pairs).double()
+    compiled = dcpc.compile(model, buckets, backend="eager")
+    for n in sizes:
+        x = torch.arange(2.0 * n, dtype=torch.float64).view(2, n)
+        assert compiled_error(compiled, model, {"x": x}) < 1e-12

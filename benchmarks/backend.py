@@ -1,0 +1,208 @@
+"""`torch.compile(backend="dcpc")` beside Inductor, both with dynamic=True, on the zoo's models.
+
+A row a model, each in a process of its own, with Inductor's caches off:
+
+    exact       float64, five shapes: the loss, every other floating output and all gradients
+                against the plain model's
+    recompiles  captures by Dynamo after the first shape
+    traces      of dcpc for the five shapes, and variants
+    first call  forward and backward of the first shape, float32: seconds of dcpc over Inductor's
+    calls       forward and backward of all five shapes, medians of interleaved calls: the same
+
+A model that dcpc refuses counts as not ok; its reason is in the table. `--quick` takes three models
+of one layer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from benchmarks.harness import Cell, parser, print_table, write_report
+from benchmarks.zoo_models import DEPTH, NAMED, ZooModel
+from dcpc.buckets import Sizes
+from dcpc.dynamo import backend
+from dcpc.verify.exactness import example_inputs
+
+QUICK = ("transformers Llama", "transformers T5", "diffusers PixArt")
+REPEATS = 15
+SHAPES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class BackendRow:
+    """What was found of one model.
+
+    Attributes:
+        model: its name.
+        error: largest relative difference from the plain model.
+        recompiles: captures after the first shape.
+        refused: why dcpc does not take it; "" if it does.
+        first_call: seconds of dcpc over Inductor's.
+        calls: the same of later calls.
+    """
+
+    model: str
+    error: float
+    recompiles: int
+    refused: str
+    first_call: float
+    calls: float
+
+
+def shapes(model: ZooModel) -> list[Sizes]:
+    """Returns five shapes whose dims are all different, none of them 1.
+
+    Dynamo takes dims that are equal in a first call for one, and captures again where they differ.
+    """
+    first, second, large = (*model.sizes[:2], model.coverage_sizes)
+    bases = (first, second, large, {n: size + 6 for n, size in first.items()}, second)
+    return [_distinct({**sizes, "batch": 2 + i % 2}, i) for i, sizes in enumerate(bases)]
+
+
+def _distinct(sizes: Sizes, more: int) -> dict[str, int]:
+    found: dict[str, int] = {"batch": sizes["batch"]}
+    for number, (name, size) in enumerate(sizes.items()):
+        if name != "batch":
+            least = size + 2 * number + more % 2 * 2
+            taken = {n * k for n in found.values() for k in (1, 2)}
+            found[name] = next(
+                n for n in range(max(least, 4), least + 99) if not {n, 2 * n} & taken
+            )
+    return found
+
+
+def outputs_of(returned: object) -> list[Tensor]:
+    """Returns the floating tensors that a model's forward returned, the loss first."""
+    if isinstance(returned, Tensor):
+        return [returned]
+    values = returned.values() if isinstance(returned, Mapping) else list(returned)  # type: ignore[call-overload]
+    return [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def run(model: Callable[..., object], own: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Returns the outputs of a call, then the gradients of the loss."""
+    for p in own.parameters():
+        p.grad = None
+    found = outputs_of(model(**inputs))
+    found[0].backward()
+    gradients = (p.grad for p in own.parameters() if p.grad is not None)
+    return [*(x.detach() for x in found), *gradients]
+
+
+def worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """Returns the largest difference, relative to each tensor's largest element."""
+    scale = max(float(x.abs().max()) for x in want)
+    gaps = (
+        float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3 * scale)
+        for a, b in zip(got, want, strict=True)
+    )
+    return max(gaps)
+
+
+def inputs_at(model: ZooModel, sizes: Sizes, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns inputs of one shape."""
+    found = example_inputs(model.buckets, sizes, model.example)
+    return {n: x.to(dtype) if x.is_floating_point() else x for n, x in found.items()}
+
+
+def exact(model: ZooModel) -> tuple[float, int]:
+    """Returns the largest relative difference in float64, and captures after the first shape."""
+    plain, own = model.make(), model.make()
+    compiled = torch.compile(own, backend=backend, dynamic=True, options={"fallback": "error"})
+    found, before = 0.0, 0
+    for number, sizes in enumerate(shapes(model)):
+        inputs = inputs_at(model, sizes, torch.float64)
+        found = max(found, worst(run(compiled, own, inputs), run(plain, plain, inputs)))
+        if not number:
+            before = counters["stats"]["unique_graphs"]
+    return found, counters["stats"]["unique_graphs"] - before
+
+
+def times(model: ZooModel, repeats: int) -> tuple[float, float]:
+    """Returns dcpc's seconds over Inductor's: of the first call, and of later ones."""
+    every = [inputs_at(model, sizes, torch.float32) for sizes in shapes(model)]
+    systems: dict[str, tuple[Callable[..., object], nn.Module]] = {}
+    first: dict[str, float] = {}
+    torch._dynamo.reset()
+    for name, how in (("inductor", "inductor"), ("dcpc", backend)):
+        own = model.make().float()
+        systems[name] = torch.compile(own, backend=how, dynamic=True), own
+        start_s = time.perf_counter()
+        run(*systems[name], every[0])
+        first[name] = time.perf_counter() - start_s
+        for inputs in every:
+            run(*systems[name], inputs)
+    seconds: dict[str, float] = dict.fromkeys(systems, 0.0)
+    for inputs in every:
+        took: dict[str, list[float]] = {name: [] for name in systems}
+        for turn in range(repeats):
+            for name in sorted(systems, reverse=bool(turn % 2)):
+                start_s = time.perf_counter()
+                run(*systems[name], inputs)
+                took[name].append(time.perf_counter() - start_s)
+        for name, each in took.items():
+            seconds[name] += median(each)
+    return first["dcpc"] / first["inductor"], seconds["dcpc"] / seconds["inductor"]
+
+
+def row(name: str, quick: bool) -> BackendRow:
+    """Returns what is found of one model."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    DEPTH["layers"] = 1 if quick else 2
+    model = NAMED[name]
+    try:
+        error, recompiles = exact(model)
+    except Exception as refusal:
+        lines = [line for line in str(refusal).splitlines() if line.strip()]
+        return BackendRow(name, float("nan"), 0, " ".join(lines[:2])[:200], *times(model, 5))
+    return BackendRow(name, error, recompiles, "", *times(model, 5 if quick else REPEATS))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; 1 where a number is wrong."""
+    arguments = parser("backend", "torch.compile(backend='dcpc') beside Inductor.").parse_args(argv)
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    start_s = time.perf_counter()
+    names = QUICK if arguments.quick else tuple(NAMED)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        1, mp_context=spawn, max_tasks_per_child=None if arguments.quick else 1
+    ) as pool:
+        rows = [*pool.map(row, names, [arguments.quick] * len(names))]
+    header = ("model", "error", "recompiles", "first call", "calls", "refused")
+    print_table(
+        "torch.compile(backend='dcpc') over Inductor", header,
+        [(r.model, r.error, r.recompiles, r.first_call, r.calls, r.refused) for r in rows],
+    )  # fmt: skip
+    ok = [r for r in rows if not r.refused]
+    found: dict[str, Cell] = {
+        "models": len(rows),
+        "models_ok": len(ok),
+        "worst_relative_error": max((r.error for r in ok), default=float("nan")),
+        "recompiles": sum(r.recompiles for r in ok),
+        "seconds_over_inductor": median(r.calls for r in ok),
+        "first_call_over_inductor": median(r.first_call for r in ok),
+    }
+    print_table(
+        f"backend, in {time.perf_counter() - start_s:.0f} s", ("figure", "value"), [*found.items()]
+    )
+    write_report("backend", found, arguments.json)
+    return int(not found["worst_relative_error"] <= 1e-10)  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

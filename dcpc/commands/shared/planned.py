@@ -1,0 +1,85 @@
+"""A plan from what a command line names: a model, a file of buckets or lengths, options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dcpc.api import plan_with
+from dcpc.buckets import Buckets
+from dcpc.commands.shared.factories import load_model
+from dcpc.commands.shared.first_look import first_look
+from dcpc.errors import BucketError, PlanError, TraceError
+from dcpc.plan.options import PlanOptions
+from dcpc.plan.planning import Planned
+from dcpc.plan.progress import during
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model and its shapes as a command line names them.
+
+    Attributes:
+        factory: `module:factory` of the model.
+        file: of the buckets.
+        seq: lengths such as "512,2048", in place of a file.
+
+    Raises:
+        BucketError: not exactly one of `file` and `seq` is given.
+    """
+
+    factory: str
+    file: Path | None
+    seq: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that the shapes are given once."""
+        if (self.file is None) == (self.seq is None):
+            got = "neither" if self.file is None else "both"
+            raise BucketError(
+                f"got {got} of --buckets and --seq; expected one of them: a file with inputs and "
+                "sizes, or for a first look at a model of token ids its lengths, such as "
+                "--seq 512,2048"
+            )
+
+    def planned(self, options: PlanOptions, *, partly: bool = False) -> tuple[Planned, str]:
+        """Returns the plan, and as text what was assumed of the model's inputs; "" with a file.
+
+        Args:
+            options: of the plan.
+            partly: whether buckets that fit with no setting are left without a plan.
+
+        Raises:
+            DcpcError: the factory, the shapes or an option is wrong, or a bucket does not fit.
+        """
+        buckets = None if self.file is None else Buckets.from_yaml(self.file)
+        try:
+            with torch.device("meta"), during(f"make {self.factory}"):
+                model = load_model(self.factory)  # no memory for weights, where its code allows it
+        except PlanError:
+            return self._plan(self._load(), buckets, options, partly)
+        try:
+            return self._plan(model, buckets, options, partly)
+        except (NotImplementedError, RuntimeError, TraceError):
+            pass
+        return self._plan(self._load(), buckets, options, partly)
+
+    def _load(self) -> nn.Module:
+        with during(f"make {self.factory}"):
+            return load_model(self.factory)
+
+    def _plan(
+        self, model: nn.Module, buckets: Buckets | None, options: PlanOptions, partly: bool
+    ) -> tuple[Planned, str]:
+        if buckets is not None:
+            return plan_with(model, buckets, options, partly=partly), ""
+        look = first_look(model, self.seq or "")
+        try:
+            return plan_with(model, look.buckets, options, partly=partly), look.said
+        except TraceError as error:
+            raise TraceError(
+                f"{error}\n\n{look.said}where that is wrong, correct it and pass it as --buckets"
+            ) from error

@@ -1,0 +1,291 @@
+"""One compiled model in several modes, and at lengths besides its buckets: an edition for each.
+
+    train()                    what `dcpc.compile` has traced and planned
+    eval()                     made when it is first called: where its graphs are the same, those of
+                               the first; else traced, planned and compared as that was
+    a length between buckets   made when it is first asked for; with the graphs of its mode where a
+                               trace with this length among the buckets is the same
+
+An edition keeps each bucket's degree, so ranks of one group meet whatever mode each is in, and find
+out before anything is sent. Nothing is sent to make one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.compiled.dispatch import Dispatch
+from dcpc.errors import DcpcError, DispatchError
+from dcpc.ir import Program
+from dcpc.plan.following import Followed, stands_for
+from dcpc.plan.planning import Planned, plan_with_degrees
+from dcpc.plan.runnable import Runnable
+from dcpc.runtime.groups.same_state import checksum
+from dcpc.trace import casting, trace
+from dcpc.verify import Verifier
+
+# What is made of traces: (buckets, a program for those of them that share a trace) -> what runs.
+Prepare = Callable[[Buckets, Sequence[Program]], Mapping[Bucket, Runnable]]
+MakeDispatch = Callable[[Buckets, Planned], Dispatch]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleModes:
+    """Which modules of a model are in train() and which in eval().
+
+    Attributes:
+        training: whether the model itself is in train().
+        others: names of the modules that are not as it is.
+    """
+
+    training: bool
+    others: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModuleModes:
+        """Returns what a model's modules are in now."""
+        every = model.named_modules()
+        return cls(model.training, frozenset(n for n, m in every if m.training != model.training))
+
+    def __str__(self) -> str:
+        name = "train()" if self.training else "eval()"
+        if not self.others:
+            return name
+        shown = ", ".join(sorted(self.others)[:4]) + ", ..." * (len(self.others) > 4)
+        return f"{name} but for {shown}"
+
+
+@contextmanager
+def in_modes(model: nn.Module, modes: ModuleModes) -> Iterator[None]:
+    """Has a model's modules in these modes in its block."""
+    before = [(m, m.training) for m in model.modules()]
+    try:
+        for name, module in model.named_modules():
+            module.training = modes.training != (name in modes.others)
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@dataclass(frozen=True, slots=True)
+class Edition:
+    """What runs a model in one mode, at the buckets or at another length.
+
+    Attributes:
+        modes: of the model's modules.
+        buckets: that it is for.
+        planned: traces and plans of these.
+        followed: the model's state that the traces are of.
+        verifier: compares them with the model.
+        dispatch: runs calls; editions of the same graphs share one.
+        text: what is the same on ranks that run the same graphs.
+    """
+
+    modes: ModuleModes
+    buckets: Buckets
+    planned: Planned
+    followed: Followed
+    verifier: Verifier
+    dispatch: Dispatch
+    text: str
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        buckets: Buckets,
+        planned: Planned,
+        verifier: Verifier,
+        dispatch: Dispatch,
+    ) -> Edition:
+        """Returns what runs a model as it is now."""
+        modes = ModuleModes.of(model)
+        hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
+        text = f"graphs {hashes} of {modes}"
+        followed = Followed(model, buckets, planned)
+        return cls(modes, buckets, planned, followed, verifier, dispatch, text)
+
+    def call_text(
+        self, number: int, bucket: Bucket, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
+    ) -> list[str]:
+        """Returns what the ranks of a group must have in common for their call of this number."""
+        what = [f"{bucket} with batch {sizes.get(BATCH, 1)}, call {number}", self.text]
+        what += [str(self.planned.plans[bucket])]
+        # Floats may differ in their last bits, as where each rank ran an encoder before.
+        whole = [(n, x) for n, x in sorted(inputs.items()) if not x.is_floating_point()]
+        return what + [f"checksum of input '{n}' {checksum(x)}" for n, x in whole]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.buckets)) if len(self.buckets) == 1 else "all buckets"
+        return f"in {self.modes}, {sizes}"
+
+
+class Editions:
+    """All editions of a compiled model; makes those that are missing.
+
+    Args:
+        model: the user's.
+        first: what `dcpc.compile` made.
+        prepare: makes what runs of programs, as `dcpc.compile` did.
+        make_dispatch: makes what runs calls.
+        device_type: where the model is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        first: Edition,
+        prepare: Prepare,
+        make_dispatch: MakeDispatch,
+        device_type: str,
+    ) -> None:
+        self.first = first
+        self._device_type = device_type
+        self._model = model
+        self._prepare, self._make_dispatch = prepare, make_dispatch
+        self._by_modes = {first.modes: first}
+        self._by_length: dict[tuple[ModuleModes, Bucket], Edition] = {}
+        self._last = first
+
+    def now(self) -> tuple[Edition, DcpcError | None]:
+        """Returns what runs the model as it is, and why it cannot; None: it can.
+
+        Not raised here: ranks that are about to do something together have to tell each other.
+        """
+        if self._last.followed.holds(self._model):
+            return self._last, self._postponed()
+        modes = ModuleModes.of(self._model)
+        found = self._by_modes.get(modes)
+        try:
+            self._last = found or self._made(modes)
+        except DcpcError as error:
+            return self.first, error
+        problem = self._last.followed.problem(self._model, again=True)
+        return self._last, problem or self._postponed()
+
+    def _postponed(self) -> DcpcError | None:
+        if self.first.verifier.postponed_s is None:
+            return None
+        with in_modes(self._model, self.first.modes):
+            return self.first.verifier.postponed_problem()
+
+    def _made(self, modes: ModuleModes) -> Edition:
+        """Returns the edition of other modes, and takes it down."""
+        model, first = self._model, self.first
+        with in_modes(model, first.modes):  # what else changed is followed, or refused
+            problem = first.followed.problem(model)
+        if problem is not None:
+            raise problem
+        start_s = time.perf_counter()
+        planned = first.planned
+        programs = [
+            trace(model, mine, planned.autocast, planned.loss)
+            for mine in first.buckets.by_ones().values()
+        ]
+        pairs = zip(planned.traces, programs, strict=True)
+        if all(stands_for(v.traced.program, program) for v, program in pairs):
+            made = replace(first, modes=modes, followed=Followed(model, first.buckets, planned))
+        else:
+            degrees = {bucket: plan.sp for bucket, plan in planned.plans.items()}
+            by_bucket = self._prepare(first.buckets, programs)
+            made = self._planned(first.buckets, by_bucket, degrees, start_s)
+        self._by_modes[modes] = made
+        return made
+
+    def at(self, base: Edition, sizes: Mapping[str, int], larger: Bucket) -> Edition:
+        """Returns what runs a length besides the buckets, at the degree of one that holds it.
+
+        Args:
+            base: of the model's modes.
+            sizes: length of every dim.
+            larger: the bucket.
+
+        Raises:
+            TraceError: forward does something else at this length than at the buckets.
+            DispatchError: ranks gather parameters from each other, and the graphs are others.
+        """
+        lengths = {n: s for n, s in sizes.items() if n != BATCH}
+        own = Bucket.of(lengths if larger.batch is None else {**lengths, BATCH: larger.batch})
+        key = (base.modes, own)
+        found = self._by_length.get(key)
+        if found is None or not found.followed.holds(self._model):
+            self._by_length[key] = found = self._at(base, own, larger)
+        return found
+
+    def _at(self, base: Edition, own: Bucket, larger: Bucket) -> Edition:
+        start_s = time.perf_counter()
+        planned = base.planned
+        inputs = {name: str(spec) for name, spec in base.buckets.inputs.items()}
+        only = Buckets(inputs, [own.sizes])
+        alike = [b for b in base.buckets if _ones(b) == _ones(own)]
+        degrees = {own: planned.plans[larger].sp}
+        if alike:
+            every = Buckets(inputs, [*(b.sizes for b in alike), own.sizes])
+            runnable = planned.by_bucket[alike[0]]
+            program = trace(self._model, every, planned.autocast, planned.loss)
+            if stands_for(runnable.traced.program, program):
+                return self._planned(only, {own: runnable}, degrees, start_s, base)
+        if planned.in_rounds:
+            raise DispatchError(
+                f"evaluate at {own}: got graphs of this length alone; expected those of the "
+                "buckets, as all ranks gather parameters together (parameters='rounds'); pad to a "
+                "bucket, or add this length to the buckets"
+            )
+        return self._planned(only, self._prepare(only, ()), degrees, start_s)
+
+    def _planned(
+        self,
+        buckets: Buckets,
+        by_bucket: Mapping[Bucket, Runnable],
+        degrees: Mapping[Bucket, int],
+        start_s: float,
+        base: Edition | None = None,
+    ) -> Edition:
+        """Returns an edition of the model as it is, compared with it.
+
+        Args:
+            buckets: of the edition.
+            by_bucket: what runs each.
+            degrees: of each.
+            start_s: since when it is made.
+            base: whose graphs these are, which are compared; None: they are new.
+        """
+        first = self.first.planned
+        with casting(self._device_type, None):
+            plans, tables = plan_with_degrees(
+                {b: v.priced for b, v in by_bucket.items()}, first.request, degrees
+            )
+        for runnable in by_bucket.values():
+            runnable.priced.placements.settle()
+        planned = replace(first, by_bucket=by_bucket, plans=plans, tables=tables)
+        dispatch = self._make_dispatch(buckets, planned)
+        if base is not None:
+            made = Edition.of(self._model, buckets, planned, base.verifier, dispatch)
+            return replace(made, text=base.text)
+        verifier = Verifier(self._model, buckets, planned, self.first.verifier.mode)
+        problem = verifier.problem(time.perf_counter() - start_s)
+        if problem is not None:
+            raise problem
+        made = Edition.of(self._model, buckets, planned, verifier, dispatch)
+        # Those of the first edition are compared in steps.
+        constants = [t for v in planned.traces for t in v.traced.program.constants.values()]
+        sums = [checksum(t) for t in constants if not t.is_meta]
+        return replace(
+            made, text=f"{made.text}, checksums of constants {sums}" if sums else made.text
+        )
+
+    @property
+    def made_later(self) -> list[Edition]:
+        """Editions that are not the first, in the order in which they were made."""
+        return [e for e in (*self._by_modes.values(), *self._by_length.values())][1:]
+
+
+def _ones(bucket: Bucket) -> frozenset[str]:
+    return frozenset(name for name, size in bucket.shape_key if size == 1)

@@ -1,0 +1,78 @@
+"""The backend: takes options, falls back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch._dynamo
+from torch import fx
+
+from dcpc.dynamo.family import Family
+from dcpc.errors import DcpcError, PlanError
+from dcpc.plan.options import CompileOptions, check_choice
+
+FALLBACKS = ("inductor", "eager", "error")
+
+
+def backend(
+    gm: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Returns what runs a captured graph: `torch.compile(model, backend="dcpc", options={...})`.
+
+    Lengths that Dynamo leaves open (`dynamic=True`, `torch._dynamo.mark_dynamic`) stay open here:
+    others than those of the first call take another variant at most, and no new capture.
+
+    Args:
+        gm: from Dynamo.
+        examples: its arguments in the first call.
+        options: those of `dcpc.compile` but `group` (`sp` and `parameters` are for one rank:
+            Dynamo sees one); `buckets`, a `dcpc.Buckets` of forward's arguments, whose sizes
+            recompute is planned for, else that of the first call and the largest that
+            `mark_dynamic` allows; `fallback`: what compiles a graph that dcpc refuses,
+            "inductor" (the default, with a warning that says why), "eager" or "error".
+
+    Raises:
+        DcpcError: with `fallback="error"`, why the graph is refused.
+        PlanError: an option is not possible.
+    """
+    given = dict(options or {})
+    fallback, buckets = given.pop("fallback", "inductor"), given.pop("buckets", None)
+    check_choice("torch.compile(backend='dcpc'): got fallback", fallback, FALLBACKS)
+    chosen = _compile_options(given)
+    try:
+        family = Family(gm, examples, chosen, buckets)
+        family.call(examples)
+    except DcpcError as error:
+        if fallback == "error":
+            raise
+        _warn(f"{error}; this graph is compiled by '{fallback}'")
+        other: Any = torch._dynamo.lookup_backend(fallback)
+        return other(gm, examples)  # type: ignore[no-any-return]
+
+    def run(*given: Any) -> Any:
+        try:
+            call = family.call(given)
+        except DcpcError as error:
+            if fallback == "error":
+                raise
+            _warn(f"{error}; at these lengths the captured graph runs as it is")
+            return gm(*given)
+        return family.run(call, given)
+
+    return run
+
+
+def _warn(problem: str) -> None:
+    warnings.warn(f"torch.compile(backend='dcpc'): {problem}", stacklevel=3)
+
+
+def _compile_options(given: Mapping[str, Any]) -> CompileOptions:
+    known = {*CompileOptions.__dataclass_fields__} - {"group", "sp", "parameters"}
+    if unknown := sorted(given.keys() - known):
+        raise PlanError(
+            f"torch.compile(backend='dcpc'): got options {', '.join(unknown)}; expected some of "
+            f"buckets, fallback, {', '.join(sorted(known))}; for ranks use dcpc.compile"
+        )
+    return CompileOptions(**given)

@@ -1,0 +1,237 @@
+"""Variants of one captured graph, for all its lengths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import tracing
+
+from dcpc.api import plan_with
+from dcpc.buckets import Buckets
+from dcpc.codegen import Variant
+from dcpc.dynamo.graph import Arguments, Captured, arguments_of
+from dcpc.errors import DcpcError, PlanError, TraceError
+from dcpc.plan.options import CompileOptions
+from dcpc.plan.planning import Planned
+from dcpc.trace import casting
+from dcpc.verify import Verifier
+
+# A trace is for lengths up to this one, or so many times those of the call if that is more; where
+# it cannot be, for the latter. Longer ones have another trace.
+FAR = 2048
+REACH = 4
+UNBOUNDED = 1 << 24  # no length of a bucket: Dynamo knows of no limit
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyCall:
+    """What runs calls of some lengths.
+
+    Attributes:
+        module: the captured graph.
+        variant: the graphs.
+        integers: what they take besides tensors.
+        sources: of each tensor that they take which argument it is, or a constant.
+        numbers: what the captured graph returns besides tensors at these lengths.
+    """
+
+    module: Captured
+    variant: Variant
+    integers: tuple[int, ...]
+    sources: tuple[int | Tensor, ...]
+    numbers: tuple[Any, ...]
+
+
+class Family:
+    """What runs one captured graph at all lengths.
+
+    Args:
+        gm: from Dynamo.
+        examples: its arguments in the first call.
+        options: as of `dcpc.compile`.
+        buckets: of the arguments of the model's forward, to plan recompute for; or None.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        options: CompileOptions,
+        buckets: Buckets | None,
+    ) -> None:
+        tensors = [x for x in examples if isinstance(x, Tensor)]
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        self._arguments: Arguments = arguments_of(gm, examples, learns)
+        self._gm, self._learns = gm, learns
+        self._options, self._buckets = options, buckets
+        self._kind = tensors[0].device.type if tensors else "cpu"
+        self._modules: dict[tuple[int | float, ...], Captured] = {}  # by the numbers in them
+        self._traces: dict[tuple[int | float, ...], list[_RangeTrace]] = {}
+        self._calls: dict[tuple[int | float, ...], FamilyCall | DcpcError] = {}
+
+    def call(self, given: Sequence[Any]) -> FamilyCall:
+        """Returns what runs some arguments, traced and compiled where nothing serves them yet.
+
+        Raises:
+            DcpcError: nothing does; said again, and not tried again, at these lengths.
+        """
+        key = (*self._arguments.numbers(given), *self._arguments.shape(given))
+        if key not in self._calls:
+            try:
+                with tracing(None):  # Dynamo's own capture is not over yet
+                    self._calls[key] = self._call_at(given)
+            except DcpcError as error:
+                self._calls[key] = error
+        found = self._calls[key]
+        if isinstance(found, DcpcError):
+            raise found
+        return found
+
+    def run(self, call: FamilyCall, given: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns what the captured graph returns.
+
+        Args:
+            call: of these arguments.
+            given: the arguments.
+        """
+        tensors = [x if isinstance(x, Tensor) else given[x].contiguous() for x in call.sources]
+        seed = int(torch.randint(1 << 62, ())) if call.variant.draws else 0
+        with casting(self._kind, None):
+            found = call.variant.outputs(tensors, call.integers, seed)
+        return call.module.returned(found, call.numbers)
+
+    def _call_at(self, given: Sequence[Any]) -> FamilyCall:
+        numbers, lengths = self._arguments.numbers(given), self._arguments.lengths(given)
+        if numbers not in self._modules:
+            module = Captured(self._gm, self._arguments, given, self._learns)
+            self._modules[numbers], self._traces[numbers] = module, []
+        module, traces = self._modules[numbers], self._traces[numbers]
+        trace = next((t for t in traces if t.reaches(lengths)), None)
+        if trace is None:
+            trace = self._traced(module, lengths)
+            traces.append(trace)
+        return trace.call(lengths, module.numbers_at(self._arguments.shape(given)))
+
+    def _traced(self, module: Captured, lengths: Mapping[str, int]) -> _RangeTrace:
+        """Returns a trace for all lengths that Dynamo allows, or else for some around these.
+
+        Where dims have to be equal, those that are equal here are one: a call in which they are not
+        has another trace.
+        """
+        ranges = self._arguments.ranges
+        far = {
+            n: (low, min(high, max(FAR, REACH * lengths[n]))) for n, (low, high) in ranges.items()
+        }
+        near = {n: (low, min(high, REACH * lengths[n])) for n, (low, high) in ranges.items()}
+        exact = {n: (size, size) for n, size in lengths.items()}
+        apart = {n: n for n in lengths}
+        equal = {n: next(m for m in lengths if lengths[m] == size) for n, size in lengths.items()}
+        ways = ((equal, far), (equal, near), (apart, far), (apart, near), (apart, exact))
+        if not self._arguments.related:
+            ways = ways[2:4] + ways[:2] + ways[4:]
+        first: DcpcError | None = None
+        for names, allowed in ways:
+            if not _within(lengths, allowed):
+                continue
+            for wanted in ([lengths, *self._planned_for(lengths)], [lengths]):
+                try:
+                    return _RangeTrace(module, self._options, names, allowed, wanted)
+                except PlanError as error:
+                    first = first or error
+                except TraceError as error:
+                    first = first or error
+                    break
+        assert first is not None, "each try ends in a trace or an error"
+        raise first
+
+    def _planned_for(self, lengths: Mapping[str, int]) -> list[dict[str, int]]:
+        """Returns other lengths to plan for: the user's, or the largest where there is one."""
+        if self._buckets is not None:
+            return self._arguments.renamed(self._buckets, lengths)
+        ranges = self._arguments.ranges.items()
+        return [{n: lengths[n] if high >= UNBOUNDED else high for n, (_, high) in ranges}]
+
+
+class _RangeTrace:
+    """A trace for lengths in some ranges, planned and compared with the captured graph.
+
+    Args:
+        module: the captured graph.
+        options: as of `dcpc.compile`.
+        names: of each dim which one it is in the trace: dims of one name are equal.
+        ranges: of each dim, least and largest length.
+        wanted: lengths to plan for, the call's first; those that the trace is not for are left out.
+
+    Raises:
+        DcpcError: there is no such trace or plan, or it does not compute what the module computes.
+    """
+
+    def __init__(
+        self,
+        module: Captured,
+        options: CompileOptions,
+        names: Mapping[str, str],
+        ranges: Mapping[str, Range],
+        wanted: Sequence[Mapping[str, int]],
+    ) -> None:
+        start_s = time.perf_counter()
+        self._module, self._names, self._ranges = module, names, ranges
+        inputs = {n: str(spec.renamed(names)) for n, spec in module.arguments.specs.items()}
+        least = {n: max(ranges[m][0] for m in names if names[m] == n) for n in names.values()}
+        most = {n: min(ranges[m][1] for m in names if names[m] == n) for n in names.values()}
+        self._buckets = buckets = Buckets(
+            inputs, _distinct([self._own(w) for w in wanted if self.reaches(w)])
+        )
+        self._planned: Planned = plan_with(
+            module,
+            buckets,
+            options.planned_for(1),
+            ranges=Buckets(inputs, _distinct([least, most])),
+        )
+        verifier = Verifier(module, buckets, self._planned, options.verify)
+        verifier.start(time.perf_counter() - start_s)
+
+    def reaches(self, lengths: Mapping[str, int]) -> bool:
+        """Whether the trace is for these lengths."""
+        alike = all(lengths[n] == lengths[m] for n, m in self._names.items())
+        return alike and _within(lengths, self._ranges)
+
+    def call(self, lengths: Mapping[str, int], numbers: tuple[Any, ...]) -> FamilyCall:
+        """Returns what runs these lengths, by the setting of the smallest bucket that has room.
+
+        Args:
+            lengths: of the dims.
+            numbers: what the captured graph returns besides tensors there.
+        """
+        own = self._own(lengths)
+        largest = max(self._buckets, key=lambda b: b.shape_key)
+        bucket = self._buckets.holding(own) or largest
+        runnable = self._planned.by_bucket[bucket]
+        placement = self._planned.placement(bucket)
+        step = self._planned.plans[bucket].menu_step
+        variant, integers = runnable.variant(placement, step, own, 0)
+        program, of = runnable.traced.program, self._module.arguments
+        named = {n: i for i, n in (*of.parameters.items(), *of.inputs.items())}
+        names = {**program.parameters, **program.inputs}
+        sources: dict[str, int | Tensor] = {p: named[n] for p, n in names.items()}
+        sources |= program.constants
+        taken = tuple(sources[p] for p in variant.placeholders)
+        return FamilyCall(self._module, variant, integers, taken, numbers)
+
+    def _own(self, lengths: Mapping[str, int]) -> dict[str, int]:
+        return {n: lengths[n] for n in self._names.values()}
+
+
+def _within(lengths: Mapping[str, int], ranges: Mapping[str, Range]) -> bool:
+    return all(low <= lengths[n] <= high for n, (low, high) in ranges.items())
+
+
+def _distinct(sizes: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+    return [*{tuple(sorted(s.items())): dict(s) for s in sizes}.values()]

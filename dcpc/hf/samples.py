@@ -1,0 +1,103 @@
+"""The Trainer's data set as the loader wants it: one tensor for each input, without `batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dcpc.buckets import BATCH, InputSpec
+from dcpc.errors import DataError
+
+MASK = "attention_mask"
+
+
+class Records(Protocol):
+    """Map-style: anything that the collator takes."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Sample `index`."""
+
+
+class CollatedSamples:
+    """Samples as the Trainer's own collator makes them, one at a time.
+
+    Attributes:
+        records: the Trainer's data set.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        collate: Callable[[Sequence[Any]], Mapping[str, Any]],
+        inputs: Mapping[str, InputSpec],
+        accepted: frozenset[str],
+        maskless: bool,
+    ) -> None:
+        """Loads nothing yet.
+
+        Args:
+            records: the data set.
+            collate: a list of samples -> input name -> tensor with a batch dim.
+            inputs: those that are taken, with their specs; the rest is left out.
+            accepted: further names that the model's forward takes: none may be lost.
+            maskless: padding at the end changes nothing where no mask is given, as in causal
+                models whose loss ignores it.
+        """
+        self.records = records
+        self._collate = collate
+        self._inputs = inputs
+        self._accepted = accepted
+        self._maskless = maskless
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Returns the inputs of a sample.
+
+        Raises:
+            DataError: the collator makes too little, or an input that the model takes and the
+                buckets do not declare.
+        """
+        made = self._collate([self.records[index]])
+        missing = [name for name in self._inputs if made.get(name) is None]
+        if missing:
+            raise DataError(
+                f"sample {index}: got {', '.join(map(str, made))} from the data collator; expected "
+                f"{', '.join(self._inputs)}, the buckets' inputs; have the data set and the "
+                f"collator give {', '.join(missing)}, or declare other inputs in the buckets"
+            )
+        for name in sorted(made.keys() & self._accepted - self._inputs.keys()):
+            self._check_left_out(index, name, made[name])
+        return {name: self._alone(index, name, made[name]) for name in self._inputs}
+
+    def _check_left_out(self, index: int, name: str, value: Any) -> None:
+        if value is None:
+            return
+        full = isinstance(value, torch.Tensor) and bool((value == 1).all())
+        if name == MASK and self._maskless and full:
+            return
+        raise DataError(
+            f"sample {index}, input '{name}': got one from the data collator that the model's "
+            f"forward takes and the buckets lack; expected it among their inputs, as training "
+            f"without it may differ; add e.g. '{name}: int64[batch, seq]' to the buckets, or have "
+            "the collator leave it out"
+        )
+
+    def _alone(self, index: int, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Returns an input without its batch dim."""
+        dims = [dim.name for dim in self._inputs[name].dims]
+        if BATCH not in dims:
+            return value
+        at = dims.index(BATCH)
+        if value.dim() <= at or value.shape[at] != 1:
+            raise DataError(
+                f"sample {index}, input '{name}': got {tuple(value.shape)} for one sample; "
+                f"expected 1 as dim {at}, its batch; correct the data collator or the spec"
+            )
+        return value.select(at, 0)

@@ -1,0 +1,93 @@
+"""DeepSpeed #7611, torchtitan #1081: compiling for inputs of random sizes."""
+
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import dcpc
+from dcpc.errors import DispatchError
+from tests.cases.asks import PAD, TEXT, Texts, entry, gpt, trained
+from tests.cases.exactness import SPLITTING
+from tests.cases.launch import run_ranks
+
+DRAWN = torch.randint(2, 97, (50,), generator=torch.Generator().manual_seed(0))
+DATA = Texts(DRAWN.tolist())
+GRIDS = {"4": [24, 48, 72, 96], "12": list(range(8, 97, 8)), "95": list(range(2, 97))}
+
+
+def compiled(grid: list[int], **options: object) -> tuple[dcpc.CompiledModel, dcpc.DataLoader]:
+    warnings.simplefilter("ignore")
+    buckets = dcpc.Buckets(TEXT, sizes=[{"seq": n} for n in grid])
+    made = dcpc.compile(gpt(), buckets, device=SPLITTING, verify="off", **options)
+    loader = dcpc.DataLoader(DATA, made, tokens_per_step=600, pad=PAD, weight="labels")
+    return made, loader
+
+
+def epochs(rank: int) -> dict[str, tuple[float, list[int], float]]:
+    """Of each grid the largest error, the variants after each epoch, and the share of padding."""
+    found = {}
+    for name, grid in GRIDS.items():
+        model, loader = compiled(grid, backend="eager")
+        alone, worst, variants = gpt(), 0.0, []
+        for _ in range(2):
+            worst = max(worst, trained(model, loader, alone, DATA).worst)
+            variants.append(model.stats().variants)
+        stats = loader.stats()
+        found[name] = (worst, variants, stats.padding / (stats.padding + stats.tokens))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_random_lengths_compile_once_a_degree():
+    for found in run_ranks(epochs, 2, timeout_s=240):
+        for buckets, (worst, variants, padding) in found.items():
+            assert worst < 1e-10
+            assert variants == [2, 2], "sp 1 and sp 2, for any number of lengths"
+            assert f"| {buckets} | 2 | {padding:.1%} |" in entry(__file__)
+
+
+def graphs(dynamic: bool | None) -> int:
+    """Returns how many graphs torch.compile makes of the plain model for the same samples."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    with torch._dynamo.config.patch(recompile_limit=100):
+        model = torch.compile(gpt(), backend=counter, dynamic=dynamic)
+        for sample in map(DATA.__getitem__, range(len(DATA))):
+            model(**{name: x[None] for name, x in sample.items()})
+    return counter.frame_count
+
+
+@pytest.mark.slow
+def test_graphs_that_torch_compile_makes_of_the_same_samples():
+    different = len({*DATA.lengths})
+    assert graphs(dynamic=False) == different
+    said = f"{different} lengths: {different} graphs, {graphs(dynamic=None)} by default"
+    assert said in entry(__file__)
+
+
+def by_inductor(rank: int) -> tuple[float, int, list[tuple[int, ...]]]:
+    """Parameters in rounds: graphs have collectives, and each rank compiles at its own time."""
+    model, loader = compiled([48, 96], backend="inductor", parameters="rounds", sp=1)
+    found = trained(model, loader, gpt(), DATA)
+    return found.worst, model.stats().variants, found.counts
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_ranks_compile_by_inductor_each_when_it_first_needs_to():
+    for worst, variants, counts in run_ranks(by_inductor, 2, timeout_s=240):
+        assert worst < 1e-8  # Inductor sums in another order
+        assert variants == 1
+        assert any(a != b for a, b in counts)
+
+
+def test_a_length_between_buckets_is_padded_by_the_loader_and_refused_by_hand():
+    model, loader = compiled([48, 96], backend="eager")
+    shapes = {tuple(mb.inputs["labels"].shape)[1] for s in loader for mb in s.micro_batches}
+    assert shapes == {48, 96}
+    ids = torch.arange(47)[None]
+    with pytest.raises(DispatchError, match="cut or pad the samples to one, or add these lengths"):
+        model(input_ids=ids, labels=ids)

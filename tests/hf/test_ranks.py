@@ -1,0 +1,66 @@
+"""The mixin on several gloo ranks: as alone, and as the Trainer on as many."""
+
+import pytest
+from transformers import Trainer
+
+from tests.cases.hf_trainers import (
+    STEP,
+    Ours,
+    Samples,
+    furthest,
+    llama,
+    logged,
+    made,
+    values,
+)
+from tests.cases.launch import run_ranks
+
+pytestmark = pytest.mark.multirank
+
+
+def training(rank, world, folder, kind, settings):
+    """Returns what a rank has after training: parameters, logs, and the loss of an evaluation."""
+    trainer = made(kind, folder, world, options={"eval_dataset": Samples(8)}, **settings)
+    trainer.train()
+    found = [logged(trainer, name) for name in ("loss", "grad_norm", "epoch")]
+    return values(trainer), found, trainer.evaluate()["eval_loss"], trainer.state
+
+
+def test_two_ranks_train_as_one_and_as_the_trainer(tmp_path):
+    settings = {"include_num_input_tokens_seen": "non_padding"}
+    ((alone, logs, _, state),) = run_ranks(training, 1, 1, tmp_path, Ours, settings)
+    plain = run_ranks(training, 2, 2, tmp_path, Trainer, settings)
+    ours = run_ranks(training, 2, 2, tmp_path, Ours, settings)
+    for parameters, found, evaluated, counted in ours:
+        assert furthest(alone, parameters) < 1e-10
+        assert furthest(plain[0][0], parameters) < 1e-10
+        for both, theirs, at_once in zip(found, plain[0][1], logs, strict=True):
+            assert both == pytest.approx(theirs, rel=1e-6)
+            assert both == pytest.approx(at_once, rel=1e-6)
+        assert evaluated == pytest.approx(plain[0][2], rel=1e-6)
+        assert counted.num_input_tokens_seen == state.num_input_tokens_seen
+        assert counted.total_flos == pytest.approx(state.total_flos, rel=0.5)
+
+
+def resuming(rank, world, folder, rate, resumed):
+    """Returns parameters and losses of two epochs, resumed from their third step or not."""
+    settings = {"train_sampling_strategy": "random", "save_strategy": "steps", "save_steps": 3}
+    trainer = made(Ours, folder, world, model=llama(attention_dropout=rate), **settings)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if resumed else None)
+    return values(trainer), logged(trainer)
+
+
+def test_resumed_on_two_ranks_it_is_as_if_it_had_never_stopped(tmp_path):
+    whole = run_ranks(resuming, 2, 2, tmp_path, 0.1, False)
+    again = run_ranks(resuming, 2, 2, tmp_path, 0.1, True)
+    for (parameters, losses), (others, found) in zip(whole, again, strict=True):
+        assert furthest(parameters, others) == 0
+        assert losses == found
+
+
+def test_resumed_on_another_number_of_ranks(tmp_path):
+    ((whole, losses),) = run_ranks(resuming, 1, 1, tmp_path, 0.0, False)
+    assert len(losses) == 2 * len(Samples()) // STEP
+    for parameters, found in run_ranks(resuming, 2, 2, tmp_path, 0.0, True):
+        assert furthest(whole, parameters) < 1e-10
+        assert found == pytest.approx(losses, rel=1e-6)

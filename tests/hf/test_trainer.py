@@ -1,0 +1,347 @@
+"""The mixin in one process: the same parameters as the Trainer alone, and all that is around it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+
+import dcpc
+from dcpc.errors import DataError, PlanError
+from dcpc.runtime.data.steps import Step
+from tests.cases.hf_trainers import (
+    EAGER,
+    LENGTHS,
+    STEP,
+    TEXT,
+    Ours,
+    Samples,
+    furthest,
+    llama,
+    logged,
+    made,
+    values,
+)
+
+
+class Seen(TrainerCallback):
+    """Notes which samples were trained in each epoch."""
+
+    def __init__(self, trainer) -> None:
+        self.epochs: dict[int, list[int]] = {}
+        step_of = trainer.training_step
+
+        def noted(model, inputs, *args, **kwargs):
+            step: Step = inputs["dcpc_step"]
+            samples = [i for mb in step.micro_batches for i in mb.samples]
+            self.epochs.setdefault(step.epoch, []).extend(samples)
+            return step_of(model, inputs, *args, **kwargs)
+
+        trainer.training_step = noted
+
+
+def trained(kind, folder, **settings) -> Trainer:
+    trainer = made(kind, folder, **settings)
+    trainer.train()
+    return trainer
+
+
+def test_parameters_losses_and_norms_are_those_of_the_trainer(tmp_path):
+    plain, ours = (trained(kind, tmp_path) for kind in (Trainer, Ours))
+    assert furthest(values(plain), values(ours)) < 1e-10
+    for name in ("loss", "grad_norm", "learning_rate", "epoch"):
+        assert logged(ours, name) == pytest.approx(logged(plain, name), rel=1e-6)
+    assert len(logged(ours)) == 2 * len(LENGTHS) // STEP
+    assert ours.get_total_train_batch_size(ours.args) == STEP
+
+
+def test_accumulated_batches_are_one_step(tmp_path):
+    plain = trained(Trainer, tmp_path)
+    kinds = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": STEP}
+    ours = trained(Ours, tmp_path, **kinds)
+    assert furthest(values(plain), values(ours)) < 1e-10
+    assert logged(ours) == pytest.approx(logged(plain), rel=1e-6)
+
+
+def test_tokens_are_counted(tmp_path):
+    real = sum(LENGTHS) * 2
+    ours = trained(Ours, tmp_path, include_num_input_tokens_seen="non_padding")
+    assert ours.state.num_input_tokens_seen == real
+    ours = trained(Ours, tmp_path, include_num_input_tokens_seen="all")
+    assert ours.state.num_input_tokens_seen == 2 * sum(8 if n <= 8 else 24 for n in LENGTHS)
+    assert ours.state.total_flos > 0
+
+
+def test_epochs_by_tokens_have_every_sample_once(tmp_path):
+    options = {"loader_options": {"tokens_per_step": 50}}
+    kinds = {"train_sampling_strategy": "random", "num_train_epochs": 3}
+    ours = made(Ours, tmp_path, options=options, **kinds)
+    seen = Seen(ours)
+    ours.train()
+    assert {e: sorted(s) for e, s in seen.epochs.items()} == {
+        e: list(range(len(LENGTHS))) for e in range(3)
+    }
+    assert ours.state.max_steps == ours.state.global_step == len(logged(ours))
+    assert ours.state.epoch == 3
+
+
+def test_the_last_step_of_an_epoch_may_be_smaller(tmp_path):
+    ours = made(Ours, tmp_path, data=Samples(10), train_sampling_strategy="random")
+    seen = Seen(ours)
+    ours.train()
+    assert {e: sorted(s) for e, s in seen.epochs.items()} == {e: list(range(10)) for e in range(2)}
+    assert ours.state.global_step == 6
+
+
+def test_a_part_of_an_epoch_has_its_part_of_the_steps(tmp_path):
+    ours = made(Ours, tmp_path, num_train_epochs=1.5)
+    seen = Seen(ours)
+    ours.train()
+    assert {e: len(s) for e, s in seen.epochs.items()} == {0: len(LENGTHS), 1: len(LENGTHS) // 2}
+    assert ours.state.epoch == 1.5
+
+
+def test_max_steps_ends_within_an_epoch_and_trains_again(tmp_path):
+    ours = trained(Ours, tmp_path, max_steps=5)
+    assert ours.state.global_step == 5
+    assert ours.state.epoch == 1.25
+    compiled = ours.compiled
+    ours.train()
+    assert ours.compiled is compiled
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Runs that were not interrupted, by the loader's options."""
+    found = {}
+
+    def run(options) -> Trainer:
+        if str(options) not in found:
+            folder = tmp_path_factory.mktemp("whole")
+            found[str(options)] = trained(Ours, folder, model=dropping(), **random_order(options))
+        return found[str(options)]
+
+    return run
+
+
+def dropping():
+    return llama(attention_dropout=0.1)
+
+
+def random_order(options):
+    return {"train_sampling_strategy": "random", "options": {"loader_options": options}}
+
+
+@pytest.mark.parametrize(
+    ("stop", "options"),
+    [(1, {}), (4, {}), (3, {"tokens_per_step": 40}), (6, {"tokens_per_step": 40})],
+)
+def test_resumed_it_is_as_if_it_had_never_stopped(tmp_path, whole, stop, options):
+    kinds = random_order(options)
+    first = made(Ours, tmp_path, model=dropping(), save_strategy="steps", save_steps=stop, **kinds)
+    first.add_callback(Stop(stop))
+    first.train()
+    saved = json.loads((tmp_path / f"checkpoint-{stop}/trainer_state.json").read_text())
+    assert "position" in saved["stateful_callbacks"]["LoaderState"]["attributes"]["saved"]
+    again = made(Ours, tmp_path, model=dropping(), **kinds)
+    again.train(resume_from_checkpoint=True)
+    assert furthest(values(whole(options)), values(again)) == 0
+    for name in ("loss", "grad_norm", "epoch"):
+        assert logged(again, name) == logged(whole(options), name)
+
+
+def test_an_epoch_begins_anew_where_asked(tmp_path):
+    first = made(Ours, tmp_path, save_strategy="steps", save_steps=3)
+    first.add_callback(Stop(3))
+    first.train()
+    again = made(Ours, tmp_path, ignore_data_skip=True)
+    seen = Seen(again)
+    again.train(resume_from_checkpoint=True)
+    assert sorted(seen.epochs[0]) == list(range(len(LENGTHS)))
+    assert again.state.global_step == again.state.max_steps == 8
+
+
+class Stop(TrainerCallback):
+    """Ends training after some steps, as an interrupted job does."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.after
+
+
+def test_a_checkpoint_of_the_trainer_alone_is_gone_on_from(tmp_path):
+    kinds = {"save_strategy": "steps", "save_steps": 3}
+    plain = made(Trainer, tmp_path, **kinds)
+    plain.train()
+    ours = made(Ours, tmp_path, **kinds)
+    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert furthest(values(plain), values(ours)) < 1e-10
+    assert logged(ours) == pytest.approx(logged(plain), rel=1e-6)
+
+
+def test_a_checkpoint_of_other_steps_is_refused(tmp_path):
+    trained(Ours, tmp_path, save_strategy="steps", save_steps=3)
+    ours = made(Ours, tmp_path, per_device_train_batch_size=2)
+    with pytest.raises(DataError, match="steps of 4 samples; expected 2 samples"):
+        ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_evaluation_between_steps_is_the_trainers(tmp_path):
+    kinds = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    options = {"eval_dataset": Samples(7)}
+    plain, ours = (trained(kind, tmp_path, options=options, **kinds) for kind in (Trainer, Ours))
+    assert logged(ours, "eval_loss") == pytest.approx(logged(plain, "eval_loss"), rel=1e-6)
+    assert len(logged(ours, "eval_loss")) == 5
+    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+    assert not ours.model.training
+    told, expected = (t.predict(Samples(4)).predictions for t in (ours, plain))
+    assert told == pytest.approx(expected, rel=1e-6)
+
+
+def test_dropout_is_off_in_evaluation_and_on_after_it(tmp_path):
+    kinds = {"eval_strategy": "steps", "eval_steps": 2, "options": {"eval_dataset": Samples(7)}}
+    evaluated = trained(Ours, tmp_path, model=llama(attention_dropout=0.3), **kinds)
+    alone = trained(Ours, tmp_path, model=llama(attention_dropout=0.3))
+    assert furthest(values(evaluated), values(alone)) == 0
+
+
+def test_the_model_generates_and_is_saved_and_loaded(tmp_path):
+    ours = trained(Ours, tmp_path, max_steps=2)
+    prompt = torch.tensor([[3, 1, 4]])
+    said = ours.model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    ours.save_model(str(tmp_path / "saved"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").double()
+    again = loaded.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert said.shape == (1, 8)
+    assert torch.equal(said, again)
+    assert furthest(values(ours), [p.detach() for p in loaded.parameters()]) < 1e-7
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    kinds = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
+        "load_best_model_at_end": True, "learning_rate": 0.2,
+    }  # fmt: skip
+    ours = trained(Ours, tmp_path, options={"eval_dataset": Samples(7)}, **kinds)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(min(logged(ours, "eval_loss")), rel=1e-5)
+
+
+def test_packed_rows_have_the_same_loss(tmp_path):
+    plain = trained(Trainer, tmp_path)
+    inputs = {**TEXT, "position_ids": "int64[batch, seq]"}
+    options = {
+        "buckets": dcpc.Buckets(inputs, [{"seq": 24}, {"seq": 48}]),
+        "loader_options": {"packing": True},
+    }
+    ours = trained(Ours, tmp_path, options=options)
+    assert furthest(values(plain), values(ours)) < 1e-10
+
+
+def test_bf16_trains_and_evaluates_in_bf16(tmp_path):
+    model = llama().float()
+    options = {"eval_dataset": Samples(7)}
+    ours = trained(Ours, tmp_path, model=model, options=options, bf16=True, max_steps=3)
+    plain = trained(
+        Trainer, tmp_path, model=llama().float(), options=options, bf16=True, max_steps=3
+    )
+    assert ours.compiled is not None
+    assert ours.compiled.planned.autocast == torch.bfloat16
+    assert "_original_forward" not in vars(ours.model)
+    assert logged(ours) == pytest.approx(logged(plain), rel=1e-2)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"torch_compile": True}, "torch_compile"),
+        ({"neftune_noise_alpha": 5.0}, "neftune"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"optim": "lomo"}, "optim"),
+        ({"options": {"compute_loss_func": print}}, "compute_loss_func"),
+        ({"options": {"compile_options": {"parameters": "step"}}}, "parameters"),
+    ],
+)
+def test_what_does_not_go_with_dcpc_is_refused(tmp_path, settings, named):
+    with pytest.raises(PlanError, match=f"got .*{named}.*expected"):
+        made(Ours, tmp_path, **settings)
+
+
+def test_a_loss_of_ones_own_is_refused(tmp_path):
+    class OwnLoss(Ours):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return super().compute_loss(model, inputs, *args, **kwargs) * 2
+
+    with pytest.raises(PlanError, match="got OwnLoss"):
+        made(OwnLoss, tmp_path)
+
+
+def test_without_buckets_it_says_where_they_go(tmp_path):
+    class NoBuckets(Ours):
+        buckets = None
+
+    with pytest.raises(PlanError, match="set `buckets"):
+        made(NoBuckets, tmp_path)
+
+
+def test_a_stream_is_refused(tmp_path):
+    ours = made(Ours, tmp_path, data=Stream(), max_steps=2)
+    with pytest.raises(DataError, match="got Stream; expected samples by number"):
+        ours.train()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([Samples()[0]])
+
+
+def with_mask(samples):
+    from_plain = [s["input_ids"] for s in samples]
+    ids = torch.nn.utils.rnn.pad_sequence(from_plain, True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in from_plain], True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def test_a_mask_of_ones_is_left_out_or_declared(tmp_path):
+    inputs = {**TEXT, "attention_mask": "int64[batch, seq]"}
+    declared = dcpc.Buckets(inputs, [{"seq": 8}, {"seq": 24}])
+    trainers = [
+        made(kind, tmp_path, options=options)
+        for kind, options in ((Trainer, {}), (Ours, {}), (Ours, {"buckets": declared}))
+    ]
+    for trainer in trainers:
+        trainer.data_collator = with_mask
+        trainer.train()
+    plain, left_out, given = map(values, trainers)
+    assert furthest(plain, left_out) < 1e-10
+    assert furthest(plain, given) < 1e-10
+
+
+def test_an_input_that_the_buckets_lack_is_an_error(tmp_path):
+    ours = made(Ours, tmp_path)
+    ours.data_collator = lambda rows: {
+        **with_mask(rows), "position_ids": torch.arange(len(rows[0]["input_ids"]))[None]
+    }  # fmt: skip
+    with pytest.raises(DataError, match="input 'position_ids'"):
+        ours.train()
+
+
+def test_dcpc_alone_does_not_import_transformers():
+    code = "import dcpc, sys; print('transformers' in sys.modules, 'accelerate' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "False"]
+
+
+def test_compile_options_reach_the_compiler(tmp_path):
+    ours = made(Ours, tmp_path, options={"compile_options": {**EAGER, "recompute": "all"}})
+    ours.get_train_dataloader()
+    assert ours.compiled is not None
+    assert ours.compiled.planned.request.recompute_mode == "all"
