@@ -1,8 +1,10 @@
-"""Which slow tests continuous integration leaves out."""
+"""Which slow tests continuous integration leaves out, and what no test leaves behind."""
 
 from pathlib import Path
 
 import pytest
+
+from dcpc.passes.sharding import rules
 
 # File -> why its slow tests are run by hand (`make test-slow`), not by `.ci/run`. None of them
 # holds a loss or a gradient that no other test holds.
@@ -45,3 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         left_out = path in BY_HAND or item.name == ALONE.get(path, ("", ""))[0]
         if left_out and item.get_closest_marker("slow"):
             item.add_marker("by_hand")
+
+
+@pytest.fixture(autouse=True)
+def _rules_end_with_their_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sharding rule that a test registers, a tutorial's for one, is gone when the test ends."""
+    monkeypatch.setattr(rules, "REGISTERED", dict(rules.REGISTERED))

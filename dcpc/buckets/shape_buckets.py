@@ -201,7 +201,7 @@ class Buckets:
         return dims
 
     def holding(self, sizes: Mapping[str, int]) -> Bucket | None:
-        """Returns the smallest bucket in which each dim is as long or longer; None: there is none."""
+        """Returns the smallest bucket with each dim as long or longer; None: none has room."""
         fits = [b for b in self if all(sizes[n] <= size for n, size in b.shape_key)]
         return min(fits, key=lambda b: (prod(s for _, s in b.shape_key), b.shape_key), default=None)
 

@@ -44,7 +44,7 @@ class Rule(BaseModel):
     reason: str = ""
 
 
-_registered: dict[str, Rule] = {}
+REGISTERED: dict[str, Rule] = {}
 
 
 def register_sharding_rule(
@@ -66,12 +66,7 @@ def register_sharding_rule(
         RuleError: the notation is wrong, or a name of `whole` or `sum` is not in the rule.
     """
     parsed = _line(op, {"rule": rule, "whole": whole, "sum": sum, "linear": linear})
-    _registered[op.replace("::", ".")] = parsed
-
-
-def unregister_sharding_rule(op: str) -> None:
-    """Removes a registered rule; the shipped one, if there is one, holds again."""
-    _registered.pop(op.replace("::", "."), None)
+    REGISTERED[op.replace("::", ".")] = parsed
 
 
 def _line(op: str, fields: Mapping[str, Any]) -> Rule:
@@ -120,7 +115,7 @@ def _shipped() -> dict[str, Rule]:
 
 def rule_table() -> dict[str, Rule]:
     """Returns every rule there is, the user's own before the shipped ones: op -> rule."""
-    return {**_shipped(), **_registered}
+    return {**_shipped(), **REGISTERED}
 
 
 def op_name(node: fx.Node) -> str:

@@ -221,10 +221,7 @@ def test_a_line_written_as_printed_is_the_rule():
     """What a user registers from the warning has the same names as what was derived."""
     program = program_of_model()
     derived = analyse(program)
-    try:
-        rules.register_sharding_rule("dcpctest::scan", "a b c -> a b c", whole="b", linear="first")
-        registered = analyse(program)
-    finally:
-        rules.unregister_sharding_rule("dcpctest::scan")
+    rules.register_sharding_rule("dcpctest::scan", "a b c -> a b c", whole="b", linear="first")
+    registered = analyse(program)
     assert registered.rules["scan"] == derived.rules["scan"]
     assert "dcpctest.scan" not in registered.derived
