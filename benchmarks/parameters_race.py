@@ -86,7 +86,7 @@ class Race:
 
 FULL = Race(
     GPTConfig(dim=256, n_layers=4, n_heads=8), (256, 4), (64, 128, 256, 512, 1024, 2048),
-    tokens_per_step=8192, steps=4, repeats=6, limit_s=200.0,
+    tokens_per_step=8192, steps=2, repeats=7, limit_s=200.0,
 )  # fmt: skip
 QUICK = Race(
     GPTConfig(dim=128, n_layers=2, n_heads=4), (96, 2), (64, 512),

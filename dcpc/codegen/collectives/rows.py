@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
 from dcpc.errors import GroupError
+from dcpc.ops.bundles import messages
 
 ROWS_GROUP = "rows"  # what graphs call the group of ranks that share out parameters
 
@@ -33,6 +34,10 @@ def rows_count(length: int, ranks: int) -> int:
 def rows_shape(shape: Sequence[int], ranks: int) -> list[int]:
     """Returns the shape of a rank's rows of a parameter, zeros at the end included."""
     return [rows_count(shape[0], ranks), *shape[1:]] if shape else []
+
+
+def _whole_shape(rows: Tensor, ranks: int) -> list[int]:
+    return [ranks * n for n in rows.shape[:1]] + [*rows.shape[1:]]
 
 
 def _token(like: Tensor) -> Tensor:
@@ -70,28 +75,31 @@ def gather_rows(
         token: of the call before this one.
     """
     pg = group_named(group)
-    found, work = [], list[dist.Work]()
-    for mine in rows:
-        if not mine.dim():
-            found.append(mine.clone())
-            continue
-        whole = mine.new_empty((ranks * mine.shape[0], *mine.shape[1:]))
-        found.append(whole)
-        if mine.numel():
-            wire_log.add("gather_rows", (ranks - 1) * mine.nbytes)
-            into, own = on_wire(whole.view(-1)), on_wire(mine.detach().view(-1))
-            with _named(pg, "gather of parameters"):
-                work.append(dist.all_gather_into_tensor(into, own, group=pg, async_op=True))
-    with _named(pg, "gather of parameters"):
-        for each in work:
-            each.wait()
+    found = [x.new_empty(_whole_shape(x, ranks)) if x.dim() else x.clone() for x in rows]
+    sizes = {i: (x.dtype, ranks * x.nbytes) for i, x in enumerate(rows) if x.dim() and x.numel()}
+    coming: list[tuple[dist.Work, list[int], Tensor, Tensor]] = []
+    for together in messages(sizes):
+        if len(together) == 1:
+            into, own = found[together[0]].view(-1), rows[together[0]].detach().view(-1)
+        else:
+            own = torch.cat([rows[i].detach().view(-1) for i in together])
+            into = own.new_empty(ranks * own.numel())
+        wire_log.add("gather_rows", (ranks - 1) * own.nbytes)
+        with _named(pg, "gather of parameters"):
+            work = dist.all_gather_into_tensor(on_wire(into), on_wire(own), group=pg, async_op=True)
+        coming.append((work, together, own, into))
+    for work, together, _, into in coming:
+        with _named(pg, "gather of parameters"):
+            work.wait()
+        if len(together) > 1:
+            for i, part in zip(together, _parts(into, rows, together, ranks), strict=True):
+                found[i].view(ranks, -1).copy_(part)
     return [*found, _token(rows[0])]
 
 
 @gather_rows.register_fake
 def _(rows: Sequence[Tensor], ranks: int, group: str, token: Tensor | None = None) -> list[Tensor]:
-    whole = [x.new_empty([ranks * n for n in x.shape[:1]] + [*x.shape[1:]]) for x in rows]
-    return [*whole, _token(rows[0])]
+    return [*(x.new_empty(_whole_shape(x, ranks)) for x in rows), _token(rows[0])]
 
 
 @torch.library.custom_op("dcpc::sum_rows", mutates_args=())
@@ -110,28 +118,55 @@ def sum_rows(
     """
     pg = group_named(group)
     found = [x.new_empty(rows_shape(x.shape, ranks)) for x in gradients]
+    sizes = {i: (x.dtype, ranks * x.nbytes) for i, x in enumerate(found) if x.numel()}
     # All at once: each wait for the other ranks costs more than the memory of what comes.
-    coming: list[tuple[dist.Work, Tensor, Tensor, Tensor]] = []
-    for x, out in zip(gradients, found, strict=True):
-        if not x.numel():
-            continue
-        sent = x.expand(ranks) if not x.dim() else x
-        if x.dim() and x.shape[0] != ranks * out.shape[0]:
-            sent = x.new_zeros((ranks * out.shape[0], *x.shape[1:]))
-            sent[: x.shape[0]].copy_(x)
-        sent = sent.contiguous()
+    coming: list[tuple[dist.Work, list[int], Tensor, Tensor]] = []
+    for together in messages(sizes):
+        sent = _sent([gradients[i] for i in together], [found[i] for i in together], ranks)
         arrived = torch.empty_like(sent)
-        wire_log.add("sum_rows", (ranks - 1) * out.nbytes)
+        wire_log.add("sum_rows", (ranks - 1) * sum(found[i].nbytes for i in together))
         into, own = on_wire(arrived.view(-1)), on_wire(sent.view(-1))
         with _named(pg, "sum of gradients"):
             work = dist.all_to_all_single(into, own, group=pg, async_op=True)
-        coming.append((work, sent, arrived, out))
+        coming.append((work, together, sent, arrived))
     while coming:
-        work, sent, arrived, out = coming.pop(0)
+        work, together, sent, arrived = coming.pop(0)
         with _named(pg, "sum of gradients"):
             work.wait()
-        torch.sum(arrived.view(ranks, *out.shape), 0, out=out)
+        for i, part in zip(together, _parts(arrived, found, together, ranks), strict=True):
+            torch.sum(part, 0, out=found[i].view(-1))
     return [*found, _token(gradients[0])]
+
+
+def _sent(gradients: Sequence[Tensor], rows: Sequence[Tensor], ranks: int) -> Tensor:
+    """Returns each rank's rows of all gradients, rank after rank, zeros where one has no row."""
+    if len(gradients) == 1:
+        (x,), (own,) = gradients, rows
+        if not x.dim():
+            return x.expand(ranks).contiguous()
+        if x.shape[0] == ranks * own.shape[0]:
+            return x.contiguous()
+    sent = gradients[0].new_zeros(ranks * sum(own.numel() for own in rows))
+    for x, part in zip(gradients, _parts(sent, rows, range(len(rows)), ranks), strict=True):
+        if not x.dim():
+            part.copy_(x)
+            continue
+        full, rest = divmod(x.numel(), part.shape[1])  # ranks that have all their rows
+        lies = x.contiguous().view(-1)
+        part[:full].copy_(lies[: x.numel() - rest].view(full, -1))
+        if rest:
+            part[full, :rest].copy_(lies[x.numel() - rest :])
+    return sent
+
+
+def _parts(
+    message: Tensor, rows: Sequence[Tensor], together: Sequence[int], ranks: int
+) -> Sequence[Tensor]:
+    """Returns the part of a message that is of each tensor: all ranks' rows, a line a rank."""
+    parts: tuple[Tensor, ...] = message.view(ranks, -1).split(
+        [rows[i].numel() for i in together], 1
+    )
+    return parts
 
 
 @sum_rows.register_fake

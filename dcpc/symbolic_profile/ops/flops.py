@@ -9,7 +9,7 @@ time only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from dcpc.ops.bundles import messages
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.elements import LOOKUPS, elementwise
 from dcpc.symbolic_profile.ops.facts import Facts, TensorFacts, argument, op_name, total
@@ -67,7 +68,8 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
         gathers = name == "dcpc::gather_rows"
         own = [facts.of(n)[0] for n in argument(node, "rows")] if gathers else fresh[:-1]
         sent = (ranks - 1) * total(tuple(t.size_bytes for t in own))
-        return Cost("collective", ZERO, bytes_moved, sent, ranks, ROWS[name], len(own))
+        count = len(row_messages(own, ranks, scalars=not gathers))
+        return Cost("collective", ZERO, bytes_moved, sent, ranks, ROWS[name], count)
     if name in RINGS:
         ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group")))
         return _ring(node, facts, ranks, bytes_moved)
@@ -200,6 +202,18 @@ WIRE: dict[str, Callable[[Any, Any], Any]] = {
 # All ranks' rows of parameters, and sums of their gradients -> the collective that it runs as.
 ROWS = {"dcpc::gather_rows": "dcpc::all_gather", "dcpc::sum_rows": "dcpc::reduce_scatter"}
 RINGS = frozenset({"dcpc::ring_attention_forward", "dcpc::ring_attention_backward"})
+
+
+def row_messages(rows: Sequence[TensorFacts], ranks: int, *, scalars: bool) -> list[list[int]]:
+    """Returns which parameters travel together, by their position.
+
+    Args:
+        rows: of one rank.
+        ranks: that share them out.
+        scalars: whether they travel, as gradients of them do.
+    """
+    sizes = {i: (t.dtype, ranks * int(t.size_bytes)) for i, t in enumerate(rows)}
+    return messages({i: s for i, s in sizes.items() if s[1] and (scalars or rows[i].shape)})
 
 
 def ring_sent(passed: Any, home: Any, wider: int, backward: bool) -> Any:

@@ -21,8 +21,8 @@ from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.symbolic_profile.ops import attention
-from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument, op_name
-from dcpc.symbolic_profile.ops.flops import ZERO, GroupSize
+from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument, op_name, total
+from dcpc.symbolic_profile.ops.flops import ZERO, GroupSize, row_messages
 from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies, half
 from dcpc.symbolic_profile.polynomials import larger
@@ -237,17 +237,26 @@ def _all_to_all(call: CallFacts) -> sympy.Expr:
     return held + call.inputs_bytes if argument(call.node, "scatter_zigzag") else held
 
 
+def _gather_rows(call: CallFacts) -> sympy.Expr:
+    """Of parameters that travel together: this rank's rows as they go, all ranks' as they come."""
+    ranks = argument(call.node, "ranks")
+    own = [call.facts.of(n)[0] for n in argument(call.node, "rows")]
+    bundles = (m for m in row_messages(own, ranks, scalars=False) if len(m) > 1)
+    return total(tuple(own[i].size_bytes for m in bundles for i in m), ranks + 1)
+
+
 def _sum_rows(call: CallFacts) -> sympy.Expr:
-    """What comes of all gradients, and a copy of each that has rows of zeros at its end."""
+    """What comes of all gradients, and what is sent where that is no gradient as it lies."""
     ranks = argument(call.node, "ranks")
     rows = call.facts.of(call.node)[:-1]
     given = [call.facts.of(n)[0] for n in argument(call.node, "gradients")]
-    found = []
-    for own, whole in zip(rows, given, strict=True):
-        arrived = ranks * own.size_bytes
-        copied = arrived != whole.size_bytes or not whole.contiguous()
-        found.append(2 * arrived if copied else arrived)
-    return sympy.Add(*found)
+    found = sympy.Integer(0)
+    for together in row_messages(rows, ranks, scalars=True):
+        arrived = total(tuple(rows[i].size_bytes for i in together), ranks)
+        first = given[together[0]]
+        as_it_lies = len(together) == 1 and arrived == first.size_bytes and first.contiguous()
+        found += arrived if as_it_lies else 2 * arrived
+    return found
 
 
 # op -> bytes allocated while it runs and freed before it returns.
@@ -289,7 +298,7 @@ TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "dcpc::all_gather": _all_gather,
     "dcpc::reduce_scatter": _reduce_scatter,
     "dcpc::all_reduce": lambda call: sympy.Integer(0),
-    "dcpc::gather_rows": lambda call: sympy.Integer(0),
+    "dcpc::gather_rows": _gather_rows,
     "dcpc::sum_rows": _sum_rows,
 }
 
