@@ -4,7 +4,8 @@ A row a model, each in a process of its own, with Inductor's caches off:
 
     exact       float64, five shapes: the loss, every other floating output and all gradients
                 against the plain model's
-    recompiles  captures by Dynamo after the first shape
+    recompiles  captures by Dynamo after the first shape that it does not make for backend "eager",
+                too: a branch on a size in the model asks for another graph, whatever compiles it
     traces      of dcpc for the five shapes, and variants
     first call  forward and backward of the first shape, float32: seconds of dcpc over Inductor's
     calls       forward and backward of all five shapes, medians of interleaved calls: the same
@@ -53,7 +54,8 @@ class BackendRow:
     Attributes:
         model: its name.
         error: largest relative difference from the plain model.
-        recompiles: captures after the first shape.
+        recompiles: captures after the first shape, beyond those of `branches`.
+        branches: captures after the first shape by backend "eager".
         refused: why dcpc does not take it; "" if it does.
         baseline: why Inductor fails; "" if it does not.
         first_call: seconds of dcpc over Inductor's; NaN where that fails.
@@ -63,6 +65,7 @@ class BackendRow:
     model: str
     error: float
     recompiles: int
+    branches: int
     refused: str
     baseline: str
     first_call: float
@@ -125,18 +128,29 @@ def inputs_at(model: ZooModel, sizes: Sizes, dtype: torch.dtype) -> dict[str, Te
     return {n: x.to(dtype) if x.is_floating_point() else x for n, x in found.items()}
 
 
-def exact(model: ZooModel, quick: bool = False) -> tuple[float, int]:
-    """Returns the largest relative difference in float64, and captures after the first shape."""
+def exact(model: ZooModel, quick: bool = False) -> tuple[float, int, int]:
+    """Returns the largest relative difference in float64, and captures after the first shape.
+
+    Of the latter those of dcpc beyond those of backend "eager", and those.
+    """
     options = {"fallback": "error"} | ({"backend": "eager"} if quick else {})
     plain, own = model.make().double(), model.make().double()
+    every = [inputs_at(model, sizes, torch.float64) for sizes in shapes(model)]
     compiled = torch.compile(own, backend=backend, dynamic=True, options=options)
     found, before = 0.0, 0
-    for number, sizes in enumerate(shapes(model)):
-        inputs = inputs_at(model, sizes, torch.float64)
+    for number, inputs in enumerate(every):
         found = max(found, worst(run(compiled, own, inputs), run(plain, plain, inputs)))
         if not number:
             before = counters["stats"]["unique_graphs"]
-    return found, counters["stats"]["unique_graphs"] - before
+    captures = counters["stats"]["unique_graphs"] - before
+    torch._dynamo.reset()
+    captured = torch.compile(plain, backend="eager", dynamic=True)
+    for number, inputs in enumerate(every):
+        captured(**inputs)
+        if not number:
+            before = counters["stats"]["unique_graphs"]
+    branches = counters["stats"]["unique_graphs"] - before
+    return found, captures - branches, branches
 
 
 def times(
@@ -191,9 +205,9 @@ def row(name: str, quick: bool) -> BackendRow:
     _alone()
     DEPTH["layers"] = 1
     model = NAMED[name]
-    refused, error, recompiles = "", float("nan"), 0
+    refused, error, recompiles, branches = "", float("nan"), 0, 0
     try:
-        error, recompiles = exact(model, quick)
+        error, recompiles, branches = exact(model, quick)
     except Exception as refusal:
         refused = _words(refusal)
     if quick and name != QUICK_TIMED:
@@ -201,7 +215,7 @@ def row(name: str, quick: bool) -> BackendRow:
     else:
         every = [inputs_at(model, sizes, torch.float32) for sizes in shapes(model)]
         timed = times(model.make, every, 5 if quick else REPEATS)
-    found = BackendRow(name, error, recompiles, refused, *timed)
+    found = BackendRow(name, error, recompiles, branches, refused, *timed)
     print(found, file=sys.stderr, flush=True)
     return found
 
@@ -234,9 +248,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     ) as pool:
         rows = [*pool.map(row, names, [arguments.quick] * len(names))]
         width = float("nan") if arguments.quick else pool.submit(wide).result()
-    header = ("model", "error", "recompiles", "first call", "calls", "refused", "Inductor")
+    header = (
+        "model",
+        "error",
+        "recompiles",
+        "branches",
+        "first call",
+        "calls",
+        "refused",
+        "Inductor",
+    )
     cells = [
-        (r.model, r.error, r.recompiles, r.first_call, r.calls, r.refused, r.baseline) for r in rows
+        (r.model, r.error, r.recompiles, r.branches, r.first_call, r.calls, r.refused, r.baseline)
+        for r in rows
     ]
     print_table("torch.compile(backend='dcpc') over Inductor", header, cells)
     ok = [r for r in rows if not r.refused]
