@@ -46,6 +46,7 @@ from dcpc.symbolic_profile import (
     step_bytes,
 )
 from dcpc.trace import autocast_dtype, casting, checked_dtype
+from dcpc.trace.loss import Loss
 from dcpc.verify import Verifier
 
 # Adam's two moments, in the parameters' dtype: what a plan counts where it is given no optimizer.
@@ -103,8 +104,10 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
             raise problem
     seed = _shared_seed(groups)
 
-    def prepare(mine: Buckets, programs: Sequence[Program]) -> Mapping[Bucket, Runnable]:
-        same = replace(told, parameters=planned.request.parameters)
+    def prepare(
+        mine: Buckets, programs: Sequence[Program], loss: Loss | None
+    ) -> Mapping[Bucket, Runnable]:
+        same = replace(told, parameters=planned.request.parameters, loss=loss)
         return _trace_all(model, mine, planned.device, planned.autocast, same, None, programs)
 
     return CompiledModel(

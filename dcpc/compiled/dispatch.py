@@ -171,8 +171,8 @@ class Dispatch:
         sizes: Mapping[str, int],
         inputs: Mapping[str, Tensor],
         setting: Setting,
-    ) -> Tensor:
-        """Returns the loss of a call by hand, run with the planned setting of its bucket."""
+    ) -> tuple[Tensor, ...]:
+        """Returns what a call by hand returns, the loss first, by its bucket's planned setting."""
         place = self._groups.rank % setting.sp
         return self._run(bucket, sizes, inputs, setting, place)
 
@@ -214,7 +214,7 @@ class Dispatch:
             bind_group(group_name(mb.sp), pg)
         seed = mix(self._base_seed, _STEPS, step.epoch, step.index, mb.number) >> 1
         place = mb.ranks.index(self._groups.rank)
-        return self._run(bucket, sizes, inputs, _setting_of(mb), place, seed)
+        return self._run(bucket, sizes, inputs, _setting_of(mb), place, seed)[0]
 
     def idle(self, deliver: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Takes part in a round in which this rank has nothing to run.
@@ -257,8 +257,11 @@ class Dispatch:
         setting: Setting,
         place: int,
         seed: int | None = None,
-    ) -> Tensor:
-        """Returns the loss; without a seed, random numbers are those of the degree's next call."""
+    ) -> tuple[Tensor, ...]:
+        """Returns the loss, then other outputs.
+
+        Without a seed random numbers are those of the degree's next call.
+        """
         traced = self._planned.by_bucket[bucket].traced
         variant, integers = self._variant(bucket, sizes, setting, place)
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
@@ -268,7 +271,7 @@ class Dispatch:
         self.stats.called(bucket, sizes.get(BATCH, 1))
         if seed is None:
             seed = self._seed(variant.sp) if variant.draws else 0
-        return variant([named[p] for p in variant.placeholders], integers, seed)
+        return variant.outputs([named[p] for p in variant.placeholders], integers, seed)
 
     def _variant(
         self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting, place: int

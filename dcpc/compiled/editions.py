@@ -3,6 +3,7 @@
     train()                    what `dcpc.compile` has traced and planned
     eval()                     made when it is first called: where its graphs are the same, those of
                                the first; else traced, planned and compared as that was
+    with all outputs           made when they are first asked for: forward returns them, too
     a length between buckets   made when it is first asked for; with the graphs of its mode where a
                                trace with this length among the buckets is the same
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.compiled.dispatch import Dispatch
+from dcpc.compiled.outputs import WithOutputs
 from dcpc.errors import DcpcError, DispatchError
 from dcpc.ir import Program
 from dcpc.plan.following import Followed, stands_for
@@ -28,10 +30,12 @@ from dcpc.plan.planning import Planned, plan_with_degrees
 from dcpc.plan.runnable import Runnable
 from dcpc.runtime.groups.same_state import checksum
 from dcpc.trace import casting, trace
+from dcpc.trace.loss import Loss
 from dcpc.verify import Verifier
 
 # What is made of traces: (buckets, a program for those of them that share a trace) -> what runs.
-Prepare = Callable[[Buckets, Sequence[Program]], Mapping[Bucket, Runnable]]
+# And the `loss=` of what is traced anew.
+Prepare = Callable[[Buckets, Sequence[Program], Loss | None], Mapping[Bucket, Runnable]]
 MakeDispatch = Callable[[Buckets, Planned], Dispatch]
 
 
@@ -151,7 +155,8 @@ class Editions:
         self._model = model
         self._prepare, self._make_dispatch = prepare, make_dispatch
         self._by_modes = {first.modes: first}
-        self._by_length: dict[tuple[ModuleModes, Bucket], Edition] = {}
+        self._with_outputs: dict[ModuleModes, Edition] = {}
+        self._by_length: dict[tuple[str, Bucket], Edition] = {}
         self._last = first
 
     def now(self) -> tuple[Edition, DcpcError | None]:
@@ -194,10 +199,29 @@ class Editions:
             made = replace(first, modes=modes, followed=Followed(model, first.buckets, planned))
         else:
             degrees = {bucket: plan.sp for bucket, plan in planned.plans.items()}
-            by_bucket = self._prepare(first.buckets, programs)
-            made = self._planned(first.buckets, by_bucket, degrees, start_s)
+            by_bucket = self._prepare(first.buckets, programs, planned.loss)
+            made = self._planned(first.buckets, by_bucket, degrees, start_s, planned.loss)
         self._by_modes[modes] = made
         return made
+
+    def with_outputs(self, base: Edition) -> Edition:
+        """Returns what runs the buckets and returns what forward does, besides the loss.
+
+        Args:
+            base: of the model's modes.
+
+        Raises:
+            TraceError: forward returns something else than tensors and numbers.
+        """
+        found = self._with_outputs.get(base.modes)
+        if found is None or not found.followed.holds(self._model):
+            start_s = time.perf_counter()
+            loss = WithOutputs(self._model, base.planned.loss)
+            degrees = {bucket: plan.sp for bucket, plan in base.planned.plans.items()}
+            by_bucket = self._prepare(base.buckets, (), loss)
+            found = self._planned(base.buckets, by_bucket, degrees, start_s, loss)
+            self._with_outputs[base.modes] = found
+        return found
 
     def at(self, base: Edition, sizes: Mapping[str, int], larger: Bucket) -> Edition:
         """Returns what runs a length besides the buckets, at the degree of one that holds it.
@@ -213,7 +237,7 @@ class Editions:
         """
         lengths = {n: s for n, s in sizes.items() if n != BATCH}
         own = Bucket.of(lengths if larger.batch is None else {**lengths, BATCH: larger.batch})
-        key = (base.modes, own)
+        key = (base.text, own)
         found = self._by_length.get(key)
         if found is None or not found.followed.holds(self._model):
             self._by_length[key] = found = self._at(base, own, larger)
@@ -231,14 +255,16 @@ class Editions:
             runnable = planned.by_bucket[alike[0]]
             program = trace(self._model, every, planned.autocast, planned.loss)
             if stands_for(runnable.traced.program, program):
-                return self._planned(only, {own: runnable}, degrees, start_s, base)
+                runs = {own: runnable}
+                return self._planned(only, runs, degrees, start_s, planned.loss, base)
         if planned.in_rounds:
             raise DispatchError(
                 f"evaluate at {own}: got graphs of this length alone; expected those of the "
                 "buckets, as all ranks gather parameters together (parameters='rounds'); pad to a "
                 "bucket, or add this length to the buckets"
             )
-        return self._planned(only, self._prepare(only, ()), degrees, start_s)
+        by_bucket = self._prepare(only, (), planned.loss)
+        return self._planned(only, by_bucket, degrees, start_s, planned.loss)
 
     def _planned(
         self,
@@ -246,6 +272,7 @@ class Editions:
         by_bucket: Mapping[Bucket, Runnable],
         degrees: Mapping[Bucket, int],
         start_s: float,
+        loss: Loss | None,
         base: Edition | None = None,
     ) -> Edition:
         """Returns an edition of the model as it is, compared with it.
@@ -255,6 +282,7 @@ class Editions:
             by_bucket: what runs each.
             degrees: of each.
             start_s: since when it is made.
+            loss: that it is traced with.
             base: whose graphs these are, which are compared; None: they are new.
         """
         first = self.first.planned
@@ -264,7 +292,7 @@ class Editions:
             )
         for runnable in by_bucket.values():
             runnable.priced.placements.settle()
-        planned = replace(first, by_bucket=by_bucket, plans=plans, tables=tables)
+        planned = replace(first, by_bucket=by_bucket, plans=plans, tables=tables, loss=loss)
         dispatch = self._make_dispatch(buckets, planned)
         if base is not None:
             made = Edition.of(self._model, buckets, planned, base.verifier, dispatch)
@@ -284,7 +312,8 @@ class Editions:
     @property
     def made_later(self) -> list[Edition]:
         """Editions that are not the first, in the order in which they were made."""
-        return [e for e in (*self._by_modes.values(), *self._by_length.values())][1:]
+        kinds = (self._by_modes, self._with_outputs, self._by_length)
+        return [edition for kind in kinds for edition in kind.values()][1:]
 
 
 def _ones(bucket: Bucket) -> frozenset[str]:

@@ -20,12 +20,13 @@ def refuse_arguments(
     between: str | None,
     pad: Mapping[str, int | float] | None,
     buckets: Buckets,
+    outputs: bool,
 ) -> None:
     """Refuses arguments of `evaluate` that contradict each other.
 
     Raises:
         DispatchError: the batch is no mapping, `between` is none of its values, `pad` is given
-            without "pad", or names no input.
+            without "pad", or names no input, or outputs are asked for of a padded batch.
         DataError: an input's dtype has no such value.
     """
     if not isinstance(batch, Mapping):
@@ -44,6 +45,11 @@ def refuse_arguments(
             f"evaluate: got pad={dict(pad or {})} with between={between!r}; expected what fills up "
             f"inputs ({', '.join(buckets.inputs)}), with between='pad'; correct the names, or "
             "leave pad= out"
+        )
+    if outputs and between == "pad":
+        raise DispatchError(
+            "evaluate: got outputs=True with between='pad'; expected outputs of the batch's own "
+            "lengths; take between='compile', or pad the batch yourself and cut its outputs"
         )
     check_fills(buckets.inputs, pad or {})
 

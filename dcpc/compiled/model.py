@@ -16,6 +16,7 @@ from dcpc.compiled.dispatch import Dispatch
 from dcpc.compiled.editions import Edition, Editions, Prepare
 from dcpc.compiled.evaluation import filled_up, in_eval, length_edition, refuse_arguments
 from dcpc.compiled.materialize import Init, made_real, on_meta
+from dcpc.compiled.outputs import WithOutputs
 from dcpc.errors import DataError, DcpcError, DispatchError
 from dcpc.ir import Packable, Profile, Program
 from dcpc.passes.masks.packable import packable
@@ -103,7 +104,7 @@ class CompiledModel(nn.Module):
         self._store.check_ready("a call")
         if torch.is_grad_enabled():
             self._refuse_by_hand("a call with gradients")
-        return self._call(*self._editions.now(), self._dispatch.named(args, inputs))
+        return self._call(*self._editions.now(), self._dispatch.named(args, inputs))[0]
 
     def evaluate(
         self,
@@ -111,7 +112,8 @@ class CompiledModel(nn.Module):
         *,
         between: str | None = None,
         pad: Mapping[str, int | float] | None = None,
-    ) -> Tensor:
+        outputs: bool = False,
+    ) -> Any:
         """Returns the loss of a batch in eval() and under no_grad; the model's mode stays.
 
         The first call captures and plans the model in eval(), where its graphs are others there.
@@ -123,28 +125,35 @@ class CompiledModel(nn.Module):
                 the smallest bucket that holds them; "compile": they run as they are, captured and
                 planned when they first come; None: they are refused.
             pad: input name -> what fills it up at its end, as for `dcpc.DataLoader`.
+            outputs: whether what forward returns comes back, too: then `(loss, outputs)`, each
+                tensor whole on every rank of an SP group.
 
         Raises:
             DispatchError: names, dtypes or shapes match no bucket, no bucket is as long, an input
                 has no value in `pad`, or padding changes the loss.
+            TraceError: forward returns something else than tensors and numbers.
             GroupError: as for a call.
         """
-        refuse_arguments(batch, between, pad, self.buckets)
+        refuse_arguments(batch, between, pad, self.buckets, outputs)
         self._store.check_ready("evaluate")
         inputs = dict(batch)
         with in_eval(self.model), torch.no_grad():
             edition, problem = self._editions.now()
-            if problem is not None and between is not None:
+            if problem is not None and (outputs or between is not None):
                 raise problem
+            if outputs:
+                edition = self._editions.with_outputs(edition)
             if between == "pad":
                 inputs = filled_up(edition, inputs, pad or {})
             elif between == "compile":
                 edition = length_edition(self._editions, edition, inputs)
-            return self._call(edition, problem, inputs)
+            found = self._call(edition, problem, inputs)
+            made = edition.planned.loss
+            return made.restored(found) if isinstance(made, WithOutputs) else found[0]
 
     def _call(
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         """Returns what an edition makes of inputs, once ranks that meet agree on all of it."""
         dispatch = edition.dispatch
         bucket, sizes = dispatch.match(inputs)

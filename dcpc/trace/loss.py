@@ -36,7 +36,8 @@ def returned(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None = No
         return model(**inputs)
     outputs = model(**_taken(model.forward, inputs))
     made = loss(outputs, **_taken(_called(loss), inputs, given=1))
-    find_loss(made, f"loss={_name(loss)}")
+    if not isinstance(made, AllOutputs):
+        find_loss(made, f"loss={_name(loss)}")
     return made
 
 
@@ -243,7 +244,9 @@ def loss_choice(output: Any) -> str:
     Args:
         output: in which `find_loss` finds one.
     """
-    if not isinstance(output, (tuple, list)) or hasattr(output, "loss"):
+    if not isinstance(output, (tuple, list)) or isinstance(output, AllOutputs):
+        return ""
+    if hasattr(output, "loss"):
         return ""
     places = _scalars(output)
     if len(places) < 2:
