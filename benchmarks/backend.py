@@ -2,8 +2,10 @@
 
 A row a model, each in a process of its own, with Inductor's caches off:
 
-    exact       float64, five shapes: the loss, every other floating output and all gradients
-                against the plain model's
+    exact       float64, five shapes, dcpc's graphs by eager kernels: the loss, every other floating
+                output and all gradients against the plain model's
+    float32     the same by Inductor's kernels, and Inductor without dcpc beside it: models compute
+                some values in float32 whatever their dtype, and fused kernels round otherwise
     recompiles  captures by Dynamo after the first shape that it does not make for backend "eager",
                 too: a branch on a size in the model asks for another graph, whatever compiles it
     traces      of dcpc for the five shapes, and variants
@@ -12,7 +14,7 @@ A row a model, each in a process of its own, with Inductor's caches off:
 
 A model that dcpc refuses counts as not ok; its reason is in the table, as is Inductor's where that
 fails. The zoo's models are tiny: a call takes a millisecond, most of it Python. A GPT of a real
-width stands beside them. `--quick` compares three models by dcpc's eager backend and times one.
+width stands beside them. `--quick` compares three models and times one.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ class BackendRow:
         baseline: why Inductor fails; "" if it does not.
         first_call: seconds of dcpc over Inductor's; NaN where that fails.
         calls: the same of later calls.
+        rounding: relative difference from the plain model in float32.
+        inductors: the same of Inductor without dcpc.
     """
 
     model: str
@@ -70,6 +74,8 @@ class BackendRow:
     baseline: str
     first_call: float
     calls: float
+    rounding: float
+    inductors: float
 
 
 def shapes(model: ZooModel) -> list[Sizes]:
@@ -128,12 +134,12 @@ def inputs_at(model: ZooModel, sizes: Sizes, dtype: torch.dtype) -> dict[str, Te
     return {n: x.to(dtype) if x.is_floating_point() else x for n, x in found.items()}
 
 
-def exact(model: ZooModel, quick: bool = False) -> tuple[float, int, int]:
+def exact(model: ZooModel) -> tuple[float, int, int]:
     """Returns the largest relative difference in float64, and captures after the first shape.
 
     Of the latter those of dcpc beyond those of backend "eager", and those.
     """
-    options = {"fallback": "error"} | ({"backend": "eager"} if quick else {})
+    options = {"fallback": "error", "backend": "eager"}
     plain, own = model.make().double(), model.make().double()
     every = [inputs_at(model, sizes, torch.float64) for sizes in shapes(model)]
     compiled = torch.compile(own, backend=backend, dynamic=True, options=options)
@@ -155,8 +161,10 @@ def exact(model: ZooModel, quick: bool = False) -> tuple[float, int, int]:
 
 def times(
     make: Callable[[], nn.Module], every: Sequence[Mapping[str, Tensor]], repeats: int
-) -> tuple[str, float, float]:
+) -> tuple[str, float, float, float, float]:
     """Returns why Inductor fails; dcpc's seconds over its, of the first call and of later ones.
+
+    And what float32 makes of dcpc's numbers, and of Inductor's.
 
     Args:
         make: returns the model.
@@ -165,6 +173,9 @@ def times(
     """
     systems: dict[str, tuple[Callable[..., object], nn.Module]] = {}
     first: dict[str, float] = {}
+    apart: dict[str, float] = {}
+    plain = make().float()
+    wanted = [[x.clone() for x in run(plain, plain, inputs)] for inputs in every]
     torch.compile(nn.Linear(3, 3), dynamic=True)(
         torch.ones(4, 3)
     ).sum().backward()  # loads Inductor
@@ -176,12 +187,12 @@ def times(
             start_s = time.perf_counter()
             run(*systems[name], every[0])
             first[name] = time.perf_counter() - start_s
-            for inputs in every:
-                run(*systems[name], inputs)
+            pairs = zip(every, wanted, strict=True)
+            apart[name] = max(worst(run(*systems[name], x), w) for x, w in pairs)
         except Exception as failure:
             if name == "dcpc":
                 raise
-            return _words(failure), float("nan"), float("nan")
+            return _words(failure), float("nan"), float("nan"), apart["dcpc"], float("nan")
     seconds: dict[str, float] = dict.fromkeys(systems, 0.0)
     for inputs in every:
         took: dict[str, list[float]] = {name: [] for name in systems}
@@ -192,7 +203,8 @@ def times(
                 took[name].append(time.perf_counter() - start_s)
         for name, each in took.items():
             seconds[name] += median(each)
-    return "", first["dcpc"] / first["inductor"], seconds["dcpc"] / seconds["inductor"]
+    calls = seconds["dcpc"] / seconds["inductor"]
+    return "", first["dcpc"] / first["inductor"], calls, apart["dcpc"], apart["inductor"]
 
 
 def _words(failure: Exception) -> str:
@@ -207,11 +219,11 @@ def row(name: str, quick: bool) -> BackendRow:
     model = NAMED[name]
     refused, error, recompiles, branches = "", float("nan"), 0, 0
     try:
-        error, recompiles, branches = exact(model, quick)
+        error, recompiles, branches = exact(model)
     except Exception as refusal:
         refused = _words(refusal)
     if quick and name != QUICK_TIMED:
-        timed = "not timed", float("nan"), float("nan")
+        timed = "not timed", float("nan"), float("nan"), float("nan"), float("nan")
     else:
         every = [inputs_at(model, sizes, torch.float32) for sizes in shapes(model)]
         timed = times(model.make, every, 5 if quick else REPEATS)
@@ -249,17 +261,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [*pool.map(row, names, [arguments.quick] * len(names))]
         width = float("nan") if arguments.quick else pool.submit(wide).result()
     header = (
-        "model",
-        "error",
-        "recompiles",
-        "branches",
-        "first call",
-        "calls",
-        "refused",
-        "Inductor",
-    )
+        "model", "error", "recompiles", "branches", "first call", "calls", "float32", "Inductor's",
+        "refused", "Inductor",
+    )  # fmt: skip
     cells = [
-        (r.model, r.error, r.recompiles, r.branches, r.first_call, r.calls, r.refused, r.baseline)
+        (
+            r.model,
+            f"{r.error:.1e}",
+            r.recompiles,
+            r.branches,
+            r.first_call,
+            r.calls,
+            f"{r.rounding:.1e}",
+            f"{r.inductors:.1e}",
+            r.refused,
+            r.baseline,
+        )
         for r in rows
     ]
     print_table("torch.compile(backend='dcpc') over Inductor", header, cells)
@@ -269,6 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "models": len(rows),
         "models_ok": len(ok),
         "worst_relative_error": max((r.error for r in ok), default=float("nan")),
+        "worst_float32_error": max((r.rounding for r in timed), default=float("nan")),
+        "worst_float32_error_inductor": max((r.inductors for r in timed), default=float("nan")),
         "recompiles": sum(r.recompiles for r in ok),
         "seconds_over_inductor": median(r.calls for r in timed),
         "first_call_over_inductor": median(r.first_call for r in timed),
