@@ -50,21 +50,23 @@ class RankRun:
                 gradients=what.gradients,
             )
         forward, backward = what.forward.graph, what.backward.graph
-        by_name = {n.name: n for n in forward.nodes}
-        names = [*what.saved, *what.backward_primals]
+        primals = {n.name: n for n in forward.nodes if n.op == "placeholder"}
+        outputs = _outputs(forward)
+        saved = outputs[what.returned :]
+        # By their place: a call may have another name in forward than it had before it was cut off.
+        kept = [*saved, *(primals[name] for name in what.backward_primals)]
         given = [n for n in backward.nodes if n.op == "placeholder"]
-        taken, tangents = given[: len(names)], given[len(names) :]
+        taken, tangents = given[: len(kept)], given[len(kept) :]
         assert len(tangents) == len(what.begins), (
-            f"backward takes {len(given)} values and gradients; forward gives {len(names)} values "
+            f"backward takes {len(given)} values and gradients; forward gives {len(kept)} values "
             f"for it, and it begins at {len(what.begins)}"
         )
-        outputs = _outputs(forward)
         return cls(
-            primals=[n for n in forward.nodes if n.op == "placeholder"],
+            primals=[*primals.values()],
             forward=_calls(forward),
             outputs=outputs[: what.returned],
-            saved=outputs[what.returned :],
-            given=[(n, by_name[name]) for n, name in zip(taken, names, strict=True)],
+            saved=saved,
+            given=[*zip(taken, kept, strict=True)],
             tangents=tangents,
             backward=_calls(backward),
             gradients=_outputs(backward),
