@@ -79,6 +79,7 @@ TABLE = {
     "dcpc.runtime": {
         "__init__": "",
         "groups": "",
+        "checkpoint": "groups",
         "planner": "groups",
         "data": "groups planner",
         "parameters": "groups",
@@ -86,11 +87,12 @@ TABLE = {
     },
     "dcpc.compiled": {
         "agreed_state": "",
-        "dispatch": "",
+        "seeds": "",
+        "dispatch": "seeds",
         "materialize": "",
         "editions": "dispatch",
         "evaluation": "editions",
-        "model": "agreed_state dispatch editions evaluation materialize",
+        "model": "agreed_state seeds dispatch editions evaluation materialize",
         "__init__": "model",
     },
     "dcpc.dynamo": {"graph": "", "family": "graph", "entry": "family", "__init__": "entry"},

@@ -150,6 +150,19 @@ class Groups:
         """
         return self._gradients
 
+    def separate(self, what: str) -> dist.ProcessGroup | None:
+        """Returns a new gloo group of all ranks, in which nobody else sends; None alone.
+
+        Collective over all ranks.
+
+        Args:
+            what: it is for, as torch's logs name it.
+        """
+        if self.control(self.world) is None:
+            return None
+        ranks, whole = self.global_ranks, self.whole
+        return _block(ranks, self.rank, self.world, whole, "gloo", self.timeout_s, what)
+
     def ranks(self, sp: int) -> tuple[int, ...]:
         """Returns the ranks (from 0 to `world - 1`) of this rank's block of `sp`.
 
@@ -322,12 +335,13 @@ def _block(
     whole: bool,
     backend: str | None,
     timeout_s: float,
+    what: str = "",
 ) -> dist.ProcessGroup:
     """Returns this rank's group of a degree."""
     timeout = timedelta(seconds=timeout_s)
     first = rank // degree * degree
     mine = list(ranks[first : first + degree])
-    desc = f"dcpc {backend or 'data'} degree {degree}"
+    desc = f"dcpc {what or backend or 'data'} degree {degree}"
     if whole:
         # Every rank passes every block: cheap for those it is not in, and c10d's names stay
         # aligned.
