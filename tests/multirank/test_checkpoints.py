@@ -5,13 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-import dcpc
 from dcpc.errors import CheckpointError, GroupError
 from tests.cases.launch import run_ranks
 from tests.cases.resuming import EPOCHS, Samples, Training
@@ -118,8 +116,10 @@ def test_what_one_rank_cannot_write_is_an_error_on_every_rank(tmp_path):
 
 def damaged(rank: int, folder: str) -> tuple[int, int]:
     made = Training(rate=0.0)
-    with pytest.warns(UserWarning, match=r"passed over.*__1_0.distcp") if rank == 0 else mock.patch(
-        "os.getpid"
+    with (
+        pytest.warns(UserWarning, match=r"passed over.*__1_0.distcp")
+        if rank == 0
+        else mock.patch("os.getpid")
     ):
         return made.compiled.load(folder, **made.parts).step, made.loader.state_dict()["consumed"]
 

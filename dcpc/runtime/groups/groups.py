@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dcpc.errors import GroupError
+from dcpc.runtime.groups.attempt import kept_by_torchrun, store_of_launcher
 
 # Ranks of a group may be this far apart: compiling a variant on first use takes minutes.
 TIMEOUT_S = 600.0
@@ -288,7 +289,14 @@ def _launched(device: torch.device, timeout_s: float) -> bool:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        if kept_by_torchrun():
+            store, rank, world = store_of_launcher(timeout_s)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=timeout
+            )
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as e:
         where = ", ".join(f"{name}={os.environ[name]}" for name in _LAUNCHER)
         raise GroupError(
