@@ -9,6 +9,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.compiled import CompiledModel
 from dcpc.errors import (
     BucketError,
+    CheckpointError,
     CodegenError,
     DataError,
     DcpcError,
@@ -33,6 +34,7 @@ __all__ = [
     "Bucket",
     "BucketError",
     "Buckets",
+    "CheckpointError",
     "CodegenError",
     "CompiledModel",
     "CountLabels",

@@ -45,5 +45,9 @@ class GroupError(DcpcError):
     """Ranks of a process group disagree, or one of them did not arrive in time."""
 
 
+class CheckpointError(DcpcError):
+    """A checkpoint cannot be written or read, or is of something else."""
+
+
 class DataError(DcpcError):
     """A dataset or a sample cannot be dealt out as asked."""

@@ -79,6 +79,7 @@ TABLE = {
     "dcpc.runtime": {
         "__init__": "",
         "groups": "",
+        "checkpoint": "groups",
         "planner": "groups",
         "data": "groups planner",
         "parameters": "groups",
@@ -86,12 +87,13 @@ TABLE = {
     },
     "dcpc.compiled": {
         "agreed_state": "",
-        "dispatch": "",
+        "seeds": "",
+        "dispatch": "seeds",
         "materialize": "",
         "outputs": "",
         "editions": "dispatch outputs",
         "evaluation": "editions",
-        "model": "agreed_state dispatch editions evaluation materialize outputs",
+        "model": "agreed_state seeds dispatch editions evaluation materialize outputs",
         "__init__": "model",
     },
     "dcpc.dynamo": {"graph": "", "family": "graph", "entry": "family", "__init__": "entry"},

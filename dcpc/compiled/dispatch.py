@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
+from dcpc.compiled.seeds import Seeds
 from dcpc.errors import DispatchError
 from dcpc.ir import Placement
-from dcpc.ops.random import mix
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import group_name
 from dcpc.runtime.data.steps import MicroBatch, Step
@@ -21,9 +21,6 @@ from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
 from dcpc.trace import autocast_dtype, casting
-
-# Keeps the random numbers of train steps apart from those of calls, which count up from 1.
-_STEPS = 1 << 40
 
 _VariantKey = tuple[Bucket, int, Setting, int, bool | None]
 
@@ -43,7 +40,7 @@ class Dispatch:
         buckets: Buckets,
         planned: Planned,
         groups: Groups,
-        base_seed: int,
+        seeds: Seeds,
         store: WholeStore,
     ) -> None:
         """Binds the aligned blocks of ranks.
@@ -52,7 +49,7 @@ class Dispatch:
             buckets: that inputs are matched with.
             planned: plans and graphs of each.
             groups: the process groups.
-            base_seed: of all random numbers, the same on every rank.
+            seeds: of all random numbers.
             store: who holds what of the parameters.
         """
         self.store = store
@@ -63,8 +60,7 @@ class Dispatch:
         self._buckets = buckets
         self._planned = planned
         self._groups = groups
-        self._base_seed = base_seed
-        self._draws: dict[int, int] = {}
+        self._seeds = seeds
         self._refuse_different_sums()
         self.bind_blocks()
 
@@ -212,7 +208,7 @@ class Dispatch:
         if pg is not None:
             # Backward follows before the next micro-batch binds the name to its own group.
             bind_group(group_name(mb.sp), pg)
-        seed = mix(self._base_seed, _STEPS, step.epoch, step.index, mb.number) >> 1
+        seed = self._seeds.of_micro_batch(step.epoch, step.index, mb.number)
         place = mb.ranks.index(self._groups.rank)
         return self._run(bucket, sizes, inputs, _setting_of(mb), place, seed)[0]
 
@@ -270,7 +266,8 @@ class Dispatch:
         named = {**own, **given}
         self.stats.called(bucket, sizes.get(BATCH, 1))
         if seed is None:
-            seed = self._seed(variant.sp) if variant.draws else 0
+            sp = variant.sp
+            seed = self._seeds.of_call(sp, self._groups.ranks(sp)[0]) if variant.draws else 0
         return variant.outputs([named[p] for p in variant.placeholders], integers, seed)
 
     def _variant(
@@ -285,14 +282,6 @@ class Dispatch:
             step = setting.menu_step
             self.variants[key] = runnable.variant(placement, step, sizes, place, again)
         return self.variants[key]
-
-    def _seed(self, sp: int) -> int:
-        """Returns the seed of the next call at a degree, the same on every rank of its group.
-
-        The ranks of a group make the same calls at its degree, so counting them needs no message.
-        """
-        self._draws[sp] = self._draws.get(sp, 0) + 1
-        return mix(self._base_seed, sp, self._groups.ranks(sp)[0], self._draws[sp]) >> 1
 
 
 def _setting_of(mb: MicroBatch) -> Setting:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import delivering, wire_log
@@ -17,11 +19,19 @@ from dcpc.compiled.editions import Edition, Editions, Prepare
 from dcpc.compiled.evaluation import filled_up, in_eval, length_edition, refuse_arguments
 from dcpc.compiled.materialize import Init, made_real, on_meta
 from dcpc.compiled.outputs import WithOutputs
+from dcpc.compiled.seeds import Seeds
 from dcpc.errors import DataError, DcpcError, DispatchError
 from dcpc.ir import Packable, Profile, Program
 from dcpc.passes.masks.packable import packable
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import Runnable
+from dcpc.runtime.checkpoint.checkpoints import (
+    Checkpoint,
+    Checkpoints,
+    Parts,
+    Saving,
+    Stateful,
+)
 from dcpc.runtime.data.arguments import check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import PART, agree
@@ -71,12 +81,15 @@ class CompiledModel(nn.Module):
             self._store.install(model)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
 
+        self._seeds = Seeds(base_seed, groups.rank, groups.world)
+        self._checkpoints = Checkpoints(groups)
+
         def make(mine: Buckets, found: Planned) -> Dispatch:
-            dispatch = Dispatch(mine, found, groups, base_seed, self._store)
+            dispatch = Dispatch(mine, found, groups, self._seeds, self._store)
             dispatch.stats = self._dispatch.stats
             return dispatch
 
-        self._dispatch = Dispatch(buckets, planned, groups, base_seed, self._store)
+        self._dispatch = Dispatch(buckets, planned, groups, self._seeds, self._store)
         first = Edition.of(model, buckets, planned, verifier, self._dispatch)
         self._editions = Editions(model, first, prepare, make, groups.device.type)
         self._agreed = AgreedState(model, planned, groups)
@@ -247,6 +260,79 @@ class CompiledModel(nn.Module):
         agree(self.groups, self.groups.world, "verification", str(found or ""))
         if found is not None:
             raise found
+
+    def save(
+        self,
+        folder: str | Path,
+        step: int,
+        *,
+        optimizer: Optimizer | None = None,
+        loader: Stateful | None = None,
+        scheduler: Stateful | None = None,
+        extra: Any = None,
+        keep: int = 3,
+        wait: bool = False,
+    ) -> Saving:
+        """Saves what training goes on from, as `folder/step-...`, while training goes on.
+
+        All of it is copied to the CPU, then a thread writes it. A folder has its name once it is
+        whole, so a crash leaves those before it. Collective over all ranks, which see one folder.
+
+        Args:
+            folder: of all checkpoints.
+            step: number of this one; `load` takes the largest.
+            optimizer: of `parameters()`.
+            loader: its `state_dict()` is the same on every rank, as that of `dcpc.DataLoader` is.
+            scheduler: as the loader.
+            extra: plain values and tensors of your own; rank 0's are kept.
+            keep: whole checkpoints that stay, this one included.
+            wait: return once it is whole.
+
+        Returns:
+            What writes it, with `wait()`. The process waits for it at its end.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before could not be; or a state has
+                values that are no plain ones.
+            GroupError: ranks save different steps, or one could not.
+        """
+        parts = self._parts(optimizer, loader, scheduler)
+        return self._checkpoints.save(Path(folder), step, parts, extra, keep=keep, wait=wait)
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        optimizer: Optimizer | None = None,
+        loader: Stateful | None = None,
+        scheduler: Stateful | None = None,
+    ) -> Checkpoint:
+        """Goes on from the newest checkpoint that is whole; a damaged one is named in a warning.
+
+        At any world size and in any mode of parameters. Without a checkpoint it changes nothing,
+        so that one script starts and goes on. Reads no pickle. Collective over all ranks.
+
+        Args:
+            folder: as in `save`.
+            optimizer: made as the one that was saved; its state is replaced.
+            loader: goes on after the last step that was yielded before.
+            scheduler: goes on as it was.
+
+        Returns:
+            Its step (0: there is none), `extra` and folder.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer, or lacks a part, or all
+                checkpoints are damaged.
+            DataError: the loader's data or order are others.
+        """
+        return self._checkpoints.load(Path(folder), self._parts(optimizer, loader, scheduler))
+
+    def _parts(
+        self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None
+    ) -> Parts:
+        mode = self._store.mode
+        return Parts(self, self._seeds, mode, optimizer, loader, scheduler)
 
     def log_to(self, logger: Callable[[Step, StepResult], None]) -> None:
         """Has rank 0 call this after each train step, e.g. a `dcpc.TensorBoardLogger`.

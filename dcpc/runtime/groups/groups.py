@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dcpc.errors import GroupError
+from dcpc.runtime.groups.attempt import kept_by_torchrun, store_of_launcher
 
 # Ranks of a group may be this far apart: compiling a variant on first use takes minutes.
 TIMEOUT_S = 600.0
@@ -149,6 +150,19 @@ class Groups:
         The sum is on the way while variants still run, so it must not meet their collectives.
         """
         return self._gradients
+
+    def separate(self, what: str) -> dist.ProcessGroup | None:
+        """Returns a new gloo group of all ranks, in which nobody else sends; None alone.
+
+        Collective over all ranks.
+
+        Args:
+            what: it is for, as torch's logs name it.
+        """
+        if self.control(self.world) is None:
+            return None
+        ranks, whole = self.global_ranks, self.whole
+        return _block(ranks, self.rank, self.world, whole, "gloo", self.timeout_s, what)
 
     def ranks(self, sp: int) -> tuple[int, ...]:
         """Returns the ranks (from 0 to `world - 1`) of this rank's block of `sp`.
@@ -275,7 +289,14 @@ def _launched(device: torch.device, timeout_s: float) -> bool:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        if kept_by_torchrun():
+            store, rank, world = store_of_launcher(timeout_s)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=timeout
+            )
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as e:
         where = ", ".join(f"{name}={os.environ[name]}" for name in _LAUNCHER)
         raise GroupError(
@@ -322,12 +343,13 @@ def _block(
     whole: bool,
     backend: str | None,
     timeout_s: float,
+    what: str = "",
 ) -> dist.ProcessGroup:
     """Returns this rank's group of a degree."""
     timeout = timedelta(seconds=timeout_s)
     first = rank // degree * degree
     mine = list(ranks[first : first + degree])
-    desc = f"dcpc {backend or 'data'} degree {degree}"
+    desc = f"dcpc {what or backend or 'data'} degree {degree}"
     if whole:
         # Every rank passes every block: cheap for those it is not in, and c10d's names stay
         # aligned.

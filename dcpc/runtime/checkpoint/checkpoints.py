@@ -1,0 +1,484 @@
+"""Saves and loads everything that training goes on from; collective over all ranks.
+
+save    state copied to the CPU ─► thread: files, checksums ─► manifest ─► renamed ─► old removed
+load    rank 0 names the newest ─► every rank checks a share of its files ─► all read
+              └ the next older one, if it is damaged
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from dcpc.errors import CheckpointError, DcpcError
+from dcpc.runtime.checkpoint.folders import (
+    FORMAT,
+    begin,
+    fault_of,
+    final_folder,
+    fingerprint,
+    found_in,
+    prune,
+    publish,
+    read_manifest,
+    write_bytes,
+    write_manifest,
+)
+from dcpc.runtime.checkpoint.optimizers import by_name, by_number, misfit
+from dcpc.runtime.groups.agreement import PART, agree
+from dcpc.runtime.groups.groups import Groups
+
+LOG = logging.getLogger("dcpc")
+_STATE = "state.pt"
+_GROUP = ("optimizer", "param_groups")
+
+
+class Stateful(Protocol):
+    """A loader, a scheduler: what has a state of its own."""
+
+    def state_dict(self) -> Any:
+        """Returns the state, of plain values."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Goes on from a state."""
+
+
+class NamedParameters(Stateful, Protocol):
+    """What a checkpoint wants of a compiled model."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that an optimizer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What training goes on from.
+
+    Attributes:
+        model: the compiled model.
+        seeds: of its random numbers.
+        mode: who holds its parameters.
+        optimizer: of its parameters.
+        loader: that a state of plain values is of.
+        scheduler: of the learning rate.
+    """
+
+    model: NamedParameters
+    seeds: Stateful
+    mode: str
+    optimizer: Optimizer | None
+    loader: Stateful | None
+    scheduler: Stateful | None
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the compiled model's parameters by name."""
+        return dict(self.model.named_parameters())
+
+    def tensors(self) -> dict[str, Any]:
+        """Returns the state of the model and of the optimizer."""
+        found = {"model": self.model.state_dict()}
+        if self.optimizer is not None:
+            found["optimizer"] = by_name(self.optimizer, self.parameters())
+        return found
+
+    def small(self) -> dict[str, Stateful]:
+        """Returns what has a state of plain values, by name."""
+        named = {"loader": self.loader, "scheduler": self.scheduler}
+        return {name: part for name, part in named.items() if part is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What training goes on from; without a folder it starts.
+
+    Attributes:
+        step: that was saved last; 0: none.
+        extra: as it was saved.
+        folder: of the checkpoint; None: there is none.
+    """
+
+    step: int = 0
+    extra: Any = None
+    folder: Path | None = None
+
+
+class Saving:
+    """A checkpoint that is written in a thread.
+
+    Attributes:
+        folder: where it is once it is whole.
+    """
+
+    def __init__(self, folder: Path, write: Callable[[], None]) -> None:
+        """Begins to write.
+
+        Args:
+            folder: where it will be.
+            write: returns once the checkpoint is whole; raises why it is not.
+        """
+        self.folder = folder
+        self._write = write
+        self._problem: CheckpointError | None = None
+        # The process waits for it at its end: it is no daemon.
+        self._thread = threading.Thread(target=self._run, name=f"dcpc save {folder.name}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is written any more."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Returns the folder once the checkpoint is whole there.
+
+        Raises:
+            CheckpointError: it could not be written; those before it are as they were.
+        """
+        self._thread.join()
+        if self._problem is not None:
+            raise self._problem
+        return self.folder
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        # torch.distributed.checkpoint's own error, which has those of all ranks, is no Exception.
+        except BaseException as e:
+            self._problem = CheckpointError(
+                f"checkpoint {self.folder}: got {_reason(e)}; expected to write it; look at the "
+                "disk's space and rights, or at the ranks that it names: the checkpoints before it "
+                "are as they were"
+            )
+            self._problem.__cause__ = e
+            LOG.error("%s", self._problem)
+
+
+class Checkpoints:
+    """Checkpoints of one compiled model."""
+
+    def __init__(self, groups: Groups) -> None:
+        """Takes the ranks that save and load together."""
+        self._groups = groups
+        self._last: Saving | None = None
+        self._damaged: set[Path] = set()  # that were found to be, on rank 0
+
+    # --------------------------------------------------------------------------------------- save
+
+    def save(
+        self, directory: Path, step: int, parts: Parts, extra: Any, *, keep: int, wait: bool
+    ) -> Saving:
+        """Returns what writes a checkpoint; see `CompiledModel.save`."""
+        problem: DcpcError | None = None
+        state: dict[str, Any] = {}
+        small: dict[str, Any] = {}
+        try:
+            self.wait()
+            _check_count("step", step, 0)
+            _check_count("keep", keep, 1)
+            state = parts.tensors()
+            self._tensors.refuse_odd(state)
+            small = self._small(parts, step, extra)
+            if self._groups.rank == 0:
+                begin(directory, step)
+        except DcpcError as e:
+            problem = e
+        except OSError as e:
+            problem = CheckpointError(
+                f"save({str(directory)!r}): got {e}; expected a folder to write to; name another"
+            )
+        self._agree(f"save step {step} into {directory}, keep {keep}", problem)
+        state = self._tensors.staged(state, self._wire)
+        small["seeds"] = self._from_all(parts.seeds.state_dict())
+        packed = self._tensors.plain(small)
+
+        def write() -> None:
+            self._write(directory, step, parts, state, packed, keep)
+
+        self._last = saving = Saving(final_folder(directory, step), write)
+        if wait:
+            self.wait()
+        return saving
+
+    def wait(self) -> None:
+        """Returns once what was saved last is whole.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+
+    def _small(self, parts: Parts, step: int, extra: Any) -> dict[str, Any]:
+        """Returns the state that is no model's and no optimizer's."""
+        found = {name: part.state_dict() for name, part in parts.small().items()}
+        found |= {"step": step, "extra": extra}
+        for name, value in found.items():
+            try:
+                self._tensors.plain(value)
+            except CheckpointError as e:
+                raise CheckpointError(f"save: {name}: {e}") from e
+        return found
+
+    def _write(
+        self,
+        directory: Path,
+        step: int,
+        parts: Parts,
+        state: dict[str, Any],
+        small: bytes,
+        keep: int,
+    ) -> None:
+        folder = directory / f".step-{step:08d}-tmp"
+        optimizer = parts.optimizer
+
+        def finish(files: dict[str, Any], table: dict[str, Any]) -> None:
+            write_bytes(folder / _STATE, small)
+            files[_STATE] = fingerprint(folder / _STATE)
+            content = {
+                "format": FORMAT,
+                "step": step,
+                "world": self._groups.world,
+                "parameters": parts.mode,
+                "optimizer": None if optimizer is None else type(optimizer).__name__,
+                "files": files,
+                "tensors": table,
+            }
+            write_manifest(folder, content)
+            publish(directory, step)
+            self._damaged.discard(final_folder(directory, step))
+            prune(directory, step, keep, self._damaged)
+
+        tensors = self._tensors
+        tensors.write(state, tensors.ChecksummedWriter(folder, finish), self._wire)
+
+    # --------------------------------------------------------------------------------------- load
+
+    def load(self, directory: Path, parts: Parts) -> Checkpoint:
+        """Returns what a checkpoint has that has no part; see `CompiledModel.load`."""
+        problem: DcpcError | None = None
+        listed: list[Path] = []
+        try:
+            self.wait()
+            parts.parameters()  # those of the meta device are refused
+            listed = found_in(directory)
+        except DcpcError as e:
+            problem = e
+        except OSError as e:
+            problem = _unreadable(directory, e)
+        self._agree(f"load from {directory}", problem)
+        folder, manifest = self._newest(directory, listed)
+        if folder is None:
+            return Checkpoint()
+        small: dict[str, Any] = {}
+        into: dict[str, Any] = {}
+        try:
+            small = torch.load(folder / _STATE, weights_only=True)
+            into = self._fitting(folder, parts, manifest, small)
+            for name, part in parts.small().items():
+                part.load_state_dict(small[name])
+        except DcpcError as e:
+            problem = e
+        except Exception as e:  # of a user's loader or scheduler: the others wait
+            problem = _unreadable(folder, e)
+        self._agree(f"load {folder}", problem)
+        try:
+            self._tensors.read(folder, manifest["tensors"], into)
+        except Exception as e:
+            problem = _unreadable(folder, e)
+        self._agree(f"read {folder}", problem)
+        self._apply(parts, manifest, into, small)
+        return Checkpoint(manifest["step"], small["extra"], folder)
+
+    def _newest(self, directory: Path, listed: list[Path]) -> tuple[Path | None, dict[str, Any]]:
+        """Returns the newest checkpoint that is whole, and what it holds.
+
+        Raises:
+            CheckpointError: there are some and all are damaged.
+        """
+        faults: list[str] = []
+        for name in self._told([str(folder) for folder in listed]):
+            folder = Path(name)
+            manifest, fault = self._told(_manifest(folder) if self._groups.rank == 0 else None)
+            names = sorted(manifest.get("files", ()))[self._groups.rank :: self._groups.world]
+            own = fault or fault_of(folder, manifest["files"], names)
+            fault = next(filter(None, self._from_all(own)), "")
+            if not fault:
+                self._warn_of(faults)
+                return folder, manifest
+            faults.append(f"{folder}: {fault}")
+            self._damaged.add(folder)
+        if faults:
+            raise CheckpointError(
+                f"load({str(directory)!r}): got {len(faults)} checkpoints, all damaged "
+                f"({'; '.join(faults)}); expected one that is whole; take them from a backup, or "
+                "remove them to start from the beginning"
+            )
+        return None, {}
+
+    def _warn_of(self, faults: list[str]) -> None:
+        if faults and self._groups.rank == 0:
+            warnings.warn(
+                f"checkpoints that are damaged are passed over: {'; '.join(faults)}", stacklevel=5
+            )
+
+    def _fitting(
+        self, folder: Path, parts: Parts, manifest: Mapping[str, Any], small: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns what tensors are read into, by name.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model or optimizer, or lacks a part.
+        """
+        tensors, table = self._tensors, manifest["tensors"]
+        missing = [name for name in parts.small() if name not in small]
+        if parts.optimizer is not None and manifest["optimizer"] is None:
+            missing.append("optimizer")
+        if missing:
+            raise CheckpointError(
+                f"load {folder}: got {missing[0]}=, which was not saved; expected what save() was "
+                "given; leave it out"
+            )
+        into = {
+            name: v for name, (_, v) in tensors.flat({"model": parts.model.state_dict()}).items()
+        }
+        saved = {name: row for name, row in table.items() if row["path"][0] == "model"}
+        if problem := _other_model(into, saved, tensors.dtype_of):
+            raise CheckpointError(
+                f"load {folder}: {problem}; expected the model that was saved; make it alike, or "
+                "read its tensors by torch.distributed.checkpoint"
+            )
+        if parts.optimizer is None:
+            return into
+        groups = {n: None for n, row in table.items() if tuple(row["path"][:2]) == _GROUP}
+        told = {n: tensors.empty_like(None, table[n]) for n in groups}
+        tensors.read(folder, table, told)
+        kind, parameters = type(parts.optimizer).__name__, parts.parameters()
+        named = self._nested(table, told)["optimizer"]
+        problem = misfit(parts.optimizer, parameters, named)
+        if kind != manifest["optimizer"]:
+            problem = f"got {kind}; expected {manifest['optimizer']}, which was saved"
+        if problem:
+            raise CheckpointError(
+                f"load {folder}: optimizer: {problem}; make it as the one that was saved, or leave "
+                "optimizer= out to start with a new one"
+            )
+        for name, row in table.items():
+            if row["path"][0] == "optimizer" and name not in told:
+                into[name] = tensors.empty_like(parameters.get(row["path"][2]), row)
+        return into | told
+
+    def _apply(
+        self,
+        parts: Parts,
+        manifest: Mapping[str, Any],
+        read: Mapping[str, Any],
+        small: Mapping[str, Any],
+    ) -> None:
+        found = self._nested(manifest["tensors"], read)
+        parts.model.load_state_dict(found.get("model", {}))
+        parts.seeds.load_state_dict(small["seeds"])  # of every rank
+        if parts.optimizer is not None:
+            named = found["optimizer"]
+            parts.optimizer.load_state_dict(by_number(parts.optimizer, parts.parameters(), named))
+
+    def _nested(self, table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        leaves = [(tuple(table[name]["path"]), value) for name, value in values.items()]
+        found: dict[str, Any] = self._tensors.nested(leaves)
+        return found
+
+    # ------------------------------------------------------------------------------ between ranks
+
+    @cached_property
+    def _tensors(self) -> Any:
+        # Not at the top: whoever saves nothing does not wait for it.
+        return importlib.import_module("dcpc.runtime.checkpoint.tensors")
+
+    @cached_property
+    def _wire(self) -> dist.ProcessGroup | None:
+        """The group of all ranks in which only checkpoints send; made by all of them at once."""
+        return self._groups.separate("checkpoints")
+
+    def _agree(self, what: str, problem: DcpcError | None) -> None:
+        """Raises this rank's problem, on the other ranks an error that names it."""
+        groups = self._groups
+        agree(groups, groups.world, "checkpoint", PART.join([what, str(problem or "")]))
+        if problem is not None:
+            raise problem
+
+    def _told(self, value: Any) -> Any:
+        """Returns rank 0's value."""
+        if self._wire is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self._wire, group_src=0)
+        return box[0]
+
+    def _from_all(self, value: Any) -> list[Any]:
+        """Returns every rank's value."""
+        if self._wire is None:
+            return [value]
+        box: list[Any] = [None] * self._groups.world
+        dist.all_gather_object(box, value, group=self._wire)
+        return box
+
+
+def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
+    """Returns what a checkpoint holds, and what is wrong with it, or ""."""
+    try:
+        return read_manifest(folder), ""
+    except CheckpointError as e:
+        return {}, str(e)
+
+
+def _other_model(
+    own: Mapping[str, Any], saved: Mapping[str, Any], dtype_of: Callable[[Any], Any]
+) -> str:
+    """Returns in what a saved model differs from this one, or ""."""
+    if other := sorted({*own} ^ {*saved}):
+        whose = "not saved" if other[0] in own else "saved alone"
+        more = f" and {len(other) - 1} more" * (len(other) > 1)
+        return f"got a model with other tensors ('{other[0]}': {whose}{more})"
+    for name, value in own.items():
+        dtype, size = dtype_of(saved[name]), saved[name].get("size")
+        if isinstance(value, torch.Tensor) and (dtype, size) != (value.dtype, [*value.shape]):
+            mine = f"{value.dtype} {tuple(value.shape)}"
+            return f"got '{name}' as {mine}; expected {dtype} {tuple(size or ())}, which was saved"
+    return ""
+
+
+def _unreadable(folder: Path, e: Exception) -> CheckpointError:
+    problem = CheckpointError(
+        f"load {folder}: got {_reason(e)}; expected to read it; see whether every rank has the "
+        "folder, and whether the loader and the scheduler are those that were saved"
+    )
+    problem.__cause__ = e
+    return problem
+
+
+def _reason(e: BaseException) -> str:
+    """Returns an error in one line; of torch's own the errors of its ranks."""
+    failures = getattr(e, "failures", None)
+    if isinstance(failures, dict) and failures:
+        return "; ".join(f"rank {rank}: {_reason(each)}" for rank, (each, _) in failures.items())
+    lines = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {lines[0] if lines else 'no text'}"
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise CheckpointError(
+            f"save: {name}: got {value!r}; expected an integer from {least} on; pass one"
+        )

@@ -1,0 +1,186 @@
+"""Folders of checkpoints: written under another name, renamed once whole, checked before use.
+
+DIR/step-00000120/checkpoint.json   what is here: size and SHA-256 of each file, every tensor
+                  __0_0.distcp      tensors that rank 0 has written, and so on
+                  .metadata         for torch.distributed.checkpoint; not read here
+                  state.pt          loader, scheduler, extra, seeds
+DIR/.step-00000130-tmp/             not whole, and never read
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dcpc.errors import CheckpointError
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+_WHOLE = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"\.step-(\d{8,})-(?:tmp|old)")
+_FIELDS = {"format", "step", "world", "parameters", "optimizer", "files", "tensors"}
+
+
+def final_folder(directory: Path, step: int) -> Path:
+    """Returns where the checkpoint of a step is once it is whole."""
+    return directory / f"step-{step:08d}"
+
+
+def unfinished_folder(directory: Path, step: int) -> Path:
+    """Returns where the checkpoint of a step is written."""
+    return directory / f".step-{step:08d}-tmp"
+
+
+def found_in(directory: Path) -> list[Path]:
+    """Returns the folders of checkpoints, that of the largest step first; whole or damaged.
+
+    One that was set aside for another of its step, and is alone now, counts.
+    """
+    if not directory.is_dir():
+        return []
+    steps: dict[int, Path] = {}
+    for entry in directory.iterdir():
+        if found := _WHOLE.fullmatch(entry.name):
+            steps[int(found[1])] = entry
+        elif entry.name.endswith("-old") and (found := _LEFT.fullmatch(entry.name)):
+            steps.setdefault(int(found[1]), entry)
+    return [steps[n] for n in sorted(steps, reverse=True)]
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Returns a new empty folder for the checkpoint of a step; what crashes have left is removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for entry in list(directory.iterdir()):
+        if entry.name.endswith("-tmp") and _LEFT.fullmatch(entry.name):
+            shutil.rmtree(entry)
+    made = unfinished_folder(directory, step)
+    made.mkdir()
+    return made
+
+
+def publish(directory: Path, step: int) -> None:
+    """Gives a folder that is whole its name, in place of another of that step."""
+    made, final = unfinished_folder(directory, step), final_folder(directory, step)
+    old = directory / f".step-{step:08d}-old"
+    _sync(made)
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    made.rename(final)
+    _sync(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def prune(directory: Path, step: int, keep: int, damaged: Collection[Path]) -> None:
+    """Removes the oldest whole checkpoints up to that of a step, but the last `keep`.
+
+    Args:
+        directory: with the checkpoints.
+        step: of the one written last, which stays.
+        keep: how many stay.
+        damaged: do not count and stay, as they were found to be.
+    """
+    whole = []
+    for folder in found_in(directory):
+        if folder in damaged:
+            continue
+        with contextlib.suppress(CheckpointError, OSError):
+            manifest = read_manifest(folder)
+            sized = all((folder / n).stat().st_size == f["bytes"]
+                        for n, f in manifest["files"].items())  # fmt: skip
+            if sized and manifest["step"] <= step:
+                whole.append(folder)
+    for folder in whole[keep:]:
+        # Renamed first: what is removed by half is no checkpoint any more.
+        gone = directory / f".{folder.name.removeprefix('.').removesuffix('-old')}-tmp"
+        folder.rename(gone)
+        shutil.rmtree(gone)
+
+
+def fingerprint(file: Path) -> dict[str, Any]:
+    """Returns the size in bytes and the SHA-256 of a file."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"bytes": stream.tell(), "sha256": digest}
+
+
+def write_bytes(file: Path, content: bytes) -> None:
+    """Writes a file and waits until it is on the disk."""
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes what a checkpoint holds, with a checksum of that."""
+    text = _canonical(content)
+    whole = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": content}
+    write_bytes(folder / MANIFEST, _canonical(whole).encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns what a checkpoint holds.
+
+    Raises:
+        CheckpointError: the file is not there or damaged.
+    """
+    try:
+        read = json.loads((folder / MANIFEST).read_bytes())
+        content = read["content"]
+        same = hashlib.sha256(_canonical(content).encode()).hexdigest() == read["sha256"]
+        known = content["format"] == FORMAT and content.keys() >= _FIELDS
+        inside = all(Path(name).name == name for name in content["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise CheckpointError(f"{MANIFEST}: {type(e).__name__}: {e}") from e
+    if not same:
+        raise CheckpointError(f"{MANIFEST}: its checksum is another than when it was written")
+    if not known:
+        raise CheckpointError(f"{MANIFEST}: its format is {content['format']}, not {FORMAT}")
+    if not inside:
+        raise CheckpointError(f"{MANIFEST}: it names files of other folders")
+    return dict(content)
+
+
+def fault_of(folder: Path, files: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Returns what is wrong with the first of some files that is not as it was written, or "".
+
+    Args:
+        folder: of a checkpoint.
+        files: each one's size and SHA-256, as in its manifest.
+        names: of those that are read.
+    """
+    for name in names:
+        expected = files[name]
+        try:
+            got = fingerprint(folder / name)
+        except OSError as e:
+            return f"{name}: {e.strerror or e}"
+        if got["bytes"] != expected["bytes"]:
+            return f"{name}: got {got['bytes']} bytes; expected {expected['bytes']}"
+        if got["sha256"] != expected["sha256"]:
+            return f"{name}: got SHA-256 {got['sha256'][:12]}...; expected another"
+    return ""
+
+
+def _canonical(content: Any) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,91 @@
+"""An optimizer's state by the names of its parameters, as torch.distributed.checkpoint has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dcpc.errors import CheckpointError
+
+
+def names_in(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Returns the names of each group's parameters.
+
+    Args:
+        optimizer: of some parameters.
+        parameters: of the compiled model, by name.
+
+    Raises:
+        CheckpointError: one is not the compiled model's.
+    """
+    names = {id(p): name for name, p in parameters.items()}
+    for n, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in names:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__}: got a parameter of shape {tuple(p.shape)} in "
+                    f"group {n} that the compiled model has not; expected its own; make the "
+                    "optimizer of compiled.parameters()"
+                )
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Returns an optimizer's state with names in place of numbers.
+
+    Raises:
+        CheckpointError: a parameter is not the compiled model's, or the state has keys that are no
+            texts.
+    """
+    names, own = names_in(optimizer, parameters), optimizer.state_dict()
+    numbered = dict(zip(_numbers(own), [n for group in names for n in group], strict=True))
+    state = {numbered.get(key, key): value for key, value in own["state"].items()}
+    odd = [f"{name}: {key!r}" for name, v in state.items() if isinstance(v, Mapping)
+           for key in v if not isinstance(key, str)]  # fmt: skip
+    if odd:
+        raise CheckpointError(
+            f"{type(optimizer).__name__}: got state under a key that is no text ({odd[0]}); "
+            "expected texts, as torch's own optimizers have; pass its state_dict() as extra="
+        )
+    groups = [{**g, "params": mine} for g, mine in zip(own["param_groups"], names, strict=True)]
+    return {"state": state, "param_groups": groups}
+
+
+def by_number(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns what an optimizer loads: the reverse of `by_name`."""
+    names, own = names_in(optimizer, parameters), optimizer.state_dict()
+    numbers = dict(zip([n for group in names for n in group], _numbers(own), strict=True))
+    state = {numbers.get(key, key): value for key, value in named.get("state", {}).items()}
+    groups = [{**g, "params": o["params"]}
+              for g, o in zip(named["param_groups"], own["param_groups"], strict=True)]  # fmt: skip
+    return {"state": state, "param_groups": groups}
+
+
+def misfit(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], named: Mapping[str, Any]
+) -> str:
+    """Returns why a saved state is not of an optimizer like this one, or "".
+
+    Args:
+        optimizer: that shall go on.
+        parameters: of the compiled model, by name.
+        named: the saved groups, with the names of their parameters.
+    """
+    mine = names_in(optimizer, parameters)
+    saved = [group["params"] for group in named["param_groups"]]
+    if len(mine) != len(saved):
+        return f"got {len(mine)} groups of parameters; expected {len(saved)}, as were saved"
+    for n, (own, kept) in enumerate(zip(mine, saved, strict=True)):
+        if other := sorted({*own} ^ {*kept}):
+            whose = "not saved" if other[0] in own else "saved alone"
+            return f"got group {n} with other parameters ('{other[0]}': {whose}); expected the same"
+    return ""
+
+
+def _numbers(own: Mapping[str, Any]) -> list[int]:
+    return [n for group in own["param_groups"] for n in group["params"]]

@@ -1,0 +1,73 @@
+"""The rendezvous store of one attempt of a job that torchrun starts again after a rank died.
+
+torchrun keeps one store for all attempts, and torch gives their keys no prefix: a rank may connect
+to the address of one that is dead ("connectFullMesh failed"). The number of restarts is no help, as
+each node counts its own. So ranks agree on a prefix that only those that live can know:
+
+    every rank   here/RANK = a word of its own, new in each attempt
+    rank 0       go = its word and those of all ranks that it sees; again if one has changed
+    every rank   once go has its own word: ok/RANK/(rank 0's word); that word is the prefix
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+_POLL_S = 0.02
+
+
+def kept_by_torchrun() -> bool:
+    """Whether the launcher has the rendezvous store, and may start ranks again."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def fresh_store(store: Store, rank: int, world: int, timeout_s: float) -> PrefixStore:
+    """Returns a store in which no earlier attempt has written anything.
+
+    Args:
+        store: of all attempts.
+        rank: this one.
+        world: how many there are.
+        timeout_s: how long a rank waits for the others.
+
+    Raises:
+        RuntimeError: some did not arrive.
+    """
+    meeting = PrefixStore(f"dcpc/attempt/{world}", store)
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    meeting.set(f"here/{rank}", own)
+    told: list[str] = []
+    while True:
+        here = [_read(meeting, f"here/{r}") for r in range(world)] if rank == 0 else []
+        if here and all(here) and here != told:
+            told = here
+            meeting.set("go", json.dumps(told))
+        words = told if rank == 0 else json.loads(_read(meeting, "go") or "[]")
+        if len(words) == world and words[rank] == own:
+            meeting.set(f"ok/{rank}/{words[0]}", own)
+            if rank > 0 or all(
+                _read(meeting, f"ok/{r}/{own}") == words[r] for r in range(1, world)
+            ):
+                return PrefixStore(f"dcpc/{words[0]}", store)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all of {world} ranks arrived")
+        time.sleep(_POLL_S)
+
+
+def store_of_launcher(timeout_s: float) -> tuple[Store, int, int]:
+    """Returns this attempt's store, this rank and how many there are."""
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    return fresh_store(store, rank, world, timeout_s), rank, world
+
+
+def _read(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
