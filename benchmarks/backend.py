@@ -150,7 +150,7 @@ def exact(model: ZooModel) -> tuple[float, int, int]:
             before = counters["stats"]["unique_graphs"]
     captures = counters["stats"]["unique_graphs"] - before
     torch._dynamo.reset()
-    captured = torch.compile(plain, backend="eager", dynamic=True)
+    captured = torch.compile(model.make().double(), backend="eager", dynamic=True)
     for number, inputs in enumerate(every):
         captured(**inputs)
         if not number:
