@@ -33,6 +33,7 @@ from dcpc.runtime.checkpoint.folders import (
     prune,
     publish,
     read_manifest,
+    unfinished_folder,
     write_bytes,
     write_manifest,
 )
@@ -241,7 +242,7 @@ class Checkpoints:
         small: bytes,
         keep: int,
     ) -> None:
-        folder = directory / f".step-{step:08d}-tmp"
+        folder = unfinished_folder(directory, step)
         optimizer = parts.optimizer
 
         def finish(files: dict[str, Any], table: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import pickle
 import sys
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,12 +263,12 @@ def an_epoch(folder: Path, name: str, options: dict[str, Any]) -> list[float]:
     made = getattr(torch.optim, name)(one.compiled.parameters(), lr=1e-2, **options)
     done = one.compiled.load(folder, optimizer=made, loader=one.loader).step
 
-    def closure() -> torch.Tensor:
+    def closure(step: Any) -> torch.Tensor:
         made.zero_grad()
         return one.compiled.train_step(step).loss
 
-    for n, step in enumerate(one.loader, done + 1):  # noqa: B007 (the closure reads it)
-        losses.append(float(made.step(closure)))
+    for n, step in enumerate(one.loader, done + 1):
+        losses.append(float(made.step(partial(closure, step))))
         if n == 2:
             one.compiled.save(folder, n, optimizer=made, loader=one.loader, wait=True)
     return losses
