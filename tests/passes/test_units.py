@@ -105,6 +105,26 @@ def turns(parts: Partition) -> tuple[list[tuple[str, int]], ...]:
     return tuple(found)
 
 
+def test_nodes_of_both_graphs_are_called_as_in_the_schedule():
+    runnable = planned(gpt(3))
+    placement = runnable.priced.placement(SIZES, 2)
+    study = runnable.priced.at(placement)
+    for step in (0, study.steps):
+        parts = runnable.partition(placement, step)
+        lowering = runnable.traced.lowering(placement)
+        schedule = lowering.schedule(runnable.priced.made_again(placement, step))
+        outputs = parts.forward.graph.output_node().args[0]
+        assert tuple(n.name for n in outputs[parts.returned :]) == parts.saved
+        for graph, calls in (
+            (parts.forward.graph, schedule.forward),
+            (parts.backward.graph, schedule.backward),
+        ):
+            targets = {n.name: n.target for n in graph.nodes}
+            assert all(targets.get(n.name) is n.target for n in calls)
+            tokens = [n for n in graph.nodes if n.name.endswith("_token")]
+            assert len(tokens) == sum(n.target in (gather, add_up) for n in calls)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_all_graphs_of_a_program_gather_and_sum_in_one_order(tied):
     runnable = planned(gpt(3, tied))

@@ -48,9 +48,12 @@ def _module(
             if token is not None:
                 made[node].kwargs = {"token": token}
             last = len(node.meta["val"]) - 1
-            token = graph.call_function(operator.getitem, (made[node], last))
+            # A name of its own: a default one, "getitem", may be that of a call further on.
+            args, name = (made[node], last), f"{node.name}_token"
+            token = graph.create_node("call_function", operator.getitem, args, name=name)
             token.meta = {"val": node.meta["val"][last], "storage": node.meta["storage"][last:]}
     for node, copy in made.items():
+        assert copy.name == node.name, f"{node.name} is called {copy.name} in a partition"
         copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "storage")}
     graph.output(tuple(None if n is None else made[n] for n in outputs))
     graph.lint()
