@@ -15,7 +15,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
-from dcpc.errors import PlanError, TraceError
+from dcpc.errors import DispatchError, PlanError, TraceError
 from dcpc.ir import Program
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
@@ -148,6 +148,11 @@ def materialize(compiled: CompiledModel, init: Init = None) -> None:
         GroupError: ranks initialised to different values, or one did not arrive.
         VerifyError: a trace or a variant does not compute what the model computes.
     """
+    if not isinstance(compiled, CompiledModel):
+        raise DispatchError(
+            f"dcpc.materialize: got {type(compiled).__name__}; expected what dcpc.compile returned; "
+            "compile the model while it is on the meta device, then materialize that"
+        )
     compiled.materialize(init)
 
 

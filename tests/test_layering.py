@@ -58,6 +58,7 @@ TABLE = {
         "masks": "sharding",
         "recompute": "",
         "units": "",
+        "value_ranges": "sharding",
     },
     "dcpc.symbolic_profile": {
         "polynomials": "",

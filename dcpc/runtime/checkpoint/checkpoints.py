@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ _STATE = "state.pt"
 _GROUP = ("optimizer", "param_groups")
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """A loader, a scheduler: what has a state of its own."""
 

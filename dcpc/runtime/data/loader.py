@@ -17,14 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from dcpc.errors import DataError
+from dcpc.buckets import path_of
+from dcpc.errors import DataError, PlanError
 from dcpc.runtime.data.ahead import LoaderStats, ahead
 from dcpc.runtime.data.arguments import (
     allowed_steps,
     check_choice,
     check_compiled,
     check_count,
+    check_flags,
     check_pad,
+    check_seconds,
+    check_step,
     check_step_size,
 )
 from dcpc.runtime.data.cuts import PlannedBatch, Recipe, count_steps, cut_epoch
@@ -72,6 +76,7 @@ class DataLoader:
         on_too_long: Literal["error", "skip"] = "error",
         lookahead: int = 1,
         plan_timeout_s: float | None = None,
+        check_values: bool = True,
     ) -> None:
         """Checks the arguments; loads nothing yet.
 
@@ -112,6 +117,9 @@ class DataLoader:
                 `skipped` and warned of.
             lookahead: steps planned and loaded ahead in a thread; 0: none, no thread.
             plan_timeout_s: how long a rank waits for rank 0's plan; default: as for its peers.
+            check_values: refuse samples with numbers that the model has no row of an embedding or
+                no class for, and with NaN, when a step is made: in the loader's thread, so that no
+                step waits for it. False: torch finds out, or the loss is NaN.
 
         Raises:
             DataError: an argument is wrong, the dataset is empty, or the model would mix sequences
@@ -127,6 +135,12 @@ class DataLoader:
         check_count("seed", seed, 0)
         check_choice("on_too_long", on_too_long, ("error", "skip"))
         check_choice("mode", mode, MODES)
+        check_flags(
+            shuffle=shuffle, calculate_imbalance=calculate_imbalance, pad_to_longer=pad_to_longer,
+            check_values=check_values,
+        )  # fmt: skip
+        if plan_timeout_s is not None:
+            check_seconds("plan_timeout_s", plan_timeout_s)
         if pad_to_longer and (pad is None or mode != "auto"):
             raise DataError(
                 f"pad_to_longer: got mode={mode!r} and pad={pad}; expected mode='auto' and a value "
@@ -150,7 +164,7 @@ class DataLoader:
         self.recipe = Recipe(most, window, mode, allowed, bool(packing), by_samples)
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
-        self._maker = StepMaker(dataset, compiled, packing, weight, pad)
+        self._maker = StepMaker(dataset, compiled, packing, weight, pad, check_values)
         self._progress = Progress(len(self._maker.samples), seed, shuffle)
         self._skipped: tuple[int, ...] = ()
         self._name = f"{groups.number('loader')}"
@@ -253,6 +267,8 @@ class DataLoader:
                     progress.index = step.index + 1
                     self._log(step)
                     yield step
+                    if step.problem is not None:
+                        raise step.problem
             used += 1  # the message that there are no more
         finally:
             if relay is not None:
@@ -272,8 +288,10 @@ class DataLoader:
 
         `dcpc replay FILE` prints it and plans it again.
         """
+        check_step(step)
+        path = path_of(file, PlanError, "save_plan")
         samples = self._maker.own_buckets(step)
-        PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(file)
+        PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(path)
 
     def _relay(self) -> Relay | None:
         groups = self.compiled.groups
