@@ -15,7 +15,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
-from dcpc.errors import DispatchError, PlanError, TraceError
+from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, TraceError
 from dcpc.ir import Program
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
@@ -53,7 +53,19 @@ from dcpc.verify import Verifier
 ADAM_STATES = 2
 
 
-@taking(CompileOptions)
+def _tell_others(error: DcpcError, given: Mapping[str, object]) -> None:
+    """Has all ranks raise what is wrong with the arguments of one: the others wait for its plan."""
+    model, group = given.get("model"), given.get("group")
+    if isinstance(error, GroupError):  # whom to tell is what is wrong
+        return
+    groups = Groups.default(
+        group=group if isinstance(group, dist.ProcessGroup) else None,
+        device=_device_of(model) if isinstance(model, nn.Module) else None,
+    )
+    agree(groups, groups.world, "plan", "", error)
+
+
+@taking(CompileOptions, refused=_tell_others)
 def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
 
@@ -89,7 +101,11 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
     start_s = time.perf_counter()
     groups = Groups.default(group=options.group, device=_device_of(model))
     told = options.planned_for(groups.world)
-    planned = plan_with(model, buckets, told)
+    try:
+        planned = plan_with(model, buckets, told)
+    except DcpcError as error:  # on all ranks, as they wait for this one's plan
+        agree(groups, groups.world, "plan", "", error)
+        raise
     hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
     share_state(state_tensors(model, planned), groups)

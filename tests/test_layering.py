@@ -59,6 +59,7 @@ TABLE = {
         "recompute": "",
         "units": "",
         "value_ranges": "sharding",
+        "dtypes": "",
     },
     "dcpc.symbolic_profile": {
         "polynomials": "",

@@ -216,6 +216,7 @@ class CompiledModel(nn.Module):
         """
         refused = _refused(step, clip, nonfinite)
         if refused is not None:
+            self._agreed.of_step(None)  # its turn is over on this rank, too
             agree(self.groups, self.groups.world, "step", "", refused)
         dispatch = self._dispatch
         self._store.check_ready("a train step")

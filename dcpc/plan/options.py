@@ -21,7 +21,7 @@ from torch import nn
 
 from dcpc.buckets import Buckets
 from dcpc.codegen import BACKENDS, check_backend
-from dcpc.errors import BucketError, GroupError, PlanError, ProfileError, TraceError
+from dcpc.errors import BucketError, DcpcError, GroupError, PlanError, ProfileError, TraceError
 from dcpc.passes.sharding.attention_ways import LOWERINGS, check_lowering
 from dcpc.symbolic_profile import DEVICES, Calibration, Device, OptimizerLike, bytes_of, find
 from dcpc.trace import checked_dtype
@@ -449,6 +449,7 @@ class Taking(Protocol[P, Result_co]):
 
 def taking(
     kind: Callable[P, T],
+    refused: Callable[[DcpcError, Mapping[str, Any]], None] | None = None,
 ) -> Callable[[Callable[[nn.Module, Buckets, T], Result_co]], Taking[P, Result_co]]:
     """Lets callers of a function give the fields of its options by name.
 
@@ -456,6 +457,7 @@ def taking(
 
     Args:
         kind: a type of options, the function's last argument.
+        refused: is told of an error in them, and of all arguments, before it is raised.
     """
     make: Callable[..., T] = kind
     options = fields(kind)  # type: ignore[arg-type]
@@ -475,8 +477,14 @@ def taking(
         def run(*args: Any, **given: Any) -> Result_co:
             bound = signature.bind(*args, **given)  # refuses unknown names as any call does
             model, buckets = bound.args
-            _check_given(model, buckets)
-            return function(model, buckets, make(**bound.kwargs))
+            try:
+                _check_given(model, buckets)
+                options = make(**bound.kwargs)
+            except DcpcError as error:
+                if refused is not None:
+                    refused(error, bound.arguments)
+                raise
+            return function(model, buckets, options)
 
         run.__signature__ = signature  # type: ignore[attr-defined]
         lines = [f"    {o.name}: {facts(o).meaning}. Default: {default_of(o)}." for o in options]

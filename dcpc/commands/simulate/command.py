@@ -69,8 +69,8 @@ def source_of(
     given = [x for x in (lengths, histogram, shares) if x]
     if len(given) != 1:
         raise PlanError(
-            f"simulate: got {len(given)} of --lengths, --histogram and --shares; expected one: "
-            "where do the samples come from?"
+            f"simulate: got {len(given)} of --lengths, --histogram and --shares; expected one of "
+            "them, where samples come from; pass one"
         )
     if lengths is not None:
         return read_lengths(lengths)

@@ -189,6 +189,8 @@ class Checkpoints:
             self.wait()
             _check_count("step", step, 0)
             _check_count("keep", keep, 1)
+            if not isinstance(wait, bool):
+                raise CheckpointError(f"save: wait: got {wait!r}; expected True or False; pass one")
             state = parts.tensors()
             self._tensors.refuse_odd(state)
             small = self._small(parts, step, extra)
@@ -480,7 +482,7 @@ def _reason(e: BaseException) -> str:
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 63:
         raise CheckpointError(
             f"save: {name}: got {value!r}; expected an integer from {least} on; pass one"
         )

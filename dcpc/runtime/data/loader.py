@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from dcpc.buckets import path_of
-from dcpc.errors import DataError, PlanError
+from dcpc.errors import DataError, DcpcError, PlanError
 from dcpc.runtime.data.ahead import LoaderStats, ahead
 from dcpc.runtime.data.arguments import (
     allowed_steps,
@@ -40,7 +40,7 @@ from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.data.window import Position
 from dcpc.runtime.groups.relay import Relay
 from dcpc.runtime.planner.plan_file import PlanFile
-from dcpc.runtime.planner.plans import MODES, Mode
+from dcpc.runtime.planner.plans import MODES, Mode, step_plan
 from dcpc.runtime.planner.protocol import Compiled
 from dcpc.runtime.planner.table import PlanTable, mode_table
 
@@ -164,7 +164,9 @@ class DataLoader:
         self.recipe = Recipe(most, window, mode, allowed, bool(packing), by_samples)
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
-        self._maker = StepMaker(dataset, compiled, packing, weight, pad, check_values)
+        self._maker = StepMaker(
+            dataset, compiled, packing, weight, pad, check_values, pad_to_longer
+        )
         self._progress = Progress(len(self._maker.samples), seed, shuffle)
         self._skipped: tuple[int, ...] = ()
         self._name = f"{groups.number('loader')}"
@@ -308,9 +310,28 @@ class DataLoader:
         elif self.compiled.groups.rank == 0:
             cuts = relay.send((cut.message(table, job), cut) for cut in self._cuts(table))
         else:
-            cuts = (PlannedBatch.of(message, table, job) for message in relay.receive())
+            yield from self._received(relay, table, job)
+            return
         for cut in cuts:
             yield cut, self._maker.step(epoch, cut)
+
+    def _received(
+        self, relay: Relay, table: PlanTable, job: str
+    ) -> Iterator[tuple[PlannedBatch, Step | None]]:
+        """Yields this rank's steps of what rank 0 planned."""
+        progress, world = self._progress, self.compiled.groups.world
+        for message in relay.receive():
+            try:
+                cut = PlannedBatch.of(message, table, job)
+            except DcpcError as error:
+                # The others go on to the step, and wait for this rank: they learn of it there.
+                nothing = PlannedBatch(progress.index, None, 0, (), progress.position, 0.0)
+                plan = step_plan((), world)
+                yield nothing, Step(
+                    progress.epoch, progress.index, plan, (), 0.0, 0, 0, 0.0, problem=error
+                )
+                return
+            yield cut, self._maker.step(progress.epoch, cut)
 
     def _cuts(self, table: PlanTable) -> Iterator[PlannedBatch]:
         """Yields what is left of the epoch, planned here."""

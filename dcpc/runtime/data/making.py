@@ -33,6 +33,7 @@ class StepMaker:
         weight: Weight,
         pad: Mapping[str, int | float] | None,
         check_values: bool,
+        pads_longer: bool,
     ) -> None:
         """Checks the arguments against the model; they are the loader's.
 
@@ -46,6 +47,7 @@ class StepMaker:
         self.samples = Samples(dataset, given, pad)
         self._weigh = weight_function(weight, buckets.inputs)
         self._rank = compiled.groups.rank
+        self._pads_longer = pads_longer
         self._alone = compiled.groups.control(compiled.groups.world) is None
         self._ranges = compiled.value_ranges if check_values else None
 
@@ -89,6 +91,10 @@ class StepMaker:
     def _micro_batch(self, cut: PlannedBatch, number: int, mb: PlannedMicroBatch) -> MicroBatch:
         ids = cut.ids([mb.sample_ids])
         if self._rows is None:
+            if not self._alone:
+                for i in ids:
+                    self.samples.load(i)
+                self.samples.refuse_other(ids, mb.bucket, self._pads_longer)
             inputs = self.samples.collate(ids, mb.bucket)
         else:
             rows = [cut.rows[row] for row in mb.sample_ids]

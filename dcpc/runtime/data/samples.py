@@ -143,6 +143,25 @@ class Samples:
             for name, spec in self.inputs.items()
         }
 
+    def refuse_other(self, ids: Sequence[int], bucket: Bucket, longer: bool) -> None:
+        """Refuses samples that are not what rank 0 planned with.
+
+        Args:
+            ids: the samples, loaded.
+            bucket: that rank 0 has them in.
+            longer: whether it may be longer than their own.
+
+        Raises:
+            DataError: their own bucket is another.
+        """
+        for i in ids:
+            fit = self.fit(i)
+            if fit.bucket != bucket and not (longer and _holds(bucket, fit.dims)):
+                raise DataError(
+                    f"sample {i}: got lengths {_text(fit.dims)}; expected some of bucket {bucket}, "
+                    "as rank 0 has this sample; give every rank the same dataset in the same order"
+                )
+
     def forget(self, ids: Iterable[int]) -> None:
         """Drops samples that were loaded; their lengths stay known."""
         for i in ids:
@@ -251,7 +270,7 @@ class Samples:
         except Exception as error:
             n = len(self.dataset)
             short = isinstance(error, IndexError | KeyError)
-            advice = f"have len() say how many there are: it says {n}" if short else "correct it"
+            advice = f"have len() say how many there are: it says {n}" if short else "look at its own lines above"
             raise DataError(
                 f"{what}: got {type(error).__name__}: {error} from the dataset; expected a sample "
                 f"for each number below {n}; {advice}"
