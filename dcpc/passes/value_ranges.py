@@ -148,4 +148,3 @@ def _below(
     if not size.is_Integer:
         return []
     return [(index, ValueRange(int(size), ignored, f"{what} ({node.name})", ()))]
-

@@ -186,9 +186,7 @@ def _check_optimizer_bytes(given: int | None) -> None:
 
 def _check_derive(given: object) -> None:
     if not isinstance(given, bool):
-        raise PlanError(
-            f"got derive_rules={reprlib.repr(given)}; expected True or False; pass one"
-        )
+        raise PlanError(f"got derive_rules={reprlib.repr(given)}; expected True or False; pass one")
 
 
 def _check_group(group: object) -> None:

@@ -327,8 +327,9 @@ class DataLoader:
                 # The others go on to the step, and wait for this rank: they learn of it there.
                 nothing = PlannedBatch(progress.index, None, 0, (), progress.position, 0.0)
                 plan = step_plan((), world)
-                yield nothing, Step(
-                    progress.epoch, progress.index, plan, (), 0.0, 0, 0, 0.0, problem=error
+                yield (
+                    nothing,
+                    Step(progress.epoch, progress.index, plan, (), 0.0, 0, 0, 0.0, problem=error),
                 )
                 return
             yield cut, self._maker.step(progress.epoch, cut)

@@ -125,6 +125,4 @@ class StepMaker:
         spec = self._inputs[wrong.name]
         at = next((a for a, dim in zip(wrong.at, spec.dims, strict=True) if dim.name == BATCH), 0)
         own = cut.ids([mb.sample_ids[at : at + 1]])
-        raise DataError(
-            f"sample{'s' * (len(own) > 1)} {', '.join(map(str, own[:8]))}, {wrong}"
-        )
+        raise DataError(f"sample{'s' * (len(own) > 1)} {', '.join(map(str, own[:8]))}, {wrong}")

@@ -270,7 +270,11 @@ class Samples:
         except Exception as error:
             n = len(self.dataset)
             short = isinstance(error, IndexError | KeyError)
-            advice = f"have len() say how many there are: it says {n}" if short else "look at its own lines above"
+            advice = (
+                f"have len() say how many there are: it says {n}"
+                if short
+                else "look at its own lines above"
+            )
             raise DataError(
                 f"{what}: got {type(error).__name__}: {error} from the dataset; expected a sample "
                 f"for each number below {n}; {advice}"

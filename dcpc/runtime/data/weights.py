@@ -84,9 +84,7 @@ def weight_function(
     return CountLabels(weight) if isinstance(weight, str) else weight
 
 
-def weighed(
-    weigh: Callable[[Inputs], float], inputs: Inputs, ids: tuple[int, ...]
-) -> float:
+def weighed(weigh: Callable[[Inputs], float], inputs: Inputs, ids: tuple[int, ...]) -> float:
     """Returns what a function says that a micro-batch weighs, as a float.
 
     Raises:

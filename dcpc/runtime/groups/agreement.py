@@ -42,9 +42,7 @@ _WAITED = "waited"
 PART = "; "
 
 
-def agree(
-    groups: Groups, sp: int, what: str, value: str, problem: DcpcError | None = None
-) -> None:
+def agree(groups: Groups, sp: int, what: str, value: str, problem: DcpcError | None = None) -> None:
     """Returns once all ranks of this rank's block of `sp` are known to have the same value.
 
     Collective over the block. Costs one small all-reduce on its control group.

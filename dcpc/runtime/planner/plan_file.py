@@ -115,7 +115,9 @@ def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
             "plan may name rows that are not there or do not fit"
         )
     if data["mode"] not in MODES:
-        raise PlanError(f"{where}: got mode {data['mode']!r}; expected one of {', '.join(MODES)}; plan again")
+        raise PlanError(
+            f"{where}: got mode {data['mode']!r}; expected one of {', '.join(MODES)}; plan again"
+        )
     rows = {
         (key, row.sp, row.micro_batch, row.menu_step)
         for key, own in enumerate(table.rows)

@@ -15,9 +15,7 @@ def _buckets(name: str, inputs: Any, sizes: Any) -> Kind:
 
 
 def _yaml(name: str, content: str | bytes) -> Kind:
-    return Kind(
-        name, BucketError, lambda g: dcpc.Buckets.from_yaml(g.file(content, "b ü.yaml"))
-    )
+    return Kind(name, BucketError, lambda g: dcpc.Buckets.from_yaml(g.file(content, "b ü.yaml")))
 
 
 def _settings(name: str, content: str) -> Kind:

@@ -53,7 +53,9 @@ def _option(name: str, error: type[dcpc.DcpcError], **options: Any) -> Kind:
     return Kind(name, error, lambda g: dcpc.compile(Model(), buckets(), **(QUICK | options)))
 
 
-def _model(name: str, make: Any, error: type[dcpc.DcpcError] = TraceError, advice: str = "") -> Kind:
+def _model(
+    name: str, make: Any, error: type[dcpc.DcpcError] = TraceError, advice: str = ""
+) -> Kind:
     return Kind(name, error, lambda g: dcpc.compile(make(), buckets(), **QUICK), advice)
 
 
@@ -100,7 +102,10 @@ class OddCost(Cost):
         return np.ones(5)
 
 
-def _split(name: str, lengths: Any, cost: Any = Cost(), **options: Any) -> Kind:
+COST = Cost()
+
+
+def _split(name: str, lengths: Any, cost: Any = COST, **options: Any) -> Kind:
     return Kind(name, PlanError, lambda g: dcpc.microbatch(lengths, cost, **options))
 
 

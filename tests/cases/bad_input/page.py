@@ -1,6 +1,6 @@
 """Makes the tables of docs/errors.md from what the kinds of bad input raise.
 
-    .venv/bin/python -m tests.cases.bad_input.page     # writes the page's part between the marks
+.venv/bin/python -m tests.cases.bad_input.page     # writes the page's part between the marks
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def _table(name: str, rows: Sequence[tuple[Kind, Met]]) -> str:
 
 def parts(text: str) -> tuple[str, str]:
     """Returns what a message says up to what is expected, and what it says to do."""
-    first = text.splitlines()[0]
-    begin, mark, rest = first.partition("expected")
+    first, *_ = text.splitlines()
+    whole = first if "; expected" in first else " ".join(text.split())
+    begin, mark, rest = whole.partition("; expected" if "; expected" in whole else "expected")
     expected, _, advice = rest.partition("; ")
     return begin + mark + expected, advice
 
