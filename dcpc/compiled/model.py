@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -40,10 +41,13 @@ from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.parameters.unmade import UnmadeStore
+from dcpc.runtime.planner.speeds import LearnedSpeeds, speeds_line
 from dcpc.runtime.step.stats import Stats, log_step
 from dcpc.runtime.step.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.symbolic_profile import Prediction
 from dcpc.verify import Verifier
+
+LOG = logging.getLogger("dcpc")
 
 
 class CompiledModel(nn.Module):
@@ -62,6 +66,7 @@ class CompiledModel(nn.Module):
         base_seed: int,
         verifier: Verifier,
         prepare: Prepare,
+        learned: LearnedSpeeds,
     ) -> None:
         """Wraps what `dcpc.compile` made; users call that."""
         super().__init__()
@@ -80,6 +85,8 @@ class CompiledModel(nn.Module):
             self._store = store_of(mode, model.parameters(), groups)
             self._store.install(model)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
+        self._learned = learned
+        self.replans = 0  # how often rows of the tables were replaced by others
 
         self._seeds = Seeds(base_seed, groups.rank, groups.world)
         self._checkpoints = Checkpoints(groups)
@@ -225,11 +232,14 @@ class CompiledModel(nn.Module):
                     comm_bucket_bytes=self.comm_bucket_bytes,
                     state=state,
                     check=check,
+                    every=self._learned.learns,
                 )
         finally:
             dispatch.bind_blocks()
             dispatch.begin(())
         dispatch.stats.stepped(step, result)
+        if self._learned.observe(step.plan, result.every_s) and self.groups.rank == 0:
+            LOG.warning("%s", speeds_line(self.speeds, self._learned.changes))
         if self.groups.rank == 0:
             for log in self._loggers:
                 log(step, result)
@@ -385,6 +395,8 @@ class CompiledModel(nn.Module):
         later = {e.verifier: e for e in reversed(self._editions.made_later)}
         more = [e for v, e in reversed(later.items()) if v is not self.verifier]
         text = f"{self.planned.report()}\n{self.verifier.report()}"
+        if self._learned.learns or self.speeds:
+            text += speeds_line(self.speeds, self._learned.changes) + "\n"
         return text + "".join(f"{e}: {e.verifier.report()}" for e in more)
 
     def source(self, bucket: Bucket | Mapping[str, int]) -> str:
@@ -432,6 +444,11 @@ class CompiledModel(nn.Module):
         return self.planned.device.node_ranks
 
     @property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast ranks are beside the fastest one, as plans are made now; nothing: all alike."""
+        return self._learned.speeds
+
+    @property
     def program(self) -> Program:
         """The traced model; only where all buckets share one trace."""
         return self.planned.program
@@ -448,6 +465,7 @@ class CompiledModel(nn.Module):
         traces = {id(v): v for e in every for v in e.planned.traces}
         stats.variants = sum(v.compiled_count for v in traces.values())
         stats.wire_bytes = wire_log.total_bytes()
+        stats.speeds, stats.speed_changes = self.speeds, self._learned.changes
         return stats
 
     # ----------------------------------------------------------------------- the model's own state

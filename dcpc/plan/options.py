@@ -132,6 +132,24 @@ def _check_parameters(mode: str) -> None:
         )
 
 
+def _check_speeds(speeds: object) -> None:
+    """Refuses what is neither a word nor positive numbers.
+
+    Raises:
+        PlanError: it is.
+    """
+    if isinstance(speeds, str) and speeds in ("auto", "equal"):
+        return
+    numbers = isinstance(speeds, list | tuple) and all(
+        isinstance(s, int | float) and not isinstance(s, bool) and 0 < s < math.inf for s in speeds
+    )
+    if not numbers or not speeds:
+        raise PlanError(
+            f"got speeds={speeds!r}; expected 'auto', 'equal' or a positive number for each rank, "
+            "such as [1.0, 0.5]; choose one"
+        )
+
+
 def _check_given(model: object, buckets: object) -> None:
     """Refuses what is no module, or no buckets.
 
@@ -376,6 +394,13 @@ class CompileOptions(ModelOptions):
         '`"auto"` (traces and variants, within a tenth of what compiling takes or 2 s), `"full"` '
         '(every row of every bucket) or `"off"`',
         check=_check_verify,
+    )
+
+    speeds: str | Sequence[float] = _option(
+        "equal",
+        'how fast ranks are beside each other: `"equal"`, one number for each, as `[1.0, 0.5]`, or '
+        '`"auto"`: measured while they train, and plans follow (seeds of dropout follow plans)',
+        check=_check_speeds,
     )
 
     def planned_for(self, world: int) -> PlanOptions:

@@ -172,9 +172,7 @@ def assign(cut: Sequence[PlannedMicroBatch], world: int, speeds: Speeds = ()) ->
     return step_plan(placed, world)
 
 
-def _assigned_by_speed(
-    order: Sequence[PlannedMicroBatch], world: int, speeds: Speeds
-) -> StepPlan:
+def _assigned_by_speed(order: Sequence[PlannedMicroBatch], world: int, speeds: Speeds) -> StepPlan:
     """Returns what `assign` does for micro-batches in order, on ranks of unequal speed."""
     free_s = [0.0] * world
     placed = []

@@ -1,20 +1,21 @@
-"""Ranks of unequal speed: what a group of them makes of a micro-batch's seconds, and how it is learned.
+"""Ranks of unequal speed: how long a group of them takes, and how their speeds are learned.
 
 A rank's speed is a share of the fastest rank's, at most 1. A group runs at its slowest rank's. No
 speeds at all mean equal ones: then every plan is what it would be without this module.
 
 What is measured are seconds of micro-batches. A micro-batch took what its setting takes on the
-fastest rank, over the speed of its group: two factors, found by medians in turn. Seconds that were
-predicted come in as a start alone, so a prediction that is wrong for a bucket says nothing of a rank.
+fastest rank, over the speed of its group: two factors, found by medians in turn. So ranks are
+compared by settings that several of them ran, and a prediction that is wrong for a bucket says
+nothing of a rank.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.runtime.planner.plans import StepPlan
 
@@ -27,6 +28,9 @@ SLOWEST = 0.05
 _SWEEPS = 12
 
 Speeds = tuple[float, ...]
+Setting = tuple[Bucket, int, int, int]  # bucket and row of a micro-batch
+# Setting, ranks, and measured seconds over those expected of the fastest rank.
+Seen = tuple[Setting, tuple[int, ...], float]
 
 
 def checked_speeds(speeds: str | Sequence[float], world: int) -> Speeds:
@@ -51,24 +55,6 @@ def checked_speeds(speeds: str | Sequence[float], world: int) -> Speeds:
     return () if all(s == 1.0 for s in shares) else shares
 
 
-def check_speeds(speeds: object) -> None:
-    """Refuses what is neither a word nor positive numbers.
-
-    Raises:
-        PlanError: it is.
-    """
-    if speeds in ("auto", "equal") and isinstance(speeds, str):
-        return
-    numbers = isinstance(speeds, list | tuple) and all(
-        isinstance(s, int | float) and not isinstance(s, bool) and 0 < s < math.inf for s in speeds
-    )
-    if not numbers or not speeds:
-        raise PlanError(
-            f"got speeds={speeds!r}; expected 'auto', 'equal' or a positive number for each rank, "
-            "such as [1.0, 0.5]; choose one"
-        )
-
-
 def slowness(speeds: Speeds, first: int, degree: int) -> float:
     """Returns how often a group takes the seconds of the fastest rank; 1 where ranks are equal."""
     return 1.0 / min(speeds[first : first + degree]) if speeds else 1.0
@@ -87,6 +73,25 @@ def power(speeds: Speeds, world: int) -> float:
     return sum(speeds) if speeds else world
 
 
+def speeds_text(speeds: Speeds) -> str:
+    """Returns up to eight speeds one by one, more of them as a range."""
+    if len(speeds) > 8:
+        return f"{min(speeds):.2f} to {max(speeds):.2f}"
+    return " ".join(f"{s:.2f}" for s in speeds)
+
+
+def speeds_line(speeds: Speeds, changes: int) -> str:
+    """Returns what plans take ranks for, in a sentence."""
+    measured = f", as measured ({changes} changes so far)" if changes else ""
+    if not speeds:
+        return f"plans take all ranks for equally fast{measured}"
+    slowest = min(range(len(speeds)), key=lambda r: speeds[r])
+    return (
+        f"plans take ranks for as fast as {speeds_text(speeds)} of the fastest{measured}; the "
+        f"slowest is rank {slowest}"
+    )
+
+
 @dataclass(slots=True)
 class LearnedSpeeds:
     """The speeds that ranks turn out to have; alike on all ranks that are told the same.
@@ -100,7 +105,7 @@ class LearnedSpeeds:
     speeds: Speeds = ()
     learns: bool = False
     changes: int = 0
-    _seen: list[tuple[tuple[object, ...], tuple[int, ...], float]] = field(default_factory=list)
+    _seen: list[Seen] = field(default_factory=list)
     _steps: int = 0
 
     def observe(self, plan: StepPlan, every_s: Sequence[float]) -> bool:
@@ -131,37 +136,47 @@ class LearnedSpeeds:
         return True
 
 
-def _fitted(
-    seen: Sequence[tuple[tuple[object, ...], tuple[int, ...], float]], old: Speeds, world: int
-) -> Speeds:
+def _fitted(seen: Sequence[Seen], old: Speeds, world: int) -> Speeds:
     """Returns the speeds by which one factor a setting and one a rank explain what was seen.
 
-    A rank that ran too few keeps its speed. One that ran nothing alone is as slow as its groups.
+    A rank that ran too few keeps its speed. One that ran too few alone is as slow as its groups.
     """
-    alone: dict[int, list[tuple[tuple[object, ...], float]]] = {r: [] for r in range(world)}
-    shared: dict[int, list[tuple[tuple[object, ...], float]]] = {r: [] for r in range(world)}
-    for setting, ranks, times in seen:
-        for r in ranks:
-            (alone if len(ranks) == 1 else shared)[r].append((setting, times))
-    told = {r: alone[r] if len(alone[r]) >= LEAST else shared[r] for r in range(world)}
-    told = {r: own for r, own in told.items() if len(own) >= LEAST}
     was = old or (1.0,) * world
+    told: dict[int, list[tuple[Setting, float]]] = {}
+    for r in range(world):
+        own = [(setting, ranks, times) for setting, ranks, times in seen if r in ranks]
+        alone = [each for each in own if len(each[1]) == 1]
+        used = alone if len(alone) >= LEAST else own
+        if len(used) >= LEAST:
+            told[r] = [(setting, times) for setting, _, times in used]
     slow = {r: 1.0 / was[r] for r in told}
     for _ in range(_SWEEPS):
-        by_setting: dict[tuple[object, ...], list[float]] = {}
-        for r, own in told.items():
-            for setting, times in own:
+        by_setting: dict[Setting, list[float]] = {}
+        for r, own_times in told.items():
+            for setting, times in own_times:
                 by_setting.setdefault(setting, []).append(times / slow[r])
         usual = {setting: median(found) for setting, found in by_setting.items()}
-        slow = {r: median(times / usual[setting] for setting, times in own)
-                for r, own in told.items()}  # fmt: skip
-    if not slow:
-        return was
-    # Ranks that were not seen keep their place beside those that were.
-    least = min(slow.values())
-    shares = [least / slow[r] if r in slow else was[r] for r in range(world)]
+        slow = {r: median(times / usual[setting] for setting, times in own_times)
+                for r, own_times in told.items()}  # fmt: skip
+    shares = [*was]
+    for ranks in _comparable({r: {setting for setting, _ in told[r]} for r in told}):
+        # Of those that ran nothing alike with these nothing is known beside them.
+        least, before = min(slow[r] for r in ranks), max(was[r] for r in ranks)
+        for r in ranks:
+            shares[r] = before * least / slow[r]
     fastest = max(shares)
     return tuple(
         1.0 if share >= (1 - NOISE) * fastest else max(SLOWEST, round(share / fastest, 2))
         for share in shares
     )
+
+
+def _comparable(settings: dict[int, set[Setting]]) -> list[set[int]]:
+    """Returns the ranks in groups within which settings that two of them ran lead to each other."""
+    groups: list[tuple[set[int], set[Setting]]] = []
+    for rank, own in settings.items():
+        met = [group for group in groups if group[1] & own]
+        groups = [group for group in groups if not group[1] & own]
+        ranks = {rank}.union(*(ranks for ranks, _ in met))
+        groups.append((ranks, own.union(*(theirs for _, theirs in met))))
+    return [ranks for ranks, _ in groups]

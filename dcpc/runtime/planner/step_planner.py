@@ -28,7 +28,7 @@ from dcpc.runtime.planner.deal import Price, assign, cuts, deal
 from dcpc.runtime.planner.fit import fitted
 from dcpc.runtime.planner.padding import share_padding
 from dcpc.runtime.planner.plans import Mode, PlannedMicroBatch, StepPlan, better, step_plan
-from dcpc.runtime.planner.speeds import power
+from dcpc.runtime.planner.speeds import power, speeds_text
 from dcpc.runtime.planner.table import PlanTable
 
 # A plan of another kind must end this much earlier to be taken: it brings more variants.
@@ -89,7 +89,9 @@ def plan_step(
         found = _auto(samples, table, allowed.pads, bound_s)
         best = _best(map(partial(_timed, table), found), allowed, bound_s)
     else:
-        best = _timed(table, deal(samples, _first_rows(table), table.world, allowed.most, table.speeds))
+        best = _timed(
+            table, deal(samples, _first_rows(table), table.world, allowed.most, table.speeds)
+        )
     bound_s = min(bound_s, best.makespan_s)
     named = replace(best, bound_s=bound_s, mode=mode, table=table.hash, speeds=table.speeds)
     return replace(named, binds=_binds(named, float(work.area @ work.counts) / work.power))
@@ -230,7 +232,9 @@ def _row_within(rows: Sequence[PlanRow], limit_s: float) -> PlanRow:
 def _binds(plan: StepPlan, floor_s: float) -> str:
     """A sentence: the least work there is, the longest sample, and how busy the ranks are."""
     longest = max(plan.micro_batches, key=lambda mb: mb.seconds_s)
-    whose = f"every rank, by its speed of {_short(plan.speeds)}" if plan.speeds else "every rank"
+    whose = (
+        f"every rank, by its speed of {speeds_text(plan.speeds)}" if plan.speeds else "every rank"
+    )
     work = f"work at its cheapest takes {floor_s:.3g} s of {whose}"
     if plan.bound_s > 1.02 * floor_s:
         work += f", the longest samples force {plan.bound_s:.3g} s"
@@ -240,10 +244,3 @@ def _binds(plan: StepPlan, floor_s: float) -> str:
         f"micro-batch, {len(longest.sample_ids)} of {longest.bucket} at sp={longest.sp}, takes "
         f"{longest.seconds_s:.3g} s"
     )
-
-
-def _short(speeds: Sequence[float]) -> str:
-    """Up to eight ranks one by one, more of them as a range."""
-    if len(speeds) > 8:
-        return f"{min(speeds):.2f} to {max(speeds):.2f}"
-    return " ".join(f"{s:.2f}" for s in speeds)

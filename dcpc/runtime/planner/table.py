@@ -88,6 +88,35 @@ class PlanTable:
                 f"{', '.join(map(str, self.buckets[:8]))}; compile for this bucket"
             ) from None
 
+    def changes(self, base: PlanTable) -> dict[str, Any]:
+        """Returns what this table has other than `base`, as plain data: what `changed` takes.
+
+        Args:
+            base: of the same buckets and ranks.
+        """
+        rows = {
+            str(key): own
+            for key, (own, was) in enumerate(
+                zip(self.to_json()["rows"], base.to_json()["rows"], strict=True)
+            )
+            if own != was
+        }
+        speeds = {"speeds": [*self.speeds]} if self.speeds != base.speeds else {}
+        return {**({"rows": rows} if rows else {}), **speeds}
+
+    def changed(self, changes: Mapping[str, Any]) -> PlanTable:
+        """Returns the table that has what `changes` gave."""
+        if not changes:
+            return self
+        other = changes.get("rows", {})
+        rows = tuple(
+            tuple(PlanRow(int(sp), int(m), int(k), float(s)) for sp, m, k, s in other[str(key)])
+            if str(key) in other else own
+            for key, own in enumerate(self.rows)
+        )  # fmt: skip
+        speeds = tuple(map(float, changes.get("speeds", self.speeds)))
+        return replace(self, rows=rows, speeds=speeds)
+
     def run(self, bucket: Bucket, sp: int, count: int) -> tuple[PlanRow, float]:
         """Returns the smallest row of a degree that holds so many samples, and their seconds.
 

@@ -15,7 +15,6 @@ from dcpc.runtime.planner.plans import timeline
 from dcpc.runtime.planner.speeds import (
     WINDOW,
     LearnedSpeeds,
-    check_speeds,
     checked_speeds,
     slowness,
 )
@@ -98,9 +97,7 @@ def brute_force(buckets, table):
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
-@given(
-    tables(worlds=(2, 3), most=2), st.lists(st.sampled_from(BUCKETS), min_size=1, max_size=4)
-)
+@given(tables(worlds=(2, 3), most=2), st.lists(st.sampled_from(BUCKETS), min_size=1, max_size=4))
 def test_the_bound_is_below_the_best_plan_and_plans_are_near_it(table, buckets):
     best_s = brute_force(buckets, table)
     plan = plan_step(ids(buckets), table)
@@ -179,6 +176,17 @@ def test_ranks_that_run_in_groups_alone_are_as_slow_as_these():
     assert learned.speeds == pytest.approx((1.0, 1.0, 0.5, 0.5), abs=0.04)
 
 
+def test_ranks_that_ran_nothing_alike_are_not_compared():
+    learned = LearnedSpeeds(learns=True)
+    table = PlanTable(BUCKETS, ((PlanRow(1, 1, 0, 1.0),),) * 3, 3, 8)
+    plan = plan_step(ids([BUCKETS[0]] * 15), table)
+    others = [replace(m, bucket=BUCKETS[min(1, m.ranks[0])]) for m in plan.micro_batches]
+    took = [(5.0, 1.0, 0.5)[m.ranks[0]] for m in others]  # rank 0 has a bucket of its own
+    for _ in range(WINDOW):
+        learned.observe(replace(plan, micro_batches=tuple(others)), took)
+    assert learned.speeds == (1.0, 0.5, 1.0)
+
+
 def test_a_rank_that_is_fast_again_is_found():
     learned = learn((1.0, 0.5), WINDOW)
     assert learned.speeds
@@ -191,12 +199,21 @@ def test_a_rank_that_is_fast_again_is_found():
     assert learned.changes == 2
 
 
-def test_speeds_that_make_no_sense_are_refused():
-    for bad in ("fast", [], [1.0, 0.0], [1.0, float("nan")], [True], 2.0, [1.0, "a"]):
-        with pytest.raises(PlanError, match=r"got speeds=.*; expected 'auto'"):
-            check_speeds(bad)
-    for good in ("auto", "equal", [1, 0.5], (2.0,)):
-        check_speeds(good)
+def test_speeds_of_another_number_of_ranks_are_refused():
     with pytest.raises(PlanError, match="got speeds= of 2 ranks; expected 3 numbers"):
         checked_speeds([1.0, 0.5], 3)
     assert checked_speeds([2.0, 1.0], 2) == (1.0, 0.5)
+    assert checked_speeds("auto", 3) == checked_speeds([3, 3, 3], 3) == ()
+
+
+def test_a_table_is_sent_as_what_changed():
+    base = PlanTable(BUCKETS, ((PlanRow(1, 2, 0, 2.0),),) * 3, 2, 8)
+    rows = (base.rows[0], (PlanRow(1, 1, 3, 1.1), PlanRow(2, 1, 0, 0.7)), base.rows[2])
+    for other in (
+        replace(base, speeds=(1.0, 0.5)), replace(base, rows=rows),
+        replace(base, rows=rows, speeds=(0.3, 1.0)),
+    ):  # fmt: skip
+        assert base.changed(other.changes(base)) == other
+        assert base.changed(other.changes(base)).hash == other.hash != base.hash
+        assert other.changed(base.changes(other)) == base
+    assert base.changes(base) == {}

@@ -8,9 +8,9 @@ rank-seconds, the least degree*seconds over degrees at which it fits and takes a
     ranks*S        >= sum min(a(s, T2), price*weight) - price*ranks*capacity          (any price)
     ranks*T1       >= sum min(a(s, T1), price*weight) - price*ranks*capacity*(M - 1)
 
-Where ranks have speeds, `ranks` on the left is their sum. A micro-batch keeps d ranks for its seconds
-over the least speed among them, so their speeds times that time add up to at least d*seconds. And
-"takes at most T" is of the fastest group of a degree.
+Where ranks have speeds, `ranks` on the left is their sum. A micro-batch keeps d ranks for its
+seconds over the least speed among them, so their speeds times that time add up to at least
+d*seconds. And "takes at most T" is of the fastest group of a degree.
 
 The first alone, with T1 unbounded, is `simple_bound`. The others are Lagrangian: what the longest
 micro-step cannot hold, others must run.
