@@ -88,7 +88,17 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         VerifyError: a trace or a variant does not compute what the model computes.
     """
     start_s = time.perf_counter()
-    groups = Groups.default(group=options.group, device=_device_of(model))
+    groups = Groups.default(
+        group=options.group, device=_device_of(model), silence_s=options.timeout
+    )
+    with groups.watch.section("dcpc.compile"):
+        return _compiled(model, buckets, options, groups, start_s)
+
+
+def _compiled(
+    model: nn.Module, buckets: Buckets, options: CompileOptions, groups: Groups, start_s: float
+) -> CompiledModel:
+    """Returns what `compile` does, on these ranks."""
     told = options.planned_for(groups.world)
     speeds = checked_speeds(options.speeds, groups.world)
     planned = plan_with(model, buckets, told)

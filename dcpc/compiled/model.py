@@ -24,6 +24,7 @@ from dcpc.compiled.seeds import Seeds
 from dcpc.errors import DataError, DcpcError, DispatchError
 from dcpc.ir import Packable, Profile, Program
 from dcpc.passes.masks.packable import packable
+from dcpc.plan.following import Followed
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import Runnable
 from dcpc.runtime.checkpoint.checkpoints import (
@@ -175,6 +176,12 @@ class CompiledModel(nn.Module):
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """Returns what an edition makes of inputs, once ranks that meet agree on all of it."""
+        with self.groups.watch.naming():
+            return self._run_call(edition, problem, inputs)
+
+    def _run_call(
+        self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, ...]:
         dispatch = edition.dispatch
         bucket, sizes = dispatch.match(inputs)
         self._calls += 1
@@ -218,8 +225,9 @@ class CompiledModel(nn.Module):
             )
         problem = problem or self._store.follow(self.model.parameters())
         state, check = self._agreed.of_step(problem)
+        what = f"train_step, step {step.index} of epoch {step.epoch}"
         try:
-            with dispatch.own_casts():
+            with self.groups.watch.section(what), dispatch.own_casts():
                 result = train_step(
                     lambda mb, inputs: dispatch.run_micro_batch(step, mb, inputs),
                     step,
@@ -260,6 +268,10 @@ class CompiledModel(nn.Module):
         problem = followed.problem(self.model)
         if problem is not None:
             raise problem
+        with self.groups.watch.section("materialize"):
+            self._make_real(init, followed)
+
+    def _make_real(self, init: Init, followed: Followed) -> None:
         self._store = made_real(self.model, self.planned.request.parameters, self.groups, init)
         self._dispatch.store = self._store
         self._dispatch.bind_blocks()
@@ -306,8 +318,9 @@ class CompiledModel(nn.Module):
                 values that are no plain ones.
             GroupError: ranks save different steps, or one could not.
         """
-        parts = self._parts(optimizer, loader, scheduler)
-        return self._checkpoints.save(Path(folder), step, parts, extra, keep=keep, wait=wait)
+        with self.groups.watch.section(f"save, step {step}"):
+            parts = self._parts(optimizer, loader, scheduler)
+            return self._checkpoints.save(Path(folder), step, parts, extra, keep=keep, wait=wait)
 
     def load(
         self,
@@ -336,7 +349,9 @@ class CompiledModel(nn.Module):
                 checkpoints are damaged.
             DataError: the loader's data or order are others.
         """
-        return self._checkpoints.load(Path(folder), self._parts(optimizer, loader, scheduler))
+        with self.groups.watch.section("load"):
+            parts = self._parts(optimizer, loader, scheduler)
+            return self._checkpoints.load(Path(folder), parts)
 
     def _parts(
         self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None
@@ -369,7 +384,8 @@ class CompiledModel(nn.Module):
         self._store.check_ready("reduce_gradients")
         self._refuse_by_hand("reduce_gradients")
         state, check = self._agreed.of_step(None)
-        reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
+        with self.groups.watch.section("reduce_gradients"):
+            reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales a gradient longer than `max_norm` down to it; returns its norm before.

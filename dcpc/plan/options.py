@@ -112,6 +112,15 @@ def degrees(sp: int | str | Sequence[int], world: int) -> tuple[int, ...]:
     )
 
 
+def _check_timeout(timeout: object) -> None:
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout < math.inf:  # type: ignore[operator]
+        raise PlanError(
+            f"got timeout={timeout!r}; expected a positive number of seconds, after which a rank "
+            "without a sign of life is lost; correct it, or leave it out for 60"
+        )
+
+
 def _check_recompute(mode: str) -> None:
     if mode not in RECOMPUTE:
         raise PlanError(
@@ -394,6 +403,12 @@ class CompileOptions(ModelOptions):
         '`"auto"` (traces and variants, within a tenth of what compiling takes or 2 s), `"full"` '
         '(every row of every bucket) or `"off"`',
         check=_check_verify,
+    )
+    timeout: float = _option(
+        60.0,
+        "seconds without a sign of life after which a rank is lost, and an error on all others; "
+        "what has ended or failed is told at once, and one that lives (compiles) is waited for",
+        check=_check_timeout,
     )
 
     speeds: str | Sequence[float] = _option(

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 from dcpc.errors import DataError
 from dcpc.runtime.data.ahead import LoaderStats, ahead
@@ -41,6 +41,7 @@ from dcpc.runtime.planner.protocol import Compiled
 from dcpc.runtime.planner.table import PlanTable, mode_table
 
 LOG = logging.getLogger("dcpc")
+T = TypeVar("T")
 
 
 class DataLoader:
@@ -245,9 +246,10 @@ class DataLoader:
 
         made = self._made(relay)
         stop = None if relay is None else relay.stop
-        steps = ahead(made, self.lookahead, stop) if self.lookahead else made
+        look = self.compiled.groups.watch.look
+        steps = ahead(made, self.lookahead, stop, look) if self.lookahead else made
         try:
-            for cut, step in self._stats.timed(steps):
+            for cut, step in self._stats.timed(self._telling(steps)):
                 used += 1
                 progress.position = cut.after
                 self._skipped += cut.skipped
@@ -276,6 +278,17 @@ class DataLoader:
         """
         samples = self._maker.own_buckets(step)
         PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(file)
+
+    def _telling(self, steps: Iterator[T]) -> Iterator[T]:
+        """Yields what it is given; tells the other ranks why there is no more."""
+        try:
+            yield from steps
+        except GeneratorExit:
+            raise
+        except BaseException as e:
+            what = f"the loader, epoch {self._progress.epoch}"
+            self.compiled.groups.watch.failed(e, what, ahead=True)
+            raise
 
     def _relay(self) -> Relay | None:
         groups = self.compiled.groups
