@@ -57,6 +57,7 @@ TABLE = {
         "placement": "sharding",
         "masks": "sharding",
         "recompute": "",
+        "stages": "",
         "units": "",
     },
     "dcpc.symbolic_profile": {
