@@ -93,6 +93,7 @@ TABLE = {
         "dispatch": "seeds",
         "materialize": "",
         "outputs": "",
+        "pipeline": "",
         "editions": "dispatch outputs",
         "evaluation": "editions",
         "model": "agreed_state seeds dispatch editions evaluation materialize outputs",

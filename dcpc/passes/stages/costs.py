@@ -33,7 +33,7 @@ class CutCosts:
     @property
     def blocks(self) -> int:
         """Blocks of the chain."""
-        return self.seconds.shape[-1] - 1
+        return int(self.seconds.shape[-1]) - 1
 
     def at(self, kind: int, place: int) -> Floats:
         """Returns the seconds on a kind of device, `[buckets, blocks + 1, blocks + 1]`.
@@ -56,7 +56,7 @@ class CutCosts:
         each = [
             self.at(kind, last - j)[:, borders[j], borders[j + 1]] for j, kind in enumerate(kinds)
         ]
-        return np.max(each, axis=0)
+        return np.asarray(np.max(each, axis=0))
 
     def expected(self, bottlenecks: Floats) -> float:
         """Returns the mean over the buckets of `[..., buckets]` seconds by their weights."""
