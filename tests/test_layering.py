@@ -83,6 +83,7 @@ TABLE = {
         "planner": "groups",
         "data": "groups planner",
         "parameters": "groups",
+        "pipeline": "",
         "step": "groups planner data parameters",
     },
     "dcpc.compiled": {
