@@ -1,7 +1,7 @@
 """AlphaFold 2's trunk: blocks over an alignment (MSA) and over pairs of residues. Plain PyTorch.
 
-Shapes as suffix: B batch, S sequences of the alignment, R residues (I, J the two of a pair), M width
-of the alignment, Z width of a pair, H heads, C width of a head. `msa_BSRM` is `[B, S, R, M]`.
+Shapes as suffix: B batch, S sequences of the alignment, R residues, M width of the alignment, Z
+width of a pair, H heads, C width of a head. `msa_BSRM` is `[B, S, R, M]`.
 
 Source: Jumper et al., Nature 596 (2021), supplementary information: the block is algorithm 6, its
 parts are 7 to 15, the embedding of inputs 3 to 5, the losses 1.9.8 and 1.9.9. Left out: dropout,

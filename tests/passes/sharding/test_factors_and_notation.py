@@ -84,6 +84,7 @@ def total(table: FactorTable, keys: list[int]) -> sympy.Expr:
 
 
 @SETTINGS
+@given(st.lists(two_groupings(), min_size=1, max_size=4), st.data())
 def test_unify_keeps_products_and_refines_alike(pairs: list, data: st.DataObject):
     table = FactorTable()
     made: list[tuple[list[int], sympy.Expr]] = []
