@@ -66,6 +66,8 @@ class StepResult:
             gradients: waiting for slower ranks, and the wire.
         grad_norm: of the summed gradient before it was clipped; None: not asked for, or skipped.
         skipped: whether its loss was NaN or infinite: gradients are as they were before it.
+        every_s: measured seconds of each micro-batch of the plan, on its slowest rank, the same on
+            every rank; 0 of one that does not count; empty: not asked for.
     """
 
     loss: torch.Tensor
@@ -78,6 +80,7 @@ class StepResult:
     reduction_s: float = 0.0
     grad_norm: float | None = None
     skipped: bool = False
+    every_s: tuple[float, ...] = ()
 
     @property
     def imbalance(self) -> float:
@@ -104,6 +107,7 @@ def train_step(
     comm_bucket_bytes: int = COMM_BUCKET_BYTES,
     state: str = "",
     check: Callable[[], None] | None = None,
+    every: bool = False,
 ) -> StepResult:
     """Adds the gradient of the global batch's weighted loss to every parameter's `grad`.
 
@@ -125,6 +129,7 @@ def train_step(
         state: of the model, as text: the same on every rank.
         check: runs once all ranks are known to have the same state, before anything else; what it
             raises it raises on every rank.
+        every: whether all ranks are to know the seconds of every micro-batch.
 
     Returns:
         The step's loss and measured seconds.
@@ -165,7 +170,11 @@ def train_step(
         reduction.finish()
         clock.mark()
         *micro_batch_s, reduction_s = clock.spans_s()
-        facts = _gather([share, sum(micro_batch_s)], groups)
+        own_s = [0.0] * len(step.plan.micro_batches) if every else []
+        if every:
+            for mb, took_s in zip(step.micro_batches, micro_batch_s, strict=True):
+                own_s[mb.number] = took_s if mb.weight != 0 else 0.0
+        facts = _gather([share, sum(micro_batch_s), *own_s], groups)
         loss = facts[:, 0].sum()  # the same on every rank, and so is what follows from it
         if not loss.isfinite():
             if nonfinite == "raise":
@@ -183,6 +192,7 @@ def train_step(
         reduction_s=reduction_s,
         grad_norm=norm,
         skipped=bool(put_back),
+        every_s=tuple(facts[:, 2:].amax(0).tolist()),
     )
 
 

@@ -25,8 +25,10 @@ def run(ground: Ground, *words: str) -> None:
         return
     kind, _, text = result.stderr.strip().partition(": ")
     found = getattr(errors, kind, None)
-    assert result.exit_code == 1 and isinstance(found, type), (result.exit_code, result.output)
-    assert issubclass(found, DcpcError) and "Traceback" not in result.output
+    assert result.exit_code == 1, result.output
+    assert isinstance(found, type), result.output
+    assert issubclass(found, DcpcError)
+    assert "Traceback" not in result.output
     raise found(text)
 
 
