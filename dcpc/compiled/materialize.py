@@ -270,8 +270,8 @@ def _check_init(modules: list[_MetaModule], init: Init) -> None:
                 raise DispatchError(
                     f"dcpc.materialize(init='empty'): got {each}, which has the buffer "
                     f"'{lost[0]}' on the meta device that no checkpoint has (persistent=False); "
-                    "expected buffers that a checkpoint fills; pass a function as init= that fills it, and load the "
-                    "checkpoint after it"
+                    "expected buffers that a checkpoint fills; pass a function as init= that fills "
+                    "it, and load the checkpoint after it"
                 )
         return
     if init is not None and not callable(init):
@@ -284,8 +284,8 @@ def _check_init(modules: list[_MetaModule], init: Init) -> None:
         raise DispatchError(
             f"dcpc.materialize: got {helpless[0]}, which has {helpless[0].tensors} on the meta "
             f"device and no reset_parameters() ({len(helpless)} such modules); expected one that "
-            "gives them values: what __init__ computes on the meta device is lost; give the class a "
-            "reset_parameters, pass init= (a function of a module), or init='empty' and load a "
+            "gives them values: what __init__ computes on the meta device is lost; give the class "
+            "a reset_parameters, pass init= (a function of a module), or init='empty' and load a "
             "checkpoint"
         )
 
