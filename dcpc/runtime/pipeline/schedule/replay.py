@@ -159,6 +159,7 @@ def _message(
     None: it is not made yet; -1: there is nothing to receive.
     """
     kind, i = action
+    made_s: float | None
     if kind == FORWARD and s > 0:
         made_s, wire_s = sent[s - 1][0].get(i), work.hops[s - 1][i].forward_s
     elif kind in (BACKWARD, BACKWARD_INPUT) and s + 1 < len(sent):
