@@ -22,6 +22,8 @@ from dcpc.runtime.pipeline.schedule import (
 )
 from dcpc.runtime.planner.batch import PaddedCost, microbatch
 
+Batches = tuple[tuple[int, ...], ...]  # positions of samples, by micro-batch
+
 LIMIT = 16_000  # simulated actions for the schedule of the best split
 
 
@@ -66,7 +68,7 @@ class PlannedPipeline:
         split_by: the setting and the weight of the longest micro-batch that gave the split.
     """
 
-    batches: tuple[tuple[int, ...], ...]
+    batches: Batches
     found: FoundSchedule
     work: PipelineWork
     split_by: tuple[int, int]
@@ -94,7 +96,7 @@ def work_of(
 def plan_pipeline(
     lengths: Sequence[int], cost: PipelineCost, *, split: bool = False, limit: int = LIMIT
 ) -> PlannedPipeline:
-    """Returns the step that ends first, of those found.
+    """Returns the step of one pipeline that ends first, of those found.
 
     Args:
         lengths: tokens, by sample.
@@ -105,22 +107,58 @@ def plan_pipeline(
     Raises:
         PlanError: a sample does not fit alone.
     """
-    best: PlannedPipeline | None = None
-    for batches, by in _splits(lengths, cost).items():
-        work = work_of(lengths, batches, cost)
-        found = search(work, split=split, limit=0)
-        if best is None or found.replay.makespan_s < best.found.replay.makespan_s:
-            best = PlannedPipeline(batches, found, work, by)
-    assert best is not None, "there is a split, or no sample fits"
-    found = search(best.work, split=split, limit=limit)
-    if found.replay.makespan_s < best.found.replay.makespan_s:
-        best = replace(best, found=found)
-    return best
+    return plan_replicas(lengths, cost, 1, split=split, limit=limit)[0]
+
+
+def plan_replicas(
+    lengths: Sequence[int],
+    cost: PipelineCost,
+    replicas: int,
+    *,
+    split: bool = False,
+    limit: int = LIMIT,
+) -> tuple[PlannedPipeline, ...]:
+    """Returns the step of each of several pipelines that share the samples.
+
+    Micro-batches are dealt out longest first, each to the pipeline with least to do.
+
+    Args:
+        lengths: tokens, by sample.
+        cost: of the model.
+        replicas: pipelines.
+        split: as in `plan_pipeline`.
+        limit: as in `plan_pipeline`, for each.
+
+    Raises:
+        PlanError: a sample does not fit alone, or there are fewer samples than pipelines.
+    """
+    if len(lengths) < replicas:
+        raise PlanError(
+            f"pipelines: got {len(lengths)} samples for {replicas} replicas; expected one each at "
+            "least; take a larger batch"
+        )
+    best: tuple[PlannedPipeline, ...] = ()
+    for batches, by in _splits(lengths, cost, replicas).items():
+        made = []
+        for own in _dealt(lengths, batches, cost, replicas):
+            work = work_of(lengths, own, cost)
+            made.append(PlannedPipeline(own, search(work, split=split, limit=0), work, by))
+        if not best or _end_s(made) < _end_s(best):
+            best = tuple(made)
+    longer = [(p, search(p.work, split=split, limit=limit)) for p in best]
+    return tuple(
+        replace(p, found=found) if found.replay.makespan_s < p.found.replay.makespan_s else p
+        for p, found in longer
+    )
+
+
+def _end_s(plans: Sequence[PlannedPipeline]) -> float:
+    return max(p.found.replay.makespan_s for p in plans)
 
 
 def _splits(
-    lengths: Sequence[int], cost: PipelineCost
-) -> dict[tuple[tuple[int, ...], ...], tuple[int, int]]:
+    lengths: Sequence[int], cost: PipelineCost, replicas: int
+) -> dict[Batches, tuple[int, int]]:
     """Returns different splits and by what each was made.
 
     As many micro-batches as 1F1B has on a stage fit at once; where none does so, one.
@@ -128,13 +166,14 @@ def _splits(
     Raises:
         PlanError: a sample does not fit alone.
     """
-    made: dict[tuple[tuple[int, ...], ...], tuple[int, int]] = {}
+    made: dict[Batches, tuple[int, int]] = {}
     problem: PlanError | None = None
     for flight in (cost.stages, 1):
         for setting in range(cost.settings):
+            padded = cost.padded(setting, flight)
             for weight in sorted({2, cost.stages}):
                 try:
-                    found = microbatch(lengths, cost.padded(setting, flight), 1.0, weight)
+                    found = microbatch(lengths, padded, 1.0, weight, replicas)
                 except PlanError as e:
                     problem = e
                     break
@@ -143,3 +182,25 @@ def _splits(
             return made
     assert problem is not None, "there are settings to try"
     raise problem
+
+
+def _dealt(
+    lengths: Sequence[int], batches: Batches, cost: PipelineCost, replicas: int
+) -> list[Batches]:
+    """Returns each replica's micro-batches, in the order of the split."""
+    if replicas == 1:
+        return [batches]
+    parts = list(batches)
+    while len(parts) < replicas:
+        at = max(range(len(parts)), key=lambda n: len(parts[n]))
+        whole = parts.pop(at)
+        parts[at:at] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+    work = work_of(lengths, parts, cost)
+    taken_s = [sum(row[i][0].forward_s + row[i][0].backward_s for row in work.costs)
+               for i in range(len(parts))]  # fmt: skip
+    load_s, own = [0.0] * replicas, [list[int]() for _ in range(replicas)]
+    for i in sorted(range(len(parts)), key=lambda i: -taken_s[i]):
+        least = min(range(replicas), key=lambda r: load_s[r])
+        load_s[least] += taken_s[i]
+        own[least].append(i)
+    return [tuple(parts[i] for i in sorted(found)) for found in own]
