@@ -32,6 +32,7 @@ from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import share_state
 from dcpc.runtime.parameters.modes import shares
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
+from dcpc.runtime.planner.speeds import LearnedSpeeds, checked_speeds
 from dcpc.symbolic_profile import (
     Calibration,
     CalibrationKey,
@@ -87,11 +88,23 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         VerifyError: a trace or a variant does not compute what the model computes.
     """
     start_s = time.perf_counter()
-    groups = Groups.default(group=options.group, device=_device_of(model))
+    groups = Groups.default(
+        group=options.group, device=_device_of(model), silence_s=options.timeout
+    )
+    with groups.watch.section("dcpc.compile"):
+        return _compiled(model, buckets, options, groups, start_s)
+
+
+def _compiled(
+    model: nn.Module, buckets: Buckets, options: CompileOptions, groups: Groups, start_s: float
+) -> CompiledModel:
+    """Returns what `compile` does, on these ranks."""
     told = options.planned_for(groups.world)
+    speeds = checked_speeds(options.speeds, groups.world)
     planned = plan_with(model, buckets, told)
     hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
-    agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
+    paced = "" if options.speeds == "equal" else f"; speeds {options.speeds}"
+    agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}{paced}")
     share_state(state_tensors(model, planned), groups)
     verifier = Verifier(model, buckets, planned, options.verify)
     compile_s = time.perf_counter() - start_s
@@ -111,8 +124,9 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         return _trace_all(model, mine, planned.device, planned.autocast, same, None, programs)
 
     return CompiledModel(
-        model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare
-    )
+        model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare,
+        learned=LearnedSpeeds(speeds, learns=options.speeds == "auto" and groups.world > 1),
+    )  # fmt: skip
 
 
 def materialize(compiled: CompiledModel, init: Init = None) -> None:

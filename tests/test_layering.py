@@ -57,6 +57,7 @@ TABLE = {
         "placement": "sharding",
         "masks": "sharding",
         "recompute": "",
+        "stages": "",
         "units": "",
     },
     "dcpc.symbolic_profile": {
@@ -92,6 +93,7 @@ TABLE = {
         "dispatch": "seeds",
         "materialize": "",
         "outputs": "",
+        "pipeline": "",
         "editions": "dispatch outputs",
         "evaluation": "editions",
         "model": "agreed_state seeds dispatch editions evaluation materialize outputs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from dcpc.compiled.seeds import Seeds
 from dcpc.errors import DataError, DcpcError, DispatchError
 from dcpc.ir import Packable, Profile, Program
 from dcpc.passes.masks.packable import packable
+from dcpc.plan.following import Followed
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import Runnable
 from dcpc.runtime.checkpoint.checkpoints import (
@@ -40,10 +42,13 @@ from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.parameters.unmade import UnmadeStore
+from dcpc.runtime.planner.speeds import LearnedSpeeds, speeds_line
 from dcpc.runtime.step.stats import Stats, log_step
 from dcpc.runtime.step.step import StepResult, clip_gradients, reduce_gradients, train_step
 from dcpc.symbolic_profile import Prediction
 from dcpc.verify import Verifier
+
+LOG = logging.getLogger("dcpc")
 
 
 class CompiledModel(nn.Module):
@@ -62,6 +67,7 @@ class CompiledModel(nn.Module):
         base_seed: int,
         verifier: Verifier,
         prepare: Prepare,
+        learned: LearnedSpeeds,
     ) -> None:
         """Wraps what `dcpc.compile` made; users call that."""
         super().__init__()
@@ -80,6 +86,8 @@ class CompiledModel(nn.Module):
             self._store = store_of(mode, model.parameters(), groups)
             self._store.install(model)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
+        self._learned = learned
+        self.replans = 0  # how often rows of the tables were replaced by others
 
         self._seeds = Seeds(base_seed, groups.rank, groups.world)
         self._checkpoints = Checkpoints(groups)
@@ -168,6 +176,12 @@ class CompiledModel(nn.Module):
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """Returns what an edition makes of inputs, once ranks that meet agree on all of it."""
+        with self.groups.watch.naming():
+            return self._run_call(edition, problem, inputs)
+
+    def _run_call(
+        self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, ...]:
         dispatch = edition.dispatch
         bucket, sizes = dispatch.match(inputs)
         self._calls += 1
@@ -211,8 +225,9 @@ class CompiledModel(nn.Module):
             )
         problem = problem or self._store.follow(self.model.parameters())
         state, check = self._agreed.of_step(problem)
+        what = f"train_step, step {step.index} of epoch {step.epoch}"
         try:
-            with dispatch.own_casts():
+            with self.groups.watch.section(what), dispatch.own_casts():
                 result = train_step(
                     lambda mb, inputs: dispatch.run_micro_batch(step, mb, inputs),
                     step,
@@ -225,11 +240,14 @@ class CompiledModel(nn.Module):
                     comm_bucket_bytes=self.comm_bucket_bytes,
                     state=state,
                     check=check,
+                    every=self._learned.learns,
                 )
         finally:
             dispatch.bind_blocks()
             dispatch.begin(())
         dispatch.stats.stepped(step, result)
+        if self._learned.observe(step.plan, result.every_s) and self.groups.rank == 0:
+            LOG.warning("%s", speeds_line(self.speeds, self._learned.changes))
         if self.groups.rank == 0:
             for log in self._loggers:
                 log(step, result)
@@ -250,6 +268,10 @@ class CompiledModel(nn.Module):
         problem = followed.problem(self.model)
         if problem is not None:
             raise problem
+        with self.groups.watch.section("materialize"):
+            self._make_real(init, followed)
+
+    def _make_real(self, init: Init, followed: Followed) -> None:
         self._store = made_real(self.model, self.planned.request.parameters, self.groups, init)
         self._dispatch.store = self._store
         self._dispatch.bind_blocks()
@@ -296,8 +318,9 @@ class CompiledModel(nn.Module):
                 values that are no plain ones.
             GroupError: ranks save different steps, or one could not.
         """
-        parts = self._parts(optimizer, loader, scheduler)
-        return self._checkpoints.save(Path(folder), step, parts, extra, keep=keep, wait=wait)
+        with self.groups.watch.section(f"save, step {step}"):
+            parts = self._parts(optimizer, loader, scheduler)
+            return self._checkpoints.save(Path(folder), step, parts, extra, keep=keep, wait=wait)
 
     def load(
         self,
@@ -326,7 +349,9 @@ class CompiledModel(nn.Module):
                 checkpoints are damaged.
             DataError: the loader's data or order are others.
         """
-        return self._checkpoints.load(Path(folder), self._parts(optimizer, loader, scheduler))
+        with self.groups.watch.section("load"):
+            parts = self._parts(optimizer, loader, scheduler)
+            return self._checkpoints.load(Path(folder), parts)
 
     def _parts(
         self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None
@@ -359,7 +384,8 @@ class CompiledModel(nn.Module):
         self._store.check_ready("reduce_gradients")
         self._refuse_by_hand("reduce_gradients")
         state, check = self._agreed.of_step(None)
-        reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
+        with self.groups.watch.section("reduce_gradients"):
+            reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales a gradient longer than `max_norm` down to it; returns its norm before.
@@ -385,6 +411,8 @@ class CompiledModel(nn.Module):
         later = {e.verifier: e for e in reversed(self._editions.made_later)}
         more = [e for v, e in reversed(later.items()) if v is not self.verifier]
         text = f"{self.planned.report()}\n{self.verifier.report()}"
+        if self._learned.learns or self.speeds:
+            text += speeds_line(self.speeds, self._learned.changes) + "\n"
         return text + "".join(f"{e}: {e.verifier.report()}" for e in more)
 
     def source(self, bucket: Bucket | Mapping[str, int]) -> str:
@@ -432,6 +460,11 @@ class CompiledModel(nn.Module):
         return self.planned.device.node_ranks
 
     @property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast ranks are beside the fastest one, as plans are made now; nothing: all alike."""
+        return self._learned.speeds
+
+    @property
     def program(self) -> Program:
         """The traced model; only where all buckets share one trace."""
         return self.planned.program
@@ -448,6 +481,7 @@ class CompiledModel(nn.Module):
         traces = {id(v): v for e in every for v in e.planned.traces}
         stats.variants = sum(v.compiled_count for v in traces.values())
         stats.wire_bytes = wire_log.total_bytes()
+        stats.speeds, stats.speed_changes = self.speeds, self._learned.changes
         return stats
 
     # ----------------------------------------------------------------------- the model's own state

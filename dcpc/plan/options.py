@@ -112,6 +112,15 @@ def degrees(sp: int | str | Sequence[int], world: int) -> tuple[int, ...]:
     )
 
 
+def _check_timeout(timeout: object) -> None:
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout < math.inf:  # type: ignore[operator]
+        raise PlanError(
+            f"got timeout={timeout!r}; expected a positive number of seconds, after which a rank "
+            "without a sign of life is lost; correct it, or leave it out for 60"
+        )
+
+
 def _check_recompute(mode: str) -> None:
     if mode not in RECOMPUTE:
         raise PlanError(
@@ -129,6 +138,24 @@ def _check_parameters(mode: str) -> None:
     if mode not in PARAMETERS:
         raise PlanError(
             f"got parameters={mode!r}; expected one of {', '.join(PARAMETERS)}; choose one"
+        )
+
+
+def _check_speeds(speeds: object) -> None:
+    """Refuses what is neither a word nor positive numbers.
+
+    Raises:
+        PlanError: it is.
+    """
+    if isinstance(speeds, str) and speeds in ("auto", "equal"):
+        return
+    numbers = isinstance(speeds, list | tuple) and all(
+        isinstance(s, int | float) and not isinstance(s, bool) and 0 < s < math.inf for s in speeds
+    )
+    if not numbers or not speeds:
+        raise PlanError(
+            f"got speeds={speeds!r}; expected 'auto', 'equal' or a positive number for each rank, "
+            "such as [1.0, 0.5]; choose one"
         )
 
 
@@ -376,6 +403,19 @@ class CompileOptions(ModelOptions):
         '`"auto"` (traces and variants, within a tenth of what compiling takes or 2 s), `"full"` '
         '(every row of every bucket) or `"off"`',
         check=_check_verify,
+    )
+    timeout: float = _option(
+        60.0,
+        "seconds without a sign of life after which a rank is lost, and an error on all others; "
+        "what has ended or failed is told at once, and one that lives (compiles) is waited for",
+        check=_check_timeout,
+    )
+
+    speeds: str | Sequence[float] = _option(
+        "equal",
+        'how fast ranks are beside each other: `"equal"`, one number for each, as `[1.0, 0.5]`, or '
+        '`"auto"`: measured while they train, and plans follow (seeds of dropout follow plans)',
+        check=_check_speeds,
     )
 
     def planned_for(self, world: int) -> PlanOptions:

@@ -25,6 +25,8 @@ class FakeCompiled:
     groups: Groups
     node_ranks: int = 8
     in_rounds: bool = False
+    speeds: tuple[float, ...] = ()
+    replans: int = 0
     other_tables: Mapping[Bucket, Sequence[PlanRow]] | None = None
 
     @property

@@ -205,7 +205,8 @@ class Checkpoints:
         packed = self._tensors.plain(small)
 
         def write() -> None:
-            self._write(directory, step, parts, state, packed, keep)
+            with self._groups.watch.naming():
+                self._write(directory, step, parts, state, packed, keep)
 
         self._last = saving = Saving(final_folder(directory, step), write)
         if wait:

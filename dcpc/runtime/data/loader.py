@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 from dcpc.errors import DataError
 from dcpc.runtime.data.ahead import LoaderStats, ahead
@@ -41,6 +41,7 @@ from dcpc.runtime.planner.protocol import Compiled
 from dcpc.runtime.planner.table import PlanTable, mode_table
 
 LOG = logging.getLogger("dcpc")
+T = TypeVar("T")
 
 
 class DataLoader:
@@ -172,7 +173,9 @@ class DataLoader:
         """The rows that plans choose from, as the compiled model has them now."""
         groups, node_ranks = self.compiled.groups, self.compiled.node_ranks
         aligned = not groups.whole
-        return mode_table(self.compiled, self.recipe.mode, groups.world, node_ranks, aligned)
+        found = mode_table(self.compiled, self.recipe.mode, groups.world, node_ranks, aligned)
+        speeds = self.compiled.speeds
+        return replace(found, speeds=speeds) if speeds else found
 
     @property
     def epoch(self) -> int:
@@ -243,9 +246,10 @@ class DataLoader:
 
         made = self._made(relay)
         stop = None if relay is None else relay.stop
-        steps = ahead(made, self.lookahead, stop) if self.lookahead else made
+        look = self.compiled.groups.watch.look
+        steps = ahead(made, self.lookahead, stop, look) if self.lookahead else made
         try:
-            for cut, step in self._stats.timed(steps):
+            for cut, step in self._stats.timed(self._telling(steps)):
                 used += 1
                 progress.position = cut.after
                 self._skipped += cut.skipped
@@ -275,6 +279,17 @@ class DataLoader:
         samples = self._maker.own_buckets(step)
         PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(file)
 
+    def _telling(self, steps: Iterator[T]) -> Iterator[T]:
+        """Yields what it is given; tells the other ranks why there is no more."""
+        try:
+            yield from steps
+        except GeneratorExit:
+            raise
+        except BaseException as e:
+            what = f"the loader, epoch {self._progress.epoch}"
+            self.compiled.groups.watch.failed(e, what, ahead=True)
+            raise
+
     def _relay(self) -> Relay | None:
         groups = self.compiled.groups
         if groups.control(groups.world) is None:
@@ -290,15 +305,17 @@ class DataLoader:
         elif self.compiled.groups.rank == 0:
             cuts = relay.send((cut.message(table, job), cut) for cut in self._cuts(table))
         else:
+            # Rank 0's table may have changed meanwhile: its messages say how.
             cuts = (PlannedBatch.of(message, table, job) for message in relay.receive())
         for cut in cuts:
             yield cut, self._maker.step(epoch, cut)
 
     def _cuts(self, table: PlanTable) -> Iterator[PlannedBatch]:
-        """Yields what is left of the epoch, planned here."""
+        """Yields what is left of the epoch, planned here with the table of each moment."""
         progress, fit = self._progress, self._maker.samples.fit
         order, position = progress.order(), progress.position
-        for cut in cut_epoch(order, fit, table, self.recipe, position, progress.index):
+        now = _TableNow(self, table)
+        for cut in cut_epoch(order, fit, now, self.recipe, position, progress.index):
             if cut.skipped and self.on_too_long == "error":
                 self._refuse(cut.skipped[0])
             yield cut
@@ -335,3 +352,22 @@ class DataLoader:
             f"{samples.describe_largest()}; add a larger bucket, cut the sample, or pass "
             "on_too_long='skip'"
         )
+
+
+class _TableNow:
+    """The table of a loader as its compiled model has it at each call."""
+
+    def __init__(self, loader: DataLoader, table: PlanTable) -> None:
+        self._loader, self._table = loader, table
+        self._made_of = self._key()
+
+    def __call__(self) -> PlanTable:
+        # First what it follows from: the model's own thread may change that meanwhile.
+        key = self._key()
+        if key != self._made_of:
+            self._table, self._made_of = self._loader.table, key
+        return self._table
+
+    def _key(self) -> tuple[int, tuple[float, ...]]:
+        compiled = self._loader.compiled
+        return compiled.replans, compiled.speeds

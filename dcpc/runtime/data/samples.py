@@ -210,7 +210,11 @@ class Samples:
         """Returns a checked sample; its lengths are known from then on."""
         if index in self._loaded:
             return self._loaded[index]
-        raw = self.dataset[index]
+        try:
+            raw = self.dataset[index]
+        except Exception as e:
+            e.add_note(f"raised by the dataset for sample {index}")
+            raise
         if not isinstance(raw, Mapping) or raw.keys() != self.inputs.keys():
             got = ", ".join(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
             raise DataError(

@@ -7,7 +7,7 @@ raise the same error.
 
     mismatch    everyone has arrived: read all texts, name who had what
     absence     the first rank whose time is up writes the verdict: who has not published
-    a broken connection is an absence that is noticed early
+    a broken connection is an absence that is noticed early; watch.py says who is lost
 
 After an absence the group's connections are broken: the job has to be started again.
 """
@@ -81,6 +81,7 @@ class _Trouble:
         self.pg = pg
         self.check = check
         self.limit_s = groups.timeout_s
+        self.watch = groups.watch
         self.deadline = time.monotonic() + self.limit_s
         self.store = PrefixStore(f"dcpc/agree/{check}", pg.get_group_store())
 
@@ -100,6 +101,7 @@ class _Trouble:
                     return f"{_WAITED} {self.limit_s:g} s"
                 if failed:
                     return self._broken(e)
+                self.watch.look()
                 try:
                     if self.store.check(["trouble"]):
                         return "a peer reported trouble"
@@ -144,6 +146,9 @@ class _Trouble:
         )
 
     def _broken(self, e: RuntimeError) -> str:
+        found = self.watch.explained()
+        if found is not None:
+            raise found from e
         self.deadline = min(self.deadline, time.monotonic() + _DEAD_S)
         return f"a connection broke: {str(e).splitlines()[0]}"
 

@@ -119,6 +119,7 @@ def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
         binds=str(data["binds"]),
         mode=data["mode"],
         table=table.hash,
+        speeds=table.speeds,
     )
 
 

@@ -42,3 +42,11 @@ class Compiled(Source, Protocol):
     @property
     def node_ranks(self) -> int:
         """Ranks of a node."""
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast ranks are beside the fastest one; nothing: all alike."""
+
+    @property
+    def replans(self) -> int:
+        """How often rows of the tables were replaced by others."""

@@ -45,6 +45,8 @@ class Stats:
         predicted_busy_s: of each rank, as planned.
         predicted_imbalance: mean idle share the plans of the steps predicted, 0 to 1.
         measured_imbalance: mean idle share measured in the steps, 0 to 1.
+        speeds: of each rank beside the fastest, by which plans are made; nothing: all alike.
+        speed_changes: how often these followed what was measured.
     """
 
     calls: dict[Bucket, int] = field(default_factory=dict)
@@ -60,6 +62,8 @@ class Stats:
     predicted_busy_s: tuple[float, ...] = ()
     predicted_imbalance: float = 0.0
     measured_imbalance: float = 0.0
+    speeds: tuple[float, ...] = ()
+    speed_changes: int = 0
 
     def called(self, bucket: Bucket, samples: int) -> None:
         """Counts one forward call."""

@@ -65,6 +65,8 @@ class StepResult:
         reduction_s: measured seconds from the end of this rank's micro-batches to the sum of
             gradients: waiting for slower ranks, and the wire.
         grad_norm: of the summed gradient before it was clipped; None: not asked for.
+        every_s: measured seconds of each micro-batch of the plan, on its slowest rank, the same on
+            every rank; 0 of one that does not count; empty: not asked for.
     """
 
     loss: torch.Tensor
@@ -76,6 +78,7 @@ class StepResult:
     micro_batch_s: tuple[float, ...] = ()
     reduction_s: float = 0.0
     grad_norm: float | None = None
+    every_s: tuple[float, ...] = ()
 
     @property
     def imbalance(self) -> float:
@@ -101,6 +104,7 @@ def train_step(
     comm_bucket_bytes: int = COMM_BUCKET_BYTES,
     state: str = "",
     check: Callable[[], None] | None = None,
+    every: bool = False,
 ) -> StepResult:
     """Adds the gradient of the global batch's weighted loss to every parameter's `grad`.
 
@@ -120,6 +124,7 @@ def train_step(
         state: of the model, as text: the same on every rank.
         check: runs once all ranks are known to have the same state, before anything else; what it
             raises it raises on every rank.
+        every: whether all ranks are to know the seconds of every micro-batch.
 
     Returns:
         The step's loss and measured seconds.
@@ -159,7 +164,11 @@ def train_step(
         clock.mark()
     *micro_batch_s, reduction_s = clock.spans_s()
     norm = None if clip is None else clip_gradients(store.kept, clip)
-    facts = _gather([share, sum(micro_batch_s)], groups)
+    own_s = [0.0] * len(step.plan.micro_batches) if every else []
+    if every:
+        for mb, took_s in zip(step.micro_batches, micro_batch_s, strict=True):
+            own_s[mb.number] = took_s if mb.weight != 0 else 0.0
+    facts = _gather([share, sum(micro_batch_s), *own_s], groups)
     return StepResult(
         loss=facts[:, 0].sum(),
         busy_s=tuple(facts[:, 1].tolist()),
@@ -170,6 +179,7 @@ def train_step(
         micro_batch_s=tuple(micro_batch_s),
         reduction_s=reduction_s,
         grad_norm=norm,
+        every_s=tuple(facts[:, 2:].amax(0).tolist()),
     )
 
 
