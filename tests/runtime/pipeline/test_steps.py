@@ -1,8 +1,7 @@
 """Steps of pipelines on gloo ranks: the plain model's numbers on any schedule; plans ahead."""
 
 import json
-import random
-import time
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,26 +12,13 @@ from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.pipeline.executor import PipelineBatch
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.plans import PipelineStep, ReplicaPlan, plans_ahead
-from dcpc.runtime.pipeline.schedule import Action, PipelineSchedule, check, one_f_one_b
+from dcpc.runtime.pipeline.schedule import Action, PipelineSchedule, one_f_one_b
 from dcpc.runtime.pipeline.step import pipeline_step
 from tests.cases.launch import RanksError, run_ranks
 from tests.cases.pipeline_stages import HandStage, WholeStage, batch_of, plain_step, tied_model
-from tests.cases.pipelines import random_schedule, random_work
+from tests.cases.pipelines import drawn_schedule
 
 pytestmark = pytest.mark.multirank
-
-
-def drawn_schedule(seed: int, stages: int, count: int) -> PipelineSchedule:
-    """Returns a random schedule that ends."""
-    rng = random.Random(seed)
-    work = random_work(rng, stages, count, settings=1)
-    while True:
-        schedule = random_schedule(rng, work)
-        try:
-            check(schedule, count)
-        except PlanError:
-            continue
-        return schedule
 
 
 def shares(step: int, replicas: int) -> list[list[int]]:
@@ -118,7 +104,7 @@ def broken(kind: str) -> Iterator[PipelineStep]:
     if kind == "fails":
         raise PlanError("no plan of these samples")
     if kind == "late":
-        time.sleep(4.0)
+        threading.Event().wait(14.0)
     if kind == "circle":
         orders = tuple(
             tuple(Action(word[0], int(word[1])) for word in text.split())
@@ -131,11 +117,11 @@ def broken(kind: str) -> Iterator[PipelineStep]:
 
 def hear(rank: int) -> list[tuple[int, str]]:
     """Returns how many plans each kind of trouble let through, and its error."""
-    groups, found = Groups.default(timeout_s=20.0), []
+    groups, found = Groups.default(timeout_s=60.0), []
     for kind in ("ends", "fails", "circle", "late"):
         count, said = 0, ""
         try:
-            for step in plans_ahead(broken(kind), groups, timeout_s=2.0):
+            for step in plans_ahead(broken(kind), groups, timeout_s=8.0):
                 assert step == a_plan(count)
                 count += 1
         except PlanError as e:
@@ -145,13 +131,13 @@ def hear(rank: int) -> list[tuple[int, str]]:
 
 
 def test_plans_come_ahead_and_trouble_is_told_on_every_rank():
-    for found in run_ranks(hear, 2, timeout_s=60.0):
+    for found in run_ranks(hear, 2, timeout_s=120.0):
         assert [count for count, _ in found] == [2, 2, 2, 2]
         said = [text for _, text in found]
         assert said[0] == ""
         assert "no plan of these samples" in said[1]
         assert "waiting for each other" in said[2]
-        assert "got nothing within 2 s" in said[3]
+        assert "got nothing within 8 s" in said[3]
 
 
 def test_a_plan_is_read_as_it_was_written():
