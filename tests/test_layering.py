@@ -84,7 +84,7 @@ TABLE = {
         "planner": "groups",
         "data": "groups planner",
         "parameters": "groups",
-        "pipeline": "",
+        "pipeline": "groups planner",
         "step": "groups planner data parameters",
     },
     "dcpc.compiled": {
