@@ -59,6 +59,8 @@ TABLE = {
         "recompute": "",
         "stages": "",
         "units": "",
+        "value_ranges": "sharding",
+        "dtypes": "",
     },
     "dcpc.symbolic_profile": {
         "polynomials": "",
