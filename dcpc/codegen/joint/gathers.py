@@ -99,7 +99,7 @@ class Gathering:
             readers = [position[u] for p in members for u in p.users if u.name in forward]
             # One that this graph does not read is gathered with the others: ranks do it together.
             used[k], first[k] = members, min(readers, default=len(every) - 1)
-        # In the order of units: those that are wanted at one node are gathered one before the other.
+        # In the order of units, also of those that are wanted at one node.
         made: dict[int, UnitNodes] = {}
         at, before = len(every), every[-1]
         for k in sorted(used, reverse=True):
