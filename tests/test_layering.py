@@ -57,7 +57,10 @@ TABLE = {
         "placement": "sharding",
         "masks": "sharding",
         "recompute": "",
+        "stages": "",
         "units": "",
+        "value_ranges": "sharding",
+        "dtypes": "",
     },
     "dcpc.symbolic_profile": {
         "polynomials": "",
@@ -83,6 +86,7 @@ TABLE = {
         "planner": "groups",
         "data": "groups planner",
         "parameters": "groups",
+        "pipeline": "groups planner",
         "step": "groups planner data parameters",
     },
     "dcpc.compiled": {
@@ -91,6 +95,7 @@ TABLE = {
         "dispatch": "seeds",
         "materialize": "",
         "outputs": "",
+        "pipeline": "",
         "editions": "dispatch outputs",
         "evaluation": "editions",
         "model": "agreed_state seeds dispatch editions evaluation materialize outputs",

@@ -275,12 +275,24 @@ class Meter:
         return self._usages[key][1]
 
     def calls(
-        self, nodes: Sequence[fx.Node], dims: Mapping[str, int], device: Device
+        self,
+        nodes: Sequence[fx.Node],
+        dims: Mapping[str, int],
+        device: Device,
+        *,
+        forward: bool = True,
     ) -> tuple[Floats, Floats]:
-        """Returns seconds and bytes of each call, `[nodes]` both; a view has 0 seconds."""
+        """Returns seconds and bytes of each call, `[nodes]` both; a view has 0 seconds.
+
+        Args:
+            nodes: the calls.
+            dims: symbol name -> size.
+            device: what they run on.
+            forward: whether forward makes them.
+        """
         whole, exact = self._at(dims)
         each = self._roofline.seconds(exact, device)
-        work = [self._ledger.work(n, forward=True) for n in nodes]
+        work = [self._ledger.work(n, forward=forward) for n in nodes]
         seconds = [0.0 if w is None else each[self._numbers[w]] for w in work]
         values = [self._ledger.facts.of(n) for n in nodes]
         sizes = [self._rows[v[0].storage_bytes] @ whole if v else 0 for v in values]

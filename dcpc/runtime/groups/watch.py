@@ -326,7 +326,7 @@ class Watch:
             error = error.__cause__ or error.__context__
         return False
 
-    def _silent_store(self) -> GroupError | None:
+    def _silent_store(self) -> DcpcError | None:
         if not self._gone:
             return None
         found = GroupError(
