@@ -7,9 +7,11 @@ would compute (`pipeline_runs.py`), so that two cores do not decide the order.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean
 
 from benchmarks.harness import Cell, parser, print_table, write_report
@@ -37,6 +39,7 @@ from benchmarks.pipeline_runs import (
     scaled,
     wrong_pairs,
 )
+from dcpc.commands.simulate.pipeline import draw_pipeline, pipeline_trace
 from dcpc.errors import PlanError
 from dcpc.runtime.pipeline.planning import PlannedPipeline, plan_pipeline
 from dcpc.runtime.pipeline.schedule import (
@@ -46,7 +49,7 @@ from dcpc.runtime.pipeline.schedule import (
 )
 from tests.fuzz.pipelines import random_schedule, random_work, runs, spoiled
 
-SECONDS = 1.5  # of dcpc's schedule where stages sleep
+SECONDS, QUICK_SECONDS = 1.5, 0.7  # of dcpc's schedule where stages sleep
 
 Rows = dict[str, PipelineReplay]
 
@@ -153,12 +156,12 @@ def run(quick: bool) -> dict[str, Cell]:
     """Measured on four ranks: the order of schedules, and what dcpc's plan gains over 1F1B."""
     cost, lengths = gpt(), tasks(3, samples=96)
     own, padded = plan_pipeline(lengths, cost), padded_1f1b(lengths, cost)
-    factor = SECONDS / own.found.replay.makespan_s
+    factor = (QUICK_SECONDS if quick else SECONDS) / own.found.replay.makespan_s
     work = scaled(own.work, factor)
     orders = candidates(work, own.found.schedule)
     jobs = [(work, schedule) for schedule in orders.values()]
     jobs.append((scaled(padded[0], factor), padded[1]))
-    measured_s, told_s = run_all(jobs, 1 if quick else 3), predicted_s(jobs)
+    measured_s, told_s = run_all(jobs, 2 if quick else 3), predicted_s(jobs)
     names = [*orders, "1F1B, padded"]
     rows: list[list[Cell]] = [[*row] for row in zip(names, told_s, measured_s, strict=True)]
     print_table(
@@ -212,10 +215,18 @@ def exact(quick: bool) -> dict[str, Cell]:
 
 def main() -> None:
     """Runs all parts, prints tables, writes the figures."""
-    args = parser("pipeline", __doc__.splitlines()[0]).parse_args()
+    p = parser("pipeline", __doc__.splitlines()[0])
+    p.add_argument("--png", type=Path, metavar="FILE", help="a step of GPT as a picture")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="the same for ui.perfetto.dev")
+    args = p.parse_args()
+    shown = plan_pipeline(tasks(0), gpt())
+    if args.png:
+        draw_pipeline(shown.work, shown.found, args.png)
+    if args.trace:
+        args.trace.write_text(json.dumps(pipeline_trace(shown.work, shown.found, "gpt")))
     quick = args.quick
     figures = {**exact(quick), **plan_seconds(), **simulate(quick), **run(quick)}
-    figures |= fuzz(2_000 if quick else 10_000, 20 if quick else 60)
+    figures |= fuzz(1_000 if quick else 10_000, 20 if quick else 60)
     rows: list[list[Cell]] = [[key, value] for key, value in figures.items()]
     print_table("Figures", ["figure", "value"], rows, digits=4)
     write_report("pipeline", figures, args.json)
