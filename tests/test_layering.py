@@ -59,6 +59,8 @@ TABLE = {
         "recompute": "",
         "stages": "",
         "units": "",
+        "value_ranges": "sharding",
+        "dtypes": "",
     },
     "dcpc.symbolic_profile": {
         "polynomials": "",
@@ -84,7 +86,7 @@ TABLE = {
         "planner": "groups",
         "data": "groups planner",
         "parameters": "groups",
-        "pipeline": "",
+        "pipeline": "groups planner",
         "step": "groups planner data parameters",
     },
     "dcpc.compiled": {

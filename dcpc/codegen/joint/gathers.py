@@ -56,6 +56,15 @@ class UnitNodes:
     summed: tuple[str, ...] = ()
 
 
+def gather_key(unit: Sequence[str]) -> tuple[str, str, int]:
+    """Returns what the gather of a unit is called in every trace, as `LoweredPair.keys` does.
+
+    Args:
+        unit: placeholders of its parameters.
+    """
+    return unit[0], str(torch.ops.dcpc.gather_rows.default), 0
+
+
 class Gathering:
     """Puts gathers and sums into a joint graph, which it changes.
 
@@ -311,7 +320,10 @@ class Turns:
 
 
 def take_part(
-    units: GatherUnits, nodes: Sequence[UnitNodes], taken: Mapping[str, Tensor], *, again: bool
+    units: GatherUnits,
+    nodes: Sequence[UnitNodes],
+    taken: Mapping[str, Tensor],
+    again: Set[int],
 ) -> Iterator[tuple[str, Tensor]]:
     """Gathers and sums as forward and backward of the other ranks do, without running them.
 
@@ -319,7 +331,7 @@ def take_part(
         units: of the program.
         nodes: of a joint graph of it, of any placement.
         taken: placeholder -> this rank's rows.
-        again: whether the others gather again in backward.
+        again: units that the others gather again in backward.
 
     Yields:
         A placeholder, and this rank's rows of the gradient of its parameter.
@@ -327,7 +339,7 @@ def take_part(
     by_number = {u.number: u for u in nodes}
     summed = {u.number for u in nodes if u.sum is not None}
     forward = [("gather", u.number) for u in nodes]
-    backward = units.events(summed, units.again if again else ())
+    backward = units.events(summed, units.again & again)
     for kind, number in (*forward, *backward):
         unit = by_number.get(number)
         if unit is None:

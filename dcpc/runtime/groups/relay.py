@@ -56,6 +56,7 @@ class Relay:
         self._sends = groups.rank == 0
         self._readers = groups.world - 1
         self._sender = groups.global_ranks[0]
+        self._watch = groups.watch
         self._sent = 0
         self._failed = False
         self._closed = threading.Event()
@@ -81,6 +82,7 @@ class Relay:
         Raises:
             DcpcError: of the class of rank 0's error, with its text.
             PlanError: rank 0 sent nothing in time, or the store is gone.
+            GroupError: a rank is lost.
             ClosedError: `close` was called while waiting.
         """
         for seq in itertools.count():
@@ -120,6 +122,7 @@ class Relay:
             while not self._store.check([key]):
                 if self._closed.wait(poll_s):
                     raise ClosedError
+                self._watch.look()
                 if time.monotonic() > deadline:
                     raise PlanError(self._silence(seq, f"nothing within {self.timeout_s:g} s"))
                 poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
@@ -128,7 +131,8 @@ class Relay:
                 self._store.delete_key(key)
                 self._store.delete_key(f"{key}/read")
         except RuntimeError as e:
-            raise PlanError(self._silence(seq, str(e).splitlines()[0])) from e
+            lost = self._watch.explained()
+            raise lost or PlanError(self._silence(seq, str(e).splitlines()[0])) from e
         return message
 
     def _silence(self, seq: int, what: str) -> str:

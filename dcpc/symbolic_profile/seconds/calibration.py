@@ -133,7 +133,7 @@ class Calibration:
                 f"calibration {file}: got {e.strerror}; expected a file that `dcpc calibrate` "
                 "wrote; name one"
             ) from e
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ProfileError(
                 f"calibration {file}: got {type(e).__name__} {e}; expected what `dcpc calibrate` "
                 "wrote; run it again"
