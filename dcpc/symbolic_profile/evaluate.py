@@ -129,6 +129,7 @@ class Prediction:
         flops: of matmuls, convolutions and attention.
         wire_bytes: sent in collectives.
         seconds_s: by the device's roofline, or by what was measured of it.
+        forward_s: forward's part of them.
         seconds_error: median share by which such seconds were off, where measured.
     """
 
@@ -138,6 +139,7 @@ class Prediction:
     flops: int
     wire_bytes: int
     seconds_s: float
+    forward_s: float
     seconds_error: float | None = None
 
 
@@ -212,14 +214,16 @@ class Meter:
         timeline = costs.timeline
         live = timeline.live(_in_blocks(self._matrix(costs) @ whole, device))
         counts = self._counts(costs)
-        seconds = self._roofline.seconds(exact, device) @ counts
+        seconds = self._roofline.seconds(exact, device) * counts
+        forward = np.array([w.forward for w in self._roofline.work], dtype=bool)
         return Prediction(
             peak_bytes=int(live.max()),
             saved_bytes=self._sum(timeline.saved, whole),
             input_bytes=self._sum(costs.inputs, whole, device.block_bytes),
             flops=round(float((self._flops @ exact) @ counts)),
             wire_bytes=round(float((self._wire @ exact) @ counts)),
-            seconds_s=float(seconds),
+            seconds_s=float(seconds.sum()),
+            forward_s=float(seconds[forward].sum()),
             seconds_error=device.seconds_error,
         )
 

@@ -146,6 +146,11 @@ class ProgramStage:
         placement = self.runnable.priced.placement(sizes, 1)
         return self.runnable.priced.at(placement).predict(menu_step, sizes)
 
+    def seconds(self, sizes: Mapping[str, int], menu_step: int = 0) -> tuple[float, float]:
+        """Returns the predicted seconds of a micro-batch's forward, and of its backward."""
+        found = self.predict(sizes, menu_step)
+        return found.forward_s, found.seconds_s - found.forward_s
+
     def recompute_steps(self, sizes: Mapping[str, int]) -> int:
         """Returns how many steps of recompute there are for a micro-batch of these sizes."""
         return self.runnable.priced.at(self.runnable.priced.placement(sizes, 1)).steps
