@@ -450,10 +450,13 @@ class Fold:
         copy_of: a graph's node -> number of its run of blocks, and 0, 1 or 2; absent outside.
         others: of each run, the copies like the middle one that are not there; they run between it
             and the last.
+        kept: call of a middle copy that gathers parameters again in backward -> how many of the
+            others, from the last on, keep theirs from forward instead.
     """
 
     copy_of: Mapping[str, tuple[int, int]]
     others: tuple[int, ...]
+    kept: Mapping[str, int] = field(default_factory=dict)
 
     def copy(self, name: str) -> tuple[int, int]:
         """Returns the run and copy of a node, `OUTSIDE` of all copies."""
@@ -463,6 +466,10 @@ class Fold:
         """Returns how many calls a node stands for."""
         run, copy = self.copy(name)
         return 1 + self.others[run] if copy == 1 else 1
+
+    def count_again(self, name: str) -> int:
+        """Returns how many calls of backward a node stands for."""
+        return self.count(name) - self.kept.get(name, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ TABLE = {
         "values": "",
         "data": "groups planner values",
         "parameters": "groups",
-        "pipeline": "",
+        "pipeline": "groups planner",
         "step": "groups planner data parameters",
     },
     "dcpc.compiled": {

@@ -24,7 +24,7 @@ from dcpc.runtime.step.stats import Stats
 from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting
 
-_VariantKey = tuple[Bucket, int, Setting, int, bool | None]
+_VariantKey = tuple[Bucket, int, Setting, int, frozenset[int] | None]
 
 
 class Dispatch:
@@ -58,8 +58,9 @@ class Dispatch:
         self.store = store
         self.stats = Stats()
         self.variants: dict[_VariantKey, tuple[Variant, tuple[int, ...]]] = {}
-        self._gathering: bool | None = None  # whether this round gathers again in backward
-        self._again: dict[tuple[Bucket, Setting], bool] = {}
+        # The units that this round gathers again in backward.
+        self._gathering: frozenset[int] | None = None
+        self._again: dict[tuple[Bucket, Setting], frozenset[int]] = {}
         self._buckets = buckets
         self._planned = planned
         self._groups = groups
@@ -203,21 +204,21 @@ class Dispatch:
         self._variant(bucket, sizes, _setting_of(mb), mb.ranks.index(self._groups.rank))
 
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
-        """Begins a round: what runs from now on gathers as often as any of its micro-batches.
+        """Begins a round: what runs from now on gathers again what any of its micro-batches does.
 
         Args:
             together: that all ranks run at once; none: what runs is in no round.
         """
         again = [self._gathers_again(mb) for mb in together]
-        self._gathering = any(again) if again else None
+        self._gathering = frozenset().union(*again) if again else None
 
-    def _gathers_again(self, mb: PlannedMicroBatch) -> bool:
+    def _gathers_again(self, mb: PlannedMicroBatch) -> frozenset[int]:
         setting = Setting(mb.sp, mb.micro_batch, mb.menu_step)
         if (mb.bucket, setting) not in self._again:
             sizes = {**mb.bucket.sizes, BATCH: setting.micro_batch}
             priced = self._planned.by_bucket[mb.bucket].priced
-            study = priced.at(self.placement(mb.bucket, sizes, setting))
-            self._again[mb.bucket, setting] = study.gathers_again(mb.menu_step)
+            placement = self.placement(mb.bucket, sizes, setting)
+            self._again[mb.bucket, setting] = priced.gathered_again(placement, mb.menu_step)
         return self._again[mb.bucket, setting]
 
     def run_micro_batch(self, step: Step, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -248,8 +249,8 @@ class Dispatch:
         joint = runnable.traced.lowering(self._planned.placement(bucket)).joint
         tensors = {n: self.store.taken(t) for n, t in runnable.traced.tensors().items()}
         assert joint.units is not None, "only where graphs gather there are rounds"
-        again = bool(self._gathering)
-        for name, rows in take_part(joint.units, joint.gathers, tensors, again=again):
+        again = self._gathering or frozenset()
+        for name, rows in take_part(joint.units, joint.gathers, tensors, again):
             parameter = tensors[name]
             assert isinstance(parameter, nn.Parameter), f"{name} has a gradient"
             deliver(parameter, rows)
