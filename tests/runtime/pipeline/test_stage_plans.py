@@ -68,11 +68,12 @@ def test_memory_is_kept_to_by_recompute_and_numbers_stay(tied):
     assert any(step for steps in plan.menu_steps for step in steps)
     for stage, steps in zip(plan.stages, plan.menu_steps, strict=True):
         pairs = zip(MIXTURE, steps, strict=True)
-        assert all(stage_bytes(stage, bucket.sizes, step) <= most for bucket, step in pairs)
+        assert all(stage_bytes(stage.recomputing(k), b.sizes) <= most for b, k in pairs)
     inputs = CASES["gpt_tied"].data({"batch": 2, "seq": 48}, 0)
     losses, wanted = plain_gradients(model, [inputs], [1.0])
-    steps = [of[1] for of in plan.menu_steps]
-    assert abs(run_chain(plan.stages, inputs, 1.0, menu_steps=steps) - losses[0]) <= 1e-10
+    pairs = zip(plan.stages, plan.menu_steps, strict=True)
+    stages = [stage.recomputing(steps[1]) for stage, steps in pairs]
+    assert abs(run_chain(stages, inputs, 1.0) - losses[0]) <= 1e-10
     for name, parameter in model.named_parameters():
         assert (parameter.grad - wanted[name]).abs().max() <= 1e-10 * wanted[name].abs().max()
     model.zero_grad()
