@@ -33,6 +33,7 @@ from dcpc.compiled.pipeline import (
     ProgramCosts,
     ProgramStage,
     StageDevice,
+    StagePlan,
     chain_of,
     pipeline_work,
     plan_stages,
@@ -230,17 +231,15 @@ def run_whole(stages: Sequence[ProgramStage], inputs: dict[str, Tensor]) -> floa
     return time.perf_counter() - start_s
 
 
-def two_ranks(rank: int, steps: int) -> tuple[float, float, float]:
+def two_ranks(
+    rank: int, model: nn.Module, plan: StagePlan, steps: int
+) -> tuple[float, float, float]:
     """Measured and predicted seconds of a step, and the largest error of a gradient.
 
     The profile says what share of the model a stage is, forward and backward; how fast a core of
     this machine is says the whole model, which both ranks run at once in between.
     """
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=512, dim=256, n_layers=6, n_heads=8))
-    runnable = runnable_of(model, TOKENS, RUN, find("cpu"))
-    plan = plan_stages(runnable, model, RUN, RUN_DEVICES)
-    assert sorted(plan.devices) == [0, 1], "both devices have a stage"
     own, slow = plan.stages[rank], [REPEATS if d == 1 else 1 for d in plan.devices]
     stage = RepeatedStage(own, slow[rank])
     sizes = [RUN[k].sizes for k in ORDER]
@@ -299,7 +298,12 @@ def _relative(found: Tensor, wanted: Tensor | None) -> float:
 
 def measured(quick: bool) -> dict[str, Cell]:
     """Figures of two ranks, one of which runs its work twice."""
-    found = run_ranks(two_ranks, 2, 5 if quick else 15, timeout_s=300.0)
+    torch.set_num_threads(1)
+    model = GPT(GPTConfig(vocab_size=512, dim=256, n_layers=6, n_heads=8))
+    plan = plan_stages(runnable_of(model, TOKENS, RUN, find("cpu")), model, RUN, RUN_DEVICES)
+    assert sorted(plan.devices) == [0, 1], "both devices have a stage"
+    steps = 5 if quick else 15
+    found = run_ranks(two_ranks, 2, model, plan, steps, timeout_s=300.0, fork=True)
     measured_s, predicted_s, _ = np.mean(found, axis=0).tolist()
     return {
         "measured_s": measured_s,
