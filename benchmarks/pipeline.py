@@ -7,11 +7,15 @@ would compute (`pipeline_runs.py`), so that two cores do not decide the order.
 
 from __future__ import annotations
 
+import json
+import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean
 
 from benchmarks.harness import Cell, parser, print_table, write_report
+from benchmarks.pipeline_exact import run_exact
 from benchmarks.pipeline_models import (
     LONGEST,
     RooflinePipeline,
@@ -21,9 +25,31 @@ from benchmarks.pipeline_models import (
     t5,
     tasks,
 )
-from benchmarks.pipeline_others import dynapipe, packing, padded_1f1b, split_1f1b
+from benchmarks.pipeline_others import (
+    dynapipe,
+    packing,
+    padded_1f1b,
+    split_1f1b,
+)
+from benchmarks.pipeline_runs import (
+    candidates,
+    predicted_s,
+    run_all,
+    run_fuzz,
+    scaled,
+    wrong_pairs,
+)
+from dcpc.commands.simulate.pipeline import draw_pipeline, pipeline_trace
+from dcpc.errors import PlanError
 from dcpc.runtime.pipeline.planning import PlannedPipeline, plan_pipeline
-from dcpc.runtime.pipeline.schedule import PipelineReplay, PipelineWork
+from dcpc.runtime.pipeline.schedule import (
+    PipelineReplay,
+    PipelineWork,
+    check,
+)
+from tests.fuzz.pipelines import random_schedule, random_work, runs, spoiled
+
+SECONDS, QUICK_SECONDS = 1.5, 0.7  # of dcpc's schedule where stages sleep
 
 Rows = dict[str, PipelineReplay]
 
@@ -51,7 +77,7 @@ def compare(lengths: Sequence[int], cost: RooflinePipeline) -> tuple[PlannedPipe
         "dcpc, weight gradients apart": apart.found.replay,
         "DynaPipe": dynapipe(lengths, cost),
         "1F1B, dcpc's micro-batches": split_1f1b(lengths, own.batches, cost),
-        "1F1B, padded": padded_1f1b(lengths, cost),
+        "1F1B, padded": padded_1f1b(lengths, cost)[2],
         "packing": packing(lengths, cost, LONGEST),
     }
 
@@ -126,10 +152,81 @@ def plan_seconds(repeats: int = 3) -> dict[str, Cell]:
     return {"plan_s_512": min(taken)}
 
 
+def run(quick: bool) -> dict[str, Cell]:
+    """Measured on four ranks: the order of schedules, and what dcpc's plan gains over 1F1B."""
+    cost, lengths = gpt(), tasks(3, samples=96)
+    own, padded = plan_pipeline(lengths, cost), padded_1f1b(lengths, cost)
+    factor = (QUICK_SECONDS if quick else SECONDS) / own.found.replay.makespan_s
+    work = scaled(own.work, factor)
+    orders = candidates(work, own.found.schedule)
+    jobs = [(work, schedule) for schedule in orders.values()]
+    jobs.append((scaled(padded[0], factor), padded[1]))
+    measured_s, told_s = run_all(jobs, 2 if quick else 3), predicted_s(jobs)
+    names = [*orders, "1F1B, padded"]
+    rows: list[list[Cell]] = [[*row] for row in zip(names, told_s, measured_s, strict=True)]
+    print_table(
+        "Four gloo ranks, stages that sleep", ["schedule", "predicted s", "measured s"], rows
+    )
+    by_name = dict(zip(names, measured_s, strict=True))
+    wrong, pairs = wrong_pairs(told_s, measured_s)
+    ratios = [m / p for p, m in zip(told_s, measured_s, strict=True)]
+    return {
+        "measured_speedup_over_1f1b": by_name["1F1B"] / by_name["dcpc"],
+        "measured_speedup_over_1f1b_padded": by_name["1F1B, padded"] / by_name["dcpc"],
+        "pairs_in_wrong_order": wrong,
+        "pairs": pairs,
+        "measured_over_predicted_max": max(ratios),
+    }
+
+
+def fuzz(simulated: int, ran: int) -> dict[str, Cell]:
+    """Random schedules: those that pass the check and then block, simulated by queues and run."""
+    blocks = 0
+    for seed in range(simulated):
+        rng = random.Random(seed)
+        count = rng.randrange(1, 7)
+        work = random_work(rng, rng.randrange(1, 5), count)
+        schedule = random_schedule(rng, work)
+        schedule = spoiled(rng, schedule) if rng.random() < 0.3 else schedule
+        try:
+            check(schedule, count)
+        except PlanError:
+            blocks += runs(schedule, count)  # refused though it runs
+            continue
+        blocks += not runs(schedule, count)
+    ended = run_fuzz(ran)
+    return {
+        "deadlocks": blocks + ran - ended,
+        "simulated_schedules": simulated,
+        "run_schedules": ended,
+    }
+
+
+def exact(quick: bool) -> dict[str, Cell]:
+    """Loss and gradients of traced models in stages, on random schedules."""
+    found = run_exact(quick)
+    rows: list[list[Cell]] = [[m, s, r, n, f"{e:.1e}"] for m, s, r, n, e in found]
+    print_table("Exactness", ["model", "stages", "ranks", "steps", "worst error"], rows)
+    return {
+        "worst_relative_error": max(row[-1] for row in found),
+        "cases": sum(r[3] for r in found),
+    }
+
+
 def main() -> None:
     """Runs all parts, prints tables, writes the figures."""
-    args = parser("pipeline", __doc__.splitlines()[0]).parse_args()
-    figures = {**plan_seconds(), **simulate(args.quick)}
+    p = parser("pipeline", __doc__.splitlines()[0])
+    p.add_argument("--png", type=Path, metavar="FILE", help="a step of GPT as a picture")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="the same for ui.perfetto.dev")
+    args = p.parse_args()
+    shown = plan_pipeline(tasks(0), gpt())
+    if args.png:
+        draw_pipeline(shown.work, shown.found, args.png)
+    if args.trace:
+        args.trace.write_text(json.dumps(pipeline_trace(shown.work, shown.found, "gpt")))
+    quick = args.quick
+    figures = {**exact(quick), **plan_seconds(), **simulate(quick), **run(quick)}
+    figures |= fuzz(1_000 if quick else 10_000, 20 if quick else 60)
     rows: list[list[Cell]] = [[key, value] for key, value in figures.items()]
     print_table("Figures", ["figure", "value"], rows, digits=4)
     write_report("pipeline", figures, args.json)

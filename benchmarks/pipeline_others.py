@@ -25,6 +25,7 @@ from dcpc.runtime.pipeline.schedule import (
 
 SIZES = (1, 2, 4, 8, 16, 32)
 THINNING_S = 5e-3  # DynaPipe's: caps nearer to each other than this are not tried
+_NOTHING_FITS = "baseline: got no setting that fits; expected one; take shorter samples"
 CLUSTERS = 3  # of micro-batches, for DynaPipe's permutations; 4 up to 20 micro-batches
 
 
@@ -32,19 +33,21 @@ def packing(lengths: Sequence[int], cost: PipelineCost, longest: int) -> Pipelin
     """1F1B on sequences packed to the full length, in which all tokens attend to all (best fit)."""
     rows = best_fit(lengths, longest)
     packed = [longest] * rows
-    return _best(_uniform(packed, even(rows, size), cost) for size in SIZES)
+    return _fastest(_uniform(packed, even(rows, size), cost) for size in SIZES)[2]
 
 
-def padded_1f1b(lengths: Sequence[int], cost: PipelineCost) -> PipelineReplay:
+def padded_1f1b(
+    lengths: Sequence[int], cost: PipelineCost
+) -> tuple[PipelineWork, PipelineSchedule, PipelineReplay]:
     """1F1B on equally many samples a micro-batch, as they come, padded to its own longest."""
-    return _best(_uniform(lengths, even(len(lengths), size), cost) for size in SIZES)
+    return _fastest(_uniform(lengths, even(len(lengths), size), cost) for size in SIZES)
 
 
 def split_1f1b(
     lengths: Sequence[int], batches: Sequence[Sequence[int]], cost: PipelineCost
 ) -> PipelineReplay:
     """1F1B on given micro-batches, in their order."""
-    return _best([_uniform(lengths, batches, cost)])
+    return _fastest([_uniform(lengths, batches, cost)])[2]
 
 
 def dynapipe(lengths: Sequence[int], cost: PipelineCost) -> PipelineReplay:
@@ -63,7 +66,10 @@ def dynapipe(lengths: Sequence[int], cost: PipelineCost) -> PipelineReplay:
         for order in cluster_orders(work, setting):
             schedule = adaptive(work, order, rows)
             found.append(None if schedule is None else _fits(work, schedule))
-    return _best(found)
+    fits = [f for f in found if f is not None]
+    if not fits:
+        raise PlanError(_NOTHING_FITS)
+    return min(fits, key=lambda f: f.makespan_s)
 
 
 def thinned_split(
@@ -115,14 +121,15 @@ def best_fit(lengths: Sequence[int], longest: int) -> int:
 
 def _uniform(
     lengths: Sequence[int], batches: Sequence[Sequence[int]], cost: PipelineCost
-) -> PipelineReplay | None:
+) -> tuple[PipelineWork, PipelineSchedule, PipelineReplay] | None:
     """1F1B with the first setting, the same everywhere, that fits."""
     work = work_of(lengths, batches, cost)
     for setting in range(cost.settings):
         rows = ((setting,) * len(batches),) * cost.stages
-        found = _fits(work, one_f_one_b(range(len(batches)), rows))
+        schedule = one_f_one_b(range(len(batches)), rows)
+        found = _fits(work, schedule)
         if found is not None:
-            return found
+            return work, schedule, found
     return None
 
 
@@ -132,11 +139,13 @@ def _fits(work: PipelineWork, schedule: PipelineSchedule) -> PipelineReplay | No
     return found if all(peak <= size for peak, size in pairs) else None
 
 
-def _best(found: Iterable[PipelineReplay | None]) -> PipelineReplay:
+def _fastest(
+    found: Iterable[tuple[PipelineWork, PipelineSchedule, PipelineReplay] | None],
+) -> tuple[PipelineWork, PipelineSchedule, PipelineReplay]:
     fits = [f for f in found if f is not None]
     if not fits:
-        raise PlanError("baseline: got no setting that fits; expected one; take shorter samples")
-    return min(fits, key=lambda f: f.makespan_s)
+        raise PlanError(_NOTHING_FITS)
+    return min(fits, key=lambda f: f[2].makespan_s)
 
 
 def _caps(values_s: np.ndarray) -> list[float]:

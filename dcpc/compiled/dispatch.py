@@ -17,11 +17,11 @@ from dcpc.passes.value_ranges import value_ranges
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import group_name
 from dcpc.runtime.data.steps import MicroBatch, Step
-from dcpc.runtime.data.values import out_of_range
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
+from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting
 
 _VariantKey = tuple[Bucket, int, Setting, int, frozenset[int] | None]

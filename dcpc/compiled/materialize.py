@@ -152,8 +152,8 @@ def _fill(
         # Whatever a user's function raises: the other ranks wait.
         raised = DispatchError(
             f"dcpc.materialize: got {type(e).__name__} while a module was initialised: {e}; "
-            "expected each to be initialised by itself, its parents and other modules being on the meta "
-            "device; mend its reset_parameters, or pass init="
+            "expected each to be initialised by itself, its parents and other modules being on "
+            "the meta device; mend its reset_parameters, or pass init="
         )
         raised.__cause__ = e
         return raised
@@ -269,9 +269,9 @@ def _check_init(modules: list[_MetaModule], init: Init) -> None:
             if lost:
                 raise DispatchError(
                     f"dcpc.materialize(init='empty'): got {each}, which has the buffer "
-                    f"'{lost[0]}' on the meta device that no checkpoint has (persistent=False); expected buffers that "
-                    "a checkpoint fills; pass a function as init= that fills it, and load the "
-                    "checkpoint after it"
+                    f"'{lost[0]}' on the meta device that no checkpoint has (persistent=False); "
+                    "expected buffers that a checkpoint fills; pass a function as init= that fills "
+                    "it, and load the checkpoint after it"
                 )
         return
     if init is not None and not callable(init):
@@ -283,9 +283,9 @@ def _check_init(modules: list[_MetaModule], init: Init) -> None:
     if init is None and helpless:
         raise DispatchError(
             f"dcpc.materialize: got {helpless[0]}, which has {helpless[0].tensors} on the meta "
-            f"device and no reset_parameters() ({len(helpless)} such modules); expected one that gives them "
-            "values: what __init__ computes on the meta device is lost; give the class a "
-            "reset_parameters, pass init= (a function of a module), or init='empty' and load a "
+            f"device and no reset_parameters() ({len(helpless)} such modules); expected one that "
+            "gives them values: what __init__ computes on the meta device is lost; give the class "
+            "a reset_parameters, pass init= (a function of a module), or init='empty' and load a "
             "checkpoint"
         )
 

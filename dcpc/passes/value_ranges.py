@@ -37,7 +37,7 @@ _INTEGERS = (*_SIGNED, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _InputPart:
     """What a value has of an input: all elements in these windows of its dims."""
 
     name: str
@@ -51,12 +51,12 @@ def value_ranges(program: Program) -> dict[str, tuple[ValueRange, ...]]:
     Args:
         program: the traced model.
     """
-    parts: dict[fx.Node, _Part] = {}
+    parts: dict[fx.Node, _InputPart] = {}
     found: dict[str, dict[ValueRange, None]] = {}
     for node in program.gm.graph.nodes:
         name = program.inputs.get(node.name) if node.op == "placeholder" else None
         if name is not None and program.info[node.name].dtype in _INTEGERS:
-            parts[node] = _Part(name)
+            parts[node] = _InputPart(name)
         if node.op != "call_function" or not parts.keys() & set(node.all_input_nodes):
             continue
         source = node.args[0] if node.args else None
@@ -72,7 +72,9 @@ def value_ranges(program: Program) -> dict[str, tuple[ValueRange, ...]]:
     return {name: tuple(ranges) for name, ranges in found.items()}
 
 
-def _followed(program: Program, node: fx.Node, source: fx.Node, part: _Part) -> _Part | None:
+def _followed(
+    program: Program, node: fx.Node, source: fx.Node, part: _InputPart
+) -> _InputPart | None:
     """Returns what an op's result has of an input; None: that is not known."""
     if node.target in _KEEPS:
         before, after = program.info[source.name].dtype, program.info[node.name].dtype

@@ -2,12 +2,15 @@
 
 import itertools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dcpc
+from dcpc.codegen.joint.schedule import Scheduler
+from dcpc.errors import CodegenError
 from dcpc.ir import GatherUnits, Partition
 from dcpc.plan.runnable import Runnable
 from dcpc.symbolic_profile.profile import Ledger
@@ -211,6 +214,42 @@ def test_traces_gather_the_same_units_in_one_order():
             forward, backward = turns(runnable.partition(placement, 0, gathers_again=again))
             orders.add(str((forward, backward)))
         assert len(orders) == 1
+
+
+class Shared(nn.Module):
+    """Layers of which two have one weight: it and the first one's bias are wanted at one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(51, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.layers[3].weight = self.layers[1].weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer(x).sin()
+        return (x.sum(-1) * labels).sum()
+
+
+def test_units_wanted_at_one_call_are_gathered_in_their_order():
+    runnable = planned(Shared())
+    units, found = names(runnable)
+    assert ["layers.1.bias"] in found  # a unit apart from the weight, which is the third layer's
+    for sp in (1, 2):
+        parts = runnable.partition(runnable.priced.placement(SIZES, sp), 0)
+        calls = [n for n in parts.forward.graph.nodes if n.target is gather]
+        assert [tuple(p.name for p in n.args[0]) for n in calls] == list(units.units)
+
+
+def test_a_graph_in_another_order_is_refused():
+    runnable = planned(gpt(3))
+    lowering = runnable.traced.lowering(runnable.priced.placement(SIZES, 1))
+    first, second, *others = lowering.joint.gathers
+    swapped = (replace(first, number=1), replace(second, number=0), *others)
+    scheduler = Scheduler(runnable.traced.program, replace(lowering.joint, gathers=swapped))
+    with pytest.raises(CodegenError, match="the order of all ranks"):
+        scheduler.schedule(frozenset())
 
 
 def test_no_other_mode_has_units():

@@ -99,10 +99,14 @@ class Gathering:
             readers = [position[u] for p in members for u in p.users if u.name in forward]
             # One that this graph does not read is gathered with the others: ranks do it together.
             used[k], first[k] = members, min(readers, default=len(every) - 1)
-        at, made = len(every), {}
+        # In the order of units, also of those that are wanted at one node.
+        made: dict[int, UnitNodes] = {}
+        at, before = len(every), every[-1]
         for k in sorted(used, reverse=True):
-            at = min(at, first[k])  # in the order of units
-            made[k] = self._gather(k, used[k], every[at])
+            if first[k] < at:
+                at, before = first[k], every[first[k]]
+            made[k] = self._gather(k, used[k], before)
+            before = made[k].gather
         for node in every:
             if node.op != "placeholder" and "storage" in node.meta:
                 lies = node.meta["storage"]

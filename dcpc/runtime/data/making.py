@@ -12,10 +12,10 @@ from dcpc.runtime.data.cuts import PlannedBatch
 from dcpc.runtime.data.packing import RowMaker
 from dcpc.runtime.data.samples import Dataset, Samples
 from dcpc.runtime.data.steps import MicroBatch, Step
-from dcpc.runtime.data.values import not_numbers, out_of_range
 from dcpc.runtime.data.weights import Weight, weighed, weight_function
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan
 from dcpc.runtime.planner.protocol import Compiled
+from dcpc.runtime.values import not_numbers, out_of_range
 
 
 class StepMaker:

@@ -8,8 +8,8 @@ from dcpc.runtime.pipeline.executor import PipelineBatch
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.step import pipeline_step
 from tests.cases.launch import run_ranks
-from tests.cases.pipelines import drawn_schedule
 from tests.cases.stages import CASES, captured, evenly, plain_gradients
+from tests.fuzz.pipelines import drawn_schedule
 
 pytestmark = pytest.mark.multirank
 

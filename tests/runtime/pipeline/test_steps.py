@@ -16,7 +16,7 @@ from dcpc.runtime.pipeline.schedule import Action, PipelineSchedule, one_f_one_b
 from dcpc.runtime.pipeline.step import pipeline_step
 from tests.cases.launch import RanksError, run_ranks
 from tests.cases.pipeline_stages import HandStage, WholeStage, batch_of, plain_step, tied_model
-from tests.cases.pipelines import drawn_schedule
+from tests.fuzz.pipelines import drawn_schedule
 
 pytestmark = pytest.mark.multirank
 
