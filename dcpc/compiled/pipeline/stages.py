@@ -34,11 +34,13 @@ class _Kept:
         edges: of each value that the stage sent where its backward begins; None: it has none.
         received: the values that the stage received, whose gradients are asked for.
         sizes: of the micro-batch.
+        device: that the values are on.
     """
 
     edges: tuple[GradientEdge | None, ...]
     received: tuple[Tensor, ...]
     sizes: Mapping[str, int]
+    device: torch.device
 
 
 class ProgramStage:
@@ -92,9 +94,14 @@ class ProgramStage:
             seed: of the micro-batch's random numbers, the same in all stages.
 
         Raises:
-            DispatchError: an input is missing, or a size is not to be told.
+            DispatchError: an input or a received value is missing, or the shapes say not all sizes.
         """
         program = self.part.program
+        if len(received) != len(self.part.received):
+            raise DispatchError(
+                f"stage {self.index}: got {len(received)} values; expected "
+                f"{len(self.part.received)}; pass what stage {self.index - 1} sent"
+            )
         taken = dict(zip(self.part.received, map(self._leaf, received, self._learns), strict=True))
         missing = [
             n for p, n in program.inputs.items() if p not in self.part.received and n not in inputs
@@ -114,7 +121,9 @@ class ProgramStage:
         values = [made[n] for n in self.part.sent]
         edges = tuple(get_gradient_edge(v) if v.requires_grad else None for v in values)
         sent = tuple(v.detach().contiguous() for v in values)
-        return sent, _Kept(edges, tuple(taken[n] for n in self.part.received), sizes)
+        return sent, _Kept(
+            edges, tuple(taken[n] for n in self.part.received), sizes, values[0].device
+        )
 
     def backward(self, saved: _Kept, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Adds to `.grad` of the stage's parameters; returns the gradients of what it received.
@@ -131,7 +140,9 @@ class ProgramStage:
         for edge, gradient, (shape, dtype) in zip(saved.edges, grads, shapes, strict=True):
             if edge is not None:
                 begins.append(edge)
-                gradients.append(torch.zeros(shape, dtype=dtype) if gradient is None else gradient)
+                if gradient is None:
+                    gradient = torch.zeros(shape, dtype=dtype, device=saved.device)
+                gradients.append(gradient)
         if begins:
             torch.autograd.backward(begins, gradients)
         return tuple(
