@@ -24,7 +24,7 @@ from dcpc.runtime.pipeline.schedule import (
     search,
     wait_free,
 )
-from tests.cases.pipelines import random_schedule, random_work, runs, spoiled
+from tests.fuzz.pipelines import random_schedule, random_work, runs, spoiled
 
 
 def passes(schedule: PipelineSchedule, count: int) -> bool:

@@ -77,10 +77,11 @@ def lower_bound(work: PipelineWork) -> PipelineBound:
 def _least(work: PipelineWork) -> list[_Least]:
     stages, count = work.stages, work.micro_batches
     least = [
-        [
-            [min(of(c) for c in options) for options in row]
-            for of in (lambda c: c.forward_s, lambda c: c.input_s, lambda c: c.weight_s)
-        ]
+        (
+            [min(c.forward_s for c in options) for options in row],
+            [min(c.input_s for c in options) for options in row],
+            [min(c.weight_s for c in options) for options in row],
+        )
         for row in work.costs
     ]
     heads, tails = [[0.0] * count], [[0.0] * count]

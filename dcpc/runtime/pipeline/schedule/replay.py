@@ -159,6 +159,7 @@ def _message(
     None: it is not made yet; -1: there is nothing to receive.
     """
     kind, i = action
+    made_s: float | None
     if kind == FORWARD and s > 0:
         made_s, wire_s = sent[s - 1][0].get(i), work.hops[s - 1][i].forward_s
     elif kind in (BACKWARD, BACKWARD_INPUT) and s + 1 < len(sent):
@@ -204,19 +205,18 @@ def _changes(
 def _unsent(work: PipelineWork, ran: tuple[tuple[RanAction, ...], ...], stage: int) -> Changes:
     """Returns the bytes that a stage has sent and that have not arrived."""
     found: Changes = []
-    ended = {r.action: r.end_s for r in ran[stage]}
+    made = {(r.action.kind == FORWARD, r.action.micro_batch): r.end_s
+            for r in ran[stage] if r.action.kind != BACKWARD_WEIGHT}  # fmt: skip
     for peer in (stage - 1, stage + 1):
         for r in ran[peer] if 0 <= peer < len(ran) else ():
             kind, i = r.action
             if kind == FORWARD and peer > stage:
-                sent_s, size = ended[r.action], work.hops[stage][i].forward_bytes
+                size = work.hops[stage][i].forward_bytes
             elif kind in (BACKWARD, BACKWARD_INPUT) and peer < stage:
-                whole, part = (ended.get(Action(k, i)) for k in (BACKWARD, BACKWARD_INPUT))
-                sent_s, size = whole if part is None else part, work.hops[peer][i].backward_bytes
+                size = work.hops[peer][i].backward_bytes
             else:
                 continue
-            assert sent_s is not None, f"{r.action} of stage {peer} has no sender"
-            found += [(sent_s, size), (r.arrival_s, -size)]
+            found += [(made[kind == FORWARD, i], size), (r.arrival_s, -size)]
     return found
 
 

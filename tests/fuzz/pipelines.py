@@ -6,7 +6,14 @@ import random
 from collections import deque
 from math import inf
 
-from dcpc.runtime.pipeline.schedule import Action, Hop, PipelineSchedule, PipelineWork, StageCost
+from dcpc.runtime.pipeline.schedule import (
+    Action,
+    Hop,
+    PipelineSchedule,
+    PipelineWork,
+    StageCost,
+    blocked,
+)
 
 
 def random_work(
@@ -74,6 +81,16 @@ def random_schedule(rng: random.Random, work: PipelineWork, split: bool = True) 
         tuple(random_order(rng, forwards, backwards, split) for _ in range(work.stages)),
         tuple(tuple(rng.randrange(len(o)) for o in row) for row in work.costs),
     )
+
+
+def drawn_schedule(seed: int, stages: int, count: int, split: bool = True) -> PipelineSchedule:
+    """Returns a random schedule that ends."""
+    rng = random.Random(seed)
+    work = random_work(rng, stages, count, settings=1)
+    while True:
+        schedule = random_schedule(rng, work, split)
+        if not blocked(schedule):
+            return schedule
 
 
 def spoiled(rng: random.Random, schedule: PipelineSchedule) -> PipelineSchedule:
