@@ -302,13 +302,16 @@ def _relative(found: Tensor, wanted: Tensor | None) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def measured(quick: bool) -> dict[str, Cell]:
-    """Figures of two ranks, one of which runs its work twice."""
+def measured(steps: int) -> dict[str, Cell]:
+    """Figures of two ranks, one of which runs its work twice.
+
+    Args:
+        steps: that are measured.
+    """
     torch.set_num_threads(1)
     model = GPT(GPTConfig(vocab_size=512, dim=192, n_layers=6, n_heads=6))
     plan = plan_stages(runnable_of(model, TOKENS, RUN, find("cpu")), model, RUN, RUN_DEVICES)
     assert sorted(plan.devices) == [0, 1], "both devices have a stage"
-    steps = 10 if quick else 30
     found = run_ranks(two_ranks, 2, model, plan, steps, timeout_s=300.0, fork=True)
     measured_s, predicted_s, _ = np.mean(found, axis=0).tolist()
     return {
@@ -341,7 +344,7 @@ def main() -> None:
         "mixture_gain_gpt_unequal": rows[2][1],
         "mixture_solve_s": max(solve_s for _, _, solve_s in rows),
     }
-    figures |= measured(args.quick)
+    figures |= measured(10 if args.quick else 30)
     print_table(
         "two gloo ranks, one of half the speed",
         ["", "value"],
