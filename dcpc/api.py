@@ -15,7 +15,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
-from dcpc.errors import PlanError, TraceError
+from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, TraceError
 from dcpc.ir import Program
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
@@ -32,6 +32,7 @@ from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import share_state
 from dcpc.runtime.parameters.modes import shares
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
+from dcpc.runtime.planner.speeds import LearnedSpeeds, checked_speeds
 from dcpc.symbolic_profile import (
     Calibration,
     CalibrationKey,
@@ -53,7 +54,19 @@ from dcpc.verify import Verifier
 ADAM_STATES = 2
 
 
-@taking(CompileOptions)
+def _tell_others(error: DcpcError, given: Mapping[str, object]) -> None:
+    """Has all ranks raise what is wrong with the arguments of one: the others wait for its plan."""
+    model, group = given.get("model"), given.get("group")
+    if isinstance(error, GroupError):  # whom to tell is what is wrong
+        return
+    groups = Groups.default(
+        group=group if isinstance(group, dist.ProcessGroup) else None,
+        device=_device_of(model) if isinstance(model, nn.Module) else None,
+    )
+    agree(groups, groups.world, "plan", "", error)
+
+
+@taking(CompileOptions, refused=_tell_others)
 def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
 
@@ -87,11 +100,27 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         VerifyError: a trace or a variant does not compute what the model computes.
     """
     start_s = time.perf_counter()
-    groups = Groups.default(group=options.group, device=_device_of(model))
+    groups = Groups.default(
+        group=options.group, device=_device_of(model), silence_s=options.timeout
+    )
+    with groups.watch.section("dcpc.compile"):
+        return _compiled(model, buckets, options, groups, start_s)
+
+
+def _compiled(
+    model: nn.Module, buckets: Buckets, options: CompileOptions, groups: Groups, start_s: float
+) -> CompiledModel:
+    """Returns what `compile` does, on these ranks."""
     told = options.planned_for(groups.world)
-    planned = plan_with(model, buckets, told)
+    try:
+        speeds = checked_speeds(options.speeds, groups.world)
+        planned = plan_with(model, buckets, told)
+    except DcpcError as error:  # on all ranks, as they wait for this one's plan
+        agree(groups, groups.world, "plan", "", error)
+        raise
     hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
-    agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}")
+    paced = "" if options.speeds == "equal" else f"; speeds {options.speeds}"
+    agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}{paced}")
     share_state(state_tensors(model, planned), groups)
     verifier = Verifier(model, buckets, planned, options.verify)
     compile_s = time.perf_counter() - start_s
@@ -111,8 +140,9 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         return _trace_all(model, mine, planned.device, planned.autocast, same, None, programs)
 
     return CompiledModel(
-        model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare
-    )
+        model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare,
+        learned=LearnedSpeeds(speeds, learns=options.speeds == "auto" and groups.world > 1),
+    )  # fmt: skip
 
 
 def materialize(compiled: CompiledModel, init: Init = None) -> None:
@@ -148,6 +178,11 @@ def materialize(compiled: CompiledModel, init: Init = None) -> None:
         GroupError: ranks initialised to different values, or one did not arrive.
         VerifyError: a trace or a variant does not compute what the model computes.
     """
+    if not isinstance(compiled, CompiledModel):
+        raise DispatchError(
+            f"dcpc.materialize: got {type(compiled).__name__}; expected what dcpc.compile "
+            "returned; compile the model while it is on the meta device, then materialize that"
+        )
     compiled.materialize(init)
 
 

@@ -193,6 +193,41 @@ class Packable:
     by_numbers: bool = False
 
 
+# --------------------------------------------------------------------------------------- values
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The elements of one dim that an op reads; counts below 0 are padding beside the dim.
+
+    Attributes:
+        dim: which one.
+        first: elements at its beginning that are not read.
+        last: elements at its end that are not read.
+    """
+
+    dim: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRange:
+    """What an op needs of an integer input's elements: torch raises an `IndexError` for others.
+
+    Attributes:
+        size: each is from 0 to below this,
+        ignored: or this; None: there is no such value.
+        reader: what reads them, for an error.
+        windows: which elements are read; a dim without one is read whole.
+    """
+
+    size: int
+    ignored: int | None
+    reader: str
+    windows: tuple[Window, ...]
+
+
 # ------------------------------------------------------------------------------------ placement
 
 

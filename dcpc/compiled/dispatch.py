@@ -13,6 +13,7 @@ from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
 from dcpc.compiled.seeds import Seeds
 from dcpc.errors import DispatchError
 from dcpc.ir import Placement
+from dcpc.passes.value_ranges import value_ranges
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import group_name
 from dcpc.runtime.data.steps import MicroBatch, Step
@@ -20,6 +21,7 @@ from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
+from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting
 
 _VariantKey = tuple[Bucket, int, Setting, int, frozenset[int] | None]
@@ -31,6 +33,7 @@ class Dispatch:
     Attributes:
         store: who holds what of the parameters.
         stats: counts of what has run.
+        value_ranges: what ops need of integer inputs, by bucket and input.
         variants: what runs a bucket, a batch, a setting, a place in the group and a way to gather
             parameters, with its integers; filled on first use.
     """
@@ -62,6 +65,8 @@ class Dispatch:
         self._planned = planned
         self._groups = groups
         self._seeds = seeds
+        ranges = {id(v): value_ranges(v.traced.program) for v in planned.traces}
+        self.value_ranges = {b: ranges[id(v)] for b, v in planned.by_bucket.items()}
         self._refuse_different_sums()
         self.bind_blocks()
 
@@ -145,6 +150,26 @@ class Dispatch:
                 )
         shapes = {n: tuple(t.shape) for n, t in inputs.items()}
         return self._buckets.match(shapes, {n: t.dtype for n, t in inputs.items()})
+
+    def input_problem(self, bucket: Bucket, inputs: Mapping[str, Tensor]) -> DispatchError | None:
+        """Returns what is wrong with where inputs are, or with their values; None: nothing.
+
+        Values are looked at on the CPU alone.
+
+        Args:
+            bucket: of these inputs.
+            inputs: by name.
+        """
+        here = self._groups.device
+        for name, value in inputs.items():
+            if value.layout != torch.strided or value.device.type != here.type:
+                return DispatchError(
+                    f"input {name}: got a {value.layout} tensor on {value.device}; expected a "
+                    f"dense one on {here}, where the model is; move it by .to('{here}'), or make "
+                    "it dense by .to_dense()"
+                )
+        wrong = out_of_range(inputs, self.value_ranges[bucket])
+        return None if wrong is None else DispatchError(str(wrong))
 
     def setting(self, bucket: Bucket) -> Setting:
         """Returns the planned setting of a bucket."""

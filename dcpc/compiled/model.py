@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.buckets import BATCH, Bucket, Buckets, path_of
 from dcpc.codegen import delivering, wire_log
 from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.dispatch import Dispatch
@@ -20,9 +21,10 @@ from dcpc.compiled.evaluation import filled_up, in_eval, length_edition, refuse_
 from dcpc.compiled.materialize import Init, made_real, on_meta
 from dcpc.compiled.outputs import WithOutputs
 from dcpc.compiled.seeds import Seeds
-from dcpc.errors import DataError, DcpcError, DispatchError
-from dcpc.ir import Packable, Profile, Program
+from dcpc.errors import CheckpointError, DataError, DcpcError, DispatchError
+from dcpc.ir import Packable, Profile, Program, ValueRange
 from dcpc.passes.masks.packable import packable
+from dcpc.plan.following import Followed
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import Runnable
 from dcpc.runtime.checkpoint.checkpoints import (
@@ -32,7 +34,7 @@ from dcpc.runtime.checkpoint.checkpoints import (
     Saving,
     Stateful,
 )
-from dcpc.runtime.data.arguments import check_step
+from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.groups.groups import Groups
@@ -40,10 +42,19 @@ from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.parameters.unmade import UnmadeStore
+from dcpc.runtime.planner.speeds import LearnedSpeeds, speeds_line
 from dcpc.runtime.step.stats import Stats, log_step
-from dcpc.runtime.step.step import StepResult, clip_gradients, reduce_gradients, train_step
+from dcpc.runtime.step.step import (
+    StepResult,
+    check_norm,
+    clip_gradients,
+    reduce_gradients,
+    train_step,
+)
 from dcpc.symbolic_profile import Prediction
 from dcpc.verify import Verifier
+
+LOG = logging.getLogger("dcpc")
 
 
 class CompiledModel(nn.Module):
@@ -62,6 +73,7 @@ class CompiledModel(nn.Module):
         base_seed: int,
         verifier: Verifier,
         prepare: Prepare,
+        learned: LearnedSpeeds,
     ) -> None:
         """Wraps what `dcpc.compile` made; users call that."""
         super().__init__()
@@ -80,6 +92,8 @@ class CompiledModel(nn.Module):
             self._store = store_of(mode, model.parameters(), groups)
             self._store.install(model)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
+        self._learned = learned
+        self.replans = 0  # how often rows of the tables were replaced by others
 
         self._seeds = Seeds(base_seed, groups.rank, groups.world)
         self._checkpoints = Checkpoints(groups)
@@ -168,23 +182,32 @@ class CompiledModel(nn.Module):
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """Returns what an edition makes of inputs, once ranks that meet agree on all of it."""
+        with self.groups.watch.naming():
+            return self._run_call(edition, problem, inputs)
+
+    def _run_call(
+        self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, ...]:
         dispatch = edition.dispatch
         bucket, sizes = dispatch.match(inputs)
         self._calls += 1
+        problem = problem or dispatch.input_problem(bucket, inputs)
         if self._store.in_rounds:  # all ranks gather parameters together, whatever each runs
             problem = problem or self._store.follow(self.model.parameters())
-            text = PART.join([f"number {self._calls}", edition.text, str(problem or "")])
-            agree(self.groups, self.groups.world, "call of every rank", text)
+            text = PART.join([f"number {self._calls}", edition.text])
+            agree(self.groups, self.groups.world, "call of every rank", text, problem)
         setting = dispatch.setting(bucket)
         if setting.sp > 1:
             what = edition.call_text(self._calls, bucket, sizes, inputs)
-            agree(self.groups, setting.sp, "bucket", PART.join([*what, str(problem or "")]))
+            agree(self.groups, setting.sp, "bucket", PART.join(what), problem)
         if problem is not None:
             raise problem
         with dispatch.own_casts():
             return dispatch.run_call(bucket, sizes, inputs, setting)
 
-    def train_step(self, step: Step, *, clip: float | None = None) -> StepResult:
+    def train_step(
+        self, step: Step, *, clip: float | None = None, nonfinite: str = "raise"
+    ) -> StepResult:
         """Runs all micro-batches of a planned step and sums the gradients over the ranks.
 
         The gradient is that of the weighted mean loss of the whole global batch, as one device
@@ -193,11 +216,22 @@ class CompiledModel(nn.Module):
         Args:
             step: from `dcpc.DataLoader`.
             clip: largest norm of the whole batch's gradient; a longer one is scaled down to it.
+            nonfinite: what becomes of a loss that is NaN or infinite: "raise" a `DataError`, or
+                "skip" the step: `skipped` of the result is set, and `stats().skipped` counts it.
+                Either way all ranks do the same, and gradients are as they were before the step.
 
         Returns:
             The global loss, and measured seconds and imbalance.
+
+        Raises:
+            DataError: an argument or a sample is wrong on some rank, or the loss is not finite.
+            DispatchError: the model changed since it was compiled.
+            GroupError: the ranks are not in the same step, or one did not arrive.
         """
-        check_step(step)
+        refused = _refused(step, clip, nonfinite)
+        if refused is not None:
+            self._agreed.of_step(None)  # its turn is over on this rank, too
+            agree(self.groups, self.groups.world, "step", "", refused)
         dispatch = self._dispatch
         self._store.check_ready("a train step")
         edition, problem = self._editions.now()
@@ -211,8 +245,9 @@ class CompiledModel(nn.Module):
             )
         problem = problem or self._store.follow(self.model.parameters())
         state, check = self._agreed.of_step(problem)
+        what = f"train_step, step {step.index} of epoch {step.epoch}"
         try:
-            with dispatch.own_casts():
+            with self.groups.watch.section(what), dispatch.own_casts():
                 result = train_step(
                     lambda mb, inputs: dispatch.run_micro_batch(step, mb, inputs),
                     step,
@@ -222,14 +257,18 @@ class CompiledModel(nn.Module):
                     delivering=delivering,
                     in_rounds=dispatch if self._store.in_rounds else None,
                     clip=clip,
+                    nonfinite=nonfinite,
                     comm_bucket_bytes=self.comm_bucket_bytes,
                     state=state,
                     check=check,
+                    every=self._learned.learns,
                 )
         finally:
             dispatch.bind_blocks()
             dispatch.begin(())
         dispatch.stats.stepped(step, result)
+        if self._learned.observe(step.plan, result.every_s) and self.groups.rank == 0:
+            LOG.warning("%s", speeds_line(self.speeds, self._learned.changes))
         if self.groups.rank == 0:
             for log in self._loggers:
                 log(step, result)
@@ -250,6 +289,10 @@ class CompiledModel(nn.Module):
         problem = followed.problem(self.model)
         if problem is not None:
             raise problem
+        with self.groups.watch.section("materialize"):
+            self._make_real(init, followed)
+
+    def _make_real(self, init: Init, followed: Followed) -> None:
         self._store = made_real(self.model, self.planned.request.parameters, self.groups, init)
         self._dispatch.store = self._store
         self._dispatch.bind_blocks()
@@ -296,8 +339,10 @@ class CompiledModel(nn.Module):
                 values that are no plain ones.
             GroupError: ranks save different steps, or one could not.
         """
-        parts = self._parts(optimizer, loader, scheduler)
-        return self._checkpoints.save(Path(folder), step, parts, extra, keep=keep, wait=wait)
+        path = path_of(folder, CheckpointError, "save")
+        with self.groups.watch.section(f"save, step {step}"):
+            parts = self._parts(optimizer, loader, scheduler)
+            return self._checkpoints.save(path, step, parts, extra, keep=keep, wait=wait)
 
     def load(
         self,
@@ -326,11 +371,24 @@ class CompiledModel(nn.Module):
                 checkpoints are damaged.
             DataError: the loader's data or order are others.
         """
-        return self._checkpoints.load(Path(folder), self._parts(optimizer, loader, scheduler))
+        path = path_of(folder, CheckpointError, "load")
+        with self.groups.watch.section("load"):
+            return self._checkpoints.load(path, self._parts(optimizer, loader, scheduler))
 
     def _parts(
         self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None
     ) -> Parts:
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise CheckpointError(
+                f"optimizer=: got {type(optimizer).__name__}; expected a torch.optim.Optimizer of "
+                "compiled.parameters(); pass it, or leave it out"
+            )
+        for name, part in (("loader", loader), ("scheduler", scheduler)):
+            if part is not None and not isinstance(part, Stateful):
+                raise CheckpointError(
+                    f"{name}=: got {type(part).__name__}; expected an object with state_dict() and "
+                    "load_state_dict(); pass one, or leave it out"
+                )
         mode = self._store.mode
         return Parts(self, self._seeds, mode, optimizer, loader, scheduler)
 
@@ -359,7 +417,8 @@ class CompiledModel(nn.Module):
         self._store.check_ready("reduce_gradients")
         self._refuse_by_hand("reduce_gradients")
         state, check = self._agreed.of_step(None)
-        reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
+        with self.groups.watch.section("reduce_gradients"):
+            reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales a gradient longer than `max_norm` down to it; returns its norm before.
@@ -385,6 +444,8 @@ class CompiledModel(nn.Module):
         later = {e.verifier: e for e in reversed(self._editions.made_later)}
         more = [e for v, e in reversed(later.items()) if v is not self.verifier]
         text = f"{self.planned.report()}\n{self.verifier.report()}"
+        if self._learned.learns or self.speeds:
+            text += speeds_line(self.speeds, self._learned.changes) + "\n"
         return text + "".join(f"{e}: {e.verifier.report()}" for e in more)
 
     def source(self, bucket: Bucket | Mapping[str, int]) -> str:
@@ -401,10 +462,19 @@ class CompiledModel(nn.Module):
         Args:
             bucket: which one; a batch among its sizes is as `batch`.
             batch: samples in the micro-batch; default: the planned ones.
+
+        Raises:
+            DispatchError: there is no such bucket, or `batch` is no number of samples.
         """
         if batch is None and isinstance(bucket, Mapping):
             batch = bucket.get(BATCH)
         bucket = self._bucket(bucket)
+        whole = isinstance(batch, int) and not isinstance(batch, bool)
+        if batch is not None and (not whole or batch < 1):
+            raise DispatchError(
+                f"predict: got batch={batch!r}; expected an integer >= 1, samples of a "
+                "micro-batch; correct it, or leave it out for the planned ones"
+            )
         plan = self.plans[bucket]
         sizes = {**bucket.sizes, BATCH: batch or plan.micro_batch}
         placement = self._dispatch.placement(bucket, sizes, self._dispatch.setting(bucket))
@@ -422,6 +492,11 @@ class CompiledModel(nn.Module):
         return next((p for p in found if p.reason), found[0])
 
     @property
+    def value_ranges(self) -> Mapping[Bucket, Mapping[str, tuple[ValueRange, ...]]]:
+        """What the model's ops need of integer inputs, by bucket and input."""
+        return self._dispatch.value_ranges
+
+    @property
     def in_rounds(self) -> bool:
         """Whether all ranks wait for each other after each micro-batch of a step."""
         return self.planned.in_rounds
@@ -430,6 +505,11 @@ class CompiledModel(nn.Module):
     def node_ranks(self) -> int:
         """Ranks of a node of the device that was planned for."""
         return self.planned.device.node_ranks
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast ranks are beside the fastest one, as plans are made now; nothing: all alike."""
+        return self._learned.speeds
 
     @property
     def program(self) -> Program:
@@ -448,6 +528,7 @@ class CompiledModel(nn.Module):
         traces = {id(v): v for e in every for v in e.planned.traces}
         stats.variants = sum(v.compiled_count for v in traces.values())
         stats.wire_bytes = wire_log.total_bytes()
+        stats.speeds, stats.speed_changes = self.speeds, self._learned.changes
         return stats
 
     # ----------------------------------------------------------------------- the model's own state
@@ -532,3 +613,15 @@ class CompiledModel(nn.Module):
 
     def _bucket(self, bucket: Bucket | Mapping[str, int]) -> Bucket:
         return self.planned.find(bucket.sizes if isinstance(bucket, Bucket) else bucket)
+
+
+def _refused(step: Step, clip: float | None, nonfinite: str) -> DcpcError | None:
+    """Returns what is wrong with this rank's step, or with the arguments of it."""
+    try:
+        check_step(step)
+        if clip is not None:
+            check_norm(clip)
+        check_choice("nonfinite", nonfinite, ("raise", "skip"))
+    except DataError as error:
+        return error
+    return step.problem

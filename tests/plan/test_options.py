@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import dcpc
 from dcpc.api import plan, rank_memory_bytes
 from dcpc.commands.cli import app
+from dcpc.errors import PlanError
 from dcpc.plan.options import CompileOptions, PlanOptions, commanded, facts
 from dcpc.symbolic_profile import find
 
@@ -33,7 +34,7 @@ SHARED = {
 @pytest.mark.parametrize(
     ("function", "kind", "own"),
     [
-        (dcpc.compile, CompileOptions, {"group": None, "verify": "auto"}),
+        (dcpc.compile, CompileOptions, {"group": None, "verify": "auto", "timeout": 60.0, "speeds": "equal"}),
         (plan, PlanOptions, {"world": 1}),
     ],
 )
@@ -114,3 +115,16 @@ def test_what_a_shell_offers_is_what_an_option_takes():
     assert offering == {
         "device", "sp", "recompute", "backend", "parameters", "attention", "autocast",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "speeds", ["fast", [], [1.0, 0.0], [1.0, float("nan")], [True], 2.0, [1.0, "a"]]
+)
+def test_speeds_that_make_no_sense_are_refused(speeds):
+    with pytest.raises(PlanError, match=r"got speeds=.*; expected 'auto'"):
+        CompileOptions(speeds=speeds)
+
+
+def test_speeds_are_words_or_numbers():
+    for good in ("auto", "equal", [1, 0.5], (2.0,)):
+        assert CompileOptions(speeds=good).speeds == good

@@ -76,6 +76,7 @@ class PlannedBatch:
         skipped: samples longer than every bucket that were passed by.
         after: where the epoch is once the step is done.
         plan_s: seconds that forming and planning took, on the rank that did.
+        table: that the plan was made from.
         rows: packed: the samples of each row, which is what the plan calls a sample.
     """
 
@@ -85,6 +86,7 @@ class PlannedBatch:
     skipped: tuple[int, ...]
     after: Position
     plan_s: float
+    table: PlanTable
     rows: Rows = ()
 
     @property
@@ -108,12 +110,19 @@ class PlannedBatch:
             return tuple(every)
         return tuple(i for row in every for i in self.rows[row])
 
-    def message(self, table: PlanTable, job: str) -> dict[str, Any]:
-        """Returns it as plain data; `job` is what all ranks must have alike."""
+    def message(self, base: PlanTable, job: str) -> dict[str, Any]:
+        """Returns it as plain data.
+
+        Args:
+            base: a table that all ranks have; what that of the plan has besides is sent, too.
+            job: what all ranks must have alike.
+        """
+        changes = {} if self.table is base else self.table.changes(base)
         return {
             "job": job,
             "index": self.index,
-            "plan": None if self.plan is None else plan_json(self.plan, table),
+            **({"changes": changes} if changes else {}),
+            "plan": None if self.plan is None else plan_json(self.plan, self.table),
             "tokens": self.tokens,
             "skipped": list(self.skipped),
             "start": self.after.start,
@@ -123,8 +132,13 @@ class PlannedBatch:
         }
 
     @classmethod
-    def of(cls, message: Mapping[str, Any], table: PlanTable, job: str) -> PlannedBatch:
+    def of(cls, message: Mapping[str, Any], base: PlanTable, job: str) -> PlannedBatch:
         """Returns what `message` gave.
+
+        Args:
+            message: of rank 0.
+            base: the table that all ranks have.
+            job: what all ranks must have alike.
 
         Raises:
             DataError: the sender iterates something else.
@@ -136,6 +150,7 @@ class PlannedBatch:
                 "every rank the same dataset, arguments and state"
             )
         plan = message["plan"]
+        table = base.changed(message.get("changes", {}))
         return cls(
             message["index"],
             None if plan is None else plan_of(plan, table, "rank 0's plan"),
@@ -143,6 +158,7 @@ class PlannedBatch:
             tuple(message["skipped"]),
             Position(message["start"], frozenset(message["ahead"])),
             message["plan_s"],
+            table,
             tuple(tuple(row) for row in message["rows"]),
         )
 
@@ -173,7 +189,7 @@ def count_steps(
 def cut_epoch(
     order: Sequence[int],
     fit: Callable[[int], Fit],
-    table: PlanTable,
+    table: Callable[[], PlanTable],
     recipe: Recipe,
     position: Position,
     index: int,
@@ -183,17 +199,18 @@ def cut_epoch(
     Args:
         order: index in the dataset of each place of the epoch.
         fit: bucket and tokens of a sample.
-        table: the rows to choose from.
+        table: gives the rows to choose from, asked before each batch.
         recipe: how to form and plan.
         position: where the epoch is.
         index: number of the next step.
     """
     while position.start < len(order):
         begin_s = time.perf_counter()
-        batch, plan, rows = _bounded(order, fit, table, recipe, position)
+        now = table()
+        batch, plan, rows = _bounded(order, fit, now, recipe, position)
         position = batch.after
         took_s = time.perf_counter() - begin_s
-        yield PlannedBatch(index, plan, batch.tokens, batch.skipped, position, took_s, rows)
+        yield PlannedBatch(index, plan, batch.tokens, batch.skipped, position, took_s, now, rows)
         index += 1
 
 

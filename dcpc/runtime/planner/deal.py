@@ -15,6 +15,7 @@ from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, better, step_plan
+from dcpc.runtime.planner.speeds import Speeds, power, slowness
 
 # Micro-batches are cut finer than memory asks for where that ends the step this much earlier: each
 # one costs a launch that `seconds_s`, linear in samples, does not see.
@@ -29,6 +30,7 @@ def deal(
     plans: Mapping[Bucket, PlanRow],
     world: int,
     most: int = 0,
+    speeds: Speeds = (),
 ) -> StepPlan:
     """Returns a plan in which every sample is in exactly one micro-batch.
 
@@ -40,6 +42,7 @@ def deal(
         plans: row of each bucket; `sp` divides `world`.
         world: number of ranks.
         most: micro-batches of a rank, if that can be kept; 0: any number.
+        speeds: of the ranks; none: equal.
 
     Raises:
         PlanError: a bucket has no plan, or its `sp` does not divide `world`.
@@ -48,7 +51,7 @@ def deal(
     for bucket in dict.fromkeys(bucket for _, bucket in samples):
         _check(bucket, plans, world)
     best: StepPlan | None = None
-    for plan in cuts(samples, plans, world):
+    for plan in cuts(samples, plans, world, speeds=speeds):
         if best is None or better(plan, best, most, _GAIN):
             best = plan
     assert best is not None, "there is a first candidate"
@@ -61,6 +64,7 @@ def cuts(
     world: int,
     price: Price | None = None,
     pieces: Sequence[float] = _PIECES,
+    speeds: Speeds = (),
 ) -> Iterator[StepPlan]:
     """Yields plans of ever finer micro-batches, the coarsest that fits memory first.
 
@@ -71,16 +75,18 @@ def cuts(
         price: gives the row and the seconds of a micro-batch; None: the bucket's plan, and its
             seconds in proportion to the samples.
         pieces: into how many micro-batches a rank's share of the step is cut, in turn.
+        speeds: of the ranks; none: equal.
     """
     by_bucket: dict[Bucket, list[int]] = {}
     for sample_id, bucket in samples:
         by_bucket.setdefault(bucket, []).append(sample_id)
     total_s = sum(
-        len(ids) * _sample_s(plans[b]) * plans[b].sp / world for b, ids in by_bucket.items()
+        len(ids) * _sample_s(plans[b]) * plans[b].sp / power(speeds, world)
+        for b, ids in by_bucket.items()
     )
     for limit_s in (float("inf"), *(total_s / n for n in pieces)):
         cut = [mb for b, ids in by_bucket.items() for mb in _cut(b, ids, plans[b], limit_s)]
-        yield assign([price(mb) for mb in cut] if price else cut, world)
+        yield assign([price(mb) for mb in cut] if price else cut, world, speeds)
 
 
 def _check(bucket: Bucket, plans: Mapping[Bucket, PlanRow], world: int) -> None:
@@ -135,9 +141,19 @@ def _cut(
     ]
 
 
-def assign(cut: Sequence[PlannedMicroBatch], world: int) -> StepPlan:
-    """Returns the plan that puts each micro-batch on the block that is free earliest."""
+def assign(cut: Sequence[PlannedMicroBatch], world: int, speeds: Speeds = ()) -> StepPlan:
+    """Returns the plan that puts each micro-batch on the block that ends it earliest.
+
+    Where ranks are equal that is the block that is free earliest.
+
+    Args:
+        cut: micro-batches without ranks, with their seconds on the fastest rank.
+        world: number of ranks.
+        speeds: of the ranks; none: equal.
+    """
     order = sorted(cut, key=lambda mb: (-mb.sp, -mb.seconds_s, mb.bucket.dims, mb.sample_ids))
+    if speeds:
+        return _assigned_by_speed(order, world, speeds)
     free_s = [0.0] * world
     placed = []
     for sp, of_degree in groupby(order, key=lambda mb: mb.sp):
@@ -154,3 +170,29 @@ def assign(cut: Sequence[PlannedMicroBatch], world: int) -> StepPlan:
         for first, end_s in used.items():
             free_s[first : first + sp] = [end_s] * sp
     return step_plan(placed, world)
+
+
+def _assigned_by_speed(order: Sequence[PlannedMicroBatch], world: int, speeds: Speeds) -> StepPlan:
+    """Returns what `assign` does for micro-batches in order, on ranks of unequal speed."""
+    free_s = [0.0] * world
+    placed = []
+    for mb in order:
+        firsts = range(0, world - mb.sp + 1, mb.sp)
+        ends = [
+            (
+                max(free_s[i : i + mb.sp]) + mb.seconds_s * slowness(speeds, i, mb.sp),
+                sum(speeds[i : i + mb.sp]),  # of a tie the slower: faster ranks do more later
+                i,
+            )
+            for i in firsts
+        ]
+        end_s, _, first = min(ends)
+        free_s[first : first + mb.sp] = [end_s] * mb.sp
+        placed.append(placed_on(mb, first, speeds))
+    return step_plan(placed, world)
+
+
+def placed_on(mb: PlannedMicroBatch, first: int, speeds: Speeds) -> PlannedMicroBatch:
+    """Returns a micro-batch on the ranks from `first` on, with its seconds there."""
+    seconds_s = mb.seconds_s * slowness(speeds, first, mb.sp)
+    return replace(mb, ranks=tuple(range(first, first + mb.sp)), seconds_s=seconds_s)

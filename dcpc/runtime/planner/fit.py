@@ -13,8 +13,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from dcpc.runtime.planner.deal import Price
+from dcpc.runtime.planner.deal import Price, placed_on
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, step_plan
+from dcpc.runtime.planner.speeds import slowness
 from dcpc.runtime.planner.table import PlanTable
 
 # Lines that are tried, each halfway between the bound and the best plan.
@@ -48,7 +49,8 @@ class _Fit:
     """Fits micro-batches to rows of a table."""
 
     def __init__(self, table: PlanTable, price: Price) -> None:
-        self._table, self._price = table, price
+        self._table, self._price, self._speeds = table, price, table.speeds
+        self._slow: dict[int, npt.NDArray[np.float64]] = {}  # degree -> of each first rank
 
     def below(self, micro_batches: Sequence[PlannedMicroBatch], line_s: float) -> StepPlan:
         """Returns a plan that ends by the line, or a little later."""
@@ -57,7 +59,7 @@ class _Fit:
         free_s, placed = np.zeros(self._table.world), []
         while waiting:
             options = waiting.pop()
-            begins = [self._earliest(free_s, mb.sp) for mb in options]
+            begins = [self._earliest(free_s, mb) for mb in options]
             found = self._place(options, begins, line_s)
             if found is None:
                 waiting += self._halves(options[0])
@@ -65,7 +67,8 @@ class _Fit:
             mb, (begin_s, first), rest = found
             if rest is not None:
                 waiting.append(self._options(rest))
-            placed.append(replace(mb, ranks=tuple(range(first, first + mb.sp))))
+            mb = placed_on(mb, first, self._speeds)
+            placed.append(mb)
             free_s[first : first + mb.sp] = begin_s + mb.seconds_s
         return step_plan(placed, self._table.world)
 
@@ -74,19 +77,24 @@ class _Fit:
     ) -> tuple[PlannedMicroBatch, tuple[float, int], PlannedMicroBatch | None] | None:
         """What is placed, where, and what is left of it; None: not as a whole, nor in part."""
         pairs = list(zip(options, begins, strict=True))
+
+        def end_s(mb: PlannedMicroBatch, at: tuple[float, int]) -> float:
+            return at[0] + mb.seconds_s * slowness(self._speeds, at[1], mb.sp)
+
         for mb, at in pairs:
-            if at[0] + mb.seconds_s <= line_s * _ROUNDING:
+            if end_s(mb, at) <= line_s * _ROUNDING:
                 return mb, at, None
         if len(options[0].sample_ids) == 1:
-            mb, at = min(pairs, key=lambda pair: pair[1][0] + pair[0].seconds_s)
+            mb, at = min(pairs, key=lambda pair: end_s(*pair))
             return mb, at, None
         for mb, at in pairs:
             ids = mb.sample_ids
-            count = int(len(ids) * (line_s - at[0]) / mb.seconds_s)
+            here_s = mb.seconds_s * slowness(self._speeds, at[1], mb.sp)
+            count = int(len(ids) * (line_s - at[0]) / here_s)
             if count < 1:
                 continue
             part = self._price(replace(mb, sample_ids=ids[:count]))
-            if at[0] + part.seconds_s <= line_s * _ROUNDING:
+            if end_s(part, at) <= line_s * _ROUNDING:
                 return part, at, replace(mb, sample_ids=ids[count:])
         return None
 
@@ -101,19 +109,30 @@ class _Fit:
         parts = ids[: len(ids) // 2], ids[len(ids) // 2 :]
         return [self._options(replace(mb, sample_ids=part)) for part in parts]
 
-    def _earliest(self, free_s: npt.NDArray[np.float64], sp: int) -> tuple[float, int]:
-        """When the first block of so many ranks is free, and its first rank."""
-        world, node = self._table.world, self._table.node_ranks
+    def _earliest(
+        self, free_s: npt.NDArray[np.float64], mb: PlannedMicroBatch
+    ) -> tuple[float, int]:
+        """When the block of ranks that ends a micro-batch first is free, and its first rank."""
+        world, node, sp = self._table.world, self._table.node_ranks, mb.sp
         if world % sp == 0:
+            step = sp
             begins = free_s.reshape(-1, sp).max(axis=1)
-            at = int(begins.argmin())
-            return float(begins[at]), at * sp
-        begins = np.lib.stride_tricks.sliding_window_view(free_s, sp).max(axis=1)
-        if sp <= node:  # inside a node
-            firsts = np.arange(len(begins))
-            begins = np.where(firsts % node + sp <= node, begins, np.inf)
-        at = int(begins.argmin())
-        return float(begins[at]), at
+        else:
+            step = 1
+            begins = np.lib.stride_tricks.sliding_window_view(free_s, sp).max(axis=1)
+            if sp <= node:  # inside a node
+                firsts = np.arange(len(begins))
+                begins = np.where(firsts % node + sp <= node, begins, np.inf)
+        ends = begins if not self._speeds else begins + mb.seconds_s * self._slowness(sp, step)
+        at = int(ends.argmin())
+        return float(begins[at]), at * step
+
+    def _slowness(self, sp: int, step: int) -> npt.NDArray[np.float64]:
+        """Of each group of a degree, in the order of their first ranks."""
+        if sp not in self._slow:
+            firsts = range(0, self._table.world - sp + 1, step)
+            self._slow[sp] = np.array([slowness(self._speeds, first, sp) for first in firsts])
+        return self._slow[sp]
 
 
 def _rank(options: Options, line_s: float) -> tuple[int, float]:

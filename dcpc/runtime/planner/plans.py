@@ -41,7 +41,7 @@ class PlannedMicroBatch:
         sp: number of ranks that share them.
         ranks: these ranks, consecutive.
         sample_ids: the samples, in order.
-        seconds_s: predicted seconds, forward and backward.
+        seconds_s: predicted seconds, forward and backward, on these ranks.
         micro_batch: samples of the row of the plan table that it runs; it may have fewer.
         menu_step: steps of recompute that the row takes.
     """
@@ -68,6 +68,7 @@ class StepPlan:
         mode: which planner made it.
         table: hash of the plan table it was made from.
         in_rounds: whether all ranks wait for each other after each micro-batch.
+        speeds: of the ranks, by which seconds are those of the ranks that run them; none: equal.
     """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
@@ -78,6 +79,7 @@ class StepPlan:
     mode: Mode = "inter"
     table: str = ""
     in_rounds: bool = False
+    speeds: tuple[float, ...] = ()
 
     @property
     def free_s(self) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dcpc.buckets import Bucket, Buckets
-from dcpc.ir import BucketPlan, Packable, PlanRow
+from dcpc.ir import BucketPlan, Packable, PlanRow, ValueRange
 from dcpc.runtime.groups.groups import Groups
 
 
@@ -36,9 +36,21 @@ class Compiled(Source, Protocol):
         """What its model makes of several sequences in one row."""
 
     @property
+    def value_ranges(self) -> Mapping[Bucket, Mapping[str, tuple[ValueRange, ...]]]:
+        """What its ops need of integer inputs, by bucket and input; those left out may be any."""
+
+    @property
     def groups(self) -> Groups:
         """The process groups."""
 
     @property
     def node_ranks(self) -> int:
         """Ranks of a node."""
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast ranks are beside the fastest one; nothing: all alike."""
+
+    @property
+    def replans(self) -> int:
+        """How often rows of the tables were replaced by others."""

@@ -28,6 +28,7 @@ from dcpc.runtime.planner.deal import Price, assign, cuts, deal
 from dcpc.runtime.planner.fit import fitted
 from dcpc.runtime.planner.padding import share_padding
 from dcpc.runtime.planner.plans import Mode, PlannedMicroBatch, StepPlan, better, step_plan
+from dcpc.runtime.planner.speeds import power, speeds_text
 from dcpc.runtime.planner.table import PlanTable
 
 # A plan of another kind must end this much earlier to be taken: it brings more variants.
@@ -82,16 +83,18 @@ def plan_step(
     if not samples:
         raise PlanError("the global batch: got 0 samples, expected at least 1; fill the batch")
     keys = [table.key(bucket) for _, bucket in samples]
-    work = tabulate(keys, table.padded_cost if allowed.pads else table.cost)
+    work = tabulate(keys, table.padded_cost if allowed.pads else table.cost, table.speeds)
     bound_s = lower_bound(work)
     if mode == "auto":
         found = _auto(samples, table, allowed.pads, bound_s)
         best = _best(map(partial(_timed, table), found), allowed, bound_s)
     else:
-        best = _timed(table, deal(samples, _first_rows(table), table.world, allowed.most))
+        best = _timed(
+            table, deal(samples, _first_rows(table), table.world, allowed.most, table.speeds)
+        )
     bound_s = min(bound_s, best.makespan_s)
-    named = replace(best, bound_s=bound_s, mode=mode, table=table.hash)
-    return replace(named, binds=_binds(named, float(work.area @ work.counts) / table.world))
+    named = replace(best, bound_s=bound_s, mode=mode, table=table.hash, speeds=table.speeds)
+    return replace(named, binds=_binds(named, float(work.area @ work.counts) / work.power))
 
 
 def _best(candidates: Iterator[StepPlan], allowed: Allowed, bound_s: float) -> StepPlan:
@@ -122,13 +125,14 @@ def _auto(
     keys = [table.key(bucket) for _, bucket in samples]
     present = sorted(set(keys))
     least = {k: min(table.rows[k], key=lambda row: row.rank_seconds) for k in present}
-    floor_s = sum(least[k].rank_seconds for k in keys) / table.world
+    floor_s = sum(least[k].rank_seconds for k in keys) / power(table.speeds, table.world)
     tried = _Tried(samples, table, pads)
     for share in (inf, *_SHARES):
         limit_s = share * floor_s
         rows = tuple((k, _row_within(table.rows[k], limit_s)) for k in present)
         yield from tried.plans(rows)
-    coarse = next(cuts(samples, tried.settings(tuple(least.items())), table.world, tried.price))
+    settings, speeds = tried.settings(tuple(least.items())), table.speeds
+    coarse = next(cuts(samples, settings, table.world, tried.price, speeds=speeds))
     for start in (coarse, tried.best):
         yield fitted(start, table, tried.price, bound_s)
     for _ in range(_CLIMBS):
@@ -165,7 +169,8 @@ class _Tried:
             return
         self.ends_s[rows] = inf
         settings = self.settings(rows)
-        for plan in cuts(self._samples, settings, self._table.world, self.price, _PIECES):
+        world, speeds = self._table.world, self._table.speeds
+        for plan in cuts(self._samples, settings, world, self.price, _PIECES, speeds):
             if plan.makespan_s < min(self.ends_s.values()):
                 self.best = plan
             self.ends_s[rows] = min(self.ends_s[rows], plan.makespan_s)
@@ -206,8 +211,9 @@ def _padded(
     together = share_padding(single, table) if single else None
     if together is not None:
         wide = [sample for sample in samples if settings[sample[1]].sp > 1]
-        for plan in cuts(wide, settings, table.world, price, _PIECES):
-            yield assign([*plan.micro_batches, *together], table.world)
+        for plan in cuts(wide, settings, table.world, price, _PIECES, table.speeds):
+            anew = [price(mb) for mb in plan.micro_batches]  # seconds of the fastest rank
+            yield assign([*anew, *together], table.world, table.speeds)
 
 
 def _row_within(rows: Sequence[PlanRow], limit_s: float) -> PlanRow:
@@ -226,7 +232,10 @@ def _row_within(rows: Sequence[PlanRow], limit_s: float) -> PlanRow:
 def _binds(plan: StepPlan, floor_s: float) -> str:
     """A sentence: the least work there is, the longest sample, and how busy the ranks are."""
     longest = max(plan.micro_batches, key=lambda mb: mb.seconds_s)
-    work = f"work at its cheapest takes {floor_s:.3g} s of every rank"
+    whose = (
+        f"every rank, by its speed of {speeds_text(plan.speeds)}" if plan.speeds else "every rank"
+    )
+    work = f"work at its cheapest takes {floor_s:.3g} s of {whose}"
     if plan.bound_s > 1.02 * floor_s:
         work += f", the longest samples force {plan.bound_s:.3g} s"
     price = f", {plan.makespan_s / plan.free_s - 1:.1%} of it for rounds" if plan.in_rounds else ""

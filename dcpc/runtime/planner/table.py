@@ -19,6 +19,7 @@ from dcpc.ir import BucketPlan, PlanRow
 from dcpc.runtime.planner.batch import TableCost
 from dcpc.runtime.planner.deal import check_setting
 from dcpc.runtime.planner.protocol import Source
+from dcpc.runtime.planner.speeds import Speeds
 
 # A larger micro-batch or group has to gain this share of the rank-seconds, or of the seconds.
 WORTH = 0.03
@@ -35,6 +36,7 @@ class PlanTable:
         node_ranks: ranks of a node: a group of at most so many is never spread over two.
         aligned: groups may only be aligned blocks whose size divides `world`.
         in_rounds: all ranks wait for each other after each micro-batch.
+        speeds: of the ranks; none: equal.
         cost: the same for the lower bound.
         hash: a short text, equal for equal tables.
     """
@@ -45,6 +47,7 @@ class PlanTable:
     node_ranks: int
     aligned: bool = False
     in_rounds: bool = False
+    speeds: Speeds = ()
     cost: TableCost = field(init=False, repr=False, compare=False)
     hash: str = field(init=False, compare=False)
 
@@ -85,6 +88,35 @@ class PlanTable:
                 f"{', '.join(map(str, self.buckets[:8]))}; compile for this bucket"
             ) from None
 
+    def changes(self, base: PlanTable) -> dict[str, Any]:
+        """Returns what this table has other than `base`, as plain data: what `changed` takes.
+
+        Args:
+            base: of the same buckets and ranks.
+        """
+        rows = {
+            str(key): own
+            for key, (own, was) in enumerate(
+                zip(self.to_json()["rows"], base.to_json()["rows"], strict=True)
+            )
+            if own != was
+        }
+        speeds = {"speeds": [*self.speeds]} if self.speeds != base.speeds else {}
+        return {**({"rows": rows} if rows else {}), **speeds}
+
+    def changed(self, changes: Mapping[str, Any]) -> PlanTable:
+        """Returns the table that has what `changes` gave."""
+        if not changes:
+            return self
+        other = changes.get("rows", {})
+        rows = tuple(
+            tuple(PlanRow(int(sp), int(m), int(k), float(s)) for sp, m, k, s in other[str(key)])
+            if str(key) in other else own
+            for key, own in enumerate(self.rows)
+        )  # fmt: skip
+        speeds = tuple(map(float, changes.get("speeds", self.speeds)))
+        return replace(self, rows=rows, speeds=speeds)
+
     def run(self, bucket: Bucket, sp: int, count: int) -> tuple[PlanRow, float]:
         """Returns the smallest row of a degree that holds so many samples, and their seconds.
 
@@ -109,6 +141,7 @@ class PlanTable:
             "rows": [[[r.sp, r.micro_batch, r.menu_step, r.seconds_s] for r in own]
                      for own in self.rows],
             **({"in_rounds": True} if self.in_rounds else {}),
+            **({"speeds": [*self.speeds]} if self.speeds else {}),
         }  # fmt: skip
 
     @classmethod
@@ -125,6 +158,7 @@ class PlanTable:
             node_ranks=int(data["node_ranks"]),
             aligned=bool(data["aligned"]),
             in_rounds=bool(data.get("in_rounds", False)),
+            speeds=tuple(map(float, data.get("speeds", ()))),
         )  # fmt: skip
 
 

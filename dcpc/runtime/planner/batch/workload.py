@@ -7,6 +7,7 @@ import numpy as np
 
 from dcpc.errors import PlanError
 from dcpc.runtime.planner.batch.costs import FloatArray, GroupCost, IntArray
+from dcpc.runtime.planner.speeds import Speeds, least_slowness, power
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,10 @@ class Workload:
         weights: what it takes of a group's capacity, [kind].
         capacities: [setting, degree].
         degrees: [degree].
-        area: rank-seconds at the cheapest feasible degree, [kind].
+        area: rank-seconds at the cheapest feasible degree, [kind]; a slower rank does fewer of them
+            in a second.
+        slowness: how often the fastest group takes these seconds, [degree]; 1: ranks are equal.
+        power: rank-seconds that all ranks do in a second.
     """
 
     cost: GroupCost
@@ -34,6 +38,8 @@ class Workload:
     capacities: FloatArray
     degrees: IntArray
     area: FloatArray
+    slowness: FloatArray
+    power: float
 
     @property
     def ranks(self) -> int:
@@ -64,12 +70,13 @@ def only(work: Workload, setting: int) -> Workload | None:
     return replace(work, seconds=seconds, capacities=capacities, area=area)
 
 
-def tabulate(keys: Sequence[int], cost: GroupCost) -> Workload:
+def tabulate(keys: Sequence[int], cost: GroupCost, speeds: Speeds = ()) -> Workload:
     """Returns the batch as a `Workload`.
 
     Args:
         keys: one a sequence: its length in tokens, or its bucket.
         cost: what it costs.
+        speeds: of the ranks; none: equal.
 
     Raises:
         PlanError: a sequence fits at no degree, or there is none.
@@ -101,4 +108,6 @@ def tabulate(keys: Sequence[int], cost: GroupCost) -> Workload:
         capacities=cost.capacities(),
         degrees=degrees,
         area=area[order],
+        slowness=np.array([least_slowness(speeds, d) for d in cost.degrees]),
+        power=power(speeds, cost.ranks),
     )
