@@ -5,6 +5,7 @@ from dcpc.compiled.pipeline.costs import MixedBucket, ProgramCosts, StageDevice
 from dcpc.compiled.pipeline.cut import StagePlan, plan_stages, stage_bytes
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.compiled.pipeline.stages import ProgramStage, shared_parameters, stages_of
+from dcpc.compiled.pipeline.work import pipeline_work
 
 __all__ = [
     "CallChain",
@@ -15,6 +16,7 @@ __all__ = [
     "StagePlan",
     "StageProgram",
     "chain_of",
+    "pipeline_work",
     "plan_stages",
     "shared_parameters",
     "stage_bytes",
