@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 import dcpc
 from dcpc.errors import CheckpointError, DcpcError
 from dcpc.runtime.checkpoint import checkpoints, tensors
 from dcpc.runtime.data import cuts
-from dcpc.runtime.groups.relay import Relay
+from dcpc.runtime.groups import relay
 from models.gpt import GPT, GPTConfig
 
 STEPS, PER_STEP = 7, 4
@@ -196,14 +197,10 @@ class Trap:
             self._damage_messages()
 
     def _damage_messages(self) -> None:
-        put = Relay._put
+        def damaging(*arguments: Any) -> Any:
+            return DamagingStore(PrefixStore(*arguments), self)
 
-        def through(relay: Any, message: Any) -> None:
-            if not isinstance(relay._store, DamagingStore):
-                relay._store = DamagingStore(relay._store, self)
-            put(relay, message)
-
-        Relay._put = through  # type: ignore[method-assign]
+        relay.PrefixStore = damaging  # type: ignore[assignment,misc]
 
 
 class DamagingStore:
