@@ -260,31 +260,37 @@ def two_ranks(
         (model(**inputs) / len(data)).backward()
     wanted = dict(model.named_parameters())
     error = max(_relative(made[n], wanted[n].grad) for n in own.learning)
+    for inputs in data:  # compiles what the executor has not
+        run_whole(plan.stages, inputs)
     measured: list[float] = []
-    first = {k: data[ORDER.index(k)] for k in ORDER}
-    whole = {k: [run_whole(plan.stages, inputs)] for k, inputs in first.items()}
+    whole: list[list[float]] = []  # of each pass, seconds of each micro-batch
     for _ in range(steps):
         dist.barrier()
         measured.append(step())
-        for k, inputs in first.items():
-            dist.barrier()
-            whole[k].append(run_whole(plan.stages, inputs))
+        dist.barrier()
+        whole.append([run_whole(plan.stages, inputs) for inputs in data])
     predicted = pipeline_work([[s] for s in plan.stages], sizes, [StageDevice(1 / n) for n in slow])
-    work = _scaled(predicted, plan.stages, {k: min(s[1:]) for k, s in whole.items()})
+    work = _scaled(predicted, plan.stages, min(whole, key=sum))
     return min(measured), replay(work, schedule).makespan_s, error
 
 
 def _scaled(
-    work: PipelineWork, stages: Sequence[ProgramStage], whole_s: Mapping[int, float]
+    work: PipelineWork, stages: Sequence[ProgramStage], whole_s: Sequence[float]
 ) -> PipelineWork:
-    """The same work in seconds of this machine; what a message of few bytes takes is left out."""
-    each = {
-        k: s / sum(x.predict(RUN[k].sizes).seconds_s for x in stages) for k, s in whole_s.items()
-    }
+    """The same work in seconds of this machine; messages, which are small, are left out.
+
+    Args:
+        work: as predicted.
+        stages: of the model.
+        whole_s: of each micro-batch what the whole model takes.
+    """
+    predicted_s = [sum(s.predict(RUN[k].sizes).seconds_s for s in stages) for k in ORDER]
+    total = {k: sum(w for w, o in zip(whole_s, ORDER, strict=True) if o == k) for k in ORDER}
+    each = [total[k] / ORDER.count(k) / p for k, p in zip(ORDER, predicted_s, strict=True)]
     costs = tuple(
         tuple(
-            (replace(c, forward_s=c.forward_s * each[k], backward_s=c.backward_s * each[k]),)
-            for k, (c,) in zip(ORDER, row, strict=True)
+            (replace(c, forward_s=c.forward_s * scale, backward_s=c.backward_s * scale),)
+            for scale, (c,) in zip(each, row, strict=True)
         )
         for row in work.costs
     )
@@ -302,7 +308,7 @@ def measured(quick: bool) -> dict[str, Cell]:
     model = GPT(GPTConfig(vocab_size=512, dim=192, n_layers=6, n_heads=6))
     plan = plan_stages(runnable_of(model, TOKENS, RUN, find("cpu")), model, RUN, RUN_DEVICES)
     assert sorted(plan.devices) == [0, 1], "both devices have a stage"
-    steps = 8 if quick else 30
+    steps = 10 if quick else 30
     found = run_ranks(two_ranks, 2, model, plan, steps, timeout_s=300.0, fork=True)
     measured_s, predicted_s, _ = np.mean(found, axis=0).tolist()
     return {
