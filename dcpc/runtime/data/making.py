@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from dcpc.buckets import Bucket
 from dcpc.runtime.data.cuts import PlannedBatch
@@ -41,9 +42,26 @@ class StepMaker:
         self._weigh = weight_function(weight, buckets.inputs)
         self._rank = compiled.groups.rank
 
-    def step(self, epoch: int, cut: PlannedBatch) -> Step | None:
-        """Returns this rank's step; None where the batch is empty. What it had is forgotten."""
-        step = None if cut.plan is None else self._step(epoch, cut, cut.plan)
+    def step(
+        self, epoch: int, cut: PlannedBatch, again: Callable[[StepPlan], PlannedBatch]
+    ) -> Step | None:
+        """Returns this rank's step; None where the batch is empty. What it had is forgotten.
+
+        Args:
+            epoch: of the step.
+            cut: the batch and its plan.
+            again: plans what a plan has again, with the table of the moment.
+        """
+        plan = cut.plan
+        step = None if plan is None else self._step(epoch, cut, plan)
+        if step is not None and plan is not None:
+
+            def anew() -> Step:
+                found = self.step(epoch, again(plan), again)
+                assert found is not None, "the same samples"
+                return found
+
+            step = replace(step, again=anew)
         done = () if cut.plan is None else cut.plan.micro_batches
         self.samples.forget(cut.ids(mb.sample_ids for mb in done))
         self.samples.forget(cut.skipped)

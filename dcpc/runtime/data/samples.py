@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -80,6 +81,8 @@ class Samples:
         self._fits: dict[Dims, Fit] = {}
         self._dims: dict[int, Dims] = {}
         self._loaded: dict[int, dict[str, torch.Tensor]] = {}
+        # A step that is planned again is loaded beside the thread that loads ahead.
+        self._one_at_a_time = threading.RLock()
         unknown = sorted(self.pad.keys() - self.inputs.keys())
         if unknown:
             raise DataError(
@@ -107,7 +110,8 @@ class Samples:
         dims = self._dims.get(index)
         if dims is None:
             if isinstance(self.dataset, HasDims):
-                dims = self._declared(index, self.dataset.dims(index))
+                with self._one_at_a_time:
+                    dims = self._declared(index, self.dataset.dims(index))
             else:
                 self.load(index)
                 dims = self._dims[index]
@@ -208,6 +212,10 @@ class Samples:
 
     def load(self, index: int) -> dict[str, torch.Tensor]:
         """Returns a checked sample; its lengths are known from then on."""
+        with self._one_at_a_time:
+            return self._load(index)
+
+    def _load(self, index: int) -> dict[str, torch.Tensor]:
         if index in self._loaded:
             return self._loaded[index]
         raw = self.dataset[index]

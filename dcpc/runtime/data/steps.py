@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -51,6 +52,8 @@ class Step:
         samples: number of all ranks' samples.
         plan_s: seconds that forming and planning the batch took, on the rank that did.
         rows: packed: the samples of each row; what the plan calls samples are numbers of rows.
+        again: plans the same samples again with the table of the moment, and loads what this rank
+            then runs; all ranks get the same plan. None: the step is not a loader's.
     """
 
     epoch: int
@@ -62,3 +65,4 @@ class Step:
     samples: int
     plan_s: float
     rows: tuple[tuple[int, ...], ...] = ()
+    again: Callable[[], Step] | None = field(default=None, repr=False, compare=False)
