@@ -175,7 +175,8 @@ class TighterPlans:
         needed = min(needed, self.budgets.get(bucket, needed))
         self._needs[bucket, setting] = needed
         own = request.resident_bytes
-        budgets = [own + int((1 - cut) * (needed - own)), needed - 1]
+        cuts = (cut, cut / 2, cut / 4)  # the least that there is may be more than the first leaves
+        budgets = [*(own + int((1 - each) * (needed - own)) for each in cuts), needed - 1]
         found = json.loads(from_first(self.groups, json.dumps(self._found(bucket, budgets))))
         old = _words(setting, row)
         if not found:

@@ -102,10 +102,41 @@ def check(found: list[dict[str, Any]], failing: int = 1, epochs: int = 2) -> Non
     assert f"rank {failing} ran out of memory" in found[0]["lines"][0]
     assert "the step runs again (1 of at most 8)" in found[0]["lines"][0]
     assert "ran out of memory" in found[0]["report"]
-    assert found[1]["lines"] == []
+    assert all(each["lines"] == [] for each in found[1:])
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("parameters", ["whole", "step", "pull"])
+@pytest.mark.parametrize(
+    "parameters",
+    ["whole", pytest.param("step", marks=pytest.mark.slow),
+     pytest.param("pull", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_rank_with_less_memory_gets_smaller_plans_and_the_step_is_exact(parameters):
     check(run_ranks(train, 2, parameters, 1, 0.6, timeout_s=280))
+
+
+@pytest.mark.multirank
+def test_a_rank_that_fails_within_a_group_wakes_the_others_in_it():
+    # The first is in a forward, the second in a backward: others wait for this rank then.
+    found = run_ranks(train, 2, "whole", 2, 1.0, 1, (120, 900), "inter", cpu_error, timeout_s=280)
+    check(found)
+    assert found[1]["raised"] == 2
+    assert "(an allocation of 4.1 kB failed)" in found[0]["lines"][0]
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_fail_anywhere_in_mixed_degrees(seed):
+    rng = random.Random(seed)
+    at = tuple(rng.randint(1, 900) for _ in range(5))
+    failing = rng.randrange(4)
+    for found in [run_ranks(train, 4, "whole", "auto", 1.0, failing, at, timeout_s=280)]:
+        check(found, failing)
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+def test_ranks_that_gather_parameters_are_refused_on_the_rank_that_failed():
+    with pytest.raises(RanksError, match=r"PlanError: rank 1 ran out of memory .* 'rounds'"):
+        run_ranks(train, 2, "rounds", 1, 1.0, 1, (100,), timeout_s=60)

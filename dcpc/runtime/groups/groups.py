@@ -36,6 +36,7 @@ TIMEOUT_S = 600.0
 # Data groups of ranges that are no aligned block, over all ranks: each costs connections.
 MOST_RANGES = 64
 _POLL_S = 0.02
+_NO_TAG = 0x6F6F6D  # of a message that nobody sends
 _CPU = torch.device("cpu")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -258,7 +259,11 @@ class Groups:
         assert pg is not None, "a rank alone waits for nobody"
         if key not in self._broken:
             self._broken.add(key)
-            pg.abort()
+            # Over gloo an operation whose time is up closes all connections of its group. (Its
+            # `abort` leaves peers waiting until the group's last reference is gone.)
+            with contextlib.suppress(RuntimeError):
+                peer = (pg.rank() + 1) % pg.size()
+                pg.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
     @property
     def broken(self) -> frozenset[tuple[int, int]]:
