@@ -59,7 +59,7 @@ class TighterPlans:
     budgets: dict[Bucket, int] = field(default_factory=dict)
     counts: dict[Bucket, int] = field(default_factory=dict)
     changes: int = 0
-    _needs: dict[tuple[Bucket, Setting], int] = field(default_factory=dict)
+    _least: set[tuple[Bucket, Setting]] = field(default_factory=set)  # failed in this step
 
     def run(self, step: Step, attempt: Callable[[Step], StepResult]) -> tuple[Step, StepResult]:
         """Returns what comes of a step, and the step as it ran; collective over all ranks.
@@ -71,6 +71,7 @@ class TighterPlans:
         Raises:
             PlanError: as from `current` and `after`.
         """
+        self._least.clear()
         for repeats in itertools.count():
             try:
                 return step, attempt(step)
@@ -81,10 +82,11 @@ class TighterPlans:
 
     def report(self) -> str:
         """Returns what buckets may need since they ran out of memory; lines."""
+        within = {b: f"; planned within {bytes_text(n)} of a rank since"
+                  for b, n in self.budgets.items()}  # fmt: skip
         return "".join(
-            f"{bucket}: ran out of memory {self.counts[bucket]} times; planned within "
-            f"{bytes_text(budget)} of a rank since\n"
-            for bucket, budget in self.budgets.items()
+            f"{bucket}: ran out of memory {count} times{within.get(bucket, '')}\n"
+            for bucket, count in self.counts.items()
         )
 
     def current(self, step: Step) -> Step:
@@ -125,13 +127,8 @@ class TighterPlans:
             cut = min(MOST_CUT, CUT * (1 + repeats))
             old = self._tighten(bucket, setting, cut, told)
             if self.groups.rank == 0:
-                LOG.warning(
-                    "%s at %s, which was to need %s of a rank; now %s, within %s; the step runs "
-                    "again (%d of at most %d)",
-                    told, old, bytes_text(self._needed(bucket, setting)),
-                    choice_text(self.plans[bucket]), bytes_text(self.budgets[bucket]),
-                    repeats + 1, REPEATS,
-                )  # fmt: skip
+                LOG.warning("%s at %s; the step runs again (%d of at most %d)",
+                            told, old, repeats + 1, REPEATS)  # fmt: skip
         return self._again(step, every[shortages[0].number])
 
     def _holds(self, mb: PlannedMicroBatch) -> bool:
@@ -150,10 +147,6 @@ class TighterPlans:
             )
         return step.again()
 
-    def _needed(self, bucket: Bucket, setting: Setting) -> int:
-        """Returns what a setting was to need of a rank, the model included."""
-        return self._needs.get((bucket, setting), self.planned.memory_bytes)
-
     def _tighten(self, bucket: Bucket, setting: Setting, cut: float, told: str) -> str:
         """Plans a bucket with less memory than a setting was to need; collective.
 
@@ -164,36 +157,40 @@ class TighterPlans:
             told: who did, for the error.
 
         Returns:
-            The setting in words.
+            The setting, and what takes its place, in words.
 
         Raises:
-            PlanError: on all ranks: none needs less.
+            PlanError: on all ranks: none needs less, and it has failed before in this step.
         """
         request = self.planned.request
         row = next((r for r in self.tables[bucket] if _of(r) == setting), None)
         needed = request.memory_bytes if row is None else row.needed_bytes
         needed = min(needed, self.budgets.get(bucket, needed))
-        self._needs[bucket, setting] = needed
         own = request.resident_bytes
         cuts = (cut, cut / 2, cut / 4)  # the least that there is may be more than the first leaves
         budgets = [*(own + int((1 - each) * (needed - own)) for each in cuts), needed - 1]
         found = json.loads(from_first(self.groups, json.dumps(self._found(bucket, budgets))))
-        old = _words(setting, row)
+        old = f"{_words(setting, row)}, which was to need {bytes_text(needed)} of a rank"
+        self.counts[bucket] = self.counts.get(bucket, 0) + 1
         if not found:
-            raise PlanError(
-                f"{told} at {old}; got no setting that needs less; expected one; raise what a rank "
-                "has, allow a larger sp or recompute=, or shorten the bucket"
-            )
+            if (bucket, setting) in self._least:
+                raise PlanError(
+                    f"{told} at {old}; got no setting that needs less, and it failed twice; "
+                    "expected it to fit; free what else takes memory, allow a larger sp or "
+                    "recompute=, or shorten the bucket"
+                )
+            self._least.add((bucket, setting))
+            return f"{old}; no other one needs less, so it is tried once more"
         priced = self.planned.by_bucket[bucket].priced
         full = {**bucket.sizes, BATCH: int(found["plan"]["micro_batch"])}
         study = priced.at(priced.placement(full, int(found["plan"]["sp"])))
         rows = [TriedRow(**each, most=lambda: study.steps) for each in found["rows"]]
         self.budgets[bucket] = int(found["budget"])
-        self.counts[bucket] = self.counts.get(bucket, 0) + 1
         self.tables[bucket] = tuple(rows)
         self.plans[bucket] = BucketPlan(**found["plan"], bucket=bucket)
         self.changes += 1  # last: the loader's thread then looks at the others
-        return old
+        now = f"{choice_text(self.plans[bucket])}, within {bytes_text(self.budgets[bucket])}"
+        return f"{old}; now {now}"
 
     def _found(self, bucket: Bucket, budgets: Sequence[int]) -> dict[str, Any]:
         """Returns plan and rows within the first budget that something fits; plain data.

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import dcpc
-from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.step import step as steps
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import RanksError, run_ranks
@@ -98,7 +97,8 @@ def check(found: list[dict[str, Any]], failing: int = 1, epochs: int = 2) -> Non
         assert each["counts"] == found[0]["counts"]
         assert each["plans"] == found[0]["plans"]
     assert found[failing]["raised"] > 0
-    assert found[0]["replans"] == len(found[0]["lines"]) == sum(found[0]["counts"].values()) > 0
+    assert len(found[0]["lines"]) == sum(found[0]["counts"].values()) > 0
+    assert found[0]["replans"] == sum("; now sp" in line for line in found[0]["lines"])
     assert f"rank {failing} ran out of memory" in found[0]["lines"][0]
     assert "the step runs again (1 of at most 8)" in found[0]["lines"][0]
     assert "ran out of memory" in found[0]["report"]
@@ -121,7 +121,7 @@ def test_a_rank_that_fails_within_a_group_wakes_the_others_in_it():
     found = run_ranks(train, 2, "whole", 2, 1.0, 1, (120, 900), "inter", cpu_error, timeout_s=280)
     check(found)
     assert found[1]["raised"] == 2
-    assert "(an allocation of 4.1 kB failed)" in found[0]["lines"][0]
+    assert "(an allocation of 4.10 kB failed)" in found[0]["lines"][0]
 
 
 @pytest.mark.multirank
@@ -138,5 +138,5 @@ def test_ranks_that_fail_anywhere_in_mixed_degrees(seed):
 @pytest.mark.multirank
 @pytest.mark.slow
 def test_ranks_that_gather_parameters_are_refused_on_the_rank_that_failed():
-    with pytest.raises(RanksError, match=r"PlanError: rank 1 ran out of memory .* 'rounds'"):
+    with pytest.raises(RanksError, match=r"PlanError: rank 1 ran out of memory .*='rounds'"):
         run_ranks(train, 2, "rounds", 1, 1.0, 1, (100,), timeout_s=60)
