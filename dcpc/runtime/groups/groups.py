@@ -260,10 +260,12 @@ class Groups:
         if key not in self._broken:
             self._broken.add(key)
             # Over gloo an operation whose time is up closes all connections of its group. (Its
-            # `abort` leaves peers waiting until the group's last reference is gone.)
-            with contextlib.suppress(RuntimeError):
-                peer = (pg.rank() + 1) % pg.size()
-                pg.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+            # `abort` leaves peers waiting until the group's last reference is gone.) One with a
+            # peer whose connection is closed already fails at once, and closes no other.
+            for peer in range(pg.size()):
+                if peer != pg.rank():
+                    with contextlib.suppress(RuntimeError):
+                        pg.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
     @property
     def broken(self) -> frozenset[tuple[int, int]]:
