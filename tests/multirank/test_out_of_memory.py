@@ -13,9 +13,9 @@ import dcpc
 from dcpc.runtime.step import step as steps
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import RanksError, run_ranks
-from tests.cases.memory_limit import MemoryLimit
 from tests.cases.ragged import LENGTHS, Ragged, gpt
 from tests.cases.steps import compared
+from tests.fuzz.memory_limit import MemoryLimit
 
 INPUTS = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
 PAD = {"input_ids": 0, "labels": -100}

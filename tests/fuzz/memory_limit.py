@@ -38,9 +38,7 @@ class MemoryLimit(TorchDispatchMode):
         self.most_bytes = self.calls = self.raised = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs))
                  if isinstance(x, torch.Tensor)}  # fmt: skip
         found = func(*args, **(kwargs or {}))
