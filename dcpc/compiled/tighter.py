@@ -69,15 +69,17 @@ class TighterPlans:
             attempt: runs one.
 
         Raises:
-            PlanError: as from `current` and `after`.
+            PlanError: on all ranks: nothing smaller is left to try, or the step is of no loader.
+            DataError: a sample that was loaded again is wrong.
         """
+        step = self._current(step)
         self._least.clear()
         for repeats in itertools.count():
             try:
                 return step, attempt(step)
             except OutOfMemoryInStepError as short:
                 shortages = short.shortages
-            step = self.after(step, shortages, repeats)
+            step = self._after(step, shortages, repeats)
         raise AssertionError("repeats are bounded")
 
     def report(self) -> str:
@@ -89,7 +91,7 @@ class TighterPlans:
             for bucket, count in self.counts.items()
         )
 
-    def current(self, step: Step) -> Step:
+    def _current(self, step: Step) -> Step:
         """Returns a step as it is run: planned again where it has a setting that was withdrawn.
 
         All ranks do alike, without a message.
@@ -100,7 +102,7 @@ class TighterPlans:
         stale = [mb for mb in step.plan.micro_batches if not self._holds(mb)]
         return self._again(step, stale[0]) if stale else step
 
-    def after(self, step: Step, shortages: Sequence[Shortage], repeats: int) -> Step:
+    def _after(self, step: Step, shortages: Sequence[Shortage], repeats: int) -> Step:
         """Returns the step planned again with the settings that failed withdrawn; collective.
 
         Args:
@@ -145,7 +147,10 @@ class TighterPlans:
                 "out of memory, in a step that no dcpc.DataLoader made; expected one that can be "
                 "planned again; iterate a loader, or lower memory= at compile"
             )
-        return step.again()
+        found = step.again()
+        if found.problem is not None:
+            raise found.problem
+        return found
 
     def _tighten(self, bucket: Bucket, setting: Setting, cut: float, told: str) -> str:
         """Plans a bucket with less memory than a setting was to need; collective.

@@ -38,7 +38,9 @@ def compared(
         count += int((x["labels"] != -100).sum())
     (total / count).backward()
     errors = [abs(float(result.loss) * count / float(total.detach()) - 1)]
-    for (name, p), (_, own) in zip(alone.named_parameters(), compiled.named_parameters(), strict=True):
+    for (name, p), (_, own) in zip(
+        alone.named_parameters(), compiled.named_parameters(), strict=True
+    ):
         assert p.grad is not None, name
         grad: Any = own.grad
         whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad

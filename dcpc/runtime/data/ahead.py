@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from dcpc.errors import DataError
 from dcpc.runtime.data.cuts import PlannedBatch
 from dcpc.runtime.data.steps import Step
 
@@ -19,6 +20,8 @@ LOG = logging.getLogger("dcpc")
 
 # How long the thread gets to finish the item that it is making.
 _LEAVE_S = 30.0
+# How often the loop that waits looks whether a step will come.
+_LOOK_S = 1.0
 
 
 class _End(Generic[T]):
@@ -34,7 +37,10 @@ class _End(Generic[T]):
 
 
 def ahead(
-    items: Iterator[T], count: int, stop: Callable[[], None] | None = None
+    items: Iterator[T],
+    count: int,
+    stop: Callable[[], None] | None = None,
+    look: Callable[[], None] | None = None,
 ) -> Generator[T, None, None]:
     """Yields from an iterator that a thread keeps `count` items ahead; its errors are raised here.
 
@@ -47,6 +53,10 @@ def ahead(
         items: run in the thread.
         count: at least 1.
         stop: called from here; ends what `items` may wait for, such as a peer.
+        look: called while waiting; raises why nothing will come.
+
+    Raises:
+        DataError: the thread has ended without a word.
     """
     ready: queue.Queue[T | _End[T]] = queue.Queue()
     room = threading.Semaphore(count)
@@ -79,7 +89,7 @@ def ahead(
     atexit.register(leave)  # now, so that it comes before what was registered for the groups
     try:
         while True:
-            item = ready.get()
+            item = _next(ready, thread, look)
             if isinstance(item, _End):
                 item.tell()
                 return
@@ -89,6 +99,25 @@ def ahead(
         leave()
         if not thread.is_alive():
             atexit.unregister(leave)
+
+
+def _next(
+    ready: queue.Queue[T | _End[T]], thread: threading.Thread, look: Callable[[], None] | None
+) -> T | _End[T]:
+    """Returns the next item; looks at times whether it will ever come."""
+    while True:
+        lives = thread.is_alive()  # before: its last item is there once it has ended
+        try:
+            return ready.get(timeout=_LOOK_S)
+        except queue.Empty:
+            if look is not None:
+                look()
+            if not lives:
+                raise DataError(
+                    "loader: got the end of its thread, without a step or an error; expected the "
+                    "next step; look for what ended the thread in the log, and start the job "
+                    "again: it goes on from its last checkpoint"
+                ) from None
 
 
 def _await(thread: threading.Thread) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from dcpc.buckets import BATCH, Bucket, Buckets, DimExpr, InputSpec
-from dcpc.errors import DataError
+from dcpc.errors import DataError, DcpcError
 from dcpc.runtime.data.arguments import check_dataset
 
 Dims = tuple[tuple[str, int], ...]
@@ -109,9 +111,11 @@ class Samples:
         """
         dims = self._dims.get(index)
         if dims is None:
-            if isinstance(self.dataset, HasDims):
+            known = self.dataset
+            if isinstance(known, HasDims):
                 with self._one_at_a_time:
-                    dims = self._declared(index, self.dataset.dims(index))
+                    told = self._asked(f"dims({index})", partial(known.dims, index))
+                dims = self._declared(index, told)
             else:
                 self.load(index)
                 dims = self._dims[index]
@@ -144,6 +148,25 @@ class Samples:
             name: self._stack(name, spec, ids, [s[name] for s in samples], sizes)
             for name, spec in self.inputs.items()
         }
+
+    def refuse_other(self, ids: Sequence[int], bucket: Bucket, longer: bool) -> None:
+        """Refuses samples that are not what rank 0 planned with.
+
+        Args:
+            ids: the samples, loaded.
+            bucket: that rank 0 has them in.
+            longer: whether it may be longer than their own.
+
+        Raises:
+            DataError: their own bucket is another.
+        """
+        for i in ids:
+            fit = self.fit(i)
+            if fit.bucket != bucket and not (longer and _holds(bucket, fit.dims)):
+                raise DataError(
+                    f"sample {i}: got lengths {_text(fit.dims)}; expected some of bucket {bucket}, "
+                    "as rank 0 has this sample; give every rank the same dataset in the same order"
+                )
 
     def forget(self, ids: Iterable[int]) -> None:
         """Drops samples that were loaded; their lengths stay known."""
@@ -206,6 +229,12 @@ class Samples:
                 "end (0 for ids and attention masks, -100 for labels that the loss ignores), or "
                 "add buckets of the exact lengths"
             )
+        if any(have > room for have, room in zip(x.shape, shape, strict=True)):
+            raise DataError(
+                f"{where}, input '{name}': got shape {tuple(x.shape)}; expected at most "
+                f"{tuple(shape)}, as it was planned by rank 0's lengths; give every rank the same "
+                "dataset in the same order"
+            )
         out = x.new_full(list(shape), pad[name])
         out[tuple(slice(0, size) for size in x.shape)] = x
         return out
@@ -218,7 +247,7 @@ class Samples:
     def _load(self, index: int) -> dict[str, torch.Tensor]:
         if index in self._loaded:
             return self._loaded[index]
-        raw = self.dataset[index]
+        raw = self._asked(f"dataset[{index}]", lambda: self.dataset[index])
         if not isinstance(raw, Mapping) or raw.keys() != self.inputs.keys():
             got = ", ".join(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
             raise DataError(
@@ -237,6 +266,29 @@ class Samples:
         # Held until its step: the dataset may fill the same memory with the next sample.
         self._loaded[index] = {name: raw[name].clone() for name in self.inputs}
         return self._loaded[index]
+
+    def _asked(self, what: str, ask: Callable[[], Any]) -> Any:
+        """Returns what the dataset says.
+
+        Raises:
+            DataError: it raises. A rank that has no sample is one that all ranks have to know of.
+        """
+        try:
+            return ask()
+        except DcpcError:
+            raise
+        except Exception as error:
+            n = len(self.dataset)
+            short = isinstance(error, IndexError | KeyError)
+            advice = (
+                f"have len() say how many there are: it says {n}"
+                if short
+                else "look at its own lines above"
+            )
+            raise DataError(
+                f"{what}: got {type(error).__name__}: {error} from the dataset; expected a sample "
+                f"for each number below {n}; {advice}"
+            ) from error
 
     def _solve(self, index: int, raw: Mapping[str, torch.Tensor]) -> Dims:
         """Returns the length of every name that makes all tensors' shapes what they are."""
@@ -282,6 +334,11 @@ def check_fills(inputs: Mapping[str, InputSpec], fills: Mapping[str, int | float
     """
     for name, value in fills.items():
         dtype = inputs[name].dtype
+        if not isinstance(value, bool | int | float):
+            raise DataError(
+                f"input '{name}': got {reprlib.repr(value)} to fill it up; expected a number; give "
+                f"one in pad=, such as {{'{name}': 0}}"
+            )
         if dtype.is_floating_point or dtype.is_complex:
             continue
         try:
@@ -298,7 +355,14 @@ def check_fills(inputs: Mapping[str, InputSpec], fills: Mapping[str, int | float
 
 def _check_tensor(index: int, name: str, spec: InputSpec, x: object) -> None:
     dims = _sample_dims(spec)
-    if isinstance(x, torch.Tensor) and x.dtype == spec.dtype and x.dim() == len(dims):
+    right = isinstance(x, torch.Tensor) and x.dtype == spec.dtype and x.dim() == len(dims)
+    if isinstance(x, torch.Tensor) and (x.layout != torch.strided or x.device.type != "cpu"):
+        raise DataError(
+            f"sample {index}, input '{name}': got a {x.layout} tensor on {x.device}; expected a "
+            "dense one on the CPU: micro-batches are made there, and moved when they run; convert "
+            "it in the dataset by .to('cpu') or .to_dense()"
+        )
+    if right:
         return
     got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
     raise DataError(

@@ -32,7 +32,21 @@ from dcpc.runtime.planner.plans import Mode
 _Count = Annotated[int, Field(strict=True, ge=1)]
 
 
-class Settings(BaseModel):
+class _SettingsFields(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dynamic_sp: StrictBool = False
+    dynamic_recompute: StrictBool = False
+    auto_grad_accumulation: StrictBool = False
+    min_grad_accumulation_steps: _Count = 1
+    max_grad_accumulation_steps: _Count | None = None
+    calculate_imbalance: StrictBool = False
+    alloc_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    profile_path: str | None = None
+    mode: Mode | None = None
+
+
+class Settings(_SettingsFields):
     """What a DCP configuration says.
 
     Attributes:
@@ -47,17 +61,18 @@ class Settings(BaseModel):
         mode: of the loader, instead of the one that the others say; "auto" is dcpc's own planner.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    def __init__(self, **fields: Any) -> None:
+        """Takes the fields by name.
 
-    dynamic_sp: StrictBool = False
-    dynamic_recompute: StrictBool = False
-    auto_grad_accumulation: StrictBool = False
-    min_grad_accumulation_steps: _Count = 1
-    max_grad_accumulation_steps: _Count | None = None
-    calculate_imbalance: StrictBool = False
-    alloc_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    profile_path: str | None = None
-    mode: Mode | None = None
+        Raises:
+            DataError: a name or a value is wrong.
+        """
+        try:
+            super().__init__(**fields)
+        except ValidationError as e:
+            names = tuple(type(self).model_fields)
+            problems = [f"Settings: {_problem(error, names)}" for error in e.errors()]
+            raise DataError("\n".join(problems)) from None
 
     @classmethod
     def from_yaml(cls, file: str | Path) -> Self:
@@ -76,13 +91,14 @@ class Settings(BaseModel):
                 f"write some of {', '.join(cls.model_fields)}"
             )
         try:
-            settings = cls.model_validate(data)
+            _SettingsFields.model_validate(data)
         except ValidationError as e:
             problems = [
                 f"{document.place(error['loc'][:1])}: {_problem(error, tuple(cls.model_fields))}"
                 for error in e.errors()
             ]
             raise DataError("\n".join(problems)) from None
+        settings = cls(**data)
         settings._warn(str(file))
         return settings
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dcpc.buckets import Bucket
+from dcpc.errors import DcpcError
 from dcpc.runtime.planner.plans import StepPlan
 
 
@@ -52,6 +53,8 @@ class Step:
         samples: number of all ranks' samples.
         plan_s: seconds that forming and planning the batch took, on the rank that did.
         rows: packed: the samples of each row; what the plan calls samples are numbers of rows.
+        problem: why this rank has no micro-batches, such as a sample that is wrong: `train_step`
+            raises it on every rank.
         again: plans the same samples again with the table of the moment, and loads what this rank
             then runs; all ranks get the same plan. None: the step is not a loader's.
     """
@@ -65,4 +68,5 @@ class Step:
     samples: int
     plan_s: float
     rows: tuple[tuple[int, ...], ...] = ()
+    problem: DcpcError | None = None
     again: Callable[[], Step] | None = field(default=None, repr=False, compare=False)

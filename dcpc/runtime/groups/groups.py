@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from dcpc.errors import GroupError
 from dcpc.runtime.groups.attempt import kept_by_torchrun, store_of_launcher
+from dcpc.runtime.groups.watch import SILENCE_S, Watch
 
 # Ranks of a group may be this far apart: compiling a variant on first use takes minutes.
 TIMEOUT_S = 600.0
@@ -53,6 +54,7 @@ class Groups:
         global_ranks: number in the default group of each rank.
         whole: whether these are all ranks of the default group. If not, only aligned blocks can be
             groups: ranks elsewhere do not take part in naming new ones.
+        watch: tells who is lost.
     """
 
     world: int = 1
@@ -72,6 +74,12 @@ class Groups:
     _numbers: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     _gradients: dist.ProcessGroup | None = field(default=None, repr=False)
     _broken: set[tuple[int, int]] = field(default_factory=set, repr=False, compare=False)
+    _separate: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
+    watch: Watch = field(default_factory=Watch, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Lets the watch end what waits in these groups."""
+        self.watch.follow(self)
 
     @classmethod
     def default(
@@ -80,6 +88,7 @@ class Groups:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         timeout_s: float = TIMEOUT_S,
+        silence_s: float = SILENCE_S,
     ) -> Groups:
         """Returns the groups of `group`, of the default group, or of one rank alone.
 
@@ -89,7 +98,8 @@ class Groups:
         Args:
             group: the ranks to use; None: all of them. Collective: each of its ranks calls this.
             device: where this rank computes; None: its CUDA device if it has one, else the CPU.
-            timeout_s: how long a rank waits for a peer before that is an error.
+            timeout_s: how long a rank waits for a peer that lives before that is an error.
+            silence_s: how long a rank may be without a sign of life before it is lost.
 
         Raises:
             GroupError: this rank is not in `group`, or a rank of it did not call this in time.
@@ -109,8 +119,7 @@ class Groups:
             return cls(device=device, timeout_s=timeout_s, global_ranks=ranks)
         whole = len(ranks) == dist.get_world_size()
         fake = dist.get_backend(parent) == "fake"
-        if not fake:
-            _await_all(parent, ranks, rank, timeout_s)
+        watch = Watch() if fake else _watch(parent, ranks, rank, timeout_s, silence_s)
         data = {len(ranks): parent}
         control = {}
         for degree in divisors(len(ranks))[1:]:
@@ -120,8 +129,9 @@ class Groups:
             control[degree] = _block(ranks, rank, degree, whole, backend, timeout_s)
         sums = _block(ranks, rank, len(ranks), whole, "fake" if fake else None, timeout_s)
         return cls(
-            len(ranks), rank, device, timeout_s, ranks, data, control, whole, _gradients=sums
-        )
+            len(ranks), rank, device, timeout_s, ranks, data, control, whole, _gradients=sums,
+            watch=watch,
+        )  # fmt: skip
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -164,7 +174,14 @@ class Groups:
         if self.control(self.world) is None:
             return None
         ranks, whole = self.global_ranks, self.whole
-        return _block(ranks, self.rank, self.world, whole, "gloo", self.timeout_s, what)
+        made = _block(ranks, self.rank, self.world, whole, "gloo", self.timeout_s, what)
+        self._separate.append(made)
+        return made
+
+    def every(self) -> list[dist.ProcessGroup]:
+        """Returns all process groups that this rank is in."""
+        named = (*self._data.values(), *self._control.values(), *self._ranges.values())
+        return [pg for pg in (*named, *self._separate, self._gradients) if pg is not None]
 
     def ranks(self, sp: int) -> tuple[int, ...]:
         """Returns the ranks (from 0 to `world - 1`) of this rank's block of `sp`.
@@ -378,8 +395,30 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
+# Name of a process group -> the group and who watches its ranks.
+_watches: dict[str, tuple[dist.ProcessGroup, Watch]] = {}
+
+
+def _watch(
+    parent: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float, silence_s: float
+) -> Watch:
+    """Returns who watches the ranks of a group, once all of them are here."""
+    known, watch = _watches.get(parent.group_name, (None, Watch(ranks, rank)))
+    if known is parent:
+        watch.silence_s = silence_s
+        with watch.naming():
+            _await_all(parent, ranks, rank, timeout_s, watch)
+        return watch
+    watch = Watch(ranks, rank)
+    watch.silence_s = silence_s
+    _await_all(parent, ranks, rank, timeout_s, watch)
+    watch.start(parent.get_group_store())
+    _watches[parent.group_name] = parent, watch
+    return watch
+
+
 def _await_all(
-    parent: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float
+    parent: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float, watch: Watch
 ) -> None:
     """Waits until every rank is here, so that making groups cannot hang on an absent one."""
     store = PrefixStore("dcpc/groups", parent.get_group_store())
@@ -397,6 +436,7 @@ def _await_all(
                 "Groups.default); look at the log of these ranks: dcpc waits no "
                 "longer"
             )
+        watch.look()
         time.sleep(_POLL_S)
 
 

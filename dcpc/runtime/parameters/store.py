@@ -385,13 +385,15 @@ def _watch(store: RowStore) -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = ref()
         if found is not None and found.of_optimizer(optimizer):
-            found.updating()
+            with found.groups.watch.naming():
+                found.updating()
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = ref()
         params = [] if found is None else found.of_optimizer(optimizer)
         if found is not None and params:
-            found.updated(params)
+            with found.groups.watch.naming():
+                found.updated(params)
 
     for handle in (
         register_optimizer_step_pre_hook(before),

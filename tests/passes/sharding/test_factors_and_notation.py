@@ -65,6 +65,13 @@ def test_one_size_in_two_spellings_is_one_factor():
     assert len(table.atoms(left)) == 2
 
 
+def test_rows_and_columns_of_one_factor_unify_with_two():
+    table = FactorTable()
+    row, column, n = (table.new(SEQ) for _ in range(3))
+    assert table.unify([row, row], [column, n])
+    assert table.atoms([row]) == table.atoms([column]) == table.atoms([n])
+
+
 def test_regroup_keeps_what_has_no_counterpart_whole():
     left, right, _, whole = regroup((BATCH, sympy.Integer(6)), (BATCH, sympy.Integer(4)))
     assert left[0] == right[0]

@@ -1,0 +1,140 @@
+"""A program cut into one program for each stage, which go through the passes as any other.
+
+What a stage receives is an input of its program, under the name that the value has in the whole
+one; what the next stages need of it are outputs. Values on their way from one stage to a later one
+are in no program of those between: they hand them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from dcpc.compiled.pipeline.chain import CallChain
+from dcpc.fx.graphs import LazyGraphModule
+from dcpc.ir import Program, TensorInfo
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """The part of a program that one stage runs.
+
+    Attributes:
+        program: takes parameters, the model's inputs, and those of the received values that it
+            reads, as inputs; returns those of the sent values that it makes, or the loss.
+        received: names of the values that the stage receives.
+        sent: names of those that it sends; of the last stage the loss.
+        flowing: what is known of each of them.
+        given: the same of the model's inputs, by their names, whether the stage reads them or not.
+    """
+
+    program: Program
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    flowing: Mapping[str, TensorInfo]
+    given: Mapping[str, TensorInfo]
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """Received values that the program reads; the others are handed on alone."""
+        return tuple(n for n in self.received if n in self.program.inputs)
+
+
+def size_named(name: str) -> int:
+    """Stands for a size in a stage's program; the code that is made of it has the expression."""
+    raise AssertionError(f"size {name} is not computed by the program itself")
+
+
+def stage_programs(
+    program: Program, chain: CallChain, borders: Sequence[int]
+) -> tuple[StageProgram, ...]:
+    """Returns the programs of the stages, in order.
+
+    Args:
+        program: the whole.
+        chain: of it.
+        borders: numbers of the chain's borders at which it is cut, its ends included.
+    """
+    stages = len(borders) - 1
+    pairs = enumerate(pairwise(borders))
+    return tuple(_part(program, chain, low, high, j == stages - 1) for j, (low, high) in pairs)
+
+
+def _part(program: Program, chain: CallChain, low: int, high: int, is_last: bool) -> StageProgram:
+    own = set(chain.calls[chain.borders[low] : chain.borders[high]])
+    received = chain.crossing[low]
+    sent = program.outputs if is_last else chain.crossing[high]
+    needed = _needed(program, chain, own)
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs = {p: n for p, n in program.inputs.items() if p in needed}
+    for node in program.gm.graph.nodes:
+        if node.op == "placeholder" and node.name in needed:
+            made[node] = _placeholder(graph, node)
+    for node in program.gm.graph.nodes:
+        if node.name in received and node.name in needed:
+            made[node] = _placeholder(graph, node)
+            inputs[node.name] = node.name
+    for node in program.gm.graph.nodes:
+        if node.op != "call_function" or node.name not in needed or node in made:
+            continue
+        target, args, kwargs = node.target, node.args, dict(node.kwargs)
+        if node.name in program.scalars:
+            target, args, kwargs = size_named, (node.name,), {}
+        args, kwargs = fx.node.map_arg((args, kwargs), made.__getitem__)
+        made[node] = graph.create_node(node.op, target, args, kwargs, name=node.name)
+        made[node].meta = dict(node.meta)
+    by_name = {n.name: n for n in made.values()}
+    outputs = tuple(n for n in sent if n in own)
+    graph.output(tuple(by_name[n] for n in outputs))
+    graph.lint()
+    begins = tuple(i for i, n in enumerate(outputs) if program.info[n].requires_grad)
+    part = replace(
+        program,
+        gm=LazyGraphModule(torch.nn.Module(), graph),
+        parameters=_kept(program.parameters, needed),
+        buffers=_kept(program.buffers, needed),
+        constants=_kept(program.constants, needed),
+        inputs=inputs,
+        info=_kept(program.info, needed),
+        scalars=_kept(program.scalars, needed),
+        outputs=outputs,
+        begins=begins,
+        zero_gradients=frozenset(program.zero_gradients & needed),
+        graph_hash=f"{program.graph_hash} calls {chain.borders[low]} to {chain.borders[high]}",
+    )
+    flowing = _kept(program.info, {*received, *sent})
+    given = {name: program.info[p] for p, name in program.inputs.items()}
+    return StageProgram(part, received, sent, flowing, given)
+
+
+def _needed(program: Program, chain: CallChain, own: set[str]) -> set[str]:
+    """Returns the names of a stage's calls and of all that they read, received values included.
+
+    A parameter that nothing reads, and whose gradient is zero, is where the loss is.
+    """
+    needed = set(own)
+    if program.loss in own:
+        nodes = {n.name: n for n in program.gm.graph.nodes}
+        needed |= {n for n in program.zero_gradients if not nodes[n].users}
+    for node in reversed(program.gm.graph.nodes):
+        taken = node.name in own or (node.name in chain.free and node.name in needed)
+        if taken and node.name not in program.scalars:
+            needed |= {source.name for source in node.all_input_nodes}
+    return needed
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    made = graph.create_node("placeholder", node.name, name=node.name)
+    made.meta = dict(node.meta)
+    return made
+
+
+def _kept(mapping: Mapping[str, _Value], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name in names}

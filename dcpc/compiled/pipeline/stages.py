@@ -1,0 +1,284 @@
+"""Stages that run: each stage's program through the passes, one symbolic graph for all shapes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dcpc.codegen import Variant
+from dcpc.compiled.pipeline.chain import CallChain
+from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
+from dcpc.errors import DispatchError
+from dcpc.ir import TensorInfo
+from dcpc.passes.sharding.sharding import analyse
+from dcpc.plan.runnable import Runnable
+from dcpc.plan.studies import Study
+from dcpc.plan.traced import Held, Traced
+from dcpc.runtime.pipeline.stage import Shaped
+from dcpc.symbolic_profile import Prediction
+from dcpc.trace import casting
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a stage's backward needs of its forward.
+
+    Attributes:
+        edges: of each value that the stage sent where its backward begins; None: it has none.
+        received: the values that the stage received, whose gradients are asked for.
+        sizes: of the micro-batch.
+        device: that the values are on.
+    """
+
+    edges: tuple[GradientEdge | None, ...]
+    received: tuple[Tensor, ...]
+    sizes: Mapping[str, int]
+    device: torch.device
+
+
+class ProgramStage:
+    """A stage of a traced model; it is a `dcpc.runtime.pipeline.stage.Stage`.
+
+    Attributes:
+        index: place of the stage, from 0.
+        count: stages of the pipeline.
+        parameters: names of the model's parameters that it reads, each by its first name.
+        learning: those of them that learn.
+        part: its program.
+        runnable: the graphs.
+        menu_step: steps of recompute that it takes, of its own menu; see `recomputing`.
+    """
+
+    def __init__(
+        self, index: int, count: int, part: StageProgram, runnable: Runnable, model: nn.Module
+    ) -> None:
+        """Binds a stage's program to the model's tensors.
+
+        Args:
+            index: place of the stage.
+            count: of all.
+            part: its program.
+            runnable: of that program.
+            model: whose tensors it reads.
+        """
+        self.index, self.count, self.part, self.runnable = index, count, part, runnable
+        self.menu_step = 0
+        first = {id(p): name for name, p in model.named_parameters()}
+        held = runnable.traced.tensors()
+        read = (first[id(held[n])] for n in part.program.parameters)
+        self.parameters = tuple(dict.fromkeys(read))
+        own = (first[id(held[n])] for n in part.program.learning if n in part.program.parameters)
+        self.learning = tuple(dict.fromkeys(own))
+
+    def recomputing(self, menu_step: int) -> ProgramStage:
+        """Returns the same stage with so many steps of recompute; graphs are shared."""
+        other = copy.copy(self)
+        other.menu_step = menu_step
+        return other
+
+    def forward(
+        self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Returns what the stage sends, of the last one (loss,), and what its backward needs.
+
+        Args:
+            inputs: the model's, by name: those that the stage reads, and such as say all sizes.
+            received: what the stage before it sent.
+            seed: of the micro-batch's random numbers, the same in all stages.
+
+        Raises:
+            DispatchError: an input or a received value is missing, or the shapes say not all sizes.
+        """
+        program = self.part.program
+        if len(received) != len(self.part.received):
+            raise DispatchError(
+                f"stage {self.index}: got {len(received)} values; expected "
+                f"{len(self.part.received)}; pass what stage {self.index - 1} sent"
+            )
+        taken = dict(zip(self.part.received, map(self._leaf, received, self._learns), strict=True))
+        missing = [
+            n for p, n in program.inputs.items() if p not in self.part.received and n not in inputs
+        ]
+        if missing:
+            raise DispatchError(
+                f"stage {self.index}: got inputs {', '.join(inputs) or 'none'}; expected "
+                f"{', '.join(missing)} too; pass the model's inputs to each stage that reads them"
+            )
+        given = {p: inputs[n].contiguous() for p, n in program.inputs.items() if p not in taken}
+        sizes = self._sizes(inputs, received)
+        variant, integers = self._variant(sizes)
+        named = {**self.runnable.traced.tensors(), **given, **taken}
+        with casting(_device_of(named), None):
+            found = variant.outputs([named[p] for p in variant.placeholders], integers, seed)
+        made = {**taken, **dict(zip(program.outputs, found, strict=True))}
+        values = [made[n] for n in self.part.sent]
+        edges = tuple(get_gradient_edge(v) if v.requires_grad else None for v in values)
+        sent = tuple(v.detach().contiguous() for v in values)
+        return sent, _Kept(
+            edges, tuple(taken[n] for n in self.part.received), sizes, values[0].device
+        )
+
+    def backward(self, saved: _Kept, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Adds to `.grad` of the stage's parameters; returns the gradients of what it received.
+
+        Each received value that learns has one, zeros where the loss does not depend on it.
+
+        Args:
+            saved: from `forward`, used once.
+            grads: of each value that the stage sent; None counts as zeros.
+        """
+        begins: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        shapes = self.sent(saved.sizes)
+        for edge, gradient, (shape, dtype) in zip(saved.edges, grads, shapes, strict=True):
+            if edge is not None:
+                begins.append(edge)
+                if gradient is None:
+                    gradient = torch.zeros(shape, dtype=dtype, device=saved.device)
+                gradients.append(gradient)
+        if begins:
+            torch.autograd.backward(begins, gradients)
+        return tuple(
+            None if not r.requires_grad else torch.zeros_like(r) if r.grad is None else r.grad
+            for r in saved.received
+        )
+
+    def received(self, sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
+        """Returns shape and dtype of what the stage receives of a micro-batch of these sizes."""
+        return self._shaped(self._infos(self.part.received), sizes)
+
+    def sent(self, sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
+        """Returns shape and dtype of what the stage sends, of the last one its loss's."""
+        return self._shaped(self._infos(self.part.sent), sizes)
+
+    def study(self, sizes: Mapping[str, int]) -> Study:
+        """Returns what the stage costs at any sizes, of a placement for these."""
+        return self.runnable.priced.at(self.runnable.priced.placement(sizes, 1))
+
+    def predict(self, sizes: Mapping[str, int]) -> Prediction:
+        """Returns seconds and bytes of a micro-batch's forward and backward in the stage."""
+        return self.study(sizes).predict(self.menu_step, sizes)
+
+    def resident_bytes(self, state: int) -> int:
+        """Returns the bytes of the stage's parameters and what belongs to them.
+
+        Args:
+            state: a parameter that learns counts so often: with its gradient and the optimizer's.
+        """
+        held, program = self.runnable.traced.tensors(), self.part.program
+        learning = {id(held[n]) for n in program.learning if n in held}
+        whole = {id(held[n]): held[n].nbytes for n in (*program.parameters, *program.buffers)}
+        return sum(size * (state if key in learning else 1) for key, size in whole.items())
+
+    @property
+    def sends_learning(self) -> tuple[bool, ...]:
+        """Returns of each value that the stage sends whether it has a gradient."""
+        return tuple(info.requires_grad for info in self._infos(self.part.sent))
+
+    @property
+    def _learns(self) -> tuple[bool, ...]:
+        return tuple(info.requires_grad for info in self._infos(self.part.received))
+
+    def _infos(self, names: Sequence[str]) -> tuple[TensorInfo, ...]:
+        return tuple(self.part.flowing[n] for n in names)
+
+    def _shaped(self, infos: Sequence[TensorInfo], sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
+        dims = self.part.program.dims(sizes)
+        return tuple((tuple(int(s.subs(dims)) for s in i.shape), i.dtype) for i in infos)
+
+    @staticmethod
+    def _leaf(value: Tensor, learns: bool) -> Tensor:
+        return value.detach().contiguous().requires_grad_(learns and torch.is_grad_enabled())
+
+    def _variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
+        placement = self.runnable.priced.placement(sizes, 1)
+        return self.runnable.variant(placement, self.menu_step, sizes, 0)
+
+    def _sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
+        """Returns the length of every dim, as the shapes of inputs and received values say.
+
+        Raises:
+            DispatchError: they do not say one.
+        """
+        known = [(info, inputs[n]) for n, info in self.part.given.items() if n in inputs]
+        known += zip(self._infos(self.part.received), received, strict=True)
+        found: dict[sympy.Symbol, int] = {}
+        for info, value in known:
+            for expr, size in zip(info.shape, value.shape, strict=True):
+                unknown = expr.free_symbols - found.keys()
+                if len(unknown) == 1:
+                    (symbol,) = unknown
+                    solved = _solved(expr.subs(found), symbol, size)
+                    found |= {} if solved is None else {symbol: solved}
+        symbols = self.part.program.symbols
+        missing = [n for n, symbol in symbols.items() if symbol not in found]
+        if missing:
+            shapes = ", ".join(str(tuple(value.shape)) for _, value in known)
+            raise DispatchError(
+                f"stage {self.index}: got values of shapes {shapes or 'none'}; expected shapes "
+                f"that say {', '.join(missing)}; pass all of the model's inputs to each stage"
+            )
+        return {n: found[symbol] for n, symbol in symbols.items()}
+
+
+def _solved(expr: sympy.Expr, symbol: sympy.Symbol, size: int) -> int | None:
+    """Returns what a symbol is where an expression has a size; None where that does not say it."""
+    if expr == symbol:
+        return size
+    try:
+        found = sympy.solve(expr - size, symbol)
+    except NotImplementedError:  # a quotient that is rounded
+        return None
+    return int(found[0]) if len(found) == 1 and found[0].is_Integer else None
+
+
+def _device_of(values: Mapping[str, Tensor]) -> str:
+    """Returns the type of device that values are on."""
+    return next((v.device.type for v in values.values()), "cpu")
+
+
+def stages_of(
+    traced: Traced, model: nn.Module, chain: CallChain, borders: Sequence[int]
+) -> tuple[ProgramStage, ...]:
+    """Returns the stages of a traced model.
+
+    Args:
+        traced: the whole.
+        model: that was traced.
+        chain: of its program.
+        borders: numbers of the chain's borders at which it is cut, its ends included.
+    """
+    parts = stage_programs(traced.program, chain, borders)
+    return tuple(
+        ProgramStage(j, len(parts), part, Runnable(_traced(traced, part, model)), model)
+        for j, part in enumerate(parts)
+    )
+
+
+def _traced(whole: Traced, part: StageProgram, model: nn.Module) -> Traced:
+    """Returns what is known of a stage's program; derivatives of calls are those of the whole."""
+    return Traced(
+        part.program,
+        analyse(part.program, derive_rules=False),
+        whole.device,
+        whole.backend,
+        Held(part.program, model),
+        reference=whole.reference,
+        libraries=whole.libraries,
+    )
+
+
+def shared_parameters(stages: Sequence[ProgramStage]) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters that several stages learn -> these stages, whose gradients add up."""
+    readers: dict[str, list[int]] = {}
+    for stage in stages:
+        for name in stage.learning:
+            readers.setdefault(name, []).append(stage.index)
+    return {name: tuple(found) for name, found in readers.items() if len(found) > 1}

@@ -1,0 +1,1 @@
+"""Runs a model in stages, each on ranks of its own."""

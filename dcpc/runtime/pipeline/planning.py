@@ -1,0 +1,206 @@
+"""Plans a pipeline's step from lengths: the split into micro-batches, and their schedule.
+
+The split is exact for its objective, (stages - 1) * longest + sum (`planner/batch/microbatch.py`),
+which is what a step of 1F1B takes. A better order fills the ramps with short micro-batches, for
+which a smaller weight of the longest one is right. So splits are made for each setting of recompute
+and for two weights, the schedule of each is searched, and the one that ends first is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from dcpc.errors import PlanError
+from dcpc.runtime.pipeline.schedule import (
+    FoundSchedule,
+    Hop,
+    PipelineWork,
+    StageCost,
+    search,
+)
+from dcpc.runtime.planner.batch import PaddedCost, microbatch
+
+Batches = tuple[tuple[int, ...], ...]  # positions of samples, by micro-batch
+
+LIMIT = 16_000  # simulated actions for the schedule of the best split
+
+
+class PipelineCost(Protocol):
+    """What micro-batches of padded samples cost on the stages of a model."""
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+
+    @property
+    def settings(self) -> int:
+        """Settings of recompute that every stage has."""
+
+    @property
+    def memory_bytes(self) -> tuple[float, ...]:
+        """Of each stage, for activations."""
+
+    def options(self, stage: int, count: int, longest: int) -> tuple[StageCost, ...]:
+        """Returns what a micro-batch costs on a stage, by setting, the fastest first."""
+
+    def hop(self, stage: int, count: int, longest: int) -> Hop:
+        """Returns what it costs from a stage to the next one and back."""
+
+    def padded(self, setting: int, flight: int) -> PaddedCost:
+        """Returns seconds of the slowest stage; bytes: the most of any stage's memory, as a share.
+
+        Args:
+            setting: of recompute.
+            flight: micro-batches alike at once, but no more than 1F1B has on a stage.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPipeline:
+    """A step of a pipeline.
+
+    Attributes:
+        batches: positions of the samples, by micro-batch.
+        found: the schedule and its bound, for these micro-batches.
+        work: what it was found for.
+        split_by: the setting and the weight of the longest micro-batch that gave the split.
+    """
+
+    batches: Batches
+    found: FoundSchedule
+    work: PipelineWork
+    split_by: tuple[int, int]
+
+
+def work_of(
+    lengths: Sequence[int], batches: Sequence[Sequence[int]], cost: PipelineCost
+) -> PipelineWork:
+    """Returns what micro-batches cost on every stage.
+
+    Args:
+        lengths: tokens, by sample.
+        batches: positions of the samples, by micro-batch; each is padded to its longest.
+        cost: of the model.
+    """
+    shapes = [(len(batch), max(lengths[i] for i in batch)) for batch in batches]
+    stages = cost.stages
+    return PipelineWork(
+        tuple(tuple(cost.options(s, *shape) for shape in shapes) for s in range(stages)),
+        tuple(tuple(cost.hop(s, *shape) for shape in shapes) for s in range(stages - 1)),
+        cost.memory_bytes,
+    )
+
+
+def plan_pipeline(
+    lengths: Sequence[int], cost: PipelineCost, *, split: bool = False, limit: int = LIMIT
+) -> PlannedPipeline:
+    """Returns the step of one pipeline that ends first, of those found.
+
+    Args:
+        lengths: tokens, by sample.
+        cost: of the model.
+        split: whether weight gradients may run apart from the rest of a backward.
+        limit: actions that may be simulated for the schedule of the best split.
+
+    Raises:
+        PlanError: a sample does not fit alone.
+    """
+    return plan_replicas(lengths, cost, 1, split=split, limit=limit)[0]
+
+
+def plan_replicas(
+    lengths: Sequence[int],
+    cost: PipelineCost,
+    replicas: int,
+    *,
+    split: bool = False,
+    limit: int = LIMIT,
+) -> tuple[PlannedPipeline, ...]:
+    """Returns the step of each of several pipelines that share the samples.
+
+    Micro-batches are dealt out longest first, each to the pipeline with least to do.
+
+    Args:
+        lengths: tokens, by sample.
+        cost: of the model.
+        replicas: pipelines.
+        split: as in `plan_pipeline`.
+        limit: as in `plan_pipeline`, for each.
+
+    Raises:
+        PlanError: a sample does not fit alone, or there are fewer samples than pipelines.
+    """
+    if len(lengths) < replicas:
+        raise PlanError(
+            f"pipelines: got {len(lengths)} samples for {replicas} replicas; expected one each at "
+            "least; take a larger batch"
+        )
+    best: tuple[PlannedPipeline, ...] = ()
+    for batches, by in _splits(lengths, cost, replicas).items():
+        made = []
+        for own in _dealt(lengths, batches, cost, replicas):
+            work = work_of(lengths, own, cost)
+            made.append(PlannedPipeline(own, search(work, split=split, limit=0), work, by))
+        if not best or _end_s(made) < _end_s(best):
+            best = tuple(made)
+    longer = [(p, search(p.work, split=split, limit=limit)) for p in best]
+    return tuple(
+        replace(p, found=found) if found.replay.makespan_s < p.found.replay.makespan_s else p
+        for p, found in longer
+    )
+
+
+def _end_s(plans: Sequence[PlannedPipeline]) -> float:
+    return max(p.found.replay.makespan_s for p in plans)
+
+
+def _splits(
+    lengths: Sequence[int], cost: PipelineCost, replicas: int
+) -> dict[Batches, tuple[int, int]]:
+    """Returns different splits and by what each was made.
+
+    As many micro-batches as 1F1B has on a stage fit at once; where none does so, one.
+
+    Raises:
+        PlanError: a sample does not fit alone.
+    """
+    made: dict[Batches, tuple[int, int]] = {}
+    problem: PlanError | None = None
+    for flight in (cost.stages, 1):
+        for setting in range(cost.settings):
+            padded = cost.padded(setting, flight)
+            for weight in sorted({2, cost.stages}):
+                try:
+                    found = microbatch(lengths, padded, 1.0, weight, replicas)
+                except PlanError as e:
+                    problem = e
+                    break
+                made.setdefault(found.batches, (setting, weight))
+        if made:
+            return made
+    assert problem is not None, "there are settings to try"
+    raise problem
+
+
+def _dealt(
+    lengths: Sequence[int], batches: Batches, cost: PipelineCost, replicas: int
+) -> list[Batches]:
+    """Returns each replica's micro-batches, in the order of the split."""
+    if replicas == 1:
+        return [batches]
+    parts = list(batches)
+    while len(parts) < replicas:
+        at = max(range(len(parts)), key=lambda n: len(parts[n]))
+        whole = parts.pop(at)
+        parts[at:at] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+    work = work_of(lengths, parts, cost)
+    taken_s = [sum(row[i][0].forward_s + row[i][0].backward_s for row in work.costs)
+               for i in range(len(parts))]  # fmt: skip
+    load_s, own = [0.0] * replicas, [list[int]() for _ in range(replicas)]
+    for i in sorted(range(len(parts)), key=lambda i: -taken_s[i]):
+        least = min(range(replicas), key=lambda r: load_s[r])
+        load_s[least] += taken_s[i]
+        own[least].append(i)
+    return [tuple(parts[i] for i in sorted(found)) for found in own]

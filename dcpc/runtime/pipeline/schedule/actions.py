@@ -1,0 +1,133 @@
+"""What each stage does in a step, in its order, and what that costs: frozen data.
+
+    F i    forward of micro-batch i: takes what the stage before sent, sends on
+    B i    backward: takes the gradients that the next stage sent, sends its own back
+    I i    the part of a backward that another stage waits for (gradients of what was received)
+    W i    the rest of it (gradients of parameters): later, when the stage has nothing else to do
+
+A stage has F and B, or F, I and W, of every micro-batch once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
+KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+class Action(NamedTuple):
+    """One thing that a stage does.
+
+    Attributes:
+        kind: of `KINDS`.
+        micro_batch: its number in the step.
+    """
+
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSchedule:
+    """The order of every stage, and how much it recomputes.
+
+    Attributes:
+        orders: actions of each stage, in the order in which it runs them.
+        settings: [stage][micro-batch], place in the costs' list of settings (recompute).
+    """
+
+    orders: tuple[tuple[Action, ...], ...]
+    settings: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.orders)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage takes for one micro-batch with one setting of recompute.
+
+    A stage "holds" what it keeps from the end of a forward to the begin of its backward.
+
+    Attributes:
+        forward_s: seconds.
+        backward_s: seconds of the whole backward, recompute included.
+        weight_s: seconds of it that may run later (W); 0: the backward is not split.
+        held_bytes: kept from forward to backward.
+        forward_bytes: most during forward, beside what the stage holds of other micro-batches.
+        backward_bytes: most during backward, likewise; what is held of this one included.
+        weight_bytes: kept from I to W.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    held_bytes: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    weight_bytes: float = 0.0
+
+    @property
+    def input_s(self) -> float:
+        """Seconds of the backward that the stage before waits for."""
+        return self.backward_s - self.weight_s
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """What a micro-batch costs between two neighbouring stages.
+
+    Attributes:
+        forward_s: seconds on the wire, to the later stage.
+        backward_s: seconds on the wire, back.
+        forward_bytes: of what is sent to the later stage.
+        backward_bytes: of what is sent back.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineWork:
+    """The micro-batches of a step on all stages.
+
+    Attributes:
+        costs: [stage][micro-batch][setting]; the first setting is the fastest, later ones hold
+            less.
+        hops: [stage][micro-batch], from the stage to the next one; one fewer than stages.
+        memory_bytes: of each stage, for activations (parameters and their like taken off).
+    """
+
+    costs: tuple[tuple[tuple[StageCost, ...], ...], ...]
+    hops: tuple[tuple[Hop, ...], ...]
+    memory_bytes: tuple[float, ...]
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.costs)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the step."""
+        return len(self.costs[0])
+
+    @property
+    def fastest(self) -> tuple[tuple[int, ...], ...]:
+        """The setting 0 everywhere, [stage][micro-batch]."""
+        return ((0,) * self.micro_batches,) * self.stages
+
+    def busy_s(self, stage: int, settings: tuple[int, ...]) -> float:
+        """Returns the seconds that a stage computes in the step."""
+        found = (row[k] for row, k in zip(self.costs[stage], settings, strict=True))
+        return sum(c.forward_s + c.backward_s for c in found)

@@ -1,0 +1,227 @@
+"""Runs a schedule on its costs: when each action begins, and what each stage holds at each time.
+
+A stage runs its actions in order, each as soon as the one before has ended and its message is here.
+The executor posts the receive of an action when the action before it begins; a message is on the
+wire from then, or from when it is sent. Until it has arrived its bytes are the sender's, and from
+the post on the receiver's, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from dcpc.errors import PlanError
+from dcpc.runtime.pipeline.schedule.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    PipelineSchedule,
+    PipelineWork,
+    StageCost,
+)
+from dcpc.runtime.pipeline.schedule.check import blocked
+
+Changes = list[tuple[float, float]]  # (seconds, bytes more), in any order
+Sent = dict[int, float]  # micro-batch -> seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RanAction:
+    """An action with its seconds from the begin of the step.
+
+    Attributes:
+        action: what ran.
+        begin_s: when it began.
+        end_s: when it ended.
+        arrival_s: when what it received was there; 0: it receives nothing.
+    """
+
+    action: Action
+    begin_s: float
+    end_s: float
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineReplay:
+    """A simulated step.
+
+    Attributes:
+        ran: of each stage, in order.
+        held: of each stage: (seconds, bytes from then on), ascending.
+        makespan_s: end of the last action.
+    """
+
+    ran: tuple[tuple[RanAction, ...], ...]
+    held: tuple[tuple[tuple[float, float], ...], ...]
+    makespan_s: float
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Most bytes of each stage at any time."""
+        return tuple(max((b for _, b in curve), default=0.0) for curve in self.held)
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds in which each stage computes."""
+        return tuple(sum(r.end_s - r.begin_s for r in ran) for ran in self.ran)
+
+    @property
+    def bubble_share(self) -> float:
+        """Mean share of the step in which a stage computes nothing, 0 to 1."""
+        if self.makespan_s <= 0:
+            return 0.0
+        return 1.0 - sum(self.busy_s) / (self.makespan_s * len(self.ran))
+
+
+def replay(work: PipelineWork, schedule: PipelineSchedule) -> PipelineReplay:
+    """Returns when everything runs and what is held.
+
+    Args:
+        work: costs.
+        schedule: one that `check` lets pass.
+
+    Raises:
+        PlanError: stages wait for each other.
+    """
+    ran = times(work, schedule)
+    held = tuple(
+        _curve(_changes(work, schedule.settings[s], ran, s)) for s in range(schedule.stages)
+    )
+    return PipelineReplay(ran, held, max((row[-1].end_s for row in ran if row), default=0.0))
+
+
+def seconds_of(cost: StageCost, kind: str) -> float:
+    """Returns the seconds of an action."""
+    if kind == FORWARD:
+        return cost.forward_s
+    if kind == BACKWARD:
+        return cost.backward_s
+    return cost.input_s if kind == BACKWARD_INPUT else cost.weight_s
+
+
+def times(work: PipelineWork, schedule: PipelineSchedule) -> tuple[tuple[RanAction, ...], ...]:
+    """Returns when each action runs, by stage.
+
+    Raises:
+        PlanError: stages wait for each other.
+    """
+    stages = schedule.stages
+    ran: list[list[RanAction]] = [[] for _ in range(stages)]
+    # when each stage has made what its neighbours wait for, by micro-batch
+    sent: list[tuple[Sent, Sent]] = [({}, {}) for _ in range(stages)]
+    todo = list(range(stages))
+    while todo:
+        s = todo.pop()
+        if _run(work, schedule, s, ran[s], sent):
+            todo += [n for n in (s - 1, s + 1) if 0 <= n < stages]
+    if any(len(mine) < len(order) for mine, order in zip(ran, schedule.orders, strict=True)):
+        text = ", ".join(f"{a} of stage {s}" for s, a in blocked(schedule))
+        raise PlanError(
+            f"schedule: got {text} waiting for ever; expected an order that ends; check it first"
+        )
+    return tuple(tuple(row) for row in ran)
+
+
+def _run(
+    work: PipelineWork,
+    schedule: PipelineSchedule,
+    s: int,
+    mine: list[RanAction],
+    sent: list[tuple[Sent, Sent]],
+) -> bool:
+    """Runs what a stage can go on with; returns whether that is anything."""
+    settings, begin = schedule.settings[s], len(mine)
+    end_s = mine[-1].end_s if mine else 0.0
+    post_s = mine[-1].begin_s if mine else 0.0
+    for action in schedule.orders[s][begin:]:
+        kind, i = action
+        message = _message(work, s, action, sent)
+        if message is None:
+            break
+        arrival_s = max(message[0], post_s) + message[1] if message[0] >= 0 else 0.0
+        post_s = max(end_s, arrival_s)
+        end_s = post_s + seconds_of(work.costs[s][i][settings[i]], kind)
+        mine.append(RanAction(action, post_s, end_s, arrival_s))
+        if kind != BACKWARD_WEIGHT:
+            sent[s][kind != FORWARD][i] = end_s
+    return len(mine) > begin
+
+
+def _message(
+    work: PipelineWork, s: int, action: Action, sent: list[tuple[Sent, Sent]]
+) -> tuple[float, float] | None:
+    """Returns when what an action receives was made, and its seconds on the wire.
+
+    None: it is not made yet; -1: there is nothing to receive.
+    """
+    kind, i = action
+    made_s: float | None
+    if kind == FORWARD and s > 0:
+        made_s, wire_s = sent[s - 1][0].get(i), work.hops[s - 1][i].forward_s
+    elif kind in (BACKWARD, BACKWARD_INPUT) and s + 1 < len(sent):
+        made_s, wire_s = sent[s + 1][1].get(i), work.hops[s][i].backward_s
+    else:
+        return -1.0, 0.0
+    return None if made_s is None else (made_s, wire_s)
+
+
+def _changes(
+    work: PipelineWork,
+    settings: tuple[int, ...],
+    ran: tuple[tuple[RanAction, ...], ...],
+    stage: int,
+) -> Changes:
+    """Returns what a stage takes and gives back, and when."""
+    found: Changes = []
+    post_s = 0.0
+    for r in ran[stage]:
+        kind, i = r.action
+        cost = work.costs[stage][i][settings[i]]
+        if kind == FORWARD:
+            found += [
+                (r.begin_s, cost.forward_bytes),
+                (r.end_s, cost.held_bytes - cost.forward_bytes),
+            ]
+        elif kind == BACKWARD_WEIGHT:
+            found.append((r.end_s, -cost.weight_bytes))
+        else:
+            left = cost.weight_bytes if kind == BACKWARD_INPUT else 0.0
+            found += [
+                (r.begin_s, cost.backward_bytes - cost.held_bytes),
+                (r.end_s, left - cost.backward_bytes),
+            ]
+        if r.arrival_s > 0:
+            hop = work.hops[stage - 1 if kind == FORWARD else stage][i]
+            size = hop.forward_bytes if kind == FORWARD else hop.backward_bytes
+            found += [(post_s, size), (r.begin_s, -size)]
+        post_s = r.begin_s
+    return found + _unsent(work, ran, stage)
+
+
+def _unsent(work: PipelineWork, ran: tuple[tuple[RanAction, ...], ...], stage: int) -> Changes:
+    """Returns the bytes that a stage has sent and that have not arrived."""
+    found: Changes = []
+    made = {(r.action.kind == FORWARD, r.action.micro_batch): r.end_s
+            for r in ran[stage] if r.action.kind != BACKWARD_WEIGHT}  # fmt: skip
+    for peer in (stage - 1, stage + 1):
+        for r in ran[peer] if 0 <= peer < len(ran) else ():
+            kind, i = r.action
+            if kind == FORWARD and peer > stage:
+                size = work.hops[stage][i].forward_bytes
+            elif kind in (BACKWARD, BACKWARD_INPUT) and peer < stage:
+                size = work.hops[peer][i].backward_bytes
+            else:
+                continue
+            found += [(made[kind == FORWARD, i], size), (r.arrival_s, -size)]
+    return found
+
+
+def _curve(changes: Changes) -> tuple[tuple[float, float], ...]:
+    """Returns the bytes held from each time on; what ends at a time goes before what begins."""
+    changes.sort()
+    totals = accumulate(b for _, b in changes)
+    return tuple((t, total) for (t, _), total in zip(changes, totals, strict=True))
