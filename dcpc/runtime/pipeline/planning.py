@@ -18,6 +18,7 @@ from dcpc.runtime.pipeline.schedule import (
     Hop,
     PipelineWork,
     StageCost,
+    lower_bound,
     search,
 )
 from dcpc.runtime.planner.batch import PaddedCost, microbatch
@@ -142,8 +143,10 @@ def plan_replicas(
         made = []
         for own in _dealt(lengths, batches, cost, replicas):
             work = work_of(lengths, own, cost)
+            if best and lower_bound(work).seconds_s >= _end_s(best):
+                break
             made.append(PlannedPipeline(own, search(work, split=split, limit=0), work, by))
-        if not best or _end_s(made) < _end_s(best):
+        if not best or (len(made) == replicas and _end_s(made) < _end_s(best)):
             best = tuple(made)
     longer = [(p, search(p.work, split=split, limit=limit)) for p in best]
     return tuple(
