@@ -128,7 +128,11 @@ class Ours:
     def gather_again(self, again: bool) -> None:
         """Has backward gather parameters again although nothing is recomputed, or not."""
         # No menu has this alone: it is set where dispatch notes what its settings do.
-        self.compiled._dispatch._gathers_again = lambda mb: again
+        dispatch = self.compiled._dispatch
+        units = dispatch._planned.traces[0].traced.units
+        assert units is not None, "in rounds"
+        chosen = units.again if again else frozenset()
+        dispatch._gathers_again = lambda mb: chosen
 
     def run(self, step: Step) -> float:
         """Returns the loss of a step, once the optimizer has run."""

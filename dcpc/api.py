@@ -15,7 +15,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
-from dcpc.errors import PlanError, TraceError
+from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, TraceError
 from dcpc.ir import Program
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
@@ -54,7 +54,19 @@ from dcpc.verify import Verifier
 ADAM_STATES = 2
 
 
-@taking(CompileOptions)
+def _tell_others(error: DcpcError, given: Mapping[str, object]) -> None:
+    """Has all ranks raise what is wrong with the arguments of one: the others wait for its plan."""
+    model, group = given.get("model"), given.get("group")
+    if isinstance(error, GroupError):  # whom to tell is what is wrong
+        return
+    groups = Groups.default(
+        group=group if isinstance(group, dist.ProcessGroup) else None,
+        device=_device_of(model) if isinstance(model, nn.Module) else None,
+    )
+    agree(groups, groups.world, "plan", "", error)
+
+
+@taking(CompileOptions, refused=_tell_others)
 def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
 
@@ -100,8 +112,12 @@ def _compiled(
 ) -> CompiledModel:
     """Returns what `compile` does, on these ranks."""
     told = options.planned_for(groups.world)
-    speeds = checked_speeds(options.speeds, groups.world)
-    planned = plan_with(model, buckets, told)
+    try:
+        speeds = checked_speeds(options.speeds, groups.world)
+        planned = plan_with(model, buckets, told)
+    except DcpcError as error:  # on all ranks, as they wait for this one's plan
+        agree(groups, groups.world, "plan", "", error)
+        raise
     hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
     paced = "" if options.speeds == "equal" else f"; speeds {options.speeds}"
     agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}{paced}")
@@ -162,6 +178,11 @@ def materialize(compiled: CompiledModel, init: Init = None) -> None:
         GroupError: ranks initialised to different values, or one did not arrive.
         VerifyError: a trace or a variant does not compute what the model computes.
     """
+    if not isinstance(compiled, CompiledModel):
+        raise DispatchError(
+            f"dcpc.materialize: got {type(compiled).__name__}; expected what dcpc.compile "
+            "returned; compile the model while it is on the meta device, then materialize that"
+        )
     compiled.materialize(init)
 
 

@@ -193,6 +193,41 @@ class Packable:
     by_numbers: bool = False
 
 
+# --------------------------------------------------------------------------------------- values
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The elements of one dim that an op reads; counts below 0 are padding beside the dim.
+
+    Attributes:
+        dim: which one.
+        first: elements at its beginning that are not read.
+        last: elements at its end that are not read.
+    """
+
+    dim: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRange:
+    """What an op needs of an integer input's elements: torch raises an `IndexError` for others.
+
+    Attributes:
+        size: each is from 0 to below this,
+        ignored: or this; None: there is no such value.
+        reader: what reads them, for an error.
+        windows: which elements are read; a dim without one is read whole.
+    """
+
+    size: int
+    ignored: int | None
+    reader: str
+    windows: tuple[Window, ...]
+
+
 # ------------------------------------------------------------------------------------ placement
 
 
@@ -415,10 +450,13 @@ class Fold:
         copy_of: a graph's node -> number of its run of blocks, and 0, 1 or 2; absent outside.
         others: of each run, the copies like the middle one that are not there; they run between it
             and the last.
+        kept: call of a middle copy that gathers parameters again in backward -> how many of the
+            others, from the last on, keep theirs from forward instead.
     """
 
     copy_of: Mapping[str, tuple[int, int]]
     others: tuple[int, ...]
+    kept: Mapping[str, int] = field(default_factory=dict)
 
     def copy(self, name: str) -> tuple[int, int]:
         """Returns the run and copy of a node, `OUTSIDE` of all copies."""
@@ -428,6 +466,10 @@ class Fold:
         """Returns how many calls a node stands for."""
         run, copy = self.copy(name)
         return 1 + self.others[run] if copy == 1 else 1
+
+    def count_again(self, name: str) -> int:
+        """Returns how many calls of backward a node stands for."""
+        return self.count(name) - self.kept.get(name, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class FixedSp:
         self.plans = {b: self._plan(b, longest["seq"] // b["seq"], sp) for b in self.buckets}
         self.tables: dict[dcpc.Bucket, tuple[PlanRow, ...]] = {}  # its own setting alone
         self.node_ranks = compiled.node_ranks
+        self.value_ranges = compiled.value_ranges
         self.loader = workload.loader(dataset, self, mode="inter")
         self.steps: list[Step] = []
 

@@ -44,6 +44,7 @@ class FixedSp:
         self.plans = {b: self._plan(b, sp) for b in self.buckets}
         self.tables: dict[dcpc.Bucket, tuple[PlanRow, ...]] = {}  # its own setting alone
         self.node_ranks = compiled.node_ranks
+        self.value_ranges = compiled.value_ranges
         self.loader = workload.loader(samples, self)
         self.steps: list[Step] = []
 

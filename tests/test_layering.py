@@ -59,6 +59,8 @@ TABLE = {
         "recompute": "",
         "stages": "",
         "units": "",
+        "value_ranges": "sharding",
+        "dtypes": "",
     },
     "dcpc.symbolic_profile": {
         "polynomials": "",
@@ -82,7 +84,8 @@ TABLE = {
         "groups": "",
         "checkpoint": "groups",
         "planner": "groups",
-        "data": "groups planner",
+        "values": "",
+        "data": "groups planner values",
         "parameters": "groups",
         "pipeline": "groups planner",
         "step": "groups planner data parameters",

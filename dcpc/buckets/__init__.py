@@ -9,13 +9,17 @@ from dcpc.buckets.shape_buckets import (
     InputSpec,
     Sizes,
 )
+from dcpc.buckets.specs import MAX_SIZE
+from dcpc.buckets.yaml_lines import path_of
 
 __all__ = [
     "BATCH",
     "MAX_BATCH",
+    "MAX_SIZE",
     "Bucket",
     "Buckets",
     "DimExpr",
     "InputSpec",
     "Sizes",
+    "path_of",
 ]

@@ -28,7 +28,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
 from dcpc.buckets.specs import MAX_SIZE, DimExpr, InputSpec, Sizes
-from dcpc.buckets.yaml_lines import FieldPath, read_yaml
+from dcpc.buckets.yaml_lines import FieldPath, path_of, read_yaml
 from dcpc.errors import BucketError, DispatchError
 
 __all__ = ["BATCH", "MAX_BATCH", "Bucket", "Buckets", "DimExpr", "InputSpec", "Sizes"]
@@ -123,7 +123,14 @@ class Buckets:
         }
         text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
         if file is not None:
-            Path(file).write_text(text, encoding="utf-8")
+            path = path_of(file, BucketError, "to_yaml")
+            try:
+                path.write_text(text, encoding="utf-8")
+            except OSError as e:
+                raise BucketError(
+                    f"to_yaml({str(path)!r}): got {e.strerror}; expected a file that can be "
+                    "written, in a folder that is there; name another"
+                ) from e
         return text
 
     @property

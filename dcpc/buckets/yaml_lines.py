@@ -1,5 +1,6 @@
 """YAML read as plain data together with the line of every field, so that errors can name it."""
 
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,19 +47,21 @@ def read_yaml(file: str | Path, error: type[DcpcError]) -> LinedYaml:
     Raises:
         DcpcError: of class `error`; the file cannot be read, is not YAML or repeats a key.
     """
-    file = Path(file)
+    file = path_of(file, error, "the file to read")
     try:
         loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         lines: dict[FieldPath, int] = {}
         if node is not None:
-            _reject_repeated_keys(node, file, error, _MAX_DEPTH)
+            _reject_repeated_keys(node, file, error, _MAX_DEPTH, {})
         data = loader.construct_document(node) if node is not None else None
         # After construction, which has expanded merge keys (`<<:`) in the nodes.
         if node is not None:
             _mark_lines(node, (), lines)
     except OSError as e:
-        raise error(f"{file}: cannot be read, got {e.strerror}; expected a readable file") from e
+        raise error(
+            f"{file}: cannot be read, got {e.strerror}; expected a readable file; correct the path"
+        ) from e
     except yaml.MarkedYAMLError as e:
         line = e.problem_mark.line + 1 if e.problem_mark else 1
         raise error(
@@ -66,14 +69,42 @@ def read_yaml(file: str | Path, error: type[DcpcError]) -> LinedYaml:
             "spaces; correct this line or the one before it"
         ) from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise error(f"{file}:1: not valid YAML, got {e}; expected one UTF-8 document") from e
+        said = "nesting without end" if isinstance(e, RecursionError) else f"{e}"
+        raise error(
+            f"{file}:1: not valid YAML, got {said}; expected one UTF-8 document of a few levels; "
+            "correct the file"
+        ) from e
     return LinedYaml(data, file, lines)
 
 
-def _reject_repeated_keys(node: yaml.Node, file: Path, error: type[DcpcError], depth: int) -> None:
-    """YAML forbids a key twice in one mapping; PyYAML would keep the last without a word."""
-    if depth == 0:
+def path_of(file: object, error: type[DcpcError], what: str) -> Path:
+    """Returns a path that the operating system can be asked for.
+
+    Args:
+        file: as a user gave it.
+        error: class to raise.
+        what: it is, for the error.
+
+    Raises:
+        DcpcError: of class `error`; it is no path, or one that no file can have.
+    """
+    if isinstance(file, str | Path) and str(file) and "\0" not in str(file):
+        return Path(file)
+    raise error(
+        f"{what}: got {reprlib.repr(file)}; expected a path, as text or pathlib.Path; pass one"
+    )
+
+
+def _reject_repeated_keys(
+    node: yaml.Node, file: Path, error: type[DcpcError], depth: int, seen: dict[int, int]
+) -> None:
+    """YAML forbids a key twice in one mapping; PyYAML would keep the last without a word.
+
+    Aliases make one node of many places: `seen` has how deep each was looked into.
+    """
+    if depth <= seen.get(id(node), 0):
         return
+    seen[id(node)] = depth
     children: list[yaml.Node] = []
     if isinstance(node, yaml.MappingNode):
         first: dict[str, int] = {}
@@ -84,14 +115,14 @@ def _reject_repeated_keys(node: yaml.Node, file: Path, error: type[DcpcError], d
             line = key.start_mark.line + 1
             if key.value in first:
                 raise error(
-                    f"{file}:{line}: field '{key.value}' is given twice, first in line "
+                    f"{file}:{line}: got field '{key.value}' twice, first in line "
                     f"{first[key.value]}; expected it once; remove one"
                 )
             first[key.value] = line
     elif isinstance(node, yaml.SequenceNode):
         children = node.value
     for child in children:
-        _reject_repeated_keys(child, file, error, depth - 1)
+        _reject_repeated_keys(child, file, error, depth - 1, seen)
 
 
 def _mark_lines(node: yaml.Node, path: FieldPath, lines: dict[FieldPath, int]) -> None:

@@ -2,7 +2,7 @@
 
 from dcpc.codegen.collectives.collectives import bind_group, wire_log
 from dcpc.codegen.collectives.rows import ROWS_GROUP
-from dcpc.codegen.joint.gathers import take_part
+from dcpc.codegen.joint.gathers import UnitNodes, gather_key, take_part
 from dcpc.codegen.joint.joint import Tracer, with_quotients
 from dcpc.codegen.joint.library import Library
 from dcpc.codegen.joint.schedule import VIEWS
@@ -22,6 +22,7 @@ __all__ = [
     "Library",
     "LoweredPair",
     "Tracer",
+    "UnitNodes",
     "Variant",
     "bind_group",
     "broken_guards",
@@ -30,6 +31,7 @@ __all__ = [
     "decompositions",
     "delivering",
     "excerpt",
+    "gather_key",
     "integers_of",
     "run_in_step",
     "summed",

@@ -206,16 +206,18 @@ def source(
     factory: Factory,
     buckets: SomeBuckets = None,
     seq: Lengths = None,
-    *,
     bucket: Annotated[
-        str, typer.Option("--bucket", metavar="DIM=SIZE,...", help="which one, e.g. seq=512")
-    ],
+        str | None,
+        typer.Option(metavar="DIM=SIZE,...", help="which one, e.g. seq=512; default: the only one"),
+    ] = None,
+    *,
     options: PlanOptions,
 ) -> None:
     """Print the forward and backward of one bucket as Python a person can read."""
-    wanted = parse_bucket(bucket)
+    wanted = parse_bucket(bucket) if bucket else {}
     planned, said = NamedModel(factory, buckets, seq).planned(options, partly=True)
-    found = planned.find(wanted)
+    only = len(planned.tables) == 1 and not bucket
+    found = planned.find(next(iter(planned.tables)).sizes if only else wanted)
     typer.echo(said, nl=False, err=True)
     with during(f"make the source of {found}"):
         text = planned.source(found)

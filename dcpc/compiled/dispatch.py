@@ -13,6 +13,7 @@ from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
 from dcpc.compiled.seeds import Seeds
 from dcpc.errors import DispatchError
 from dcpc.ir import Placement
+from dcpc.passes.value_ranges import value_ranges
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import group_name
 from dcpc.runtime.data.steps import MicroBatch, Step
@@ -20,9 +21,10 @@ from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
+from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting
 
-_VariantKey = tuple[Bucket, int, Setting, int, bool | None]
+_VariantKey = tuple[Bucket, int, Setting, int, frozenset[int] | None]
 
 
 class Dispatch:
@@ -31,6 +33,7 @@ class Dispatch:
     Attributes:
         store: who holds what of the parameters.
         stats: counts of what has run.
+        value_ranges: what ops need of integer inputs, by bucket and input.
         variants: what runs a bucket, a batch, a setting, a place in the group and a way to gather
             parameters, with its integers; filled on first use.
     """
@@ -55,12 +58,15 @@ class Dispatch:
         self.store = store
         self.stats = Stats()
         self.variants: dict[_VariantKey, tuple[Variant, tuple[int, ...]]] = {}
-        self._gathering: bool | None = None  # whether this round gathers again in backward
-        self._again: dict[tuple[Bucket, Setting], bool] = {}
+        # The units that this round gathers again in backward.
+        self._gathering: frozenset[int] | None = None
+        self._again: dict[tuple[Bucket, Setting], frozenset[int]] = {}
         self._buckets = buckets
         self._planned = planned
         self._groups = groups
         self._seeds = seeds
+        ranges = {id(v): value_ranges(v.traced.program) for v in planned.traces}
+        self.value_ranges = {b: ranges[id(v)] for b, v in planned.by_bucket.items()}
         self._refuse_different_sums()
         self.bind_blocks()
 
@@ -145,6 +151,26 @@ class Dispatch:
         shapes = {n: tuple(t.shape) for n, t in inputs.items()}
         return self._buckets.match(shapes, {n: t.dtype for n, t in inputs.items()})
 
+    def input_problem(self, bucket: Bucket, inputs: Mapping[str, Tensor]) -> DispatchError | None:
+        """Returns what is wrong with where inputs are, or with their values; None: nothing.
+
+        Values are looked at on the CPU alone.
+
+        Args:
+            bucket: of these inputs.
+            inputs: by name.
+        """
+        here = self._groups.device
+        for name, value in inputs.items():
+            if value.layout != torch.strided or value.device.type != here.type:
+                return DispatchError(
+                    f"input {name}: got a {value.layout} tensor on {value.device}; expected a "
+                    f"dense one on {here}, where the model is; move it by .to('{here}'), or make "
+                    "it dense by .to_dense()"
+                )
+        wrong = out_of_range(inputs, self.value_ranges[bucket])
+        return None if wrong is None else DispatchError(str(wrong))
+
     def setting(self, bucket: Bucket) -> Setting:
         """Returns the planned setting of a bucket."""
         plan = self._planned.plans[bucket]
@@ -178,21 +204,21 @@ class Dispatch:
         self._variant(bucket, sizes, _setting_of(mb), mb.ranks.index(self._groups.rank))
 
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
-        """Begins a round: what runs from now on gathers as often as any of its micro-batches.
+        """Begins a round: what runs from now on gathers again what any of its micro-batches does.
 
         Args:
             together: that all ranks run at once; none: what runs is in no round.
         """
         again = [self._gathers_again(mb) for mb in together]
-        self._gathering = any(again) if again else None
+        self._gathering = frozenset().union(*again) if again else None
 
-    def _gathers_again(self, mb: PlannedMicroBatch) -> bool:
+    def _gathers_again(self, mb: PlannedMicroBatch) -> frozenset[int]:
         setting = Setting(mb.sp, mb.micro_batch, mb.menu_step)
         if (mb.bucket, setting) not in self._again:
             sizes = {**mb.bucket.sizes, BATCH: setting.micro_batch}
             priced = self._planned.by_bucket[mb.bucket].priced
-            study = priced.at(self.placement(mb.bucket, sizes, setting))
-            self._again[mb.bucket, setting] = study.gathers_again(mb.menu_step)
+            placement = self.placement(mb.bucket, sizes, setting)
+            self._again[mb.bucket, setting] = priced.gathered_again(placement, mb.menu_step)
         return self._again[mb.bucket, setting]
 
     def run_micro_batch(self, step: Step, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -223,8 +249,8 @@ class Dispatch:
         joint = runnable.traced.lowering(self._planned.placement(bucket)).joint
         tensors = {n: self.store.taken(t) for n, t in runnable.traced.tensors().items()}
         assert joint.units is not None, "only where graphs gather there are rounds"
-        again = bool(self._gathering)
-        for name, rows in take_part(joint.units, joint.gathers, tensors, again=again):
+        again = self._gathering or frozenset()
+        for name, rows in take_part(joint.units, joint.gathers, tensors, again):
             parameter = tensors[name]
             assert isinstance(parameter, nn.Parameter), f"{name} has a gradient"
             deliver(parameter, rows)

@@ -39,6 +39,11 @@ def refuse_arguments(
             f"evaluate: got between={between!r}; expected one of {', '.join(map(repr, BETWEEN))}; "
             "choose one"
         )
+    if pad is not None and not isinstance(pad, Mapping):
+        raise DispatchError(
+            f"evaluate: got pad={pad!r}; expected input name -> number; pass e.g. "
+            f"pad={{'{next(iter(buckets.inputs))}': 0}}"
+        )
     unknown = [name for name in pad or {} if name not in buckets.inputs]
     if unknown or (pad and between != "pad"):
         raise DispatchError(

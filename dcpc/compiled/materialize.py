@@ -151,9 +151,9 @@ def _fill(
     except Exception as e:
         # Whatever a user's function raises: the other ranks wait.
         raised = DispatchError(
-            f"dcpc.materialize: {type(e).__name__} while a module was initialised: {e}; expected "
-            "each to be initialised by itself, its parents and other modules being on the meta "
-            "device; mend its reset_parameters, or pass init="
+            f"dcpc.materialize: got {type(e).__name__} while a module was initialised: {e}; "
+            "expected each to be initialised by itself, its parents and other modules being on "
+            "the meta device; mend its reset_parameters, or pass init="
         )
         raised.__cause__ = e
         return raised
@@ -173,7 +173,7 @@ def _initialise(each: _MetaModule, filling: _Filling, init: Callable[..., object
         now = {**module._parameters, **module._buffers}
     if log.meta_shapes:
         raise DispatchError(
-            f"dcpc.materialize: {each} wrote to a tensor of another module, of shape "
+            f"dcpc.materialize: got {each}, which wrote to a tensor of another module, of shape "
             f"{log.meta_shapes[0]}, while it was initialised; expected writes to its own "
             f"({each.tensors}): modules get their values one by one, children first; pass an init= "
             "that gives each module its own values"
@@ -184,7 +184,7 @@ def _initialise(each: _MetaModule, filling: _Filling, init: Callable[..., object
     unset = [n for n, at in each.own.items() if n not in values and id(at) not in filling.filled]
     if unset:
         raise DispatchError(
-            f"dcpc.materialize: {each} was initialised and '{unset[0]}' "
+            f"dcpc.materialize: got {each} initialised, and '{unset[0]}' "
             f"({len(unset)} of {len(each.own)} tensors) got no value, or one of another shape, "
             "dtype or device; expected values for each: what __init__ computes on the meta device "
             "is lost; pass an init= that writes it"
@@ -268,10 +268,10 @@ def _check_init(modules: list[_MetaModule], init: Init) -> None:
             lost = [n for n in each.own if n in each.module._non_persistent_buffers_set]
             if lost:
                 raise DispatchError(
-                    f"dcpc.materialize(init='empty'): {each} has the buffer '{lost[0]}' on the "
-                    "meta device that no checkpoint has (persistent=False); expected buffers that "
-                    "a checkpoint fills; pass a function as init= that fills it, and load the "
-                    "checkpoint after it"
+                    f"dcpc.materialize(init='empty'): got {each}, which has the buffer "
+                    f"'{lost[0]}' on the meta device that no checkpoint has (persistent=False); "
+                    "expected buffers that a checkpoint fills; pass a function as init= that fills "
+                    "it, and load the checkpoint after it"
                 )
         return
     if init is not None and not callable(init):
@@ -282,10 +282,10 @@ def _check_init(modules: list[_MetaModule], init: Init) -> None:
     helpless = [m for m in modules if not callable(getattr(m.module, "reset_parameters", None))]
     if init is None and helpless:
         raise DispatchError(
-            f"dcpc.materialize: {helpless[0]} has {helpless[0].tensors} on the meta device and no "
-            f"reset_parameters() ({len(helpless)} such modules); expected one that gives them "
-            "values: what __init__ computes on the meta device is lost; give the class a "
-            "reset_parameters, pass init= (a function of a module), or init='empty' and load a "
+            f"dcpc.materialize: got {helpless[0]}, which has {helpless[0].tensors} on the meta "
+            f"device and no reset_parameters() ({len(helpless)} such modules); expected one that "
+            "gives them values: what __init__ computes on the meta device is lost; give the class "
+            "a reset_parameters, pass init= (a function of a module), or init='empty' and load a "
             "checkpoint"
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.buckets import BATCH, Bucket, Buckets, path_of
 from dcpc.codegen import delivering, wire_log
 from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.dispatch import Dispatch
@@ -21,8 +21,8 @@ from dcpc.compiled.evaluation import filled_up, in_eval, length_edition, refuse_
 from dcpc.compiled.materialize import Init, made_real, on_meta
 from dcpc.compiled.outputs import WithOutputs
 from dcpc.compiled.seeds import Seeds
-from dcpc.errors import DataError, DcpcError, DispatchError
-from dcpc.ir import Packable, Profile, Program
+from dcpc.errors import CheckpointError, DataError, DcpcError, DispatchError
+from dcpc.ir import Packable, Profile, Program, ValueRange
 from dcpc.passes.masks.packable import packable
 from dcpc.plan.following import Followed
 from dcpc.plan.planning import Planned
@@ -34,7 +34,7 @@ from dcpc.runtime.checkpoint.checkpoints import (
     Saving,
     Stateful,
 )
-from dcpc.runtime.data.arguments import check_step
+from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.groups.groups import Groups
@@ -44,7 +44,13 @@ from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.parameters.unmade import UnmadeStore
 from dcpc.runtime.planner.speeds import LearnedSpeeds, speeds_line
 from dcpc.runtime.step.stats import Stats, log_step
-from dcpc.runtime.step.step import StepResult, clip_gradients, reduce_gradients, train_step
+from dcpc.runtime.step.step import (
+    StepResult,
+    check_norm,
+    clip_gradients,
+    reduce_gradients,
+    train_step,
+)
 from dcpc.symbolic_profile import Prediction
 from dcpc.verify import Verifier
 
@@ -185,20 +191,23 @@ class CompiledModel(nn.Module):
         dispatch = edition.dispatch
         bucket, sizes = dispatch.match(inputs)
         self._calls += 1
+        problem = problem or dispatch.input_problem(bucket, inputs)
         if self._store.in_rounds:  # all ranks gather parameters together, whatever each runs
             problem = problem or self._store.follow(self.model.parameters())
-            text = PART.join([f"number {self._calls}", edition.text, str(problem or "")])
-            agree(self.groups, self.groups.world, "call of every rank", text)
+            text = PART.join([f"number {self._calls}", edition.text])
+            agree(self.groups, self.groups.world, "call of every rank", text, problem)
         setting = dispatch.setting(bucket)
         if setting.sp > 1:
             what = edition.call_text(self._calls, bucket, sizes, inputs)
-            agree(self.groups, setting.sp, "bucket", PART.join([*what, str(problem or "")]))
+            agree(self.groups, setting.sp, "bucket", PART.join(what), problem)
         if problem is not None:
             raise problem
         with dispatch.own_casts():
             return dispatch.run_call(bucket, sizes, inputs, setting)
 
-    def train_step(self, step: Step, *, clip: float | None = None) -> StepResult:
+    def train_step(
+        self, step: Step, *, clip: float | None = None, nonfinite: str = "raise"
+    ) -> StepResult:
         """Runs all micro-batches of a planned step and sums the gradients over the ranks.
 
         The gradient is that of the weighted mean loss of the whole global batch, as one device
@@ -207,11 +216,22 @@ class CompiledModel(nn.Module):
         Args:
             step: from `dcpc.DataLoader`.
             clip: largest norm of the whole batch's gradient; a longer one is scaled down to it.
+            nonfinite: what becomes of a loss that is NaN or infinite: "raise" a `DataError`, or
+                "skip" the step: `skipped` of the result is set, and `stats().skipped` counts it.
+                Either way all ranks do the same, and gradients are as they were before the step.
 
         Returns:
             The global loss, and measured seconds and imbalance.
+
+        Raises:
+            DataError: an argument or a sample is wrong on some rank, or the loss is not finite.
+            DispatchError: the model changed since it was compiled.
+            GroupError: the ranks are not in the same step, or one did not arrive.
         """
-        check_step(step)
+        refused = _refused(step, clip, nonfinite)
+        if refused is not None:
+            self._agreed.of_step(None)  # its turn is over on this rank, too
+            agree(self.groups, self.groups.world, "step", "", refused)
         dispatch = self._dispatch
         self._store.check_ready("a train step")
         edition, problem = self._editions.now()
@@ -237,6 +257,7 @@ class CompiledModel(nn.Module):
                     delivering=delivering,
                     in_rounds=dispatch if self._store.in_rounds else None,
                     clip=clip,
+                    nonfinite=nonfinite,
                     comm_bucket_bytes=self.comm_bucket_bytes,
                     state=state,
                     check=check,
@@ -318,9 +339,10 @@ class CompiledModel(nn.Module):
                 values that are no plain ones.
             GroupError: ranks save different steps, or one could not.
         """
+        path = path_of(folder, CheckpointError, "save")
         with self.groups.watch.section(f"save, step {step}"):
             parts = self._parts(optimizer, loader, scheduler)
-            return self._checkpoints.save(Path(folder), step, parts, extra, keep=keep, wait=wait)
+            return self._checkpoints.save(path, step, parts, extra, keep=keep, wait=wait)
 
     def load(
         self,
@@ -349,13 +371,24 @@ class CompiledModel(nn.Module):
                 checkpoints are damaged.
             DataError: the loader's data or order are others.
         """
+        path = path_of(folder, CheckpointError, "load")
         with self.groups.watch.section("load"):
-            parts = self._parts(optimizer, loader, scheduler)
-            return self._checkpoints.load(Path(folder), parts)
+            return self._checkpoints.load(path, self._parts(optimizer, loader, scheduler))
 
     def _parts(
         self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None
     ) -> Parts:
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise CheckpointError(
+                f"optimizer=: got {type(optimizer).__name__}; expected a torch.optim.Optimizer of "
+                "compiled.parameters(); pass it, or leave it out"
+            )
+        for name, part in (("loader", loader), ("scheduler", scheduler)):
+            if part is not None and not isinstance(part, Stateful):
+                raise CheckpointError(
+                    f"{name}=: got {type(part).__name__}; expected an object with state_dict() and "
+                    "load_state_dict(); pass one, or leave it out"
+                )
         mode = self._store.mode
         return Parts(self, self._seeds, mode, optimizer, loader, scheduler)
 
@@ -429,10 +462,19 @@ class CompiledModel(nn.Module):
         Args:
             bucket: which one; a batch among its sizes is as `batch`.
             batch: samples in the micro-batch; default: the planned ones.
+
+        Raises:
+            DispatchError: there is no such bucket, or `batch` is no number of samples.
         """
         if batch is None and isinstance(bucket, Mapping):
             batch = bucket.get(BATCH)
         bucket = self._bucket(bucket)
+        whole = isinstance(batch, int) and not isinstance(batch, bool)
+        if batch is not None and (not whole or batch < 1):
+            raise DispatchError(
+                f"predict: got batch={batch!r}; expected an integer >= 1, samples of a "
+                "micro-batch; correct it, or leave it out for the planned ones"
+            )
         plan = self.plans[bucket]
         sizes = {**bucket.sizes, BATCH: batch or plan.micro_batch}
         placement = self._dispatch.placement(bucket, sizes, self._dispatch.setting(bucket))
@@ -448,6 +490,11 @@ class CompiledModel(nn.Module):
         traces = [v.traced for v in used.values()]
         found = [packable(t.program, t.sharding.rules) for t in traces]
         return next((p for p in found if p.reason), found[0])
+
+    @property
+    def value_ranges(self) -> Mapping[Bucket, Mapping[str, tuple[ValueRange, ...]]]:
+        """What the model's ops need of integer inputs, by bucket and input."""
+        return self._dispatch.value_ranges
 
     @property
     def in_rounds(self) -> bool:
@@ -566,3 +613,15 @@ class CompiledModel(nn.Module):
 
     def _bucket(self, bucket: Bucket | Mapping[str, int]) -> Bucket:
         return self.planned.find(bucket.sizes if isinstance(bucket, Bucket) else bucket)
+
+
+def _refused(step: Step, clip: float | None, nonfinite: str) -> DcpcError | None:
+    """Returns what is wrong with this rank's step, or with the arguments of it."""
+    try:
+        check_step(step)
+        if clip is not None:
+            check_norm(clip)
+        check_choice("nonfinite", nonfinite, ("raise", "skip"))
+    except DataError as error:
+        return error
+    return step.problem

@@ -100,6 +100,23 @@ class Lift:
         twins = {} if self._folded is None else self._folded.twins
         return made_again | {(t, *k[1:]) for k in made_again for t in twins.get(k[0], ())}
 
+    def gathered_again(self, units: Mapping[int, int]) -> frozenset[int]:
+        """Returns the whole program's units that are gathered again where the small one's are.
+
+        Args:
+            units: number of a unit -> copies that it stands for and that keep theirs.
+        """
+        small, whole = self.small.units, self.whole.units
+        if small is None or whole is None:
+            return frozenset()
+        twins = {} if self._folded is None else self._folded.twins
+        names: set[str] = set()
+        for number, kept in units.items():
+            for name in small.units[number]:
+                others = twins.get(name, ())
+                names |= {name, *others[: len(others) - kept]}
+        return frozenset(k for k, unit in enumerate(whole.units) if not names.isdisjoint(unit))
+
     def copies(self, owner: Mapping[str, str]) -> Fold | None:
         """Returns what the nodes of a graph stand for, None where each stands for itself.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 
 from dcpc.buckets import Buckets
 from dcpc.codegen import BACKENDS, check_backend
-from dcpc.errors import BucketError, PlanError, TraceError
+from dcpc.errors import BucketError, DcpcError, GroupError, PlanError, ProfileError, TraceError
 from dcpc.passes.sharding.attention_ways import LOWERINGS, check_lowering
 from dcpc.symbolic_profile import DEVICES, Calibration, Device, OptimizerLike, bytes_of, find
 from dcpc.trace import checked_dtype
@@ -31,6 +32,7 @@ from dcpc.trace.wrappers import refuse_wrapped
 RECOMPUTE = ("auto", "pyramid", "none", "all")
 VERIFY = ("auto", "full", "off")
 PARAMETERS = ("whole", "step", "pull", "rounds", "auto")
+_LARGEST = (1 << 63) - 1  # integers from here on fit in no tensor
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 P = ParamSpec("P")
@@ -98,11 +100,9 @@ def degrees(sp: int | str | Sequence[int], world: int) -> tuple[int, ...]:
     if sp == "auto":
         return divisors
     if isinstance(sp, Sequence) and not isinstance(sp, str):
-        found = tuple(sorted(set(sp)))
-        if all(isinstance(d, int) and 1 <= d <= world for d in found) and (
-            set(found) & set(divisors)
-        ):
-            return found
+        whole = all(isinstance(d, int) and not isinstance(d, bool) for d in sp)
+        if whole and all(1 <= d <= world for d in sp) and set(sp) & set(divisors):
+            return tuple(sorted(set(sp)))
     elif not isinstance(sp, bool) and isinstance(sp, int) and sp in divisors:
         return (sp,)
     raise PlanError(
@@ -182,8 +182,46 @@ def _check_given(model: object, buckets: object) -> None:
 
 
 def _check_device(device: str | Device) -> None:
+    if not isinstance(device, str | Device):
+        known = ", ".join(d.name for d in DEVICES)
+        raise ProfileError(
+            f"device: got {reprlib.repr(device)}; expected 'auto', one of {known}, or a Device; "
+            "pass one"
+        )
     if isinstance(device, str) and device != "auto":
         find(device)
+
+
+def _check_count(what: str, least: int) -> Callable[[object], None]:
+    """Returns what refuses all but integers from `least` on, and None where that is a default."""
+
+    def check(given: object) -> None:
+        whole = isinstance(given, int) and not isinstance(given, bool)
+        if not whole or not least <= int(given) <= _LARGEST:  # type: ignore[call-overload]
+            raise PlanError(
+                f"got {what}={reprlib.repr(given)}; expected an integer from {least} to "
+                f"{_LARGEST}; correct it"
+            )
+
+    return check
+
+
+def _check_optimizer_bytes(given: int | None) -> None:
+    if given is not None:
+        _check_count("optimizer_bytes", 0)(given)
+
+
+def _check_derive(given: object) -> None:
+    if not isinstance(given, bool):
+        raise PlanError(f"got derive_rules={reprlib.repr(given)}; expected True or False; pass one")
+
+
+def _check_group(group: object) -> None:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise GroupError(
+            f"got group={reprlib.repr(group)}; expected a torch.distributed.ProcessGroup that this "
+            "rank is in; make one by torch.distributed.new_group, or leave it out for all ranks"
+        )
 
 
 def parse_degrees(text: str) -> int | str | list[int]:
@@ -314,6 +352,7 @@ class ModelOptions:
     optimizer_bytes: int | None = _option(
         None,
         "what the optimizer keeps on a rank, where that is known better",
+        check=_check_optimizer_bytes,
         default="what follows from `optimizer`",
         command=CommandOption(str | None, _optimizer_bytes_of, metavar="BYTES"),
     )
@@ -354,6 +393,7 @@ class ModelOptions:
         True,
         "find a rule for an op without a sharding rule by runs on small random pieces, and warn "
         "of it; else each rank does all of the op",
+        check=_check_derive,
         command=CommandOption(bool),
     )
     loss: Loss | None = _option(
@@ -387,7 +427,12 @@ class ModelOptions:
 class PlanOptions(ModelOptions):
     """What `plan` is told, and every command that plans."""
 
-    world: int = _option(1, "number of ranks to plan for", command=CommandOption(int, least=1))
+    world: int = _option(
+        1,
+        "number of ranks to plan for",
+        check=_check_count("world", 1),
+        command=CommandOption(int, least=1),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,7 +440,7 @@ class CompileOptions(ModelOptions):
     """What `compile` is told."""
 
     group: dist.ProcessGroup | None = _option(
-        None, "a process group", default="all ranks, or one alone"
+        None, "a process group", default="all ranks, or one alone", check=_check_group
     )
     verify: str = _option(
         "auto",
@@ -442,6 +487,7 @@ class Taking(Protocol[P, Result_co]):
 
 def taking(
     kind: Callable[P, T],
+    refused: Callable[[DcpcError, Mapping[str, Any]], None] | None = None,
 ) -> Callable[[Callable[[nn.Module, Buckets, T], Result_co]], Taking[P, Result_co]]:
     """Lets callers of a function give the fields of its options by name.
 
@@ -449,6 +495,7 @@ def taking(
 
     Args:
         kind: a type of options, the function's last argument.
+        refused: is told of an error in them, and of all arguments, before it is raised.
     """
     make: Callable[..., T] = kind
     options = fields(kind)  # type: ignore[arg-type]
@@ -468,8 +515,14 @@ def taking(
         def run(*args: Any, **given: Any) -> Result_co:
             bound = signature.bind(*args, **given)  # refuses unknown names as any call does
             model, buckets = bound.args
-            _check_given(model, buckets)
-            return function(model, buckets, make(**bound.kwargs))
+            try:
+                _check_given(model, buckets)
+                options = make(**bound.kwargs)
+            except DcpcError as error:
+                if refused is not None:
+                    refused(error, bound.arguments)
+                raise
+            return function(model, buckets, options)
 
         run.__signature__ = signature  # type: ignore[attr-defined]
         lines = [f"    {o.name}: {facts(o).meaning}. Default: {default_of(o)}." for o in options]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dcpc.buckets import BATCH, Sizes
-from dcpc.codegen import Key, LoweredPair
+from dcpc.codegen import Key, LoweredPair, gather_key
 from dcpc.ir import Placement
 from dcpc.plan.folding import Lift
 from dcpc.plan.placements import Placements
@@ -74,7 +74,7 @@ class Priced:
         menu_step: int,
         backend: str = "",
         *,
-        gathers_again: bool | None = None,
+        gathers_again: frozenset[int] | None = None,
     ) -> set[Key]:
         """Returns what so many steps of recompute make again, of all blocks.
 
@@ -82,10 +82,20 @@ class Priced:
             placement: of the program.
             menu_step: how many.
             backend: of the graph; default: the model's.
-            gathers_again: whether parameters are among it; None: as the steps say.
+            gathers_again: units of parameters that are among it; None: as the steps say.
         """
         structure = self._structure(self.lift.down(placement), backend or self.traced.backend)
-        return self.lift.every_block(structure.made_again(menu_step, gathers_again))
+        found = self.lift.every_block(structure.made_again(menu_step))
+        if self.traced.units is None:
+            return found
+        if gathers_again is None:
+            gathers_again = self.lift.gathered_again(structure.gathered_again(menu_step))
+        return found | {gather_key(self.traced.units.units[k]) for k in gathers_again}
+
+    def gathered_again(self, placement: Placement, menu_step: int) -> frozenset[int]:
+        """Returns the units of parameters that so many steps of recompute gather again."""
+        structure = self._structure(self.lift.down(placement), self.traced.backend)
+        return self.lift.gathered_again(structure.gathered_again(menu_step))
 
     def _structure(self, small: Placement, backend: str) -> Structure:
         """Returns what placements have in common that split alike at any degree."""

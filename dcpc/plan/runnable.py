@@ -43,7 +43,7 @@ class _GraphsKey:
     backend: str
     hints: Hints = None
     gathers: bool = True
-    gathers_again: bool | None = None
+    gathers_again: frozenset[int] | None = None
 
 
 class Runnable:
@@ -77,7 +77,7 @@ class Runnable:
         backend: str = "",
         *,
         gathers: bool = True,
-        gathers_again: bool | None = None,
+        gathers_again: frozenset[int] | None = None,
     ) -> Partition:
         """Returns forward and backward in which `menu_step` steps of the menu are taken.
 
@@ -107,7 +107,7 @@ class Runnable:
         menu_step: int,
         sizes: Sizes,
         rank: int,
-        gathers_again: bool | None = None,
+        gathers_again: frozenset[int] | None = None,
     ) -> tuple[Variant, tuple[int, ...]]:
         """Returns a runnable variant that is right at these sizes, and the integers for the call.
 

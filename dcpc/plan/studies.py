@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from dcpc.buckets import Sizes
-from dcpc.codegen import VIEWS, Key, LoweredPair
+from dcpc.codegen import VIEWS, Key, LoweredPair, UnitNodes
 from dcpc.fx.leaves import leaf_key, size_key
-from dcpc.ir import Fold, Placement, Profile, Program, tensor_operands
+from dcpc.ir import OUTSIDE, Fold, Placement, Profile, Program, tensor_operands
 from dcpc.passes.recompute.menu import AlikeBlocks, ForwardCall, Menu, ValueMemory, recompute_menu
 from dcpc.symbolic_profile import (
     Costs,
@@ -33,6 +33,26 @@ from dcpc.symbolic_profile import (
     Usage,
     with_constants,
 )
+
+_DENSE = torch.ops.aten.clone.default  # of a parameter that does not lie row after row
+
+
+@dataclass(frozen=True, slots=True)
+class GatherStep:
+    """A step of recompute that gathers parameters again.
+
+    Attributes:
+        after: steps of the menu before it.
+        gathers: from it on, the calls that gather again, and how many of the copies that each
+            stands for keep theirs all the same, from the last on.
+        seconds: of all these gathers.
+        size_bytes: of what they gather.
+    """
+
+    after: int
+    gathers: Mapping[str, int]
+    seconds: float
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +68,7 @@ class Structure:
         copies: what its nodes stand for, None where each stands for itself.
         keys: name of a value -> what it is called in every trace.
         costs: steps of recompute -> what runs then costs.
-        turn: of parameters that are gathered: steps of the menu before the one that gathers them
-            again in backward; None: there are none.
+        turns: the steps that gather parameters again in backward, in order.
     """
 
     lowering: LoweredPair
@@ -60,7 +79,7 @@ class Structure:
     copies: Fold | None
     keys: Mapping[str, Key]
     costs: dict[int, Costs]
-    turn: int | None = None
+    turns: tuple[GatherStep, ...] = ()
 
     @property
     def menu(self) -> Menu:
@@ -69,35 +88,47 @@ class Structure:
 
     @property
     def steps(self) -> int:
-        """Steps of recompute there are; to gather parameters again is one of them."""
-        return len(self.menu.steps) + (self.turn is not None)
+        """Steps of recompute there are; those that gather parameters again are among them."""
+        return len(self.menu.steps) + len(self.turns)
 
-    def gathers_again(self, menu_step: int) -> bool:
-        """Whether so many steps of recompute gather parameters again in backward."""
-        return self.turn is not None and menu_step > self.turn
+    def turn(self, menu_step: int) -> GatherStep | None:
+        """Returns the last of so many steps that gathers parameters again; None: none does."""
+        taken = self._turns_in(menu_step)
+        return self.turns[taken - 1] if taken else None
 
-    def made_again(self, menu_step: int, gathers_again: bool | None = None) -> set[Key]:
-        """Returns what so many steps of recompute make again.
+    def gathered_again(self, menu_step: int) -> dict[int, int]:
+        """Returns number of a unit -> copies that it stands for and that keep theirs.
 
         Args:
-            menu_step: how many.
-            gathers_again: whether parameters are among it; None: as the steps say.
+            menu_step: steps of recompute that are taken.
         """
-        own = self.gathers_again(menu_step)
-        of_menu = menu_step - own
+        turn = self.turn(menu_step)
+        gathers = {} if turn is None else turn.gathers
+        units = self.lowering.joint.gathers
+        return {u.number: gathers[u.gather.name] for u in units if u.gather.name in gathers}
+
+    def made_again(self, menu_step: int) -> set[Key]:
+        """Returns what so many steps of recompute make again, but for parameters."""
+        return {self.keys[name] for name in self._made_again(menu_step)}
+
+    def _made_again(self, menu_step: int) -> frozenset[str]:
+        of_menu = menu_step - self._turns_in(menu_step)
         if isinstance(self.choices, AlikeBlocks) and not of_menu:
-            names = self.choices.least
-        else:
-            names = self.menu.made_again(of_menu)
-        if own if gathers_again is None else gathers_again:
-            names = names | {u.gather.name for u in self.lowering.joint.gathers}
-        return {self.keys[name] for name in names}
+            return self.choices.least
+        return self.menu.made_again(of_menu)
+
+    def _turns_in(self, menu_step: int) -> int:
+        return sum(turn.after + i < menu_step for i, turn in enumerate(self.turns))
 
     def run(self, menu_step: int) -> Costs:
         """Returns what runs if so many steps of recompute are taken."""
         if menu_step not in self.costs:
-            schedule = self.lowering.schedule(self.made_again(menu_step))
-            self.costs[menu_step] = self.ledger.costs(schedule, self.copies)
+            turn = self.turn(menu_step)
+            gathers = {} if turn is None else turn.gathers
+            names = self._made_again(menu_step) | gathers.keys()
+            schedule = self.lowering.schedule({self.keys[name] for name in names})
+            copies = self.copies and replace(self.copies, kept=gathers)
+            self.costs[menu_step] = self.ledger.costs(schedule, copies)
         return self.costs[menu_step]
 
 
@@ -132,14 +163,15 @@ class Study:
         """Steps of recompute there are, up to making again all that can be."""
         return self._structure.steps
 
-    def gathers_again(self, menu_step: int) -> bool:
-        """Whether so many steps of recompute gather parameters again in backward."""
-        return self._structure.gathers_again(menu_step)
-
     @property
-    def turn(self) -> int | None:
-        """Steps of recompute before the one that gathers parameters again; None: none does."""
-        return self._structure.turn
+    def turns(self) -> tuple[int, ...]:
+        """Steps of recompute before each that gathers parameters again."""
+        return tuple(turn.after + i for i, turn in enumerate(self._structure.turns))
+
+    def gathers_cost(self, menu_step: int) -> tuple[float, int]:
+        """Returns seconds and bytes of what so many steps of recompute gather again."""
+        turn = self._structure.turn(menu_step)
+        return (turn.seconds, turn.size_bytes) if turn else (0.0, 0)
 
     @property
     def priced(self) -> AbstractSet[int]:
@@ -259,15 +291,67 @@ def structure_of(
     keys = {name: key for key, name in lowering.keys.items()}
     found = Structure(lowering, device, ledger, meter, choices, copies, keys, {})
     units = lowering.joint.units
-    again = [u.gather for u in lowering.joint.gathers if units and u.number in units.again]
+    again = [u for u in lowering.joint.gathers if units and u.number in units.again]
     if not again:
         return found
-    seconds, _ = meter.calls(again, sizes, device)
-    size_bytes = sum(int(t.nbytes) for n in again for t in n.meta["val"])
-    return replace(found, turn=_turn(found.menu, float(sum(seconds)) / size_bytes))
+    seconds, _ = meter.calls([u.gather for u in again], sizes, device)
+    return replace(found, turns=_turns(found.menu, again, seconds.tolist(), copies))
 
 
-def _turn(menu: Menu, seconds_per_byte: float) -> int:
+def _turns(
+    menu: Menu, units: Sequence[UnitNodes], seconds: Sequence[float], copies: Fold | None
+) -> tuple[GatherStep, ...]:
+    """Returns the steps that gather again, one unit after the other, the cheapest a byte first.
+
+    Of those that cost the same the first in forward: it would be kept for the longest. Of copies
+    that stand for more, the first two gather again together, as the second one is what others are
+    like.
+
+    Args:
+        menu: among whose steps they are.
+        units: that backward may gather again, in the order of forward.
+        seconds: of each one's gather.
+        copies: what they stand for.
+    """
+    size_bytes = [sum(int(t.nbytes) for t in u.gather.meta["val"]) for u in units]
+    prices = [s / b for s, b in zip(seconds, size_bytes, strict=True)]
+    where = {
+        u.gather.name: OUTSIDE if copies is None else copies.copy(u.gather.name) for u in units
+    }
+    firsts = {run: (name, i) for i, (name, (run, copy)) in enumerate(where.items()) if copy == 0}
+    middles = {run for run, copy in where.values() if copy == 1}
+    found: list[GatherStep] = []
+    taken: dict[str, int] = {}
+    total_s, total_bytes = 0.0, 0
+    for i in sorted(range(len(units)), key=lambda i: (prices[i], i)):
+        name = units[i].gather.name
+        run, copy = where[name]
+        if copy == 0 and run in middles:
+            continue  # with the middle one
+        stands_for = 1 if copies is None else copies.count(name)
+        kept = [0]
+        if copy == 1 and run in firsts:
+            first, place = firsts[run]
+            taken |= {first: 0}
+            total_s, total_bytes = total_s + seconds[place], total_bytes + size_bytes[place]
+            if all(n.target is not _DENSE for n in units[i].whole):
+                kept = [*range(stands_for - 1, -1, -1)]
+        for count in kept:
+            taken = {**taken, name: count}
+            gathered = stands_for - count
+            found.append(
+                GatherStep(
+                    _after(menu, prices[i]),
+                    taken,
+                    total_s + gathered * seconds[i],
+                    total_bytes + gathered * size_bytes[i],
+                )
+            )
+        total_s, total_bytes = found[-1].seconds, found[-1].size_bytes
+    return tuple(found)
+
+
+def _after(menu: Menu, seconds_per_byte: float) -> int:
     """Returns the steps that cost at most so much a byte; a larger menu has others between."""
     at = menu.at_price(seconds_per_byte)
     most = menu.seconds(at)

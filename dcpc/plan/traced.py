@@ -18,6 +18,7 @@ from dcpc.codegen.lower.mask_check import wrong_masks
 from dcpc.codegen.lower.masks import apply_masks
 from dcpc.errors import DispatchError
 from dcpc.ir import GatherUnits, MaskPlan, Placement, Program
+from dcpc.passes.dtypes import refuse_mixed
 from dcpc.passes.masks.masks import notes_of, recognise_masks
 from dcpc.passes.sharding.attention_ways import restricted
 from dcpc.passes.sharding.sharding import Sharding, analyse
@@ -178,9 +179,11 @@ def traced(
         program: of the model, where it was traced before.
 
     Raises:
-        TraceError: the model cannot be captured.
+        TraceError: the model cannot be captured, or multiplies tensors of two dtypes.
     """
-    program = without_masks(program or trace(model, buckets, autocast, loss))
+    program = program or trace(model, buckets, autocast, loss)
+    refuse_mixed(program)
+    program = without_masks(program)
     sharding = restricted(program, analyse(program, derive_rules), attention)
     shared = {} if libraries is None else libraries
     held = Held(program, model)

@@ -129,6 +129,7 @@ class Prediction:
         flops: of matmuls, convolutions and attention.
         wire_bytes: sent in collectives.
         seconds_s: by the device's roofline, or by what was measured of it.
+        forward_s: forward's part of them.
         seconds_error: median share by which such seconds were off, where measured.
     """
 
@@ -138,6 +139,7 @@ class Prediction:
     flops: int
     wire_bytes: int
     seconds_s: float
+    forward_s: float
     seconds_error: float | None = None
 
 
@@ -212,14 +214,16 @@ class Meter:
         timeline = costs.timeline
         live = timeline.live(_in_blocks(self._matrix(costs) @ whole, device))
         counts = self._counts(costs)
-        seconds = self._roofline.seconds(exact, device) @ counts
+        seconds = self._roofline.seconds(exact, device) * counts
+        forward = np.array([w.forward for w in self._roofline.work], dtype=bool)
         return Prediction(
             peak_bytes=int(live.max()),
             saved_bytes=self._sum(timeline.saved, whole),
             input_bytes=self._sum(costs.inputs, whole, device.block_bytes),
             flops=round(float((self._flops @ exact) @ counts)),
             wire_bytes=round(float((self._wire @ exact) @ counts)),
-            seconds_s=float(seconds),
+            seconds_s=float(seconds.sum()),
+            forward_s=float(seconds[forward].sum()),
             seconds_error=device.seconds_error,
         )
 
@@ -275,12 +279,24 @@ class Meter:
         return self._usages[key][1]
 
     def calls(
-        self, nodes: Sequence[fx.Node], dims: Mapping[str, int], device: Device
+        self,
+        nodes: Sequence[fx.Node],
+        dims: Mapping[str, int],
+        device: Device,
+        *,
+        forward: bool = True,
     ) -> tuple[Floats, Floats]:
-        """Returns seconds and bytes of each call, `[nodes]` both; a view has 0 seconds."""
+        """Returns seconds and bytes of each call, `[nodes]` both; a view has 0 seconds.
+
+        Args:
+            nodes: the calls.
+            dims: symbol name -> size.
+            device: what they run on.
+            forward: whether forward makes them.
+        """
         whole, exact = self._at(dims)
         each = self._roofline.seconds(exact, device)
-        work = [self._ledger.work(n, forward=True) for n in nodes]
+        work = [self._ledger.work(n, forward=forward) for n in nodes]
         seconds = [0.0 if w is None else each[self._numbers[w]] for w in work]
         values = [self._ledger.facts.of(n) for n in nodes]
         sizes = [self._rows[v[0].storage_bytes] @ whole if v else 0 for v in values]

@@ -213,8 +213,9 @@ class Ledger:
         for nodes, forward in ((run.forward, True), (run.backward, False)):
             counts: Counter[int] = Counter(map(self._kind, nodes))
             if fold is not None:
+                stands_for = fold.count if forward else fold.count_again
                 for node in nodes:
-                    counts[self._kind(node)] += fold.count(node.name) - 1
+                    counts[self._kind(node)] += stands_for(node.name) - 1
             for kind, count in counts.items():
                 first = self._firsts[kind]
                 call = self.work(first, forward=forward)

@@ -231,7 +231,7 @@ def find_loss(output: Any, who: str = "the model's forward") -> Tensor:
         if isinstance(value, Tensor) and _is_scalar(value):
             return value
     raise TraceError(
-        f"{who} returned {_described(output)}; expected a floating scalar loss, or a "
+        f"{who}: got {_described(output)} returned; expected a floating scalar loss, or a "
         "mapping, dataclass or tuple that has one; return the loss, alone or under the name "
         "'loss' (for a transformers model pass labels), or compile with loss=, a function of the "
         "outputs and the inputs"

@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import dcpc
-from tests.cases.asks import PAD, TEXT, far
+from tests.cases.asks import PAD, TEXT, entry, far
 from tests.cases.exactness import SPLITTING
 from tests.cases.language_models import in_float64
 from tests.cases.launch import run_ranks
 from tests.cases.packed_models import Sequences
 
-# It is being built beside this test: these run as soon as it is there.
-hf = pytest.importorskip("dcpc.hf", reason="dcpc.hf is not merged yet")
 transformers = pytest.importorskip("transformers")
+hf = pytest.importorskip("dcpc.hf")
 
 pytestmark = pytest.mark.multirank
 
@@ -79,3 +78,4 @@ def test_the_trainer_shares_sequences_out_over_ranks(tmp_path: Path):
     for found in run_ranks(results, 2, 2, 2, str(tmp_path), list(MODELS), timeout_s=240):
         for name, expected in plain.items():
             assert max(map(far, found[name], expected)) < LIMITS[name], name
+    assert "within 1e-10; with eager attention 1e-6" in entry(__file__)

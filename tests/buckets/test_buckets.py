@@ -199,7 +199,7 @@ def test_yaml_round_trips(tmp_path):
         ("seq: 2048", "seq: 0", ":6: sizes[1].seq: got 0; expected an integer from 1"),
         ("batch: 4", "batch: .nan", ":7: sizes[1].batch: got nan; expected an integer from 1"),
         ("batch: 4", "batch: yes", ":7: sizes[1].batch: got True; expected an integer"),
-        ("batch: 4", "seq: 4", ":7: field 'seq' is given twice, first in line 6"),
+        ("batch: 4", "seq: 4", ":7: got field 'seq' twice, first in line 6"),
         ("batch: 4", "frames: 4", ":7: sizes[1].frames: got dim 'frames', which no input has"),
         ("{seq: 8192}", "{seq: 512}", ":8: sizes[2]: got {seq: 512}, the same shape as sizes[0]"),
         ("{seq: 8192}", "{batch: 2}", ":8: sizes[2]: got {batch: 2}; expected a length for seq"),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from dcpc.buckets import Bucket, Buckets
-from dcpc.ir import BucketPlan, PlanRow
+from dcpc.ir import BucketPlan, PlanRow, ValueRange
 from dcpc.runtime.data.steps import MicroBatch
 from dcpc.runtime.groups.groups import Groups
 
@@ -28,6 +28,10 @@ class FakeCompiled:
     speeds: tuple[float, ...] = ()
     replans: int = 0
     other_tables: Mapping[Bucket, Sequence[PlanRow]] | None = None
+
+    @property
+    def value_ranges(self) -> Mapping[Bucket, Mapping[str, tuple[ValueRange, ...]]]:
+        return {}
 
     @property
     def tables(self) -> Mapping[Bucket, Sequence[PlanRow]]:

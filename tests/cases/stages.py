@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from dcpc.buckets import Buckets
-from dcpc.compiled.pipeline import Chain, ProgramStage, chain_of, stages_of
+from dcpc.compiled.pipeline import CallChain, ProgramStage, chain_of, stages_of
 from dcpc.plan.traced import Traced, traced
-from dcpc.runtime.pipeline.stage import Stage
 from dcpc.symbolic_profile import find
 from models.gpt import GPT, GPTConfig
 from tests.cases import language_models, video_models
@@ -104,7 +103,7 @@ CASES = {
 }
 
 
-def captured(case: PipelineCase) -> tuple[nn.Module, Traced, Chain | None]:
+def captured(case: PipelineCase) -> tuple[nn.Module, Traced, CallChain | None]:
     model = case.make()
     buckets = case.buckets
     found = traced(model, buckets, find("cpu"), "eager")
@@ -113,7 +112,7 @@ def captured(case: PipelineCase) -> tuple[nn.Module, Traced, Chain | None]:
     return model, found, None if learns else chain_of(found.program, dims)
 
 
-def evenly(chain: Chain, stages: int) -> list[int]:
+def evenly(chain: CallChain, stages: int) -> list[int]:
     """Returns borders of stages that have about as many of the chain's blocks each."""
     blocks = len(chain.borders) - 1
     return [round(j * blocks / stages) for j in range(stages + 1)]
@@ -125,12 +124,16 @@ def cut_model(case: PipelineCase, stages: int) -> tuple[nn.Module, tuple[Program
 
 
 def run_chain(
-    stages: Sequence[Stage], inputs: Mapping[str, Tensor], weight: float, seed: int = 0
+    stages: Sequence[ProgramStage],
+    inputs: Mapping[str, Tensor],
+    weight: float,
+    seed: int = 0,
+    menu_steps: Sequence[int] = (),
 ) -> Tensor:
     """Runs a micro-batch through the stages and back; returns its loss."""
     kept, sent = [], ()
-    for stage in stages:
-        sent, saved = stage.forward(inputs, sent, seed)
+    for stage, menu_step in zip(stages, menu_steps or [0] * len(stages), strict=True):
+        sent, saved = stage.forward(inputs, sent, seed, menu_step)
         kept.append(saved)
     (loss,) = sent
     grads = (torch.full_like(loss, weight),)

@@ -144,6 +144,14 @@ def test_source_is_python_and_says_what_was_assumed_beside_it(run):
     assert "assumed from Small" in result.stderr
 
 
+def test_source_of_one_length_needs_no_bucket(run):
+    result = run("source", "Small", "--seq", "16")
+    assert result.exit_code == 0, result.output
+    compile(result.stdout, "variant", "exec")
+    several = run("source", "Small", "--seq", "16,64")
+    assert "got bucket {}; expected one of {seq: 16}, {seq: 64}" in several.stderr
+
+
 def test_a_wrong_assumption_is_said_with_what_it_led_to(run):
     result = run("plan", "PerSequence", "--seq", "16,64")
     assert result.exit_code == 1

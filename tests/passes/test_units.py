@@ -2,12 +2,15 @@
 
 import itertools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dcpc
+from dcpc.codegen.joint.schedule import Scheduler
+from dcpc.errors import CodegenError
 from dcpc.ir import GatherUnits, Partition
 from dcpc.plan.runnable import Runnable
 from dcpc.symbolic_profile.profile import Ledger
@@ -128,18 +131,23 @@ def test_nodes_of_both_graphs_are_called_as_in_the_schedule():
 @pytest.mark.parametrize("tied", [False, True])
 def test_all_graphs_of_a_program_gather_and_sum_in_one_order(tied):
     runnable = planned(gpt(3, tied))
-    seen: dict[bool, set[str]] = {False: set(), True: set()}
+    assert runnable.traced.units is not None
+    seen: dict[frozenset[int], set[str]] = {}
+    some = frozenset({2})
     for sp in (1, 2, 4):
         placement = runnable.priced.placement(SIZES, sp)
         study = runnable.priced.at(placement)
-        for step in sorted({0, study.turn, study.turn + 1, study.steps // 2, study.steps}):
-            parts = runnable.partition(placement, step)
-            seen[study.gathers_again(step)].add(str(turns(parts)))
+        for step in sorted({0, *study.turns, study.steps // 2, study.steps}):
+            again = runnable.priced.gathered_again(placement, step)
+            seen.setdefault(again, set()).add(str(turns(runnable.partition(placement, step))))
             # Forced, as where another micro-batch of the round gathers again.
-            forced = runnable.partition(placement, step, gathers_again=True)
-            seen[True].add(str(turns(forced)))
-    assert len(seen[False]) == len(seen[True]) == 1
-    assert seen[False] != seen[True]
+            for forced in (some, runnable.traced.units.again):
+                parts = runnable.partition(placement, step, gathers_again=forced)
+                seen.setdefault(forced, set()).add(str(turns(parts)))
+    # None, the first, the first two, all, and the second alone.
+    assert len(seen) == 5
+    assert {len(orders) for orders in seen.values()} == {1}
+    assert len(set().union(*seen.values())) == 5
 
 
 def test_graphs_that_take_parameters_whole_are_those_of_other_modes():
@@ -152,14 +160,18 @@ def test_graphs_that_take_parameters_whole_are_those_of_other_modes():
             assert str(one.graph) == str(another.graph)
 
 
-@pytest.mark.parametrize("layers", [7, 9])
+@pytest.mark.parametrize("layers", [8])
 def test_bytes_of_three_blocks_stand_for_those_of_all(layers):
     runnable = planned(gpt(layers))
     assert runnable.priced.lift.folds
     for sp in (1, 2):
         placement = runnable.priced.placement(SIZES, sp)
         study = runnable.priced.at(placement)
-        for step in (0, study.turn + 1, study.steps):
+        # One unit after the other, the first two of a run of blocks together.
+        assert len(study.turns) == layers - 1
+        for number, step in enumerate((*study.turns, study.turns[-1] + 1)):
+            again = runnable.priced.gathered_again(placement, step)
+            assert again == set(range(1, 2 + number)) - (set() if number else {1})
             parts = runnable.partition(placement, step)
             stays = runnable.traced.staying(runnable.traced.lowering(placement))
             ledger = Ledger(parts.names, sp, stays=stays)
@@ -168,8 +180,9 @@ def test_bytes_of_three_blocks_stand_for_those_of_all(layers):
             at = {s: sizes[s.name] for s in whole.symbols}
             peak = max(int(term.subs(at)) for term in whole.peak_terms)
             assert abs(study.predict(step, SIZES).peak_bytes - peak) <= 2  # a token
-            folded = study.profile(step).wire_bytes
-            assert int(folded.subs(at)) == int(whole.wire_bytes.subs(at))
+            folded = study.profile(step)
+            for name in ("wire_bytes", "saved_bytes"):
+                assert int(getattr(folded, name).subs(at)) == int(getattr(whole, name).subs(at))
 
 
 class Branching(nn.Module):
@@ -197,9 +210,46 @@ def test_traces_gather_the_same_units_in_one_order():
         orders = set()
         for runnable, bucket in ((one, {"seq": 1}), (other, {"seq": 16})):
             placement = runnable.priced.placement({**bucket, "batch": 1}, 1)
-            forward, backward = turns(runnable.partition(placement, 0, gathers_again=True))
+            again = names(one)[0].again
+            forward, backward = turns(runnable.partition(placement, 0, gathers_again=again))
             orders.add(str((forward, backward)))
         assert len(orders) == 1
+
+
+class Shared(nn.Module):
+    """Layers of which two have one weight: it and the first one's bias are wanted at one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(51, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.layers[3].weight = self.layers[1].weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer(x).sin()
+        return (x.sum(-1) * labels).sum()
+
+
+def test_units_wanted_at_one_call_are_gathered_in_their_order():
+    runnable = planned(Shared())
+    units, found = names(runnable)
+    assert ["layers.1.bias"] in found  # a unit apart from the weight, which is the third layer's
+    for sp in (1, 2):
+        parts = runnable.partition(runnable.priced.placement(SIZES, sp), 0)
+        calls = [n for n in parts.forward.graph.nodes if n.target is gather]
+        assert [tuple(p.name for p in n.args[0]) for n in calls] == list(units.units)
+
+
+def test_a_graph_in_another_order_is_refused():
+    runnable = planned(gpt(3))
+    lowering = runnable.traced.lowering(runnable.priced.placement(SIZES, 1))
+    first, second, *others = lowering.joint.gathers
+    swapped = (replace(first, number=1), replace(second, number=0), *others)
+    scheduler = Scheduler(runnable.traced.program, replace(lowering.joint, gathers=swapped))
+    with pytest.raises(CodegenError, match="the order of all ranks"):
+        scheduler.schedule(frozenset())
 
 
 def test_no_other_mode_has_units():

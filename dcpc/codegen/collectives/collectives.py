@@ -120,7 +120,7 @@ def gathered(parts: Sequence[Tensor], split: DimSplit) -> Tensor:
     return torch.cat([part for _, part in placed], dim)
 
 
-def _exchange(
+def exchange(
     sends: Sequence[Tensor], receive_numels: list[int], like: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
     """Sends one piece to each rank, returns what each rank sent here, flat."""
@@ -291,7 +291,7 @@ def reduce_scatter(x: Tensor, *packed: Any) -> Tensor:
     p, rank = pg.size(), pg.rank()
     sends = scattered(x, split, p)
     _log("reduce_scatter", sends, rank)
-    received = _exchange(sends, [sends[rank].numel()] * p, x, pg)
+    received = exchange(sends, [sends[rank].numel()] * p, x, pg)
     out = received[0].clone()
     for piece_of_rank in received[1:]:
         out += piece_of_rank
@@ -318,7 +318,7 @@ def all_to_all(x: Tensor, *packed: Any) -> Tensor:
     _log("all_to_all", sends, rank)
     lengths = _lengths(gather.runs(gather.size, p))
     shapes = [_with_dim(sends[rank], gather.dim, length) for length in lengths]
-    received = _exchange(sends, [math.prod(s) for s in shapes], x, pg)
+    received = exchange(sends, [math.prod(s) for s in shapes], x, pg)
     parts = [r.view(s) for r, s in zip(received, shapes, strict=True)]
     return gathered(parts, gather)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import DimSplit, gathered, scattered
+from dcpc.codegen.collectives.halo import HaloCall, given_parts, origins, placed, traffic
 from dcpc.codegen.collectives.ring import RingCall, empty_results
 from dcpc.codegen.collectives.ring_route import DIRECTIONS, Route
 from dcpc.codegen.collectives.ring_swap import SwapCall, in_order, rows_of
@@ -87,6 +88,27 @@ def _swap(calls: Sequence[Call]) -> list[Tensor]:
         got, expected = x.shape[rows_dim], call["rows_length"]
         assert got == expected, f"rows after a swap: got {got}, expected {expected}"
     return found
+
+
+def _windows(calls: Sequence[Call], back: bool) -> list[Tensor]:
+    """Rows that windows cover; back, the sums of what windows have for each rank's rows."""
+    p, every = len(calls), [taken(HaloCall, call) for call in calls]
+    operands = zip(calls, every, strict=True)
+    given = [given_parts(c["x"], h, p, r, back) for r, (c, h) in enumerate(operands)]
+    found = []
+    for rank, halo in enumerate(every):
+        takes = traffic(halo, p, rank, back)[1]
+        parts = [given[r][rank] for r in range(p)]
+        found.append(placed(parts, takes, halo, origins(halo, p, rank, back)[1]))
+    return found
+
+
+def _halo(calls: Sequence[Call]) -> list[Tensor]:
+    return _windows(calls, back=False)
+
+
+def _halo_sum(calls: Sequence[Call]) -> list[Tensor]:
+    return _windows(calls, back=True)
 
 
 # ------------------------------------------------------------------------------------------ rings
@@ -175,6 +197,8 @@ COLLECTIVES: Mapping[Any, Callable[[Sequence[Call]], Sequence[Any]]] = {
     ops.all_to_all.default: _all_to_all,
     ops.all_reduce.default: _all_reduce,
     ops.swap.default: _swap,
+    ops.halo.default: _halo,
+    ops.halo_sum.default: _halo_sum,
     ops.ring_attention_forward.default: _ring_forward,
     ops.ring_attention_backward.default: _ring_backward,
 }

@@ -56,6 +56,15 @@ class UnitNodes:
     summed: tuple[str, ...] = ()
 
 
+def gather_key(unit: Sequence[str]) -> tuple[str, str, int]:
+    """Returns what the gather of a unit is called in every trace, as `LoweredPair.keys` does.
+
+    Args:
+        unit: placeholders of its parameters.
+    """
+    return unit[0], str(torch.ops.dcpc.gather_rows.default), 0
+
+
 class Gathering:
     """Puts gathers and sums into a joint graph, which it changes.
 
@@ -90,10 +99,14 @@ class Gathering:
             readers = [position[u] for p in members for u in p.users if u.name in forward]
             # One that this graph does not read is gathered with the others: ranks do it together.
             used[k], first[k] = members, min(readers, default=len(every) - 1)
-        at, made = len(every), {}
+        # In the order of units, also of those that are wanted at one node.
+        made: dict[int, UnitNodes] = {}
+        at, before = len(every), every[-1]
         for k in sorted(used, reverse=True):
-            at = min(at, first[k])  # in the order of units
-            made[k] = self._gather(k, used[k], every[at])
+            if first[k] < at:
+                at, before = first[k], every[first[k]]
+            made[k] = self._gather(k, used[k], before)
+            before = made[k].gather
         for node in every:
             if node.op != "placeholder" and "storage" in node.meta:
                 lies = node.meta["storage"]
@@ -311,7 +324,10 @@ class Turns:
 
 
 def take_part(
-    units: GatherUnits, nodes: Sequence[UnitNodes], taken: Mapping[str, Tensor], *, again: bool
+    units: GatherUnits,
+    nodes: Sequence[UnitNodes],
+    taken: Mapping[str, Tensor],
+    again: Set[int],
 ) -> Iterator[tuple[str, Tensor]]:
     """Gathers and sums as forward and backward of the other ranks do, without running them.
 
@@ -319,7 +335,7 @@ def take_part(
         units: of the program.
         nodes: of a joint graph of it, of any placement.
         taken: placeholder -> this rank's rows.
-        again: whether the others gather again in backward.
+        again: units that the others gather again in backward.
 
     Yields:
         A placeholder, and this rank's rows of the gradient of its parameter.
@@ -327,7 +343,7 @@ def take_part(
     by_number = {u.number: u for u in nodes}
     summed = {u.number for u in nodes if u.sum is not None}
     forward = [("gather", u.number) for u in nodes]
-    backward = units.events(summed, units.again if again else ())
+    backward = units.events(summed, units.again & again)
     for kind, number in (*forward, *backward):
         unit = by_number.get(number)
         if unit is None:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from dcpc.codegen.joint.gathers import ROW_CALLS, Turns, UnitNodes
 from dcpc.codegen.joint.joint import Joint
+from dcpc.errors import CodegenError
 from dcpc.ir import GatherUnits, Program, Schedule
 
 aten = torch.ops.aten
@@ -97,9 +98,11 @@ class Scheduler:
         gradients = [g for g in self._gradients if g is not None]
         order, read = self._needed(run.order, [*gradients, *turns])
         saved = tuple(n for n in run.saved if n in read)
+        forward = self._needed(self._forward, [*self._outputs, *saved, *gathers])[0]
+        self._check_order(forward, order, made_again)
         return Schedule(
             primals=self._primals,
-            forward=self._needed(self._forward, [*self._outputs, *saved, *gathers])[0],
+            forward=forward,
             outputs=tuple(self._outputs),
             begins=self._begins,
             saved=saved,
@@ -108,6 +111,36 @@ class Scheduler:
             backward=order,
             gradients=tuple(self._gradients),
         )
+
+    def _check_order(
+        self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], made_again: frozenset[str]
+    ) -> None:
+        """Checks that calls gather and sum as `GatherUnits.events` says, as all other ranks do.
+
+        Raises:
+            CodegenError: they do not: ranks would read each other's other parameters, or wait.
+        """
+        if self._units is None:
+            return
+        by_number = {u.number: u for u in self._gathers}
+        summed = {u.number for u in self._gathers if u.sum is not None}
+        events = self._units.events(summed, self._gather_again(made_again))
+        expected = [by_number[k].gather for k in sorted(by_number)]
+        for kind, k in (e for e in events if e[1] in by_number):
+            node = by_number[k].gather if kind == "gather" else by_number[k].sum
+            assert node is not None, f"unit {k} has no gradient"
+            expected.append(node)
+        got = [n for n in (*forward, *backward) if n.target in ROW_CALLS]
+        if got != expected:
+            raise CodegenError(
+                f"parameters='rounds': got a graph that gathers and sums as {got}; expected "
+                f"{expected}, the order of all ranks; report the model, or take parameters='step'"
+            )
+
+    def _gather_again(self, made_again: Set[str]) -> Set[int]:
+        """Returns the units that are gathered again."""
+        assert self._units is not None, "there are units"
+        return {u.number for u in self._gathers if u.gather.name in made_again} & self._units.again
 
     def _gathered(self) -> set[fx.Node]:
         """Returns parameters that are gathered, and what is made of those that backward has not.
@@ -132,7 +165,7 @@ class Scheduler:
         given = self._reads, self._tangents, self._always, made_again
         if units is None:
             return _Backward(*given)
-        again = {u.number for u in gathers if u.gather.name in made_again} & units.again
+        again = self._gather_again(made_again)
         return _Gathering(*given, units, gathers, frozenset(self._backward), again)
 
     def _needed(
@@ -340,4 +373,5 @@ _HEAVY = {
     torch.ops.dcpc.reduce_scatter.default, torch.ops.dcpc.uniform.default,
     torch.ops.dcpc.normal.default, torch.ops.dcpc.attention_forward.default,
     torch.ops.dcpc.ring_attention_forward.default, torch.ops.dcpc.swap.default,
+    torch.ops.dcpc.halo.default,
 }  # fmt: skip

@@ -9,6 +9,7 @@ import dcpc.ops.attention  # registers the op
 import dcpc.ops.random  # noqa: F401 - as these two do
 from dcpc.codegen.lower.local_attention import local_attention
 from dcpc.codegen.lower.local_graph import LocalGraph
+from dcpc.codegen.lower.local_windows import local_convolution, local_group_norm, local_pad
 from dcpc.ir import REPLICATED
 
 aten = torch.ops.aten
@@ -67,7 +68,8 @@ def _grouped(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node 
     """Convolution and norm in groups: of a piece of them a rank has so many."""
     chosen = on.placement.nodes[node.name]
     if chosen.name != "g":
-        return None
+        is_norm = node.target is aten.group_norm.default
+        return (local_group_norm if is_norm else local_convolution)(on, node, operands)
     local = on.integers.emit(on.integers.length(on.factor(node.name, chosen.output)))
     fixed = on.integers.any_degree or isinstance(local, int)
     if node.target is aten.group_norm.default and not fixed:
@@ -122,6 +124,8 @@ LOCAL = {
     aten.expand.default: _resize,
     **dict.fromkeys(_FILLS, _fill),
     **dict.fromkeys(_GROUPED, _grouped),
+    aten.pad.default: local_pad,
+    aten.constant_pad_nd.default: local_pad,
     aten.arange.default: _arange,
     aten.arange.start: _arange,
     aten.arange.start_step: _arange,

@@ -1,8 +1,9 @@
 """Kernels that cannot take every tensor, made safe for them: without elements, or lying otherwise.
 
-A rank has an empty piece where a factor is shorter than the group. ATen's ops take that, except the
-CPU's flash attention, which divides by the number of its blocks (SIGFPE, torch 2.13). What its
-operands have to look like besides is in `ops/attention/kernels.py`.
+A rank has an empty piece where a factor is shorter than the group. ATen's ops take that, except
+convolutions, which refuse to make nothing, and the CPU's flash attention, which divides by the
+number of its blocks (SIGFPE, torch 2.13). What its operands have to look like besides is in
+`ops/attention/kernels.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,48 @@ def _accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
+    stride, padding, dilation, transposed, *_ = args
+    if not _is_empty(x, weight, stride, padding, dilation, transposed):
+        return aten.convolution.default(x, weight, bias, *args)  # type: ignore[no-any-return]
+    count = weight.dim() - 2
+    sizes = _made(list(x.shape[-count:]), list(weight.shape[2:]), stride, padding, dilation)
+    return x.new_empty((*x.shape[: -count - 1], weight.shape[0], *(max(0, n) for n in sizes)))
+
+
+def _convolution_backward(
+    g: Tensor, x: Tensor, weight: Tensor, bias_sizes: list[int] | None, *args: Any
+) -> tuple[Tensor | None, ...]:
+    if g.numel():
+        op = aten.convolution_backward.default
+        return op(g, x, weight, bias_sizes, *args)  # type: ignore[no-any-return]
+    bias = None if bias_sizes is None else g.new_zeros(bias_sizes)
+    wanted = args[-1]
+    found = (torch.zeros_like(x), torch.zeros_like(weight), bias)
+    return tuple(y if want else None for y, want in zip(found, wanted, strict=True))
+
+
+def _is_empty(
+    x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool
+) -> bool:
+    """Whether a convolution makes nothing, as of windows that a rank has none of."""
+    count = weight.dim() - 2
+    kernel, before = list(weight.shape[2:]), list(x.shape[-count:])
+    return not transposed and min(_made(before, kernel, stride, padding, dilation)) <= 0
+
+
+def _made(before: list[int], kernel: list[int], *numbers: Any) -> list[int]:
+    """Returns the sizes that a convolution makes of these."""
+    every = [[*n] * (len(kernel) if len(n) == 1 else 1) for n in numbers]
+    return [
+        (n + 2 * pad - (k - 1) * apart - 1) // step + 1
+        for n, k, step, pad, apart in zip(before, kernel, *every, strict=True)
+    ]
+
+
 SAFE: dict[Any, Callable[..., Any]] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward,
 }

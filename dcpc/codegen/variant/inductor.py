@@ -117,5 +117,6 @@ class _Inductor:
         self.compiled = compiled
 
     def __call__(self, arguments: list[Any]) -> Any:
-        with torch.no_grad():
+        # Each of our ops would ask autograd in Python first.
+        with torch._C._AutoDispatchBelowAutograd():
             return self.compiled(arguments)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -81,6 +81,7 @@ class Variant:
             as each gradient is made, and what that returns is the output instead; None where the
             backend runs the whole of backward as one call.
         backend: what compiled them.
+        backward_takes: positions among tensors and integers of what backward takes of them.
     """
 
     partition: Partition
@@ -93,6 +94,14 @@ class Variant:
     run_backward: Boxed
     run_handing_over: Boxed | None
     backend: str
+    backward_takes: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Looks up what is asked for at each call."""
+        names = (*self.placeholders, *(i.name for i in self.integers))
+        at = {name: position for position, name in enumerate(names)}
+        taken = tuple(at[n] for n in self.partition.backward_primals)
+        object.__setattr__(self, "backward_takes", taken)
 
     def integer_values(
         self, dims: Mapping[sympy.Symbol, int], rank: int
@@ -190,14 +199,12 @@ class _RunVariant(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         partition = variant.partition
         arguments = [*tensors, *integers]
-        names = (*variant.placeholders, *(i.name for i in variant.integers))
-        by_name = dict(zip(names, arguments, strict=True))
         ctx.variant = variant
         ctx.count = len(tensors)
         ctx.deliver = _deliver.get()
         ctx.own = {} if ctx.deliver is None else _deliverable(variant, tensors)
         # Its memory as it is now: `p.data = other` gives the parameter itself another.
-        primals = [_detached(by_name[n]) for n in partition.backward_primals]
+        primals = [_detached(arguments[i]) for i in variant.backward_takes]
         found = variant.run_forward(arguments)
         outputs, saved = tuple(found[: partition.returned]), [*found[partition.returned :]]
         # What is returned will hold this context: the context holds another tensor of its memory.
@@ -230,7 +237,9 @@ class _RunVariant(torch.autograd.Function):
         arguments = [*ctx.kept, *shares]
         ctx.kept = None
         # A caller's autocast would cast what was differentiated with its casts in it.
-        with torch.autocast(gradients[0].device.type, enabled=False):
+        device_type = gradients[0].device.type
+        casts = torch.is_autocast_enabled(device_type)
+        with torch.autocast(device_type, enabled=False) if casts else nullcontext():
             found = _gradients(variant, arguments, ctx.deliver, ctx.own)
         result: list[Any] = [None] * (ctx.count + 2)
         for position, gradient in zip(variant.trainable, found, strict=True):
@@ -240,9 +249,7 @@ class _RunVariant(torch.autograd.Function):
 
 def _share(gradient: Tensor, sp: int) -> Tensor:
     """Returns what one of `sp` ranks differentiates of a gradient, dense."""
-    if sp == 1 and gradient.dim():  # a copy of many numbers costs more than that of one
-        return gradient.contiguous()
-    return (gradient / sp).contiguous()
+    return (gradient if sp == 1 else gradient / sp).contiguous()
 
 
 def _detached(value: Any) -> Any:

@@ -105,7 +105,7 @@ def _flops(split: SplitModel, name: str) -> tuple[float, float, float]:
     if not rule.multiplies:
         return 0.0, 0.0, 1.0
     dims = split.program.dims(split.sizes)
-    every = 2.0 * math.prod(int(s.subs(dims)) for s in rule.sizes.values())
+    every = 2.0 * math.prod(int(s.subs(dims)) for s in rule.multiplied)
     chosen = split.placement.nodes[name]
     usual = rule.work.get("", 1.0)
     return every * usual, every * rule.work.get(chosen.name, usual), _share(split, name, dims)

@@ -47,7 +47,7 @@ def load_function(text: str) -> Callable[..., Any]:
     except Exception as error:
         said = error if isinstance(error, ImportError) else _said(error)
         raise PlanError(
-            f"model {text}: module {name} cannot be imported ({said}); expected a module that "
+            f"model {text}: got {said} from importing {name}; expected a module that "
             f"this Python finds; run dcpc in its folder ({os.getcwd()} is looked in), or install it"
         ) from error
     factory = getattr(module, attribute, None)

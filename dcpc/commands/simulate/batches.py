@@ -47,7 +47,7 @@ def read_cost(file: Path, world: int) -> LinearCost:
     """
     try:
         found = _CostFile.model_validate(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError, RecursionError, ValidationError) as error:
         raise PlanError(
             f"{file}: got {error}; expected a JSON file with the fields "
             f"{', '.join(_CostFile.model_fields)}, as examples/flexsp_cost.json; correct it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -68,19 +69,22 @@ def source_of(
     given = [x for x in (lengths, histogram, shares) if x]
     if len(given) != 1:
         raise PlanError(
-            f"simulate: got {len(given)} of --lengths, --histogram and --shares; expected one: "
-            "where do the samples come from?"
+            f"simulate: got {len(given)} of --lengths, --histogram and --shares; expected one of "
+            "them, where samples come from; pass one"
         )
     if lengths is not None:
         return read_lengths(lengths)
     if histogram is not None:
         return read_histogram(histogram)
     try:
-        return [float(part) for part in shares.split(",")]
+        found = [float(part) for part in shares.split(",")]
+        if not all(0 <= share < math.inf for share in found):
+            raise ValueError(shares)
+        return found
     except ValueError as error:
         raise PlanError(
-            f"--shares: got {shares!r}; expected numbers separated by commas, such as 5,3,1; "
-            "correct it"
+            f"--shares: got {shares!r}; expected numbers from 0 on, separated by commas, such as "
+            "5,3,1; correct it"
         ) from error
 
 

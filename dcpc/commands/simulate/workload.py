@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dcpc.buckets import Bucket
+from dcpc.buckets import MAX_SIZE, Bucket
 from dcpc.commands.simulate.costs import tokens_of
 from dcpc.errors import PlanError
 
@@ -63,8 +64,11 @@ def read_lengths(file: Path) -> Lengths:
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["lens"]
-        lens = np.array(found, dtype=np.int64)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        given = np.array(found)
+        if given.size and given.dtype.kind not in "iu":
+            raise ValueError(f"lens is of {given.dtype}, not of integers")
+        lens = given.astype(np.int64)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PlanError(
             f"{file}: got {type(error).__name__}: {error}; expected a JSON file "
             '{"lens": [tokens, ...]}; correct it'
@@ -90,8 +94,12 @@ def read_histogram(file: Path) -> Lengths:
                 ends = [int(x) for x in re.findall(r"\d+", row[0])]
                 if len(ends) != 2 or ends[0] > ends[1]:
                     raise ValueError(f"line {number}: range {row[0]!r}")
+                if not 0 <= float(row[1]) < math.inf or ends[1] > MAX_SIZE:
+                    raise ValueError(f"line {number}: {row}")
                 entries.append((float(row[1]), max(1, ends[0]), max(1, ends[1])))
-    except (OSError, ValueError, IndexError) as error:
+        if not sum(count for count, *_ in entries) > 0:
+            raise ValueError("no row with a count above 0")
+    except (OSError, ValueError, IndexError, csv.Error) as error:
         raise PlanError(
             f'{file}: got {error}; expected a header, then rows "[low, high]",count; correct it'
         ) from error

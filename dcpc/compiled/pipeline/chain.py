@@ -30,7 +30,7 @@ _PRODUCTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class CallChain:
     """The calls of a program that one stage or another has.
 
     Values that follow from inputs and buffers alone (positions, masks) are free: each stage makes
@@ -51,7 +51,7 @@ class Chain:
     crossing: tuple[tuple[str, ...], ...]
 
 
-def chain_of(program: Program, sizes: Mapping[sympy.Symbol, int]) -> Chain:
+def chain_of(program: Program, sizes: Mapping[sympy.Symbol, int]) -> CallChain:
     """Returns where a program may be cut: where the fewest bytes flow on.
 
     Args:
@@ -77,7 +77,7 @@ def chain_of(program: Program, sizes: Mapping[sympy.Symbol, int]) -> Chain:
     inner = [b for b in range(1, len(nodes)) if _is_narrow(crossed, b)]
     inner = sorted(sorted(inner, key=lambda b: crossed[b])[:MOST_BORDERS])
     borders = (0, *inner, len(nodes))
-    return Chain(
+    return CallChain(
         calls=tuple(n.name for n in nodes),
         free=frozenset(free),
         borders=borders,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from dcpc.compiled.pipeline.chain import Chain
+from dcpc.compiled.pipeline.chain import CallChain
 from dcpc.fx.graphs import LazyGraphModule
 from dcpc.ir import Program, TensorInfo
 
@@ -53,7 +53,7 @@ def size_named(name: str) -> int:
 
 
 def stage_programs(
-    program: Program, chain: Chain, borders: Sequence[int]
+    program: Program, chain: CallChain, borders: Sequence[int]
 ) -> tuple[StageProgram, ...]:
     """Returns the programs of the stages, in order.
 
@@ -67,7 +67,7 @@ def stage_programs(
     return tuple(_part(program, chain, low, high, j == stages - 1) for j, (low, high) in pairs)
 
 
-def _part(program: Program, chain: Chain, low: int, high: int, is_last: bool) -> StageProgram:
+def _part(program: Program, chain: CallChain, low: int, high: int, is_last: bool) -> StageProgram:
     own = set(chain.calls[chain.borders[low] : chain.borders[high]])
     received = chain.crossing[low]
     sent = program.outputs if is_last else chain.crossing[high]
@@ -114,7 +114,7 @@ def _part(program: Program, chain: Chain, low: int, high: int, is_last: bool) ->
     return StageProgram(part, received, sent, flowing, given)
 
 
-def _needed(program: Program, chain: Chain, own: set[str]) -> set[str]:
+def _needed(program: Program, chain: CallChain, own: set[str]) -> set[str]:
     """Returns the names of a stage's calls and of all that they read, received values included.
 
     A parameter that nothing reads, and whose gradient is zero, is where the loss is.

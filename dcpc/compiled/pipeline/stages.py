@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dcpc.compiled.pipeline.chain import Chain
+from dcpc.compiled.pipeline.chain import CallChain
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.errors import DispatchError
 from dcpc.ir import TensorInfo
@@ -146,6 +146,26 @@ class ProgramStage:
         placement = self.runnable.priced.placement(sizes, 1)
         return self.runnable.priced.at(placement).predict(menu_step, sizes)
 
+    def seconds(self, sizes: Mapping[str, int], menu_step: int = 0) -> tuple[float, float]:
+        """Returns the predicted seconds of a micro-batch's forward, and of its backward."""
+        found = self.predict(sizes, menu_step)
+        return found.forward_s, found.seconds_s - found.forward_s
+
+    def recompute_steps(self, sizes: Mapping[str, int]) -> int:
+        """Returns how many steps of recompute there are for a micro-batch of these sizes."""
+        return self.runnable.priced.at(self.runnable.priced.placement(sizes, 1)).steps
+
+    def resident_bytes(self, state: int) -> int:
+        """Returns the bytes of the stage's parameters and what belongs to them.
+
+        Args:
+            state: a parameter that learns counts so often: with its gradient and the optimizer's.
+        """
+        held, program = self.runnable.traced.tensors(), self.part.program
+        learning = {id(held[n]) for n in program.learning if n in held}
+        whole = {id(held[n]): held[n].nbytes for n in (*program.parameters, *program.buffers)}
+        return sum(size * (state if key in learning else 1) for key, size in whole.items())
+
     @property
     def _learns(self) -> tuple[bool, ...]:
         return tuple(info.requires_grad for info in self._infos(self.part.received))
@@ -209,7 +229,7 @@ def _device_of(values: Mapping[str, Tensor]) -> str:
 
 
 def stages_of(
-    traced: Traced, model: nn.Module, chain: Chain, borders: Sequence[int]
+    traced: Traced, model: nn.Module, chain: CallChain, borders: Sequence[int]
 ) -> tuple[ProgramStage, ...]:
     """Returns the stages of a traced model.
 

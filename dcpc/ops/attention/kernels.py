@@ -107,6 +107,8 @@ def _lies_well(asks: Demands, x: Tensor) -> bool:
     *outer, rows, width = x.shape
     together = width == 1 or x.stride(-1) == 1
     apart = rows == 1 or x.stride(-2) >= width
+    if asks.aligned_bytes == 1:
+        return together and apart
     starts = [x.data_ptr()]
     for size, stride in zip((*outer, rows), x.stride()[:-1], strict=True):
         starts += [stride * x.itemsize] if size > 1 else []
@@ -124,11 +126,17 @@ def added_dtype(mask: torch.dtype, query: torch.dtype) -> torch.dtype:
 
 def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Checks that queries, keys and values are of sizes and dtypes that go together."""
-    sizes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
-    assert q.dim() == k.dim() == v.dim() == 4, f"attention of {sizes}: not of four dims each"
-    same = q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
-    assert same, f"attention of {sizes}: [b, h, s, d], [b, g, t, d] and [b, g, t, e] expected"
-    groups = k.shape[1] and q.shape[1] % k.shape[1] == 0
-    assert groups or not q.shape[1], f"attention of {sizes}: query heads are no multiple"
-    dtypes = {x.dtype for x in (q, k, v)}
-    assert len(dtypes) == 1, f"attention of queries, keys and values of {dtypes}"
+    queries, keys, values = q.shape, k.shape, v.shape
+    four = len(queries) == len(keys) == len(values) == 4
+    assert four, f"attention of {_sizes(q, k, v)}: not of four dims each"
+    same = queries[0] == keys[0] and keys[:3] == values[:3] and queries[3] == keys[3]
+    expected = "[b, h, s, d], [b, g, t, d] and [b, g, t, e] expected"
+    assert same, f"attention of {_sizes(q, k, v)}: {expected}"
+    groups = keys[1] and queries[1] % keys[1] == 0
+    assert groups or not queries[1], f"attention of {_sizes(q, k, v)}: query heads are no multiple"
+    alike = q.dtype == k.dtype == v.dtype
+    assert alike, f"attention of queries, keys and values of {q.dtype}, {k.dtype} and {v.dtype}"
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"

@@ -110,12 +110,16 @@ class Sight(NamedTuple):
 
     def runs(self, queries: int) -> tuple[RunOfRows, ...]:
         """Returns the runs of queries that follow each other, one or two, none of them empty."""
-        turn = queries if self.turn is None else min(max(self.turn, 0), queries)
+        if self.turn is None:
+            return (RunOfRows(0, queries, self.start),) if queries else ()
+        turn = min(max(self.turn, 0), queries)
         both = RunOfRows(0, turn, self.start), RunOfRows(turn, queries - turn, self.second)
         return tuple(run for run in both if run.length)
 
     def of(self, run: RunOfRows) -> Sight:
         """Returns what the queries of one run see."""
+        if self.turn is None and self.start == run.position:
+            return self
         return self._replace(start=run.position, turn=None, second=0)
 
     def position(self, query: int) -> int:

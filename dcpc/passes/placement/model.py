@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import lcm
 
+import sympy
 import torch
 from torch import fx
 
@@ -43,6 +44,7 @@ from dcpc.passes.placement.state_graph import (
 )
 from dcpc.passes.sharding.rule_types import OpSharding, is_ring
 from dcpc.passes.sharding.sharding import Sharding
+from dcpc.symbolic_profile.ops.flops import halo_rows
 
 
 def _code(label: Label) -> int:
@@ -195,12 +197,34 @@ class _Reader:
                 mine = [call._replace(part=call.part * part) for call in mine]
                 if alternative.across and rule.ring is not None:
                     mine = _round(mine, rule, alternative.across, pieces, infos[-1].dtype)
+                mine += self._nearby(rule, alternative.name, infos)
                 held = pieces[-1] if infos[-1].requires_grad and not rule.is_view else None
                 work = self.catalogue.work(NodeWork(tuple(mine), held, alternative.across))
             across = alternative.across
             least = self._least.get(alternative.factor, 0) if alternative.nonempty else -1
             options.append(Option(tuple(codes[:-1]), codes[-1], work, split, least, across))
         return tuple(options)
+
+    def _nearby(self, rule: OpSharding, name: str, infos: Sequence[TensorInfo]) -> list[PricedCall]:
+        """Returns the collectives inside a node of which ranks have pieces along this name."""
+        whole = infos[0].shape
+        if name in rule.windows:
+            window = rule.windows[name]
+            longer = sympy.expand(rule.sizes[name] - rule.sizes[window.source])
+            rows = sympy.Integer(halo_rows(window.stride, window.reach, longer))
+            dim = next(d for d, names in enumerate(rule.operands[0]) if window.source in names)
+            shape, ops = (*whole[:dim], rows, *whole[dim + 1 :]), ("dcpc::halo", "dcpc::halo_sum")
+        elif name in rule.averages:  # a sum, and one of squares; of a gradient as many
+            groups = [rule.sizes.get(n, sympy.Integer(1)) for n in ("g",)]
+            shape, ops = (whole[0], *groups, sympy.Integer(2)), ("dcpc::all_reduce",) * 2
+        else:
+            return []
+        piece = (self.catalogue.value(shape, infos[0].dtype), WHOLE)
+        directions = (True, False)[: 1 + infos[0].requires_grad]
+        return [
+            PricedCall("collective", forward, dtype_of(infos), op, (piece, piece), (piece,))
+            for forward, op in zip(directions, ops, strict=False)
+        ]
 
     def _calls(
         self, node: fx.Node, rule: OpSharding, infos: Sequence[TensorInfo]
@@ -210,7 +234,7 @@ class _Reader:
         readers = sum(n.name in info and info[n.name].requires_grad for n in node.users)
         sizes: tuple[int, ...] = ()
         if rule.multiplies:
-            sizes = tuple(sorted(self.catalogue.size(s) for s in rule.sizes.values()))
+            sizes = tuple(sorted(self.catalogue.size(s) for s in rule.multiplied))
         return [
             PricedCall(
                 op_class=c.op_class,

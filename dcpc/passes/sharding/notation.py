@@ -37,7 +37,7 @@ class Pattern:
         left, arrow, right = text.partition("->")
         if not arrow:
             raise RuleError(
-                f"sharding rule '{text}' has no '->'; expected 'operands -> output' such as "
+                f"sharding rule '{text}': got no '->'; expected 'operands -> output' such as "
                 "'*n i, o i -> *n o'; add the output"
             )
         return cls(tuple(_dims(part, text) for part in left.split(",")), _dims(right, text))
@@ -53,7 +53,7 @@ def _dims(text: str, rule: str) -> tuple[str, ...]:
     rest = _TOKEN.sub("", text).strip()
     if rest or sum(t.startswith("*") for t in tokens) > 1:
         raise RuleError(
-            f"sharding rule '{rule}': cannot read '{text.strip()}'; expected names, one *name at "
+            f"sharding rule '{rule[:80]}': got '{text.strip()[:80]}'; expected names, one *name at "
             "most, and products such as (h d); rewrite this operand"
         )
     return tuple(tokens)

@@ -35,6 +35,23 @@ class RingRule:
     across: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How an op reads a dim of its first operand: a window of it for each position of its output.
+
+    Attributes:
+        source: name of the operand's dim.
+        stride: rows between two windows.
+        reach: rows of a window.
+        before: rows that the first window begins before the first row.
+    """
+
+    source: str
+    stride: int = 1
+    reach: int = 1
+    before: int = 0
+
+
 def is_ring(across: int, sp: int) -> bool:
     """Returns whether keys and values can go round groups of `across` of `sp` ranks."""
     return across > 0 and sp % across == 0 and sp > across
@@ -68,6 +85,10 @@ class OpSharding:
             other ways (causal attention: 1/2, but all of it where the queries are sharded).
         ring: how it runs with two names split at once; None: it cannot.
         later: name whose later elements are more work (queries that see the keys before them).
+        windows: names of the output, whole by themselves, that a rank may have a piece of if it
+            gets rows of its neighbours.
+        averages: names, whole by themselves, that are averaged over: a rank may have a piece of
+            them if ranks add up their sums.
         is_view: whether the output is the operand's memory.
         nonempty: names of which every rank needs an element: the op's kernels refuse empty tensors.
         reason: why everything is replicated, "" where a rule applies.
@@ -85,7 +106,15 @@ class OpSharding:
     work: Mapping[str, float] = field(default_factory=dict)
     ring: RingRule | None = None
     later: str = ""
+    windows: Mapping[str, Window] = field(default_factory=dict)
+    averages: frozenset[str] = frozenset()
     is_view: bool = False
     nonempty: frozenset[str] = frozenset()
     reason: str = ""
     deliberate: bool = False
+
+    @property
+    def multiplied(self) -> list[sympy.Expr]:
+        """Sizes whose product is the work: a window's source counts as the output's dim alone."""
+        sources = {w.source for n, w in self.windows.items() if w.source != n}
+        return [size for name, size in self.sizes.items() if name not in sources]

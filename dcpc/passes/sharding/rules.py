@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -65,6 +67,14 @@ def register_sharding_rule(
     Raises:
         RuleError: the notation is wrong, or a name of `whole` or `sum` is not in the rule.
     """
+    words = {"rule": rule, "whole": whole, "sum": sum, "linear": linear}
+    odd = [n for n, text in {"op": op, **words}.items() if not isinstance(text, str)]
+    if odd or not re.fullmatch(r"\w+(::|\.)\w+", op):
+        got = {"op": op, **words}[odd[0]] if odd else op
+        raise RuleError(
+            f"register_sharding_rule: got {odd[0] if odd else 'op'}={reprlib.repr(got)}; expected "
+            "texts, the op as namespace::name or namespace.name; correct it, such as 'mylib::scan'"
+        )
     parsed = _line(op, {"rule": rule, "whole": whole, "sum": sum, "linear": linear})
     REGISTERED[op.replace("::", ".")] = parsed
 
@@ -73,10 +83,15 @@ def _line(op: str, fields: Mapping[str, Any]) -> Rule:
     try:
         line = Rule.model_validate(fields)
     except ValidationError as error:
-        raise RuleError(f"sharding rule of {op}: {error}; correct this line") from error
+        first = error.errors()[0]
+        where, got = ".".join(map(str, first["loc"])), reprlib.repr(first["input"])
+        raise RuleError(
+            f"sharding rule of {op}: {where}: got {got}; expected: {first['msg'].lower()}; correct "
+            "this line"
+        ) from error
     if sum((line.rule is not None, line.kind is not None, bool(line.reason))) != 1:
         raise RuleError(
-            f"sharding rule of {op} has {line.model_dump(exclude_unset=True)}; expected one of "
+            f"sharding rule of {op}: got {line.model_dump(exclude_unset=True)}; expected one of "
             "rule:, kind: and reason:; give one of them"
         )
     if line.kind is not None and line.kind not in KINDS:
@@ -95,8 +110,15 @@ def _line(op: str, fields: Mapping[str, Any]) -> Rule:
         lost = _only_in_operands(pattern) - {*line.whole, *line.sum}
         if lost:
             raise RuleError(
-                f"sharding rule of {op}: {', '.join(sorted(lost))} is in an operand of "
-                f"'{line.rule}' but not in the output; say sum= if its pieces add up, else whole="
+                f"sharding rule of {op}: got {', '.join(sorted(lost))} in an operand of "
+                f"'{line.rule}' but not in the output; expected it in sum= or whole=; say sum= if "
+                "its pieces add up, else whole="
+            )
+        both = {*line.whole} & {*line.sum}
+        if both:
+            raise RuleError(
+                f"sharding rule of {op}: got {', '.join(sorted(both))} in both whole and sum; "
+                "expected it in one: what has pieces that add up is not whole; leave one out"
             )
     return line
 

@@ -172,6 +172,7 @@ def _alternatives(
         for name in rule.sizes:
             found += _shard(table, rule, name, names[node.name], where, slices)
         found += _rings(table, rule, names[node.name], where)
+        found += _nearby(rule, factors[operands[0]], factors[node.name], where) if operands else []
         found += _partial(rule, len(operands))
         result[node.name] = tuple(dict.fromkeys(found))
     return result
@@ -248,6 +249,27 @@ def _rings(
         Alternative(tuple(labels[:-1]), labels[-1], factor, "ring", across=across)
         for across in rule.ring.across
     ]
+
+
+def _nearby(
+    rule: OpSharding,
+    source: tuple[tuple[Factor, ...], ...],
+    made: tuple[tuple[Factor, ...], ...],
+    where: list[dict[str, tuple[int, int]]],
+) -> list[Alternative]:
+    """The alternatives in which ranks get rows of neighbours, or add up sums of their pieces."""
+    pairs = {name: window.source for name, window in rule.windows.items()}
+    pairs |= {name: name for name in rule.averages}
+    found = []
+    for name, read in pairs.items():
+        if name not in where[-1] or read not in where[0]:
+            continue
+        dims = where[0][read][0], where[-1][name][0]
+        if len(source[dims[0]]) != 1 or len(made[dims[1]]) != 1:
+            continue  # a window over a part of a dim, such as every second row of it
+        wanted = (Label(dims[0], 0), *(REPLICATED,) * (len(where) - 2))
+        found.append(Alternative(wanted, Label(dims[1], 0), made[dims[1]][0].key, name))
+    return found
 
 
 def _partial(rule: OpSharding, operands: int) -> list[Alternative]:

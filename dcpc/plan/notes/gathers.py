@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from dcpc.buckets import BATCH, Bucket
 from dcpc.ir import BucketPlan
@@ -22,25 +22,68 @@ def gather_lines(priced: Mapping[Bucket, Priced], plans: Mapping[Bucket, BucketP
     for bucket, plan in plans.items():
         first = first or _units_line(priced[bucket].traced)
         sizes = {**bucket.sizes, BATCH: plan.micro_batch}
-        study = priced[bucket].at(priced[bucket].placement(sizes, plan.sp, near=True))
-        turn = study.turn
-        if turn is None:
+        placement = priced[bucket].placement(sizes, plan.sp, near=True)
+        study = priced[bucket].at(placement)
+        if not study.turns:
             continue
-        kept, again = study.predict(turn, sizes), study.predict(turn + 1, sizes)
-        price = f"{again.seconds_s - kept.seconds_s:.3g} s"
-        room = bytes_text(max(0, kept.peak_bytes - again.peak_bytes))
-        line = (
-            f"kept from forward to backward, as they fit; to gather them again takes {price} and "
-            f"frees {room} at the peak"
-        )
-        if study.gathers_again(plan.menu_step):
-            line = (
-                f"gathered again in backward, which takes {price}; kept from forward on they take "
-                f"{room} more at the peak, more than cheaper recompute leaves"
-            )
+        priced_s, freed = study.gathers_cost(plan.menu_step), study.gathers_cost(study.steps)
+        again = priced[bucket].gathered_again(placement, plan.menu_step)
+        line = _line(priced[bucket].traced, again, priced_s, freed)
         found.setdefault(line, []).append(str(bucket))
     lines = [f"{', '.join(buckets)}: {line}" for line, buckets in found.items()]
     return [first, *lines] if first else []
+
+
+def _line(
+    traced: Traced, again: Collection[int], taken: tuple[float, int], every: tuple[float, int]
+) -> str:
+    """Returns which units a bucket gathers again, at what price, and why.
+
+    Args:
+        traced: whose units.
+        again: those that are.
+        taken: seconds and bytes of their gathers.
+        every: of all that may be gathered again.
+    """
+    units = traced.units
+    assert units is not None, "they are gathered"
+    if not again:
+        return (
+            f"kept from forward to backward, as they fit; to gather them again takes "
+            f"{every[0]:.3g} s and frees {bytes_text(every[1])}"
+        )
+    if len(again) == len(units.again):
+        return (
+            f"gathered again in backward, which takes {taken[0]:.3g} s; kept from forward on they "
+            f"take {bytes_text(taken[1])} more, more than cheaper recompute leaves"
+        )
+    return (
+        f"{_ranges(traced, again)} gathered again in backward, {len(again)} of {len(units.again)}, "
+        f"which takes {taken[0]:.3g} s for {bytes_text(taken[1])}; the others, "
+        f"{bytes_text(every[1] - taken[1])}, kept from forward on, as they fit"
+    )
+
+
+def _ranges(traced: Traced, again: Collection[int]) -> str:
+    """Returns the units' names, neighbours as the first and the last of them."""
+    assert traced.units is not None, "they are gathered"
+    names = [_common([traced.program.parameters[n] for n in unit]) for unit in traced.units.units]
+    runs: list[list[int]] = []
+    for k in sorted(again):
+        if runs and runs[-1][-1] == k - 1:
+            runs[-1].append(k)
+        else:
+            runs.append([k])
+    return ", ".join(
+        names[r[0]] if len(r) == 1 else f"{names[r[0]]} to {names[r[-1]]}" for r in runs
+    )
+
+
+def _common(names: Sequence[str]) -> str:
+    """Returns the module that parameters are in; a parameter's own name where it is alone."""
+    parts = [name.split(".") for name in names]
+    shared = [same[0] for same in zip(*parts, strict=False) if len(set(same)) == 1]
+    return ".".join(shared) or f"{names[0]} and {len(names) - 1} more"
 
 
 def _units_line(traced: Traced) -> str:

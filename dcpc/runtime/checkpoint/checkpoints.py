@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ _STATE = "state.pt"
 _GROUP = ("optimizer", "param_groups")
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """A loader, a scheduler: what has a state of its own."""
 
@@ -188,6 +189,8 @@ class Checkpoints:
             self.wait()
             _check_count("step", step, 0)
             _check_count("keep", keep, 1)
+            if not isinstance(wait, bool):
+                raise CheckpointError(f"save: wait: got {wait!r}; expected True or False; pass one")
             state = parts.tensors()
             self._tensors.refuse_odd(state)
             small = self._small(parts, step, extra)
@@ -480,7 +483,7 @@ def _reason(e: BaseException) -> str:
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 63:
         raise CheckpointError(
             f"save: {name}: got {value!r}; expected an integer from {least} on; pass one"
         )

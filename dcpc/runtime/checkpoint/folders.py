@@ -44,6 +44,10 @@ def found_in(directory: Path) -> list[Path]:
     One that was set aside for another of its step, and is alone now, counts.
     """
     if not directory.is_dir():
+        if directory.exists():
+            raise CheckpointError(
+                f"load({str(directory)!r}): got a file; expected a folder of checkpoints; name that"
+            )
         return []
     steps: dict[int, Path] = {}
     for entry in directory.iterdir():

@@ -67,7 +67,19 @@ def check_dataset(dataset: object) -> None:
             "dataset[i]: the loader chooses their order; for a generator or a stream make a list "
             "of its samples first, or a class with __len__ and __getitem__"
         )
-    if len(dataset) == 0:  # type: ignore[arg-type]
+    try:
+        size = len(dataset)  # type: ignore[arg-type]
+    except Exception as error:
+        raise DataError(
+            f"dataset: got {type(error).__name__}: {error} from len({kind.__name__}); expected the "
+            "number of its samples; correct its __len__"
+        ) from error
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"dataset: got a {kind.__name__} with {size} keys; expected samples by number, from 0; "
+            "pass a list of samples, each a mapping of the inputs"
+        )
+    if size == 0:
         raise DataError(
             "dataset: got 0 samples; expected at least 1; check the path or filter it is made from"
         )
@@ -94,6 +106,29 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         named = " or ".join(map(repr, choices))
         raise DataError(f"{name}=: got {value!r}; expected {named}; choose one")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Refuses what is no time limit.
+
+    Raises:
+        DataError: it is no positive number of seconds.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise DataError(
+            f"{name}: got {value!r}; expected a positive number of seconds; pass e.g. 60.0"
+        )
+
+
+def check_flags(**given: object) -> None:
+    """Refuses switches that are neither on nor off.
+
+    Raises:
+        DataError: with the name of the argument.
+    """
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise DataError(f"{name}: got {value!r}; expected True or False; pass one")
 
 
 def check_step_size(tokens: int | None, samples: int | None) -> int:

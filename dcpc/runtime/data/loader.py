@@ -17,14 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
-from dcpc.errors import DataError
+from dcpc.buckets import path_of
+from dcpc.errors import DataError, DcpcError, PlanError
 from dcpc.runtime.data.ahead import LoaderStats, ahead
 from dcpc.runtime.data.arguments import (
     allowed_steps,
     check_choice,
     check_compiled,
     check_count,
+    check_flags,
     check_pad,
+    check_seconds,
+    check_step,
     check_step_size,
 )
 from dcpc.runtime.data.cuts import PlannedBatch, Recipe, count_steps, cut_epoch
@@ -36,7 +40,7 @@ from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.data.window import Position
 from dcpc.runtime.groups.relay import Relay
 from dcpc.runtime.planner.plan_file import PlanFile
-from dcpc.runtime.planner.plans import MODES, Mode
+from dcpc.runtime.planner.plans import MODES, Mode, step_plan
 from dcpc.runtime.planner.protocol import Compiled
 from dcpc.runtime.planner.table import PlanTable, mode_table
 
@@ -73,6 +77,7 @@ class DataLoader:
         on_too_long: Literal["error", "skip"] = "error",
         lookahead: int = 1,
         plan_timeout_s: float | None = None,
+        check_values: bool = True,
     ) -> None:
         """Checks the arguments; loads nothing yet.
 
@@ -113,6 +118,9 @@ class DataLoader:
                 `skipped` and warned of.
             lookahead: steps planned and loaded ahead in a thread; 0: none, no thread.
             plan_timeout_s: how long a rank waits for rank 0's plan; default: as for its peers.
+            check_values: refuse samples with numbers that the model has no row of an embedding or
+                no class for, and with NaN, when a step is made: in the loader's thread, so that no
+                step waits for it. False: torch finds out, or the loss is NaN.
 
         Raises:
             DataError: an argument is wrong, the dataset is empty, or the model would mix sequences
@@ -128,6 +136,12 @@ class DataLoader:
         check_count("seed", seed, 0)
         check_choice("on_too_long", on_too_long, ("error", "skip"))
         check_choice("mode", mode, MODES)
+        check_flags(
+            shuffle=shuffle, calculate_imbalance=calculate_imbalance, pad_to_longer=pad_to_longer,
+            check_values=check_values,
+        )  # fmt: skip
+        if plan_timeout_s is not None:
+            check_seconds("plan_timeout_s", plan_timeout_s)
         if pad_to_longer and (pad is None or mode != "auto"):
             raise DataError(
                 f"pad_to_longer: got mode={mode!r} and pad={pad}; expected mode='auto' and a value "
@@ -151,7 +165,9 @@ class DataLoader:
         self.recipe = Recipe(most, window, mode, allowed, bool(packing), by_samples)
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
-        self._maker = StepMaker(dataset, compiled, packing, weight, pad)
+        self._maker = StepMaker(
+            dataset, compiled, packing, weight, pad, check_values, pad_to_longer
+        )
         self._progress = Progress(len(self._maker.samples), seed, shuffle)
         self._skipped: tuple[int, ...] = ()
         self._name = f"{groups.number('loader')}"
@@ -257,6 +273,8 @@ class DataLoader:
                     progress.index = step.index + 1
                     self._log(step)
                     yield step
+                    if step.problem is not None:
+                        raise step.problem
             used += 1  # the message that there are no more
         finally:
             if relay is not None:
@@ -276,8 +294,10 @@ class DataLoader:
 
         `dcpc replay FILE` prints it and plans it again.
         """
+        check_step(step)
+        path = path_of(file, PlanError, "save_plan")
         samples = self._maker.own_buckets(step)
-        PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(file)
+        PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(path)
 
     def _telling(self, steps: Iterator[T]) -> Iterator[T]:
         """Yields what it is given; tells the other ranks why there is no more."""
@@ -305,10 +325,30 @@ class DataLoader:
         elif self.compiled.groups.rank == 0:
             cuts = relay.send((cut.message(table, job), cut) for cut in self._cuts(table))
         else:
-            # Rank 0's table may have changed meanwhile: its messages say how.
-            cuts = (PlannedBatch.of(message, table, job) for message in relay.receive())
+            yield from self._received(relay, table, job)
+            return
         for cut in cuts:
             yield cut, self._maker.step(epoch, cut)
+
+    def _received(
+        self, relay: Relay, table: PlanTable, job: str
+    ) -> Iterator[tuple[PlannedBatch, Step | None]]:
+        """Yields this rank's steps of what rank 0 planned."""
+        progress, world = self._progress, self.compiled.groups.world
+        for message in relay.receive():
+            try:
+                # Rank 0's table may have changed meanwhile: its messages say how.
+                cut = PlannedBatch.of(message, table, job)
+            except DcpcError as error:
+                # The others go on to the step, and wait for this rank: they learn of it there.
+                nothing = PlannedBatch(progress.index, None, 0, (), progress.position, 0.0, table)
+                plan = step_plan((), world)
+                yield (
+                    nothing,
+                    Step(progress.epoch, progress.index, plan, (), 0.0, 0, 0, 0.0, problem=error),
+                )
+                return
+            yield cut, self._maker.step(progress.epoch, cut)
 
     def _cuts(self, table: PlanTable) -> Iterator[PlannedBatch]:
         """Yields what is left of the epoch, planned here with the table of each moment."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dcpc.buckets import Bucket
+import torch
+
+from dcpc.buckets import BATCH, Bucket
+from dcpc.errors import DataError, DcpcError
 from dcpc.runtime.data.cuts import PlannedBatch
 from dcpc.runtime.data.packing import RowMaker
 from dcpc.runtime.data.samples import Dataset, Samples
 from dcpc.runtime.data.steps import MicroBatch, Step
-from dcpc.runtime.data.weights import Weight, checked, weight_function
+from dcpc.runtime.data.weights import Weight, weighed, weight_function
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan
 from dcpc.runtime.planner.protocol import Compiled
+from dcpc.runtime.values import not_numbers, out_of_range
 
 
 class StepMaker:
@@ -28,6 +32,8 @@ class StepMaker:
         packing: bool | str,
         weight: Weight,
         pad: Mapping[str, int | float] | None,
+        check_values: bool,
+        pads_longer: bool,
     ) -> None:
         """Checks the arguments against the model; they are the loader's.
 
@@ -35,14 +41,22 @@ class StepMaker:
             DataError: an argument is wrong, or the model would mix sequences that are packed.
         """
         buckets = compiled.buckets
+        self._inputs = buckets.inputs
         self._rows = RowMaker(buckets, packing, compiled.packable, weight, pad) if packing else None
         given = buckets if self._rows is None else self._rows.given(buckets)
         self.samples = Samples(dataset, given, pad)
         self._weigh = weight_function(weight, buckets.inputs)
         self._rank = compiled.groups.rank
+        self._pads_longer = pads_longer
+        self._alone = compiled.groups.control(compiled.groups.world) is None
+        self._ranges = compiled.value_ranges if check_values else None
 
     def step(self, epoch: int, cut: PlannedBatch) -> Step | None:
-        """Returns this rank's step; None where the batch is empty. What it had is forgotten."""
+        """Returns this rank's step; None where the batch is empty. What it had is forgotten.
+
+        What is wrong with a sample is raised by a rank alone. Else it is in the step: the others
+        wait for this rank in `train_step`, and learn of it there.
+        """
         step = None if cut.plan is None else self._step(epoch, cut, cut.plan)
         done = () if cut.plan is None else cut.plan.micro_batches
         self.samples.forget(cut.ids(mb.sample_ids for mb in done))
@@ -61,19 +75,32 @@ class StepMaker:
     def _step(self, epoch: int, cut: PlannedBatch, plan: StepPlan) -> Step:
         mine = [(n, mb) for n, mb in enumerate(plan.micro_batches) if self._rank in mb.ranks]
         total = float(cut.samples) if self._weigh is None else None
+        made: tuple[MicroBatch, ...] = ()
+        problem: DcpcError | None = None
+        try:
+            made = tuple(self._micro_batch(cut, n, mb) for n, mb in mine)
+        except DcpcError as error:
+            if self._alone:
+                raise
+            problem = error
         return Step(
-            epoch, cut.index, plan, tuple(self._micro_batch(cut, n, mb) for n, mb in mine), total,
-            cut.tokens, cut.samples, cut.plan_s, cut.rows,
+            epoch, cut.index, plan, made, total, cut.tokens, cut.samples, cut.plan_s, cut.rows,
+            problem,
         )  # fmt: skip
 
     def _micro_batch(self, cut: PlannedBatch, number: int, mb: PlannedMicroBatch) -> MicroBatch:
         ids = cut.ids([mb.sample_ids])
         if self._rows is None:
+            if not self._alone:
+                for i in ids:
+                    self.samples.load(i)
+                self.samples.refuse_other(ids, mb.bucket, self._pads_longer)
             inputs = self.samples.collate(ids, mb.bucket)
         else:
             rows = [cut.rows[row] for row in mb.sample_ids]
             inputs = self._rows.collate(self.samples, rows, mb.bucket)
-        weight = float(len(ids)) if self._weigh is None else checked(self._weigh(inputs), ids)
+        self._check_values(inputs, cut, mb)
+        weight = float(len(ids)) if self._weigh is None else weighed(self._weigh, inputs, ids)
         return MicroBatch(
             bucket=mb.bucket,
             sp=mb.sp,
@@ -85,3 +112,17 @@ class StepMaker:
             menu_step=mb.menu_step,
             number=number,
         )
+
+    def _check_values(
+        self, inputs: Mapping[str, torch.Tensor], cut: PlannedBatch, mb: PlannedMicroBatch
+    ) -> None:
+        """Refuses what the model's ops cannot take: here it costs no time of a step."""
+        if self._ranges is None:
+            return
+        wrong = out_of_range(inputs, self._ranges.get(mb.bucket, {})) or not_numbers(inputs)
+        if wrong is None:
+            return
+        spec = self._inputs[wrong.name]
+        at = next((a for a, dim in zip(wrong.at, spec.dims, strict=True) if dim.name == BATCH), 0)
+        own = cut.ids([mb.sample_ids[at : at + 1]])
+        raise DataError(f"sample{'s' * (len(own) > 1)} {', '.join(map(str, own[:8]))}, {wrong}")

@@ -84,6 +84,11 @@ class Progress:
             DataError: the state lacks a field or is of another dataset or order.
         """
         fields = self.state()
+        if not isinstance(state, Mapping):
+            raise DataError(
+                f"loader state: got {type(state).__name__}; expected a mapping with the fields "
+                f"{', '.join(fields)}; pass what state_dict() returned"
+            )
         if state.keys() != fields.keys():
             raise DataError(
                 f"loader state: got fields {', '.join(map(str, state))}; expected "
@@ -104,6 +109,12 @@ class Progress:
                     f"loader state: got {name}={state[name]}; expected {fields[name]}, as this "
                     "loader has; resume with the same dataset and shuffle="
                 )
+        furthest = max((counts["consumed"], *(n + 1 for n in done)))
+        if furthest > self._samples:
+            raise DataError(
+                f"loader state: got places up to {furthest}; expected at most {self._samples}, the "
+                "samples of an epoch; pass what state_dict() returned"
+            )
         self.epoch, self.position = counts["epoch"], Position(counts["consumed"], done)
         self.index, self.seed = counts["step"], counts["seed"]
         self._resumed = True

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from dcpc.buckets import BATCH, Bucket, Buckets, DimExpr, InputSpec
-from dcpc.errors import DataError
+from dcpc.errors import DataError, DcpcError
 from dcpc.runtime.data.arguments import check_dataset
 
 Dims = tuple[tuple[str, int], ...]
@@ -107,7 +108,8 @@ class Samples:
         dims = self._dims.get(index)
         if dims is None:
             if isinstance(self.dataset, HasDims):
-                dims = self._declared(index, self.dataset.dims(index))
+                told = self._asked(f"dims({index})", lambda: self.dataset.dims(index))
+                dims = self._declared(index, told)
             else:
                 self.load(index)
                 dims = self._dims[index]
@@ -140,6 +142,25 @@ class Samples:
             name: self._stack(name, spec, ids, [s[name] for s in samples], sizes)
             for name, spec in self.inputs.items()
         }
+
+    def refuse_other(self, ids: Sequence[int], bucket: Bucket, longer: bool) -> None:
+        """Refuses samples that are not what rank 0 planned with.
+
+        Args:
+            ids: the samples, loaded.
+            bucket: that rank 0 has them in.
+            longer: whether it may be longer than their own.
+
+        Raises:
+            DataError: their own bucket is another.
+        """
+        for i in ids:
+            fit = self.fit(i)
+            if fit.bucket != bucket and not (longer and _holds(bucket, fit.dims)):
+                raise DataError(
+                    f"sample {i}: got lengths {_text(fit.dims)}; expected some of bucket {bucket}, "
+                    "as rank 0 has this sample; give every rank the same dataset in the same order"
+                )
 
     def forget(self, ids: Iterable[int]) -> None:
         """Drops samples that were loaded; their lengths stay known."""
@@ -202,6 +223,12 @@ class Samples:
                 "end (0 for ids and attention masks, -100 for labels that the loss ignores), or "
                 "add buckets of the exact lengths"
             )
+        if any(have > room for have, room in zip(x.shape, shape, strict=True)):
+            raise DataError(
+                f"{where}, input '{name}': got shape {tuple(x.shape)}; expected at most "
+                f"{tuple(shape)}, as it was planned by rank 0's lengths; give every rank the same "
+                "dataset in the same order"
+            )
         out = x.new_full(list(shape), pad[name])
         out[tuple(slice(0, size) for size in x.shape)] = x
         return out
@@ -210,11 +237,7 @@ class Samples:
         """Returns a checked sample; its lengths are known from then on."""
         if index in self._loaded:
             return self._loaded[index]
-        try:
-            raw = self.dataset[index]
-        except Exception as e:
-            e.add_note(f"raised by the dataset for sample {index}")
-            raise
+        raw = self._asked(f"dataset[{index}]", lambda: self.dataset[index])
         if not isinstance(raw, Mapping) or raw.keys() != self.inputs.keys():
             got = ", ".join(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
             raise DataError(
@@ -233,6 +256,29 @@ class Samples:
         # Held until its step: the dataset may fill the same memory with the next sample.
         self._loaded[index] = {name: raw[name].clone() for name in self.inputs}
         return self._loaded[index]
+
+    def _asked(self, what: str, ask: Callable[[], Any]) -> Any:
+        """Returns what the dataset says.
+
+        Raises:
+            DataError: it raises. A rank that has no sample is one that all ranks have to know of.
+        """
+        try:
+            return ask()
+        except DcpcError:
+            raise
+        except Exception as error:
+            n = len(self.dataset)
+            short = isinstance(error, IndexError | KeyError)
+            advice = (
+                f"have len() say how many there are: it says {n}"
+                if short
+                else "look at its own lines above"
+            )
+            raise DataError(
+                f"{what}: got {type(error).__name__}: {error} from the dataset; expected a sample "
+                f"for each number below {n}; {advice}"
+            ) from error
 
     def _solve(self, index: int, raw: Mapping[str, torch.Tensor]) -> Dims:
         """Returns the length of every name that makes all tensors' shapes what they are."""
@@ -278,6 +324,11 @@ def check_fills(inputs: Mapping[str, InputSpec], fills: Mapping[str, int | float
     """
     for name, value in fills.items():
         dtype = inputs[name].dtype
+        if not isinstance(value, bool | int | float):
+            raise DataError(
+                f"input '{name}': got {reprlib.repr(value)} to fill it up; expected a number; give "
+                f"one in pad=, such as {{'{name}': 0}}"
+            )
         if dtype.is_floating_point or dtype.is_complex:
             continue
         try:
@@ -294,7 +345,14 @@ def check_fills(inputs: Mapping[str, InputSpec], fills: Mapping[str, int | float
 
 def _check_tensor(index: int, name: str, spec: InputSpec, x: object) -> None:
     dims = _sample_dims(spec)
-    if isinstance(x, torch.Tensor) and x.dtype == spec.dtype and x.dim() == len(dims):
+    right = isinstance(x, torch.Tensor) and x.dtype == spec.dtype and x.dim() == len(dims)
+    if isinstance(x, torch.Tensor) and (x.layout != torch.strided or x.device.type != "cpu"):
+        raise DataError(
+            f"sample {index}, input '{name}': got a {x.layout} tensor on {x.device}; expected a "
+            "dense one on the CPU: micro-batches are made there, and moved when they run; convert "
+            "it in the dataset by .to('cpu') or .to_dense()"
+        )
+    if right:
         return
     got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
     raise DataError(

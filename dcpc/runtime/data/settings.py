@@ -59,6 +59,19 @@ class Settings(BaseModel):
     profile_path: str | None = None
     mode: Mode | None = None
 
+    def __init__(self, **fields: Any) -> None:
+        """Takes the fields by name.
+
+        Raises:
+            DataError: a name or a value is wrong.
+        """
+        try:
+            super().__init__(**fields)
+        except ValidationError as e:
+            names = tuple(type(self).model_fields)
+            problems = [f"Settings: {_problem(error, names)}" for error in e.errors()]
+            raise DataError("\n".join(problems)) from None
+
     @classmethod
     def from_yaml(cls, file: str | Path) -> Self:
         """Returns the settings in a YAML file.

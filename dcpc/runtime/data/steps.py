@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dcpc.buckets import Bucket
+from dcpc.errors import DcpcError
 from dcpc.runtime.planner.plans import StepPlan
 
 
@@ -51,6 +52,8 @@ class Step:
         samples: number of all ranks' samples.
         plan_s: seconds that forming and planning the batch took, on the rank that did.
         rows: packed: the samples of each row; what the plan calls samples are numbers of rows.
+        problem: why this rank has no micro-batches, such as a sample that is wrong: `train_step`
+            raises it on every rank.
     """
 
     epoch: int
@@ -62,3 +65,4 @@ class Step:
     samples: int
     plan_s: float
     rows: tuple[tuple[int, ...], ...] = ()
+    problem: DcpcError | None = None

@@ -34,6 +34,21 @@ class CountLabels:
     ignore_index: int = -100
     shift: int = 0
 
+    def __post_init__(self) -> None:
+        """Checks the numbers.
+
+        Raises:
+            DataError: one is no integer, or `shift` is below 0.
+        """
+        for field, value, least in (("ignore_index", self.ignore_index, None),
+                                    ("shift", self.shift, 0)):  # fmt: skip
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or (least is not None and value < least):
+                more = "" if least is None else f" >= {least}"
+                raise DataError(
+                    f"CountLabels: got {field}={value!r}; expected an integer{more}; correct it"
+                )
+
     def __call__(self, inputs: Inputs) -> float:
         """Returns the number of labels that count."""
         labels = inputs[self.name][..., self.shift :]
@@ -69,16 +84,22 @@ def weight_function(
     return CountLabels(weight) if isinstance(weight, str) else weight
 
 
-def checked(weight: float, ids: tuple[int, ...]) -> float:
-    """Returns a weight as a float.
+def weighed(weigh: Callable[[Inputs], float], inputs: Inputs, ids: tuple[int, ...]) -> float:
+    """Returns what a function says that a micro-batch weighs, as a float.
 
     Raises:
-        DataError: it is negative or not finite.
+        DataError: it raises, or its result is no number, negative or not finite.
     """
-    value = float(weight)
-    if not isfinite(value) or value < 0:
-        raise DataError(
-            f"weight of the micro-batch of samples {list(ids)[:8]}: got {value}; expected a finite "
-            "number >= 0; correct the function given as weight="
-        )
-    return value
+    got: object = None
+    cause: Exception | None = None
+    try:
+        got = weigh(inputs)
+        value = float(got)
+        if isfinite(value) and value >= 0:
+            return value
+    except Exception as error:
+        got, cause = f"{type(error).__name__}: {error}", error
+    raise DataError(
+        f"weight of the micro-batch of samples {list(ids)[:8]}: got {got}; expected a finite "
+        "number >= 0; correct the function given as weight="
+    ) from cause

@@ -14,6 +14,7 @@ After an absence the group's connections are broken: the job has to be started a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -24,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from dcpc.errors import GroupError
+from dcpc import errors
+from dcpc.errors import DcpcError, GroupError
 from dcpc.runtime.groups.groups import Groups
 
 _POLL_S = 0.05
@@ -40,7 +42,7 @@ _WAITED = "waited"
 PART = "; "
 
 
-def agree(groups: Groups, sp: int, what: str, value: str) -> None:
+def agree(groups: Groups, sp: int, what: str, value: str, problem: DcpcError | None = None) -> None:
     """Returns once all ranks of this rank's block of `sp` are known to have the same value.
 
     Collective over the block. Costs one small all-reduce on its control group.
@@ -50,26 +52,37 @@ def agree(groups: Groups, sp: int, what: str, value: str) -> None:
         sp: degree of the block whose ranks compare; 1: nothing to do.
         what: name of the thing compared, for the error; part of what is compared.
         value: its text; parts of it with `PART` between them are compared one by one in the error.
+        problem: of this rank, because of which it cannot go on.
 
     Raises:
+        DcpcError: on every rank of the block, of the class and with the text of the first rank's
+            problem, where one has any.
         GroupError: on every rank of the block, naming which ranks had which value, or which ranks
             did not arrive.
     """
     pg = groups.control(sp)
     if pg is None:
+        if problem is not None:
+            raise problem
         return
     check = groups.checks.get(sp, 0)
     groups.checks[sp] = check + 1
     talk = _Trouble(groups, sp, pg, check)
-    text = f"{what} {value}"
+    own = "" if problem is None else f"{type(problem).__name__} {problem}"
+    # Before any text: whoever reads a rank's text finds its problem.
+    talk.tell_problem(own)
+    text = f"{what} {value}{own and PART}{own}"
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     words = [int.from_bytes(digest[i : i + 8], "big") >> (64 - _BITS) for i in (0, 8)]
     x = torch.tensor(words + [-w for w in words], dtype=torch.int64)
     broken = talk.reduce(x)
     low_high = x.tolist()
     if broken is None and low_high[:2] == [-w for w in low_high[2:]]:
+        if problem is not None:
+            raise problem
         return
-    raise GroupError(talk.explain(text, broken))
+    message = talk.explain(text, broken)
+    raise talk.problem or GroupError(message)
 
 
 class _Trouble:
@@ -84,6 +97,7 @@ class _Trouble:
         self.watch = groups.watch
         self.deadline = time.monotonic() + self.limit_s
         self.store = PrefixStore(f"dcpc/agree/{check}", pg.get_group_store())
+        self.problem: DcpcError | None = None  # of some rank, once `explain` has looked
 
     def reduce(self, x: torch.Tensor) -> str | None:
         """Returns None once `x` is the maximum of all ranks, or why this rank stopped waiting."""
@@ -110,6 +124,22 @@ class _Trouble:
             else:
                 return None
 
+    def tell_problem(self, own: str) -> None:
+        """Tells the other ranks why this one cannot go on, if it cannot."""
+        if own:
+            with contextlib.suppress(RuntimeError):  # the store is gone: `reduce` finds out
+                self.store.set(f"problem/{self.rank}", own)
+
+    def _any_problem(self) -> DcpcError | None:
+        """Returns the problem of the first rank that has told one."""
+        for rank in self.ranks:
+            if self.store.check([f"problem/{rank}"]):
+                kind, _, said = self._read(f"problem/{rank}").partition(" ")
+                found = getattr(errors, kind, None)
+                known = isinstance(found, type) and issubclass(found, DcpcError)
+                return (found if known else GroupError)(f"rank {rank}: {said}")
+        return None
+
     def explain(self, text: str, broken: str | None) -> str:
         """Returns the error's message; every rank that is there gets the same findings."""
         try:
@@ -118,6 +148,7 @@ class _Trouble:
             self.store.set("trouble", "yes")
             absent, why = self._absent(broken or "")
             texts = {r: self._read(f"text/{r}") for r in self.ranks if r not in absent}
+            self.problem = self._any_problem()
         except RuntimeError as e:
             return (
                 f"check {self.check} on rank {self.rank} ({text}): {broken or 'ranks disagree'}, "

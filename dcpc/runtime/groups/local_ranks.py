@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from dcpc.errors import GroupError
+from dcpc.runtime.groups.watch import uncaught
 
 # Once a rank has failed its peers get this long to fail too, so that all tracebacks are shown.
 GRACE_S = 8.0
@@ -188,7 +189,8 @@ def _main(
         if init:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         message = pickle.dumps((fn(int(environment["RANK"]), *args), None))
-    except BaseException:
+    except BaseException as e:
+        uncaught(e)
         message = pickle.dumps((None, traceback.format_exc()))
     pipe.send_bytes(message)
     # A rank that leaves early breaks its peers' connections: stay until the caller has all results.

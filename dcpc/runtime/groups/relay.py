@@ -1,6 +1,6 @@
 """Rank 0's plans on their way to the other ranks, through the process group's own store.
 
-    {seq}        the message, JSON
+    {seq}        the message, JSON after its checksum
     {seq}/read   how many ranks have read it; the last one deletes both
 
 So the store holds as many messages as steps are planned ahead. A message is a few bytes a sample,
@@ -11,6 +11,7 @@ nothing within the time limit says so by name.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import threading
@@ -81,7 +82,7 @@ class Relay:
 
         Raises:
             DcpcError: of the class of rank 0's error, with its text.
-            PlanError: rank 0 sent nothing in time, or the store is gone.
+            PlanError: rank 0 sent nothing in time, or what came is damaged, or the store is gone.
             GroupError: a rank is lost.
             ClosedError: `close` was called while waiting.
         """
@@ -111,7 +112,8 @@ class Relay:
             raise ClosedError
         # A peer that hosts the store may be gone: then the step's own checks say so.
         with contextlib.suppress(RuntimeError):
-            self._store.set(str(self._sent), json.dumps(message))
+            text = json.dumps(message)
+            self._store.set(str(self._sent), f"{_digest(text)} {text}")
         self._sent += 1
 
     def _get(self, seq: int) -> Message:
@@ -126,13 +128,20 @@ class Relay:
                 if time.monotonic() > deadline:
                     raise PlanError(self._silence(seq, f"nothing within {self.timeout_s:g} s"))
                 poll_s = min(1.5 * poll_s, _LONGEST_POLL_S)
-            message: Message = json.loads(self._store.get(key))
+            digest, _, text = self._store.get(key).decode(errors="replace").partition(" ")
             if self._store.add(f"{key}/read", 1) == self._readers:
                 self._store.delete_key(key)
                 self._store.delete_key(f"{key}/read")
         except RuntimeError as e:
             lost = self._watch.explained()
             raise lost or PlanError(self._silence(seq, str(e).splitlines()[0])) from e
+        if digest != _digest(text):
+            raise PlanError(
+                f"plan {seq} of this iteration: got a message whose checksum is another than when "
+                f"rank {self._sender} sent it; expected its plan; look whether something else "
+                "writes to the rendezvous store, and start the job again"
+            )
+        message: Message = json.loads(text)
         return message
 
     def _silence(self, seq: int, what: str) -> str:
@@ -141,6 +150,10 @@ class Relay:
             f"all ranks; expected its plan; look at the log of rank {self._sender}, iterate the "
             "loader on every rank alike, or raise plan_timeout_s="
         )
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _error(sender: int, message: Message) -> DcpcError:

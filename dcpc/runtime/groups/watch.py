@@ -135,15 +135,10 @@ class Watch:
         self._processes = Processes(places)
         self._thread = threading.Thread(target=self._run, name="dcpc watch", daemon=True)
         self._thread.start()
-        hook = sys.excepthook
-
-        def told(
-            kind: type[BaseException], error: BaseException, trace: TracebackType | None
-        ) -> None:
-            self.ended(error)
-            hook(kind, error, trace)
-
-        sys.excepthook = told
+        _at_work.append(self)
+        if sys.excepthook is not _excepthook:
+            _excepthooks.append(sys.excepthook)
+            sys.excepthook = _excepthook
         atexit.register(self.leave)
 
     def leave(self) -> None:
@@ -156,6 +151,7 @@ class Watch:
         # It must not be within torch's C++ while Python ends: see data/ahead.py.
         self._thread.join(_STORE_S)
         self._thread = None
+        _at_work.remove(self)
 
     def follow(self, connected: Connected) -> None:
         """Breaks these connections, too, when this rank waits in vain."""
@@ -233,7 +229,11 @@ class Watch:
             error: that nobody caught; None: it ends as it should.
         """
         known = self._news.get(self._me)
-        if self._store is None or (known is not None and known.kind == ENDED):
+        if (
+            self._store is None
+            or os.getpid() != self._process
+            or (known is not None and known.kind == ENDED)
+        ):
             return
         text, kind = "its process has ended", ""
         if error is not None:
@@ -326,7 +326,7 @@ class Watch:
             error = error.__cause__ or error.__context__
         return False
 
-    def _silent_store(self) -> GroupError | None:
+    def _silent_store(self) -> DcpcError | None:
         if not self._gone:
             return None
         found = GroupError(
@@ -433,6 +433,23 @@ class Watch:
         final = any(n.kind == LOST or (n.kind == ENDED and n.error)
                     for r, n in list(self._news.items()) if r != self._me)  # fmt: skip
         return (final or self._inside > 0) and self._trouble() is not None
+
+
+_at_work: list[Watch] = []
+_excepthooks: list[Callable[..., object]] = []
+
+
+def uncaught(error: BaseException) -> None:
+    """Tells the other ranks of an error that ends this process."""
+    for watch in _at_work:
+        watch.ended(error)
+
+
+def _excepthook(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    uncaught(error)
+    _excepthooks[-1](kind, error, trace)
 
 
 _CONNECTION = (

@@ -46,7 +46,13 @@ class PlanFile:
             "samples": [[i, self.table.key(b)] for i, b in self.samples],
             "plan": plan_json(self.plan, self.table),
         }
-        Path(file).write_text(json.dumps(data), encoding="utf-8")
+        try:
+            Path(file).write_text(json.dumps(data), encoding="utf-8")
+        except OSError as e:
+            raise PlanError(
+                f"{file}: got {e.strerror}; expected a file that can be written, in a folder that "
+                "is there; name another"
+            ) from e
 
     @classmethod
     def read(cls, file: str | Path) -> PlanFile:
@@ -64,7 +70,10 @@ class PlanFile:
             return cls(plan_of(data["plan"], table, str(file)), table, allowed, samples)
         except OSError as e:
             raise PlanError(f"{file}: got {e.strerror}; expected a plan file; name one") from e
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
+        except (
+            ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError,
+            OverflowError,
+        ) as e:  # fmt: skip
             raise PlanError(
                 f"{file}: got {type(e).__name__} {e}; expected a plan that DataLoader.save_plan "
                 "wrote; write it again"
@@ -106,7 +115,9 @@ def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
             "plan may name rows that are not there or do not fit"
         )
     if data["mode"] not in MODES:
-        raise PlanError(f"{where}: got mode {data['mode']!r}; expected one of {', '.join(MODES)}")
+        raise PlanError(
+            f"{where}: got mode {data['mode']!r}; expected one of {', '.join(MODES)}; plan again"
+        )
     rows = {
         (key, row.sp, row.micro_batch, row.menu_step)
         for key, own in enumerate(table.rows)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dcpc.buckets import Bucket, Buckets
-from dcpc.ir import BucketPlan, Packable, PlanRow
+from dcpc.ir import BucketPlan, Packable, PlanRow, ValueRange
 from dcpc.runtime.groups.groups import Groups
 
 
@@ -34,6 +34,10 @@ class Compiled(Source, Protocol):
     @property
     def packable(self) -> Packable:
         """What its model makes of several sequences in one row."""
+
+    @property
+    def value_ranges(self) -> Mapping[Bucket, Mapping[str, tuple[ValueRange, ...]]]:
+        """What its ops need of integer inputs, by bucket and input; those left out may be any."""
 
     @property
     def groups(self) -> Groups:

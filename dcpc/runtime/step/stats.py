@@ -35,7 +35,8 @@ class Stats:
         calls: bucket -> forward calls.
         samples: bucket -> samples; packed: rows.
         seconds: bucket -> seconds of its micro-batches in train steps.
-        steps: train steps.
+        steps: train steps, those skipped included.
+        skipped: steps left out as their loss was NaN or infinite.
         variants: variants compiled.
         wire_bytes: sent in the variants' collectives.
         reduced_bytes: gradients put into the sums over ranks.
@@ -53,6 +54,7 @@ class Stats:
     samples: dict[Bucket, int] = field(default_factory=dict)
     seconds: dict[Bucket, BucketSeconds] = field(default_factory=dict)
     steps: int = 0
+    skipped: int = 0
     variants: int = 0
     wire_bytes: int = 0
     reduced_bytes: int = 0
@@ -73,6 +75,7 @@ class Stats:
     def stepped(self, step: Step, result: StepResult) -> None:
         """Counts one train step."""
         self.steps += 1
+        self.skipped += result.skipped
         self.reduced_bytes += result.reduced_bytes
         self.early_bytes += result.early_bytes
         self.busy_s = _added(self.busy_s, result.busy_s)
@@ -92,6 +95,8 @@ def log_step(step: Step, result: StepResult) -> None:
     """Writes one line on a step to the log "dcpc", at INFO."""
     early = f", {result.early_bytes / result.reduced_bytes:.0%} early" if result.early_bytes else ""
     norm = "" if result.grad_norm is None else f", gradient norm {result.grad_norm:.4g}"
+    if result.skipped:
+        norm = " (not finite: step skipped, gradients as before)"
     LOG.info(
         "step %d of epoch %d: loss %.6g%s; %d samples, %d tokens in %.3f s (predicted %.3f s); "
         "busy %s s (predicted %s s); imbalance %.1f%% (predicted %.1f%%); gradients %.1f MB%s",

@@ -64,7 +64,8 @@ class StepResult:
             count.
         reduction_s: measured seconds from the end of this rank's micro-batches to the sum of
             gradients: waiting for slower ranks, and the wire.
-        grad_norm: of the summed gradient before it was clipped; None: not asked for.
+        grad_norm: of the summed gradient before it was clipped; None: not asked for, or skipped.
+        skipped: whether its loss was NaN or infinite: gradients are as they were before it.
         every_s: measured seconds of each micro-batch of the plan, on its slowest rank, the same on
             every rank; 0 of one that does not count; empty: not asked for.
     """
@@ -78,6 +79,7 @@ class StepResult:
     micro_batch_s: tuple[float, ...] = ()
     reduction_s: float = 0.0
     grad_norm: float | None = None
+    skipped: bool = False
     every_s: tuple[float, ...] = ()
 
     @property
@@ -101,6 +103,7 @@ def train_step(
     delivering: Delivering | None = None,
     in_rounds: InRounds | None = None,
     clip: float | None = None,
+    nonfinite: str = "raise",
     comm_bucket_bytes: int = COMM_BUCKET_BYTES,
     state: str = "",
     check: Callable[[], None] | None = None,
@@ -120,6 +123,8 @@ def train_step(
         delivering: lets backward hand over gradients before it ends; None: it does not.
         in_rounds: the model, for a store whose parameters are gathered.
         clip: largest norm of all gradients together; longer ones are scaled down to it.
+        nonfinite: what becomes of a loss that is NaN or infinite: "raise", or "skip" the step.
+            Either way gradients are as they were before it. All ranks know the step's loss.
         comm_bucket_bytes: gradients that are sent at once.
         state: of the model, as text: the same on every rank.
         check: runs once all ranks are known to have the same state, before anything else; what it
@@ -133,8 +138,10 @@ def train_step(
         GroupError: the ranks are not in the same step with the same plan and parameters, or one
             did not arrive.
         DataError: the weights of the step are all zero, ranks loaded different values of a sample
-            that they take together, or `clip` is no positive number.
+            that they take together, the loss is not finite, or `clip` is no positive number.
     """
+    if clip is not None:
+        check_norm(clip)
     start_s = time.perf_counter()
     store = parameters if isinstance(parameters, WholeStore) else WholeStore(parameters, groups)
     agree(
@@ -142,7 +149,7 @@ def train_step(
         groups.world,
         "step",
         f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}, "
-        f"{summary(trained(store.whole))}{state}",
+        f"{summary(trained(store.whole))}, clip {clip}, nonfinite {nonfinite}{state}",
     )
     if check is not None:
         check()
@@ -150,7 +157,7 @@ def train_step(
     _refuse_different(step, groups)
     groups.prepare(step.plan.ranges)
     total = _total_weight(step, groups)
-    with _beside_earlier(store):
+    with _beside_earlier(store) as put_back:
         turns = _turns(step, store, groups)
         for turn in turns:
             if in_rounds is not None:
@@ -162,15 +169,20 @@ def train_step(
         share = _run(call, turns, total, groups, reduction, delivering, in_rounds, clock)
         reduction.finish()
         clock.mark()
-    *micro_batch_s, reduction_s = clock.spans_s()
-    norm = None if clip is None else clip_gradients(store.kept, clip)
-    own_s = [0.0] * len(step.plan.micro_batches) if every else []
-    if every:
-        for mb, took_s in zip(step.micro_batches, micro_batch_s, strict=True):
-            own_s[mb.number] = took_s if mb.weight != 0 else 0.0
-    facts = _gather([share, sum(micro_batch_s), *own_s], groups)
+        *micro_batch_s, reduction_s = clock.spans_s()
+        own_s = [0.0] * len(step.plan.micro_batches) if every else []
+        if every:
+            for mb, took_s in zip(step.micro_batches, micro_batch_s, strict=True):
+                own_s[mb.number] = took_s if mb.weight != 0 else 0.0
+        facts = _gather([share, sum(micro_batch_s), *own_s], groups)
+        loss = facts[:, 0].sum()  # the same on every rank, and so is what follows from it
+        if not loss.isfinite():
+            if nonfinite == "raise":
+                raise _not_finite(step, loss)
+            put_back.append(float(loss))
+    norm = None if clip is None or put_back else clip_gradients(store.kept, clip)
     return StepResult(
-        loss=facts[:, 0].sum(),
+        loss=loss,
         busy_s=tuple(facts[:, 1].tolist()),
         seconds_s=time.perf_counter() - start_s,
         total_weight=total,
@@ -179,6 +191,7 @@ def train_step(
         micro_batch_s=tuple(micro_batch_s),
         reduction_s=reduction_s,
         grad_norm=norm,
+        skipped=bool(put_back),
         every_s=tuple(facts[:, 2:].amax(0).tolist()),
     )
 
@@ -227,36 +240,68 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     Raises:
         DataError: `max_norm` is no positive number.
     """
+    check_norm(max_norm)
+    norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def check_norm(max_norm: object) -> None:
+    """Refuses what is no largest norm of a gradient.
+
+    Raises:
+        DataError: it is no positive number.
+    """
     if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
         raise DataError(
             f"clipping of gradients: got a largest norm of {max_norm!r}; expected a positive "
             "number; pass e.g. 1.0"
         )
-    norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def _not_finite(step: Step, loss: torch.Tensor) -> DataError:
+    return DataError(
+        f"step {step.index} of epoch {step.epoch}, samples "
+        f"{sorted(i for mb in step.plan.micro_batches for i in mb.sample_ids)[:8]}: got a loss of "
+        f"{float(loss)}; expected a finite one; gradients are as they were before the step: look "
+        "at these samples and the learning rate, clip gradients (clip=), or leave such steps out "
+        "and count them with train_step(step, nonfinite='skip')"
+    )
 
 
 @contextmanager
-def _beside_earlier(store: WholeStore) -> Iterator[None]:
+def _beside_earlier(store: WholeStore) -> Iterator[list[float]]:
     """Has gradients made as if there were none, and adds them to those that are there.
 
     These were reduced by an earlier step: they are not summed again. Where making them fails there
-    is what was there before: a part of a step's gradient is no gradient.
+    is what was there before: a part of a step's gradient is no gradient. So it is where the block
+    puts something into the list that it gets.
     """
     params = trained(store.kept)
     earlier = [p.grad for p in params]
     for p in params:
         p.grad = None
+    put_back: list[float] = []
     try:
-        yield
+        yield put_back
     except BaseException:
-        store.failed()
-        for p, grad in zip(params, earlier, strict=True):
-            p.grad = grad
+        _restore(store, params, earlier)
         raise
+    if put_back:
+        _restore(store, params, earlier)
+        return
     for p, grad in zip(params, earlier, strict=True):
         if grad is not None:
             p.grad = grad if p.grad is None else grad.add_(p.grad)
+
+
+def _restore(
+    store: WholeStore,
+    params: Sequence[torch.nn.Parameter],
+    earlier: Sequence[torch.Tensor | None],
+) -> None:
+    store.failed()
+    for p, grad in zip(params, earlier, strict=True):
+        p.grad = grad
 
 
 @dataclass(frozen=True, slots=True)

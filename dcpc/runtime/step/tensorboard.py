@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from dcpc.buckets import path_of
 from dcpc.errors import DataError
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.step.step import StepResult
@@ -31,7 +32,7 @@ class TensorBoardLogger:
                 f"TensorBoardLogger({str(log_dir)!r}): got no package tensorboard; expected it to "
                 "be installed; pip install tensorboard, or read compiled.stats() and the log"
             )
-        self._log_dir = str(log_dir)
+        self._log_dir = str(path_of(log_dir, DataError, "TensorBoardLogger"))
         self._writer: Any = None
         self._steps = 0
 

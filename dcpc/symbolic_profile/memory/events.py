@@ -3,13 +3,18 @@
 Where copies of a block stand for more (`Fold`), what they leave behind is added where the others
 would run, in forward after the middle one, in backward before it. All live bytes are affine in the
 number of copies, so that the first and the last of them have the peak of all.
+
+Where some copies keep gathered parameters from forward (`Kept`), those and the others are two
+stretches of copies, each affine:
+
+    backward   last | keeps .. keeps | keeps, gathers the next one's | gathers .. gathers | first
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -23,6 +28,27 @@ Own = tuple[tuple[int, sympy.Expr], ...]  # identity and bytes of each storage o
 Steps = Sequence[fx.Node | Kernel]
 Place = tuple[int, int]  # steps, points before it
 Events = list[tuple[int, int, int]]  # number of a size, weight, storage
+# Of calls: each with the identity and bytes of the storage of each of its tensors.
+StoragesOf = Callable[[Sequence[fx.Node]], Sequence[tuple[fx.Node, int, sympy.Expr]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Copies, from the last on, that keep parameters which the middle copy gathers again.
+
+    Attributes:
+        times: how many, at least 1.
+        sizes: numbers of the bytes of what each keeps from forward to backward.
+        read: which of the parameters that are.
+        own: call of the middle copy that gathers them again.
+        before: call of the first one that does.
+    """
+
+    times: int
+    sizes: tuple[int, ...]
+    read: tuple[int, ...]
+    own: fx.Node
+    before: fx.Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +62,7 @@ class Folding:
         after: whether the others run after it (forward) or before it.
         times: how many others.
         first_copy: names of the first copy's steps in backward, where kernels are fused.
+        kept: which of the others keep parameters; None: none do.
     """
 
     run: int
@@ -44,21 +71,28 @@ class Folding:
     after: bool
     times: int
     first_copy: frozenset[str] = frozenset()
+    kept: Kept | None = None
 
     @classmethod
-    def forward(cls, fold: Fold | None, steps: Steps) -> list[Folding]:
+    def forward(cls, fold: Fold | None, steps: Steps, kept: Mapping[int, Kept]) -> list[Folding]:
         """Returns the middle copies' steps of forward, in order."""
         if fold is None:
             return []
         copies = [fold.copy(n.name) for n in steps]
         found = []
         for r, times in enumerate(fold.others):
-            found.append(cls(r, copies.index((r, 1)), copies.index((r, 2)), True, times))
+            first, stop = copies.index((r, 1)), copies.index((r, 2))
+            found.append(cls(r, first, stop, True, times, kept=kept.get(r)))
         return sorted(found, key=lambda f: f.first)
 
     @classmethod
     def backward(
-        cls, fold: Fold | None, steps: Steps, again: set[fx.Node], fuses: bool
+        cls,
+        fold: Fold | None,
+        steps: Steps,
+        again: set[fx.Node],
+        fuses: bool,
+        kept: Mapping[int, Kept],
     ) -> list[Folding]:
         """Returns the middle copies' steps of backward, with what they make again first.
 
@@ -67,6 +101,7 @@ class Folding:
             steps: calls or kernels.
             again: the calls of forward; those in backward are made again.
             fuses: whether steps are fused kernels.
+            kept: run of blocks -> what some of its copies keep.
         """
         if fold is None:
             return []
@@ -85,8 +120,25 @@ class Folding:
                 stop -= 1  # what only the first copy needs again from outside
             own = zip(steps, copies, strict=True)
             names = frozenset(n.name for n, copy in own if fuses and copy == (r, 0))
-            found.append(cls(r, first[r, 1], stop, False, times, names))
+            found.append(cls(r, first[r, 1], stop, False, times, names, kept.get(r)))
         return sorted(found, key=lambda f: f.first)
+
+
+@dataclass(frozen=True, slots=True)
+class _MiddleSteps:
+    """The steps of a middle copy in backward.
+
+    Attributes:
+        place: its first step, and points before it.
+        own: its steps.
+        differing: what is made up after them.
+        points: steps before each of its points, the number of its transient, and its name.
+    """
+
+    place: Place
+    own: Events
+    differing: Events
+    points: Sequence[tuple[int, int, str]]
 
 
 @dataclass(slots=True)
@@ -125,7 +177,13 @@ class Recorder:
         self.transients.append(transient)
         self.names.append(name)
 
-    def repeat(self, folding: Folding, reached: Mapping[int, Place], start: int) -> None:
+    def repeat(
+        self,
+        folding: Folding,
+        reached: Mapping[int, Place],
+        start: int,
+        storages_of: StoragesOf,
+    ) -> None:
         """Does the steps of a middle copy again for the others.
 
         What these free of the one before them is what the copy after the middle one frees of it:
@@ -141,6 +199,7 @@ class Recorder:
             folding: where the copies are.
             reached: steps and points before each place.
             start: first step of the phase.
+            storages_of: tells where the values of calls lie, as `Stepwise.of`.
         """
         (first, begin), (stop, end) = reached[folding.first], reached[folding.stop]
         made = self.made.setdefault(folding.run, set())
@@ -155,20 +214,79 @@ class Recorder:
             self.weights[i] *= 1 + left
         own: Events = [*zip(*(kept[first:stop] for kept in self._events), strict=True)]
         differing: Events = [(size, count, -1) for size, count in more.items() if count]
+        kept = folding.kept
         if folding.after:
             self._insert(stop, end, [*own, *differing], folding.times)
+            if kept is not None:
+                self._insert(stop, end, [(size, 1, -1) for size in kept.sizes], kept.times)
             return
-        done, transients = self.done[begin:end], self.transients[begin:end]
+        points = [(self.done[p], self.transients[p], self.names[p]) for p in range(begin, end)]
         # What it frees more than its steps say it may free last, what less it keeps from the start.
         self._insert(stop, end, [event for event in differing if event[1] < 0], 1)
         self._insert(first, begin, [event for event in differing if event[1] > 0], 1)
         if left < folding.times:
             summed = [(self.steps[i], left - folding.times, -1) for i in sorted(late)]
             self._insert(first, begin, summed, 1)
-        self._insert(first, begin, [*own, *differing], folding.times - 1)
-        self._insert(first, begin, own, 1)
+        stretch = _MiddleSteps((first, begin), own, differing, points)
+        if kept is None:
+            self._insert_copies(stretch, folding.times, top=True)
+        else:
+            self._insert_keeping(stretch, folding.times, kept, start, storages_of)
+
+    def _insert_keeping(
+        self, stretch: _MiddleSteps, times: int, kept: Kept, start: int, storages_of: StoragesOf
+    ) -> None:
+        """Puts copies of which the last keep parameters before the middle one.
+
+        A unit is gathered while the copy after its own runs, where its turn comes so early: the
+        first copy that keeps its parameters then gathers those of the one before.
+        """
+        own = [[s for _, s, _ in storages_of([n])][:-1] for n in (kept.own, kept.before)]
+        every = {s for storages in own for s in storages}  # but for tokens
+        read = {storages[i] for storages in own for i in kept.read}
+
+        def goes(weight: int, storage: int) -> bool:
+            return storage in every and (weight > 0 or storage not in read)
+
+        first, begin = stretch.place
+        early = False
+        for i in range(start, first):
+            if goes(self.weights[i], self.storages[i]):
+                self.weights[i], early = 0, True
+        for p in range(begin):
+            if self.names[p] == kept.own.name and self.done[p] > start:
+                self.transients[p] = 0
+        crossing = min(1, kept.times) * early
+        self._insert_copies(stretch, times - kept.times, top=False)
+        self._insert_copies(stretch, crossing, top=kept.times == crossing)
+        gathers = {kept.own.name, kept.before.name}
+        silent = _MiddleSteps(
+            stretch.place,
+            [(size, 0 if goes(w, s) else w, s) for size, w, s in stretch.own],
+            stretch.differing,
+            [(d, 0 if name in gathers else t, name) for d, t, name in stretch.points],
+        )
+        self._insert_copies(silent, kept.times - crossing, top=True)
+
+    def _insert_copies(self, stretch: _MiddleSteps, times: int, *, top: bool) -> None:
+        """Puts copies before others; the first of them gets points of its own.
+
+        Args:
+            stretch: the steps of one.
+            times: how many.
+            top: whether the first of them is the first of all.
+        """
+        if not times:
+            return
+        (first, begin), own, differing = stretch.place, stretch.own, stretch.differing
+        happens = [event for event in own if event[1]]
+        self._insert(first, begin, [*happens, *differing], times - 1)
+        self._insert(first, begin, own if top else [*own, *differing], 1)
+        done, transients, names = (
+            zip(*stretch.points, strict=True) if stretch.points else ((), (), ())
+        )
         self.done[begin:begin], self.transients[begin:begin] = done, transients
-        self.names[begin:begin] = self.names[begin:end]
+        self.names[begin:begin] = names
 
     def _left(
         self, folding: Folding, made: set[int], frees: Sequence[int], before: Place

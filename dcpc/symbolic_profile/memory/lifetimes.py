@@ -248,7 +248,7 @@ class Lifetimes:
         recorder.transients += transients[marked].tolist()
         recorder.names += self._numbered.names(nodes[marked])
         for folding in reversed(foldings):
-            recorder.repeat(folding, reached, start)
+            recorder.repeat(folding, reached, start, self.of)
 
     def _frees(
         self, nodes: Integers, given: Integers, outputs: Integers

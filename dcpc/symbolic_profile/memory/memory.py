@@ -13,6 +13,7 @@ that stand for more: `events.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,12 +24,15 @@ from torch import fx
 
 from dcpc.fx.leaves import is_symbolic
 from dcpc.ir import Fold
-from dcpc.symbolic_profile.memory.events import Folding, Recorder
+from dcpc.symbolic_profile.memory.events import Folding, Kept, Recorder
 from dcpc.symbolic_profile.memory.lifetimes import Lifetimes, Numbered
 from dcpc.symbolic_profile.memory.run import RankRun
 from dcpc.symbolic_profile.memory.stepwise import Stepwise
+from dcpc.symbolic_profile.ops.facts import Facts, op_name
 from dcpc.symbolic_profile.ops.fusion import fuse
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers
+
+GATHER = "dcpc::gather_rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ def timeline_of(
     if stays is not None:
         run = replace(run, gradients=[g for n, g in enumerate(run.gradients) if n in stays])
     outputs = [g for g in run.gradients if g is not None]
+    kept = _kept(fold, run.backward, numbered)
     recorder = Recorder()
     storages: Lifetimes | Stepwise
     if fuses:
@@ -106,14 +111,17 @@ def timeline_of(
         storages = Stepwise(run, numbered, recorder)
     else:
         storages = Lifetimes(run, numbered, recorder)
-    storages.forward(Folding.forward(fold, run.forward))
+    storages.forward(Folding.forward(fold, run.forward, kept))
     without = recorder.resident | {storage for _, storage, _ in storages.of(run.outputs)}
-    saved = _distinct(run.saved, storages, without, fold)
+    saved = Counter(_distinct(run.saved, storages, without, fold))
+    for each in kept.values():
+        for size in numbered.expressions(np.array(each.sizes)):
+            saved[size] += each.times
     storages.start_backward()
-    storages.backward(Folding.backward(fold, run.backward, again, fuses))
+    storages.backward(Folding.backward(fold, run.backward, again, fuses, kept))
     # Those of inputs have the inputs' sizes; a parameter's is fixed.
-    kept = [g for g in outputs if not any(map(is_symbolic, g.meta["val"].shape))]
-    gradients = _distinct(kept, storages, set(), fold)
+    fixed = [g for g in outputs if not any(map(is_symbolic, g.meta["val"].shape))]
+    gradients = _distinct(fixed, storages, set(), fold)
     numbers = np.array([0, *recorder.steps, *recorder.transients], dtype=np.int64)
     used, place = np.unique(numbers, return_inverse=True)
     end = 1 + len(recorder.steps)
@@ -128,6 +136,36 @@ def timeline_of(
         saved=saved,
         gradients=gradients,
     )
+
+
+def _kept(fold: Fold | None, backward: Sequence[fx.Node], numbered: Numbered) -> dict[int, Kept]:
+    """Returns what the copies that do not gather again keep, by the run of blocks."""
+    found: dict[int, Kept] = {}
+    if fold is None or not any(fold.kept.values()):
+        return found
+    calls = set(backward)
+    gathers = {fold.copy(n.name): n for n in backward if op_name(n) == GATHER}
+    for (run, copy), own in gathers.items():
+        times = fold.kept.get(own.name, 0)
+        if copy != 1 or not times:
+            continue
+        values = numbered.facts.of(own)
+        read = tuple(
+            sorted(
+                int(item.args[1])  # type: ignore[arg-type]
+                for item in own.users
+                if item in calls and _is_read(item, calls, numbered.facts)
+            )
+        )
+        sizes = tuple(numbered.size(values[i].storage_bytes) for i in read)
+        found[run] = Kept(times, sizes, read, own, gathers[run, 0])
+    return found
+
+
+def _is_read(node: fx.Node, calls: set[fx.Node], facts: Facts) -> bool:
+    """Whether a call reads a value or a view of it."""
+    own = [user for user in node.users if user in calls]
+    return any(facts.fresh(user) or _is_read(user, calls, facts) for user in own)
 
 
 def _distinct(

@@ -143,7 +143,7 @@ class Stepwise:
                 if unused not in read:
                     self._drop(self._own[unused])
         for folding in reversed(foldings):
-            recorder.repeat(folding, reached, start)
+            recorder.repeat(folding, reached, start, self.of)
 
 
 def _last_uses(

@@ -61,7 +61,8 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
         ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group", node.args[-1])))
         if name == "dcpc::swap":
             ranks = argument(node, "across")  # neighbours
-        sent = WIRE[name](facts.inputs(node)[0].size_bytes, ranks)
+        given = facts.inputs(node)[0].size_bytes
+        sent = WIRE[name](halo_bytes(node, facts) if name in HALOS else given, ranks)
         return Cost("collective", ZERO, bytes_moved, sent, ranks, name)
     if name in ROWS:
         ranks = argument(node, "ranks")
@@ -186,6 +187,11 @@ def _twice(input_bytes: Any, ranks: Any) -> Any:
     return 2 * _pieces(input_bytes, ranks)
 
 
+def _rows(input_bytes: Any, ranks: Any) -> Any:
+    """The rows of windows that lie at neighbours: what a rank between two sends them together."""
+    return input_bytes
+
+
 # op -> bytes one rank sends, by ring or pairwise exchange, of the bytes that it puts in and the
 # ranks that take part: expressions, numbers or arrays.
 WIRE: dict[str, Callable[[Any, Any], Any]] = {
@@ -194,6 +200,8 @@ WIRE: dict[str, Callable[[Any, Any], Any]] = {
     "dcpc::reduce_scatter": _pieces,
     "dcpc::all_reduce": _twice,
     "dcpc::swap": _pieces,
+    "dcpc::halo": _rows,
+    "dcpc::halo_sum": _rows,
     "_c10d_functional::all_to_all_single": _pieces,
     "_c10d_functional::all_gather_into_tensor": _whole,
     "_c10d_functional::reduce_scatter_tensor": _pieces,
@@ -201,7 +209,28 @@ WIRE: dict[str, Callable[[Any, Any], Any]] = {
 }
 # All ranks' rows of parameters, and sums of their gradients -> the collective that it runs as.
 ROWS = {"dcpc::gather_rows": "dcpc::all_gather", "dcpc::sum_rows": "dcpc::reduce_scatter"}
+HALOS = frozenset({"dcpc::halo", "dcpc::halo_sum"})
 RINGS = frozenset({"dcpc::ring_attention_forward", "dcpc::ring_attention_backward"})
+
+
+def halo_rows(stride: int, reach: int, longer: sympy.Expr) -> int:
+    """Returns how many rows of neighbours a rank between two of them gets, or gives, together.
+
+    Args:
+        stride: rows between two windows.
+        reach: rows of a window.
+        longer: by how much the result is longer than what the windows are of, in whole.
+    """
+    return max(0, reach - stride, int(longer) if longer.is_Integer else 0)
+
+
+def halo_bytes(node: fx.Node, facts: Facts) -> sympy.Expr:
+    """Returns the bytes of those rows, of a call of `dcpc::halo` or its transpose."""
+    stride, reach, dim = (argument(node, name) for name in ("stride", "reach", "dim"))
+    size, out_size = (facts.size(argument(node, name)) for name in ("size", "out_size"))
+    given = facts.inputs(node)[0]
+    rows = halo_rows(stride, reach, sympy.expand(sympy.sympify(out_size) - sympy.sympify(size)))
+    return rows * given.dtype.itemsize * sympy.Mul(*given.shape[:dim], *given.shape[dim + 1 :])
 
 
 def row_messages(rows: Sequence[TensorFacts], ranks: int, *, scalars: bool) -> list[list[int]]:

@@ -22,7 +22,7 @@ from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument, op_name, total
-from dcpc.symbolic_profile.ops.flops import ZERO, GroupSize, row_messages
+from dcpc.symbolic_profile.ops.flops import ZERO, GroupSize, halo_bytes, row_messages
 from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies, half
 from dcpc.symbolic_profile.polynomials import larger
@@ -63,6 +63,11 @@ def _safe_softmax(call: CallFacts) -> sympy.Expr:
     x = call.tensor("self")
     hidden = x.numel + x.numel / x.shape[argument(call.node, "dim")]
     return larger(copies("self")(call), hidden)
+
+
+def _halo(call: CallFacts) -> sympy.Expr:
+    """What is sent and what comes: rows of neighbours."""
+    return 2 * halo_bytes(call.node, call.facts)
 
 
 def _convolution(call: CallFacts) -> sympy.Expr:
@@ -270,6 +275,8 @@ TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "dcpc::ring_attention_forward": attention.ring_forward,
     "dcpc::ring_attention_backward": attention.ring_backward,
     "dcpc::swap": attention.swap,
+    "dcpc::halo": _halo,
+    "dcpc::halo_sum": _halo,
     "aten::native_layer_norm": copies("input"),
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::native_group_norm_backward": _group_norm_backward,

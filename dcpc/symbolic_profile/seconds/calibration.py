@@ -111,8 +111,14 @@ class Calibration:
         }
         data["digest"] = _digest(data)
         path = Path(file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        except OSError as e:
+            raise ProfileError(
+                f"calibration {file}: got {e.strerror or e}; expected to write it; look at the "
+                "disk's space and rights, or name another file"
+            ) from e
 
     @classmethod
     def read(cls, file: str | Path) -> Calibration:
@@ -133,7 +139,7 @@ class Calibration:
                 f"calibration {file}: got {e.strerror}; expected a file that `dcpc calibrate` "
                 "wrote; name one"
             ) from e
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ProfileError(
                 f"calibration {file}: got {type(e).__name__} {e}; expected what `dcpc calibrate` "
                 "wrote; run it again"

@@ -10,6 +10,7 @@
     split / chunk / unbind, getitem         ->  slice / select
     type_as, meshgrid, broadcast_tensors    ->  casts, reshape, expand (spellings.py)
     conv of patches (stride == kernel)      ->  linear of their rows
+    conv of zeros around x                  ->  conv of x with padding, where the ends are alike
     cumprod                                 ->  dcpc::cumprod (scans.py)
     mean over symbolic dims                 ->  sum / count
     a reduced loss                          ->  one loss a row, and its reduction (losses.py)
@@ -27,6 +28,7 @@ from torch import Tensor, fx
 from dcpc.trace.canonical.attention import replace_attention
 from dcpc.trace.canonical.editor import Editor
 from dcpc.trace.canonical.losses import LOSSES, join_row_losses
+from dcpc.trace.canonical.padded import padded_convolution
 from dcpc.trace.canonical.patches import patch_convolution
 from dcpc.trace.canonical.random import replace_random
 from dcpc.trace.canonical.scans import cumprod_of_any_length
@@ -205,6 +207,10 @@ def _mean(node: fx.Node, edit: Editor) -> fx.Node | None:
     return edit.call(aten.div.Tensor, total, edit.product(edit.sizes(source, dims)))
 
 
+def _convolution(node: fx.Node, edit: Editor) -> fx.Node | None:
+    return patch_convolution(node, edit) or padded_convolution(node, edit)
+
+
 _DROPPED = {
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
@@ -232,9 +238,9 @@ _RULES: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.squeeze.dims: _squeeze,
     aten._native_batch_norm_legit_no_training.default: _batch_norm,
     aten.scaled_dot_product_attention.default: attention_of_one_key,
-    aten.conv1d.default: patch_convolution,
-    aten.conv2d.default: patch_convolution,
-    aten.conv3d.default: patch_convolution,
+    aten.conv1d.default: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.conv3d.default: _convolution,
     aten.cumprod.default: cumprod_of_any_length,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,

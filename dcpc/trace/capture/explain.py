@@ -49,7 +49,10 @@ def explained(error: Exception, model: nn.Module) -> str:
             "if forward takes a Python int() or range() of a length, write n // 3 or "
             f"math.floor(n / 3) for int(n / 3): torch fixes the length there; {hint}"
         )
-    return f"the model cannot be captured: {kind}: {reason}{where}; {hint}"
+    return (
+        f"the model cannot be captured: got {kind}: {reason}{where}; expected a forward that is "
+        f"one graph at all sizes; {hint}"
+    )
 
 
 def _limit_of(text: str, model: nn.Module) -> str:

@@ -72,7 +72,6 @@ def test_rows_and_columns_of_one_factor_unify_with_two():
     assert table.atoms([row]) == table.atoms([column]) == table.atoms([n])
 
 
-@given(st.lists(two_groupings(), min_size=1, max_size=4), st.data())
 def test_regroup_keeps_what_has_no_counterpart_whole():
     left, right, _, whole = regroup((BATCH, sympy.Integer(6)), (BATCH, sympy.Integer(4)))
     assert left[0] == right[0]

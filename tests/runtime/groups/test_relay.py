@@ -115,6 +115,19 @@ def test_silent_planner_is_named_within_the_limit():
         assert "plan 0 of this iteration: got nothing within 0.5 s from rank 4" in str(error)
 
 
+@pytest.mark.parametrize("at", [3, 30, -1])
+def test_a_message_that_was_damaged_on_its_way_is_named(at):
+    store = dist.HashStore()
+    send, first, _ = relays(store)
+    list(send.send(iter([({"index": 3, "plan": [1, 2]}, 0)])))
+    there = dist.PrefixStore("dcpc/plans/1/1", store)
+    damaged = bytearray(there.get("0"))
+    damaged[at] ^= 2
+    there.set("0", bytes(damaged))
+    with pytest.raises(PlanError, match="plan 0 of this iteration: got a message whose checksum"):
+        next(first.receive())
+
+
 def test_close_ends_a_wait():
     _, reader, _ = relays(dist.HashStore())
     threading.Timer(0.2, reader.close).start()

@@ -43,10 +43,10 @@ def check(run: RankRun, numbered: Numbered, fold: Fold | None = None) -> None:
     for kind in (Lifetimes, Stepwise):
         recorder = Recorder()
         storages = kind(run, numbered, recorder)
-        storages.forward(Folding.forward(fold, run.forward))
+        storages.forward(Folding.forward(fold, run.forward, {}))
         saved = storages.of(run.saved)
         storages.start_backward()
-        storages.backward(Folding.backward(fold, run.backward, again, False))
+        storages.backward(Folding.backward(fold, run.backward, again, False, {}))
         number: dict[int, int] = {}
         named = [number.setdefault(s, len(number)) for s in recorder.storages]
         r = recorder

@@ -155,7 +155,7 @@ def group_norm(call: OpCall) -> OpSharding:
     operands = (output, *((channels,) for _ in call.operands[1:]))
     return OpSharding(
         operands, output, sizes, whole=frozenset(whole & sizes.keys()),
-        nonempty=frozenset({"g"} & sizes.keys()),
+        nonempty=frozenset({"g"} & sizes.keys()), averages=frozenset(members(output[2:])),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from dcpc.passes.sharding.factors import quotient
 from dcpc.passes.sharding.op_kinds.call import NameSizes, OpCall, Shape, all_whole, members, own
-from dcpc.passes.sharding.rule_types import Names, OpSharding
+from dcpc.passes.sharding.rule_types import Names, OpSharding, Window
 
 
 def reshape(call: OpCall) -> OpSharding:
@@ -205,7 +205,7 @@ def stack(call: OpCall) -> OpSharding:
 
 
 def pad(call: OpCall) -> OpSharding:
-    """Padded dims stay whole; zeros around a partial sum are a partial sum."""
+    """Padded dims are whole, or their pieces move a bit; zeros around a partial sum are one."""
     operand, sizes = own(call.input_shape)
     output, whole = list(operand), set()
     amounts = list(call.args.get("pad") or call.args["padding"])
@@ -218,8 +218,14 @@ def pad(call: OpCall) -> OpSharding:
     constant = call.op == "constant_pad_nd" or call.args.get("mode") == "constant"
     zeros = constant and not call.args.get("value")
     copies = call.op != "constant_pad_nd" and not constant
+    windows = {}
+    for d in touched if zeros else ():
+        front, back = amounts[2 * (len(operand) - 1 - d) :][:2]
+        fixed = isinstance(front, int) and isinstance(back, int)
+        if fixed and output[d] and operand[d]:
+            windows[output[d][0]] = Window(operand[d][0], before=front)
     return OpSharding(
-        (operand,), tuple(output), sizes, whole=frozenset(whole),
+        (operand,), tuple(output), sizes, whole=frozenset(whole), windows=windows,
         linear="first" if zeros or copies else "none",
         nonempty=_all_but_batch(operand, len(amounts) // 2) if copies else frozenset(),
     )  # fmt: skip

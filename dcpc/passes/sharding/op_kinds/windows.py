@@ -1,16 +1,19 @@
 """Kinds of ops that look at neighbouring positions: convolution, pooling, interpolation.
 
 Where a window is as long as its step (a patch embedding), a dim is (windows, position in the
-window) and its windows are free; else spatial dims stay whole.
+window) and its windows are free. A convolution may get rows of neighbours (`Window`); else spatial
+dims stay whole.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import sympy
 
 from dcpc.passes.sharding.factors import quotient
 from dcpc.passes.sharding.op_kinds.call import NameSizes, OpCall, members, own
-from dcpc.passes.sharding.rule_types import Names, OpSharding
+from dcpc.passes.sharding.rule_types import Names, OpSharding, Window
 
 Dims = list[tuple[str, ...]]
 
@@ -33,7 +36,8 @@ def _spatial(
     whole: set[str] = set()
     shapes = zip(call.input_shape[-count:], call.output.shape[-count:], strict=True)
     for d, (size, out) in enumerate(shapes):
-        windows = quotient(size, kernel[d]) if plain[d] and kernel[d] == stride[d] else None
+        is_patch = plain[d] and kernel[d] == stride[d] != 1
+        windows = quotient(size, kernel[d]) if is_patch else None
         if windows is not None:
             names = {f"w{d}": windows, f"k{d}": sympy.sympify(kernel[d])}
             whole.add(f"k{d}")
@@ -66,6 +70,18 @@ def convolution(call: OpCall) -> OpSharding:
     plain = [p == 0 and d == 1 for p, d in zip(pads, dilation, strict=True)]
     kernel, stride = list(weight[2:]), call.numbers("stride", count)
     before, after, sizes, whole = _spatial(call, kernel, stride, plain)
+    windows: dict[str, Window] = {}
+    for d, names in enumerate(after if not isinstance(padding, str) else ()):
+        if names != (f"out{d}",) or before[d] != (f"in{d}",) or not kernel[d].is_Integer:
+            continue
+        reach = (int(kernel[d]) - 1) * dilation[d] + 1
+        if stride[d] == 1 and sizes[f"in{d}"] == sizes[f"out{d}"]:  # pieces of both are alike
+            before[d] = after[d] = (f"same{d}",)
+            sizes[f"same{d}"] = sizes.pop(f"in{d}")
+            del sizes[f"out{d}"]
+            whole = (whole - {f"in{d}", f"out{d}"}) | {f"same{d}"}
+        (read,), (made,) = before[d], after[d]
+        windows[made] = Window(read, stride[d], reach, pads[d])
     inside: Dims = []
     for d, size in enumerate(kernel):
         # In a patch the window is the input's own factor; else it is a dim of its own.
@@ -73,7 +89,7 @@ def convolution(call: OpCall) -> OpSharding:
         inside.append((name,) if size != 1 else ())
         sizes |= {name: size} if size != 1 else {}
         whole |= {*inside[-1]}
-    return _with_channels(call, (before, after, inside), sizes, whole)
+    return replace(_with_channels(call, (before, after, inside), sizes, whole), windows=windows)
 
 
 def _with_channels(

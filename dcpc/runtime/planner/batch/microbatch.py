@@ -17,7 +17,9 @@ on the batch's own lengths; without the second all i of the interval are tried, 
 all i.
 """
 
+import contextlib
 import heapq
+import reprlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from numpy.typing import NDArray
 from dcpc.errors import PlanError
 from dcpc.runtime.planner.batch.costs import FloatArray, IntArray
 
+_MOST = (1 << 31) - 1  # tokens of a sample
 TOLERANCE = 1e-12  # relative, in the two checks: sums of rounded seconds
 
 
@@ -78,7 +81,7 @@ class _Table:
 
 
 def microbatch(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | IntArray,
     cost: PaddedCost,
     memory_bytes: float = inf,
     stages: int = 1,
@@ -100,19 +103,25 @@ def microbatch(
         split.batches                                  # positions, by micro-batch
 
     Args:
-        lengths: tokens, by sample, in any order.
+        lengths: tokens, by sample, in any order; a list, or an array of one dim.
         cost: of one micro-batch.
         memory_bytes: what a micro-batch may hold.
         stages: of the pipeline.
         replicas: data-parallel copies that share the micro-batches.
 
     Raises:
-        PlanError: no samples, or one that does not fit alone.
+        PlanError: no samples, or one that does not fit alone; or an argument is wrong, or what
+            `cost` returns.
     """
-    if not lengths:
-        raise PlanError("microbatch: got 0 samples, expected at least 1; fill the batch")
-    order = np.argsort(np.asarray(lengths), kind="stable")
-    table, method = _tabulate(np.asarray(lengths)[order], cost, memory_bytes)
+    known = _lengths_of(lengths)
+    _check_numbers(memory_bytes, stages, replicas)
+    if isinstance(cost, type) or not all(hasattr(cost, n) for n in ("seconds", "peak_bytes")):
+        raise PlanError(
+            f"microbatch: got cost={reprlib.repr(cost)}; expected an object with the methods "
+            "seconds(count, longest) and peak_bytes(count, longest); pass one"
+        )
+    order = np.argsort(known, kind="stable")
+    table, method = _tabulate(known[order], cost, memory_bytes)
     cuts, objective_s, solved = _search_caps(table, method, stages, replicas)
     pairs = list(pairwise(cuts))
     return MicroBatches(
@@ -122,6 +131,69 @@ def microbatch(
         caps_solved=solved,
         method=method,
     )
+
+
+def _lengths_of(lengths: object) -> IntArray:
+    """Returns the tokens of each sample, int64.
+
+    Raises:
+        PlanError: these are no integers from 1 on, or none.
+    """
+    found = None
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        found = np.asarray(lengths)
+    whole = found is not None and found.ndim == 1 and found.dtype.kind in "iu"
+    if found is None or not whole or not len(found) or not 1 <= found.min() <= found.max() <= _MOST:
+        got = "0 samples" if found is not None and found.size == 0 else reprlib.repr(lengths)
+        raise PlanError(
+            f"microbatch: lengths: got {got}; expected a list of one or more integers, the tokens "
+            f"of each sample, from 1 to {_MOST}; correct them"
+        )
+    return found.astype(np.int64)
+
+
+def _check_numbers(memory_bytes: object, stages: object, replicas: object) -> None:
+    """Refuses numbers that are out of range.
+
+    Raises:
+        PlanError: names the argument.
+    """
+    for name, value in (("stages", stages), ("replicas", replicas)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise PlanError(
+                f"microbatch: got {name}={reprlib.repr(value)}; expected an integer >= 1; correct "
+                "it"
+            )
+    number = isinstance(memory_bytes, int | float | np.number)
+    if isinstance(memory_bytes, bool) or not number or not memory_bytes > 0:  # type: ignore[operator]
+        raise PlanError(
+            f"microbatch: got memory_bytes={reprlib.repr(memory_bytes)}; expected a number of "
+            "bytes above 0; correct it"
+        )
+
+
+def _costs(cost: PaddedCost, what: str, count: IntArray, longest: IntArray) -> FloatArray:
+    """Returns what a cost says of every count and length, [length, count].
+
+    Raises:
+        PlanError: it raises, or returns something else than numbers from 0 on, one for each.
+    """
+    shape = (len(longest), count.shape[1])
+    try:
+        said = getattr(cost, what)(count, longest)
+        found = np.array(np.broadcast_to(np.asarray(said, dtype=np.float64), shape))
+    except Exception as error:
+        raise PlanError(
+            f"microbatch: cost.{what}: got {type(error).__name__}: {error}; expected numbers of "
+            f"shape {shape}, for count {count.shape} and longest {longest.shape}, which are arrays "
+            "that broadcast; correct the method"
+        ) from error
+    if not (found >= 0).all():
+        raise PlanError(
+            f"microbatch: cost.{what}: got {found[~(found >= 0)][0]}; expected numbers from 0 on; "
+            "correct the method"
+        )
+    return found
 
 
 def _search_caps(
@@ -164,14 +236,14 @@ def _tabulate(ordered: IntArray, cost: PaddedCost, memory_bytes: float) -> tuple
     count = np.arange(n + 1)[None, :]
     asked = np.maximum(count, 1)  # no micro-batch is empty
     longest = distinct[:, None]
-    seconds = np.array(np.broadcast_to(cost.seconds(asked, longest), (len(distinct), n + 1)))
-    held = np.broadcast_to(cost.peak_bytes(asked, longest), seconds.shape)
+    seconds = _costs(cost, "seconds", asked, longest)
+    held = _costs(cost, "peak_bytes", asked, longest)
     fits = held <= memory_bytes
     if not fits[-1, 1] or not fits[:, 1].all():
         bad = int(distinct[np.nonzero(~fits[:, 1])[0][-1]])
         raise PlanError(
-            f"microbatch: a sample of {bad} tokens alone holds "
-            f"{float(held[np.searchsorted(distinct, bad), 1]):.3e} bytes, the limit is "
+            f"microbatch: got a sample of {bad} tokens, which alone holds "
+            f"{float(held[np.searchsorted(distinct, bad), 1]):.3e} bytes; expected at most "
             f"{memory_bytes:.3e} bytes; split it, recompute more or raise memory_bytes"
         )
     seconds[:, 0] = 0.0

@@ -1,0 +1,263 @@
+"""What each possible stage of a program costs at each bucket, from the profile of the whole.
+
+seconds    of the calls that a stage has, forward, backward and made again, by its device's speed;
+           sends are hidden behind them where the device overlaps, else added
+bytes      parameters with gradients and the optimizer's state, once; what forward keeps, and what
+           was received, for each micro-batch on its way (as many as there are stages from here on,
+           as in 1F1B); and what is alive besides at the worst point of its calls
+recompute  the least of a few settings of the whole program's menu that fits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import sympy
+from torch import fx
+
+from dcpc.buckets import Sizes
+from dcpc.codegen import LoweredPair
+from dcpc.compiled.pipeline.chain import CallChain
+from dcpc.ir import Placement, Program, Schedule
+from dcpc.passes.stages.costs import CutCosts, Floats
+from dcpc.plan.priced import Priced
+from dcpc.plan.runnable import Runnable
+from dcpc.symbolic_profile import Device, Ledger, Meter
+
+LEVELS = 5  # settings of recompute that are tried of the whole program's menu
+STATE = 4  # bytes of a trained parameter, its gradient and Adam's two states in those of itself
+
+
+@dataclass(frozen=True, slots=True)
+class StageDevice:
+    """What runs a stage.
+
+    Attributes:
+        speed: how often it does the work that the planned device does once.
+        memory_bytes: that a stage may use.
+    """
+
+    speed: float = 1.0
+    memory_bytes: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class MixedBucket:
+    """A shape of the mixture.
+
+    Attributes:
+        sizes: length of every dim of a micro-batch, batch included.
+        share: of the micro-batches that have it.
+    """
+
+    sizes: Sizes
+    share: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BlockCosts:
+    """Costs of the chain's blocks at one bucket and one setting of recompute, `[blocks]` each.
+
+    Attributes:
+        seconds: of their calls.
+        saved_bytes: that forward keeps for backward.
+        beside_bytes: alive at their worst point besides what is kept and the gradients of
+            parameters.
+    """
+
+    seconds: Floats
+    saved_bytes: Floats
+    beside_bytes: Floats
+
+
+class ProgramCosts:
+    """Costs of the blocks of a program's chain.
+
+    Args:
+        runnable: of the whole program.
+        chain: of it.
+    """
+
+    def __init__(self, runnable: Runnable, chain: CallChain) -> None:
+        self._traced, self._chain = runnable.traced, chain
+        self._program: Program = runnable.traced.program
+        self._priced: Priced = runnable.priced
+        self._placement: Placement = self._priced.placement(self._program.hints, 1)
+        self._lowering: LoweredPair = self._traced.lowering(self._placement)
+        device = self._traced.device
+        self._ledger = Ledger(self._lowering.joint.names, 1, gpu=device.gpu)
+        self._meter = Meter(self._ledger, [*self._lowering.joint.gm.graph.nodes])
+        self._fixed = frozenset(chain.calls)
+        self._block_of = _blocks_of(self._program, chain)
+        self._readers = self._read_by(set(self._program.learning))
+        self._frozen = self._read_by(set(self._program.parameters) - set(self._program.learning))
+
+    @property
+    def device(self) -> Device:
+        """What seconds of speed 1 are those of."""
+        return self._traced.device
+
+    def cut_costs(
+        self, mixture: Sequence[MixedBucket], kinds: Sequence[tuple[StageDevice, int]]
+    ) -> CutCosts:
+        """Returns what every stage costs.
+
+        Args:
+            mixture: shapes, whose shares add up to 1.
+            kinds: of devices, and how many there are of each.
+        """
+        bounded = any(kind.memory_bytes < inf for kind, _ in kinds)
+        places = sum(count for _, count in kinds) if bounded else 1
+        fixed = self._resident_bytes()
+        seconds = np.stack([
+            np.stack([self._of_kind(bucket.sizes, kind, places, fixed) for kind, _ in kinds])
+            for bucket in mixture
+        ])  # fmt: skip
+        return CutCosts(seconds, tuple(b.share for b in mixture), tuple(n for _, n in kinds))
+
+    def _of_kind(self, sizes: Sizes, kind: StageDevice, places: int, fixed: Floats) -> Floats:
+        """Returns the seconds of every stage, `[places, blocks + 1, blocks + 1]`."""
+        wire_s, received = self._wire(sizes)
+        levels = [self._at_level(sizes, step) for step in self._levels(kind)]
+        found = np.full((places, *fixed.shape), inf)
+        for place in range(places):
+            for level in reversed(levels):  # the least recompute last: it is taken where it fits
+                busy_s = _ranges(level.seconds) / kind.speed
+                own = np.maximum(busy_s, wire_s) if self.device.overlaps else busy_s + wire_s
+                kept = (_ranges(level.saved_bytes) + received[:, None]) * (place + 1)
+                fits = fixed + kept + _most(level.beside_bytes) <= kind.memory_bytes
+                found[place] = np.where(fits, own, found[place])
+        return found
+
+    def _levels(self, kind: StageDevice) -> list[int]:
+        steps = self._priced.at(self._placement).steps
+        if kind.memory_bytes == inf:
+            return [0]
+        return sorted({round(steps * i / (LEVELS - 1)) for i in range(LEVELS)})
+
+    def _at_level(self, sizes: Sizes, menu_step: int) -> _BlockCosts:
+        schedule = self._lowering.schedule(self._priced.made_again(self._placement, menu_step))
+        dims = self._local(sizes)
+        blocks = len(self._chain.borders) - 1
+        seconds, saved = np.zeros(blocks), np.zeros(blocks)
+        for nodes, forward in ((schedule.forward, True), (schedule.backward, False)):
+            each, _ = self._meter.calls(nodes, dims, self.device, forward=forward)
+            np.add.at(seconds, [self._block(n) for n in nodes], each)
+        _, size_bytes = self._meter.calls(schedule.saved, dims, self.device)
+        seen: set[int] = set()
+        for node, size in zip(schedule.saved, size_bytes, strict=True):
+            memory = node.meta["storage"]
+            if not memory or memory[0] not in seen:
+                saved[self._block(node)] += size
+                seen.update(memory)
+        return _BlockCosts(seconds, saved, self._beside(schedule, dims, saved))
+
+    def _beside(self, schedule: Schedule, dims: Mapping[str, int], saved: Floats) -> Floats:
+        """Returns the bytes alive in each block besides what it and those before it keep.
+
+        Gradients of parameters of the blocks behind it, which backward has made, are not among
+        them.
+        """
+        costs, owner = self._ledger.costs(schedule), self._lowering.joint.owner
+        live = self._meter.live_bytes(costs, dims, self.device)
+        # What is free is made again by whoever needs it: it says nothing of the place.
+        nodes = (*schedule.forward, *schedule.backward)
+        placed = [n for n in nodes if owner.get(n.name) in self._fixed]
+        known = {n.name: self._block(n) for n in placed}
+        kept, gradients = np.cumsum(saved), np.zeros(len(saved) + 1)
+        for size, blocks in self._readers.values():
+            gradients[min(blocks)] += size
+        behind = gradients[::-1].cumsum()[::-1]
+        found, block, backward = np.zeros(len(saved)), 0, False
+        for name, alive in zip(costs.timeline.names, live, strict=True):
+            backward |= name == "backward"
+            block = known.get(name, len(saved) - 1 if name == "backward" else block)
+            beside = float(alive) - kept[block] - behind[block + 1] * backward
+            found[block] = max(found[block], beside)
+        return found
+
+    def _block(self, node: fx.Node) -> int:
+        return self._block_of.get(self._lowering.joint.owner.get(node.name, node.name), 0)
+
+    def _local(self, sizes: Sizes) -> dict[str, int]:
+        dims = self._program.dims(sizes)
+        return {i.name: i.value(dims, 1, 0) for i in self._lowering.lowered.integers}
+
+    def _wire(self, sizes: Sizes) -> tuple[Floats, Floats]:
+        """Returns the seconds that stages send, and the bytes that cross each border."""
+        dims, info = self._program.dims(sizes), self._program.info
+        crossing = np.array([
+            sum(float(info[n].size_bytes.subs(dims)) for n in names)
+            for names in self._chain.crossing
+        ])  # fmt: skip
+        crossing[-1] = 0.0
+        link = self.device.link(2)
+        each = np.where(crossing > 0, link.alpha_s + crossing / link.bytes_per_s, 0.0)
+        return each[:, None] + each[None, :], crossing
+
+    def _read_by(self, placeholders: set[str]) -> dict[int, tuple[float, set[int]]]:
+        """Returns the bytes of each parameter, and the blocks that read it under some name."""
+        held, found = self._traced.tensors(), dict[int, tuple[float, set[int]]]()
+        for node in self._program.gm.graph.find_nodes(op="placeholder"):
+            blocks = {self._block_of[u.name] for u in node.users if u.name in self._block_of}
+            if node.name in placeholders and blocks:
+                tensor = held[node.name]
+                known = found.setdefault(id(tensor), (float(tensor.nbytes), set()))
+                known[1].update(blocks)
+        return found
+
+    def _resident_bytes(self) -> Floats:
+        """Returns the bytes of what every stage has of parameters, `[blocks + 1, blocks + 1]`."""
+        borders = len(self._chain.borders)
+        found = np.zeros((borders, borders))
+        for size, blocks in self._readers.values():
+            for a in range(borders):
+                after = [block for block in blocks if block >= a]
+                if after:
+                    found[a, min(after) + 1 :] += size * STATE
+        for size, blocks in self._frozen.values():
+            for a in range(borders):
+                after = [block for block in blocks if block >= a]
+                if after:
+                    found[a, min(after) + 1 :] += size
+        return found
+
+
+def _ranges(each: Floats) -> Floats:
+    """Returns the sums over the blocks from `a` up to `b`, `[blocks + 1, blocks + 1]`."""
+    sums = np.concatenate([[0.0], np.cumsum(each)])
+    return np.asarray(np.maximum(sums[None, :] - sums[:, None], 0.0))
+
+
+def _most(each: Floats) -> Floats:
+    """Returns the largest of the blocks from `a` up to `b`, `[blocks + 1, blocks + 1]`."""
+    found = np.zeros((len(each) + 1, len(each) + 1))
+    for a in range(len(each)):
+        found[a, a + 1 :] = np.maximum.accumulate(each[a:])
+    return found
+
+
+def _blocks_of(program: Program, chain: CallChain) -> dict[str, int]:
+    """Returns the block of each call; a free one is in that of the first that it is made for."""
+    found: dict[str, int] = {}
+    for i, name in enumerate(chain.calls):
+        found[name] = int(np.searchsorted(chain.borders, i, side="right")) - 1
+    for node in reversed(program.gm.graph.nodes):
+        if node.name not in found and node.op != "output":
+            users = [found[u.name] for u in node.users if u.name in found]
+            if users:
+                found[node.name] = min(users)
+    return found
+
+
+def mixture_dims(program: Program, mixture: Sequence[MixedBucket]) -> dict[sympy.Symbol, int]:
+    """Returns the lengths of the largest shape of a mixture.
+
+    Args:
+        program: whose dims they are.
+        mixture: shapes.
+    """
+    return program.dims(max((b.sizes for b in mixture), key=lambda s: sum(s.values())))

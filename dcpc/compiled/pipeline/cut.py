@@ -1,0 +1,140 @@
+"""From a traced model, a mixture of shapes and devices to the stages, and the recompute of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+
+from torch import nn
+
+from dcpc.buckets import Sizes
+from dcpc.compiled.pipeline.chain import chain_of
+from dcpc.compiled.pipeline.costs import (
+    STATE,
+    MixedBucket,
+    ProgramCosts,
+    StageDevice,
+    mixture_dims,
+)
+from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
+from dcpc.errors import PlanError
+from dcpc.passes.stages.costs import StageCut
+from dcpc.passes.stages.mixture import best_cut
+from dcpc.plan.runnable import Runnable
+from dcpc.runtime.pipeline.stage import Shaped
+from dcpc.symbolic_profile import bytes_text
+
+TRIES = 8  # cuts that are made with less memory each, where a stage's own graph needs more
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """A model cut into stages.
+
+    Attributes:
+        stages: in order.
+        cut: where, and what it costs.
+        devices: of each stage the number of its device among those asked for.
+        menu_steps: of each stage and each shape of the mixture the steps of recompute that fit.
+        needed_bytes: of each stage the most that it needs, with as many micro-batches on their way
+            as there are stages from it on.
+    """
+
+    stages: tuple[ProgramStage, ...]
+    cut: StageCut
+    devices: tuple[int, ...]
+    menu_steps: tuple[tuple[int, ...], ...]
+    needed_bytes: tuple[int, ...]
+
+
+def plan_stages(
+    runnable: Runnable,
+    model: nn.Module,
+    mixture: Sequence[MixedBucket],
+    devices: Sequence[StageDevice],
+) -> StagePlan:
+    """Returns the stages of least expected bottleneck that fit, each checked on its own graph.
+
+    Args:
+        runnable: of the whole program.
+        model: that was traced.
+        mixture: shapes of micro-batches and their shares, which add up to 1.
+        devices: one for each stage, in any order; one that is too slow gets none.
+
+    Raises:
+        PlanError: no cut fits.
+    """
+    traced = runnable.traced
+    chain = chain_of(traced.program, mixture_dims(traced.program, mixture))
+    costs = ProgramCosts(runnable, chain)
+    counts = Counter(devices)
+    kinds = [*counts]
+    room = {kind: kind for kind in kinds}  # what the search is told of each
+    for _ in range(TRIES):
+        told = [(room[kind], counts[kind]) for kind in kinds]
+        cut = best_cut(costs.cut_costs(mixture, told))
+        stages = stages_of(traced, model, chain, cut.borders)
+        pairs = zip(stages, cut.kinds, strict=True)
+        fitted = [_fitted(stage, kinds[k].memory_bytes, mixture) for stage, k in pairs]
+        over = dict.fromkeys(kinds, 0.0)
+        for (_, most), k in zip(fitted, cut.kinds, strict=True):
+            over[kinds[k]] = max(over[kinds[k]], most - kinds[k].memory_bytes)
+        if all(bytes_over <= 0 for bytes_over in over.values()):
+            steps, needed = zip(*fitted, strict=True)
+            return StagePlan(stages, cut, _numbers(devices, kinds, cut), steps, needed)
+        room = {k: replace(m, memory_bytes=m.memory_bytes - over[k]) for k, m in room.items()}
+    least = max(n for _, n in fitted)
+    raise PlanError(
+        f"stages: got {bytes_text(int(least))} on the fullest of {len(stages)} stages with all "
+        f"recompute; expected at most {bytes_text(int(min(k.memory_bytes for k in kinds)))}; add "
+        "devices or memory, or lower the largest shape"
+    )
+
+
+def _numbers(
+    devices: Sequence[StageDevice], kinds: Sequence[StageDevice], cut: StageCut
+) -> tuple[int, ...]:
+    """Returns the devices of the stages, those of a kind in the order they were given."""
+    left = {kind: [i for i, d in enumerate(devices) if d == kind] for kind in kinds}
+    return tuple(left[kinds[k]].pop(0) for k in cut.kinds)
+
+
+def _fitted(
+    stage: ProgramStage, memory_bytes: float, mixture: Sequence[MixedBucket]
+) -> tuple[tuple[int, ...], int]:
+    """Returns the fewest steps of recompute for each shape that fit, and the bytes they need."""
+    steps, most = [], 0
+    for bucket in mixture:
+        sizes, low = bucket.sizes, 0
+        high = 0 if memory_bytes == inf else stage.recompute_steps(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            fits = stage_bytes(stage, sizes, middle) <= memory_bytes
+            low, high = (low, middle) if fits else (middle + 1, high)
+        steps.append(low)
+        most = max(most, stage_bytes(stage, sizes, low))
+    return tuple(steps), most
+
+
+def stage_bytes(stage: ProgramStage, sizes: Sizes, menu_step: int) -> int:
+    """Returns the bytes a stage needs at most where all micro-batches have one shape, in 1F1B.
+
+    Args:
+        stage: of a pipeline.
+        sizes: of every micro-batch.
+        menu_step: steps of recompute that are taken.
+    """
+    found = stage.predict(sizes, menu_step)
+    pairs = zip(stage.part.received, stage.received(sizes), strict=True)
+    handed_on = sum(nbytes(shaped) for n, shaped in pairs if n not in stage.part.read)
+    given_bytes = found.input_bytes + handed_on
+    others = (stage.count - stage.index - 1) * (found.saved_bytes + given_bytes)
+    return stage.resident_bytes(STATE) + others + found.peak_bytes + given_bytes
+
+
+def nbytes(shaped: Shaped) -> int:
+    """Returns the bytes of a value of some shape and dtype."""
+    shape, dtype = shaped
+    return prod(shape) * dtype.itemsize

@@ -1,0 +1,94 @@
+"""Where a traced model is cut for a mixture of shapes: prices, memory, unequal devices."""
+
+from math import inf
+
+import pytest
+
+from dcpc.compiled.pipeline import (
+    MixedBucket,
+    ProgramCosts,
+    StageDevice,
+    plan_stages,
+    stage_bytes,
+)
+from dcpc.errors import PlanError
+from dcpc.passes.stages.mixture import best_cut
+from dcpc.plan.runnable import Runnable
+from tests.cases.stages import CASES, captured, plain_gradients, run_chain
+
+MIXTURE = (
+    MixedBucket({"batch": 512, "seq": 16}, 0.5),
+    MixedBucket({"batch": 128, "seq": 48}, 0.5),
+)
+
+
+@pytest.fixture(scope="module")
+def tied():
+    model, traced, chain = captured(CASES["gpt_tied"])
+    return model, Runnable(traced), chain
+
+
+def test_seconds_of_the_blocks_are_the_profiles(tied):
+    _, runnable, chain = tied
+    costs = ProgramCosts(runnable, chain).cut_costs(MIXTURE, [(StageDevice(), 1)])
+    whole = len(chain.borders) - 1
+    for number, bucket in enumerate(MIXTURE):
+        placement = runnable.priced.placement(bucket.sizes, 1)
+        wanted = runnable.priced.at(placement).predict(0, bucket.sizes).seconds_s
+        assert costs.seconds[number, 0, 0, 0, whole] == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_plan_is_of_about_the_seconds_of_its_own_stages(tied):
+    model, runnable, _ = tied
+    plan = plan_stages(runnable, model, MIXTURE, [StageDevice()] * 2)
+    for number, bucket in enumerate(MIXTURE):
+        own = max(stage.predict(bucket.sizes).seconds_s for stage in plan.stages)
+        assert plan.cut.bottleneck_s[number] == pytest.approx(own, rel=0.1)
+    assert plan.menu_steps == ((0, 0), (0, 0))
+
+
+def test_a_slow_device_gets_less_and_devices_are_told_by_number(tied):
+    model, runnable, _ = tied
+    equal = plan_stages(runnable, model, MIXTURE, [StageDevice()] * 2)
+    unequal = plan_stages(runnable, model, MIXTURE, [StageDevice(0.25), StageDevice()])
+    assert sorted(unequal.devices) == [0, 1]
+    slow = unequal.devices.index(0)
+    sizes = MIXTURE[1].sizes
+    even = max(stage.predict(sizes).seconds_s for stage in equal.stages)
+    assert unequal.stages[slow].predict(sizes).seconds_s < 0.8 * even
+    assert unequal.cut.expected_s < 4 * equal.cut.expected_s
+
+
+def test_memory_is_kept_to_by_recompute_and_numbers_stay(tied):
+    model, runnable, _ = tied
+    free = plan_stages(runnable, model, MIXTURE, [StageDevice()] * 2)
+    most = 0.9 * max(free.needed_bytes)
+    plan = plan_stages(runnable, model, MIXTURE, [StageDevice(1.0, most)] * 2)
+    assert max(plan.needed_bytes) <= most
+    assert any(step for steps in plan.menu_steps for step in steps)
+    for stage, steps in zip(plan.stages, plan.menu_steps, strict=True):
+        pairs = zip(MIXTURE, steps, strict=True)
+        assert all(stage_bytes(stage, bucket.sizes, step) <= most for bucket, step in pairs)
+    inputs = CASES["gpt_tied"].data({"batch": 2, "seq": 48}, 0)
+    losses, wanted = plain_gradients(model, [inputs], [1.0])
+    steps = [of[1] for of in plan.menu_steps]
+    assert abs(run_chain(plan.stages, inputs, 1.0, menu_steps=steps) - losses[0]) <= 1e-10
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - wanted[name]).abs().max() <= 1e-10 * wanted[name].abs().max()
+    model.zero_grad()
+
+
+def test_too_little_memory_is_refused(tied):
+    model, runnable, _ = tied
+    with pytest.raises(PlanError, match="expected a cut whose every stage fits"):
+        plan_stages(runnable, model, MIXTURE, [StageDevice(1.0, 1e4)] * 2)
+
+
+def test_memory_is_no_matter_where_it_is_plenty(tied):
+    _, runnable, chain = tied
+    costs = ProgramCosts(runnable, chain)
+    free, ample = (
+        best_cut(costs.cut_costs(MIXTURE, [(StageDevice(1.0, memory), 3)]))
+        for memory in (inf, 1e12)
+    )
+    assert free.expected_s == pytest.approx(ample.expected_s)
