@@ -99,7 +99,7 @@ class ProgramStage:
                 f"{', '.join(missing)} too; pass the model's inputs to each stage that reads them"
             )
         given = {p: inputs[n].contiguous() for p, n in program.inputs.items() if p not in taken}
-        sizes = self._sizes(inputs, received)
+        sizes = self.sizes(inputs, received)
         variant, integers = self._variant(sizes, menu_step)
         named = {**self.runnable.traced.tensors(), **given, **taken}
         with casting(_device_of(named), None):
@@ -185,7 +185,7 @@ class ProgramStage:
         placement = self.runnable.priced.placement(sizes, 1)
         return self.runnable.variant(placement, menu_step, sizes, 0)
 
-    def _sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
+    def sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
         """Returns the length of every dim, as the shapes of inputs and received values say.
 
         Raises:
