@@ -151,8 +151,8 @@ class ScheduledStages:
         sent = self.parts[stage].sent(sizes)
         ahead, back = (float(sum(map(nbytes, x))) for x in (sent, _floats(sent)))
         link = self.device.link(2)
-        seconds = (link.alpha_s + size / link.bytes_per_s for size in (ahead, back))
-        return Hop(*seconds, ahead, back)
+        ahead_s, back_s = (link.alpha_s + size / link.bytes_per_s for size in (ahead, back))
+        return Hop(ahead_s, back_s, ahead, back)
 
     def padded(self, setting: int, flight: int) -> PaddedStages:
         """Returns seconds and share of memory of the worst stage, for many at once."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
 from dcpc.errors import PlanError
 from dcpc.runtime.pipeline.schedule import (
     FoundSchedule,
@@ -170,21 +172,24 @@ def _splits(
         PlanError: a sample does not fit alone.
     """
     made: dict[Batches, tuple[int, int]] = {}
-    problem: PlanError | None = None
     for flight in (cost.stages, 1):
         for setting in range(cost.settings):
             padded = cost.padded(setting, flight)
             for weight in sorted({2, cost.stages}):
                 try:
                     found = microbatch(lengths, padded, 1.0, weight, replicas)
-                except PlanError as e:
-                    problem = e
+                except PlanError:
                     break
                 made.setdefault(found.batches, (setting, weight))
         if made:
             return made
-    assert problem is not None, "there are settings to try"
-    raise problem
+    one, longest = np.array(1), np.array(max(lengths))
+    least = min(float(cost.padded(k, 1).peak_bytes(one, longest)) for k in range(cost.settings))
+    raise PlanError(
+        f"pipeline: got a sample of {longest} tokens, which alone needs {least:.3g} times the "
+        "memory that a stage has for activations, with everything recomputed; expected at most 1; "
+        "split it, take more stages or raise memory="
+    )
 
 
 def _dealt(

@@ -96,7 +96,7 @@ def test_replicas_share_the_samples(count, replicas):
 def test_too_few_samples_and_a_too_long_one_are_refused():
     with pytest.raises(PlanError, match="got 1 samples for 2 replicas"):
         plan_replicas([5], LinearPipeline(), 2)
-    with pytest.raises(PlanError, match="a sample of 90000 tokens alone holds"):
+    with pytest.raises(PlanError, match="a sample of 90000 tokens, which alone needs"):
         plan_pipeline([5, 90_000], LinearPipeline())
 
 

@@ -96,14 +96,15 @@ def wait_free(
     caps: Sequence[int],
     spare_bytes: Sequence[float],
     split: bool = False,
+    more: bool = True,
 ) -> tuple[PipelineSchedule, float] | None:
     """Returns the order in which no stage waits while it may run something, and its seconds.
 
     A stage that is free runs a backward if one is there, else a forward, else weight gradients. A
     forward begins only if the stage can then run the backward of each micro-batch that it holds:
-    so memory never makes stages wait for each other. It recomputes as little as leaves room for
-    as many micro-batches as 1F1B holds there, each with all recompute; where none does so, as much
-    as there is.
+    so memory never makes stages wait for each other. With `more` it recomputes as little as leaves
+    room for as many micro-batches as 1F1B holds there, each with all recompute; where none does so,
+    as much as there is.
 
     Args:
         work: costs.
@@ -112,11 +113,12 @@ def wait_free(
         caps: most micro-batches that each stage holds.
         spare_bytes: of each stage's memory, left for messages.
         split: whether weight gradients run apart from the rest of a backward.
+        more: whether more than the least may be recomputed.
 
     Returns:
         The schedule and when it ends; None if a micro-batch does not fit.
     """
-    flow = _Flow(work, sequence, settings, caps, spare_bytes, split)
+    flow = _Flow(work, sequence, settings, caps, spare_bytes, split, more)
     end_s = flow.run()
     if end_s == inf:
         return None
@@ -134,8 +136,10 @@ class _Flow:
         caps: Sequence[int],
         spare_bytes: Sequence[float],
         split: bool,
+        more: bool,
     ) -> None:
         stages = work.stages
+        self.more = more
         self.stages, self.count, self.caps, self.split = stages, len(sequence), caps, split
         self.sequence = sequence
         # by place in the sequence
@@ -223,7 +227,8 @@ class _Flow:
         more = min(self.caps[s], self.stages - s) - (n - begin) - 1
         thin = [row[-1].held_bytes for row in self.options[s][n + 1 : n + 1 + max(more, 0)]]
         fits = False
-        for k in range(self.chosen[s][n], len(options)):
+        least = self.chosen[s][n]
+        for k in range(least, len(options) if self.more else least + 1):
             new = options[k]
             left = room - new.held_bytes
             if new.forward_bytes > room or max(own, new.backward_bytes - new.held_bytes) > left:

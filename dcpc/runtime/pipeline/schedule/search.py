@@ -114,6 +114,7 @@ class _Point:
     sequence: tuple[int, ...]
     settings: tuple[tuple[int, ...], ...]
     caps: tuple[int, ...]
+    more: bool = False
 
     @property
     def recompute(self) -> int:
@@ -164,8 +165,8 @@ class _Tries:
                     if order is not None:
                         self._take(order, f"adaptive, {name}")
                 room = replace(work, memory_bytes=self.room)
-                for least in {fitted(room, sequence, caps): None, work.fastest: None}:
-                    point = _Point(tuple(sequence), least, caps)
+                for least, more in ((fitted(room, sequence, caps), False), (work.fastest, True)):
+                    point = _Point(tuple(sequence), least, caps, more)
                     self.try_point(point, f"wait-free, {name}, holds {shape}")
         if self.point is None:
             every = tuple(tuple(len(options) - 1 for options in row) for row in work.costs)
@@ -185,7 +186,7 @@ class _Tries:
         spare = self.spare
         for _ in range(_TRIES):
             made = wait_free(
-                self.work, point.sequence, point.settings, point.caps, spare, self.split
+                self.work, point.sequence, point.settings, point.caps, spare, self.split, point.more
             )
             self.simulated += self.actions
             if made is None or made[1] > self.point_s or (made[1] == self.point_s and more):
