@@ -61,6 +61,17 @@ class Race:
     root: Path | None = None
 
 
+def geometric(first: int, last: int, ratio: float = 1.19) -> tuple[int, ...]:
+    """Returns lengths from `first` to `last`, each about `ratio` of the one before.
+
+    They are multiples of 16, and so are the gaps between short ones.
+    """
+    found = [first]
+    while found[-1] < last:
+        found.append(min(last, max(found[-1] + 16, round(found[-1] * ratio / 16) * 16)))
+    return tuple(found)
+
+
 class Texts:
     """Samples in an order drawn once: each token's label is itself, as Llama shifts them."""
 

@@ -14,8 +14,8 @@ the cuts that are each best for one length.
 """
 
 import time
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,9 @@ from dcpc.compiled.pipeline import (
     ProgramCosts,
     ProgramStage,
     StageDevice,
+    StagePlan,
     chain_of,
+    pipeline_work,
     plan_stages,
 )
 from dcpc.compiled.pipeline.costs import mixture_dims
@@ -41,7 +43,12 @@ from dcpc.passes.stages.costs import CutCosts
 from dcpc.passes.stages.mixture import best_cut
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import traced
+from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.local_ranks import run_ranks
+from dcpc.runtime.pipeline.executor import PipelineBatch
+from dcpc.runtime.pipeline.grid import PipelineGrid
+from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, one_f_one_b, replay
+from dcpc.runtime.pipeline.step import pipeline_step
 from dcpc.symbolic_profile import Device, find
 from models.gpt import GPT, GPTConfig
 
@@ -54,10 +61,9 @@ TOKENS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 PAIRS = {"input_ids": "int64[batch, source]", "labels": "int64[batch, target]"}
 # Micro-batches of one shape each; long ones are rare, as in a corpus of texts.
 LONG = (
-    MixedBucket({"batch": 32, "seq": 512}, 0.4),
-    MixedBucket({"batch": 8, "seq": 2048}, 0.3),
-    MixedBucket({"batch": 2, "seq": 8192}, 0.2),
-    MixedBucket({"batch": 1, "seq": 32768}, 0.1),
+    MixedBucket({"batch": 32, "seq": 512}, 0.5),
+    MixedBucket({"batch": 4, "seq": 4096}, 0.3),
+    MixedBucket({"batch": 1, "seq": 16384}, 0.2),
 )
 # Tasks whose answers are short, of the same length, and long.
 TASKS = (
@@ -125,120 +131,89 @@ def runnable_of(
     return Runnable(traced(model, Buckets(inputs, lengths), device, "eager"))
 
 
-def gain(
+def gains(
     model: nn.Module,
     inputs: dict[str, str],
     mixture: Sequence[MixedBucket],
-    kinds: Sequence[tuple[StageDevice, int]],
-) -> tuple[float, float]:
-    """The gain of one cut for a mixture over the best cut for one length, and the solve's seconds.
+    every: Sequence[Sequence[tuple[StageDevice, int]]],
+) -> list[tuple[float, float]]:
+    """Of each set of devices the gain of one cut for a mixture over the best cut for one length.
+
+    And the seconds that the solver took.
 
     Args:
         model: to trace; on the meta device it takes no memory.
         inputs: specs.
         mixture: shapes and their shares.
-        kinds: of devices, and how many there are of each.
+        every: kinds of devices, and how many there are of each.
     """
     runnable = runnable_of(model, inputs, mixture, find("h200"))
     program = runnable.traced.program
-    chain = chain_of(program, mixture_dims(program, mixture))
-    costs = ProgramCosts(runnable, chain).cut_costs(mixture, kinds)
-    with timed() as watch:
-        cut = best_cut(costs)
-    assert cut.exact, "the search was not cut short"
-    alone = [best_cut(costs.only(i)) for i in range(len(mixture))]
-    others = [costs.expected(costs.bottlenecks(c.borders, c.kinds)) for c in alone]
-    return min(others) / cut.expected_s, watch.elapsed_s
+    priced = ProgramCosts(runnable, chain_of(program, mixture_dims(program, mixture)))
+    found = []
+    for kinds in every:
+        costs = priced.cut_costs(mixture, kinds)
+        with timed() as watch:
+            cut = best_cut(costs)
+        assert cut.exact, "the search was not cut short"
+        alone = [best_cut(costs.only(i)) for i in range(len(mixture))]
+        others = [costs.expected(costs.bottlenecks(c.borders, c.kinds)) for c in alone]
+        found.append((min(others) / cut.expected_s, watch.elapsed_s))
+    return found
 
 
 def mixtures(quick: bool) -> list[tuple[str, float, float]]:
-    """Name, gain and seconds to solve of each mixture."""
-    depth = 8 if quick else 24
+    """Name, gain and seconds to solve of each mixture.
+
+    A decoder's blocks are alike at every length, and only its head weighs less at long ones. An
+    encoder's share of T5 goes from a twentieth to nearly all with the lengths of a task.
+    """
+    depth = 4 if quick else 12
     with torch.device("meta"):
-        gpt = GPT(GPTConfig(vocab_size=32768, dim=1024, n_layers=depth, n_heads=16)).bfloat16()
+        gpt = GPT(GPTConfig(vocab_size=32000, dim=512, n_layers=8, n_heads=8))
         sizes = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16}
-        config = T5Config(**sizes, num_layers=depth // 2, dropout_rate=0, decoder_start_token_id=0)
+        config = T5Config(**sizes, num_layers=depth, dropout_rate=0, decoder_start_token_id=0)
         t5 = T5ForConditionalGeneration(config).bfloat16()
     equal, unequal = [(StageDevice(), 4)], [(StageDevice(), 2), (StageDevice(0.5), 2)]
-    return [
-        ("GPT, 4 equal", *gain(gpt, TOKENS, LONG, equal)),
-        ("GPT, 2 of half the speed", *gain(gpt, TOKENS, LONG, unequal)),
-        ("T5, 4 equal", *gain(t5, PAIRS, TASKS, equal)),
-    ]
+    names = ("GPT, 4 equal", "GPT, 2 of 4 of half the speed")
+    found = zip(names, gains(gpt, TOKENS, LONG, (equal, unequal)), strict=True)
+    rows = [(name, gain, solve_s) for name, (gain, solve_s) in found]
+    return [(f"T5 of {depth} + {depth}, 4 equal", *gains(t5, PAIRS, TASKS, [equal])[0]), *rows]
 
 
 # -------------------------------------------------------------------------------------- two ranks
 
 
-def actions(rank: int, count: int) -> list[tuple[str, int]]:
-    """What a rank of two does in 1F1B: ("F" or "B", micro-batch), in order."""
-    ahead = 1 - rank
-    order = [("F", m) for m in range(min(ahead, count))]
-    for m in range(count):
-        order += [("F", m + ahead)] * (m + ahead < count) + [("B", m)]
-    return order
+class RepeatedStage:
+    """A stage that does its work several times, as a slower device takes longer for it.
 
-
-def replayed(seconds: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Seconds of a step of two ranks in 1F1B, sends free.
+    Each of the runs has an equal part of the gradient, so that their sum is the stage's own.
 
     Args:
-        seconds: of each rank, of each micro-batch those of forward and backward.
+        stage: of a pipeline.
+        repeats: how often.
     """
-    count = len(seconds[0])
-    queues = [actions(rank, count) for rank in (0, 1)]
-    ended: dict[tuple[int, str, int], float] = {}
-    clock = [0.0, 0.0]
-    while any(queues):
-        for rank, queue in enumerate(queues):
-            while queue:
-                kind, m = queue[0]
-                needs = (1 - rank, kind, m) if (kind == "F") == (rank == 1) else None
-                if needs is not None and needs not in ended:
-                    break
-                start = max(clock[rank], ended[needs] if needs else 0.0)
-                clock[rank] = ended[rank, kind, m] = start + seconds[rank][m][kind == "B"]
-                queue.pop(0)
-    return max(clock)
 
+    def __init__(self, stage: ProgramStage, repeats: int) -> None:
+        self.stage, self.repeats = stage, repeats
+        self.index, self.count, self.parameters = stage.index, stage.count, stage.parameters
+        self.received, self.sent = stage.received, stage.sent
 
-def run_step(
-    rank: int, stage: ProgramStage, data: Sequence[dict[str, Tensor]], repeats: int
-) -> float:
-    """Runs the micro-batches of a step; returns its seconds from the ranks' common start."""
-    kept: dict[int, list[Any]] = {}
-    sends: list[Any] = []
-    results: dict[int, Tensor] = {}
+    def forward(
+        self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What the stage sends, and what its backward needs."""
+        runs = [self.stage.forward(inputs, received, seed) for _ in range(self.repeats)]
+        return runs[0][0], [saved for _, saved in runs]
 
-    def receive(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Tensor, ...]:
-        found = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
-        for value in found:
-            dist.recv(value, 1 - rank)
-        return found
-
-    dist.barrier()
-    start_s = time.perf_counter()
-    for kind, m in actions(rank, len(data)):
-        batch, seq = data[m]["input_ids"].shape
-        sizes = {"batch": batch, "seq": seq}
-        if kind == "F":
-            got = receive(stage.received(sizes))
-            runs = [stage.forward(data[m], got) for _ in range(repeats)]
-            kept[m] = [saved for _, saved in runs]
-            if rank == 0:
-                sends += [(dist.isend(value, 1), value) for value in runs[0][0]]
-            else:
-                results[m] = runs[0][0][0]
-            continue
-        whole = (torch.ones(()),) if rank else receive(stage.sent(sizes))
-        shares = tuple(gradient / repeats for gradient in whole)  # the sum of all runs is one's
-        back = [stage.backward(saved, shares) for saved in kept.pop(m)]
-        summed = [sum(parts) for parts in zip(*back, strict=True)]
-        sends += [(dist.isend(value, 0), value) for value in summed if isinstance(value, Tensor)]
-    for work, _ in sends:
-        work.wait()
-    dist.barrier()
-    return time.perf_counter() - start_s
+    def backward(self, saved: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Gradients of what it received."""
+        shares = tuple(None if g is None else g / self.repeats for g in grads)
+        found = [self.stage.backward(each, shares) for each in saved]
+        return tuple(
+            None if parts[0] is None else torch.stack(parts).sum(0)
+            for parts in zip(*found, strict=True)
+        )
 
 
 def run_whole(stages: Sequence[ProgramStage], inputs: dict[str, Tensor]) -> float:
@@ -255,50 +230,65 @@ def run_whole(stages: Sequence[ProgramStage], inputs: dict[str, Tensor]) -> floa
     return time.perf_counter() - start_s
 
 
-def two_ranks(rank: int, steps: int) -> tuple[float, float, float]:
+def two_ranks(
+    rank: int, model: nn.Module, plan: StagePlan, steps: int
+) -> tuple[float, float, float]:
     """Measured and predicted seconds of a step, and the largest error of a gradient.
 
     The profile says what share of the model a stage is, forward and backward; how fast a core of
-    this machine is says the whole model, which both ranks run at once in between.
+    this machine is says the whole model, which both ranks run at once in between. The fastest runs
+    count on both sides: what else runs on the machine comes and goes.
     """
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=512, dim=256, n_layers=6, n_heads=8))
-    runnable = runnable_of(model, TOKENS, RUN, find("cpu"))
-    plan = plan_stages(runnable, model, RUN, RUN_DEVICES)
-    assert plan.devices in ((0, 1), (1, 0)), "both devices have a stage"
-    stage = plan.stages[rank]
-    repeats = REPEATS if plan.devices[rank] == 1 else 1
-    data = [
-        {n: torch.randint(512, (b["batch"], b["seq"])) for n in TOKENS}
-        for b in (RUN[k].sizes for k in ORDER)
-    ]
-    for inputs in data:
+    own, slow = plan.stages[rank], [REPEATS if d == 1 else 1 for d in plan.devices]
+    stage = RepeatedStage(own, slow[rank])
+    sizes = [RUN[k].sizes for k in ORDER]
+    data = [{n: torch.randint(512, (s["batch"], s["seq"])) for n in TOKENS} for s in sizes]
+    batches = [PipelineBatch(d, s, 1.0) for d, s in zip(data, sizes, strict=True)]
+    grid = PipelineGrid.make(Groups.default(), 2, stage.parameters)
+    schedule = one_f_one_b(range(len(data)), ((0,) * len(data),) * 2)
+
+    def step() -> float:
         model.zero_grad()
-        run_whole(plan.stages, inputs)
-    run_step(rank, stage, data, repeats)
-    model.zero_grad()
-    run_step(rank, stage, data, repeats)
+        named = model.named_parameters()
+        return pipeline_step([stage], batches, schedule, grid, named).seconds_s
+
+    step()
     made = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     for inputs in data:
-        model(**inputs).backward()
+        (model(**inputs) / len(data)).backward()
     wanted = dict(model.named_parameters())
-    error = max(_relative(made[n], wanted[n].grad) for n in stage.learning)
+    error = max(_relative(made[n], wanted[n].grad) for n in own.learning)
     measured: list[float] = []
-    whole: dict[int, list[float]] = {k: [] for k in set(ORDER)}
+    first = {k: data[ORDER.index(k)] for k in ORDER}
+    whole = {k: [run_whole(plan.stages, inputs)] for k, inputs in first.items()}
     for _ in range(steps):
-        measured.append(run_step(rank, stage, data, repeats))
-        for k in whole:
+        dist.barrier()
+        measured.append(step())
+        for k, inputs in first.items():
             dist.barrier()
-            whole[k].append(run_whole(plan.stages, data[ORDER.index(k)]))
-    shares = [[_share(s, plan.stages, RUN[k]) for k in ORDER] for s in plan.stages]
-    scale = {k: median(seconds) for k, seconds in whole.items()}
-    slow = [REPEATS if device == 1 else 1 for device in plan.devices]
-    each = [
-        [(f * scale[k] * times, b * scale[k] * times) for k, (f, b) in zip(ORDER, own, strict=True)]
-        for own, times in zip(shares, slow, strict=True)
-    ]
-    return median(measured), replayed(each), error
+            whole[k].append(run_whole(plan.stages, inputs))
+    predicted = pipeline_work([[s] for s in plan.stages], sizes, [StageDevice(1 / n) for n in slow])
+    work = _scaled(predicted, plan.stages, {k: min(s[1:]) for k, s in whole.items()})
+    return min(measured), replay(work, schedule).makespan_s, error
+
+
+def _scaled(
+    work: PipelineWork, stages: Sequence[ProgramStage], whole_s: Mapping[int, float]
+) -> PipelineWork:
+    """The same work in seconds of this machine; what a message of few bytes takes is left out."""
+    each = {
+        k: s / sum(x.predict(RUN[k].sizes).seconds_s for x in stages) for k, s in whole_s.items()
+    }
+    costs = tuple(
+        tuple(
+            (replace(c, forward_s=c.forward_s * each[k], backward_s=c.backward_s * each[k]),)
+            for k, (c,) in zip(ORDER, row, strict=True)
+        )
+        for row in work.costs
+    )
+    return replace(work, costs=costs, hops=tuple((Hop(),) * len(ORDER) for _ in work.hops))
 
 
 def _relative(found: Tensor, wanted: Tensor | None) -> float:
@@ -306,18 +296,14 @@ def _relative(found: Tensor, wanted: Tensor | None) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def _share(
-    stage: ProgramStage, stages: Sequence[ProgramStage], bucket: MixedBucket
-) -> tuple[float, float]:
-    """The share of the model's predicted seconds that a stage's forward has, and its backward."""
-    total = sum(sum(s.seconds(bucket.sizes)) for s in stages)
-    forward, backward = stage.seconds(bucket.sizes)
-    return forward / total, backward / total
-
-
 def measured(quick: bool) -> dict[str, Cell]:
     """Figures of two ranks, one of which runs its work twice."""
-    found = run_ranks(two_ranks, 2, 5 if quick else 15, timeout_s=300.0)
+    torch.set_num_threads(1)
+    model = GPT(GPTConfig(vocab_size=512, dim=192, n_layers=6, n_heads=6))
+    plan = plan_stages(runnable_of(model, TOKENS, RUN, find("cpu")), model, RUN, RUN_DEVICES)
+    assert sorted(plan.devices) == [0, 1], "both devices have a stage"
+    steps = 8 if quick else 30
+    found = run_ranks(two_ranks, 2, model, plan, steps, timeout_s=300.0, fork=True)
     measured_s, predicted_s, _ = np.mean(found, axis=0).tolist()
     return {
         "measured_s": measured_s,
@@ -345,8 +331,8 @@ def main() -> None:
     print_table("one cut for a mixture", ["", "gain", "solve s"], rows)
     figures |= {
         "mixture_gain": rows[0][1],
-        "mixture_gain_unequal": rows[1][1],
-        "mixture_gain_t5": rows[2][1],
+        "mixture_gain_gpt": rows[1][1],
+        "mixture_gain_gpt_unequal": rows[2][1],
         "mixture_solve_s": max(solve_s for _, _, solve_s in rows),
     }
     figures |= measured(args.quick)

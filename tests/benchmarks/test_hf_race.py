@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.hf_systems import dealt, first_fit
+from benchmarks.hf_systems import dealt, first_fit, geometric
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [7, 3, 10, 1, 4, 4, 2, 9]
@@ -21,6 +22,13 @@ def rows():
 def test_rows_of_the_baseline_are_full_and_have_every_sample_once():
     lengths = [[len(x) for x in row] for row in rows()]
     assert lengths == [[10], [9, 1], [7, 3], [4, 4, 2]]
+
+
+def test_lengths_rise_by_about_a_fifth_to_the_longest():
+    lengths = geometric(64, 4096)
+    assert len(lengths) == 25
+    assert (lengths[0], lengths[-1]) == (64, 4096)
+    assert all(0 < b - a <= max(16, 0.25 * a) for a, b in pairwise(lengths))
 
 
 def test_rows_are_dealt_to_the_rank_that_has_least():

@@ -128,12 +128,11 @@ def run_chain(
     inputs: Mapping[str, Tensor],
     weight: float,
     seed: int = 0,
-    menu_steps: Sequence[int] = (),
 ) -> Tensor:
     """Runs a micro-batch through the stages and back; returns its loss."""
     kept, sent = [], ()
-    for stage, menu_step in zip(stages, menu_steps or [0] * len(stages), strict=True):
-        sent, saved = stage.forward(inputs, sent, seed, menu_step)
+    for stage in stages:
+        sent, saved = stage.forward(inputs, sent, seed)
         kept.append(saved)
     (loss,) = sent
     grads = (torch.full_like(loss, weight),)

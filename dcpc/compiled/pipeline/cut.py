@@ -108,30 +108,33 @@ def _fitted(
     steps, most = [], 0
     for bucket in mixture:
         sizes, low = bucket.sizes, 0
-        high = 0 if memory_bytes == inf else stage.recompute_steps(sizes)
+        high = 0 if memory_bytes == inf else stage.study(sizes).steps
         while low < high:
             middle = (low + high) // 2
-            fits = stage_bytes(stage, sizes, middle) <= memory_bytes
+            fits = stage_bytes(stage.recomputing(middle), sizes) <= memory_bytes
             low, high = (low, middle) if fits else (middle + 1, high)
         steps.append(low)
-        most = max(most, stage_bytes(stage, sizes, low))
+        most = max(most, stage_bytes(stage.recomputing(low), sizes))
     return tuple(steps), most
 
 
-def stage_bytes(stage: ProgramStage, sizes: Sizes, menu_step: int) -> int:
+def stage_bytes(stage: ProgramStage, sizes: Sizes) -> int:
     """Returns the bytes a stage needs at most where all micro-batches have one shape, in 1F1B.
 
     Args:
-        stage: of a pipeline.
+        stage: of a pipeline, with its recompute.
         sizes: of every micro-batch.
-        menu_step: steps of recompute that are taken.
     """
-    found = stage.predict(sizes, menu_step)
-    pairs = zip(stage.part.received, stage.received(sizes), strict=True)
-    handed_on = sum(nbytes(shaped) for n, shaped in pairs if n not in stage.part.read)
-    given_bytes = found.input_bytes + handed_on
+    found = stage.predict(sizes)
+    given_bytes = found.input_bytes + handed_on_bytes(stage, sizes)
     others = (stage.count - stage.index - 1) * (found.saved_bytes + given_bytes)
     return stage.resident_bytes(STATE) + others + found.peak_bytes + given_bytes
+
+
+def handed_on_bytes(stage: ProgramStage, sizes: Sizes) -> int:
+    """Returns the bytes of what a stage receives for later ones alone."""
+    pairs = zip(stage.part.received, stage.received(sizes), strict=True)
+    return sum(nbytes(shaped) for n, shaped in pairs if n not in stage.part.read)
 
 
 def nbytes(shaped: Shaped) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from dcpc.codegen import Variant
 from dcpc.compiled.pipeline.chain import CallChain
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.errors import DispatchError
 from dcpc.ir import TensorInfo
 from dcpc.passes.sharding.sharding import analyse
 from dcpc.plan.runnable import Runnable
+from dcpc.plan.studies import Study
 from dcpc.plan.traced import Held, Traced
 from dcpc.runtime.pipeline.stage import Shaped
 from dcpc.symbolic_profile import Prediction
@@ -31,11 +34,13 @@ class _Kept:
         edges: of each value that the stage sent where its backward begins; None: it has none.
         received: the values that the stage received, whose gradients are asked for.
         sizes: of the micro-batch.
+        device: that the values are on.
     """
 
     edges: tuple[GradientEdge | None, ...]
     received: tuple[Tensor, ...]
     sizes: Mapping[str, int]
+    device: torch.device
 
 
 class ProgramStage:
@@ -48,6 +53,7 @@ class ProgramStage:
         learning: those of them that learn.
         part: its program.
         runnable: the graphs.
+        menu_step: steps of recompute that it takes, of its own menu; see `recomputing`.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class ProgramStage:
             model: whose tensors it reads.
         """
         self.index, self.count, self.part, self.runnable = index, count, part, runnable
+        self.menu_step = 0
         first = {id(p): name for name, p in model.named_parameters()}
         held = runnable.traced.tensors()
         read = (first[id(held[n])] for n in part.program.parameters)
@@ -70,12 +77,14 @@ class ProgramStage:
         own = (first[id(held[n])] for n in part.program.learning if n in part.program.parameters)
         self.learning = tuple(dict.fromkeys(own))
 
+    def recomputing(self, menu_step: int) -> ProgramStage:
+        """Returns the same stage with so many steps of recompute; graphs are shared."""
+        other = copy.copy(self)
+        other.menu_step = menu_step
+        return other
+
     def forward(
-        self,
-        inputs: Mapping[str, Tensor],
-        received: tuple[Tensor, ...],
-        seed: int = 0,
-        menu_step: int = 0,
+        self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Returns what the stage sends, of the last one (loss,), and what its backward needs.
 
@@ -83,12 +92,16 @@ class ProgramStage:
             inputs: the model's, by name: those that the stage reads, and such as say all sizes.
             received: what the stage before it sent.
             seed: of the micro-batch's random numbers, the same in all stages.
-            menu_step: steps of recompute that are taken.
 
         Raises:
-            DispatchError: an input is missing, or a size is not to be told.
+            DispatchError: an input or a received value is missing, or the shapes say not all sizes.
         """
         program = self.part.program
+        if len(received) != len(self.part.received):
+            raise DispatchError(
+                f"stage {self.index}: got {len(received)} values; expected "
+                f"{len(self.part.received)}; pass what stage {self.index - 1} sent"
+            )
         taken = dict(zip(self.part.received, map(self._leaf, received, self._learns), strict=True))
         missing = [
             n for p, n in program.inputs.items() if p not in self.part.received and n not in inputs
@@ -99,8 +112,8 @@ class ProgramStage:
                 f"{', '.join(missing)} too; pass the model's inputs to each stage that reads them"
             )
         given = {p: inputs[n].contiguous() for p, n in program.inputs.items() if p not in taken}
-        sizes = self.sizes(inputs, received)
-        variant, integers = self._variant(sizes, menu_step)
+        sizes = self._sizes(inputs, received)
+        variant, integers = self._variant(sizes)
         named = {**self.runnable.traced.tensors(), **given, **taken}
         with casting(_device_of(named), None):
             found = variant.outputs([named[p] for p in variant.placeholders], integers, seed)
@@ -108,7 +121,9 @@ class ProgramStage:
         values = [made[n] for n in self.part.sent]
         edges = tuple(get_gradient_edge(v) if v.requires_grad else None for v in values)
         sent = tuple(v.detach().contiguous() for v in values)
-        return sent, _Kept(edges, tuple(taken[n] for n in self.part.received), sizes)
+        return sent, _Kept(
+            edges, tuple(taken[n] for n in self.part.received), sizes, values[0].device
+        )
 
     def backward(self, saved: _Kept, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Adds to `.grad` of the stage's parameters; returns the gradients of what it received.
@@ -125,7 +140,9 @@ class ProgramStage:
         for edge, gradient, (shape, dtype) in zip(saved.edges, grads, shapes, strict=True):
             if edge is not None:
                 begins.append(edge)
-                gradients.append(torch.zeros(shape, dtype=dtype) if gradient is None else gradient)
+                if gradient is None:
+                    gradient = torch.zeros(shape, dtype=dtype, device=saved.device)
+                gradients.append(gradient)
         if begins:
             torch.autograd.backward(begins, gradients)
         return tuple(
@@ -141,19 +158,13 @@ class ProgramStage:
         """Returns shape and dtype of what the stage sends, of the last one its loss's."""
         return self._shaped(self._infos(self.part.sent), sizes)
 
-    def predict(self, sizes: Mapping[str, int], menu_step: int = 0) -> Prediction:
+    def study(self, sizes: Mapping[str, int]) -> Study:
+        """Returns what the stage costs at any sizes, of a placement for these."""
+        return self.runnable.priced.at(self.runnable.priced.placement(sizes, 1))
+
+    def predict(self, sizes: Mapping[str, int]) -> Prediction:
         """Returns seconds and bytes of a micro-batch's forward and backward in the stage."""
-        placement = self.runnable.priced.placement(sizes, 1)
-        return self.runnable.priced.at(placement).predict(menu_step, sizes)
-
-    def seconds(self, sizes: Mapping[str, int], menu_step: int = 0) -> tuple[float, float]:
-        """Returns the predicted seconds of a micro-batch's forward, and of its backward."""
-        found = self.predict(sizes, menu_step)
-        return found.forward_s, found.seconds_s - found.forward_s
-
-    def recompute_steps(self, sizes: Mapping[str, int]) -> int:
-        """Returns how many steps of recompute there are for a micro-batch of these sizes."""
-        return self.runnable.priced.at(self.runnable.priced.placement(sizes, 1)).steps
+        return self.study(sizes).predict(self.menu_step, sizes)
 
     def resident_bytes(self, state: int) -> int:
         """Returns the bytes of the stage's parameters and what belongs to them.
@@ -165,6 +176,11 @@ class ProgramStage:
         learning = {id(held[n]) for n in program.learning if n in held}
         whole = {id(held[n]): held[n].nbytes for n in (*program.parameters, *program.buffers)}
         return sum(size * (state if key in learning else 1) for key, size in whole.items())
+
+    @property
+    def sends_learning(self) -> tuple[bool, ...]:
+        """Returns of each value that the stage sends whether it has a gradient."""
+        return tuple(info.requires_grad for info in self._infos(self.part.sent))
 
     @property
     def _learns(self) -> tuple[bool, ...]:
@@ -181,11 +197,11 @@ class ProgramStage:
     def _leaf(value: Tensor, learns: bool) -> Tensor:
         return value.detach().contiguous().requires_grad_(learns and torch.is_grad_enabled())
 
-    def _variant(self, sizes: Mapping[str, int], menu_step: int) -> tuple[Any, tuple[int, ...]]:
+    def _variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
         placement = self.runnable.priced.placement(sizes, 1)
-        return self.runnable.variant(placement, menu_step, sizes, 0)
+        return self.runnable.variant(placement, self.menu_step, sizes, 0)
 
-    def sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
+    def _sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
         """Returns the length of every dim, as the shapes of inputs and received values say.
 
         Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
@@ -107,8 +108,9 @@ class Samples:
         """
         dims = self._dims.get(index)
         if dims is None:
-            if isinstance(self.dataset, HasDims):
-                told = self._asked(f"dims({index})", lambda: self.dataset.dims(index))
+            known = self.dataset
+            if isinstance(known, HasDims):
+                told = self._asked(f"dims({index})", partial(known.dims, index))
                 dims = self._declared(index, told)
             else:
                 self.load(index)

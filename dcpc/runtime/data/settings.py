@@ -32,7 +32,21 @@ from dcpc.runtime.planner.plans import Mode
 _Count = Annotated[int, Field(strict=True, ge=1)]
 
 
-class Settings(BaseModel):
+class _SettingsFields(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dynamic_sp: StrictBool = False
+    dynamic_recompute: StrictBool = False
+    auto_grad_accumulation: StrictBool = False
+    min_grad_accumulation_steps: _Count = 1
+    max_grad_accumulation_steps: _Count | None = None
+    calculate_imbalance: StrictBool = False
+    alloc_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    profile_path: str | None = None
+    mode: Mode | None = None
+
+
+class Settings(_SettingsFields):
     """What a DCP configuration says.
 
     Attributes:
@@ -46,18 +60,6 @@ class Settings(BaseModel):
         profile_path: not needed: nothing is profiled by running.
         mode: of the loader, instead of the one that the others say; "auto" is dcpc's own planner.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    dynamic_sp: StrictBool = False
-    dynamic_recompute: StrictBool = False
-    auto_grad_accumulation: StrictBool = False
-    min_grad_accumulation_steps: _Count = 1
-    max_grad_accumulation_steps: _Count | None = None
-    calculate_imbalance: StrictBool = False
-    alloc_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    profile_path: str | None = None
-    mode: Mode | None = None
 
     def __init__(self, **fields: Any) -> None:
         """Takes the fields by name.
@@ -89,13 +91,14 @@ class Settings(BaseModel):
                 f"write some of {', '.join(cls.model_fields)}"
             )
         try:
-            settings = cls.model_validate(data)
+            _SettingsFields.model_validate(data)
         except ValidationError as e:
             problems = [
                 f"{document.place(error['loc'][:1])}: {_problem(error, tuple(cls.model_fields))}"
                 for error in e.errors()
             ]
             raise DataError("\n".join(problems)) from None
+        settings = cls(**data)
         settings._warn(str(file))
         return settings
 

@@ -136,8 +136,9 @@ class _Trouble:
             if self.store.check([f"problem/{rank}"]):
                 kind, _, said = self._read(f"problem/{rank}").partition(" ")
                 found = getattr(errors, kind, None)
-                known = isinstance(found, type) and issubclass(found, DcpcError)
-                return (found if known else GroupError)(f"rank {rank}: {said}")
+                if not (isinstance(found, type) and issubclass(found, DcpcError)):
+                    found = GroupError
+                return found(f"rank {rank}: {said}")
         return None
 
     def explain(self, text: str, broken: str | None) -> str:

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import dcpc
 from dcpc.codegen import bind_group, run_in_step
 from dcpc.codegen.collectives.lockstep_collectives import COLLECTIVES
-from dcpc.codegen.collectives.pieces import runs
+from dcpc.codegen.collectives.pieces import piece, runs
 from dcpc.errors import CodegenError
 from tests.cases.exactness import SplitModel
 from tests.cases.launch import run_ranks
@@ -48,6 +48,9 @@ def moved(origin, zigzag, rank, p):
     part = ops.reduce_scatter(whole * x, 0, lengths[0], *rest, zigzag, "all")
     turned = ops.all_to_all(mine, 0, size, *rest, zigzag, 1, lengths[1], 7, 0, False, "all")
     total = part.square().sum() + (turned * (1 + rank)).sum()
+    if not zigzag:
+        rows = piece(5, 5, 0, p, rank)[1] + 2
+        total = total + (ops.halo(mine, 0, size, *rest, 5, 5, 0, 1, 3, 1, rows, "all") ** 2).sum()
     ops.all_reduce(total, "all").backward()
 
 

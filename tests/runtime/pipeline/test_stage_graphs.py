@@ -128,6 +128,8 @@ def test_a_stage_asks_for_the_inputs_it_needs():
     with pytest.raises(DispatchError, match="expected input_ids too"):
         first.forward({"labels": inputs["labels"]}, ())
     sent, _ = first.forward(inputs, ())
+    with pytest.raises(DispatchError, match="got 0 values; expected"):
+        last.forward(inputs, ())
     with pytest.raises(DispatchError, match="expected labels too"):
         last.forward({"input_ids": inputs["input_ids"]}, sent)
 

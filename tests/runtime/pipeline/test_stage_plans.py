@@ -8,6 +8,7 @@ from dcpc.compiled.pipeline import (
     MixedBucket,
     ProgramCosts,
     StageDevice,
+    pipeline_work,
     plan_stages,
     stage_bytes,
 )
@@ -68,11 +69,12 @@ def test_memory_is_kept_to_by_recompute_and_numbers_stay(tied):
     assert any(step for steps in plan.menu_steps for step in steps)
     for stage, steps in zip(plan.stages, plan.menu_steps, strict=True):
         pairs = zip(MIXTURE, steps, strict=True)
-        assert all(stage_bytes(stage, bucket.sizes, step) <= most for bucket, step in pairs)
+        assert all(stage_bytes(stage.recomputing(k), b.sizes) <= most for b, k in pairs)
     inputs = CASES["gpt_tied"].data({"batch": 2, "seq": 48}, 0)
     losses, wanted = plain_gradients(model, [inputs], [1.0])
-    steps = [of[1] for of in plan.menu_steps]
-    assert abs(run_chain(plan.stages, inputs, 1.0, menu_steps=steps) - losses[0]) <= 1e-10
+    pairs = zip(plan.stages, plan.menu_steps, strict=True)
+    stages = [stage.recomputing(steps[1]) for stage, steps in pairs]
+    assert abs(run_chain(stages, inputs, 1.0) - losses[0]) <= 1e-10
     for name, parameter in model.named_parameters():
         assert (parameter.grad - wanted[name]).abs().max() <= 1e-10 * wanted[name].abs().max()
     model.zero_grad()
@@ -92,3 +94,23 @@ def test_memory_is_no_matter_where_it_is_plenty(tied):
         for memory in (inf, 1e12)
     )
     assert free.expected_s == pytest.approx(ample.expected_s)
+
+
+def test_costs_of_micro_batches_are_those_of_the_stages(tied):
+    model, runnable, _ = tied
+    devices = [StageDevice(), StageDevice(0.5, 1e9)]
+    first, last = plan_stages(runnable, model, MIXTURE, [StageDevice()] * 2).stages
+    sizes = [bucket.sizes for bucket in MIXTURE]
+    most = last.study(sizes[0]).steps
+    work = pipeline_work([[first], [last, last.recomputing(most)]], sizes, devices)
+    for number, each in enumerate(sizes):
+        fastest, least = work.costs[1][number]
+        assert fastest.forward_s + fastest.backward_s == pytest.approx(
+            2 * last.predict(each).seconds_s
+        )
+        assert least.held_bytes < fastest.held_bytes
+        given = last.predict(each).input_bytes
+        peak = max(fastest.forward_bytes, fastest.backward_bytes)
+        assert peak == last.predict(each).peak_bytes + given
+        assert work.hops[0][number].forward_bytes == each["batch"] * each["seq"] * 32 * 8
+    assert work.memory_bytes == (inf, 1e9 - last.resident_bytes(4))

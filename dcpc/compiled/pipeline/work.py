@@ -1,0 +1,65 @@
+"""What the micro-batches of a step cost on each stage, as the search for a schedule asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dcpc.buckets import Sizes
+from dcpc.compiled.pipeline.costs import STATE, StageDevice
+from dcpc.compiled.pipeline.cut import handed_on_bytes, nbytes
+from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
+
+
+def pipeline_work(
+    settings: Sequence[Sequence[ProgramStage]],
+    sizes: Sequence[Sizes],
+    devices: Sequence[StageDevice],
+) -> PipelineWork:
+    """Returns the costs of micro-batches on the stages of a pipeline.
+
+    Args:
+        settings: of each stage the same stage with each recompute, the fastest first.
+        sizes: of each micro-batch.
+        devices: of each stage.
+    """
+    pairs = list(zip(settings, devices, strict=True))
+    costs = [
+        tuple(tuple(_cost(stage, each, device) for stage in row) for each in sizes)
+        for row, device in pairs
+    ]
+    hops = [tuple(_hop(row[0], each) for each in sizes) for row in settings[:-1]]
+    room = [device.memory_bytes - row[0].resident_bytes(STATE) for row, device in pairs]
+    return PipelineWork(tuple(costs), tuple(hops), tuple(room))
+
+
+def _cost(stage: ProgramStage, sizes: Sizes, device: StageDevice) -> StageCost:
+    """Returns what a stage takes for a micro-batch with its recompute."""
+    found, study = stage.predict(sizes), stage.study(sizes)
+    live = study.live(stage.menu_step, sizes)
+    turn = next(i for i, (name, _) in enumerate(live) if name == "backward")
+    given_bytes = found.input_bytes + handed_on_bytes(stage, sizes)
+    return StageCost(
+        forward_s=found.forward_s / device.speed,
+        backward_s=(found.seconds_s - found.forward_s) / device.speed,
+        held_bytes=found.saved_bytes + given_bytes,
+        forward_bytes=max(size_bytes for _, size_bytes in live[: turn + 1]) + given_bytes,
+        backward_bytes=max(size_bytes for _, size_bytes in live[turn:]) + given_bytes,
+    )
+
+
+def _hop(stage: ProgramStage, sizes: Sizes) -> Hop:
+    """Returns what a micro-batch costs on the way to the next stage, and what comes back."""
+    sent_bytes = sum(map(nbytes, stage.sent(sizes)))
+    back_bytes = sum(
+        nbytes(shaped)
+        for shaped, learns in zip(stage.sent(sizes), stage.sends_learning, strict=True)
+        if learns
+    )
+    link = stage.runnable.traced.device.link(2)
+    return Hop(
+        forward_s=link.alpha_s + sent_bytes / link.bytes_per_s,
+        backward_s=link.alpha_s + back_bytes / link.bytes_per_s,
+        forward_bytes=sent_bytes,
+        backward_bytes=back_bytes,
+    )
