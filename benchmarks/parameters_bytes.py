@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from benchmarks.parameters_steps import (
     ADAM,
     TEXT,
     Work,
+    bucket_of,
     menu_step,
     rest_bytes,
     run,
@@ -29,6 +31,7 @@ from benchmarks.parameters_steps import (
 )
 from dcpc.buckets import BATCH
 from dcpc.codegen import wire_log
+from dcpc.codegen.collectives.rows import rows_shape
 from dcpc.plan.studies import Study
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.local_ranks import run_ranks
@@ -86,7 +89,7 @@ def jobs(quick: bool) -> list[Bytes]:
     small = GPTConfig(VOCABULARY, dim=128, n_layers=2, n_heads=4)
     if quick:
         return [Bytes(2, small, (32,), (0.0, 1.0))]
-    lengths, recompute = (48, 128, 384), (0.0, 0.5, 1.0)
+    lengths, recompute = (48, 128, 384), (0.0, 0.5, 0.7, 1.0)
     larger = GPTConfig(VOCABULARY, dim=256, n_layers=4, n_heads=8)
     return [Bytes(2, larger, lengths, recompute), Bytes(4, small, (32, 128), (0.0, 1.0))]
 
@@ -146,26 +149,25 @@ class RankBytes:
 def wire_of(compiled: dcpc.CompiledModel, step: Step, every: Sequence[Work]) -> int:
     """Returns the bytes that this rank sends in a step, by the profiles.
 
-    In a round all ranks gather again in backward if any of them does. A rank without a micro-batch
+    In a round all gather again what any of them does. A rank without a micro-batch
     sends what one sends that a single rank runs: nothing but parameters and gradients.
     """
     rank, total = compiled.groups.rank, 0
     for numbers in rounds([mb.ranks for mb in step.plan.micro_batches], compiled.groups.world):
         works = {n: every[n] for n in numbers}
-        flags = {n: _again(compiled, w) for n, w in works.items()}
-        again = any(flags.values())
+        sets = {n: _gathered_again(compiled, w) for n, w in works.items()}
         own = next((n for n, w in works.items() if rank in w.ranks), None)
-        if own is None:
-            total += _alone(compiled, every[0], again)
-            continue
-        total += _sent(study_of(compiled, works[own]), works[own], compiled)
-        if again and not flags[own]:
-            total += _alone(compiled, works[own], True) - _alone(compiled, works[own], False)
+        alone = Work(every[0].seq, every[0].batch, (rank,))  # it gathers nothing again
+        runs, itself = (alone, frozenset()) if own is None else (works[own], sets[own])
+        total += _sent(study_of(compiled, runs), runs, compiled)
+        total += _gathers(compiled, frozenset().union(*sets.values()) - itself)
     return total
 
 
-def _again(compiled: dcpc.CompiledModel, work: Work) -> bool:
-    return study_of(compiled, work).gathers_again(menu_step(compiled, work))
+def _gathered_again(compiled: dcpc.CompiledModel, work: Work) -> frozenset[int]:
+    priced = compiled.planned.by_bucket[bucket_of(compiled, work.seq)].priced
+    placement = priced.placement({"seq": work.seq, BATCH: work.batch}, len(work.ranks))
+    return priced.gathered_again(placement, menu_step(compiled, work))
 
 
 def _sent(study: Study, work: Work, compiled: dcpc.CompiledModel) -> int:
@@ -174,10 +176,15 @@ def _sent(study: Study, work: Work, compiled: dcpc.CompiledModel) -> int:
     return int(evaluator(study.profile(menu_step(compiled, work))).wire_bytes(local))
 
 
-def _alone(compiled: dcpc.CompiledModel, like: Work, again: bool) -> int:
-    """Returns the bytes that gathers and sums send."""
-    work = Work(like.seq, like.batch, (compiled.groups.rank,), float(again))
-    return _sent(study_of(compiled, work), work, compiled)
+def _gathers(compiled: dcpc.CompiledModel, numbers: frozenset[int]) -> int:
+    """Returns the bytes that a gather of some units sends."""
+    traced = compiled.planned.traces[0].traced
+    units, tensors = traced.units, traced.tensors()
+    assert units is not None, "in rounds"
+    whole = [tensors[name] for k in numbers for name in units.units[k]]
+    rows = (rows_shape(p.shape, units.ranks) for p in whole)
+    sizes = (prod(shape) * p.itemsize for shape, p in zip(rows, whole, strict=True))
+    return (units.ranks - 1) * sum(sizes)
 
 
 def on_rank(rank: int, job: Bytes) -> RankBytes:

@@ -6,7 +6,7 @@ import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from dcpc.compiled.evaluation import filled_up, in_eval, length_edition, refuse_
 from dcpc.compiled.materialize import Init, made_real, on_meta
 from dcpc.compiled.outputs import WithOutputs
 from dcpc.compiled.seeds import Seeds
+from dcpc.compiled.tighter import TighterPlans
 from dcpc.errors import CheckpointError, DataError, DcpcError, DispatchError
-from dcpc.ir import Packable, Profile, Program, ValueRange
+from dcpc.ir import BucketPlan, Packable, Profile, Program, ValueRange
 from dcpc.passes.masks.packable import packable
 from dcpc.plan.following import Followed
 from dcpc.plan.planning import Planned
@@ -81,7 +82,8 @@ class CompiledModel(nn.Module):
         self.buckets = buckets
         self.planned = planned
         self.verifier = verifier
-        self.plans = planned.plans  # one object: what dispatch and reports read is the same
+        # One object: what dispatch and reports read is the same, also where it is planned again.
+        self.plans = cast(dict[Bucket, BucketPlan], planned.plans)
         self.tables = dict(planned.tables)
         self.groups = groups
         self.memory_bytes = planned.memory_bytes
@@ -93,10 +95,10 @@ class CompiledModel(nn.Module):
             self._store.install(model)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._learned = learned
-        self.replans = 0  # how often rows of the tables were replaced by others
 
         self._seeds = Seeds(base_seed, groups.rank, groups.world)
         self._checkpoints = Checkpoints(groups)
+        self._tighter = TighterPlans(planned, self.plans, self.tables, groups)
 
         def make(mine: Buckets, found: Planned) -> Dispatch:
             dispatch = Dispatch(mine, found, groups, self._seeds, self._store)
@@ -213,6 +215,9 @@ class CompiledModel(nn.Module):
         The gradient is that of the weighted mean loss of the whole global batch, as one device
         would compute it. Collective over all ranks.
 
+        Where a rank runs out of memory, all put their gradients back, the bucket is planned again
+        with less memory, and the step of the same samples runs again.
+
         Args:
             step: from `dcpc.DataLoader`.
             clip: largest norm of the whole batch's gradient; a longer one is scaled down to it.
@@ -227,6 +232,7 @@ class CompiledModel(nn.Module):
             DataError: an argument or a sample is wrong on some rank, or the loss is not finite.
             DispatchError: the model changed since it was compiled.
             GroupError: the ranks are not in the same step, or one did not arrive.
+            PlanError: a rank ran out of memory, and nothing smaller is left to try.
         """
         refused = _refused(step, clip, nonfinite)
         if refused is not None:
@@ -245,24 +251,28 @@ class CompiledModel(nn.Module):
             )
         problem = problem or self._store.follow(self.model.parameters())
         state, check = self._agreed.of_step(problem)
+
+        def attempt(step: Step) -> StepResult:
+            return train_step(
+                lambda mb, inputs: dispatch.run_micro_batch(step, mb, inputs),
+                step,
+                self._store,
+                self.groups,
+                prepare=dispatch.prepare,
+                delivering=delivering,
+                in_rounds=dispatch if self._store.in_rounds else None,
+                clip=clip,
+                nonfinite=nonfinite,
+                comm_bucket_bytes=self.comm_bucket_bytes,
+                state=state,
+                check=check,
+                every=self._learned.learns,
+            )
+
         what = f"train_step, step {step.index} of epoch {step.epoch}"
         try:
             with self.groups.watch.section(what), dispatch.own_casts():
-                result = train_step(
-                    lambda mb, inputs: dispatch.run_micro_batch(step, mb, inputs),
-                    step,
-                    self._store,
-                    self.groups,
-                    prepare=dispatch.prepare,
-                    delivering=delivering,
-                    in_rounds=dispatch if self._store.in_rounds else None,
-                    clip=clip,
-                    nonfinite=nonfinite,
-                    comm_bucket_bytes=self.comm_bucket_bytes,
-                    state=state,
-                    check=check,
-                    every=self._learned.learns,
-                )
+                step, result = self._tighter.run(step, attempt)
         finally:
             dispatch.bind_blocks()
             dispatch.begin(())
@@ -444,6 +454,7 @@ class CompiledModel(nn.Module):
         later = {e.verifier: e for e in reversed(self._editions.made_later)}
         more = [e for v, e in reversed(later.items()) if v is not self.verifier]
         text = f"{self.planned.report()}\n{self.verifier.report()}"
+        text += self._tighter.report()
         if self._learned.learns or self.speeds:
             text += speeds_line(self.speeds, self._learned.changes) + "\n"
         return text + "".join(f"{e}: {e.verifier.report()}" for e in more)
@@ -507,6 +518,11 @@ class CompiledModel(nn.Module):
         return self.planned.device.node_ranks
 
     @property
+    def replans(self) -> int:
+        """How often rows of the tables were replaced by others."""
+        return self._tighter.changes
+
+    @property
     def speeds(self) -> tuple[float, ...]:
         """How fast ranks are beside the fastest one, as plans are made now; nothing: all alike."""
         return self._learned.speeds
@@ -528,6 +544,8 @@ class CompiledModel(nn.Module):
         traces = {id(v): v for e in every for v in e.planned.traces}
         stats.variants = sum(v.compiled_count for v in traces.values())
         stats.wire_bytes = wire_log.total_bytes()
+        stats.out_of_memory = dict(self._tighter.counts)
+        stats.budgets = dict(self._tighter.budgets)
         stats.speeds, stats.speed_changes = self.speeds, self._learned.changes
         return stats
 

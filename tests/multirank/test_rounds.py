@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import dcpc
-from dcpc.codegen import wire_log
+from dcpc.codegen import ROWS_GROUP, bind_group, wire_log
 from dcpc.plan.planning import Planned
+from examples.allocator import measured_peak_bytes
 from models.gpt import GPT, GPTConfig
 from tests.cases.launch import run_ranks
 
@@ -161,3 +163,21 @@ def by_hand(rank: int) -> list[float]:
 def test_ranks_call_at_once_each_with_inputs_of_its_own():
     for got, expected in run_ranks(by_hand, 2, timeout_s=60):
         assert got == pytest.approx(expected, rel=1e-12)
+
+
+def gathered_peak(rank: int) -> int:
+    """Bytes that a gather of 8 MB takes at the most."""
+    bind_group(ROWS_GROUP, dist.group.WORLD)
+    rows = [torch.full((500, 1000), float(rank)), torch.full((500, 1000), float(rank))]
+
+    def gather() -> None:
+        for whole in torch.ops.dcpc.gather_rows(rows, 2, ROWS_GROUP)[:-1]:
+            assert [whole[0, 0].item(), whole[-1, -1].item()] == [0.0, 1.0]
+
+    return measured_peak_bytes(gather)
+
+
+@pytest.mark.multirank
+def test_a_gather_takes_what_it_makes():
+    for peak in run_ranks(gathered_peak, 2):
+        assert 8_000_000 <= peak < 8_001_000  # gloo's own gather would take as much again

@@ -34,7 +34,11 @@ SHARED = {
 @pytest.mark.parametrize(
     ("function", "kind", "own"),
     [
-        (dcpc.compile, CompileOptions, {"group": None, "verify": "auto", "timeout": 60.0, "speeds": "equal"}),
+        (
+            dcpc.compile,
+            CompileOptions,
+            {"group": None, "verify": "auto", "timeout": 60.0, "speeds": "equal"},
+        ),
         (plan, PlanOptions, {"world": 1}),
     ],
 )

@@ -77,8 +77,8 @@ def gather_rows(
     pg = group_named(group)
     found = [x.new_empty(_whole_shape(x, ranks)) if x.dim() else x.clone() for x in rows]
     sizes = {i: (x.dtype, ranks * x.nbytes) for i, x in enumerate(rows) if x.dim() and x.numel()}
-    coming: list[tuple[dist.Work, list[int], Tensor, Tensor]] = []
-    for together in messages(sizes):
+    coming: list[tuple[list[dist.Work], list[int], Tensor, Tensor]] = []
+    for number, together in enumerate(messages(sizes)):
         if len(together) == 1:
             into, own = found[together[0]].view(-1), rows[together[0]].detach().view(-1)
         else:
@@ -86,15 +86,42 @@ def gather_rows(
             into = own.new_empty(ranks * own.numel())
         wire_log.add("gather_rows", (ranks - 1) * own.nbytes)
         with _named(pg, "gather of parameters"):
-            work = dist.all_gather_into_tensor(on_wire(into), on_wire(own), group=pg, async_op=True)
-        coming.append((work, together, own, into))
-    for work, together, _, into in coming:
+            works = _gather_into(on_wire(into), on_wire(own), pg, number)
+        coming.append((works, together, own, into))
+    for works, together, _, into in coming:
         with _named(pg, "gather of parameters"):
-            work.wait()
+            for work in works:
+                work.wait()
         if len(together) > 1:
             for i, part in zip(together, _parts(into, rows, together, ranks), strict=True):
                 found[i].view(ranks, -1).copy_(part)
     return [*found, _token(rows[0])]
+
+
+def _gather_into(into: Tensor, own: Tensor, pg: dist.ProcessGroup, number: int) -> list[dist.Work]:
+    """Starts to gather what each rank has, and returns what to wait for.
+
+    On the CPU ranks send to each other: gloo's gather takes the result's bytes once more, and
+    copies them (docs/results/parameters.md).
+
+    Args:
+        into: all ranks' parts, one after the other.
+        own: this rank's part.
+        pg: the ranks.
+        number: of the message among those that are on the way.
+    """
+    if own.device.type != "cpu":
+        return [dist.all_gather_into_tensor(into, own, group=pg, async_op=True)]
+    ranks, rank = pg.size(), pg.rank()
+    parts = into.view(ranks, -1)
+    works = [
+        dist.irecv(parts[r], group=pg, tag=number, group_src=r) for r in range(ranks) if r != rank
+    ]
+    for further in range(1, ranks):
+        to = (rank + further) % ranks
+        works.append(dist.isend(own, group=pg, tag=number, group_dst=to))
+    parts[rank].copy_(own)
+    return [work for work in works if work is not None]
 
 
 @gather_rows.register_fake

@@ -14,6 +14,7 @@ import logging
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
@@ -40,8 +41,9 @@ from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.data.window import Position
 from dcpc.runtime.groups.relay import Relay
 from dcpc.runtime.planner.plan_file import PlanFile
-from dcpc.runtime.planner.plans import MODES, Mode, step_plan
+from dcpc.runtime.planner.plans import MODES, Mode, StepPlan, step_plan
 from dcpc.runtime.planner.protocol import Compiled
+from dcpc.runtime.planner.step_planner import plan_step
 from dcpc.runtime.planner.table import PlanTable, mode_table
 
 LOG = logging.getLogger("dcpc")
@@ -328,7 +330,17 @@ class DataLoader:
             yield from self._received(relay, table, job)
             return
         for cut in cuts:
-            yield cut, self._maker.step(epoch, cut)
+            yield cut, self._maker.step(epoch, cut, partial(self._again, cut))
+
+    def _again(self, cut: PlannedBatch, plan: StepPlan) -> PlannedBatch:
+        """Returns a batch with a new plan of what a plan has, by the table of the moment.
+
+        Each rank makes it for itself, alike: it follows from the plan and the table.
+        """
+        table, recipe = self.table, self.recipe
+        samples = [(i, mb.bucket) for mb in plan.micro_batches for i in mb.sample_ids]
+        found = plan_step(samples, table, recipe.mode, recipe.allowed)
+        return replace(cut, plan=found, table=table)
 
     def _received(
         self, relay: Relay, table: PlanTable, job: str
@@ -348,7 +360,7 @@ class DataLoader:
                     Step(progress.epoch, progress.index, plan, (), 0.0, 0, 0, 0.0, problem=error),
                 )
                 return
-            yield cut, self._maker.step(progress.epoch, cut)
+            yield cut, self._maker.step(progress.epoch, cut, partial(self._again, cut))
 
     def _cuts(self, table: PlanTable) -> Iterator[PlannedBatch]:
         """Yields what is left of the epoch, planned here with the table of each moment."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -51,13 +52,29 @@ class StepMaker:
         self._alone = compiled.groups.control(compiled.groups.world) is None
         self._ranges = compiled.value_ranges if check_values else None
 
-    def step(self, epoch: int, cut: PlannedBatch) -> Step | None:
+    def step(
+        self, epoch: int, cut: PlannedBatch, again: Callable[[StepPlan], PlannedBatch]
+    ) -> Step | None:
         """Returns this rank's step; None where the batch is empty. What it had is forgotten.
 
         What is wrong with a sample is raised by a rank alone. Else it is in the step: the others
         wait for this rank in `train_step`, and learn of it there.
+
+        Args:
+            epoch: of the step.
+            cut: the batch and its plan.
+            again: plans what a plan has again, with the table of the moment.
         """
-        step = None if cut.plan is None else self._step(epoch, cut, cut.plan)
+        plan = cut.plan
+        step = None if plan is None else self._step(epoch, cut, plan)
+        if step is not None and plan is not None:
+
+            def anew() -> Step:
+                found = self.step(epoch, again(plan), again)
+                assert found is not None, "the same samples"
+                return found
+
+            step = replace(step, again=anew)
         done = () if cut.plan is None else cut.plan.micro_batches
         self.samples.forget(cut.ids(mb.sample_ids for mb in done))
         self.samples.forget(cut.skipped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +83,8 @@ class Samples:
         self._fits: dict[Dims, Fit] = {}
         self._dims: dict[int, Dims] = {}
         self._loaded: dict[int, dict[str, torch.Tensor]] = {}
+        # A step that is planned again is loaded beside the thread that loads ahead.
+        self._one_at_a_time = threading.RLock()
         unknown = sorted(self.pad.keys() - self.inputs.keys())
         if unknown:
             raise DataError(
@@ -110,7 +113,8 @@ class Samples:
         if dims is None:
             known = self.dataset
             if isinstance(known, HasDims):
-                told = self._asked(f"dims({index})", partial(known.dims, index))
+                with self._one_at_a_time:
+                    told = self._asked(f"dims({index})", partial(known.dims, index))
                 dims = self._declared(index, told)
             else:
                 self.load(index)
@@ -237,6 +241,10 @@ class Samples:
 
     def load(self, index: int) -> dict[str, torch.Tensor]:
         """Returns a checked sample; its lengths are known from then on."""
+        with self._one_at_a_time:
+            return self._load(index)
+
+    def _load(self, index: int) -> dict[str, torch.Tensor]:
         if index in self._loaded:
             return self._loaded[index]
         raw = self._asked(f"dataset[{index}]", lambda: self.dataset[index])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -54,6 +55,8 @@ class Step:
         rows: packed: the samples of each row; what the plan calls samples are numbers of rows.
         problem: why this rank has no micro-batches, such as a sample that is wrong: `train_step`
             raises it on every rank.
+        again: plans the same samples again with the table of the moment, and loads what this rank
+            then runs; all ranks get the same plan. None: the step is not a loader's.
     """
 
     epoch: int
@@ -66,3 +69,4 @@ class Step:
     plan_s: float
     rows: tuple[tuple[int, ...], ...] = ()
     problem: DcpcError | None = None
+    again: Callable[[], Step] | None = field(default=None, repr=False, compare=False)

@@ -85,6 +85,26 @@ def agree(groups: Groups, sp: int, what: str, value: str, problem: DcpcError | N
     raise talk.problem or GroupError(message)
 
 
+def from_first(groups: Groups, text: str) -> str:
+    """Returns the text that the first rank gives; collective over all ranks.
+
+    Args:
+        groups: the process groups.
+        text: of the first rank; those of others do not count.
+    """
+    pg = groups.control(groups.world)
+    if pg is None:
+        return text
+    data = text.encode() if groups.rank == 0 else b""
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, group=pg, group_src=0)
+    sent = torch.empty(int(size), dtype=torch.uint8)
+    if groups.rank == 0:
+        sent.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(sent, group=pg, group_src=0)
+    return bytes(sent.tolist()).decode()
+
+
 class _Trouble:
     """What the ranks of one block tell each other over the store when a check fails."""
 

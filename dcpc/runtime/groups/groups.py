@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from dcpc.errors import GroupError
 from dcpc.runtime.groups.attempt import kept_by_torchrun, store_of_launcher
-from dcpc.runtime.groups.watch import SILENCE_S, Watch
+from dcpc.runtime.groups.watch import SILENCE_S, Watch, break_connections
 
 # Ranks of a group may be this far apart: compiling a variant on first use takes minutes.
 TIMEOUT_S = 600.0
@@ -61,7 +61,7 @@ class Groups:
     device: torch.device = _CPU
     timeout_s: float = TIMEOUT_S
     global_ranks: tuple[int, ...] = (0,)
-    _data: Mapping[int, dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    _data: dict[int, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     _control: Mapping[int, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     whole: bool = True
     # (first rank, degree) -> group, None on other ranks; every rank has all, the last used last.
@@ -72,6 +72,7 @@ class Groups:
     checks: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
     _numbers: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     _gradients: dist.ProcessGroup | None = field(default=None, repr=False)
+    _broken: set[tuple[int, int]] = field(default_factory=set, repr=False, compare=False)
     _separate: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
     watch: Watch = field(default_factory=Watch, repr=False, compare=False)
 
@@ -252,7 +253,63 @@ class Groups:
             )
         return pg
 
+    @property
+    def can_break(self) -> bool:
+        """Whether peers that wait for this rank in a group can be woken, and the group made anew.
+
+        Over gloo, whose operations end when a peer closes its connections. NCCL's are not waited
+        for where they are called, and parts of a larger job make no groups during a step.
+        """
+        if not self.whole or self.world == 1 or not dist.is_initialized():
+            return False
+        return dist.get_backend(self._data[self.world]) == "gloo"
+
+    def break_apart(self, ranks: Sequence[int]) -> None:
+        """Closes this rank's connections in the data group of some ranks: whoever waits is woken.
+
+        Args:
+            ranks: consecutive, several, this one among them; `prepare` was called for them.
+        """
+        key = (ranks[0], len(ranks))
+        pg = self.over(ranks)
+        assert pg is not None, "a rank alone waits for nobody"
+        if key not in self._broken:
+            self._broken.add(key)
+            break_connections(pg)
+
+    @property
+    def broken(self) -> frozenset[tuple[int, int]]:
+        """(first rank, degree) of the groups that this rank broke apart."""
+        return frozenset(self._broken)
+
+    def renew(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Makes data groups anew that some rank broke apart; collective over all ranks.
+
+        Args:
+            ranges: (first rank, degree) of each, the same on every rank.
+        """
+        self._broken.clear()
+        for key in ranges:
+            if key in self._ranges:  # `prepare` makes it when it is needed again
+                self._destroy(self._ranges.pop(key))
+        for degree in sorted({d for f, d in ranges if self._is_block(f, d)}):
+            self._destroy(self._data.get(degree))
+            self._data[degree] = _block(
+                self.global_ranks, self.rank, degree, self.whole, None, self.timeout_s
+            )
+
+    @staticmethod
+    def _destroy(pg: dist.ProcessGroup | None) -> None:
+        if pg is not None:
+            dist.destroy_process_group(pg)
+
     def _is_block(self, first: int, degree: int) -> bool:
+        """Whether a range has a group for good.
+
+        All ranks have: the default group. A group of theirs that may be broken is another one.
+        """
+        if degree == self.world and self.can_break:
+            return False
         return degree == 1 or (self.world % degree == 0 and first % degree == 0)
 
     def _make(self, first: int, degree: int) -> dist.ProcessGroup | None:

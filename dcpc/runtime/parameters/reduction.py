@@ -35,6 +35,10 @@ from dcpc.runtime.groups.groups import Groups
 COMM_BUCKET_BYTES = 25_000_000
 
 
+class GivenUpError(Exception):
+    """A rank gave the step up: the sum came about on all ranks, and is of no use."""
+
+
 @dataclass(slots=True)
 class CommBucket:
     """Parameters whose gradients are summed at once.
@@ -122,6 +126,7 @@ class Reduction:
 
     Attributes:
         early_bytes: bytes that were on the wire before the last backward had ended.
+        given_up: whether this rank has no gradients to add.
     """
 
     takes_all = False  # of earlier backwards gradients are added up in `grad`
@@ -136,6 +141,7 @@ class Reduction:
         self.groups = groups
         self.pg = groups.of_gradients()
         self.early_bytes = 0
+        self.given_up = False
         self._finishing = False
         runs = [] if self.pg is None else in_runs(params[::-1], bucket_bytes)
         self._buckets = [bucket(run) for run in runs]
@@ -178,6 +184,13 @@ class Reduction:
     def collect(self) -> None:
         """Takes what a backward, not the last one, has left in `grad`: it stays there."""
 
+    def give_up(self) -> None:
+        """Takes part in the sum without what this rank has: it could not run all of its part."""
+        self.given_up = True
+        for bucket in self._buckets:
+            for p in bucket.params:
+                p.grad = None
+
     def send(self) -> None:
         """Sends what is left: backward has ended.
 
@@ -195,17 +208,22 @@ class Reduction:
 
         Raises:
             GroupError: a rank did not live.
+            GivenUpError: on all ranks, if one gave up.
         """
         if not self._buckets:
+            if self.given_up:
+                raise GivenUpError
             return
         self.send()
         try:
             order = [id(p) for b in self._buckets for p in b.params]
-            used = used_anywhere({i: self._used[i] for i in order}, self.groups)
+            used = used_anywhere({i: self._used[i] for i in order}, self.groups, self.given_up)
             for bucket in self._buckets:
                 bucket.wait()
         except RuntimeError as e:
             raise broken_sum(self.groups, e) from e
+        if used is None:
+            raise GivenUpError
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.spread(used)
@@ -237,16 +255,22 @@ class Reduction:
         return False
 
 
-def used_anywhere(used: Mapping[int, bool], groups: Groups) -> dict[int, int]:
+def used_anywhere(
+    used: Mapping[int, bool], groups: Groups, given_up: bool
+) -> dict[int, int] | None:
     """Returns id of a parameter -> whether any rank has a gradient of it; waits for all ranks.
+
+    None where one of them gave the step up.
 
     Args:
         used: of this rank; in the same order on every rank.
         groups: the process groups.
+        given_up: whether this rank gave up.
     """
-    flags = torch.tensor([*used.values()], dtype=torch.uint8)
+    flags = torch.tensor([*used.values(), given_up], dtype=torch.uint8)
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=groups.control(groups.world))
-    return dict(zip(used, flags.tolist(), strict=True))
+    *found, any_gave_up = flags.tolist()
+    return None if any_gave_up else dict(zip(used, found, strict=True))
 
 
 def broken_sum(groups: Groups, e: RuntimeError) -> GroupError:

@@ -26,6 +26,7 @@ from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.hollow import is_hollow, memory_bytes
 from dcpc.runtime.parameters.reduction import (
     COMM_BUCKET_BYTES,
+    GivenUpError,
     Reduction,
     broken_sum,
     dense_gradient,
@@ -275,6 +276,12 @@ class SharedSum(Reduction):
                 gradient, p.grad = p.grad, None
                 self._add(p, dense_gradient(gradient))
 
+    def give_up(self) -> None:
+        """Adds nothing more; what this rank has added is cleared before the next step."""
+        self.given_up = True
+        for p in self._params:
+            p.grad = None
+
     def send(self) -> None:
         """Adds what is left: backward has ended."""
         self.collect()
@@ -284,12 +291,15 @@ class SharedSum(Reduction):
 
         Raises:
             GroupError: a rank did not live.
+            GivenUpError: on all ranks, if one gave up.
         """
         self.collect()
         try:
-            used = used_anywhere(self._used, self.groups)
+            used = used_anywhere(self._used, self.groups, self.given_up)
         except RuntimeError as e:
             raise broken_sum(self.groups, e) from e
+        if used is None:
+            raise GivenUpError
         with torch.no_grad():
             self._store.take(used)
 

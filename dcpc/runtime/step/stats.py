@@ -46,6 +46,8 @@ class Stats:
         predicted_busy_s: of each rank, as planned.
         predicted_imbalance: mean idle share the plans of the steps predicted, 0 to 1.
         measured_imbalance: mean idle share measured in the steps, 0 to 1.
+        out_of_memory: bucket -> how often it was planned again, as a rank ran out of memory in it.
+        budgets: bucket -> bytes that it may need of a rank since then, the model included.
         speeds: of each rank beside the fastest, by which plans are made; nothing: all alike.
         speed_changes: how often these followed what was measured.
     """
@@ -64,6 +66,8 @@ class Stats:
     predicted_busy_s: tuple[float, ...] = ()
     predicted_imbalance: float = 0.0
     measured_imbalance: float = 0.0
+    out_of_memory: dict[Bucket, int] = field(default_factory=dict)
+    budgets: dict[Bucket, int] = field(default_factory=dict)
     speeds: tuple[float, ...] = ()
     speed_changes: int = 0
 

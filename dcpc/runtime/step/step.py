@@ -7,6 +7,7 @@ step mixes.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,10 +23,17 @@ from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
-from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, summary, trained
+from dcpc.runtime.parameters.reduction import (
+    COMM_BUCKET_BYTES,
+    GivenUpError,
+    Reduction,
+    summary,
+    trained,
+)
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, imbalance, rounds
 from dcpc.runtime.step.clock import Clock
+from dcpc.runtime.step.shortage import Attempt, OutOfMemoryInStepError, Shortage
 
 ModelCall = Callable[[MicroBatch, Mapping[str, torch.Tensor]], torch.Tensor]
 # (takes a parameter and its gradient) -> context; backward of what is called in it hands each
@@ -139,6 +147,8 @@ def train_step(
             did not arrive.
         DataError: the weights of the step are all zero, ranks loaded different values of a sample
             that they take together, the loss is not finite, or `clip` is no positive number.
+        OutOfMemoryInStepError: on all ranks, where one ran out of memory and the others could be
+            told: gradients are what they were, and the step may be run again.
     """
     if clip is not None:
         check_norm(clip)
@@ -164,10 +174,8 @@ def train_step(
                 in_rounds.begin(turn.together)
             if prepare is not None and turn.own is not None:
                 prepare(turn.own)
-        reduction = store.reduction(comm_bucket_bytes)
-        clock = Clock(groups.device)
-        share = _run(call, turns, total, groups, reduction, delivering, in_rounds, clock)
-        reduction.finish()
+        reduction, clock = store.reduction(comm_bucket_bytes), Clock(groups.device)
+        share = _summed(call, step, turns, total, groups, reduction, delivering, in_rounds, clock)
         clock.mark()
         *micro_batch_s, reduction_s = clock.spans_s()
         own_s = [0.0] * len(step.plan.micro_batches) if every else []
@@ -330,6 +338,41 @@ def _turns(step: Step, store: WholeStore, groups: Groups) -> list[_Turn]:
     return found
 
 
+def _summed(
+    call: ModelCall,
+    step: Step,
+    turns: Sequence[_Turn],
+    total: float,
+    groups: Groups,
+    reduction: Reduction,
+    delivering: Delivering | None,
+    in_rounds: InRounds | None,
+    clock: Clock,
+) -> float:
+    """Returns this rank's part of the step's loss; all ranks' gradients are summed then.
+
+    Raises:
+        OutOfMemoryInStepError: on all ranks, where one gave the step up.
+    """
+    attempt = Attempt(groups, step.micro_batches)
+    share, shortage = 0.0, None
+    try:
+        share = _run(call, turns, total, groups, reduction, delivering, in_rounds, clock, attempt)
+    except Exception as e:
+        shortage = attempt.given_up(e, in_rounds is not None)
+        if shortage is None:
+            raise
+    # The error is gone here, and with it the frames that held what the micro-batch had.
+    if shortage is not None:
+        gc.collect()
+        reduction.give_up()
+    try:
+        reduction.finish()
+    except GivenUpError:
+        raise _given_up(step, shortage, attempt, groups) from None
+    return share
+
+
 def _run(
     call: ModelCall,
     turns: Sequence[_Turn],
@@ -339,6 +382,7 @@ def _run(
     delivering: Delivering | None,
     in_rounds: InRounds | None,
     clock: Clock,
+    attempt: Attempt,
 ) -> float:
     """Returns this rank's part of the step's loss; groups count on their first rank.
 
@@ -360,6 +404,7 @@ def _run(
             if mb is not None:
                 clock.mark()
             continue
+        attempt.running = mb
         last_or_all = reduction.takes_all or i == last
         early = delivering if last_or_all and groups.world > 1 else None
         inputs = {k: x.to(groups.device, non_blocking=True) for k, x in mb.inputs.items()}
@@ -373,6 +418,30 @@ def _run(
         clock.mark()
     reduction.send()
     return float(torch.stack(losses).sum()) if losses else 0.0
+
+
+def _given_up(
+    step: Step, shortage: Shortage | None, attempt: Attempt, groups: Groups
+) -> OutOfMemoryInStepError:
+    """Returns who had too little memory, once all ranks know it and broken groups are made anew.
+
+    Collective over all ranks.
+
+    Args:
+        step: that was given up.
+        shortage: of this rank; None: it could have gone on.
+        attempt: of this rank.
+        groups: the process groups.
+    """
+    if groups.device.type == "cuda":
+        torch.cuda.empty_cache()
+    mine = (-1, 0) if shortage is None else (shortage.number, shortage.wanted_bytes)
+    ranges = step.plan.ranges
+    facts = _gather([*mine, *(key in groups.broken for key in ranges)], groups)
+    attempt.forget()
+    groups.renew([key for key, broken in zip(ranges, facts[:, 2:].any(0), strict=True) if broken])
+    every = enumerate(facts[:, :2].long().tolist())
+    return OutOfMemoryInStepError([Shortage(r, n, wanted) for r, (n, wanted) in every if n >= 0])
 
 
 def _total_weight(step: Step, groups: Groups) -> float:

@@ -1,0 +1,243 @@
+"""Buckets whose micro-batches ran out of memory, planned again with less of it.
+
+What was predicted for the setting that failed is more than there is: the bucket's settings may need
+less than that from then on, by a share of what is not the model's own. Each failure takes as much
+again, so that the margin between predicted and real memory is as large as what was seen asks for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dcpc.buckets import BATCH, Bucket
+from dcpc.errors import PlanError
+from dcpc.ir import BucketPlan
+from dcpc.plan.choose import TriedRow, choice_text
+from dcpc.plan.planning import Planned, plan_buckets
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.groups.agreement import from_first
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
+from dcpc.runtime.step.shortage import OutOfMemoryInStepError, Shortage
+from dcpc.runtime.step.step import StepResult
+from dcpc.symbolic_profile import bytes_text
+from dcpc.trace import casting
+
+LOG = logging.getLogger("dcpc")
+
+# How often a step is run again before that is an error.
+REPEATS = 8
+# What a failure takes of the bytes that the setting was to need besides the model's own.
+CUT = 0.15
+# Each further time that a step runs again takes so much more, up to half.
+MOST_CUT = 0.5
+
+
+@dataclass(slots=True)
+class TighterPlans:
+    """The plans and tables of a compiled model, tightened where memory was short.
+
+    Attributes:
+        planned: what the model was planned for.
+        plans: the setting of each bucket; written to.
+        tables: the rows of each bucket; written to.
+        groups: the process groups.
+        budgets: bucket -> bytes that a rank may need by prediction, where it ran out of memory.
+        counts: bucket -> how often it ran out of memory.
+        changes: how often rows were replaced by others.
+    """
+
+    planned: Planned
+    plans: dict[Bucket, BucketPlan]
+    tables: dict[Bucket, tuple[TriedRow, ...]]
+    groups: Groups
+    budgets: dict[Bucket, int] = field(default_factory=dict)
+    counts: dict[Bucket, int] = field(default_factory=dict)
+    changes: int = 0
+    _least: set[tuple[Bucket, Setting]] = field(default_factory=set)  # failed in this step
+
+    def run(self, step: Step, attempt: Callable[[Step], StepResult]) -> tuple[Step, StepResult]:
+        """Returns what comes of a step, and the step as it ran; collective over all ranks.
+
+        Args:
+            step: from the loader.
+            attempt: runs one.
+
+        Raises:
+            PlanError: on all ranks: nothing smaller is left to try, or the step is of no loader.
+            DataError: a sample that was loaded again is wrong.
+        """
+        step = self._current(step)
+        self._least.clear()
+        for repeats in itertools.count():
+            try:
+                return step, attempt(step)
+            except OutOfMemoryInStepError as short:
+                shortages = short.shortages
+            step = self._after(step, shortages, repeats)
+        raise AssertionError("repeats are bounded")
+
+    def report(self) -> str:
+        """Returns what buckets may need since they ran out of memory; lines."""
+        within = {b: f"; planned within {bytes_text(n)} of a rank since"
+                  for b, n in self.budgets.items()}  # fmt: skip
+        return "".join(
+            f"{bucket}: ran out of memory {count} times{within.get(bucket, '')}\n"
+            for bucket, count in self.counts.items()
+        )
+
+    def _current(self, step: Step) -> Step:
+        """Returns a step as it is run: planned again where it has a setting that was withdrawn.
+
+        All ranks do alike, without a message.
+
+        Raises:
+            PlanError: it is not from a loader, so that nobody can plan it again.
+        """
+        stale = [mb for mb in step.plan.micro_batches if not self._holds(mb)]
+        return self._again(step, stale[0]) if stale else step
+
+    def _after(self, step: Step, shortages: Sequence[Shortage], repeats: int) -> Step:
+        """Returns the step planned again with the settings that failed withdrawn; collective.
+
+        Args:
+            step: that was given up.
+            shortages: of all ranks, at least one.
+            repeats: how often this step was run again before.
+
+        Raises:
+            PlanError: on all ranks: there is no smaller setting, or the step has been repeated
+                often enough.
+        """
+        every = step.plan.micro_batches
+        by_setting = {(every[s.number].bucket, _setting(every[s.number])): s for s in shortages}
+        for (bucket, setting), shortage in by_setting.items():
+            told = (
+                f"step {step.index} of epoch {step.epoch}: rank {shortage.rank} ran out of memory"
+                f"{_wanted(shortage)} in a micro-batch of {bucket}"
+            )
+            if repeats >= REPEATS:
+                raise PlanError(
+                    f"{told}; got {repeats} smaller plans that did not fit either; expected one "
+                    "to fit; lower memory= to what a rank really has, or free what else takes it"
+                )
+            cut = min(MOST_CUT, CUT * (1 + repeats))
+            old = self._tighten(bucket, setting, cut, told)
+            if self.groups.rank == 0:
+                LOG.warning("%s at %s; the step runs again (%d of at most %d)",
+                            told, old, repeats + 1, REPEATS)  # fmt: skip
+        return self._again(step, every[shortages[0].number])
+
+    def _holds(self, mb: PlannedMicroBatch) -> bool:
+        """Whether a micro-batch has a setting that was not withdrawn."""
+        if mb.bucket not in self.budgets:
+            return True
+        rows = (self.plans[mb.bucket], *(r for r in self.tables[mb.bucket] if r.fits))
+        return _setting(mb) in {Setting(r.sp, r.micro_batch, r.menu_step) for r in rows}
+
+    def _again(self, step: Step, why: PlannedMicroBatch) -> Step:
+        if step.again is None:
+            raise PlanError(
+                f"step {step.index} of epoch {step.epoch}: got a setting of {why.bucket} that ran "
+                "out of memory, in a step that no dcpc.DataLoader made; expected one that can be "
+                "planned again; iterate a loader, or lower memory= at compile"
+            )
+        found = step.again()
+        if found.problem is not None:
+            raise found.problem
+        return found
+
+    def _tighten(self, bucket: Bucket, setting: Setting, cut: float, told: str) -> str:
+        """Plans a bucket with less memory than a setting was to need; collective.
+
+        Args:
+            bucket: which one.
+            setting: that ran out of memory.
+            cut: share of what it was to need besides the model that is not to be needed now.
+            told: who did, for the error.
+
+        Returns:
+            The setting, and what takes its place, in words.
+
+        Raises:
+            PlanError: on all ranks: none needs less, and it has failed before in this step.
+        """
+        request = self.planned.request
+        row = next((r for r in self.tables[bucket] if _of(r) == setting), None)
+        needed = request.memory_bytes if row is None else row.needed_bytes
+        needed = min(needed, self.budgets.get(bucket, needed))
+        own = request.resident_bytes
+        cuts = (cut, cut / 2, cut / 4)  # the least that there is may be more than the first leaves
+        budgets = [*(own + int((1 - each) * (needed - own)) for each in cuts), needed - 1]
+        found = json.loads(from_first(self.groups, json.dumps(self._found(bucket, budgets))))
+        old = f"{_words(setting, row)}, which was to need {bytes_text(needed)} of a rank"
+        self.counts[bucket] = self.counts.get(bucket, 0) + 1
+        if not found:
+            if (bucket, setting) in self._least:
+                raise PlanError(
+                    f"{told} at {old}; got no setting that needs less, and it failed twice; "
+                    "expected it to fit; free what else takes memory, allow a larger sp or "
+                    "recompute=, or shorten the bucket"
+                )
+            self._least.add((bucket, setting))
+            return f"{old}; no other one needs less, so it is tried once more"
+        priced = self.planned.by_bucket[bucket].priced
+        full = {**bucket.sizes, BATCH: int(found["plan"]["micro_batch"])}
+        study = priced.at(priced.placement(full, int(found["plan"]["sp"])))
+        rows = [TriedRow(**each, most=lambda: study.steps) for each in found["rows"]]
+        self.budgets[bucket] = int(found["budget"])
+        self.tables[bucket] = tuple(rows)
+        self.plans[bucket] = BucketPlan(**found["plan"], bucket=bucket)
+        self.changes += 1  # last: the loader's thread then looks at the others
+        now = f"{choice_text(self.plans[bucket])}, within {bytes_text(self.budgets[bucket])}"
+        return f"{old}; now {now}"
+
+    def _found(self, bucket: Bucket, budgets: Sequence[int]) -> dict[str, Any]:
+        """Returns plan and rows within the first budget that something fits; plain data.
+
+        Of rank 0 alone: what a row costs may follow from what a rank has priced before.
+        """
+        if self.groups.rank > 0:
+            return {}
+        runnable = self.planned.by_bucket[bucket]
+        for budget in budgets:
+            request = replace(self.planned.request, memory_bytes=budget)
+            misfits: dict[Bucket, PlanError] = {}
+            with casting(self.groups.device.type, None):
+                plans, tables = plan_buckets({bucket: runnable.priced}, request, misfits)
+            if plans:
+                plain = {"sp", "micro_batch", "menu_step", "seconds_s", "fits", "peak_bytes"}
+                return {
+                    "budget": budget,
+                    "plan": {n: getattr(plans[bucket], n) for n in {*plain, "steps", "reason"}},
+                    "rows": [{n: getattr(row, n) for n in {*plain, "needed_bytes", "segments"}}
+                             for row in tables[bucket]],
+                }  # fmt: skip
+        return {}
+
+
+def _setting(mb: PlannedMicroBatch) -> Setting:
+    return Setting(mb.sp, mb.micro_batch, mb.menu_step)
+
+
+def _of(row: TriedRow) -> Setting:
+    return Setting(row.sp, row.micro_batch, row.menu_step)
+
+
+def _words(setting: Setting, row: TriedRow | None) -> str:
+    of = "" if row is None else f" of {row.steps}"
+    return (
+        f"sp {setting.sp}, micro-batch {setting.micro_batch}, {setting.menu_step}{of} steps of "
+        "recompute"
+    )
+
+
+def _wanted(shortage: Shortage) -> str:
+    if not shortage.wanted_bytes:
+        return ""
+    return f" (an allocation of {bytes_text(shortage.wanted_bytes)} failed)"
