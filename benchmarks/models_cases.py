@@ -143,7 +143,7 @@ CASES: Mapping[str, Case] = {
         evoformer_specs(),
         ({"batch": 1, "sequences": 5, "residues": 7}, {"batch": 2, "sequences": 3, "residues": 9}),
         _fold,
-        # Of algorithms 7 to 15 at AlphaFold 2's widths; FastFold's paper says 1.8M a block.
+        # No exact number was found published: the sum of algorithms 7 to 15 at its widths.
         published=((lambda: Evoformer(EvoformerConfig()).blocks, 48 * 1_829_952),),
     ),
     "vae3d": Case(

@@ -19,9 +19,8 @@ def count(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-# Source: FastFold (arXiv 2203.00854), table 1: 1.8M parameters a block of 48; of AlphaFold 2's
-# 93.2M the trunk is 88M. The sum is that of algorithms 7 to 15 at c_m 256, c_z 128.
-def test_a_trunk_of_48_blocks_has_the_published_size():
+# The sum over the layers of algorithms 7 to 15 at c_m 256, c_z 128: 88M for 48 blocks.
+def test_a_trunk_of_48_blocks_has_the_size_of_its_algorithms():
     with torch.device("meta"):
         model = Evoformer(EvoformerConfig())
     msa, pair, opm = 256, 128, 32
