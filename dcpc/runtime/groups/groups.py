@@ -30,14 +30,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from dcpc.errors import GroupError
 from dcpc.runtime.groups.attempt import kept_by_torchrun, store_of_launcher
-from dcpc.runtime.groups.watch import SILENCE_S, Watch
+from dcpc.runtime.groups.watch import SILENCE_S, Watch, break_connections
 
 # Ranks of a group may be this far apart: compiling a variant on first use takes minutes.
 TIMEOUT_S = 600.0
 # Data groups of ranges that are no aligned block, over all ranks: each costs connections.
 MOST_RANGES = 64
 _POLL_S = 0.02
-_NO_TAG = 0x6F6F6D  # of a message that nobody sends
 _CPU = torch.device("cpu")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -276,13 +275,7 @@ class Groups:
         assert pg is not None, "a rank alone waits for nobody"
         if key not in self._broken:
             self._broken.add(key)
-            # Over gloo an operation whose time is up closes all connections of its group. (Its
-            # `abort` leaves peers waiting until the group's last reference is gone.) One with a
-            # peer whose connection is closed already fails at once, and closes no other.
-            for peer in range(pg.size()):
-                if peer != pg.rank():
-                    with contextlib.suppress(RuntimeError):
-                        pg.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+            break_connections(pg)
 
     @property
     def broken(self) -> frozenset[tuple[int, int]]:

@@ -416,8 +416,7 @@ class Watch:
     def _wake_those_who_wait(self) -> None:
         """Breaks this rank's connections once it waits in vain: gloo has no other way to end that.
 
-        A message that does not come within its time limit closes all connections of its group, and
-        whatever waits for one of them raises.
+        Whatever waits for one of them raises.
         """
         if self._broken or not self._waits_in_vain():
             return
@@ -426,7 +425,7 @@ class Watch:
             connected = ref()
             for pg in () if connected is None else tuple(connected.every()):
                 with contextlib.suppress(RuntimeError, ValueError):
-                    _break(pg)
+                    break_connections(pg)
 
     def _waits_in_vain(self) -> bool:
         """Whether a rank will not come that this one waits for, or that will be missed for good."""
@@ -458,11 +457,19 @@ _CONNECTION = (
 )  # fmt: skip
 
 
-def _break(pg: dist.ProcessGroup) -> None:
+def break_connections(pg: dist.ProcessGroup) -> None:
+    """Closes this rank's connections in a group over gloo: whoever waits for it there raises.
+
+    A message that does not come within its time limit closes all of them. (`ProcessGroup.abort`
+    leaves peers waiting until the last reference to the group is gone.) One of a peer whose
+    connection is closed already fails at once and closes no other, so each peer is tried.
+    """
     if pg.size() < 2 or dist.get_backend(pg) != "gloo":
         return
-    peer = (pg.rank() + 1) % pg.size()
-    pg.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+    for peer in range(pg.size()):
+        if peer != pg.rank():
+            with contextlib.suppress(RuntimeError):
+                pg.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def _text(error: BaseException) -> str:
