@@ -197,7 +197,7 @@ class Packable:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Extent:
     """The elements of one dim that an op reads; counts below 0 are padding beside the dim.
 
     Attributes:
@@ -219,13 +219,13 @@ class ValueRange:
         size: each is from 0 to below this,
         ignored: or this; None: there is no such value.
         reader: what reads them, for an error.
-        windows: which elements are read; a dim without one is read whole.
+        extents: which elements are read; a dim without one is read whole.
     """
 
     size: int
     ignored: int | None
     reader: str
-    windows: tuple[Window, ...]
+    extents: tuple[Extent, ...]
 
 
 # ------------------------------------------------------------------------------------ placement

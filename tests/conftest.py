@@ -17,6 +17,7 @@ BY_HAND = {
     "benchmarks/test_stdit_costs.py": "costs of a folded model, in seconds and bytes",
     "examples/test_demo.py": "`make demo` with all its baselines: minutes",
     "examples/test_demo_video.py": "`make demo-video` with all its baselines: minutes",
+    "examples/test_folding.py": "a training run; tests/multirank/test_folding.py holds the numbers",
     "examples/test_long_context.py": "memory of 4 ranks, in minutes",
     "symbolic_profile/memory/test_lifetimes.py": "bytes",
     "symbolic_profile/memory/test_reserved.py": "bytes of a GPU's segments",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dcpc.ir import Program, ValueRange, Window
+from dcpc.ir import Extent, Program, ValueRange
 from dcpc.passes.sharding.op_kinds import arguments
 
 aten = torch.ops.aten
@@ -38,10 +38,10 @@ _INTEGERS = (*_SIGNED, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class _InputPart:
-    """What a value has of an input: all elements in these windows of its dims."""
+    """What a value has of an input: all elements in these extents of its dims."""
 
     name: str
-    windows: tuple[Window, ...] = ()
+    extents: tuple[Extent, ...] = ()
     in_place: bool = True
 
 
@@ -67,7 +67,7 @@ def value_ranges(program: Program) -> dict[str, tuple[ValueRange, ...]]:
         for read, made in _reads(program, node):
             if read in parts:
                 part = parts[read]
-                own = replace(made, windows=part.windows)
+                own = replace(made, extents=part.extents)
                 found.setdefault(part.name, {})[own] = None
     return {name: tuple(ranges) for name, ranges in found.items()}
 
@@ -82,37 +82,37 @@ def _followed(
         in_place = part.in_place and node.target in _IN_PLACE
         return replace(part, in_place=in_place) if kept else None
     cut = _CUTS.get(node.target)
-    windows = cut(program, node, source) if cut is not None and part.in_place else None
-    if windows is None:
+    extents = cut(program, node, source) if cut is not None and part.in_place else None
+    if extents is None:
         return None
-    merged = {w.dim: w for w in part.windows}
-    for w in windows:
-        old = merged.get(w.dim, Window(w.dim, 0, 0))
-        merged[w.dim] = Window(w.dim, old.first + w.first, old.last + w.last)
-    return replace(part, windows=tuple(merged.values()))
+    merged = {w.dim: w for w in part.extents}
+    for w in extents:
+        old = merged.get(w.dim, Extent(w.dim, 0, 0))
+        merged[w.dim] = Extent(w.dim, old.first + w.first, old.last + w.last)
+    return replace(part, extents=tuple(merged.values()))
 
 
-def _sliced(program: Program, node: fx.Node, source: fx.Node) -> list[Window] | None:
+def _sliced(program: Program, node: fx.Node, source: fx.Node) -> list[Extent] | None:
     given = arguments(node)
     dim, start, step = given.get("dim", 0), given.get("start") or 0, given.get("step", 1)
     if step != 1 or not isinstance(start, int) or start < 0 or not isinstance(dim, int):
         return None
     before, after = program.info[source.name].shape, program.info[node.name].shape
     left = before[dim] - start - after[dim]
-    return [Window(dim % len(before), start, int(left))] if left.is_Integer else None
+    return [Extent(dim % len(before), start, int(left))] if left.is_Integer else None
 
 
-def _padded(program: Program, node: fx.Node, source: fx.Node) -> list[Window] | None:
+def _padded(program: Program, node: fx.Node, source: fx.Node) -> list[Extent] | None:
     given = arguments(node)
     pads, mode = given["pad"], given.get("mode", "constant")
     if mode != "constant" or not all(isinstance(n, int) for n in pads):
         return None
     ndim = len(program.info[source.name].shape)
     pairs = zip(pads[::2], pads[1::2], strict=True)
-    return [Window(ndim - 1 - i, -left, -right) for i, (left, right) in enumerate(pairs)]
+    return [Extent(ndim - 1 - i, -left, -right) for i, (left, right) in enumerate(pairs)]
 
 
-_CUTS: dict[Any, Callable[[Program, fx.Node, fx.Node], list[Window] | None]] = {
+_CUTS: dict[Any, Callable[[Program, fx.Node, fx.Node], list[Extent] | None]] = {
     aten.slice.Tensor: _sliced,
     aten.pad.default: _padded,
     aten.constant_pad_nd.default: _padded,

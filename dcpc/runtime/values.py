@@ -79,10 +79,10 @@ def not_numbers(inputs: Mapping[str, Tensor]) -> WrongValue | None:
 
 def _first_outside(name: str, x: Tensor, need: ValueRange) -> WrongValue | None:
     first = [0] * x.ndim
-    for window in need.windows:
-        first[window.dim] = begin = max(0, window.first)
-        length = x.shape[window.dim] - begin - max(0, window.last)
-        x = x.narrow(window.dim, begin, max(0, length))
+    for extent in need.extents:
+        first[extent.dim] = begin = max(0, extent.first)
+        length = x.shape[extent.dim] - begin - max(0, extent.last)
+        x = x.narrow(extent.dim, begin, max(0, length))
     if not x.numel():
         return None
     least, most = (int(v) for v in torch.aminmax(x))

@@ -4,6 +4,7 @@ from dcpc.compiled.pipeline.chain import CallChain, chain_of
 from dcpc.compiled.pipeline.costs import MixedBucket, ProgramCosts, StageDevice
 from dcpc.compiled.pipeline.cut import StagePlan, plan_stages, stage_bytes
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
+from dcpc.compiled.pipeline.scheduled import ScheduledStages
 from dcpc.compiled.pipeline.stages import ProgramStage, shared_parameters, stages_of
 from dcpc.compiled.pipeline.work import pipeline_work
 
@@ -12,6 +13,7 @@ __all__ = [
     "MixedBucket",
     "ProgramCosts",
     "ProgramStage",
+    "ScheduledStages",
     "StageDevice",
     "StagePlan",
     "StageProgram",

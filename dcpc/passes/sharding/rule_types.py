@@ -36,7 +36,7 @@ class RingRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class RowWindow:
     """How an op reads a dim of its first operand: a window of it for each position of its output.
 
     Attributes:
@@ -106,7 +106,7 @@ class OpSharding:
     work: Mapping[str, float] = field(default_factory=dict)
     ring: RingRule | None = None
     later: str = ""
-    windows: Mapping[str, Window] = field(default_factory=dict)
+    windows: Mapping[str, RowWindow] = field(default_factory=dict)
     averages: frozenset[str] = frozenset()
     is_view: bool = False
     nonempty: frozenset[str] = frozenset()

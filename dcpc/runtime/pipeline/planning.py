@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
 from dcpc.errors import PlanError
 from dcpc.runtime.pipeline.schedule import (
     FoundSchedule,
     Hop,
     PipelineWork,
     StageCost,
+    lower_bound,
     search,
 )
 from dcpc.runtime.planner.batch import PaddedCost, microbatch
@@ -142,8 +145,10 @@ def plan_replicas(
         made = []
         for own in _dealt(lengths, batches, cost, replicas):
             work = work_of(lengths, own, cost)
+            if best and lower_bound(work).seconds_s >= _end_s(best):
+                break
             made.append(PlannedPipeline(own, search(work, split=split, limit=0), work, by))
-        if not best or _end_s(made) < _end_s(best):
+        if not best or (len(made) == replicas and _end_s(made) < _end_s(best)):
             best = tuple(made)
     longer = [(p, search(p.work, split=split, limit=limit)) for p in best]
     return tuple(
@@ -167,21 +172,24 @@ def _splits(
         PlanError: a sample does not fit alone.
     """
     made: dict[Batches, tuple[int, int]] = {}
-    problem: PlanError | None = None
     for flight in (cost.stages, 1):
         for setting in range(cost.settings):
             padded = cost.padded(setting, flight)
             for weight in sorted({2, cost.stages}):
                 try:
                     found = microbatch(lengths, padded, 1.0, weight, replicas)
-                except PlanError as e:
-                    problem = e
+                except PlanError:
                     break
                 made.setdefault(found.batches, (setting, weight))
         if made:
             return made
-    assert problem is not None, "there are settings to try"
-    raise problem
+    one, longest = np.array(1), np.array(max(lengths))
+    least = min(float(cost.padded(k, 1).peak_bytes(one, longest)) for k in range(cost.settings))
+    raise PlanError(
+        f"pipeline: got a sample of {longest} tokens, which alone needs {least:.3g} times the "
+        "memory that a stage has for activations, with everything recomputed; expected at most 1; "
+        "split it, take more stages or raise memory="
+    )
 
 
 def _dealt(

@@ -8,7 +8,7 @@ from torch import fx
 
 from dcpc.passes.sharding.factors import quotient
 from dcpc.passes.sharding.op_kinds.call import NameSizes, OpCall, Shape, all_whole, members, own
-from dcpc.passes.sharding.rule_types import Names, OpSharding, Window
+from dcpc.passes.sharding.rule_types import Names, OpSharding, RowWindow
 
 
 def reshape(call: OpCall) -> OpSharding:
@@ -223,7 +223,7 @@ def pad(call: OpCall) -> OpSharding:
         front, back = amounts[2 * (len(operand) - 1 - d) :][:2]
         fixed = isinstance(front, int) and isinstance(back, int)
         if fixed and output[d] and operand[d]:
-            windows[output[d][0]] = Window(operand[d][0], before=front)
+            windows[output[d][0]] = RowWindow(operand[d][0], before=front)
     return OpSharding(
         (operand,), tuple(output), sizes, whole=frozenset(whole), windows=windows,
         linear="first" if zeros or copies else "none",

@@ -1,8 +1,8 @@
 """Kinds of ops that look at neighbouring positions: convolution, pooling, interpolation.
 
 Where a window is as long as its step (a patch embedding), a dim is (windows, position in the
-window) and its windows are free. A convolution may get rows of neighbours (`Window`); else spatial
-dims stay whole.
+window) and its windows are free. A convolution may get rows of neighbours (`RowWindow`). Else
+spatial dims stay whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sympy
 
 from dcpc.passes.sharding.factors import quotient
 from dcpc.passes.sharding.op_kinds.call import NameSizes, OpCall, members, own
-from dcpc.passes.sharding.rule_types import Names, OpSharding, Window
+from dcpc.passes.sharding.rule_types import Names, OpSharding, RowWindow
 
 Dims = list[tuple[str, ...]]
 
@@ -70,7 +70,7 @@ def convolution(call: OpCall) -> OpSharding:
     plain = [p == 0 and d == 1 for p, d in zip(pads, dilation, strict=True)]
     kernel, stride = list(weight[2:]), call.numbers("stride", count)
     before, after, sizes, whole = _spatial(call, kernel, stride, plain)
-    windows: dict[str, Window] = {}
+    windows: dict[str, RowWindow] = {}
     for d, names in enumerate(after if not isinstance(padding, str) else ()):
         if names != (f"out{d}",) or before[d] != (f"in{d}",) or not kernel[d].is_Integer:
             continue
@@ -81,7 +81,7 @@ def convolution(call: OpCall) -> OpSharding:
             del sizes[f"out{d}"]
             whole = (whole - {f"in{d}", f"out{d}"}) | {f"same{d}"}
         (read,), (made,) = before[d], after[d]
-        windows[made] = Window(read, stride[d], reach, pads[d])
+        windows[made] = RowWindow(read, stride[d], reach, pads[d])
     inside: Dims = []
     for d, size in enumerate(kernel):
         # In a patch the window is the input's own factor; else it is a dim of its own.

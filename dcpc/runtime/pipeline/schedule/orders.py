@@ -96,29 +96,33 @@ def wait_free(
     caps: Sequence[int],
     spare_bytes: Sequence[float],
     split: bool = False,
+    more: bool = True,
 ) -> tuple[PipelineSchedule, float] | None:
     """Returns the order in which no stage waits while it may run something, and its seconds.
 
     A stage that is free runs a backward if one is there, else a forward, else weight gradients. A
     forward begins only if the stage can then run the backward of each micro-batch that it holds:
-    so memory never makes stages wait for each other.
+    so memory never makes stages wait for each other. With `more` it recomputes as little as leaves
+    room for as many micro-batches as 1F1B holds there, each with all recompute; where none does so,
+    as much as there is.
 
     Args:
         work: costs.
         sequence: micro-batches in order.
-        settings: [stage][micro-batch].
+        settings: [stage][micro-batch], the least that is recomputed.
         caps: most micro-batches that each stage holds.
         spare_bytes: of each stage's memory, left for messages.
         split: whether weight gradients run apart from the rest of a backward.
+        more: whether more than the least may be recomputed.
 
     Returns:
         The schedule and when it ends; None if a micro-batch does not fit.
     """
-    flow = _Flow(work, sequence, settings, caps, spare_bytes, split)
+    flow = _Flow(work, sequence, settings, caps, spare_bytes, split, more)
     end_s = flow.run()
     if end_s == inf:
         return None
-    return PipelineSchedule(tuple(map(tuple, flow.orders)), _frozen(settings)), end_s
+    return PipelineSchedule(tuple(map(tuple, flow.orders)), flow.settings()), end_s
 
 
 class _Flow:
@@ -132,12 +136,19 @@ class _Flow:
         caps: Sequence[int],
         spare_bytes: Sequence[float],
         split: bool,
+        more: bool,
     ) -> None:
         stages = work.stages
+        self.more = more
         self.stages, self.count, self.caps, self.split = stages, len(sequence), caps, split
         self.sequence = sequence
         # by place in the sequence
-        self.costs = [[work.costs[s][i][settings[s][i]] for i in sequence] for s in range(stages)]
+        self.options = [[work.costs[s][i] for i in sequence] for s in range(stages)]
+        self.chosen = [[settings[s][i] for i in sequence] for s in range(stages)]
+        self.costs = [
+            [options[k] for options, k in zip(*rows, strict=True)]
+            for rows in zip(self.options, self.chosen, strict=True)
+        ]
         self.hops = [[row[i] for i in sequence] for row in work.hops]
         pairs = zip(work.memory_bytes, spare_bytes, strict=True)
         self.room = [size - spare for size, spare in pairs]
@@ -160,6 +171,14 @@ class _Flow:
                 self._decide(s, now_s)
         done = all(n == self.count for n in self.backwards) and not any(self.weights)
         return max(self.free_s) if done else inf
+
+    def settings(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the settings taken, [stage][micro-batch]."""
+        found = [[0] * self.count for _ in range(self.stages)]
+        for s, row in enumerate(self.costs):
+            for n, i in enumerate(self.sequence):
+                found[s][i] = self.options[s][n].index(row[n])
+        return _frozen(found)
 
     def _decide(self, s: int, now_s: float) -> None:
         """Runs something on a free stage, or has it looked at again when a message arrives."""
@@ -190,23 +209,34 @@ class _Flow:
 
     def _forward_at(self, s: int) -> float:
         n = self.forwards[s]
-        if n >= self.count or n - self.backwards[s] >= self.caps[s] or not self._fits(s, n):
+        if n >= self.count or n - self.backwards[s] >= self.caps[s]:
+            return inf
+        if s > 0 and n >= len(self.forward_s[s]):
+            return inf
+        if not self._choose(s, n):
             return inf
         if s == 0:
             return self.free_s[s]
-        if n >= len(self.forward_s[s]):
-            return inf
         return max(self.forward_s[s][n], self.post_s[s]) + self.hops[s - 1][n].forward_s
 
-    def _fits(self, s: int, n: int) -> bool:
-        costs, room = self.costs[s], self.room[s] - self.held[s]
-        new = costs[n]
-        if new.forward_bytes > room:
-            return False
-        room -= new.held_bytes
-        return all(
-            c.backward_bytes - c.held_bytes <= room for c in costs[self.backwards[s] : n + 1]
-        )
+    def _choose(self, s: int, n: int) -> bool:
+        """Takes a setting with which a micro-batch may begin now; False: there is none."""
+        costs, options, begin = self.costs[s], self.options[s][n], self.backwards[s]
+        room = self.room[s] - self.held[s]
+        own = max((c.backward_bytes - c.held_bytes for c in costs[begin:n]), default=0.0)
+        more = min(self.caps[s], self.stages - s) - (n - begin) - 1
+        thin = [row[-1].held_bytes for row in self.options[s][n + 1 : n + 1 + max(more, 0)]]
+        fits = False
+        least = self.chosen[s][n]
+        for k in range(least, len(options) if self.more else least + 1):
+            new = options[k]
+            left = room - new.held_bytes
+            if new.forward_bytes > room or max(own, new.backward_bytes - new.held_bytes) > left:
+                continue
+            fits, costs[n] = True, new
+            if sum(thin) <= left:
+                break
+        return fits
 
     def _forward(self, s: int, now_s: float) -> None:
         n = self.forwards[s]

@@ -60,7 +60,7 @@ def search(
     Args:
         work: costs of the step.
         split: whether weight gradients may run apart from the rest of a backward.
-        limit: simulated actions after which the search ends.
+        limit: simulated actions after which the search ends; 0: a few candidates alone.
         seed: of the random changes.
 
     Raises:
@@ -97,13 +97,14 @@ def sequences(work: PipelineWork) -> dict[str, list[int]]:
         for i in range(work.micro_batches)
     ]
     up = sorted(range(work.micro_batches), key=lambda i: (total[i], i))
-    return {
-        "as given": list(range(work.micro_batches)),
-        "shortest first": up,
-        "longest first": up[::-1],
+    found = {
         "short at both ends": up[::2] + up[1::2][::-1],
-        "long at both ends": up[::-1][::2] + up[::-1][1::2][::-1],
+        "shortest first": up,
+        "as given": list(range(work.micro_batches)),
+        "longest first": up[::-1],
     }
+    different = {tuple(sequence): name for name, sequence in reversed(found.items())}
+    return {name: list(sequence) for sequence, name in reversed(different.items())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class _Point:
     sequence: tuple[int, ...]
     settings: tuple[tuple[int, ...], ...]
     caps: tuple[int, ...]
+    more: bool = False
 
     @property
     def recompute(self) -> int:
@@ -146,11 +148,15 @@ class _Tries:
     def done(self) -> bool:
         return self.best_s <= self.bound.seconds_s * (1 + _CLOSE) or self.simulated >= self.limit
 
+    @property
+    def room(self) -> tuple[float, ...]:
+        """Each stage's memory, less what is left for messages."""
+        return tuple(a - b for a, b in zip(self.work.memory_bytes, self.spare, strict=True))
+
     def begin(self) -> None:
         """Tries the candidates by rule."""
         work = self.work
-        found = sequences(work)
-        for name, sequence in found.items():
+        for name, sequence in list(sequences(work).items())[: None if self.limit else 2]:
             for shape, caps in self._shapes():
                 settings = fitted(work, sequence, caps)
                 if shape == "1F1B":
@@ -158,9 +164,10 @@ class _Tries:
                     order = adaptive(work, sequence, settings)
                     if order is not None:
                         self._take(order, f"adaptive, {name}")
-                self.try_point(
-                    _Point(tuple(sequence), settings, caps), f"wait-free, {name}, holds {shape}"
-                )
+                room = replace(work, memory_bytes=self.room)
+                for least, more in ((fitted(room, sequence, caps), False), (work.fastest, True)):
+                    point = _Point(tuple(sequence), least, caps, more)
+                    self.try_point(point, f"wait-free, {name}, holds {shape}")
         if self.point is None:
             every = tuple(tuple(len(options) - 1 for options in row) for row in work.costs)
             point = _Point(tuple(range(work.micro_batches)), every, serial_caps(work.stages))
@@ -179,7 +186,7 @@ class _Tries:
         spare = self.spare
         for _ in range(_TRIES):
             made = wait_free(
-                self.work, point.sequence, point.settings, point.caps, spare, self.split
+                self.work, point.sequence, point.settings, point.caps, spare, self.split, point.more
             )
             self.simulated += self.actions
             if made is None or made[1] > self.point_s or (made[1] == self.point_s and more):
