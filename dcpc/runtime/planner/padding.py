@@ -48,7 +48,9 @@ def share_padding(
     cost = _Cost(rows, len(samples))
     # As if all ranks were replicas of a pipeline of two stages: the sum of all seconds over the
     # ranks, and once the longest, which is what the last rank may end too late.
-    split = microbatch([place[b] + 1 for _, b in samples], cost, 0.0, stages=2, replicas=table.world)
+    split = microbatch(
+        [place[b] + 1 for _, b in samples], cost, 1.0, stages=2, replicas=table.world
+    )
     found = []
     for batch, seconds_s in zip(split.batches, split.seconds_s, strict=True):
         longest = max(place[samples[i][1]] for i in batch)
@@ -82,8 +84,8 @@ class _Cost(PaddedCost):
         return found
 
     def peak_bytes(self, count: IntArray, longest: IntArray) -> FloatArray:
-        """1 where no row has so many samples, else 0: memory is in the rows."""
-        found: FloatArray = np.where(count <= self._most[longest - 1], 0.0, 1.0)
+        """2 where no row has so many samples, else 1, the limit: memory is in the rows."""
+        found: FloatArray = np.where(count <= self._most[longest - 1], 1.0, 2.0)
         return found
 
     def row(self, longest: int, count: int) -> PlanRow:
