@@ -48,7 +48,9 @@ def share_padding(
     cost = _Cost(rows, len(samples))
     # As if all ranks were replicas of a pipeline of two stages: the sum of all seconds over the
     # ranks, and once the longest, which is what the last rank may end too late.
-    split = microbatch([place[b] for _, b in samples], cost, 0.0, stages=2, replicas=table.world)
+    split = microbatch(
+        [place[b] + 1 for _, b in samples], cost, 1.0, stages=2, replicas=table.world
+    )
     found = []
     for batch, seconds_s in zip(split.batches, split.seconds_s, strict=True):
         longest = max(place[samples[i][1]] for i in batch)
@@ -61,7 +63,7 @@ def share_padding(
 
 
 class _Cost(PaddedCost):
-    """Seconds of n samples of the i-th bucket of a chain, on the lines between its rows."""
+    """Seconds of n samples of the i-th bucket of a chain, from 1, on the lines between its rows."""
 
     def __init__(self, rows: Sequence[Sequence[PlanRow]], most: int) -> None:
         self._rows = [sorted(own, key=lambda r: (r.micro_batch, r.seconds_s)) for own in rows]
@@ -78,12 +80,12 @@ class _Cost(PaddedCost):
 
     def seconds(self, count: IntArray, longest: IntArray) -> FloatArray:
         """Forward and backward; arguments broadcast."""
-        found: FloatArray = self._seconds[longest, count]
+        found: FloatArray = self._seconds[longest - 1, count]
         return found
 
     def peak_bytes(self, count: IntArray, longest: IntArray) -> FloatArray:
-        """1 where no row has so many samples, else 0: memory is in the rows."""
-        found: FloatArray = np.where(count <= self._most[longest], 0.0, 1.0)
+        """2 where no row has so many samples, else 1, the limit: memory is in the rows."""
+        found: FloatArray = np.where(count <= self._most[longest - 1], 1.0, 2.0)
         return found
 
     def row(self, longest: int, count: int) -> PlanRow:

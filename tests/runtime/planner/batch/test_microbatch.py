@@ -86,7 +86,7 @@ def test_method_follows_the_shape_of_the_cost(power, method):
 
 
 def test_sample_over_memory_is_refused():
-    with pytest.raises(PlanError, match="a sample of 500 tokens alone"):
+    with pytest.raises(PlanError, match="a sample of 500 tokens, which alone"):
         microbatch([10, 500], Padded(), memory_bytes=4000.0)
 
 
