@@ -5,8 +5,9 @@ must raise one error that names the rank and the cause. Then the job is started 
 world or another, and goes on from its newest whole checkpoint: losses and samples are compared with
 those of a run that never stopped.
 
-`KINDS` is the table: a kind that strikes one rank is a row of it. What needs ranks of its own
-(`_damaged`, `_unwritable`) adds its outcomes in `main`.
+`KINDS` is the table: a kind that strikes one rank is a row of it. `SURVIVED` are those after which
+the same ranks train on (`faults_memory.py`). What needs ranks of its own (`_damaged`,
+`_unwritable`) adds its outcomes in `main`.
 """
 
 import argparse
@@ -16,12 +17,13 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks.faults_memory import MODES, Found, inject_shortage, inject_slowness
 from benchmarks.faults_ranks import (
     Injection,
     Trained,
@@ -77,6 +79,13 @@ KINDS = (
          victim=0),
     Kind("plan damaged on its way", "damage", "message", "got a message whose checksum", victim=0),
 )  # fmt: skip
+
+# Name -> one job of its own: (seed, ranks) -> what was found.
+SURVIVED: dict[str, Callable[[int, int], Found]] = {
+    "out of memory in a rank alone": lambda n, ranks: inject_shortage(n, ranks, MODES[n % 3]),
+    "out of memory in an SP group": lambda n, ranks: inject_shortage(n, ranks, sp=2),
+    "slow rank": lambda n, ranks: inject_slowness(n, ranks),
+}
 
 
 @dataclass
@@ -205,6 +214,18 @@ def _unwritable(count: int, scratch: Path, expected: Trained) -> list[Outcome]:
     return found
 
 
+def trains_on(name: str, seed: int, world: int) -> Outcome:
+    """Returns what came of a fault after which the same ranks train on, in a job of its own."""
+    found = SURVIVED[name](seed, world)
+    problem = found.text[-300:] if found.text else "" if found.survived else "other numbers"
+    if not problem and not found.injected:
+        problem = "it was never struck"
+    return Outcome(
+        name, seed, problem, lost=found.samples_lost, repeated=found.samples_repeated,
+        difference=found.loss_difference,
+    )  # fmt: skip
+
+
 def left_behind(before: set[str]) -> int:
     """Returns the processes and files of shared memory that were left."""
     children = [p for p in multiprocessing.active_children() if p.is_alive()]
@@ -258,6 +279,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{kind.name}, seed {seed}, {world} ranks, {mode}: "
                       f"{outcome.problem or 'named'}, {outcome.detection_s:.2f} s",
                       flush=True)  # fmt: skip
+        for name in (n for n in SURVIVED if args.only in n):
+            for seed in range(args.seed, args.seed + count):
+                outcomes.append(trains_on(name, seed, worlds[seed % len(worlds)]))
+                print(f"{name}, seed {seed}: {outcomes[-1].problem or 'trained on'}", flush=True)
         if not args.only:
             damaged = _damaged(count, whole, scratch)
             waiting += damaged
