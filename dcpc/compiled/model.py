@@ -507,6 +507,17 @@ class CompiledModel(nn.Module):
         """What the model's ops need of integer inputs, by bucket and input."""
         return self._dispatch.value_ranges
 
+    def division_problems(
+        self, weigh: Callable[[Mapping[str, Tensor]], float] | None, pad: Mapping[str, int | float]
+    ) -> tuple[str, ...]:
+        """Returns why a step's loss hangs on its micro-batches, or on padding; see `verify/`.
+
+        Args:
+            weigh: of a micro-batch's inputs; None: its samples.
+            pad: input name -> what fills it up at its end.
+        """
+        return self.verifier.division_problems(weigh, pad)
+
     @property
     def in_rounds(self) -> bool:
         """Whether all ranks wait for each other after each micro-batch of a step."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from dcpc.buckets import Buckets
+from dcpc.buckets import BATCH, Buckets
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import Traced
 from dcpc.verify.inputs import KINDS, draw
@@ -24,6 +24,10 @@ LEAST_ROOM_BYTES = 1 << 26
 # Below what devices do, so that a guess of the seconds is on the safe side.
 FLOPS_PER_S = {"cpu": 1e10}
 GPU_FLOPS_PER_S = 1e12
+# Samples that are run together and in two halves: batch norms want two.
+SAMPLES = 4
+
+Inputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,27 @@ class Reference:
     outcome: LossAndGradients
     wide: bool
     alike: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the plain model said of some inputs.
+
+    Attributes:
+        point: their lengths.
+        losses: one each.
+        inputs: of each.
+        wide: whether in float64 throughout.
+    """
+
+    point: Point
+    losses: tuple[float, ...]
+    inputs: tuple[Inputs, ...]
+    wide: bool
+
+    def differs(self, a: float, b: float) -> bool:
+        """Whether two losses differ by more than rounding."""
+        return abs(a - b) > (1e-9 if self.wide else 1e-3) * max(abs(a), abs(b), 1e-12)
 
 
 class Budget:
@@ -184,7 +209,7 @@ class References:
 
     def padded(
         self, traced: Traced, names: Sequence[str], pad: Mapping[str, int | float]
-    ) -> tuple[Point, float, float, bool] | str:
+    ) -> Asked | str:
         """Returns the plain model's loss at small lengths, and where these are padded to twice.
 
         Args:
@@ -193,24 +218,77 @@ class References:
             pad: input name -> what fills it up at its end.
 
         Returns:
-            The lengths, both losses, and whether they were computed in float64; or why the model
-            computes none.
+            The lengths and both losses; or why the model computes none.
+        """
+        specs = self.groups[self.number(traced)][0].inputs
+
+        def cases(short: Inputs, sizes: Mapping[str, int]) -> list[Inputs]:
+            longer = {n: s * 2 if n in names else s for n, s in sizes.items()}
+            return [short, {n: _filled(x, specs[n].shape(longer), pad.get(n, 0))
+                            for n, x in short.items()}]  # fmt: skip
+
+        return self._asked(traced, KINDS, {}, cases)
+
+    def halves(self, traced: Traced, pad: Mapping[str, int | float]) -> Asked | str:
+        """Returns the plain model's losses of a few samples together, and of each half of them.
+
+        The last sample is padded, where `pad` says with what.
+
+        Args:
+            traced: the trace of the inputs.
+            pad: input name -> what fills it up at its end.
+
+        Returns:
+            The lengths, the three losses and what they are of; or why the model computes none.
+        """
+        specs = self.groups[self.number(traced)][0].inputs
+
+        def cases(whole: Inputs, sizes: Mapping[str, int]) -> list[Inputs]:
+            parts = {}
+            for n, x in whole.items():
+                one = specs[n].shape({**sizes, BATCH: 1})
+                batch = [d for d, (size, own) in enumerate(zip(x.shape, one, strict=True))
+                         if size != own]  # fmt: skip
+                if batch and n in pad:
+                    rows = one[batch[0]]
+                    last = x.narrow(batch[0], x.shape[batch[0]] - rows, rows)
+                    for d, size in enumerate(last.shape):
+                        if d != batch[0] and specs[n].dims[d].name is not None:
+                            last.narrow(d, (size + 1) // 2, size // 2).fill_(pad[n])
+                parts[n] = x.chunk(2, batch[0]) if batch else (x, x)
+            return [whole, *({n: parts[n][i] for n in whole} for i in (0, 1))]
+
+        # Without ignored labels, but those that padding has: the user's data may have none.
+        return self._asked(traced, KINDS[::-1], {BATCH: SAMPLES}, cases)
+
+    def _asked(
+        self,
+        traced: Traced,
+        kinds: Sequence[str],
+        changed: Mapping[str, int],
+        cases: Callable[[Inputs, Mapping[str, int]], list[Inputs]],
+    ) -> Asked | str:
+        """Returns the plain model's losses of what is made of drawn inputs; or why there are none.
+
+        Args:
+            traced: the trace of the inputs.
+            kinds: of inputs to draw, in the order in which they are tried.
+            changed: lengths other than those of a point.
+            cases: (inputs, their lengths) -> the inputs of each loss.
         """
         mine, _ = self.groups[self.number(traced)]
         said = ""
         for point in sorted(self.points[self.number(traced)], key=lambda p: p.promised):
-            longer = {n: s * 2 if n in names else s for n, s in point.sizes.items()}
-            for kind, wide in [(k, w) for k in KINDS for w in (True, False)]:
-                short = draw(traced.program, mine, point.sizes, kind, self.device)
-                filled = {n: _filled(x, mine.inputs[n].shape(longer), pad.get(n, 0))
-                          for n, x in short.items()}  # fmt: skip
+            sizes = {**point.sizes, **changed}
+            for kind, wide in [(k, w) for k in kinds for w in (True, False)]:
+                given = cases(draw(traced.program, mine, sizes, kind, self.device), sizes)
                 try:
-                    losses = [self._loss(x, wide) for x in (short, filled)]
+                    losses = [self._loss(x, wide) for x in given]
                 except Exception as error:  # the model's own, or float64 that it cannot do
                     said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
                     continue
                 if all(map(math.isfinite, losses)):
-                    return point, losses[0], losses[1], wide
+                    return Asked(Point(sizes), tuple(losses), tuple(given), wide)
         return said or "its loss is no number"
 
     def _loss(self, inputs: Mapping[str, Tensor], wide: bool) -> float:

@@ -10,9 +10,9 @@ small sizes; the ranks of a group are run in this process, one step at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Buckets
 from dcpc.codegen import LoweredPair, Variant
@@ -131,10 +131,11 @@ class Verifier:
                 f"model cannot be asked: {found}; take between='compile', or verify='off' if you "
                 "know that they are"
             )
-        point, short, filled, wide = found
-        if abs(filled - short) > (1e-9 if wide else 1e-3) * max(abs(short), 1e-12):
+        short, filled = found.losses
+        if found.differs(short, filled):
             return DispatchError(
-                f"evaluate: got pad={dict(pad)}, which changes the loss at {point} from {short:g} "
+                f"evaluate: got pad={dict(pad)}, which changes the loss at {found.point} from "
+                f"{short:g} "
                 f"to {filled:g} where {', '.join(names)} is padded to twice that; expected values "
                 "that the model and its loss ignore (-100 for labels, a mask of 0); take others, "
                 "or between='compile'"
@@ -142,6 +143,68 @@ class Verifier:
         self._padded.add(key)
         self.lines.append(f"padding of {', '.join(names)} with {dict(pad)} changes no loss")
         return None
+
+    def division_problems(
+        self, weigh: Callable[[Mapping[str, Tensor]], float] | None, pad: Mapping[str, int | float]
+    ) -> tuple[str, ...]:
+        """Returns why a step's loss would hang on its micro-batches, or on padding; nothing: no.
+
+        Looked up with the plain model, on a few drawn samples. Where it cannot be asked nothing is
+        said.
+
+        Args:
+            weigh: of a micro-batch's inputs; None: by its samples.
+            pad: input name -> what fills it up at its end.
+        """
+        mine, traced = self.references.groups[0]
+        if self.mode == "off" or BATCH not in mine.names or not self.references.fits():
+            return ()
+        problem = self._of_halves(traced, weigh, pad)
+        return tuple(filter(None, (problem, self._of_padding(traced, mine, pad))))
+
+    def _of_halves(
+        self,
+        traced: Traced,
+        weigh: Callable[[Mapping[str, Tensor]], float] | None,
+        pad: Mapping[str, int | float],
+    ) -> str:
+        found = self.references.halves(traced, pad)
+        if isinstance(found, str):
+            return ""
+        whole, *halves = found.losses
+        try:
+            weights = [1.0 if weigh is None else float(weigh(x)) for x in found.inputs[1:]]
+        except Exception:  # a user's function may be for real samples alone
+            return ""
+        total = sum(weights)
+        mean = sum(w * loss for w, loss in zip(weights, halves, strict=True)) / (total or 1.0)
+        if not total or not found.differs(whole, mean):
+            return ""
+        return (
+            f"got a loss of {whole:g} of the samples of {found.point}, and {mean:g} as the mean of "
+            "its halves by weight=; expected the same: a step adds up its micro-batches by weight, "
+            "and the plan says how many there are, so loss and gradient hang on the plan. Pass the "
+            "weight that the loss is a mean over: weight='labels' counts labels that are not -100, "
+            "dcpc.CountLabels('labels', shift=1) those of transformers' decoders. Make a sum a "
+            "mean. What joins samples (a contrastive loss, a batch norm) sees its micro-batch alone"
+        )
+
+    def _of_padding(self, traced: Traced, mine: Buckets, pad: Mapping[str, int | float]) -> str:
+        have: dict[str, set[str]] = {}
+        for name, spec in mine.inputs.items():
+            for dim in spec.dims:
+                have.setdefault(dim.name or "", set()).add(name)
+        names = [d for d, inputs in have.items() if d not in ("", BATCH) and inputs <= pad.keys()]
+        found = self.references.padded(traced, names, pad) if names else ""
+        if isinstance(found, str) or not found.differs(*found.losses):
+            return ""
+        short, filled = found.losses
+        return (
+            f"got pad={dict(pad)}, which changes the loss at {found.point} from {short:g} to "
+            f"{filled:g} where {', '.join(names)} is padded to twice that; expected values that "
+            "the model and its loss ignore (a mask of 0, -100 for labels): else a sample's loss "
+            "hangs on its bucket; pass these, or lengths that need no padding"
+        )
 
     def built(
         self,

@@ -33,6 +33,9 @@ class FakeCompiled:
     def value_ranges(self) -> Mapping[Bucket, Mapping[str, tuple[ValueRange, ...]]]:
         return {}
 
+    def division_problems(self, weigh: object, pad: object) -> tuple[str, ...]:
+        return ()
+
     @property
     def tables(self) -> Mapping[Bucket, Sequence[PlanRow]]:
         return self.other_tables or {b: [p] for b, p in self.plans.items()}

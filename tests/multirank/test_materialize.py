@@ -311,7 +311,7 @@ def refused(rank: int) -> list[str]:
 def test_what_cannot_be_is_refused_with_what_to_do():
     wanted = [
         *["call dcpc.materialize(compiled)"] * 6,
-        "module '' (Rotary) has 'table' on the meta device and no reset_parameters()",
+        "module '' (Rotary), which has 'table' on the meta device and no reset_parameters()",
         "'table' on the meta device that no checkpoint has (persistent=False)",
         "got init='zeros'; expected None, 'empty' or a function",
         "'table' (1 of 1 tensors) got no value",

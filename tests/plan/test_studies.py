@@ -48,14 +48,18 @@ def test_prediction_of_other_lowerings_too(attention, sp):
 
 
 class ByGroups(nn.Module):
-    """A norm over positions, which ranks split by its groups: torch has no symbol for them."""
+    """A norm over positions, which ranks split by its groups: torch has no symbol for them.
+
+    The positions are a dim of two factors: pieces of a dim of one would serve, too.
+    """
 
     def __init__(self, groups: int) -> None:
         super().__init__()
-        self.before, self.norm = nn.Linear(24, 24), nn.GroupNorm(groups, 24)
+        self.before, self.norm = nn.Linear(24, 48), nn.GroupNorm(groups, 24)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = torch.tanh(self.norm(self.before(x).transpose(1, 2)))
+        x = self.before(x).unflatten(2, (2, 24)).permute(0, 3, 1, 2).flatten(2)
+        x = torch.tanh(self.norm(x)).unflatten(2, (-1, 2)).mean(3)
         return nn.functional.mse_loss(x.transpose(1, 2), y)
 
 

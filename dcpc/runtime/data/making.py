@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -47,6 +48,9 @@ class StepMaker:
         given = buckets if self._rows is None else self._rows.given(buckets)
         self.samples = Samples(dataset, given, pad)
         self._weigh = weight_function(weight, buckets.inputs)
+        if self._rows is None and compiled.groups.rank == 0:
+            for problem in compiled.division_problems(self._weigh, pad or {}):
+                warnings.warn(f"DataLoader(weight={weight!r}): {problem}", stacklevel=3)
         self._rank = compiled.groups.rank
         self._pads_longer = pads_longer
         self._alone = compiled.groups.control(compiled.groups.world) is None

@@ -292,9 +292,16 @@ class Watch:
 
     def _concerns(self, news: News) -> bool:
         """Whether this rank waits for that one in vain."""
+        if self._alike(news):
+            return False
         if news.kind != FAILED or not self._inside:
             return news.kind != FAILED or news.section in (self._section, self._section + 1)
         return news.section == self._section
+
+    def _alike(self, news: News) -> bool:
+        """Whether this rank failed there, too: each has raised its own error, and may go on."""
+        own = self._news.get(self._me)
+        return own is not None and own.kind == news.kind == FAILED and own.section == news.section
 
     def _error(self, news: News) -> DcpcError:
         every = f"all of {len(self._ranks)} ranks to go on"
@@ -396,6 +403,8 @@ class Watch:
         known = self._news.get(rank)
         if known is not None and known.kind != FAILED:
             return
+        if known is not None and self._alike(known):
+            known = None  # it went on from that
         text = how if known is None else f"{known.text}, then {how}"
         error = "" if known is None else known.error
         section = 0 if known is None else known.section

@@ -124,12 +124,15 @@ def plans_ahead(
         yield from (PipelineStep.from_json(m, n) for n, m in enumerate(messages))
         return
     relay = Relay(groups, f"pipeline/{groups.number('pipeline plans')}", timeout_s)
+    used = 0
     try:
         found = _own(plans, relay, timeout_s, ahead) if groups.rank == 0 else relay.receive()
         for index, message in enumerate(found):
+            used += 1
             yield _agreed(message, index, groups)
+        used += 1  # the message that there are no more: the others may not have read it yet
     finally:
-        relay.close()
+        relay.close(used)
 
 
 def _agreed(message: Mapping[str, Any], index: int, groups: Groups) -> PipelineStep:

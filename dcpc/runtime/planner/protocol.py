@@ -1,7 +1,9 @@
 """What the loader and the train step need of a compiled model, and no more."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 from dcpc.buckets import Bucket, Buckets
 from dcpc.ir import BucketPlan, Packable, PlanRow, ValueRange
@@ -38,6 +40,11 @@ class Compiled(Source, Protocol):
     @property
     def value_ranges(self) -> Mapping[Bucket, Mapping[str, tuple[ValueRange, ...]]]:
         """What its ops need of integer inputs, by bucket and input; those left out may be any."""
+
+    def division_problems(
+        self, weigh: Callable[[Mapping[str, Tensor]], float] | None, pad: Mapping[str, int | float]
+    ) -> tuple[str, ...]:
+        """Returns why a step's loss hangs on its micro-batches, or on padding."""
 
     @property
     def groups(self) -> Groups:

@@ -316,7 +316,7 @@ def _refuse_mutation(exported: ExportedProgram) -> None:
             f"forward changes {len(mutated)} buffers ({names}); expected a forward that only reads "
             "them: statistics would be of the micro-batches of a plan and of one rank; put these "
             "modules into eval(), where a batch norm reads what it has, or use GroupNorm or "
-            "LayerNorm (SyncBatchNorm has running statistics, too), or track_running_stats=False"
+            "LayerNorm (SyncBatchNorm has running statistics, too)"
         )
 
 

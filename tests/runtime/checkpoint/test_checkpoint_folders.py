@@ -328,7 +328,11 @@ def test_what_does_not_fit_is_refused(made, tmp_path):
     with pytest.raises(CheckpointError, match="expected a folder to write to"):
         compiled.save(tmp_path / "file", 2)
     state = made.loader.state_dict() | {"samples": 13}
-    fake = type("Loader", (), {"state_dict": lambda _: state})()
+    methods = {"state_dict": lambda _: state}
+    with pytest.raises(CheckpointError, match="loader=: got Loader; expected an object with"):
+        compiled.save(tmp_path, 2, loader=type("Loader", (), methods)())
+    methods["load_state_dict"] = lambda _, state: None
+    fake = type("Loader", (), methods)()
     compiled.save(tmp_path, 2, loader=fake, wait=True)
     with pytest.raises(DataError, match="samples=13"):
         compiled.load(tmp_path, loader=made.loader)

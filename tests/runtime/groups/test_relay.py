@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from dcpc.errors import DataError, PlanError
+from dcpc.errors import DataError, DcpcError, PlanError
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.relay import ClosedError, Relay
@@ -184,10 +184,21 @@ def test_loop_left_early_on_every_rank_leaves_nothing_behind():
     assert store.num_keys() == 0
 
 
+def refusal(loader) -> DcpcError:
+    """What a loader's step says is wrong with it: `train_step` raises it, and the loader after."""
+    steps = iter(loader)
+    step = next(steps)
+    assert not step.plan.micro_batches
+    with pytest.raises(type(step.problem)) as raised:
+        next(steps)
+    assert raised.value is step.problem
+    return step.problem
+
+
 def test_other_arguments_or_state_on_a_rank_are_named():
     first, second, _ = loaders(dist.HashStore(), lookahead=0)
     second.load_state_dict({**second.state_dict(), "seed": 6})
-    _, error = in_threads(lambda: next(iter(first)), lambda: next(iter(second)))
+    _, error = in_threads(lambda: next(iter(first)), lambda: refusal(second))
     assert isinstance(error, DataError)
     assert "got a plan for epoch 0 from place 0, step 0, seed 5" in str(error)
     assert "expected epoch 0 from place 0, step 0, seed 6" in str(error)
@@ -196,6 +207,6 @@ def test_other_arguments_or_state_on_a_rank_are_named():
 def test_plan_of_another_table_is_refused():
     first, second, _ = loaders(dist.HashStore(), lookahead=0)
     second.compiled = compiled_for(second.compiled.groups, {**SETTINGS, 4: (1, 2)})
-    _, error = in_threads(lambda: next(iter(first)), lambda: next(iter(second)))
+    _, error = in_threads(lambda: next(iter(first)), lambda: refusal(second))
     assert isinstance(error, PlanError)
     assert "got a plan made from plan table" in str(error)

@@ -73,6 +73,21 @@ def test_ranks_that_fail_alike_and_go_on_hear_nothing(watches):
             each.look()
 
 
+def test_ranks_that_fail_alike_between_sections_and_go_on_hear_only_what_comes_after(watches):
+    first, _, third = watches
+    for each in watches:
+        each.failed(ValueError("alike"), "the loader", ahead=True)
+    time.sleep(0.2)
+    for each in watches:
+        each.look()
+        with each.section("step 1"):
+            time.sleep(0.2)
+            each.look()
+    first._lost(5, "the end of its process")
+    for each in (first, third):
+        assert heard(each).startswith("GroupError: rank 5 is lost: got the end of its process;")
+
+
 def test_the_cause_is_named_not_those_who_followed(watches):
     first, second, third = watches
     second.ended(ValueError("bad"))

@@ -81,9 +81,8 @@ def test_loss_is_found(output):
     ],
 )
 def test_no_loss_is_an_error_that_says_what_came_back(output, got):
-    with pytest.raises(
-        TraceError, match=rf"returned {got}; expected a floating scalar loss.*labels"
-    ):
+    message = rf"the model's forward: got {got} returned; expected a floating scalar loss.*labels"
+    with pytest.raises(TraceError, match=message):
         trace(Net(output), BUCKETS)
 
 
