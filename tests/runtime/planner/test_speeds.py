@@ -20,6 +20,7 @@ from dcpc.runtime.planner.speeds import (
 )
 from dcpc.runtime.planner.step_planner import Allowed, plan_step
 from dcpc.runtime.planner.table import PlanTable
+from tests.cases.best_plan import brute_force
 
 BUCKETS = tuple(Bucket.of({"seq": n}) for n in (4, 16, 64))
 SPEEDS = st.sampled_from([0.25, 0.5, 0.6, 0.8, 1.0])
@@ -67,33 +68,6 @@ def test_seconds_are_exact_on_the_ranks_that_run_them_and_the_bound_is_below(tab
     assert 0 < plan.bound_s <= plan.makespan_s
     assert plan_of(plan_json(plan, table), table, "a test") == plan
     assert PlanTable.from_json(table.to_json()) == table
-
-
-def brute_force(buckets, table):
-    """Least seconds of any plan: all partitions of each bucket, rows, places and orders."""
-    best = float("inf")
-
-    def place(left, free_s):
-        nonlocal best
-        if max(free_s) >= best:
-            return
-        if not left:
-            best = max(free_s)
-            return
-        for kind, count in left.items():
-            for row in table.rows[kind]:
-                for n in range(1, min(count, row.micro_batch) + 1):
-                    _, seconds_s = table.run(table.buckets[kind], row.sp, n)
-                    rest = {k: c - n * (k == kind) for k, c in left.items() if c > n * (k == kind)}
-                    for first in range(table.world - row.sp + 1):
-                        ranks = range(first, first + row.sp)
-                        slow = slowness(table.speeds, first, row.sp)
-                        end_s = max(free_s[r] for r in ranks) + seconds_s * slow
-                        place(rest, [end_s if r in ranks else t for r, t in enumerate(free_s)])
-
-    kinds = [table.key(b) for b in buckets]
-    place({k: kinds.count(k) for k in kinds}, [0.0] * table.world)
-    return best
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)

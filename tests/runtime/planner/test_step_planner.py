@@ -14,6 +14,7 @@ from dcpc.runtime.planner.padding import share_padding
 from dcpc.runtime.planner.plans import timeline
 from dcpc.runtime.planner.step_planner import Allowed, plan_step
 from dcpc.runtime.planner.table import PlanTable, holds, make_table, own_settings
+from tests.cases.best_plan import brute_force
 from tests.cases.fakes import plan_for
 
 BUCKETS = tuple(Bucket.of({"seq": n}) for n in (4, 16, 64))
@@ -100,33 +101,6 @@ def test_auto_is_not_slower_than_each_buckets_own_setting(table, buckets):
     own = deal(ids(buckets), plans, table.world)
     # Equal settings may be among the rows, but not under their name; both deal within 3%.
     assert plan_step(ids(buckets), table).makespan_s <= own.makespan_s * 1.1
-
-
-def brute_force(buckets, table):
-    """Least seconds of any plan: all partitions of each bucket, rows, places and orders."""
-    best = float("inf")
-
-    def place(left, free_s):
-        nonlocal best
-        if max(free_s) >= best:
-            return
-        if not left:
-            best = max(free_s)
-            return
-        for kind, count in left.items():
-            for row in table.rows[kind]:
-                for n in range(1, min(count, row.micro_batch) + 1):
-                    _, seconds_s = table.run(table.buckets[kind], row.sp, n)
-                    rest = {**left, kind: count - n}
-                    rest = {k: c for k, c in rest.items() if c}
-                    for first in range(table.world - row.sp + 1):
-                        ranks = range(first, first + row.sp)
-                        end_s = max(free_s[r] for r in ranks) + seconds_s
-                        place(rest, [end_s if r in ranks else t for r, t in enumerate(free_s)])
-
-    kinds = [table.key(b) for b in buckets]
-    place({k: kinds.count(k) for k in kinds}, [0.0] * table.world)
-    return best
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
