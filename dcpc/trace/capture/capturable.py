@@ -4,7 +4,7 @@
     margin_ranking_loss (none, sum)   ->  plain ops: torch's decomposition takes no such reduction
     hinge_embedding_loss (none, sum)  ->  the same
     multilabel_margin_loss            ->  plain ops: torch's decomposition counts what follows -1
-    l1_loss with a weight             ->  plain ops: torch drops the weight under a mode like this one
+    l1_loss with a weight             ->  plain ops: torch drops the weight under such a mode
     take_along_dim                    ->  expand, gather: its C++ reads sizes as integers
     max_pool1d                        ->  max_pool1d_with_indices: it fixes the length
     std_mean of a dim                 ->  std, var_mean: torch's decomposition has other arguments

@@ -214,8 +214,8 @@ def _calls():
         yield lambda x, net=net: net(x)[0], (2, 5, 3)
 
 
-# Of the ops that torch decomposes for autograd while it captures, those that `_calls` has, and those
-# that dcpc does not let come so far or that are not for the CPU.
+# Of the ops that torch decomposes for autograd while it captures, those that `_calls` has, and
+# those that dcpc does not let come so far or that are not for the CPU.
 COMPARED = "upsample_ _upsample_ hardshrink softshrink multi_margin native_batch_norm rnn_ gru lstm"
 ELSEWHERE = {
     "multilabel_margin_loss_forward",
