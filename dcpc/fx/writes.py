@@ -73,6 +73,16 @@ def functional_of(func: Any) -> Any:
     )
 
 
+def by_position(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns a call's arguments by position, defaults with them: `functional_of` has others."""
+    more = []
+    for argument in func._schema.arguments[len(args) :]:
+        if argument.kwarg_only or argument.name in kwargs or not argument.has_default_value():
+            break
+        more.append(argument.default_value)
+    return (*args, *more)
+
+
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Returns the operands that a call writes to, in order."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)

@@ -3,7 +3,8 @@
 torch's dropout draws from a hidden stream, dcpc's from a seed, so a loss with dropout cannot be
 compared. Under `KnownDraws` each draw of the plain model is a fixed function of the tensor's shape,
 and `known_uniform` / `known_normal` are the same function for `dcpc::uniform` and `dcpc::normal`.
-Dropout keeps where the number is at least p; `bernoulli` is 1 where it is below p.
+Dropout keeps where the number is at least p, so `bernoulli` of a number is 1 where it is at least
+1 - p; of a tensor it is 1 where the number is below the element.
 """
 
 from __future__ import annotations
@@ -88,9 +89,11 @@ def _native_dropout(alike: bool, args: Any, kwargs: Any) -> tuple[Tensor, Tensor
 
 
 def _bernoulli(alike: bool, args: Any, kwargs: Any) -> Tensor:
+    """`bernoulli(x)`, and `bernoulli(x, p)`, which in place is how torch's dropout draws."""
     x = args[0]
-    p = args[1] if len(args) > 1 else kwargs.get("p", x)
-    found: Tensor = (_uniform_like(x, alike) < p).to(x.dtype)
+    p = args[1] if len(args) > 1 else kwargs.get("p")
+    drawn = _uniform_like(x, alike)
+    found: Tensor = (drawn < x if p is None else drawn >= 1 - p).to(x.dtype)
     return found
 
 

@@ -29,6 +29,7 @@ from dcpc.fx.writes import (
     PLAIN,
     View,
     as_copied,
+    by_position,
     functional_of,
     is_scattered,
     whole,
@@ -279,7 +280,8 @@ class _Tape(TorchDispatchMode):
             if func is aten.copy_.default and is_scattered(view):
                 values = [as_copied(targets[0], args[1])]
             else:
-                values = tensors_in(functional(*args, **without_results(func, kwargs)))
+                given = by_position(func, args, kwargs)
+                values = tensors_in(functional(*given, **without_results(func, kwargs)))
             for target, value in zip(targets, values, strict=True):
                 self._replace(target, value)
         return func(*args, **kwargs)

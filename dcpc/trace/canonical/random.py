@@ -1,7 +1,8 @@
 """Rewrites random ops of a captured graph to `dcpc::uniform` and `dcpc::normal`, or refuses them.
 
 dropout(x, p)                  ->  where(uniform >= p, x / (1 - p), 0)
-rand, rand_like, bernoulli     ->  uniform, uniform < p
+rand, rand_like                ->  uniform
+bernoulli of p, of a tensor    ->  uniform >= 1 - p, uniform < tensor
 randn, randn_like              ->  normal
 attention with dropout         ->  matmul, softmax (safe where masked), dropout, matmul
 """
@@ -115,8 +116,10 @@ def _bernoulli(node: fx.Node, edit: Editor, index: int) -> None:
     assert isinstance(x, fx.Node)
     value = node.meta["val"]
     drawn = _draw(edit, torch.ops.dcpc.uniform.default, edit.shape(x), index, value)
-    if len(node.args) > 1:
-        hit = edit.call(aten.lt.Scalar, drawn, node.args[1])
+    if node.target is aten.bernoulli.p:  # `bernoulli_(p)` as well: torch's dropout draws by it
+        p: Any = node.args[1] if len(node.args) > 1 else node.kwargs["p"]
+        rest = edit.call(operator.sub, 1, p) if isinstance(p, fx.Node) else 1 - p
+        hit = edit.call(aten.ge.Scalar, drawn, rest)
     else:
         hit = edit.call(aten.lt.Tensor, drawn, x)
     _replace(node, edit.call(aten._to_copy.default, hit, dtype=value.dtype))

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from dcpc.errors import CodegenError
 from dcpc.fx.integers import Emitter
 from dcpc.fx.leaves import size_key
-from dcpc.fx.writes import View, functional_of, whole, written
+from dcpc.fx.writes import View, by_position, functional_of, whole, written
 
 aten = torch.ops.aten
 _BLOCK = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -310,7 +310,8 @@ class _Copy:
         with self._recording(node):
             if [t is args[0] for t in written(node.target, args, kwargs)] != [True]:
                 raise _BeyondError
-            found = value = functional_of(node.target)(*args, **kwargs)
+            given = by_position(node.target, args, kwargs)
+            found = value = functional_of(node.target)(*given, **kwargs)
             if found.dtype != args[0].dtype:
                 found = value = aten._to_copy.default(found, dtype=args[0].dtype)
             for view in views:

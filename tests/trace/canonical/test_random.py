@@ -39,6 +39,11 @@ class Noisy(nn.Module):
             "randn_like": lambda: torch.randn_like(x),
             "bernoulli": lambda: torch.bernoulli(torch.full_like(x, 0.25)),
             "randperm": lambda: torch.randperm(8).double(),
+            "bernoulli of a number": lambda: torch.bernoulli(x, 0.25),
+            "written": lambda: x.new_empty(x.shape).bernoulli_(0.25),
+            "path": lambda: x.new_empty(*x.shape[:2], 1).bernoulli_(0.5),  # its default
+            "rows": lambda: F.dropout1d(torch.ones_like(x), 0.3),
+            "alpha": lambda: F.alpha_dropout(torch.ones_like(x), 0.3, training=True),
         }[self.draw]()
         return (noise * self.scale).mean()
 
@@ -89,9 +94,13 @@ def test_dropout_has_the_plain_model_s_distribution() -> None:
     assert 0.7 < ours.std() / plain.std() < 1.4
 
 
-@pytest.mark.parametrize(
-    ("draw", "mean"), [("rand", 0.5), ("randn_like", 0.0), ("bernoulli", 0.25)]
-)
+MEANS = {
+    "rand": 0.5, "randn_like": 0.0, "bernoulli": 0.25, "bernoulli of a number": 0.25,
+    "written": 0.25, "path": 0.5, "rows": 1.0, "alpha": 0.603,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("draw", "mean"), MEANS.items())
 def test_draws_have_their_mean(draw: str, mean: float) -> None:
     compiled = compiled_with(Noisy(draw), "none")
     x = torch.zeros(64, 12, 8, dtype=torch.float64)
