@@ -117,7 +117,7 @@ TABLE = {
         "report": "",
         "check": "shared",
         "calibrate": "shared",
-        "simulate": "",
+        "simulate": "shared",
         "cli": "shared report check calibrate simulate",
     },
 }
