@@ -23,6 +23,7 @@ from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
 from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting
+from dcpc.trace.loss import by_position
 
 _VariantKey = tuple[Bucket, int, Setting, int, frozenset[int] | None]
 
@@ -105,21 +106,31 @@ class Dispatch:
 
     # --------------------------------------------------------------------------- what inputs are
 
-    def named(self, args: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def named(
+        self, model: nn.Module, args: tuple[Tensor, ...], inputs: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Returns all inputs by name.
 
         Args:
+            model: the user's.
             args: those by position, in the order of the buckets' specs.
             inputs: those by name.
 
         Raises:
-            DispatchError: too many, or one twice.
+            DispatchError: too many, one twice, or forward has them in another order.
         """
         names = tuple(self._buckets.inputs)
         if len(args) > len(names):
             raise DispatchError(
                 f"got {len(args)} positional inputs; expected at most {len(names)} "
                 f"({', '.join(names)}); pass inputs by name"
+            )
+        wanted = by_position(model, names) if args else []
+        if names[: len(args)] != tuple(wanted[: len(args)]):
+            raise DispatchError(
+                f"got {len(args)} positional inputs in the buckets' order ({', '.join(names)}); "
+                f"expected forward's order ({', '.join(wanted)}) to be the same, as one of the two "
+                "would be passed for another; pass inputs by name"
             )
         twice = [n for n in names[: len(args)] if n in inputs]
         if twice:

@@ -97,7 +97,7 @@ class CompiledModel(TrainedModel):
         `parameters="rounds"` all ranks call at once, each group with inputs of its own.
 
         Args:
-            args: inputs by position, in the order of the buckets' specs.
+            args: inputs by position, in the order of the buckets' specs, if forward has the same.
             inputs: inputs by name.
 
         Raises:
@@ -110,7 +110,7 @@ class CompiledModel(TrainedModel):
         self._store.check_ready("a call")
         if torch.is_grad_enabled():
             self._refuse_by_hand("a call with gradients")
-        return self._call(*self._editions.now(), self._dispatch.named(args, inputs))[0]
+        return self._call(*self._editions.now(), self._dispatch.named(self.model, args, inputs))[0]
 
     def evaluate(
         self,
