@@ -96,7 +96,7 @@ TABLE = {
         "dispatch": "seeds",
         "tighter": "",
         "materialize": "",
-        "outputs": "",
+        "outputs": "dispatch",
         "pipeline": "",
         "editions": "dispatch outputs",
         "evaluation": "editions",
