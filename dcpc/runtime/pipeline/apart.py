@@ -59,7 +59,10 @@ def split_apart(
     at: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
         at.setdefault(length, []).append(i)
-    ways = {length: _ways(len(own), length, cost, most.get(length, len(own))) for length, own in sorted(at.items())}
+    ways = {
+        length: _ways(len(own), length, cost, most.get(length, len(own)))
+        for length, own in sorted(at.items())
+    }
     best_s, best = inf, dict[int, _Way]()
     for cap_s in sorted({way.longest_s for found in ways.values() for way in found}):
         under = {n: [w for w in found if w.longest_s <= cap_s] for n, found in ways.items()}

@@ -18,6 +18,7 @@ from dcpc.runtime.pipeline.executor import PipelineBatch, run_schedule
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.schedule import PipelineSchedule, check
 from dcpc.runtime.pipeline.stage import Stage
+from dcpc.runtime.step.clock import Clock
 from dcpc.runtime.step.facts import gather_facts, refuse_different, total_weight
 from dcpc.runtime.step.gradients import beside_earlier, check_norm
 from dcpc.runtime.step.result import StepResult
@@ -53,7 +54,6 @@ def pipelined_step(
     *,
     clip: float | None = None,
     nonfinite: str = "raise",
-    state: str = "",
     problem: DcpcError | None = None,
 ) -> StepResult:
     """Adds the gradient of the global batch's weighted loss to this stage's parameters.
@@ -66,7 +66,6 @@ def pipelined_step(
         seeds: number of a micro-batch of this rank -> seed of its random numbers.
         clip: largest norm of the whole model's gradient.
         nonfinite: as for `train_step`.
-        state: of the model, as text: the same on every rank.
         problem: of this rank, because of which no rank may go on.
 
     Raises:
@@ -74,8 +73,6 @@ def pipelined_step(
         DataError: as from `train_step`.
         PlanError: a schedule does not end, or is none of these stages.
     """
-    if clip is not None:
-        check_norm(clip)
     start_s = time.perf_counter()
     grid, groups = own.grid, own.grid.groups
     schedule, batches = PipelineSchedule((), ()), list[PipelineBatch]()
@@ -85,7 +82,7 @@ def pipelined_step(
     except DcpcError as e:
         problem = problem or e
     text = f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}, clip {clip}"
-    agree(groups, groups.world, "step", f"{text}, nonfinite {nonfinite}{state}", problem)
+    agree(groups, groups.world, "step", f"{text}, nonfinite {nonfinite}", problem)
     refuse_different(step, groups)
     total = total_weight(step, groups)
     # Where no label counts a mean is NaN, and so is NaN * 0: all stages leave it out.
@@ -93,12 +90,17 @@ def pipelined_step(
     shares = [PipelineBatch(batches[i].inputs, batches[i].sizes, batches[i].weight / total,
                             batches[i].seed) for i in counted]  # fmt: skip
     with beside_earlier(WholeStore(own.parameters.values(), groups)) as put_back:
+        part, clock, schedule = None, Clock(groups.device), schedule.only(counted)
+        if counted:
+            part = run_schedule(own.settings, shares, schedule, grid, clock.mark)
         ran_s = time.perf_counter()
-        part = run_schedule(own.settings, shares, schedule.only(counted), grid) if counted else None
-        busy_s = time.perf_counter() - ran_s
         reduced_bytes = grid.sum_gradients(own.parameters.items())
-        reduction_s = time.perf_counter() - ran_s - busy_s
-        facts = gather_facts([0.0 if part is None else float(part), busy_s], groups)
+        reduction_s = time.perf_counter() - ran_s
+        micro_batch_s = [0.0] * len(batches)
+        order = schedule.orders[grid.stage]
+        for action, took_s in zip(order, clock.spans_s()[::2], strict=True):
+            micro_batch_s[counted[action.micro_batch]] += took_s
+        facts = gather_facts([0.0 if part is None else float(part), sum(micro_batch_s)], groups)
         loss = facts[:, 0].sum()  # the same on every rank, and so is what follows from it
         if not loss.isfinite():
             if nonfinite == "raise":
@@ -111,6 +113,7 @@ def pipelined_step(
         seconds_s=time.perf_counter() - start_s,
         total_weight=total,
         reduced_bytes=reduced_bytes,
+        micro_batch_s=tuple(micro_batch_s),
         reduction_s=reduction_s,
         grad_norm=norm,
         skipped=bool(put_back),
