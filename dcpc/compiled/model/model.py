@@ -30,6 +30,7 @@ from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.parameters.unmade import UnmadeStore
+from dcpc.runtime.planner.protocol import BatchPlanner
 from dcpc.runtime.planner.speeds import LearnedSpeeds
 from dcpc.runtime.step.result import StepResult
 from dcpc.runtime.step.stats import log_step
@@ -42,6 +43,11 @@ class CompiledModel(TrainedModel):
     Shares the user's parameters: `parameters()` and `state_dict()` are the model's own, or, where
     ranks share them out, a `DTensor` for each, whose local part are the rows of this rank.
     """
+
+    @property
+    def batch_planner(self) -> BatchPlanner | None:
+        """What plans a loader's batches, where the model runs in stages; None: it does not."""
+        return None
 
     def __init__(
         self,

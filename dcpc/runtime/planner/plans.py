@@ -69,6 +69,8 @@ class StepPlan:
         table: hash of the plan table it was made from.
         in_rounds: whether all ranks wait for each other after each micro-batch.
         speeds: of the ranks, by which seconds are those of the ranks that run them; none: equal.
+        pipelines: the schedule of each pipeline, as `runtime/pipeline/` reads it, for its own
+            micro-batches in this order; none: ranks of a group run a micro-batch together.
     """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
@@ -80,6 +82,7 @@ class StepPlan:
     table: str = ""
     in_rounds: bool = False
     speeds: tuple[float, ...] = ()
+    pipelines: tuple[str, ...] = ()
 
     @property
     def free_s(self) -> float:
@@ -119,7 +122,8 @@ class StepPlan:
     @property
     def fingerprint(self) -> str:
         """A short text that is equal for equal plans."""
-        return hashlib.blake2b(repr(self.micro_batches).encode(), digest_size=8).hexdigest()
+        text = f"{self.micro_batches!r}{''.join(self.pipelines)}"
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def of(self, rank: int) -> tuple[PlannedMicroBatch, ...]:
         """Returns the micro-batches of one rank, in order."""
