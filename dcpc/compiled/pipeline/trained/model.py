@@ -14,7 +14,7 @@ from dcpc.compiled.model import CompiledModel
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.compiled.pipeline.trained.ownership import StageStore
 from dcpc.compiled.pipeline.trained.report import stages_report
-from dcpc.errors import CheckpointError, DcpcError, DispatchError, GroupError
+from dcpc.errors import CheckpointError, DataError, DcpcError, DispatchError, GroupError
 from dcpc.ir import Profile
 from dcpc.plan.choose import TriedRow
 from dcpc.runtime.data.arguments import check_choice, check_step
@@ -74,7 +74,12 @@ class PipelinedModel(CompiledModel):
                 yield name, p
 
     def train_step(
-        self, step: Step, *, clip: float | None = None, nonfinite: str = "raise"
+        self,
+        step: Step,
+        *,
+        clip: float | None = None,
+        nonfinite: str = "raise",
+        outputs: bool | str = False,
     ) -> StepResult:
         """Runs a planned step on all stages and sums the gradients over the pipelines.
 
@@ -85,6 +90,7 @@ class PipelinedModel(CompiledModel):
             step: from `dcpc.DataLoader`.
             clip: largest norm of the whole model's gradient, all stages together.
             nonfinite: as for every compiled model.
+            outputs: False; what forward returns besides its loss does not come back.
 
         Raises:
             DataError: an argument or a sample is wrong on some rank, or the loss is not finite.
@@ -96,6 +102,11 @@ class PipelinedModel(CompiledModel):
         problem = step.problem
         try:
             check_choice("nonfinite", nonfinite, ("raise", "skip"))
+            if outputs is not False:
+                raise DataError(
+                    f"train_step: got outputs={outputs!r}; expected False: the last stage makes "
+                    "the loss alone; leave outputs= out, or compile without pipeline="
+                )
             if clip is not None:
                 check_norm(clip)
         except DcpcError as error:
@@ -109,7 +120,7 @@ class PipelinedModel(CompiledModel):
             different = self._trained_apart()
             result = pipelined_step(
                 self._own, step, seeds, clip=clip, nonfinite=nonfinite,
-                problem=problem or self._step_problem() or different,
+                problem=problem or self._step_edition(False)[1] or different,
             )  # fmt: skip
         self._stepped(step, result)
         return result
