@@ -171,7 +171,7 @@ class PipelinedModel(CompiledModel):
 
     # ------------------------------------------------------- what a rank with a stage cannot do
 
-    def forward(self, *args: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
         """Refuses a call: a rank has one stage."""
         self._refuse("a call")
 
