@@ -35,8 +35,8 @@ def _planned(
     costs: ModelCosts, epoch: Epoch, rows: dict[Bucket, tuple[SimRow, ...]]
 ) -> Iterator[StepPlan]:
     table = make_table(rows, costs.world, costs.node_ranks)
-    table = replace(table, in_rounds=True)
+    table = replace(table, block=costs.world)
     for samples in epoch.batches:
         plan = plan_step(samples, table)
         slower = [replace(mb, seconds_s=mb.seconds_s + costs.gather_s) for mb in plan.micro_batches]
-        yield step_plan(slower, costs.world, in_rounds=True)
+        yield step_plan(slower, costs.world, costs.world)

@@ -29,7 +29,7 @@ def dcpc_auto(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
     """Yields dcpc's own plans."""
     tables = {b.bucket: b.least for b in costs.buckets}
     table = make_table(tables, costs.world, costs.node_ranks)
-    table = replace(table, in_rounds=costs.in_rounds)
+    table = replace(table, block=costs.block)
     for samples in epoch.batches:
         yield plan_step(samples, table)
 

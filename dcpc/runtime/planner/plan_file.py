@@ -18,7 +18,7 @@ from dcpc.runtime.planner.plans import MODES, PlannedMicroBatch, StepPlan, step_
 from dcpc.runtime.planner.step_planner import Allowed
 from dcpc.runtime.planner.table import PlanTable
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
     }
     placed = [_micro_batch(entry, table, rows, where) for entry in data["micro_batches"]]
     return replace(
-        step_plan(placed, table.world, in_rounds=table.in_rounds),
+        step_plan(placed, table.world, table.block),
         bound_s=float(data["bound_s"]),
         binds=str(data["binds"]),
         mode=data["mode"],

@@ -31,7 +31,7 @@ from dcpc.runtime.parameters.reduction import (
     trained,
 )
 from dcpc.runtime.parameters.store import WholeStore
-from dcpc.runtime.planner.plans import PlannedMicroBatch, imbalance, rounds
+from dcpc.runtime.planner.plans import PlannedMicroBatch, imbalance, rounds_of
 from dcpc.runtime.step.clock import Clock
 from dcpc.runtime.step.shortage import Attempt, OutOfMemoryInStepError, Shortage
 
@@ -318,7 +318,7 @@ class _Turn:
 
     Attributes:
         own: what it runs; None: nothing, but it takes part in what others run.
-        together: what all ranks run in this round; empty: ranks go on without each other.
+        together: what ranks of a block run in this round; empty: ranks go on without each other.
     """
 
     own: MicroBatch | None
@@ -329,13 +329,11 @@ def _turns(step: Step, store: WholeStore, groups: Groups) -> list[_Turn]:
     """Returns what this rank does, in order."""
     if not store.in_rounds:
         return [_Turn(mb) for mb in step.micro_batches]
-    mine = {mb.number: mb for mb in step.micro_batches}
-    every = step.plan.micro_batches
-    found = []
-    for numbers in rounds([mb.ranks for mb in every], groups.world):
-        own = next((mine[n] for n in numbers if n in mine), None)
-        found.append(_Turn(own, tuple(every[n] for n in numbers)))
-    return found
+    own = iter(step.micro_batches)
+    return [
+        _Turn(next(own) if any(groups.rank in mb.ranks for mb in together) else None, together)
+        for together in rounds_of(step.plan, groups.rank, store.block)
+    ]
 
 
 def _summed(

@@ -128,6 +128,6 @@ def test_rounds_keep_each_ranks_order_and_share_no_rank(drawn):
         own = [n for together in found for n in together if rank in ranks[n]]
         assert own == sorted(own)
     mbs = [PlannedMicroBatch(bucket(8), len(r), r, (i,), 1.0 + i) for i, r in enumerate(ranks)]
-    free, lock = step_plan(mbs, 4), step_plan(mbs, 4, in_rounds=True)
+    free, lock = step_plan(mbs, 4), step_plan(mbs, 4, block=4)
     assert lock.makespan_s == lock.lockstep_s == free.lockstep_s >= free.makespan_s == free.free_s
     assert lock.makespan_s == sum(max(mbs[n].seconds_s for n in together) for together in found)
