@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import dcpc
 from benchmarks.parameters_exact import Case, on_rank
-from benchmarks.parameters_steps import IGNORE, TEXT, Work, rest_bytes, step_of
+from benchmarks.parameters_steps import TEXT, Work, rest_bytes, step_of
 from dcpc.codegen import wire_log
 from dcpc.errors import GroupError, PlanError
 from dcpc.runtime.planner.plans import rounds_of
@@ -69,7 +69,7 @@ def counted(rank: int) -> dict[str, Any]:
             )
     with pytest.raises(PlanError, match=r"got ranks 1 to 2; expected ranks within one block of 2"):
         compiled.train_step(step_of(compiled, [Work(long, 2, (1, 2))], VOCABULARY))
-    with pytest.raises(GroupError, match="block 4.*block 2|block 2.*block 4"):
+    with pytest.raises(GroupError, match=r"block 4.*block 2|block 2.*block 4"):
         compiled_in(2 if rank else 4)
     return found
 
