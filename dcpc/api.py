@@ -333,7 +333,8 @@ def _request(
     world, optimizer = options.world, options.optimizer
     mode = options.parameters if world > 1 else "whole"
     owners = world  # of a parameter's rows
-    if mode == "rounds" or isinstance(options.block, int):
+    if mode == "rounds" or options.block is not None:
+        assert not isinstance(options.block, str), "it is chosen"
         owners, sps = block_of(options.block, sps, world)
     if mode == "pull" and target.gpu:
         raise PlanError(

@@ -124,9 +124,23 @@ class ModelCosts:
         """Returns the rows of a bucket."""
         return next(b for b in self.buckets if b.bucket == bucket)
 
-    def fixed_degree(self) -> int:
-        """Returns the smallest sp at which one sample of every bucket fits."""
-        return max(min(r.sp for r in b.full) for b in self.buckets)
+    def fixed_degree(self, *, least: bool = False) -> int:
+        """Returns the smallest sp at which one sample of every bucket fits.
+
+        Args:
+            least: with as little recompute as that takes; else with all.
+
+        Raises:
+            PlanError: there is none, as short buckets were not priced at what the longest needs.
+        """
+        every = [{r.sp for r in (b.least if least else b.full)} for b in self.buckets]
+        common = set[int].intersection(*every)
+        if not common:
+            raise PlanError(
+                f"got no degree at which all {len(every)} buckets have a row; expected one: each "
+                "has those that gain or fit; leave out the shortest or the longest, or name --sp"
+            )
+        return min(common)
 
     @property
     def reduction_wire_bytes(self) -> float:

@@ -25,8 +25,12 @@ def flexsp_rounds(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
 
 
 def fixed_degree(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
-    """Yields the best plans at the smallest degree that holds all buckets, in rounds."""
-    sp = max(min(row.sp for row in b.least) for b in costs.buckets)
+    """Yields the best plans at the smallest degree that holds all buckets, in rounds.
+
+    Raises:
+        PlanError: there is none.
+    """
+    sp = costs.fixed_degree(least=True)
     rows = {b.bucket: tuple(row for row in b.least if row.sp == sp) for b in costs.buckets}
     yield from _planned(costs, epoch, rows)
 

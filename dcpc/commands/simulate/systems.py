@@ -79,7 +79,12 @@ def packing(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
 
 
 def best_homogeneous(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
-    """Yields each batch at the one sp that is best for it, dealt longest first."""
+    """Yields each batch at the one sp that is best for it, dealt longest first.
+
+    Raises:
+        PlanError: at no sp all buckets fit.
+    """
+    costs.fixed_degree(least=True)
     degrees = sorted({row.sp for b in costs.buckets for row in b.least})
     settings = [found for sp in degrees if (found := _settings(costs, sp))]
     rows = {b.bucket: b.least for b in costs.buckets}
