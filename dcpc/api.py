@@ -16,6 +16,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
+from dcpc.compiled.pipeline import CutModel, PipelinedModel, cut_model, refuse_beside_stages
 from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, TraceError
 from dcpc.ir import Program
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
@@ -120,9 +121,16 @@ def _compiled(
 ) -> CompiledModel:
     """Returns what `compile` does, on these ranks."""
     told = options.planned_for(groups.world)
+    cut: CutModel | None = None
     try:
         speeds = checked_speeds(options.speeds, groups.world)
-        planned = plan_with(model, buckets, told)
+        if options.pipeline is not None:
+            refuse_beside_stages(options, groups.world, on_meta(model))
+            told = _of_one_rank(options, groups.world)
+        planned = plan_with(model, buckets, told, partly=options.pipeline is not None)
+        if options.pipeline is not None:
+            pipelines = groups.world // options.pipeline
+            cut = cut_model(model, buckets, planned, options.pipeline, pipelines)
     except DcpcError as error:  # on all ranks, as they wait for this one's plan
         agree(groups, groups.world, "plan", "", error)
         raise
@@ -130,7 +138,9 @@ def _compiled(
     asked = planned.request
     held = f"; parameters {asked.parameters}, block {asked.block}" if asked.block else ""
     paced = "" if options.speeds == "equal" else f"; speeds {options.speeds}"
-    agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}{held}{paced}")
+    staged = "" if cut is None else f"; {cut.text()}"
+    text = f"{hashes} {plans_text(planned.plans)}{held}{paced}{staged}"
+    agree(groups, groups.world, "plan", text)
     share_state(state_tensors(model, planned), groups)
     verifier = Verifier(model, buckets, planned, options.verify)
     compile_s = time.perf_counter() - start_s
@@ -149,10 +159,21 @@ def _compiled(
         same = replace(told, parameters=asked.parameters, block=asked.block or None, loss=loss)
         return _trace_all(model, mine, planned.device, planned.autocast, same, None, programs)
 
-    return CompiledModel(
+    kind = CompiledModel if cut is None else PipelinedModel
+    compiled = kind(
         model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare,
         learned=LearnedSpeeds(speeds, learns=options.speeds == "auto" and groups.world > 1),
     )  # fmt: skip
+    if cut is not None:
+        assert isinstance(compiled, PipelinedModel), "the kind that has stages"
+        compiled.in_stages(cut)
+    return compiled
+
+
+def _of_one_rank(options: CompileOptions, world: int) -> PlanOptions:
+    """Returns what the whole model is planned with before it is cut: a rank's memory, no group."""
+    memory = rank_memory_bytes(options.memory, _target(options.device), world)
+    return replace(options.planned_for(1), memory=memory, sp=1, parameters="whole")
 
 
 def materialize(compiled: CompiledModel, init: Init = None) -> None:

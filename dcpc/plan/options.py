@@ -204,6 +204,20 @@ def _check_speeds(speeds: object) -> None:
         )
 
 
+def _check_pipeline(pipeline: object) -> None:
+    """Refuses what is no number of stages.
+
+    Raises:
+        PlanError: it is none.
+    """
+    whole = isinstance(pipeline, int) and not isinstance(pipeline, bool)
+    if pipeline is not None and (not whole or not 2 <= int(pipeline) <= _LARGEST):  # type: ignore[call-overload]
+        raise PlanError(
+            f"got pipeline={pipeline!r}; expected a number of stages from 2 on; pass one, or leave "
+            "it out for ranks that run the whole model"
+        )
+
+
 def _check_given(model: object, buckets: object) -> None:
     """Refuses what is no module, or no buckets.
 
@@ -522,6 +536,14 @@ class CompileOptions(ModelOptions):
         'how fast ranks are beside each other: `"equal"`, one number for each, as `[1.0, 0.5]`, or '
         '`"auto"`: measured while they train, and plans follow (seeds of dropout follow plans)',
         check=_check_speeds,
+    )
+
+    pipeline: int | None = _option(
+        None,
+        "stages of a pipeline: each rank runs one and has its parameters alone; the ranks are that "
+        "many for each pipeline, and pipelines share the samples",
+        default="every rank runs the whole model",
+        check=_check_pipeline,
     )
 
     def planned_for(self, world: int) -> PlanOptions:

@@ -27,6 +27,7 @@ class FakeCompiled:
     block: int = 0
     speeds: tuple[float, ...] = ()
     replans: int = 0
+    batch_planner: None = None
     other_tables: Mapping[Bucket, Sequence[PlanRow]] | None = None
 
     @property

@@ -70,6 +70,8 @@ class StepPlan:
         table: hash of the plan table it was made from.
         block: ranks that wait for each other after each micro-batch, see `rounds_of`; 0: none do.
         speeds: of the ranks, by which seconds are those of the ranks that run them; none: equal.
+        pipelines: the schedule of each pipeline, as `runtime/pipeline/` reads it, for its own
+            micro-batches in this order; none: ranks of a group run a micro-batch together.
     """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
@@ -81,6 +83,7 @@ class StepPlan:
     table: str = ""
     block: int = 0
     speeds: tuple[float, ...] = ()
+    pipelines: tuple[str, ...] = ()
 
     @property
     def free_s(self) -> float:
@@ -121,7 +124,8 @@ class StepPlan:
     @property
     def fingerprint(self) -> str:
         """A short text that is equal for equal plans."""
-        return hashlib.blake2b(repr(self.micro_batches).encode(), digest_size=8).hexdigest()
+        text = f"{self.micro_batches!r}{''.join(self.pipelines)}"
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def of(self, rank: int) -> tuple[PlannedMicroBatch, ...]:
         """Returns the micro-batches of one rank, in order."""
