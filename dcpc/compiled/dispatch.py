@@ -25,6 +25,7 @@ from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
 from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting
+from dcpc.trace.loss import by_position
 
 # A bucket, ranks of the group, and samples of a row of the plan table.
 SettingKey = tuple[Bucket, int, int]
@@ -83,7 +84,7 @@ class Dispatch:
             if pg is not None:
                 bind_group(group_name(sp), pg)
         if self.store.in_rounds:
-            pg = self._groups.of(self._groups.world)
+            pg = self._groups.of(self.store.block)
             assert pg is not None, "alone nothing is gathered"
             bind_group(ROWS_GROUP, pg)
 
@@ -111,21 +112,31 @@ class Dispatch:
 
     # --------------------------------------------------------------------------- what inputs are
 
-    def named(self, args: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def named(
+        self, model: nn.Module, args: tuple[Tensor, ...], inputs: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Returns all inputs by name.
 
         Args:
+            model: the user's.
             args: those by position, in the order of the buckets' specs.
             inputs: those by name.
 
         Raises:
-            DispatchError: too many, or one twice.
+            DispatchError: too many, one twice, or forward has them in another order.
         """
         names = tuple(self._buckets.inputs)
         if len(args) > len(names):
             raise DispatchError(
                 f"got {len(args)} positional inputs; expected at most {len(names)} "
                 f"({', '.join(names)}); pass inputs by name"
+            )
+        wanted = by_position(model, names) if args else []
+        if names[: len(args)] != tuple(wanted[: len(args)]):
+            raise DispatchError(
+                f"got {len(args)} positional inputs in the buckets' order ({', '.join(names)}); "
+                f"expected forward's order ({', '.join(wanted)}) to be the same, as one of the two "
+                "would be passed for another; pass inputs by name"
             )
         twice = [n for n in names[: len(args)] if n in inputs]
         if twice:
@@ -213,7 +224,7 @@ class Dispatch:
         """Begins a round: what runs from now on gathers again what any of its micro-batches does.
 
         Args:
-            together: that all ranks run at once; none: what runs is in no round.
+            together: that ranks of a block run at once; none: what runs is in no round.
         """
         again = [self._gathers_again(mb) for mb in together]
         self._gathering = frozenset().union(*again) if again else None

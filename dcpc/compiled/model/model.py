@@ -30,6 +30,7 @@ from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.parameters.unmade import UnmadeStore
+from dcpc.runtime.planner.protocol import BatchPlanner
 from dcpc.runtime.planner.speeds import LearnedSpeeds
 from dcpc.runtime.step.result import StepResult
 from dcpc.runtime.step.stats import log_step
@@ -42,6 +43,11 @@ class CompiledModel(TrainedModel):
     Shares the user's parameters: `parameters()` and `state_dict()` are the model's own, or, where
     ranks share them out, a `DTensor` for each, whose local part are the rows of this rank.
     """
+
+    @property
+    def batch_planner(self) -> BatchPlanner | None:
+        """What plans a loader's batches, where the model runs in stages; None: it does not."""
+        return None
 
     def __init__(
         self,
@@ -67,9 +73,9 @@ class CompiledModel(TrainedModel):
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
         self._store: WholeStore = UnmadeStore(groups)
-        mode = planned.request.parameters
+        asked = planned.request
         if not on_meta(model) or shared_out(model):
-            self._store = store_of(mode, model.parameters(), groups)
+            self._store = store_of(asked.parameters, model.parameters(), groups, asked.block)
             self._store.install(model)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._learned = learned
@@ -99,10 +105,10 @@ class CompiledModel(TrainedModel):
 
         With sp > 1 all ranks of the SP group pass the same inputs and get the same loss; each one's
         `backward` adds its share of the gradient, which `reduce_gradients` sums. With
-        `parameters="rounds"` all ranks call at once, each group with inputs of its own.
+        `parameters="rounds"` all ranks of a block call at once, each group with inputs of its own.
 
         Args:
-            args: inputs by position, in the order of the buckets' specs.
+            args: inputs by position, in the order of the buckets' specs, if forward has the same.
             outputs: whether what forward returns comes back, too: "gathered" (or True), each tensor
                 whole on every rank of an SP group; or "sharded", as an `OutputPiece` each. A tensor
                 is an input of that name.
@@ -125,7 +131,7 @@ class CompiledModel(TrainedModel):
         edition, problem = self._editions.now()
         if kind and problem is None:
             edition, problem = self._editions.with_outputs(edition, kind)
-        found = self._call(edition, problem, self._dispatch.named(args, inputs))
+        found = self._call(edition, problem, self._dispatch.named(self.model, args, inputs))
         made = edition.planned.loss
         if not isinstance(made, WithOutputs):
             return found[0]
@@ -191,10 +197,10 @@ class CompiledModel(TrainedModel):
         bucket, sizes = dispatch.match(inputs)
         self._calls += 1
         problem = problem or dispatch.input_problem(bucket, inputs)
-        if self._store.in_rounds:  # all ranks gather parameters together, whatever each runs
+        if self._store.in_rounds:  # ranks of a block gather together, whatever each runs
             problem = problem or self._store.follow(self.model.parameters())
             text = PART.join([f"number {self._calls}", edition.text])
-            agree(self.groups, self.groups.world, "call of every rank", text, problem)
+            agree(self.groups, self._store.block, "call of every rank", text, problem)
         setting = dispatch.setting(bucket)
         if setting.sp > 1:
             what = edition.call_text(self._calls, bucket, sizes, inputs)

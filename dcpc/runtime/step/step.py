@@ -91,7 +91,7 @@ def train_step(
         loss = facts[:, 0].sum()  # the same on every rank, and so is what follows from it
         if not loss.isfinite():
             if nonfinite == "raise":
-                raise _not_finite(step, loss)
+                raise not_finite(step, loss)
             put_back.append(float(loss))
     norm = None if clip is None or put_back else clip_gradients(store.kept, clip)
     return StepResult(
@@ -156,7 +156,8 @@ def _own_s(step: Step, micro_batch_s: Sequence[float]) -> list[float]:
     return own_s
 
 
-def _not_finite(step: Step, loss: torch.Tensor) -> DataError:
+def not_finite(step: Step, loss: torch.Tensor) -> DataError:
+    """Returns the error of a step whose loss is no number, with its first samples."""
     return DataError(
         f"step {step.index} of epoch {step.epoch}, samples "
         f"{sorted(i for mb in step.plan.micro_batches for i in mb.sample_ids)[:8]}: got a loss of "
