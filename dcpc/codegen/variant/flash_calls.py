@@ -44,7 +44,7 @@ def spell_attention(graph: fx.Graph, mode: FakeTensorMode, present: Set[sympy.Sy
     for node in [*graph.nodes]:
         if node.target not in (FORWARD, BACKWARD):
             continue
-        call = _Call(node)
+        call = _KernelCall(node)
         if call.is_kernels(present):
             with graph.inserting_before(node), mode:
                 found = call.forward() if node.target is FORWARD else call.backward()
@@ -60,7 +60,7 @@ def _read_instead(node: fx.Node, results: Sequence[fx.Node]) -> None:
     node.graph.erase_node(node)
 
 
-class _Call:
+class _KernelCall:
     """A call of attention in a graph."""
 
     def __init__(self, node: fx.Node) -> None:
