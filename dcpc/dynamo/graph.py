@@ -136,7 +136,9 @@ class Captured(nn.Module):
         self._count = len(placeholders)
         (returned,) = gm.graph.output_node().args
         assert isinstance(returned, tuple | list), "Dynamo returns a tuple"
-        values = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in returned]
+        values: list[Any] = [
+            n.meta["example_value"] if isinstance(n, fx.Node) else n for n in returned
+        ]
         numbers = [placeholders[i] for i in arguments.constants]
         self.fixed = {
             named(n.meta["example_value"].node.expr): int(examples[i])

@@ -126,7 +126,7 @@ def _l1(  # type: ignore[no-untyped-def] # its code runs among the globals of to
         raise ValueError("Weights and input must have the same size.")
     input, target = torch.broadcast_tensors(input, target)
     if weight is None:
-        return torch._C._nn.l1_loss(input, target, number)
+        return torch.ops.aten.l1_loss.default(input, target, number)
     each = (input - target).abs() * weight
     if reduction == "none":
         return each
@@ -304,12 +304,12 @@ class Capturable(TorchFunctionMode):
         """Begins; `F.l1_loss` drops its weight before it asks a mode, whatever name it has."""
         self._torchs = F.l1_loss.__code__
         F.l1_loss.__code__ = _l1.__code__
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         """Ends."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         F.l1_loss.__code__ = self._torchs
 
     def __torch_function__(
