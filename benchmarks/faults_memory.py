@@ -189,7 +189,7 @@ def inject_slowness(seed: int, world: int = 2, factor: float = 3.0, epochs: int 
 
 def _found(kind: str, epochs: int, world: int, run: Any, *args: Any) -> Found:
     try:
-        ranks = run_ranks(run, world, *args, timeout_s=LIMIT_S)
+        ranks = run_ranks(run, world, *args, fork=True, timeout_s=LIMIT_S)
     except RanksError as e:
         return Found(kind, text=str(e))
     worst = max(each["worst"] for each in ranks)

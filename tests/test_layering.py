@@ -96,7 +96,7 @@ TABLE = {
         "dispatch": "seeds",
         "tighter": "",
         "materialize": "",
-        "outputs": "",
+        "outputs": "dispatch",
         "editions": "dispatch outputs",
         "evaluation": "editions",
         "model": ("agreed_state seeds dispatch editions evaluation materialize outputs tighter"),
@@ -117,7 +117,7 @@ TABLE = {
         "report": "",
         "check": "shared",
         "calibrate": "shared",
-        "simulate": "",
+        "simulate": "shared",
         "cli": "shared report check calibrate simulate",
     },
 }

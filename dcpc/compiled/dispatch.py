@@ -23,7 +23,10 @@ from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
 from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting
+from dcpc.trace.loss import by_position
 
+# A bucket, ranks of the group, and samples of a row of the plan table.
+SettingKey = tuple[Bucket, int, int]
 _VariantKey = tuple[Bucket, int, Setting, int, frozenset[int] | None]
 
 
@@ -36,6 +39,7 @@ class Dispatch:
         value_ranges: what ops need of integer inputs, by bucket and input.
         variants: what runs a bucket, a batch, a setting, a place in the group and a way to gather
             parameters, with its integers; filled on first use.
+        menu_steps: steps of recompute that take the place of those in a step's plan.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Dispatch:
         self.store = store
         self.stats = Stats()
         self.variants: dict[_VariantKey, tuple[Variant, tuple[int, ...]]] = {}
+        self.menu_steps: dict[SettingKey, int] = {}
         # The units that this round gathers again in backward.
         self._gathering: frozenset[int] | None = None
         self._again: dict[tuple[Bucket, Setting], frozenset[int]] = {}
@@ -105,21 +110,31 @@ class Dispatch:
 
     # --------------------------------------------------------------------------- what inputs are
 
-    def named(self, args: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def named(
+        self, model: nn.Module, args: tuple[Tensor, ...], inputs: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Returns all inputs by name.
 
         Args:
+            model: the user's.
             args: those by position, in the order of the buckets' specs.
             inputs: those by name.
 
         Raises:
-            DispatchError: too many, or one twice.
+            DispatchError: too many, one twice, or forward has them in another order.
         """
         names = tuple(self._buckets.inputs)
         if len(args) > len(names):
             raise DispatchError(
                 f"got {len(args)} positional inputs; expected at most {len(names)} "
                 f"({', '.join(names)}); pass inputs by name"
+            )
+        wanted = by_position(model, names) if args else []
+        if names[: len(args)] != tuple(wanted[: len(args)]):
+            raise DispatchError(
+                f"got {len(args)} positional inputs in the buckets' order ({', '.join(names)}); "
+                f"expected forward's order ({', '.join(wanted)}) to be the same, as one of the two "
+                "would be passed for another; pass inputs by name"
             )
         twice = [n for n in names[: len(args)] if n in inputs]
         if twice:
@@ -201,7 +216,7 @@ class Dispatch:
     def prepare(self, mb: MicroBatch) -> None:
         """Compiles what a micro-batch needs."""
         bucket, sizes = self.match(mb.inputs)
-        self._variant(bucket, sizes, _setting_of(mb), mb.ranks.index(self._groups.rank))
+        self._variant(bucket, sizes, self._setting_of(mb), mb.ranks.index(self._groups.rank))
 
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
         """Begins a round: what runs from now on gathers again what any of its micro-batches does.
@@ -213,16 +228,18 @@ class Dispatch:
         self._gathering = frozenset().union(*again) if again else None
 
     def _gathers_again(self, mb: PlannedMicroBatch) -> frozenset[int]:
-        setting = Setting(mb.sp, mb.micro_batch, mb.menu_step)
+        setting = self._setting_of(mb)
         if (mb.bucket, setting) not in self._again:
             sizes = {**mb.bucket.sizes, BATCH: setting.micro_batch}
             priced = self._planned.by_bucket[mb.bucket].priced
             placement = self.placement(mb.bucket, sizes, setting)
-            self._again[mb.bucket, setting] = priced.gathered_again(placement, mb.menu_step)
+            self._again[mb.bucket, setting] = priced.gathered_again(placement, setting.menu_step)
         return self._again[mb.bucket, setting]
 
-    def run_micro_batch(self, step: Step, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Returns the loss of a micro-batch of a step.
+    def run_micro_batch(
+        self, step: Step, mb: MicroBatch, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Returns what the model does for a micro-batch of a step, the loss first.
 
         Args:
             step: which it is of; the random numbers follow from its place there.
@@ -236,7 +253,7 @@ class Dispatch:
             bind_group(group_name(mb.sp), pg)
         seed = self._seeds.of_micro_batch(step.epoch, step.index, mb.number)
         place = mb.ranks.index(self._groups.rank)
-        return self._run(bucket, sizes, inputs, _setting_of(mb), place, seed)[0]
+        return self._run(bucket, sizes, inputs, self._setting_of(mb), place, seed)
 
     def idle(self, deliver: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Takes part in a round in which this rank has nothing to run.
@@ -309,6 +326,6 @@ class Dispatch:
             self.variants[key] = runnable.variant(placement, step, sizes, place, again)
         return self.variants[key]
 
-
-def _setting_of(mb: MicroBatch) -> Setting:
-    return Setting(mb.sp, mb.micro_batch, mb.menu_step)
+    def _setting_of(self, mb: MicroBatch | PlannedMicroBatch) -> Setting:
+        planned = self.menu_steps.get((mb.bucket, mb.sp, mb.micro_batch), mb.menu_step)
+        return Setting(mb.sp, mb.micro_batch, planned)

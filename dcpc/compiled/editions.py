@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.compiled.dispatch import Dispatch
-from dcpc.compiled.outputs import WithOutputs
+from dcpc.compiled.outputs.wanted import WithOutputs
 from dcpc.errors import DcpcError, DispatchError
 from dcpc.ir import Program
 from dcpc.plan.following import Followed, stands_for
@@ -204,24 +204,27 @@ class Editions:
         self._by_modes[modes] = made
         return made
 
-    def with_outputs(self, base: Edition) -> Edition:
-        """Returns what runs the buckets and returns what forward does, besides the loss.
+    def with_outputs(self, base: Edition) -> tuple[Edition, DcpcError | None]:
+        """Returns what runs the buckets and returns what forward does; why it cannot, or None.
+
+        Not raised here, as in `now`.
 
         Args:
             base: of the model's modes.
-
-        Raises:
-            TraceError: forward returns something else than tensors and numbers.
         """
         found = self._with_outputs.get(base.modes)
-        if found is None or not found.followed.holds(self._model):
-            start_s = time.perf_counter()
-            loss = WithOutputs(self._model, base.planned.loss)
-            degrees = {bucket: plan.sp for bucket, plan in base.planned.plans.items()}
+        if found is not None and found.followed.holds(self._model):
+            return found, None
+        start_s = time.perf_counter()
+        loss = WithOutputs(self._model, base.planned.loss)
+        degrees = {bucket: plan.sp for bucket, plan in base.planned.plans.items()}
+        try:
             by_bucket = self._prepare(base.buckets, (), loss)
             found = self._planned(base.buckets, by_bucket, degrees, start_s, loss)
-            self._with_outputs[base.modes] = found
-        return found
+        except DcpcError as error:  # TraceError: forward returns more than tensors and numbers
+            return base, error
+        self._with_outputs[base.modes] = found
+        return found, None
 
     def at(self, base: Edition, sizes: Mapping[str, int], larger: Bucket) -> Edition:
         """Returns what runs a length besides the buckets, at the degree of one that holds it.

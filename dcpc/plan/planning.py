@@ -9,7 +9,7 @@ from math import inf
 
 import torch
 
-from dcpc.buckets import BATCH, Bucket
+from dcpc.buckets import BATCH, Bucket, Sizes
 from dcpc.codegen.variant.source import variant_source
 from dcpc.errors import BucketError, PlanError
 from dcpc.fx.garbage import without_collection
@@ -390,7 +390,19 @@ def _batches(priced: Priced, bucket: Bucket, sp: int, request: PlanRequest) -> S
 def _row(priced: Priced, bucket: Bucket, sp: int, batch: int, request: PlanRequest) -> TriedRow:
     """Returns the cheapest row of one degree and micro-batch: the least recompute that fits."""
     sizes = {**bucket.sizes, BATCH: batch}
-    study = priced.at(priced.placement(sizes, sp, near=True))
+    return row_of(priced.at(priced.placement(sizes, sp, near=True)), sizes, sp, request)
+
+
+def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRow:
+    """Returns the cheapest row of a placement: the least recompute that fits.
+
+    Args:
+        study: of the placement.
+        sizes: length of every dim, batch included.
+        sp: ranks of the group.
+        request: what was asked for; its degrees do not count.
+    """
+    batch = sizes.get(BATCH, 1)
 
     def most() -> int:
         return study.steps

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dcpc.commands.shared.factories import writing
 from dcpc.commands.simulate.barriers import LinearCost
 from dcpc.commands.simulate.batches import longest_that_fits, planners, plans_of
 from dcpc.commands.simulate.costs import of_planned
@@ -171,10 +172,11 @@ def _finish(
     )
     shown = {o.name: o.shown for o in outcomes}
     if request.trace is not None:
-        request.trace.parent.mkdir(parents=True, exist_ok=True)
-        request.trace.write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
+        with writing(request.trace):
+            request.trace.write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
         text += f"\ntrace of the first steps: {request.trace} (open it in https://ui.perfetto.dev)"
     if request.png is not None:
-        draw(shown, request.png)
+        with writing(request.png):
+            draw(shown, request.png)
         text += f"\npicture of the first steps: {request.png}"
     return text + "\n"

@@ -15,7 +15,8 @@ from dcpc.compiled.editions import Edition, Editions, Prepare
 from dcpc.compiled.evaluation import filled_up, in_eval, length_edition, refuse_arguments
 from dcpc.compiled.materialize import on_meta
 from dcpc.compiled.model.steps import TrainedModel
-from dcpc.compiled.outputs import WithOutputs
+from dcpc.compiled.outputs.gradients import refusing_gradients
+from dcpc.compiled.outputs.wanted import WithOutputs, output_kind
 from dcpc.compiled.seeds import Seeds
 from dcpc.compiled.tighter import TighterPlans
 from dcpc.errors import DcpcError
@@ -93,17 +94,23 @@ class CompiledModel(TrainedModel):
         self._editions = Editions(model, first, prepare, make, groups.device.type)
         self._agreed = AgreedState(model, planned, groups)
         self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
+        self._output_settings = {}
         self._calls = 0
 
-    def forward(self, *args: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
         """Returns the model's loss, computed by the variant of these inputs' shape.
+
+        With `outputs=` it returns `(loss, outputs)`: what forward returns, in its own structure. A
+        gradient flows through the loss alone: backward through another output is an error.
 
         With sp > 1 all ranks of the SP group pass the same inputs and get the same loss; each one's
         `backward` adds its share of the gradient, which `reduce_gradients` sums. With
         `parameters="rounds"` all ranks call at once, each group with inputs of its own.
 
         Args:
-            args: inputs by position, in the order of the buckets' specs.
+            args: inputs by position, in the order of the buckets' specs, if forward has the same.
+            outputs: whether what forward returns comes back, too: "gathered" (or True), each tensor
+                whole on every rank of an SP group; a tensor is an input of that name.
             inputs: inputs by name.
 
         Raises:
@@ -112,11 +119,22 @@ class CompiledModel(TrainedModel):
                 out the parameters.
             GroupError: ranks of the SP group passed different shapes, or different values of
                 inputs that are no floats.
+            TraceError: with outputs, forward returns something else than tensors and numbers.
         """
+        if isinstance(outputs, Tensor):
+            inputs, outputs = {**inputs, "outputs": outputs}, False
+        kind = output_kind("a call", outputs)
         self._store.check_ready("a call")
         if torch.is_grad_enabled():
             self._refuse_by_hand("a call with gradients")
-        return self._call(*self._editions.now(), self._dispatch.named(args, inputs))[0]
+        edition, problem = self._editions.now()
+        if kind and problem is None:
+            edition, problem = self._editions.with_outputs(edition)
+        found = self._call(edition, problem, self._dispatch.named(self.model, args, inputs))
+        made = edition.planned.loss
+        if not isinstance(made, WithOutputs):
+            return found[0]
+        return made.restored(refusing_gradients(edition.planned.traces[0].traced.program, found))
 
     def evaluate(
         self,
@@ -124,7 +142,7 @@ class CompiledModel(TrainedModel):
         *,
         between: str | None = None,
         pad: Mapping[str, int | float] | None = None,
-        outputs: bool = False,
+        outputs: bool | str = False,
     ) -> Any:
         """Returns the loss of a batch in eval() and under no_grad; the model's mode stays.
 
@@ -137,8 +155,8 @@ class CompiledModel(TrainedModel):
                 the smallest bucket that holds them; "compile": they run as they are, captured and
                 planned when they first come; None: they are refused.
             pad: input name -> what fills it up at its end, as for `dcpc.DataLoader`.
-            outputs: whether what forward returns comes back, too: then `(loss, outputs)`, each
-                tensor whole on every rank of an SP group.
+            outputs: whether what forward returns comes back, too: then `(loss, outputs)`, as from
+                a call.
 
         Raises:
             DispatchError: names, dtypes or shapes match no bucket, no bucket is as long, an input
@@ -146,15 +164,16 @@ class CompiledModel(TrainedModel):
             TraceError: forward returns something else than tensors and numbers.
             GroupError: as for a call.
         """
-        refuse_arguments(batch, between, pad, self.buckets, outputs)
+        kind = output_kind("evaluate", outputs)
+        refuse_arguments(batch, between, pad, self.buckets, bool(kind))
         self._store.check_ready("evaluate")
         inputs = dict(batch)
         with in_eval(self.model), torch.no_grad():
             edition, problem = self._editions.now()
-            if problem is not None and (outputs or between is not None):
+            if kind and problem is None:
+                edition, problem = self._editions.with_outputs(edition)
+            if problem is not None and (kind or between is not None):
                 raise problem
-            if outputs:
-                edition = self._editions.with_outputs(edition)
             if between == "pad":
                 inputs = filled_up(edition, inputs, pad or {})
             elif between == "compile":

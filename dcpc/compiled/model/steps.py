@@ -5,9 +5,16 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from dcpc.codegen import delivering
+from dcpc.compiled.dispatch import Dispatch
+from dcpc.compiled.editions import Edition
 from dcpc.compiled.model.insight import ModelInsight
+from dcpc.compiled.outputs.settings import OutputSettings
+from dcpc.compiled.outputs.step_run import StepRun
+from dcpc.compiled.outputs.wanted import WithOutputs, output_kind
 from dcpc.errors import DataError, DcpcError, DispatchError
 from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
@@ -25,9 +32,15 @@ class TrainedModel(ModelInsight):
 
     comm_bucket_bytes: int
     _loggers: list[Callable[[Step, StepResult], None]]
+    _output_settings: dict[Dispatch, OutputSettings]
 
     def train_step(
-        self, step: Step, *, clip: float | None = None, nonfinite: str = "raise"
+        self,
+        step: Step,
+        *,
+        clip: float | None = None,
+        nonfinite: str = "raise",
+        outputs: bool | str = False,
     ) -> StepResult:
         """Runs all micro-batches of a planned step and sums the gradients over the ranks.
 
@@ -43,53 +56,46 @@ class TrainedModel(ModelInsight):
             nonfinite: what becomes of a loss that is NaN or infinite: "raise" a `DataError`, or
                 "skip" the step: `skipped` of the result is set, and `stats().skipped` counts it.
                 Either way all ranks do the same, and gradients are as they were before the step.
+            outputs: whether what forward returns comes back, too, as `outputs` of the result:
+                "gathered" (or True), each tensor whole on every rank that runs the micro-batch.
+                The first such step captures, plans and verifies the graphs that return them.
 
         Returns:
-            The global loss, and measured seconds and imbalance.
+            The global loss, measured seconds and imbalance; and, where they are asked for, the
+            outputs of each micro-batch of this rank, detached, in the order of its samples.
 
         Raises:
             DataError: an argument or a sample is wrong on some rank, or the loss is not finite.
             DispatchError: the model changed since it was compiled.
             GroupError: the ranks are not in the same step, or one did not arrive.
-            PlanError: a rank ran out of memory, and nothing smaller is left to try.
+            PlanError: a rank ran out of memory, and nothing smaller is left to try; or what the
+                micro-batches give back does not fit.
+            TraceError: with outputs, forward returns something else than tensors and numbers.
         """
-        refused = _refused(step, clip, nonfinite)
+        refused = _refused(step, clip, nonfinite, outputs)
         if refused is not None:
             self._agreed.of_step(None)  # its turn is over on this rank, too
             agree(self.groups, self.groups.world, "step", "", refused)
         self._store.check_ready("a train step")
-        state, check = self._agreed.of_step(self._step_problem())
-        dispatch = self._dispatch
+        edition, problem = self._step_edition(bool(output_kind("train_step", outputs)))
+        state, check = self._agreed.of_step(problem)
+        options = {"clip": clip, "nonfinite": nonfinite, "state": state}
 
         def attempt(step: Step) -> StepResult:
-            return train_step(
-                lambda mb, inputs: dispatch.run_micro_batch(step, mb, inputs),
-                step,
-                self._store,
-                self.groups,
-                prepare=dispatch.prepare,
-                delivering=delivering,
-                in_rounds=dispatch if self._store.in_rounds else None,
-                clip=clip,
-                nonfinite=nonfinite,
-                comm_bucket_bytes=self.comm_bucket_bytes,
-                state=state,
-                check=check,
-                every=self._learned.learns,
-            )
+            return self._attempt(step, edition, check, **options)
 
         what = f"train_step, step {step.index} of epoch {step.epoch}"
         try:
-            with self.groups.watch.section(what), dispatch.own_casts():
+            with self.groups.watch.section(what), edition.dispatch.own_casts():
                 step, result = self._tighter.run(step, attempt)
         finally:
-            dispatch.bind_blocks()
-            dispatch.begin(())
+            edition.dispatch.bind_blocks()
+            edition.dispatch.begin(())
         self._stepped(step, result)
         return result
 
-    def _step_problem(self) -> DcpcError | None:
-        """Returns why this rank's model as it is now cannot run a step; None: it can."""
+    def _step_edition(self, with_outputs: bool) -> tuple[Edition, DcpcError | None]:
+        """Returns what runs a step, and why this rank's model as it is now cannot; None: it can."""
         edition, problem = self._editions.now()
         if edition.dispatch is not self._dispatch:
             first = self._editions.first.modes
@@ -99,7 +105,53 @@ class TrainedModel(ModelInsight):
                 "are others; call compiled.train() before a step, or compile the model in the mode "
                 "in which it is trained"
             )
-        return problem or self._store.follow(self.model.parameters())
+        problem = problem or self._store.follow(self.model.parameters())
+        if with_outputs and problem is None:
+            return self._editions.with_outputs(edition)
+        return edition, problem
+
+    def _attempt(
+        self, step: Step, edition: Edition, check: Callable[[], None], **options: Any
+    ) -> StepResult:
+        """Returns what comes of a step as it is planned now.
+
+        Args:
+            step: which one.
+            edition: runs it.
+            check: as for `runtime.step.step.train_step`.
+            options: of it.
+        """
+        dispatch, made = edition.dispatch, edition.planned.loss
+        run = StepRun(step, dispatch, made if isinstance(made, WithOutputs) else None)
+
+        def check_all() -> None:
+            check()
+            if run.made is not None:
+                self._settings_of(edition).choose(step.plan, self._tighter.budgets)
+
+        if run.made is not None:
+            options["state"] += f", outputs of {edition.text}"
+        result = train_step(
+            run,
+            step,
+            self._store,
+            self.groups,
+            prepare=dispatch.prepare,
+            delivering=delivering,
+            in_rounds=dispatch if self._store.in_rounds else None,
+            comm_bucket_bytes=self.comm_bucket_bytes,
+            check=check_all,
+            every=self._learned.learns,
+            **options,
+        )
+        return replace(result, outputs=run.outputs())
+
+    def _settings_of(self, edition: Edition) -> OutputSettings:
+        found = self._output_settings.get(edition.dispatch)
+        if found is None:
+            found = OutputSettings(edition.planned, edition.dispatch, self.groups)
+            self._output_settings[edition.dispatch] = found
+        return found
 
     def _stepped(self, step: Step, result: StepResult) -> None:
         """Takes down what came of a step, and tells the loggers."""
@@ -162,13 +214,14 @@ class TrainedModel(ModelInsight):
             )
 
 
-def _refused(step: Step, clip: float | None, nonfinite: str) -> DcpcError | None:
+def _refused(step: Step, clip: float | None, nonfinite: str, outputs: object) -> DcpcError | None:
     """Returns what is wrong with this rank's step, or with the arguments of it."""
     try:
         check_step(step)
         if clip is not None:
             check_norm(clip)
         check_choice("nonfinite", nonfinite, ("raise", "skip"))
-    except DataError as error:
+        output_kind("train_step", outputs)
+    except DcpcError as error:
         return error
     return step.problem

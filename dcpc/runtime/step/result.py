@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from dcpc.runtime.data.steps import MicroBatch
 from dcpc.runtime.planner.plans import imbalance
+
+
+@dataclass(frozen=True)
+class MicroBatchOutputs:
+    """What a model's forward returned for a micro-batch of this rank.
+
+    Attributes:
+        micro_batch: with its samples (indices in the dataset), its inputs and its ranks, all of
+            which have these outputs.
+        loss: of the micro-batch, detached; None where it was not run, as its weight is 0.
+        outputs: what forward returned, in its own structure, detached; None likewise.
+    """
+
+    micro_batch: MicroBatch
+    loss: torch.Tensor | None
+    outputs: Any
 
 
 @dataclass(frozen=True)
@@ -29,6 +47,7 @@ class StepResult:
         skipped: whether its loss was NaN or infinite: gradients are as they were before it.
         every_s: measured seconds of each micro-batch of the plan, on its slowest rank, the same on
             every rank; 0 of one that does not count; empty: not asked for.
+        outputs: of each micro-batch of this rank, in order; empty: not asked for.
     """
 
     loss: torch.Tensor
@@ -42,6 +61,7 @@ class StepResult:
     grad_norm: float | None = None
     skipped: bool = False
     every_s: tuple[float, ...] = ()
+    outputs: tuple[MicroBatchOutputs, ...] = ()
 
     @property
     def imbalance(self) -> float:

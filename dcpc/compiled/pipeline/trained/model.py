@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -52,7 +53,7 @@ class PipelinedModel(CompiledModel):
         self.tables = cast(dict[Bucket, tuple[TriedRow, ...]], cut.planner.tables)
         grid = PipelineGrid.make(self.groups, len(cut.plan.stages), own.learning)
         self.groups.watch.follow(grid)
-        self._own = OwnStage(grid, cut.planner.cost.rows[own.index], self._stages.named)
+        self._own = OwnStage(grid, cut.planner.cost.rows[own.index], {})
         self._shared = 0  # place of the first tensor that the next step compares
 
     @property
@@ -74,7 +75,12 @@ class PipelinedModel(CompiledModel):
                 yield name, p
 
     def train_step(
-        self, step: Step, *, clip: float | None = None, nonfinite: str = "raise"
+        self,
+        step: Step,
+        *,
+        clip: float | None = None,
+        nonfinite: str = "raise",
+        outputs: bool | str = False,
     ) -> StepResult:
         """Runs a planned step on all stages and sums the gradients over the pipelines.
 
@@ -85,6 +91,7 @@ class PipelinedModel(CompiledModel):
             step: from `dcpc.DataLoader`.
             clip: largest norm of the whole model's gradient, all stages together.
             nonfinite: as for every compiled model.
+            outputs: refused: a stage has no more of forward than what it sends.
 
         Raises:
             DataError: an argument or a sample is wrong on some rank, or the loss is not finite.
@@ -98,6 +105,8 @@ class PipelinedModel(CompiledModel):
             check_choice("nonfinite", nonfinite, ("raise", "skip"))
             if clip is not None:
                 check_norm(clip)
+            if outputs is not False:
+                self._refuse("train_step(outputs=)")
         except DcpcError as error:
             problem = error
         seeds = {
@@ -106,13 +115,17 @@ class PipelinedModel(CompiledModel):
         }
         what = f"train_step, step {step.index} of epoch {step.epoch}"
         with self.groups.watch.section(what), self._dispatch.own_casts():
-            different = self._trained_apart()
+            apart = self._trained_apart()  # all ranks take part, whatever is wrong here
+            problem = problem or self._step_edition(False)[1] or apart
             result = pipelined_step(
-                self._own, step, seeds, clip=clip, nonfinite=nonfinite,
-                problem=problem or self._step_problem() or different,
-            )  # fmt: skip
+                self._now(), step, seeds, clip=clip, nonfinite=nonfinite, problem=problem
+            )
         self._stepped(step, result)
         return result
+
+    def _now(self) -> OwnStage:
+        """Returns what this rank runs, with the model's parameters as they are now."""
+        return replace(self._own, parameters=self._stages.named(self.model))
 
     def _trained_apart(self) -> GroupError | None:
         """Returns which ranks of a stage have other values of its parameters than the first.
@@ -120,7 +133,7 @@ class PipelinedModel(CompiledModel):
         Collective over all ranks; compares a share of them, another one each time.
         """
         grid, groups = self._own.grid, self.groups
-        share, self._shared = share_of(dict(self._stages.named), self._shared)
+        share, self._shared = share_of(self._stages.named(self.model), self._shared)
         told: list[str] = [share] * groups.world
         if groups.world > 1:
             dist.all_gather_object(told, share, group=groups.control(groups.world))
@@ -144,7 +157,7 @@ class PipelinedModel(CompiledModel):
         Returns:
             Its norm before, over all stages.
         """
-        return clip_stages(self._own, max_norm)
+        return clip_stages(self._now(), max_norm)
 
     # --------------------------------------------------------------------------- looking in
 

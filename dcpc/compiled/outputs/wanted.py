@@ -1,21 +1,46 @@
-"""What a model's forward returns besides its loss: all tensors of it, in its own structure."""
+"""What a forward returns besides its loss: its tensors for the trace, and its own structure."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from dcpc.errors import TraceError
+from dcpc.errors import DispatchError, TraceError
 from dcpc.trace.loss import AllOutputs, Loss, find_loss, returned
 
+# What a leaf of the outputs is: no tensor, a tensor, or the loss itself.
+TENSOR, LOSS = 1, 2
 _PLAIN = (bool, int, float, str, type(None))
+# How outputs come back: whole on every rank of a group, or this rank's piece.
+KINDS = ("gathered", "sharded")
+
+
+def output_kind(who: str, outputs: object) -> str:
+    """Returns one of `KINDS`, or "" where no outputs are asked for.
+
+    Args:
+        who: is asked, such as "a call".
+        outputs: what the user gave: a kind, or a bool; True means "gathered".
+
+    Raises:
+        DispatchError: it is neither.
+    """
+    if outputs is None or isinstance(outputs, bool):
+        return KINDS[0] if outputs else ""
+    if isinstance(outputs, str) and outputs in KINDS:
+        return outputs
+    raise DispatchError(
+        f"{who}: got outputs={reprlib.repr(outputs)}; expected 'gathered' (or True), 'sharded' or "
+        "False; choose one"
+    )
 
 
 class WithOutputs:
-    """Takes the place of a model's `loss=`: returns its loss, then all other tensors.
+    """Takes the place of a model's `loss=`: returns its loss, then all other tensors, detached.
 
     Args:
         model: the user's.
@@ -39,23 +64,24 @@ class WithOutputs:
         """
         loss = find_loss(returned(_Returned(outputs), inputs, self._loss))
         leaves, spec = tree_flatten(outputs)
-        others = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
-        if others:
+        odd = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
+        if odd:
             raise TraceError(
-                f"{self._forward}.forward returned a {type(others[0]).__name__} in its outputs; "
+                f"{self._forward}.forward returned a {type(odd[0]).__name__} in its outputs; "
                 "expected tensors, numbers and strings in lists, tuples, dicts and dataclasses "
                 "that torch.utils._pytree knows; leave it out (use_cache=False for a cache of "
-                "keys), or evaluate without outputs=True"
+                "keys), or leave outputs= out"
             )
         plain = [None if isinstance(x, Tensor) else x for x in leaves]
-        tensors = [isinstance(x, Tensor) for x in leaves]
+        tensors = [LOSS if x is loss else TENSOR * isinstance(x, Tensor) for x in leaves]
         if self._known is not None and self._known != (spec, [plain, tensors]):
             raise TraceError(
                 f"{self._forward}.forward returned {spec}, got {self._known[0]} before; expected "
-                "one structure at all lengths; return the same, or evaluate without outputs=True"
+                "one structure at all lengths; return the same, or leave outputs= out"
             )
         self._known = spec, [plain, tensors]
-        return AllOutputs((loss, *(x for x in leaves if isinstance(x, Tensor))))
+        others = [x for x, kind in zip(leaves, tensors, strict=True) if kind == TENSOR]
+        return AllOutputs((loss, *(x.detach() for x in others)))
 
     def restored(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
         """Returns the loss, and what forward returns.
@@ -64,10 +90,12 @@ class WithOutputs:
             tensors: in the order of a call's.
         """
         assert self._known is not None, "a trace has called it"
-        spec, (plain, is_tensor) = self._known
+        spec, (plain, kinds) = self._known
         loss, *rest = tensors
         left = iter(rest)
-        leaves = [next(left) if held else x for x, held in zip(plain, is_tensor, strict=True)]
+        leaves = []
+        for x, kind in zip(plain, kinds, strict=True):
+            leaves.append(next(left) if kind == TENSOR else loss if kind == LOSS else x)
         return loss, tree_unflatten(leaves, spec)
 
 
