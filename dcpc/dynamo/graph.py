@@ -15,6 +15,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from dcpc.buckets import Buckets
 from dcpc.buckets.specs import MAX_SIZE, DimExpr, InputSpec
+from dcpc.dynamo.numbers import is_number, value_of, with_numbers
 from dcpc.errors import BucketError, TraceError
 from dcpc.trace.loss import AllOutputs
 
@@ -82,7 +83,7 @@ class Arguments:
 
     def numbers(self, given: Sequence[Any]) -> tuple[int | float, ...]:
         """Returns the numbers in a call that a graph has in it."""
-        return tuple(_value(given[i]) for i in self.constants)
+        return tuple(value_of(given[i]) for i in self.constants)
 
     def shape(self, given: Sequence[Any]) -> tuple[int, ...]:
         """Returns the size of each of `sizes` in a call."""
@@ -126,7 +127,7 @@ class Captured(nn.Module):
         super().__init__()
         self.arguments = arguments
         placeholders = gm.graph.find_nodes(op="placeholder")
-        made = with_numbers(gm, {i: _value(examples[i]) for i in arguments.constants})
+        made = with_numbers(gm, {i: value_of(examples[i]) for i in arguments.constants})
         for node in made.graph.find_nodes(op="get_attr"):
             name = str(node.target).partition(".")[0]
             setattr(self, name, getattr(made, name))
@@ -188,46 +189,6 @@ class Captured(nn.Module):
         return tuple(found)
 
 
-def with_numbers(gm: fx.GraphModule, numbers: Mapping[int, int | float]) -> fx.GraphModule:
-    """Returns a captured graph in which some arguments are constants; they are not read.
-
-    Args:
-        gm: from Dynamo; not changed.
-        numbers: position of an argument -> its value; of a float it is passed as a tensor.
-    """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    placeholders = graph.find_nodes(op="placeholder")
-    for position, value in numbers.items():
-        if isinstance(value, int):
-            _read_instead(placeholders[position], value)
-            continue
-        for item in [*placeholders[position].users]:
-            if item.target != "item":
-                raise TraceError(
-                    f"argument '{placeholders[position].name}' of the captured graph: got a number "
-                    f"that {item.format_node()} takes for a tensor; expected item() alone"
-                )
-            _read_instead(item, value)
-            graph.erase_node(item)
-    return fx.GraphModule(gm, graph)
-
-
-def _value(number: Any) -> int | float:
-    return float(number) if isinstance(number, Tensor) else int(number)
-
-
-def _read_instead(node: fx.Node, value: int | float) -> None:
-    """Has the users of a node read a number in its place."""
-
-    def taken(leaf: Any) -> Any:
-        return value if leaf is node else leaf
-
-    for user in [*node.users]:
-        args, kwargs = fx.node.map_aggregate((user.args, user.kwargs), taken)
-        user.args, user.kwargs = args, kwargs
-
-
 def arguments_of(gm: fx.GraphModule, examples: Sequence[Any], learns: bool) -> Arguments:
     """Returns what a captured graph takes, with a name for each size that is not fixed.
 
@@ -264,7 +225,7 @@ def arguments_of(gm: fx.GraphModule, examples: Sequence[Any], learns: bool) -> A
                 f"argument '{node.name}' of the captured graph: got {type(value).__name__}; "
                 "expected a tensor or a size; pass it as a constant"
             )
-        if getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
+        if is_number(node):
             constants.append(position)
             continue
         if isinstance(example, nn.Parameter):

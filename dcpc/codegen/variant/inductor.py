@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 
+from dcpc.codegen.variant.flash_calls import spell_attention
 from dcpc.codegen.variant.variant import Boxed
 
 
@@ -28,9 +29,9 @@ def decompositions() -> Mapping[Any, Any]:
 
 
 def compile_graph(
-    gm: fx.GraphModule, mode: FakeTensorMode
+    gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol] = frozenset()
 ) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
-    """Returns a boxed callable, and what Inductor assumed of sizes."""
+    """Returns a boxed callable, and what Inductor assumed of sizes; see `backends.py`."""
     examples = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     env = mode.shape_env
     assert env is not None
@@ -40,6 +41,7 @@ def compile_graph(
     # the cache.
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
+    spell_attention(graph, mode, present)
     _fix_layouts(graph)
     copy = fx.GraphModule(gm, graph)
     in_order = config.patch(IN_ORDER), V.set_choices_handler(InOrder())

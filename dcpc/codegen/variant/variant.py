@@ -16,7 +16,6 @@ from dcpc.codegen.lower.integer_inputs import IntegerInput
 from dcpc.codegen.variant.empty import SAFE
 from dcpc.errors import CodegenError
 from dcpc.fx.integers import of_some
-from dcpc.fx.writes import times_written
 from dcpc.ir import Partition
 
 Boxed = Callable[[list[Any]], Any]
@@ -257,7 +256,8 @@ def _detached(value: Any) -> Any:
 
 
 def _versions(kept: list[Any]) -> list[int]:
-    return [times_written(x) if isinstance(x, Tensor) else 0 for x in kept]
+    # As `times_written`, without a call for each.
+    return [x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in kept]
 
 
 def _refuse_changed(variant: Variant, kept: list[Any], versions: list[int]) -> None:

@@ -15,7 +15,7 @@ from dcpc.compiled.model import CompiledModel
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.compiled.pipeline.trained.ownership import StageStore
 from dcpc.compiled.pipeline.trained.report import stages_report
-from dcpc.errors import CheckpointError, DcpcError, DispatchError, GroupError
+from dcpc.errors import CheckpointError, DataError, DcpcError, DispatchError, GroupError
 from dcpc.ir import Profile
 from dcpc.plan.choose import TriedRow
 from dcpc.runtime.data.arguments import check_choice, check_step
@@ -91,7 +91,7 @@ class PipelinedModel(CompiledModel):
             step: from `dcpc.DataLoader`.
             clip: largest norm of the whole model's gradient, all stages together.
             nonfinite: as for every compiled model.
-            outputs: refused: a stage has no more of forward than what it sends.
+            outputs: False; what forward returns besides its loss does not come back.
 
         Raises:
             DataError: an argument or a sample is wrong on some rank, or the loss is not finite.
@@ -103,10 +103,13 @@ class PipelinedModel(CompiledModel):
         problem = step.problem
         try:
             check_choice("nonfinite", nonfinite, ("raise", "skip"))
+            if outputs is not False:
+                raise DataError(
+                    f"train_step: got outputs={outputs!r}; expected False: the last stage makes "
+                    "the loss alone; leave outputs= out, or compile without pipeline="
+                )
             if clip is not None:
                 check_norm(clip)
-            if outputs is not False:
-                self._refuse("train_step(outputs=)")
         except DcpcError as error:
             problem = error
         seeds = {
