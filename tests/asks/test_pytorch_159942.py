@@ -7,6 +7,7 @@ import pytest
 
 import dcpc
 from tests.cases.asks import PAD, TEXT, Texts, entry, far, trained
+from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks
 from tests.cases.stages import CASES
 
@@ -21,7 +22,11 @@ def errors(rank: int) -> tuple[float, float, list[tuple[int, ...]], int]:
     warnings.simplefilter("ignore")
     buckets = dcpc.Buckets(TEXT, sizes=[{"seq": n, "batch": 2} for n in LENGTHS])
     tied = CASES["gpt_tied"].make
-    compiled = dcpc.compile(tied(), buckets, pipeline=2, backend="eager", verify="off")
+    compiled = dcpc.compile(
+        tied(), buckets, pipeline=2, backend="eager", device=SPLITTING, verify="off"
+    )
+    tied_text = "embedding.weight is on stages 0 and 1; its gradient is the sum of theirs"
+    assert tied_text in compiled.report()
     loader = dcpc.DataLoader(DATA, compiled, tokens_per_step=300, pad=PAD, weight="labels")
     steps, alone, shapes = list(loader), tied(), set()
     for step in steps:

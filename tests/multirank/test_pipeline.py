@@ -14,6 +14,7 @@ from dcpc.errors import CheckpointError, DataError, DcpcError, DispatchError, Pl
 from dcpc.runtime.data.steps import Step
 from tests.cases import language_models
 from tests.cases.asks import PAD, TEXT, Texts, far, gpt, plain_step, ran, trained
+from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks
 from tests.cases.stages import CASES
 
@@ -54,7 +55,7 @@ def parts(name: str) -> tuple[nn.Module, dcpc.Buckets, Any, dict[str, int]]:
 def made(name: str, stages: int, tokens: int = 150, **options: Any):
     warnings.simplefilter("ignore")
     model, buckets, data, pad = parts(name)
-    options = {"backend": "eager", "verify": "off", **options}
+    options = {"backend": "eager", "device": SPLITTING, "verify": "off", **options}
     compiled = dcpc.compile(model, buckets, pipeline=stages, **options)
     loader = dcpc.DataLoader(data, compiled, tokens_per_step=tokens, pad=pad, weight=_weight(name))
     return compiled, loader, data

@@ -133,14 +133,6 @@ class ModelCosts:
         return 2.0 * (self.world - 1) * self.gradient_bytes
 
 
-def reduction_seconds(gradient_bytes: float, world: int, device: Device) -> float:
-    """Returns the seconds of a ring all-reduce over all ranks."""
-    if world == 1:
-        return 0.0
-    link = device.link(world)
-    return link.alpha_s + 2.0 * (world - 1) / world * gradient_bytes / link.bytes_per_s
-
-
 def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
     """Returns the costs of a planned model.
 
@@ -180,7 +172,7 @@ def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
     if planned.in_rounds:  # each micro-batch has summed its gradients
         costs = ModelCosts(tuple(found), world, device.node_ranks, 0.0, 0.0, in_rounds=True)
         return replace(costs, packing=_packing(planned, costs))
-    seconds_s = reduction_seconds(gradients, world, device)
+    seconds_s = device.all_reduce_s(gradients, world)
     costs = ModelCosts(
         tuple(found), world, device.node_ranks, gradients, seconds_s,
         # A gather sends half of what an all-reduce does, and so does the sum of rows.

@@ -166,7 +166,9 @@ class PipelinedModel(CompiledModel):
 
     def report(self) -> str:
         """Returns the stages: what each has, takes and needs, at every bucket."""
-        return f"{stages_report(self._cut, self._own.grid.replicas)}\n{self.verifier.report()}"
+        text = stages_report(self._cut, self._own.grid.replicas)
+        text += f"{self.staging}\n" * bool(self.staging)
+        return f"{text}\n{self.verifier.report()}"
 
     def stats(self) -> Stats:
         """Returns counts of what has run on this rank."""
