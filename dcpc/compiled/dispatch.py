@@ -84,7 +84,7 @@ class Dispatch:
             if pg is not None:
                 bind_group(group_name(sp), pg)
         if self.store.in_rounds:
-            pg = self._groups.of(self._groups.world)
+            pg = self._groups.of(self.store.block)
             assert pg is not None, "alone nothing is gathered"
             bind_group(ROWS_GROUP, pg)
 
@@ -224,7 +224,7 @@ class Dispatch:
         """Begins a round: what runs from now on gathers again what any of its micro-batches does.
 
         Args:
-            together: that all ranks run at once; none: what runs is in no round.
+            together: that ranks of a block run at once; none: what runs is in no round.
         """
         again = [self._gathers_again(mb) for mb in together]
         self._gathering = frozenset().union(*again) if again else None

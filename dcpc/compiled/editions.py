@@ -261,7 +261,7 @@ class Editions:
             if stands_for(runnable.traced.program, program):
                 runs = {own: runnable}
                 return self._planned(only, runs, degrees, start_s, planned.loss, base)
-        if planned.in_rounds:
+        if planned.block:
             raise DispatchError(
                 f"evaluate at {own}: got graphs of this length alone; expected those of the "
                 "buckets, as all ranks gather parameters together (parameters='rounds'); pad to a "

@@ -24,7 +24,7 @@ class FakeCompiled:
     plans: dict[Bucket, BucketPlan]
     groups: Groups
     node_ranks: int = 8
-    in_rounds: bool = False
+    block: int = 0
     speeds: tuple[float, ...] = ()
     replans: int = 0
     batch_planner: None = None

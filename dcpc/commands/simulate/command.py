@@ -111,19 +111,23 @@ def simulate_model(
     """
     costs = of_planned(planned, request.world, device)
     epoch = _epoch([b.bucket for b in costs.buckets], source, request)
-    outcomes, seconds = [], []
+    outcomes, seconds, without = [], [], list[str]()
     for name, system in tracked([*SYSTEMS.items()], "simulate", lambda item: item[0]):
         if name == PACKING and costs.packing is None:
             continue
         begin_s = time.perf_counter()
         own = replace(costs, reduction_s=0.0, gradient_bytes=0.0) if name in SHARDED else costs
-        outcomes.append(of_steps(name, system(costs, epoch), own, epoch.tokens))
+        try:
+            outcomes.append(of_steps(name, system(costs, epoch), own, epoch.tokens))
+        except PlanError as error:  # a system that cannot run these buckets is no reason to end
+            without.append(f"left out: {name}: {error}\n")
+            continue
         seconds.append(time.perf_counter() - begin_s)
     title = (
         f"{request.world} x {device.name}, {len(epoch.batches)} batches of "
         f"{request.tokens:,} tokens, {len(epoch.tokens):,} samples; predicted"
     )
-    return _finish(title, outcomes, seconds, request)
+    return _finish(title, outcomes, seconds, request) + "".join(without)
 
 
 def _epoch(

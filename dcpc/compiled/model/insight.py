@@ -102,9 +102,9 @@ class ModelInsight(SavedModel):
         return self.verifier.division_problems(weigh, pad)
 
     @property
-    def in_rounds(self) -> bool:
-        """Whether all ranks wait for each other after each micro-batch of a step."""
-        return self.planned.in_rounds
+    def block(self) -> int:
+        """Ranks that wait for each other after each micro-batch of a step; 0: none do."""
+        return self.planned.block
 
     @property
     def node_ranks(self) -> int:

@@ -73,9 +73,9 @@ class CompiledModel(TrainedModel):
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
         self._store: WholeStore = UnmadeStore(groups)
-        mode = planned.request.parameters
+        asked = planned.request
         if not on_meta(model) or shared_out(model):
-            self._store = store_of(mode, model.parameters(), groups)
+            self._store = store_of(asked.parameters, model.parameters(), groups, asked.block)
             self._store.install(model)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._learned = learned
@@ -105,7 +105,7 @@ class CompiledModel(TrainedModel):
 
         With sp > 1 all ranks of the SP group pass the same inputs and get the same loss; each one's
         `backward` adds its share of the gradient, which `reduce_gradients` sums. With
-        `parameters="rounds"` all ranks call at once, each group with inputs of its own.
+        `parameters="rounds"` all ranks of a block call at once, each group with inputs of its own.
 
         Args:
             args: inputs by position, in the order of the buckets' specs, if forward has the same.
@@ -197,10 +197,10 @@ class CompiledModel(TrainedModel):
         bucket, sizes = dispatch.match(inputs)
         self._calls += 1
         problem = problem or dispatch.input_problem(bucket, inputs)
-        if self._store.in_rounds:  # all ranks gather parameters together, whatever each runs
+        if self._store.in_rounds:  # ranks of a block gather together, whatever each runs
             problem = problem or self._store.follow(self.model.parameters())
             text = PART.join([f"number {self._calls}", edition.text])
-            agree(self.groups, self.groups.world, "call of every rank", text, problem)
+            agree(self.groups, self._store.block, "call of every rank", text, problem)
         setting = dispatch.setting(bucket)
         if setting.sp > 1:
             what = edition.call_text(self._calls, bucket, sizes, inputs)

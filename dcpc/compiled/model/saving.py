@@ -59,7 +59,8 @@ class SavedModel(OwnState):
             self._make_real(init, followed)
 
     def _make_real(self, init: Init, followed: Followed) -> None:
-        self._store = made_real(self.model, self.planned.request.parameters, self.groups, init)
+        asked = self.planned.request
+        self._store = made_real(self.model, asked.parameters, self.groups, init, asked.block)
         self._dispatch.store = self._store
         self._dispatch.bind_blocks()
         followed.materialized(self.model)

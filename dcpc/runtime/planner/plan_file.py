@@ -18,7 +18,7 @@ from dcpc.runtime.planner.plans import MODES, PlannedMicroBatch, StepPlan, step_
 from dcpc.runtime.planner.step_planner import Allowed
 from dcpc.runtime.planner.table import PlanTable
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
         for row in own
     }
     placed = [_micro_batch(entry, table, rows, where) for entry in data["micro_batches"]]
-    found = step_plan(placed, table.world, in_rounds=table.in_rounds)
+    found = step_plan(placed, table.world, table.block)
     if "pipelines" in data:  # their stages run at times of their own
         busy_s, end_s = tuple(map(float, data["busy_s"])), float(data["end_s"])
         pipelines = tuple(map(str, data["pipelines"]))

@@ -23,8 +23,8 @@ class Source(Protocol):
         """Every setting of each bucket: what the mode "auto" chooses from."""
 
     @property
-    def in_rounds(self) -> bool:
-        """Whether all ranks wait for each other after each micro-batch."""
+    def block(self) -> int:
+        """Ranks that wait for each other after each micro-batch; 0: none do."""
 
 
 class BatchPlanner(Protocol):

@@ -14,7 +14,7 @@ from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.reduction import GivenUpError, Reduction
 from dcpc.runtime.parameters.store import WholeStore
-from dcpc.runtime.planner.plans import PlannedMicroBatch, rounds
+from dcpc.runtime.planner.plans import PlannedMicroBatch, rounds_of
 from dcpc.runtime.step.clock import Clock
 from dcpc.runtime.step.facts import gather_facts
 from dcpc.runtime.step.shortage import Attempt, OutOfMemoryInStepError, Shortage
@@ -46,7 +46,7 @@ class Turn:
 
     Attributes:
         own: what it runs; None: nothing, but it takes part in what others run.
-        together: what all ranks run in this round; empty: ranks go on without each other.
+        together: what ranks of a block run in this round; empty: ranks go on without each other.
     """
 
     own: MicroBatch | None
@@ -54,16 +54,18 @@ class Turn:
 
 
 def turns_of(step: Step, store: WholeStore, groups: Groups) -> list[Turn]:
-    """Returns what this rank does, in order."""
+    """Returns what this rank does, in order.
+
+    Raises:
+        PlanError: a group of ranks does not fit the blocks that share parameters out.
+    """
     if not store.in_rounds:
         return [Turn(mb) for mb in step.micro_batches]
-    mine = {mb.number: mb for mb in step.micro_batches}
-    every = step.plan.micro_batches
-    found = []
-    for numbers in rounds([mb.ranks for mb in every], groups.world):
-        own = next((mine[n] for n in numbers if n in mine), None)
-        found.append(Turn(own, tuple(every[n] for n in numbers)))
-    return found
+    own = iter(step.micro_batches)
+    return [
+        Turn(next(own) if any(groups.rank in mb.ranks for mb in together) else None, together)
+        for together in rounds_of(step.plan, groups.rank, store.block)
+    ]
 
 
 def summed(

@@ -27,27 +27,26 @@ def model():
         return gpt(layers=3, width=32)
 
 
-def chosen(model, memory):
-    options = replace(OPTIONS, memory=memory)
-    single = plan_with(model, BUCKETS, replace(options, world=1, sp=1), partly=True)
-    try:
-        whole = plan_with(model, BUCKETS, options)
-    except PlanError as error:
-        whole = error
-    return choose_stages(model, BUCKETS, whole, single, 2)
-
-
 def test_auto_takes_what_ends_first_and_fits(model):
-    ample = chosen(model, 1e9)
+    single = plan_with(model, BUCKETS, replace(OPTIONS, world=1, sp=1, memory=1e9), partly=True)
+    whole = plan_with(model, BUCKETS, OPTIONS)
+    ample = choose_stages(model, BUCKETS, whole, single, 2)
     assert ample.cut is None, "over this slow link a stage waits for messages"
     assert "no pipeline: a step of 8 samples" in ample.why
     state_bytes = 4 * sum(p.nbytes for p in model.parameters())
-    short = chosen(model, 1.15 * state_bytes)
+
+    def of_memory(share):
+        request = replace(single.request, memory_bytes=int(share * state_bytes))
+        misfit = PlanError("the whole model does not fit")
+        return choose_stages(model, BUCKETS, misfit, replace(single, request=request), 2)
+
+    short = of_memory(1.2)
     assert short.cut is not None
+    assert max(short.cut.plan.needed_bytes) <= 1.2 * state_bytes
     assert "2 stages: a step of 8 samples" in short.why
     assert "no pipeline does not fit" in short.why
-    with pytest.raises(PlanError, match="parameters, their gradients"):
-        chosen(model, 0.1 * state_bytes)
+    with pytest.raises(PlanError, match="the whole model does not fit"):
+        of_memory(0.3)
 
 
 def test_a_plan_has_every_sample_once_in_micro_batches_of_a_bucket(model):

@@ -93,8 +93,9 @@ def _staged_s(
     found = cut.planner.pipelines([bucket for _, bucket in samples])
     sizes = {name: p.nbytes for name, p in model.named_parameters()}
     largest = max(sum(sizes[n] for n in stage.learning) for stage in cut.plan.stages)
+    replicas = cut.planner.replicas
     end_s = max(p.found.replay.makespan_s for p in found)
-    return end_s + device.all_reduce_s(largest, cut.planner.replicas)
+    return end_s + device.all_reduce_s(largest, replicas, replicas * len(cut.plan.stages))
 
 
 def _why(

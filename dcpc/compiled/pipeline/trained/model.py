@@ -119,7 +119,7 @@ class PipelinedModel(CompiledModel):
         what = f"train_step, step {step.index} of epoch {step.epoch}"
         with self.groups.watch.section(what), self._dispatch.own_casts():
             apart = self._trained_apart()  # all ranks take part, whatever is wrong here
-            problem = problem or self._step_edition(False)[1] or apart
+            problem = problem or self._step_edition("")[1] or apart
             result = pipelined_step(
                 self._now(), step, seeds, clip=clip, nonfinite=nonfinite, problem=problem
             )
@@ -178,7 +178,7 @@ class PipelinedModel(CompiledModel):
 
     # ------------------------------------------------------- what a rank with a stage cannot do
 
-    def forward(self, *args: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
         """Refuses a call: a rank has one stage."""
         self._refuse("a call")
 

@@ -15,6 +15,7 @@ _REFUSED = {
         "a rank has the parameters of its stage, whole; leave parameters= out, or compile without "
         "pipeline=",
     ),
+    "block": ((), "a rank has the parameters of its stage, whole; leave block= out"),
     "attention": ((), "no attention is split within a stage; leave attention= out"),
     "speeds": ((), "the cut is for stages that are equally fast; leave speeds= out"),
     "optimizer": ((), "the cut counts Adam's state; leave optimizer= out, and raise memory= by "
