@@ -106,7 +106,7 @@ TABLE = {
     "dcpc.dynamo": {
         "numbers": "",
         "graph": "numbers",
-        "family": "graph numbers",
+        "family": "graph",
         "entry": "family numbers",
         "__init__": "entry",
     },
