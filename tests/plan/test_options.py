@@ -38,7 +38,10 @@ SHARED = {
         (
             dcpc.compile,
             CompileOptions,
-            {"group": None, "verify": "auto", "timeout": 60.0, "speeds": "equal"},
+            {
+                    "group": None, "verify": "auto", "timeout": 60.0, "speeds": "equal",
+                    "pipeline": None,
+                },  # fmt: skip
         ),
         (plan, PlanOptions, {"world": 1}),
     ],
