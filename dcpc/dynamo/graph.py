@@ -145,6 +145,7 @@ class Captured(nn.Module):
         }
         self.tensors = tuple(i for i, x in enumerate(values) if isinstance(x, Tensor))
         self.numbers = tuple(None if isinstance(x, Tensor) else _number(x) for x in values)
+        self._strides = [[_number(n) for n in values[i].stride()] for i in self.tensors]
         for position, name in arguments.parameters.items():
             p = examples[position].detach()
             learning = learns and examples[position].requires_grad
@@ -176,6 +177,21 @@ class Captured(nn.Module):
         sizes = {**dict(zip(self.arguments.sizes, shape, strict=True)), **self.fixed}
         return tuple(None if number is None else number(sizes) for number in self.numbers)
 
+    def strides_at(self, shape: Sequence[int]) -> tuple[tuple[int, ...] | None, ...]:
+        """Returns how each tensor lies that the captured graph returns; None: it is not known.
+
+        Args:
+            shape: of a call, from `Arguments.shape`.
+        """
+        sizes = {**dict(zip(self.arguments.sizes, shape, strict=True)), **self.fixed}
+        found: list[tuple[int, ...] | None] = []
+        for strides in self._strides:
+            try:
+                found.append(tuple(stride(sizes) for stride in strides))
+            except KeyError:  # a stride of an argument that no dim's length says
+                found.append(None)
+        return tuple(found)
+
     def returned(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> tuple[Any, ...]:
         """Returns what the captured graph returns, in its order, sizes among it.
 
@@ -187,6 +203,50 @@ class Captured(nn.Module):
         for position, tensor in zip(self.tensors, tensors, strict=True):
             found[position] = tensor
         return tuple(found)
+
+
+def lying(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
+    """Returns a tensor that lies in memory by some strides, if these fill it.
+
+    What calls the captured graph may take a view of its result that others have not.
+
+    Args:
+        tensor: that a graph returned.
+        strides: wanted; None: as it lies.
+    """
+    if strides is None or tensor.numel() == 0:
+        return tensor
+    dims = [d for d, size in enumerate(tensor.shape) if size > 1]
+    if all(tensor.stride(d) == strides[d] for d in dims):
+        return tensor
+    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
+    back = [order.index(d) for d in range(tensor.ndim)]
+    made = tensor.permute(order).contiguous().permute(back)
+    return made if all(made.stride(d) == strides[d] for d in dims) else tensor
+
+
+# What reads how a tensor lies. Dynamo answers some of it itself.
+_OF_MEMORY = {"stride", "storage_offset", "as_strided", "as_strided_", torch.as_strided}
+
+
+def refuse_reads_of_memory(gm: fx.GraphModule) -> None:
+    """Refuses a graph that reads how values lie, where arguments do not lie one after the other.
+
+    Graphs get contiguous arguments.
+
+    Args:
+        gm: from Dynamo.
+
+    Raises:
+        TraceError: it does.
+    """
+    reads = [n for n in gm.graph.nodes if n.op.startswith("call_") and n.target in _OF_MEMORY]
+    values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
+    if reads and not all(x.is_contiguous() for x in values if isinstance(x, Tensor)):
+        raise TraceError(
+            f"the captured graph: got {reads[0].format_node()}, and an argument that is not "
+            "contiguous; expected contiguous ones where a graph reads strides; pass x.contiguous()"
+        )
 
 
 def arguments_of(gm: fx.GraphModule, examples: Sequence[Any], learns: bool) -> Arguments:

@@ -5,6 +5,7 @@ import torch
 
 import dcpc
 from dcpc.runtime.groups.local_ranks import run_ranks
+from dcpc.runtime.step import turns
 from tests.cases.exactness import SPLITTING
 from tests.cases.outputs import (
     BUCKETS,
@@ -15,6 +16,7 @@ from tests.cases.outputs import (
     step_errors,
     training,
 )
+from tests.fuzz.memory_limit import MemoryLimit
 
 
 def errors(rank, outputs, own_loss, options):
@@ -111,17 +113,29 @@ def test_a_gradient_through_an_output_is_refused():
 
 
 def test_outputs_count_in_what_a_step_may_need():
-    compiled, loader = training(backend="eager")
-    step = next(iter(loader))
-    plan = step.plan
-    compiled.train_step(step, outputs=True)
-    (edition,) = compiled._editions._with_outputs.values()
-    found = compiled._settings_of(edition)
-    first = found.output_bytes(plan.micro_batches[0])
-    room = found._room(plan, {})
-    most = compiled.memory_bytes
-    assert first > 0
-    assert min(room.values()) == most - sum(map(found.output_bytes, plan.micro_batches[:-1]))
-    budgets = {b: 20_000 for b in compiled.plans}
+    compiled, loader = training(backend="eager", recompute="none")
+    plan = (step := next(iter(loader))).plan
+    measured, predicted = [], []
+    for outputs in (False, True):
+        compiled.train_step(step, outputs=outputs)  # traces what runs below
+        compiled.zero_grad()
+        limit = MemoryLimit()
+        with limit.around(turns, "run_turns"):
+            compiled.train_step(step, outputs=outputs)
+        measured.append(limit.most_bytes)
+        edition = [compiled._editions.first, *compiled._editions._with_outputs.values()][-1]
+        settings = compiled._settings_of(edition)
+        kept = [settings.output_bytes(mb) for mb in plan.micro_batches]
+        peaks = []
+        for number, mb in enumerate(plan.micro_batches):
+            sizes = {**mb.bucket.sizes, "batch": len(mb.sample_ids)}
+            setting = edition.dispatch.setting_of(mb)
+            study = edition.planned.by_bucket[mb.bucket].priced.at(
+                edition.dispatch.placement(mb.bucket, sizes, setting)
+            )
+            before = sum(kept[:number])
+            peaks.append(before + study.predict(setting.menu_step, sizes).peak_bytes)
+        predicted.append(max(peaks))
+    assert measured[1] - measured[0] == predicted[1] - predicted[0] > 0
     with pytest.raises(dcpc.PlanError, match="of outputs of the step's earlier micro-batches"):
-        found.choose(plan, budgets)
+        settings.choose(plan, {b: 20_000 for b in compiled.plans})

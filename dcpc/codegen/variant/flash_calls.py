@@ -44,7 +44,7 @@ def spell_attention(graph: fx.Graph, mode: FakeTensorMode, present: Set[sympy.Sy
     for node in [*graph.nodes]:
         if node.target not in (FORWARD, BACKWARD):
             continue
-        call = _Call(node)
+        call = _KernelCall(node)
         if call.is_kernels(present):
             with graph.inserting_before(node), mode:
                 found = call.forward() if node.target is FORWARD else call.backward()
@@ -60,7 +60,7 @@ def _read_instead(node: fx.Node, results: Sequence[fx.Node]) -> None:
     node.graph.erase_node(node)
 
 
-class _Call:
+class _KernelCall:
     """A call of attention in a graph."""
 
     def __init__(self, node: fx.Node) -> None:
@@ -70,6 +70,7 @@ class _Call:
         self._q, self._k, self._v, self._mask, self._keep, self._segment, *given = given
         self._made = given[:2] if self._grad else []  # output and logsumexp
         self._sight = Sight(*given[len(self._made) :])
+        self._order = None if self._grad else _order(_value(node)[0])
 
     def is_kernels(self, present: Set[sympy.Symbol]) -> bool:
         """Whether one call of the kernel for each query of a group computes it."""
@@ -83,16 +84,16 @@ class _Call:
             and takes("flash", q)
             and (self._segment, sight.start, sight.turn) == (None, 0, None)
             and all(_is_present(n, present) for x in (q, k) for n in x.shape)
-            and all(_order(_value(x)) is not None for x in (self._q, self._k, self._v))
+            and all(_lies_well(_value(x)) for x in (self._q, self._k, self._v, *self._made[:1]))
+            and (self._groups == 1 or self._made or self._order is not None)
         )
 
     def forward(self) -> tuple[fx.Node, fx.Node]:
         """Adds the calls; returns output and logsumexp."""
         added, out, lse = self._added(), None, None
         if self._groups > 1:
-            order = _order(_value(self._q))
-            assert order is not None, "asked before"
-            out = self._memory(order)
+            assert self._order is not None, "asked before"
+            out = self._memory(self._order)
             lse = self._memory(BSHD[:3], accumulated(_value(self._q).dtype))
         for i in range(self._groups):
             tensors = self._heads(self._q, i), self._k, self._v
@@ -110,8 +111,7 @@ class _Call:
             tensors = grad, q, self._k, self._v, out, lse
             found = self._flash(FLASH_BACKWARD, *tensors, added=self._heads(added, i), results=3)
             dq = self._with(dq, found[0], i)
-            dk = found[1] if dk is None else self._emit(aten.add.Tensor, dk, found[1])
-            dv = found[2] if dv is None else self._emit(aten.add.Tensor, dv, found[2])
+            dk, dv = self._added_up(dk, found[1]), self._added_up(dv, found[2])
         assert dq is not None and dk is not None and dv is not None, "there is a group"  # noqa: PT018
         return dq, dk, dv
 
@@ -166,6 +166,13 @@ class _Call:
         made = self._emit(aten.new_empty.default, self._q, sizes, dtype=kind)
         return self._emit(aten.permute.default, made, list(order)) if order != BHSD else made
 
+    def _added_up(self, total: fx.Node | None, gradient: fx.Node) -> fx.Node:
+        """Returns the sum of two gradients, laid out as each of them is."""
+        if total is None:
+            return gradient
+        both = [self._emit(aten.permute.default, x, list(BSHD)) for x in (total, gradient)]
+        return self._emit(aten.permute.default, self._emit(aten.add.Tensor, *both), list(BSHD))
+
     def _with(self, whole: fx.Node | None, part: fx.Node, i: int) -> fx.Node:
         """Returns the results of all calls, after those of one are written among them.
 
@@ -183,13 +190,19 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
+def _lies_well(x: Tensor) -> bool:
+    """Whether a tensor lies as the kernel reads it, whatever the sizes."""
+    *outer, rows, last = x.stride()
+    width = x.shape[3]
+    known = all(isinstance(n, int) for n in (rows, last, width))
+    return (
+        known and last == 1 and rows >= width and all(isinstance(n, SymInt) or n > 0 for n in outer)
+    )
+
+
 def _order(x: Tensor) -> tuple[int, ...] | None:
-    """Returns the order of a tensor's dims in its memory, None where rows may overlap or gap."""
-    for order in (BSHD, BHSD):
-        permuted = x.permute(order)
-        if permuted.is_contiguous():
-            return order
-    return None
+    """Returns the order of the dims of a tensor in its memory; None: another than kernels have."""
+    return next((order for order in (BSHD, BHSD) if x.permute(order).is_contiguous()), None)
 
 
 def _is_present(size: int | SymInt, present: Set[sympy.Symbol]) -> bool:

@@ -34,11 +34,12 @@ def refusing_gradients(
     for name, x in zip(program.outputs[1:], tensors[1:], strict=True):
         sources = nodes[name].all_input_nodes  # the node detaches what forward returned
         learns = any(n.name in program.info and program.info[n.name].requires_grad for n in sources)
-        if learns and isinstance(x, OutputPiece):
-            x = replace(x, tensor=_refusing(x.tensor, anchor))
-        elif learns:
-            x = _refusing(x, anchor)
-        found.append(x)
+        if not learns:
+            found.append(x)
+        elif isinstance(x, OutputPiece):
+            found.append(replace(x, tensor=_refusing(x.tensor, anchor)))
+        else:
+            found.append(_refusing(x, anchor))
     return tuple(found)
 
 
