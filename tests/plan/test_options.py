@@ -39,9 +39,12 @@ SHARED = {
             dcpc.compile,
             CompileOptions,
             {
-                    "group": None, "verify": "auto", "timeout": 60.0, "speeds": "equal",
-                    "pipeline": None,
-                },  # fmt: skip
+                "group": None,
+                "verify": "auto",
+                "timeout": 60.0,
+                "speeds": "equal",
+                "pipeline": None,
+            },
         ),
         (plan, PlanOptions, {"world": 1}),
     ],
