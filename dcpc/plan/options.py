@@ -211,10 +211,12 @@ def _check_pipeline(pipeline: object) -> None:
         PlanError: it is none.
     """
     whole = isinstance(pipeline, int) and not isinstance(pipeline, bool)
-    if pipeline is not None and (not whole or not 2 <= int(pipeline) <= _LARGEST):  # type: ignore[call-overload]
+    if pipeline in (None, "auto"):
+        return
+    if not whole or not 2 <= int(pipeline) <= _LARGEST:  # type: ignore[call-overload]
         raise PlanError(
-            f"got pipeline={pipeline!r}; expected a number of stages from 2 on; pass one, or leave "
-            "it out for ranks that run the whole model"
+            f"got pipeline={pipeline!r}; expected a number of stages from 2 on, or 'auto'; pass "
+            "one, or leave it out for ranks that run the whole model"
         )
 
 
@@ -538,10 +540,11 @@ class CompileOptions(ModelOptions):
         check=_check_speeds,
     )
 
-    pipeline: int | None = _option(
+    pipeline: int | str | None = _option(
         None,
         "stages of a pipeline: each rank runs one and has its parameters alone; the ranks are that "
-        "many for each pipeline, and pipelines share the samples",
+        'many for each pipeline, and pipelines share the samples; or `"auto"`: no pipeline or as '
+        "many stages as end a step first, as predicted",
         default="every rank runs the whole model",
         check=_check_pipeline,
     )

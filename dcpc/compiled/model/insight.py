@@ -24,6 +24,7 @@ class ModelInsight(SavedModel):
 
     buckets: Buckets
     plans: dict[Bucket, BucketPlan]
+    staging: str = ""  # why the model runs in stages, or does not
     _tighter: TighterPlans
     _learned: LearnedSpeeds
 
@@ -38,6 +39,7 @@ class ModelInsight(SavedModel):
         text += self._tighter.report()
         if self._learned.learns or self.speeds:
             text += speeds_line(self.speeds, self._learned.changes) + "\n"
+        text += f"{self.staging}\n" * bool(self.staging)
         return text + "".join(f"{e}: {e.verifier.report()}" for e in more)
 
     def source(self, bucket: Bucket | Mapping[str, int]) -> str:
