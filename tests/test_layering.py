@@ -103,7 +103,13 @@ TABLE = {
         "pipeline": "model",
         "__init__": "model",
     },
-    "dcpc.dynamo": {"graph": "", "family": "graph", "entry": "family", "__init__": "entry"},
+    "dcpc.dynamo": {
+        "numbers": "",
+        "graph": "numbers",
+        "family": "graph",
+        "entry": "family numbers",
+        "__init__": "entry",
+    },
     "dcpc.hf": {
         "refusals": "",
         "samples": "",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
+from dcpc.codegen.lower.output_pieces import OutputPiece, output_place
 from dcpc.compiled.seeds import Seeds
 from dcpc.errors import DispatchError
 from dcpc.ir import Placement
@@ -208,7 +210,7 @@ class Dispatch:
         sizes: Mapping[str, int],
         inputs: Mapping[str, Tensor],
         setting: Setting,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         """Returns what a call by hand returns, the loss first, by its bucket's planned setting."""
         place = self._groups.rank % setting.sp
         return self._run(bucket, sizes, inputs, setting, place)
@@ -216,7 +218,7 @@ class Dispatch:
     def prepare(self, mb: MicroBatch) -> None:
         """Compiles what a micro-batch needs."""
         bucket, sizes = self.match(mb.inputs)
-        self._variant(bucket, sizes, self._setting_of(mb), mb.ranks.index(self._groups.rank))
+        self._variant(bucket, sizes, self.setting_of(mb), mb.ranks.index(self._groups.rank))
 
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
         """Begins a round: what runs from now on gathers again what any of its micro-batches does.
@@ -228,7 +230,7 @@ class Dispatch:
         self._gathering = frozenset().union(*again) if again else None
 
     def _gathers_again(self, mb: PlannedMicroBatch) -> frozenset[int]:
-        setting = self._setting_of(mb)
+        setting = self.setting_of(mb)
         if (mb.bucket, setting) not in self._again:
             sizes = {**mb.bucket.sizes, BATCH: setting.micro_batch}
             priced = self._planned.by_bucket[mb.bucket].priced
@@ -238,7 +240,7 @@ class Dispatch:
 
     def run_micro_batch(
         self, step: Step, mb: MicroBatch, inputs: Mapping[str, Tensor]
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         """Returns what the model does for a micro-batch of a step, the loss first.
 
         Args:
@@ -253,7 +255,7 @@ class Dispatch:
             bind_group(group_name(mb.sp), pg)
         seed = self._seeds.of_micro_batch(step.epoch, step.index, mb.number)
         place = mb.ranks.index(self._groups.rank)
-        return self._run(bucket, sizes, inputs, self._setting_of(mb), place, seed)
+        return self._run(bucket, sizes, inputs, self.setting_of(mb), place, seed)
 
     def idle(self, deliver: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Takes part in a round in which this rank has nothing to run.
@@ -296,7 +298,7 @@ class Dispatch:
         setting: Setting,
         place: int,
         seed: int | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         """Returns the loss, then other outputs.
 
         Without a seed random numbers are those of the degree's next call.
@@ -311,7 +313,30 @@ class Dispatch:
         if seed is None:
             sp = variant.sp
             seed = self._seeds.of_call(sp, self._groups.ranks(sp)[0]) if variant.draws else 0
-        return variant.outputs([named[p] for p in variant.placeholders], integers, seed)
+        found = variant.outputs([named[p] for p in variant.placeholders], integers, seed)
+        return (found[0], *self._pieces(bucket, sizes, setting, place, found[1:]))
+
+    def _pieces(
+        self,
+        bucket: Bucket,
+        sizes: Mapping[str, int],
+        setting: Setting,
+        place: int,
+        outputs: Sequence[Tensor],
+    ) -> Iterator[Tensor | OutputPiece]:
+        """Yields outputs besides the loss; with where they lie, where they are pieces."""
+        program = self._planned.by_bucket[bucket].traced.program
+        if not program.pieces:
+            yield from outputs
+            return
+        placement = self.placement(bucket, sizes, setting)
+        dims = program.dims(sizes)
+        for name, x in zip(program.outputs[1:], outputs, strict=True):
+            at = output_place(program, placement, name, dims, place)
+            if at is None:
+                yield OutputPiece(x)
+            else:
+                yield OutputPiece(x, at.dim, at.positions.to(x.device), at.length)
 
     def _variant(
         self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting, place: int
@@ -326,6 +351,7 @@ class Dispatch:
             self.variants[key] = runnable.variant(placement, step, sizes, place, again)
         return self.variants[key]
 
-    def _setting_of(self, mb: MicroBatch | PlannedMicroBatch) -> Setting:
+    def setting_of(self, mb: MicroBatch | PlannedMicroBatch) -> Setting:
+        """Returns how a micro-batch is run: as planned, but for steps of recompute chosen since."""
         planned = self.menu_steps.get((mb.bucket, mb.sp, mb.micro_batch), mb.menu_step)
         return Setting(mb.sp, mb.micro_batch, planned)

@@ -1,6 +1,5 @@
 """A model that returns more than its loss, its data, and its outputs beside the plain ones."""
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import dcpc
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.step.result import StepResult
 
 TEXT = dict.fromkeys(("ids", "labels"), "int64[batch, seq]")
 BUCKETS = [{"seq": 7}, {"seq": 12}]
@@ -53,6 +54,7 @@ class Tagger(nn.Module):
         best = logits.argmax(-1)
         right = None if labels is None else (best == labels).double().mean()
         more = {"best": best, "right": right, "length": x.mean((1, 2)), "name": "tags", "ids": ids}
+        more["flat"] = logits.flatten(0, 1)[:, :3]
         return Found(loss, logits, more)
 
 
@@ -84,8 +86,12 @@ def training(own_loss: bool = True, **options: Any) -> tuple[dcpc.CompiledModel,
     """Returns a tagger, compiled in float64, and a loader of all texts in two steps."""
     torch.manual_seed(0)
     model = Tagger(own_loss, options.pop("drop", 0.0)).double()
+    one = {"batch": 1} if options.pop("alone", False) else {}
     compiled = dcpc.compile(
-        model, dcpc.Buckets(TEXT, BUCKETS), loss=None if own_loss else outside, **options
+        model,
+        dcpc.Buckets(TEXT, [b | one for b in BUCKETS]),
+        loss=None if own_loss else outside,
+        **options,
     )
     pad = {"ids": 0, "labels": -100}
     loader = dcpc.DataLoader(
@@ -94,37 +100,59 @@ def training(own_loss: bool = True, **options: Any) -> tuple[dcpc.CompiledModel,
     return compiled, loader
 
 
-def step_errors(compiled: dcpc.CompiledModel, step: Any, outputs: str) -> list[float]:
-    """Returns how far a step's loss, gradients and outputs are from the plain model's.
+def plain_of(compiled: dcpc.CompiledModel) -> Tagger:
+    """Returns the plain model of a compiled tagger, with its values."""
+    plain = Tagger(bool(compiled.module.own_loss)).double()
+    state = compiled.state_dict()
+    plain.load_state_dict({n: getattr(x, "full_tensor", lambda x=x: x)() for n, x in state.items()})
+    return plain
+
+
+def output_errors(got: Found, loss: Tensor, plain: Tagger, batch: dict[str, Tensor]) -> list[float]:
+    """Returns how far outputs, or pieces of them, are from the plain model's.
+
+    Args:
+        got: what came back.
+        loss: that came back beside it.
+        plain: the model.
+        batch: its inputs.
+    """
+    assert type(got) is Found
+    assert got.more["name"] == "tags"
+    with torch.no_grad():
+        want = plain(**batch)
+    pairs = [(loss, cross_entropy(want.logits, batch["labels"])), (got.logits, want.logits)]
+    pairs += [(got.more[n], want.more[n]) for n in ("best", "right", "length", "ids", "flat")]
+    if plain.own_loss:
+        pairs.append((got.loss, want.loss))
+    errors = []
+    for a, b in pairs:
+        piece = a if isinstance(a, Tensor) else a.tensor
+        whole = b if isinstance(a, Tensor) else a.of(b)
+        assert not piece.requires_grad
+        assert (piece.shape, piece.dtype) == (whole.shape, whole.dtype)
+        errors.append(float((piece - whole).abs().max()) if piece.numel() else 0.0)
+    return errors
+
+
+def step_errors(
+    compiled: dcpc.CompiledModel, step: Step, outputs: str
+) -> tuple[list[float], StepResult]:
+    """Returns how far a step's loss, gradients and outputs are from the plain model's; its result.
 
     Args:
         compiled: from `training`, without dropout.
         step: of its loader.
         outputs: as they are asked for.
     """
-    plain = copy.deepcopy(compiled.model).train()
-    assert isinstance(plain, Tagger)
+    plain = plain_of(compiled)
     compiled.zero_grad()
     result = compiled.train_step(step, outputs=outputs)
     assert [o.micro_batch for o in result.outputs] == [*step.micro_batches]
     errors = []
     for one in result.outputs:
-        got, batch = one.outputs, one.micro_batch.inputs
-        assert type(got) is Found
-        assert got.more["name"] == "tags"
-        with torch.no_grad():
-            want = plain(**batch)
-        pairs = [(one.loss, cross_entropy(want.logits, batch["labels"])), (got.logits, want.logits)]
-        pairs += [(got.more[n], want.more[n]) for n in ("best", "right", "length", "ids")]
-        if plain.own_loss:
-            pairs.append((got.loss, want.loss))
-        for a, b in pairs:
-            piece = a if isinstance(a, Tensor) else a.tensor
-            whole = b if isinstance(a, Tensor) else a.of(b)
-            assert not piece.requires_grad
-            assert piece.shape == whole.shape
-            assert piece.dtype == whole.dtype
-            errors.append(float((piece - whole).abs().max()) if piece.numel() else 0.0)
+        assert one.loss is not None
+        errors += output_errors(one.outputs, one.loss, plain, one.micro_batch.inputs)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for i in sorted(i for mb in step.plan.micro_batches for i in mb.sample_ids):
         x = Texts()[i]
@@ -138,4 +166,4 @@ def step_errors(compiled: dcpc.CompiledModel, step: Any, outputs: str) -> list[f
         grad: Any = own.grad
         whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         errors.append(float((whole - p.grad).abs().max()))
-    return errors
+    return errors, result

@@ -110,7 +110,8 @@ class CompiledModel(TrainedModel):
         Args:
             args: inputs by position, in the order of the buckets' specs, if forward has the same.
             outputs: whether what forward returns comes back, too: "gathered" (or True), each tensor
-                whole on every rank of an SP group; a tensor is an input of that name.
+                whole on every rank of an SP group; or "sharded", as an `OutputPiece` each. A tensor
+                is an input of that name.
             inputs: inputs by name.
 
         Raises:
@@ -129,7 +130,7 @@ class CompiledModel(TrainedModel):
             self._refuse_by_hand("a call with gradients")
         edition, problem = self._editions.now()
         if kind and problem is None:
-            edition, problem = self._editions.with_outputs(edition)
+            edition, problem = self._editions.with_outputs(edition, kind)
         found = self._call(edition, problem, self._dispatch.named(self.model, args, inputs))
         made = edition.planned.loss
         if not isinstance(made, WithOutputs):
@@ -171,7 +172,7 @@ class CompiledModel(TrainedModel):
         with in_eval(self.model), torch.no_grad():
             edition, problem = self._editions.now()
             if kind and problem is None:
-                edition, problem = self._editions.with_outputs(edition)
+                edition, problem = self._editions.with_outputs(edition, kind)
             if problem is not None and (kind or between is not None):
                 raise problem
             if between == "pad":
@@ -184,14 +185,14 @@ class CompiledModel(TrainedModel):
 
     def _call(
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         """Returns what an edition makes of inputs, once ranks that meet agree on all of it."""
         with self.groups.watch.naming():
             return self._run_call(edition, problem, inputs)
 
     def _run_call(
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         dispatch = edition.dispatch
         bucket, sizes = dispatch.match(inputs)
         self._calls += 1

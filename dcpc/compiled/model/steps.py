@@ -57,7 +57,8 @@ class TrainedModel(ModelInsight):
                 "skip" the step: `skipped` of the result is set, and `stats().skipped` counts it.
                 Either way all ranks do the same, and gradients are as they were before the step.
             outputs: whether what forward returns comes back, too, as `outputs` of the result:
-                "gathered" (or True), each tensor whole on every rank that runs the micro-batch.
+                "gathered" (or True), each tensor whole on every rank that runs the micro-batch; or
+                "sharded", each as an `OutputPiece`: what this rank has of it, and where that lies.
                 The first such step captures, plans and verifies the graphs that return them.
 
         Returns:
@@ -77,7 +78,7 @@ class TrainedModel(ModelInsight):
             self._agreed.of_step(None)  # its turn is over on this rank, too
             agree(self.groups, self.groups.world, "step", "", refused)
         self._store.check_ready("a train step")
-        edition, problem = self._step_edition(bool(output_kind("train_step", outputs)))
+        edition, problem = self._step_edition(output_kind("train_step", outputs))
         state, check = self._agreed.of_step(problem)
         options = {"clip": clip, "nonfinite": nonfinite, "state": state}
 
@@ -94,7 +95,7 @@ class TrainedModel(ModelInsight):
         self._stepped(step, result)
         return result
 
-    def _step_edition(self, with_outputs: bool) -> tuple[Edition, DcpcError | None]:
+    def _step_edition(self, kind: str) -> tuple[Edition, DcpcError | None]:
         """Returns what runs a step, and why this rank's model as it is now cannot; None: it can."""
         edition, problem = self._editions.now()
         if edition.dispatch is not self._dispatch:
@@ -106,8 +107,8 @@ class TrainedModel(ModelInsight):
                 "in which it is trained"
             )
         problem = problem or self._store.follow(self.model.parameters())
-        if with_outputs and problem is None:
-            return self._editions.with_outputs(edition)
+        if kind and problem is None:
+            return self._editions.with_outputs(edition, kind)
         return edition, problem
 
     def _attempt(

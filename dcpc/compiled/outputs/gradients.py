@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from dcpc.codegen.lower.output_pieces import OutputPiece
 from dcpc.errors import DispatchError
 from dcpc.ir import Program
 
 
-def refusing_gradients(program: Program, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def refusing_gradients(
+    program: Program, tensors: Sequence[Tensor | OutputPiece]
+) -> tuple[Tensor | OutputPiece, ...]:
     """Returns what a call returned, where what would learn in the plain model refuses a gradient.
 
     Without `torch.no_grad()` these tensors require a gradient, as in the plain model; they keep no
@@ -20,7 +24,7 @@ def refusing_gradients(program: Program, tensors: Sequence[Tensor]) -> tuple[Ten
 
     Args:
         program: that returned them.
-        tensors: the loss, then the outputs.
+        tensors: the loss, then the outputs, or pieces of them.
     """
     if not torch.is_grad_enabled():
         return tuple(tensors)
@@ -30,7 +34,12 @@ def refusing_gradients(program: Program, tensors: Sequence[Tensor]) -> tuple[Ten
     for name, x in zip(program.outputs[1:], tensors[1:], strict=True):
         sources = nodes[name].all_input_nodes  # the node detaches what forward returned
         learns = any(n.name in program.info and program.info[n.name].requires_grad for n in sources)
-        found.append(_refusing(x, anchor) if learns else x)
+        if not learns:
+            found.append(x)
+        elif isinstance(x, OutputPiece):
+            found.append(replace(x, tensor=_refusing(x.tensor, anchor)))
+        else:
+            found.append(_refusing(x, anchor))
     return tuple(found)
 
 

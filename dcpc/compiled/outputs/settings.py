@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dcpc.buckets import BATCH, Bucket
+from dcpc.codegen.lower.output_pieces import output_place
 from dcpc.compiled.dispatch import Dispatch, SettingKey
 from dcpc.errors import PlanError
 from dcpc.plan.planning import Planned, row_of
@@ -88,8 +89,17 @@ class OutputSettings:
     def output_bytes(self, mb: PlannedMicroBatch) -> int:
         """Returns the bytes of what a micro-batch gives back besides its loss."""
         program = self._planned.by_bucket[mb.bucket].traced.program
-        dims = program.dims({**mb.bucket.sizes, BATCH: len(mb.sample_ids)})
-        return sum(int(program.info[n].size_bytes.subs(dims)) for n in program.outputs[1:])
+        sizes = {**mb.bucket.sizes, BATCH: len(mb.sample_ids)}
+        dims = program.dims(sizes)
+        whole = {n: int(program.info[n].size_bytes.subs(dims)) for n in program.outputs[1:]}
+        if not program.pieces or mb.sp == 1:
+            return sum(whole.values())
+        placement = self._dispatch.placement(mb.bucket, sizes, self._dispatch.setting_of(mb))
+        places = {n: output_place(program, placement, n, dims, 0) for n in whole}
+        return sum(
+            size if (at := places[n]) is None else size * len(at.positions) // max(1, at.length)
+            for n, size in whole.items()
+        )
 
     def _fitting(self, key: SettingKey, room_bytes: int) -> _PricedStep | None:
         found = [s for s in self._known.get(key, ()) if s.needed_bytes <= room_bytes]

@@ -36,6 +36,7 @@ class StepRun:
             mb: which one.
             inputs: of it, on the device.
         """
+        loss: Tensor
         loss, *others = self.dispatch.run_micro_batch(self.step, mb, inputs)
         if self.made is not None:
             self._given[mb.number] = self.made.restored([loss.detach(), *others])

@@ -16,7 +16,7 @@ from dcpc.trace.loss import AllOutputs, Loss, find_loss, returned
 TENSOR, LOSS = 1, 2
 _PLAIN = (bool, int, float, str, type(None))
 # How outputs come back: whole on every rank of a group, or this rank's piece.
-KINDS = ("gathered", "sharded")
+KINDS = GATHERED, SHARDED = "gathered", "sharded"
 
 
 def output_kind(who: str, outputs: object) -> str:
@@ -30,7 +30,7 @@ def output_kind(who: str, outputs: object) -> str:
         DispatchError: it is neither.
     """
     if outputs is None or isinstance(outputs, bool):
-        return KINDS[0] if outputs else ""
+        return GATHERED if outputs else ""
     if isinstance(outputs, str) and outputs in KINDS:
         return outputs
     raise DispatchError(
@@ -45,9 +45,14 @@ class WithOutputs:
     Args:
         model: the user's.
         loss: the user's `loss=`; None: forward returned the loss.
+        kind: one of `KINDS`.
+
+    Attributes:
+        kind: the same.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss | None, kind: str) -> None:
+        self.kind = kind
         self._forward = type(model).__name__
         self._loss = loss
         self._known: tuple[TreeSpec, list[Any]] | None = None
@@ -83,11 +88,11 @@ class WithOutputs:
         others = [x for x, kind in zip(leaves, tensors, strict=True) if kind == TENSOR]
         return AllOutputs((loss, *(x.detach() for x in others)))
 
-    def restored(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
+    def restored(self, tensors: Sequence[Any]) -> tuple[Tensor, Any]:
         """Returns the loss, and what forward returns.
 
         Args:
-            tensors: in the order of a call's.
+            tensors: in the order of a call's; or pieces of them.
         """
         assert self._known is not None, "a trace has called it"
         spec, (plain, kinds) = self._known

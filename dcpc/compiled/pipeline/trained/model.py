@@ -120,7 +120,7 @@ class PipelinedModel(CompiledModel):
             different = self._trained_apart()
             result = pipelined_step(
                 self._own, step, seeds, clip=clip, nonfinite=nonfinite,
-                problem=problem or self._step_edition(False)[1] or different,
+                problem=problem or self._step_edition("")[1] or different,
             )  # fmt: skip
         self._stepped(step, result)
         return result
@@ -171,7 +171,7 @@ class PipelinedModel(CompiledModel):
 
     # ------------------------------------------------------- what a rank with a stage cannot do
 
-    def forward(self, *args: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
         """Refuses a call: a rank has one stage."""
         self._refuse("a call")
 
