@@ -142,6 +142,7 @@ def _compiled(
     return CompiledModel(
         model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare,
         learned=LearnedSpeeds(speeds, learns=options.speeds == "auto" and groups.world > 1),
+        unpad=options.unpad,
     )  # fmt: skip
 
 

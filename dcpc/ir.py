@@ -350,7 +350,8 @@ class UnpadPlan:
     """Which values of a program are computed for valid rows alone, a row being (sample, position).
 
     Attributes:
-        keep: name of the value `[batch, seq]` that says which rows are valid; "": there is none.
+        keep: name of the value that says which rows are valid, by (sample, position) alone: true,
+            or a number that is added to scores, there 0; "": there is none.
         batch: key of the factor that counts samples.
         seq: key of the factor that counts positions.
         factors: node name -> the factors of each dim of its value.
@@ -361,6 +362,7 @@ class UnpadPlan:
         positions: positions that must be valid in every sample.
         runs: whether the valid positions of each sample must follow each other.
         nonempty: whether each sample must have a valid position.
+        returned: names of what is returned beside the loss and is 0 at padded rows.
         reason: why all stays padded; "" where it need not.
     """
 
@@ -375,6 +377,7 @@ class UnpadPlan:
     positions: frozenset[int]
     runs: bool
     nonempty: bool
+    returned: frozenset[str] = frozenset()
     reason: str = ""
 
 

@@ -75,6 +75,7 @@ class CompiledModel(nn.Module):
         verifier: Verifier,
         prepare: Prepare,
         learned: LearnedSpeeds,
+        unpad: bool | str = False,
     ) -> None:
         """Wraps what `dcpc.compile` made; users call that."""
         super().__init__()
@@ -101,11 +102,11 @@ class CompiledModel(nn.Module):
         self._tighter = TighterPlans(planned, self.plans, self.tables, groups)
 
         def make(mine: Buckets, found: Planned) -> Dispatch:
-            dispatch = Dispatch(mine, found, groups, self._seeds, self._store)
+            dispatch = Dispatch(mine, found, groups, self._seeds, self._store, unpad)
             dispatch.stats = self._dispatch.stats
             return dispatch
 
-        self._dispatch = Dispatch(buckets, planned, groups, self._seeds, self._store)
+        self._dispatch = Dispatch(buckets, planned, groups, self._seeds, self._store, unpad)
         first = Edition.of(model, buckets, planned, verifier, self._dispatch)
         self._editions = Editions(model, first, prepare, make, groups.device.type)
         self._agreed = AgreedState(model, planned, groups)
@@ -454,7 +455,7 @@ class CompiledModel(nn.Module):
         later = {e.verifier: e for e in reversed(self._editions.made_later)}
         more = [e for v, e in reversed(later.items()) if v is not self.verifier]
         text = f"{self.planned.report()}\n{self.verifier.report()}"
-        text += self._tighter.report()
+        text += self._tighter.report() + self._dispatch.unpadding_line()
         if self._learned.learns or self.speeds:
             text += speeds_line(self.speeds, self._learned.changes) + "\n"
         return text + "".join(f"{e}: {e.verifier.report()}" for e in more)

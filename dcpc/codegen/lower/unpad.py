@@ -90,12 +90,14 @@ class _Unpadding:
 
     def run(self) -> Program:
         """Returns the program."""
+        info, scalars = self.program.info, self.program.scalars
         for node in self.program.gm.graph.nodes:
-            if node.op == "call_function" and node.name in self.program.info:
+            if node.op != "call_function" or node.name in scalars:
+                continue
+            if node.name in info:
                 self._call(node)
-            elif node.op == "call_function" and node.name not in self.program.scalars:
-                if not is_tuple(node, self.program.info):
-                    self.padded[node.name] = self._copy(node, None)
+            elif not is_tuple(node, info):
+                self.padded[node.name] = self._copy(node, None)
         outputs = tuple(self._value(name) for name in self.program.outputs)
         self.graph.output((outputs,))
         without_unused(self.graph)

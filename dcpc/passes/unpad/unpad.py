@@ -15,6 +15,7 @@ reader may read padding, all stays padded.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +33,19 @@ aten = torch.ops.aten
 _ATTENTION = "dcpc.attention.default"
 _DRAWS = ("dcpc.uniform.default", "dcpc.normal.default")
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
-_NOTHING = frozenset[Any]()
-_NO_PLAN = UnpadPlan("", -1, -1, {}, (), *[_NOTHING] * 4, False, False)
+_NO_PLAN = UnpadPlan(
+    keep="",
+    batch=-1,
+    seq=-1,
+    factors={},
+    packed=(),
+    attentions=frozenset(),
+    summed=frozenset(),
+    checks=frozenset(),
+    positions=frozenset(),
+    runs=False,
+    nonempty=False,
+)
 MOST_POSITIONS = 16  # that a slice may read of each sample
 
 
@@ -48,37 +60,67 @@ def unpad(program: Program, sharding: Sharding) -> UnpadPlan:
         program: the traced model, its masks recognised.
         sharding: its factors and alternatives.
     """
-    keeps = Counter(
-        keep.name
-        for node in program.gm.graph.nodes
-        if (keep := _keep_of(node)) is not None and _is_rows(sharding, keep.name)
-    )
+    keeps = _keeps(program, sharding)
     if not keeps:
         return replace(_NO_PLAN, reason="no attention has a mask of padded keys that is recognised")
-    keep, _ = keeps.most_common(1)[0]
+    keep, _ = Counter(keeps.values()).most_common(1)[0]
     try:
-        return _Plan(program, sharding, keep).run()
+        return _Plan(program, sharding, keep, keeps).run()
     except _PaddingReadError as why:
         return replace(_NO_PLAN, reason=str(why))
 
 
-def _keep_of(node: fx.Node) -> fx.Node | None:
-    """Which keys an attention sees, where that is its only mask but for limits of positions."""
-    if str(node.target) != _ATTENTION or len(node.args) < 5 or node.args[3] is not None:
+def _keeps(program: Program, sharding: Sharding) -> dict[str, str]:
+    """Returns attention -> which keys it sees, by (sample, position): the first value that says so.
+
+    A model may make the same mask again for each attention.
+    """
+    first: dict[object, str] = {}
+    spelled: dict[str, object] = {}
+
+    def spell(leaf: Any) -> Any:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        size = program.scalars.get(leaf.name)
+        return size if size is not None else spelled[leaf.name]
+
+    found: dict[str, str] = {}
+    for node in program.gm.graph.nodes:
+        spelled[node.name] = node.name
+        if node.op == "call_function" and str(node.target) not in _DRAWS:
+            args = fx.node.map_aggregate((node.args, dict(node.kwargs)), spell)
+            spelled[node.name] = first.setdefault(repr((node.target, args)), node.name)
+        keep = _keep_of(program, node)
+        if keep is not None and _is_rows(sharding, keep.name):
+            found[node.name] = str(spelled[keep.name])
+    return found
+
+
+def _keep_of(program: Program, node: fx.Node) -> fx.Node | None:
+    """Which keys an attention sees, where that is its only mask but for limits of positions.
+
+    A mask that is one row for all heads and queries says no more than that.
+    """
+    if str(node.target) != _ATTENTION or len(node.args) < 4:
         return None
-    keep = node.args[4]
-    return keep if isinstance(keep, fx.Node) else None
+    mask, *keep = node.args[3:5]
+    if not isinstance(mask, fx.Node):
+        return keep[0] if keep and isinstance(keep[0], fx.Node) else None
+    one_row = program.info[mask.name].shape[1:3] == (1, 1)
+    return mask if one_row and not any(keep) else None
 
 
 def _is_rows(sharding: Sharding, name: str) -> bool:
-    """Whether a value has a dim of samples and one of positions."""
-    dims = sharding.factors[name]
+    """Whether a value has a dim of samples and one of positions, and no more."""
+    dims = [dim for dim in sharding.factors[name] if dim]
     return len(dims) == 2 and all(len(dim) == 1 for dim in dims) and dims[0] != dims[1]
 
 
 class _Plan:
-    def __init__(self, program: Program, sharding: Sharding, keep: str) -> None:
-        self.program, self.keep = program, keep
+    def __init__(
+        self, program: Program, sharding: Sharding, keep: str, keeps: Mapping[str, str]
+    ) -> None:
+        self.program, self.keep, self.keeps = program, keep, keeps
         self.dims = RowDims(program, sharding, keep)
         self.learned, self.drawn = _learned(program), _drawn(program)
         if keep in self.learned or keep in self.drawn:
@@ -90,6 +132,7 @@ class _Plan:
         self.dirty: set[str] = set()  # padded values that are wrong at padded rows
         self.checks: set[Checks] = set()
         self.positions: set[int] = set()
+        self.returned: set[str] = set()
         self.runs = self.nonempty = False
 
     def run(self) -> UnpadPlan:
@@ -118,6 +161,7 @@ class _Plan:
             positions=frozenset(self.positions),
             runs=self.runs,
             nonempty=self.nonempty,
+            returned=frozenset(self.returned),
         )
 
     def _pack(self, node: fx.Node) -> bool:
@@ -137,8 +181,7 @@ class _Plan:
 
         Each query then sees itself, so what one gives that sees no key is of no matter.
         """
-        keep = _keep_of(node)
-        if keep is None or keep.name != self.keep or any(a is not None for a in node.args[5:]):
+        if self.keeps.get(node.name) != self.keep or any(a is not None for a in node.args[5:]):
             return False
         limits = [node.kwargs.get(k) for k in ("before", "after")]
         if not all(x is None or (isinstance(x, int) and x >= 0) for x in limits):
@@ -212,14 +255,11 @@ class _Plan:
 
     def _hides(self, node: fx.Node, reads: list[fx.Node]) -> bool:
         """Whether an attention hides padded keys; queries at padded rows give padded rows."""
-        keep = _keep_of(node)
-        if keep is None:
-            return False
         others = [n for n in tensor_operands(node, self.program.info)[3:] if n in reads]
         dims = self.dims
         rows = all((dims.dim(n.name, dims.batch), dims.dim(n.name, dims.seq)) == (0, 2)
                    for n in reads)  # fmt: skip
-        return keep.name == self.keep and rows and not others
+        return self.keeps.get(node.name) == self.keep and rows and not others
 
     def _read_positions(self, node: fx.Node, source: fx.Node) -> set[int] | None:
         """Which positions of every sample an op reads; None: more than a few."""
@@ -239,12 +279,12 @@ class _Plan:
         return set(range(start, stop)) if few else None
 
     def _outputs(self) -> None:
-        """Looks at what is returned: the loss, and whatever backward begins at, has no padding."""
+        """Looks at what is returned: the loss is of no padding."""
         nodes = {n.name: n for n in self.program.gm.graph.nodes}
-        sure = {0, *self.program.begins}
-        for number, name in enumerate(self.program.outputs):
-            if number in sure and self._is_unsure(nodes[name]):
-                raise _PaddingReadError(f"{name} is returned with its padded rows")
+        unsure = {name for name in self.program.outputs if self._is_unsure(nodes[name])}
+        if self.program.loss in unsure:
+            raise _PaddingReadError(f"{self.program.loss} is returned with its padded rows")
+        self.returned |= unsure
 
 
 def _learned(program: Program) -> set[str]:
@@ -262,7 +302,11 @@ def _drawn(program: Program) -> set[str]:
 def _made_of(program: Program, names: set[str]) -> set[str]:
     found = set(names)
     for node in program.gm.graph.nodes:
-        if node.op == "call_function" and (node.name in program.info or is_tuple(node, program.info)):
-            if any(n.name in found for n in call_of(node).all_input_nodes):
-                found.add(node.name)
+        valued = node.name in program.info or is_tuple(node, program.info)
+        if node.op == "call_function" and valued and _reads(call_of(node), found):
+            found.add(node.name)
     return found
+
+
+def _reads(node: fx.Node, names: set[str]) -> bool:
+    return any(n.name in names for n in node.all_input_nodes)
