@@ -250,10 +250,12 @@ def _alone() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; 1 where a number is wrong."""
-    arguments = parser("backend", "torch.compile(backend='dcpc') beside Inductor.").parse_args(argv)
+    asked = parser("backend", "torch.compile(backend='dcpc') beside Inductor.")
+    asked.add_argument("--models", nargs="+", choices=[*NAMED], help="these alone")
+    arguments = asked.parse_args(argv)
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     start_s = time.perf_counter()
-    names = QUICK if arguments.quick else tuple(NAMED)
+    names = tuple(arguments.models or (QUICK if arguments.quick else NAMED))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         1, mp_context=spawn, max_tasks_per_child=None if arguments.quick else 1

@@ -68,8 +68,11 @@ KINDS = (
     Kind("kill -9 while it saves", "kill", "save", LOST),
     Kind("segmentation fault in a collective", "segfault", "collective", LOST),
     Kind("exception in a collective", "raise", "collective", "rank {rank} failed: got ValueError"),
-    Kind("exception in the model", "raise", "model", "rank {rank} failed: got ValueError: injecte"),
-    Kind("exception in a dataset", "raise", "dataset", "rank {rank}.*ValueError: injected"),
+    # In rounds a step of four samples runs on ranks 0 and 1.
+    Kind("exception in the model", "raise", "model", "rank {rank} failed: got ValueError: injecte",
+         victim=1),
+    Kind("exception in a dataset", "raise", "dataset", "rank {rank}.*ValueError: injected",
+         victim=1),
     Kind("exception in every dataset", "raise", "dataset", "ValueError.*injected|injected",
          everywhere=True),
     Kind("exception between steps", "raise", "between", "rank {rank} failed: got ValueError: inj"),
@@ -145,6 +148,7 @@ def strike(kind: Kind, injection: Injection, folder: Path) -> Outcome:
     struck_s = float((folder / "struck").read_text()) if (folder / "struck").exists() else 0.0
     if not struck_s:
         outcome.problem = "it was never struck"
+        return outcome
     for rank, each in enumerate(found):
         if rank in victims and not kind.everywhere:
             continue

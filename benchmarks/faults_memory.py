@@ -22,7 +22,7 @@ from benchmarks.harness import parser, print_table, write_report
 from dcpc.compiled.dispatch import Dispatch
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.local_ranks import RanksError, run_ranks
-from dcpc.runtime.step import step as steps
+from dcpc.runtime.step import turns
 from models.gpt import GPT, GPTConfig
 from tests.fuzz.memory_limit import MemoryLimit
 
@@ -135,7 +135,7 @@ def short_of_memory(rank: int, seed: int, mode: str, sp: int | str, world: int) 
         return hit
 
     limit = MemoryLimit(at=fails)
-    with limit.around(steps, "_run"):
+    with limit.around(turns, "run_turns"):
         for _ in range(2):
             for step in training.loader:
                 training.run(step)
@@ -189,7 +189,7 @@ def inject_slowness(seed: int, world: int = 2, factor: float = 3.0, epochs: int 
 
 def _found(kind: str, epochs: int, world: int, run: Any, *args: Any) -> Found:
     try:
-        ranks = run_ranks(run, world, *args, timeout_s=LIMIT_S)
+        ranks = run_ranks(run, world, *args, fork=True, timeout_s=LIMIT_S)
     except RanksError as e:
         return Found(kind, text=str(e))
     worst = max(each["worst"] for each in ranks)

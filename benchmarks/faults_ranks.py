@@ -137,6 +137,8 @@ class Trap:
         elif how == "segfault":
             ctypes.string_at(0)
         elif how == "interrupt":
+            # A shell starts what runs in the background with Ctrl-C ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.raise_signal(signal.SIGINT)
         elif how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)

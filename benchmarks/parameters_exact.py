@@ -56,13 +56,21 @@ def model(name: str) -> nn.Module:
     return GPT(sizes).double()
 
 
-def shapes(world: int) -> dict[str, tuple[tuple[int, int, tuple[int, ...]], ...]]:
-    """Returns steps, as length, batch and ranks of each micro-batch."""
+def shapes(
+    world: int, block: int | None = None
+) -> dict[str, tuple[tuple[int, int, tuple[int, ...]], ...]]:
+    """Returns steps, as length, batch and ranks of each micro-batch.
+
+    Args:
+        world: ranks.
+        block: of them share parameters out; None: all. Groups are within one, or of whole ones.
+    """
     every = tuple(range(world))
     short, long = LENGTHS
     mixed = [(long, 2, every), (short, 3, (0,)), (long, 1, (world - 1,))]
     if world > 2:
-        mixed += [(long, 2, (1, 2)), (short, 1, (0, 1))]
+        pair = (1, 2) if block is None else (2, 3)
+        mixed += [(long, 2, pair), (short, 1, (0, 1))]
     return {
         "mixed degrees": tuple(mixed),
         "unequal numbers": tuple(
@@ -82,6 +90,7 @@ class Case:
         backend: "eager" or "inductor".
         steps: names of some of `shapes`.
         recompute: names of some of `RECOMPUTE`.
+        block: ranks that share parameters out; None: all.
     """
 
     name: str
@@ -89,17 +98,19 @@ class Case:
     backend: str = "eager"
     steps: tuple[str, ...] = ("mixed degrees", "unequal numbers", "a rank with none")
     recompute: tuple[str, ...] = tuple(RECOMPUTE)
+    block: int | None = None
 
 
 def cases(world: int, quick: bool) -> list[Case]:
     """Returns what is compiled on so many ranks."""
+    blocks = [Case(name, "rounds", block=world // 2) for name in ("odd", "Llama") if world > 2]
     if quick:
-        return [
+        return blocks[:1] or [
             Case("odd", "step", recompute=("none",), steps=("mixed degrees",)),
             Case("odd", "pull", recompute=("none",), steps=("a rank with none",)),
             Case("odd", "rounds", recompute=("none", "all")),
         ]
-    found = [Case(name, mode) for name in ("odd", "GPT", "Llama") for mode in MODES]
+    found = [Case(name, mode) for name in ("odd", "GPT", "Llama") for mode in MODES] + blocks
     if world == 2:
         found += [
             Case(name, mode, "inductor", ("mixed degrees",), ("none",))
@@ -156,16 +167,17 @@ def on_rank(rank: int, found: Sequence[Case], world: int) -> list[tuple[str, flo
         own = model(case.name)
         alone = copy.deepcopy(own)
         compiled = dcpc.compile(
-            own, buckets, backend=case.backend, parameters=case.mode, verify="off"
+            own, buckets, backend=case.backend, parameters=case.mode, block=case.block, verify="off"
         )
         compiled.comm_bucket_bytes = 2000  # several
         for index, (name, share) in enumerate((s, r) for s in case.steps for r in case.recompute):
-            every = [Work(*w, RECOMPUTE[share]) for w in shapes(world)[name]]
+            every = [Work(*w, RECOMPUTE[share]) for w in shapes(world, case.block)[name]]
             step = step_of(compiled, every, VOCABULARY, index)
             loss = float(compiled.train_step(step).loss)
             errors = _errors(compiled, loss, plain(alone, every))
             worst = max(errors, key=errors.__getitem__)
-            text = f"{case.name}, {case.backend}, {world} ranks, {case.mode}, {name}, {share}"
+            mode = case.mode if case.block is None else f"{case.mode} of {case.block}"
+            text = f"{case.name}, {case.backend}, {world} ranks, {mode}, {name}, {share}"
             results.append((text, errors[worst], worst))
     return results
 
@@ -173,7 +185,7 @@ def on_rank(rank: int, found: Sequence[Case], world: int) -> list[tuple[str, flo
 def measure(quick: bool) -> list[tuple[str, float, str]]:
     """Returns all cases, with the largest error of any rank."""
     found = []
-    for world in (2,) if quick else (2, 4):
+    for world in (2, 4):
         ranks = run_ranks(on_rank, world, cases(world, quick), world, timeout_s=LIMIT_S)
         found += [max(same, key=lambda c: c[1]) for same in zip(*ranks, strict=True)]
     return found

@@ -90,7 +90,7 @@ def step_of(
             own.append(
                 MicroBatch(bucket, sp, inputs, weight, ids, work.ranks, number=number, **setting)
             )
-    plan = step_plan(planned, compiled.groups.world, in_rounds=compiled.in_rounds)
+    plan = step_plan(planned, compiled.groups.world, compiled.block)
     tokens, samples = (sum(w.batch * k for w in every for k in (of(w),)) for of in _COUNTED)
     return Step(0, index, plan, tuple(own), None, tokens, samples, 0.0)
 

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.stdit_costs import DEVICE, Point, Table, price
 from dcpc.buckets import Bucket
-from dcpc.commands.simulate.costs import BucketCosts, ModelCosts, SimRow, reduction_seconds
+from dcpc.commands.simulate.costs import BucketCosts, ModelCosts, SimRow
 from dcpc.commands.simulate.outcome import SimulatedOutcome, of_steps
 from dcpc.commands.simulate.systems import dcpc_auto, padded_bucket, videosys_mode
 from dcpc.commands.simulate.workload import Epoch
@@ -116,7 +116,7 @@ def costs_of(table: Table, all_shapes: Sequence[Shape], world: int = WORLD) -> M
                 full += [r for r in rows if r.menu_step == len(by_point[point]) - 1]
         tokens = shape.frames * shape.tokens
         buckets.append(BucketCosts(shape.bucket, tokens, tuple(least), tuple(full), shape.usual))
-    reduction_s = reduction_seconds(table.gradient_bytes, world, find(DEVICE))
+    reduction_s = find(DEVICE).all_reduce_s(table.gradient_bytes, world)
     return ModelCosts(tuple(buckets), world, 8, table.gradient_bytes, reduction_s)
 
 

@@ -6,7 +6,7 @@ Example:
 
 from dcpc.api import compile, materialize
 from dcpc.buckets import Bucket, Buckets
-from dcpc.compiled import CompiledModel
+from dcpc.compiled import CompiledModel, OutputPiece
 from dcpc.errors import (
     BucketError,
     CheckpointError,
@@ -43,6 +43,7 @@ __all__ = [
     "DcpcError",
     "DispatchError",
     "GroupError",
+    "OutputPiece",
     "PlanError",
     "ProfileError",
     "RuleError",

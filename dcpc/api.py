@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +16,21 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
+from dcpc.compiled.pipeline import CutModel, PipelinedModel, cut_model, refuse_beside_stages
 from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, TraceError
 from dcpc.ir import Program
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
 from dcpc.plan.folding import gathering
 from dcpc.plan.following import state_tensors
-from dcpc.plan.options import CompileOptions, PlanOptions, degrees, memory_of, taking
+from dcpc.plan.options import (
+    CompileOptions,
+    PlanOptions,
+    block_of,
+    degrees,
+    memory_of,
+    taking,
+)
 from dcpc.plan.placements import compute_dtype
 from dcpc.plan.planning import Planned, PlanRequest, plan_buckets, plans_text
 from dcpc.plan.progress import tracked
@@ -112,15 +121,26 @@ def _compiled(
 ) -> CompiledModel:
     """Returns what `compile` does, on these ranks."""
     told = options.planned_for(groups.world)
+    cut: CutModel | None = None
     try:
         speeds = checked_speeds(options.speeds, groups.world)
-        planned = plan_with(model, buckets, told)
+        if options.pipeline is not None:
+            refuse_beside_stages(options, groups.world, on_meta(model))
+            told = _of_one_rank(options, groups.world)
+        planned = plan_with(model, buckets, told, partly=options.pipeline is not None)
+        if options.pipeline is not None:
+            pipelines = groups.world // options.pipeline
+            cut = cut_model(model, buckets, planned, options.pipeline, pipelines)
     except DcpcError as error:  # on all ranks, as they wait for this one's plan
         agree(groups, groups.world, "plan", "", error)
         raise
     hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
+    asked = planned.request
+    held = f"; parameters {asked.parameters}, block {asked.block}" if asked.block else ""
     paced = "" if options.speeds == "equal" else f"; speeds {options.speeds}"
-    agree(groups, groups.world, "plan", f"{hashes} {plans_text(planned.plans)}{paced}")
+    staged = "" if cut is None else f"; {cut.text()}"
+    text = f"{hashes} {plans_text(planned.plans)}{held}{paced}{staged}"
+    agree(groups, groups.world, "plan", text)
     share_state(state_tensors(model, planned), groups)
     verifier = Verifier(model, buckets, planned, options.verify)
     compile_s = time.perf_counter() - start_s
@@ -136,14 +156,25 @@ def _compiled(
     def prepare(
         mine: Buckets, programs: Sequence[Program], loss: Loss | None
     ) -> Mapping[Bucket, Runnable]:
-        same = replace(told, parameters=planned.request.parameters, loss=loss)
+        same = replace(told, parameters=asked.parameters, block=asked.block or None, loss=loss)
         return _trace_all(model, mine, planned.device, planned.autocast, same, None, programs)
 
-    return CompiledModel(
+    kind = CompiledModel if cut is None else PipelinedModel
+    compiled = kind(
         model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare,
         learned=LearnedSpeeds(speeds, learns=options.speeds == "auto" and groups.world > 1),
         unpad=options.unpad,
     )  # fmt: skip
+    if cut is not None:
+        assert isinstance(compiled, PipelinedModel), "the kind that has stages"
+        compiled.in_stages(cut)
+    return compiled
+
+
+def _of_one_rank(options: CompileOptions, world: int) -> PlanOptions:
+    """Returns what the whole model is planned with before it is cut: a rank's memory, no group."""
+    memory = rank_memory_bytes(options.memory, _target(options.device), world)
+    return replace(options.planned_for(1), memory=memory, sp=1, parameters="whole")
 
 
 def materialize(compiled: CompiledModel, init: Init = None) -> None:
@@ -235,16 +266,60 @@ def plan_with(
     if options.parameters != "auto":
         return _plan_with(model, buckets, options, ranges, partly)
     gpu = _target(options.device).gpu
-    *first, last = ("whole", "step", "rounds" if gpu else "pull")
+    *first, last = ("whole", "step", "rounds" if gpu or options.block else "pull")
     for mode in first if options.world > 1 else ():
         with contextlib.suppress(PlanError):
-            return _plan_with(model, buckets, replace(options, parameters=mode), ranges, False)
-    return _plan_with(model, buckets, replace(options, parameters=last), ranges, partly)
+            same = replace(options, parameters=mode, block=None)
+            return _plan_with(model, buckets, same, ranges, False)
+    block = (options.block or "auto") if last == "rounds" else None
+    chosen = replace(options, parameters=last, block=block)
+    return _plan_with(model, buckets, chosen, ranges, partly)
 
 
 def _plan_with(
     model: nn.Module, buckets: Buckets, options: PlanOptions, ranges: Buckets | None, partly: bool
 ) -> Planned:
+    """Returns the plan with parameters held as the options say."""
+    if options.block != "auto":
+        return _plan_held(model, buckets, options, ranges, partly, [])
+    best: Planned | None = None
+    least, traces = math.inf, list[Traced]()
+    for block in degrees("auto", options.world)[1:]:
+        own, target = replace(options, block=block), _target(options.device)
+        request = _request(model, own, degrees("auto", options.world), target)
+        if request.resident_bytes >= request.memory_bytes:
+            continue
+        with contextlib.suppress(PlanError):
+            found = _plan_held(model, buckets, own, ranges, False, traces)
+            price = _step_price(found)
+            if price >= least:
+                break
+            best, least = found, price
+    whole = replace(options, block=None)
+    return best or _plan_held(model, buckets, whole, ranges, partly, traces)
+
+
+def _step_price(planned: Planned) -> float:
+    """Returns a number that is least where steps of one round of each bucket are quickest.
+
+    The mean over buckets of the logarithm of rank-seconds a sample, as all count alike; each step
+    pays its sum over blocks.
+    """
+    return sum(
+        math.log((plan.seconds_s + planned.sum_s) * plan.sp / plan.micro_batch)
+        for plan in planned.plans.values()
+    )
+
+
+def _plan_held(
+    model: nn.Module,
+    buckets: Buckets,
+    options: PlanOptions,
+    ranges: Buckets | None,
+    partly: bool,
+    traces: list[Traced],
+) -> Planned:
+    """Returns the plan; `traces` are those of the model where they were made, else gets them."""
     world = options.world
     sps = degrees(options.sp, world)
     target = _target(options.device)
@@ -254,10 +329,10 @@ def _plan_with(
     request = _request(model, options, sps, target)
     kind = (_device_of(model) or torch.device("cpu")).type
     autocast = checked_dtype(options.autocast or autocast_dtype(kind))
-    by_bucket = _trace_all(model, buckets, target, autocast, options, ranges)
+    by_bucket = _trace_all(model, buckets, target, autocast, options, ranges, made=traces)
     if measured is not None:
-        traces = {id(v): v.traced for v in by_bucket.values()}
-        wanted = calibration_key([*traces.values()], target, _device_of(model), world)
+        used = {id(v): v.traced for v in by_bucket.values()}
+        wanted = calibration_key([*used.values()], target, _device_of(model), world)
         measured.check(wanted, anywhere=options.device != "auto")
     if world > 1:
         every = [v.traced.sharding for v in by_bucket.values()]
@@ -279,13 +354,19 @@ def _request(
     """Returns what the planner is asked for: the options, with the model's bytes."""
     world, optimizer = options.world, options.optimizer
     mode = options.parameters if world > 1 else "whole"
+    owners = world  # of a parameter's rows
+    if mode == "rounds" or options.block is not None:
+        assert not isinstance(options.block, str), "it is chosen"
+        owners, sps = block_of(options.block, sps, world)
     if mode == "pull" and target.gpu:
         raise PlanError(
             f"got parameters='pull' for {target.name}; expected a CPU, whose ranks map the same "
             "memory; take 'step'"
         )
-    own = list(model.parameters()) if mode == "whole" else shares(model.parameters(), world)
-    residents = _residents(model, options, mode)
+    whole = list(model.parameters())
+    own = whole if mode == "whole" else shares(whole, owners)
+    residents = _residents(model, own, options, mode)
+    rows_bytes = sum(p.nbytes for p in own if p.requires_grad)
     stepped = own if options.optimizer_bytes is None else ()
     return PlanRequest(
         sps=sps,
@@ -294,8 +375,14 @@ def _request(
         resident_bytes=sum(rounded(size_bytes, target.block_bytes) for size_bytes in residents),
         world=world,
         residents=tuple(residents),
-        step_bytes=step_bytes(optimizer or torch.optim.Adam, stepped, target.gpu),
+        step_bytes=max(
+            step_bytes(optimizer or torch.optim.Adam, stepped, target.gpu),
+            # A comm bucket on its way to the other blocks lies beside the gradients.
+            min(rows_bytes, COMM_BUCKET_BYTES) if owners < world else 0,
+        ),
         parameters=mode,
+        block=owners if mode == "rounds" else 0,
+        gradient_bytes=rows_bytes,
     )
 
 
@@ -330,6 +417,7 @@ def _trace_all(
     options: PlanOptions,
     ranges: Buckets | None,
     programs: Sequence[Program] = (),
+    made: list[Traced] | None = None,
 ) -> dict[Bucket, Runnable]:
     """Returns what is made from the trace of each bucket, in the buckets' order.
 
@@ -341,26 +429,29 @@ def _trace_all(
         options: as for `plan`, with the mode of parameters that was chosen.
         ranges: as for `plan_with`.
         programs: the traces, where they were made before.
+        made: what was made of the traces before, for another block of ranks; gets what is made now.
     """
     found: dict[Bucket, Runnable] = {}
     libraries: dict[str, Library] = {}
     derive = options.world > 1 and options.derive_rules
     mode = options.parameters if options.world > 1 else "whole"
-    every: list[Traced] = []
+    every: list[Traced] = [] if made is None else made
     groups = [*buckets.by_ones().values()]
-    for i, mine in enumerate(tracked(groups, "trace", lambda b: f"{len(b)} buckets")):
-        made = traced(
+    left = [] if every else groups
+    for i, mine in enumerate(tracked(left, "trace", lambda b: f"{len(b)} buckets")):
+        one = traced(
             model, ranges or mine, device, options.backend, autocast=autocast, derive_rules=derive,
             attention=options.attention, libraries=libraries, loss=options.loss,
             program=programs[i] if programs else None,
         )  # fmt: skip
         every.append(replace(
-            made, reference=max(mine, key=elements).sizes, hands_over=mode in ("pull", "rounds")
+            one, reference=max(mine, key=elements).sizes, hands_over=mode in ("pull", "rounds")
         ))  # fmt: skip
     if mode == "rounds":
-        every = gathering(every, options.world)
-    for mine, made in zip(groups, every, strict=True):
-        found |= dict.fromkeys(mine, Runnable(made))
+        assert not isinstance(options.block, str), "it is chosen"
+        every = gathering(every, options.block or options.world)
+    for mine, one in zip(groups, every, strict=True):
+        found |= dict.fromkeys(mine, Runnable(one))
     return {bucket: found[bucket] for bucket in buckets}
 
 
@@ -387,10 +478,18 @@ def _target(device: str | Device) -> Device:
     return detect() if device == "auto" else find(device)
 
 
-def _residents(model: nn.Module, options: PlanOptions, mode: str) -> list[int]:
-    """Bytes of each parameter, buffer, gradient and tensor of the optimizer's state."""
+def _residents(
+    model: nn.Module, own: Sequence[nn.Parameter], options: PlanOptions, mode: str
+) -> list[int]:
+    """Bytes of each parameter, buffer, gradient and tensor of the optimizer's state.
+
+    Args:
+        model: the user's.
+        own: for each parameter what this rank updates of it.
+        options: as for `plan`.
+        mode: who holds them.
+    """
     whole = list(model.parameters())
-    own = whole if mode == "whole" else shares(whole, options.world)
     held = own if mode in ("pull", "rounds") else whole
     found = [*(p.nbytes for p in held), *(b.nbytes for b in model.buffers())]
     # "pull": a rank's part of the sum of all ranks, and then its own rows of it.

@@ -70,6 +70,7 @@ class Program:
         zero_gradients: placeholders of parameters whose gradient is zero: the plain model's loss
             depends on them, what is left of the graph does not.
         notes: what a user should know of it, such as masks that were not recognised, a line each.
+        pieces: whether outputs besides the loss stay split over the ranks as they are made.
     """
 
     gm: fx.GraphModule
@@ -86,6 +87,12 @@ class Program:
     graph_hash: str
     zero_gradients: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    pieces: bool = False
+
+    @property
+    def whole_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that each rank returns whole."""
+        return self.outputs[:1] if self.pieces else self.outputs
 
     @property
     def loss(self) -> str:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 import dcpc
 from dcpc.runtime.data.steps import Step
-from dcpc.runtime.step.step import StepResult
+from dcpc.runtime.step.result import StepResult
 from examples.baselines import Dcpc, System
 from examples.race import Entrant, Lap, race, rank0_decides
 

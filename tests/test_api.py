@@ -108,6 +108,17 @@ def test_inputs_by_position_and_without_gradient(compiled):
     torch.testing.assert_close(loss, expected)
 
 
+def test_inputs_by_position_are_refused_where_forward_has_another_order():
+    turned = dcpc.Buckets(
+        inputs=dict.fromkeys(reversed(INPUTS), INPUTS["labels"]), sizes=[{"seq": 7}]
+    )
+    compiled = dcpc.compile(gpt(), turned, backend="eager", verify="off")
+    inputs = data(2, 7)
+    torch.testing.assert_close(compiled(**inputs), compiled.model(**inputs))
+    with refused(dcpc.DispatchError, r"buckets' order \(labels.*forward's order \(input_ids"):
+        compiled(*inputs.values())
+
+
 def test_second_backward_is_an_error(compiled):
     loss = compiled(**data(2, 7))
     loss.backward(retain_graph=True)

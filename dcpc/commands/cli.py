@@ -36,7 +36,7 @@ from dcpc.commands.report import (
     what_if,
     what_if_text,
 )
-from dcpc.commands.shared.factories import check_writable
+from dcpc.commands.shared.factories import check_writable, writing
 from dcpc.commands.shared.options import (
     Attention,
     BucketFile,
@@ -162,7 +162,8 @@ def _check_worlds(worlds: Sequence[int], calibrated: bool) -> None:
 
 
 def _write(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
+    with writing(file):
+        file.write_bytes(content)
     typer.echo(f"wrote {file}", err=True)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
+from dcpc.codegen.lower.output_pieces import OutputPiece, output_place
 from dcpc.compiled.seeds import Seeds
 from dcpc.compiled.unpadding.unpadding import Unpadding
 from dcpc.errors import DispatchError
@@ -24,7 +26,10 @@ from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
 from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting
+from dcpc.trace.loss import by_position
 
+# A bucket, ranks of the group, and samples of a row of the plan table.
+SettingKey = tuple[Bucket, int, int]
 _VariantKey = tuple[Bucket, int, Setting, int, frozenset[int] | None]
 
 
@@ -37,6 +42,7 @@ class Dispatch:
         value_ranges: what ops need of integer inputs, by bucket and input.
         variants: what runs a bucket, a batch, a setting, a place in the group and a way to gather
             parameters, with its integers; filled on first use.
+        menu_steps: steps of recompute that take the place of those in a step's plan.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class Dispatch:
         self.store = store
         self.stats = Stats()
         self.variants: dict[_VariantKey, tuple[Variant, tuple[int, ...]]] = {}
+        self.menu_steps: dict[SettingKey, int] = {}
         # The units that this round gathers again in backward.
         self._gathering: frozenset[int] | None = None
         self._again: dict[tuple[Bucket, Setting], frozenset[int]] = {}
@@ -82,7 +89,7 @@ class Dispatch:
             if pg is not None:
                 bind_group(group_name(sp), pg)
         if self.store.in_rounds:
-            pg = self._groups.of(self._groups.world)
+            pg = self._groups.of(self.store.block)
             assert pg is not None, "alone nothing is gathered"
             bind_group(ROWS_GROUP, pg)
 
@@ -110,21 +117,31 @@ class Dispatch:
 
     # --------------------------------------------------------------------------- what inputs are
 
-    def named(self, args: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def named(
+        self, model: nn.Module, args: tuple[Tensor, ...], inputs: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Returns all inputs by name.
 
         Args:
+            model: the user's.
             args: those by position, in the order of the buckets' specs.
             inputs: those by name.
 
         Raises:
-            DispatchError: too many, or one twice.
+            DispatchError: too many, one twice, or forward has them in another order.
         """
         names = tuple(self._buckets.inputs)
         if len(args) > len(names):
             raise DispatchError(
                 f"got {len(args)} positional inputs; expected at most {len(names)} "
                 f"({', '.join(names)}); pass inputs by name"
+            )
+        wanted = by_position(model, names) if args else []
+        if names[: len(args)] != tuple(wanted[: len(args)]):
+            raise DispatchError(
+                f"got {len(args)} positional inputs in the buckets' order ({', '.join(names)}); "
+                f"expected forward's order ({', '.join(wanted)}) to be the same, as one of the two "
+                "would be passed for another; pass inputs by name"
             )
         twice = [n for n in names[: len(args)] if n in inputs]
         if twice:
@@ -198,7 +215,7 @@ class Dispatch:
         sizes: Mapping[str, int],
         inputs: Mapping[str, Tensor],
         setting: Setting,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         """Returns what a call by hand returns, the loss first, by its bucket's planned setting."""
         place = self._groups.rank % setting.sp
         return self._run(bucket, sizes, inputs, setting, place)
@@ -206,28 +223,30 @@ class Dispatch:
     def prepare(self, mb: MicroBatch) -> None:
         """Compiles what a micro-batch needs."""
         bucket, sizes = self.match(mb.inputs)
-        self._variant(bucket, sizes, _setting_of(mb), mb.ranks.index(self._groups.rank))
+        self._variant(bucket, sizes, self.setting_of(mb), mb.ranks.index(self._groups.rank))
 
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
         """Begins a round: what runs from now on gathers again what any of its micro-batches does.
 
         Args:
-            together: that all ranks run at once; none: what runs is in no round.
+            together: that ranks of a block run at once; none: what runs is in no round.
         """
         again = [self._gathers_again(mb) for mb in together]
         self._gathering = frozenset().union(*again) if again else None
 
     def _gathers_again(self, mb: PlannedMicroBatch) -> frozenset[int]:
-        setting = Setting(mb.sp, mb.micro_batch, mb.menu_step)
+        setting = self.setting_of(mb)
         if (mb.bucket, setting) not in self._again:
             sizes = {**mb.bucket.sizes, BATCH: setting.micro_batch}
             priced = self._planned.by_bucket[mb.bucket].priced
             placement = self.placement(mb.bucket, sizes, setting)
-            self._again[mb.bucket, setting] = priced.gathered_again(placement, mb.menu_step)
+            self._again[mb.bucket, setting] = priced.gathered_again(placement, setting.menu_step)
         return self._again[mb.bucket, setting]
 
-    def run_micro_batch(self, step: Step, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Returns the loss of a micro-batch of a step.
+    def run_micro_batch(
+        self, step: Step, mb: MicroBatch, inputs: Mapping[str, Tensor]
+    ) -> tuple[Any, ...]:
+        """Returns what the model does for a micro-batch of a step, the loss first.
 
         Args:
             step: which it is of; the random numbers follow from its place there.
@@ -241,7 +260,7 @@ class Dispatch:
             bind_group(group_name(mb.sp), pg)
         seed = self._seeds.of_micro_batch(step.epoch, step.index, mb.number)
         place = mb.ranks.index(self._groups.rank)
-        return self._run(bucket, sizes, inputs, _setting_of(mb), place, seed)[0]
+        return self._run(bucket, sizes, inputs, self.setting_of(mb), place, seed)
 
     def idle(self, deliver: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Takes part in a round in which this rank has nothing to run.
@@ -284,7 +303,7 @@ class Dispatch:
         setting: Setting,
         place: int,
         seed: int | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         """Returns the loss, then other outputs.
 
         Without a seed random numbers are those of the degree's next call.
@@ -301,7 +320,30 @@ class Dispatch:
         if seed is None:
             sp = variant.sp
             seed = self._seeds.of_call(sp, self._groups.ranks(sp)[0]) if variant.draws else 0
-        return variant.outputs([named[p] for p in variant.placeholders], integers, seed)
+        found = variant.outputs([named[p] for p in variant.placeholders], integers, seed)
+        return (found[0], *self._pieces(bucket, sizes, setting, place, found[1:]))
+
+    def _pieces(
+        self,
+        bucket: Bucket,
+        sizes: Mapping[str, int],
+        setting: Setting,
+        place: int,
+        outputs: Sequence[Tensor],
+    ) -> Iterator[Tensor | OutputPiece]:
+        """Yields outputs besides the loss; with where they lie, where they are pieces."""
+        program = self._planned.by_bucket[bucket].traced.program
+        if not program.pieces:
+            yield from outputs
+            return
+        placement = self.placement(bucket, sizes, setting)
+        dims = program.dims(sizes)
+        for name, x in zip(program.outputs[1:], outputs, strict=True):
+            at = output_place(program, placement, name, dims, place)
+            if at is None:
+                yield OutputPiece(x)
+            else:
+                yield OutputPiece(x, at.dim, at.positions.to(x.device), at.length)
 
     def _without_padding(
         self,
@@ -365,6 +407,7 @@ class Dispatch:
             self.variants[key] = runnable.variant(placement, step, sizes, place, again)
         return self.variants[key]
 
-
-def _setting_of(mb: MicroBatch) -> Setting:
-    return Setting(mb.sp, mb.micro_batch, mb.menu_step)
+    def setting_of(self, mb: MicroBatch | PlannedMicroBatch) -> Setting:
+        """Returns how a micro-batch is run: as planned, but for steps of recompute chosen since."""
+        planned = self.menu_steps.get((mb.bucket, mb.sp, mb.micro_batch), mb.menu_step)
+        return Setting(mb.sp, mb.micro_batch, planned)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.compiled.dispatch import Dispatch
-from dcpc.compiled.outputs import WithOutputs
+from dcpc.compiled.outputs.wanted import SHARDED, WithOutputs
 from dcpc.errors import DcpcError, DispatchError
 from dcpc.ir import Program
 from dcpc.plan.following import Followed, stands_for
@@ -113,6 +113,8 @@ class Edition:
         modes = ModuleModes.of(model)
         hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
         text = f"graphs {hashes} of {modes}"
+        if isinstance(planned.loss, WithOutputs):
+            text += f", outputs {planned.loss.kind}"
         followed = Followed(model, buckets, planned)
         return cls(modes, buckets, planned, followed, verifier, dispatch, text)
 
@@ -155,7 +157,7 @@ class Editions:
         self._model = model
         self._prepare, self._make_dispatch = prepare, make_dispatch
         self._by_modes = {first.modes: first}
-        self._with_outputs: dict[ModuleModes, Edition] = {}
+        self._with_outputs: dict[tuple[ModuleModes, str], Edition] = {}
         self._by_length: dict[tuple[str, Bucket], Edition] = {}
         self._last = first
 
@@ -190,10 +192,7 @@ class Editions:
             raise problem
         start_s = time.perf_counter()
         planned = first.planned
-        programs = [
-            trace(model, mine, planned.autocast, planned.loss)
-            for mine in first.buckets.by_ones().values()
-        ]
+        programs = self._captured(first.buckets, planned.loss)
         pairs = zip(planned.traces, programs, strict=True)
         if all(stands_for(v.traced.program, program) for v, program in pairs):
             made = replace(first, modes=modes, followed=Followed(model, first.buckets, planned))
@@ -204,24 +203,29 @@ class Editions:
         self._by_modes[modes] = made
         return made
 
-    def with_outputs(self, base: Edition) -> Edition:
-        """Returns what runs the buckets and returns what forward does, besides the loss.
+    def with_outputs(self, base: Edition, kind: str) -> tuple[Edition, DcpcError | None]:
+        """Returns what runs the buckets and returns what forward does; why it cannot, or None.
+
+        Not raised here, as in `now`.
 
         Args:
             base: of the model's modes.
-
-        Raises:
-            TraceError: forward returns something else than tensors and numbers.
+            kind: how outputs come back.
         """
-        found = self._with_outputs.get(base.modes)
-        if found is None or not found.followed.holds(self._model):
-            start_s = time.perf_counter()
-            loss = WithOutputs(self._model, base.planned.loss)
-            degrees = {bucket: plan.sp for bucket, plan in base.planned.plans.items()}
-            by_bucket = self._prepare(base.buckets, (), loss)
+        found = self._with_outputs.get((base.modes, kind))
+        if found is not None and found.followed.holds(self._model):
+            return found, None
+        start_s = time.perf_counter()
+        loss = WithOutputs(self._model, base.planned.loss, kind)
+        degrees = {bucket: plan.sp for bucket, plan in base.planned.plans.items()}
+        try:
+            programs = self._captured(base.buckets, loss)
+            by_bucket = self._prepare(base.buckets, programs, loss)
             found = self._planned(base.buckets, by_bucket, degrees, start_s, loss)
-            self._with_outputs[base.modes] = found
-        return found
+        except DcpcError as error:  # TraceError: forward returns more than tensors and numbers
+            return base, error
+        self._with_outputs[base.modes, kind] = found
+        return found, None
 
     def at(self, base: Edition, sizes: Mapping[str, int], larger: Bucket) -> Edition:
         """Returns what runs a length besides the buckets, at the degree of one that holds it.
@@ -253,18 +257,25 @@ class Editions:
         if alike:
             every = Buckets(inputs, [*(b.sizes for b in alike), own.sizes])
             runnable = planned.by_bucket[alike[0]]
-            program = trace(self._model, every, planned.autocast, planned.loss)
+            (program,) = self._captured(every, planned.loss)
             if stands_for(runnable.traced.program, program):
                 runs = {own: runnable}
                 return self._planned(only, runs, degrees, start_s, planned.loss, base)
-        if planned.in_rounds:
+        if planned.block:
             raise DispatchError(
                 f"evaluate at {own}: got graphs of this length alone; expected those of the "
                 "buckets, as all ranks gather parameters together (parameters='rounds'); pad to a "
                 "bucket, or add this length to the buckets"
             )
-        by_bucket = self._prepare(only, (), planned.loss)
+        by_bucket = self._prepare(only, self._captured(only, planned.loss), planned.loss)
         return self._planned(only, by_bucket, degrees, start_s, planned.loss)
+
+    def _captured(self, buckets: Buckets, loss: Loss | None) -> list[Program]:
+        """Returns the traces of the model as it is for some buckets."""
+        autocast = self.first.planned.autocast
+        groups = buckets.by_ones().values()
+        pieces = isinstance(loss, WithOutputs) and loss.kind == SHARDED
+        return [replace(trace(self._model, b, autocast, loss), pieces=pieces) for b in groups]
 
     def _planned(
         self,

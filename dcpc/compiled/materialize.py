@@ -39,7 +39,9 @@ def on_meta(model: nn.Module) -> bool:
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
-def made_real(model: nn.Module, mode: str, groups: Groups, init: Init) -> WholeStore:
+def made_real(
+    model: nn.Module, mode: str, groups: Groups, init: Init, block: int = 0
+) -> WholeStore:
     """Returns the store of a model whose tensors of the meta device it gives memory and values.
 
     Collective over all ranks.
@@ -49,6 +51,7 @@ def made_real(model: nn.Module, mode: str, groups: Groups, init: Init) -> WholeS
         mode: who holds the parameters, one of `modes.STORES`.
         groups: the process groups.
         init: as for `dcpc.materialize`.
+        block: ranks that share the parameters out; 0: all.
 
     Raises:
         DispatchError: as for `dcpc.materialize`; the model is as it was.
@@ -62,7 +65,7 @@ def made_real(model: nn.Module, mode: str, groups: Groups, init: Init) -> WholeS
     whole = not STORES[mode].in_rounds
     meta = [p for p in model.parameters() if p.is_meta]
     made = {id(p): hollow(p, device) if whole else p for p in meta}
-    store = store_of(mode, [made.get(id(p), p) for p in model.parameters()], groups)
+    store = store_of(mode, [made.get(id(p), p) for p in model.parameters()], groups, block)
     filling = _Filling(store, made, device)
     problem = _fill(modules, filling, init, groups)
     values = filling.digest.hexdigest()

@@ -23,8 +23,8 @@ from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import from_first
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
+from dcpc.runtime.step.result import StepResult
 from dcpc.runtime.step.shortage import OutOfMemoryInStepError, Shortage
-from dcpc.runtime.step.step import StepResult
 from dcpc.symbolic_profile import bytes_text
 from dcpc.trace import casting
 

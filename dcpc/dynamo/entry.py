@@ -10,6 +10,7 @@ import torch._dynamo
 from torch import fx
 
 from dcpc.dynamo.family import Family
+from dcpc.dynamo.numbers import fix_numbers
 from dcpc.errors import DcpcError, PlanError
 from dcpc.plan.options import CompileOptions, check_choice
 
@@ -36,11 +37,13 @@ def backend(
     Raises:
         DcpcError: with `fallback="error"`, why the graph is refused.
         PlanError: an option is not possible.
+        TensorifyScalarRestartAnalysis: to Dynamo, see `fix_numbers`.
     """
     given = dict(options or {})
     fallback, buckets = given.pop("fallback", "inductor"), given.pop("buckets", None)
     check_choice("torch.compile(backend='dcpc'): got fallback", fallback, FALLBACKS)
     chosen = _compile_options(given)
+    fix_numbers(gm)
     try:
         family = Family(gm, examples, chosen, buckets)
         family.call(examples)

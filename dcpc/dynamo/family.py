@@ -14,7 +14,13 @@ from torch._guards import tracing
 from dcpc.api import plan_with
 from dcpc.buckets import Buckets
 from dcpc.codegen import Variant
-from dcpc.dynamo.graph import Arguments, Captured, arguments_of
+from dcpc.dynamo.graph import (
+    Arguments,
+    Captured,
+    arguments_of,
+    lying,
+    refuse_reads_of_memory,
+)
 from dcpc.errors import DcpcError, PlanError, TraceError
 from dcpc.plan.options import CompileOptions
 from dcpc.plan.planning import Planned
@@ -40,6 +46,7 @@ class FamilyCall:
         integers: what they take besides tensors.
         sources: of each tensor that they take which argument it is, or a constant.
         numbers: what the captured graph returns besides tensors at these lengths.
+        strides: how the tensors lie that it returns; None: any way.
     """
 
     module: Captured
@@ -47,6 +54,7 @@ class FamilyCall:
     integers: tuple[int, ...]
     sources: tuple[int | Tensor, ...]
     numbers: tuple[Any, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
 
 
 class Family:
@@ -66,6 +74,7 @@ class Family:
         options: CompileOptions,
         buckets: Buckets | None,
     ) -> None:
+        refuse_reads_of_memory(gm)
         tensors = [x for x in examples if isinstance(x, Tensor)]
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         self._arguments: Arguments = arguments_of(gm, examples, learns)
@@ -105,7 +114,8 @@ class Family:
         seed = int(torch.randint(1 << 62, ())) if call.variant.draws else 0
         with casting(self._kind, None):
             found = call.variant.outputs(tensors, call.integers, seed)
-        return call.module.returned(found, call.numbers)
+        lie = [lying(x, strides) for x, strides in zip(found, call.strides, strict=True)]
+        return call.module.returned(lie, call.numbers)
 
     def _call_at(self, given: Sequence[Any]) -> FamilyCall:
         numbers, lengths = self._arguments.numbers(given), self._arguments.lengths(given)
@@ -117,7 +127,7 @@ class Family:
         if trace is None:
             trace = self._traced(module, lengths)
             traces.append(trace)
-        return trace.call(lengths, module.numbers_at(self._arguments.shape(given)))
+        return trace.call(lengths, self._arguments.shape(given))
 
     def _traced(self, module: Captured, lengths: Mapping[str, int]) -> _RangeTrace:
         """Returns a trace for all lengths that Dynamo allows, or else for some around these.
@@ -203,12 +213,12 @@ class _RangeTrace:
         alike = all(lengths[n] == lengths[m] for n, m in self._names.items())
         return alike and _within(lengths, self._ranges)
 
-    def call(self, lengths: Mapping[str, int], numbers: tuple[Any, ...]) -> FamilyCall:
+    def call(self, lengths: Mapping[str, int], shape: Sequence[int]) -> FamilyCall:
         """Returns what runs these lengths, by the setting of the smallest bucket that has room.
 
         Args:
             lengths: of the dims.
-            numbers: what the captured graph returns besides tensors there.
+            shape: of the call, from `Arguments.shape`.
         """
         own = self._own(lengths)
         largest = max(self._buckets, key=lambda b: b.shape_key)
@@ -223,7 +233,8 @@ class _RangeTrace:
         sources: dict[str, int | Tensor] = {p: named[n] for p, n in names.items()}
         sources |= program.constants
         taken = tuple(sources[p] for p in variant.placeholders)
-        return FamilyCall(self._module, variant, integers, taken, numbers)
+        numbers, strides = self._module.numbers_at(shape), self._module.strides_at(shape)
+        return FamilyCall(self._module, variant, integers, taken, numbers, strides)
 
     def _own(self, lengths: Mapping[str, int]) -> dict[str, int]:
         return {n: lengths[n] for n in self._names.values()}

@@ -15,6 +15,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from dcpc.buckets import Buckets
 from dcpc.buckets.specs import MAX_SIZE, DimExpr, InputSpec
+from dcpc.dynamo.numbers import is_number, value_of, with_numbers
 from dcpc.errors import BucketError, TraceError
 from dcpc.trace.loss import AllOutputs
 
@@ -82,7 +83,7 @@ class Arguments:
 
     def numbers(self, given: Sequence[Any]) -> tuple[int | float, ...]:
         """Returns the numbers in a call that a graph has in it."""
-        return tuple(_value(given[i]) for i in self.constants)
+        return tuple(value_of(given[i]) for i in self.constants)
 
     def shape(self, given: Sequence[Any]) -> tuple[int, ...]:
         """Returns the size of each of `sizes` in a call."""
@@ -126,7 +127,7 @@ class Captured(nn.Module):
         super().__init__()
         self.arguments = arguments
         placeholders = gm.graph.find_nodes(op="placeholder")
-        made = with_numbers(gm, {i: _value(examples[i]) for i in arguments.constants})
+        made = with_numbers(gm, {i: value_of(examples[i]) for i in arguments.constants})
         for node in made.graph.find_nodes(op="get_attr"):
             name = str(node.target).partition(".")[0]
             setattr(self, name, getattr(made, name))
@@ -144,6 +145,7 @@ class Captured(nn.Module):
         }
         self.tensors = tuple(i for i, x in enumerate(values) if isinstance(x, Tensor))
         self.numbers = tuple(None if isinstance(x, Tensor) else _number(x) for x in values)
+        self._strides = [[_number(n) for n in values[i].stride()] for i in self.tensors]
         for position, name in arguments.parameters.items():
             p = examples[position].detach()
             learning = learns and examples[position].requires_grad
@@ -175,6 +177,21 @@ class Captured(nn.Module):
         sizes = {**dict(zip(self.arguments.sizes, shape, strict=True)), **self.fixed}
         return tuple(None if number is None else number(sizes) for number in self.numbers)
 
+    def strides_at(self, shape: Sequence[int]) -> tuple[tuple[int, ...] | None, ...]:
+        """Returns how each tensor lies that the captured graph returns; None: it is not known.
+
+        Args:
+            shape: of a call, from `Arguments.shape`.
+        """
+        sizes = {**dict(zip(self.arguments.sizes, shape, strict=True)), **self.fixed}
+        found: list[tuple[int, ...] | None] = []
+        for strides in self._strides:
+            try:
+                found.append(tuple(stride(sizes) for stride in strides))
+            except KeyError:  # a stride of an argument that no dim's length says
+                found.append(None)
+        return tuple(found)
+
     def returned(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> tuple[Any, ...]:
         """Returns what the captured graph returns, in its order, sizes among it.
 
@@ -188,44 +205,48 @@ class Captured(nn.Module):
         return tuple(found)
 
 
-def with_numbers(gm: fx.GraphModule, numbers: Mapping[int, int | float]) -> fx.GraphModule:
-    """Returns a captured graph in which some arguments are constants; they are not read.
+def lying(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
+    """Returns a tensor that lies in memory by some strides, if these fill it.
+
+    What calls the captured graph may take a view of its result that others have not.
 
     Args:
-        gm: from Dynamo; not changed.
-        numbers: position of an argument -> its value; of a float it is passed as a tensor.
+        tensor: that a graph returned.
+        strides: wanted; None: as it lies.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    placeholders = graph.find_nodes(op="placeholder")
-    for position, value in numbers.items():
-        if isinstance(value, int):
-            _read_instead(placeholders[position], value)
-            continue
-        for item in [*placeholders[position].users]:
-            if item.target != "item":
-                raise TraceError(
-                    f"argument '{placeholders[position].name}' of the captured graph: got a number "
-                    f"that {item.format_node()} takes for a tensor; expected item() alone"
-                )
-            _read_instead(item, value)
-            graph.erase_node(item)
-    return fx.GraphModule(gm, graph)
+    if strides is None or tensor.numel() == 0:
+        return tensor
+    dims = [d for d, size in enumerate(tensor.shape) if size > 1]
+    if all(tensor.stride(d) == strides[d] for d in dims):
+        return tensor
+    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
+    back = [order.index(d) for d in range(tensor.ndim)]
+    made = tensor.permute(order).contiguous().permute(back)
+    return made if all(made.stride(d) == strides[d] for d in dims) else tensor
 
 
-def _value(number: Any) -> int | float:
-    return float(number) if isinstance(number, Tensor) else int(number)
+# What reads how a tensor lies. Dynamo answers some of it itself.
+_OF_MEMORY = {"stride", "storage_offset", "as_strided", "as_strided_", torch.as_strided}
 
 
-def _read_instead(node: fx.Node, value: int | float) -> None:
-    """Has the users of a node read a number in its place."""
+def refuse_reads_of_memory(gm: fx.GraphModule) -> None:
+    """Refuses a graph that reads how values lie, where arguments do not lie one after the other.
 
-    def taken(leaf: Any) -> Any:
-        return value if leaf is node else leaf
+    Graphs get contiguous arguments.
 
-    for user in [*node.users]:
-        args, kwargs = fx.node.map_aggregate((user.args, user.kwargs), taken)
-        user.args, user.kwargs = args, kwargs
+    Args:
+        gm: from Dynamo.
+
+    Raises:
+        TraceError: it does.
+    """
+    reads = [n for n in gm.graph.nodes if n.op.startswith("call_") and n.target in _OF_MEMORY]
+    values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
+    if reads and not all(x.is_contiguous() for x in values if isinstance(x, Tensor)):
+        raise TraceError(
+            f"the captured graph: got {reads[0].format_node()}, and an argument that is not "
+            "contiguous; expected contiguous ones where a graph reads strides; pass x.contiguous()"
+        )
 
 
 def arguments_of(gm: fx.GraphModule, examples: Sequence[Any], learns: bool) -> Arguments:
@@ -264,7 +285,7 @@ def arguments_of(gm: fx.GraphModule, examples: Sequence[Any], learns: bool) -> A
                 f"argument '{node.name}' of the captured graph: got {type(value).__name__}; "
                 "expected a tensor or a size; pass it as a constant"
             )
-        if getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
+        if is_number(node):
             constants.append(position)
             continue
         if isinstance(example, nn.Parameter):

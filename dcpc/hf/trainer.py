@@ -219,6 +219,28 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             self.optimizer.train()
         return model.train_step(inputs[STEP]).loss.to(self.args.device)
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Returns the loss of a batch, and with `return_outputs` what forward returns besides it.
+
+        Steps do not come here; evaluation does, with the plain model.
+
+        Args:
+            model: the compiled one, which takes inputs of the buckets, or the plain one.
+            inputs: of the batch, by name.
+            return_outputs: whether `(loss, outputs)` is wanted, each tensor whole on every rank.
+            num_items_in_batch: None for the compiled model, whose loss is a mean over the batch.
+        """
+        if isinstance(model, CompiledModel):
+            return model(**inputs, outputs=return_outputs)
+        plain: Any = super()
+        return plain.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> contextlib.AbstractContextManager[Any]:

@@ -148,6 +148,51 @@ def _check_parameters(mode: str) -> None:
         )
 
 
+def _check_block(block: object) -> None:
+    whole = isinstance(block, int) and not isinstance(block, bool) and block >= 2
+    if block not in (None, "auto") and not whole:
+        raise PlanError(
+            f"got block={block!r}; expected a number of ranks from 2 on that divides all of them, "
+            "'auto', or None for all; correct it, or take parameters='whole' for blocks of one"
+        )
+
+
+def block_of(block: int | None, sps: Sequence[int], world: int) -> tuple[int, tuple[int, ...]]:
+    """Returns the ranks that share parameters out in rounds, and the degrees that fit them.
+
+    A group of ranks that take a sequence together is within a block, or is of whole blocks.
+
+    Args:
+        block: as for `compile`, None: all ranks.
+        sps: degrees to try.
+        world: number of ranks.
+
+    Raises:
+        PlanError: the block does not divide the ranks, or no degree fits it.
+    """
+    if block is None or block == world:
+        return world, tuple(sps)
+    if world % block:
+        raise PlanError(
+            f"got block={block} with {world} ranks; expected a divisor of them from 2 on "
+            f"({', '.join(str(d) for d in range(2, world + 1) if world % d == 0) or 'none'}); "
+            "choose one, or leave it out for all ranks"
+        )
+    fitting = [sp for sp in sps if world % sp == 0 and (block % sp == 0 or sp % block == 0)]
+    if not fitting:
+        raise PlanError(
+            f"got sp={', '.join(map(str, sps))} with block={block}; expected a degree that divides "
+            "the block or is a multiple of it, and divides the ranks: ranks of a block gather "
+            "parameters together; choose another of them"
+        )
+    return block, tuple(fitting)
+
+
+def parse_block(text: str | None) -> int | str | None:
+    """Returns the block that the command line's text stands for."""
+    return int(text) if text is not None and text.isdecimal() else text
+
+
 def _check_speeds(speeds: object) -> None:
     """Refuses what is neither a word nor positive numbers.
 
@@ -163,6 +208,20 @@ def _check_speeds(speeds: object) -> None:
         raise PlanError(
             f"got speeds={speeds!r}; expected 'auto', 'equal' or a positive number for each rank, "
             "such as [1.0, 0.5]; choose one"
+        )
+
+
+def _check_pipeline(pipeline: object) -> None:
+    """Refuses what is no number of stages.
+
+    Raises:
+        PlanError: it is none.
+    """
+    whole = isinstance(pipeline, int) and not isinstance(pipeline, bool)
+    if pipeline is not None and (not whole or not 2 <= int(pipeline) <= _LARGEST):  # type: ignore[call-overload]
+        raise PlanError(
+            f"got pipeline={pipeline!r}; expected a number of stages from 2 on; pass one, or leave "
+            "it out for ranks that run the whole model"
         )
 
 
@@ -372,6 +431,15 @@ class ModelOptions:
         check=_check_parameters,
         command=CommandOption(str, choices=PARAMETERS),
     )
+    block: int | str | None = _option(
+        None,
+        'with `parameters="rounds"`: the ranks that share them out, a divisor of all; blocks run '
+        'free of each other and sum gradients once a step; `"auto"`: the divisor of least '
+        "predicted time that fits",
+        default='all ranks; with `parameters="auto"` that is `"auto"`',
+        check=_check_block,
+        command=CommandOption(str | None, parse_block, metavar="RANKS"),
+    )
     attention: str = _option(
         "auto",
         f'how attention is split: `"auto"`, or {_quoted(LOWERINGS)} wherever an attention can '
@@ -422,6 +490,13 @@ class ModelOptions:
             raise PlanError(
                 "got optimizer= and optimizer_bytes=; expected one of them: what the optimizer's "
                 "state takes follows from the first, and the second says it; leave one out"
+            )
+
+        if self.block is not None and self.parameters not in ("rounds", "auto"):
+            raise PlanError(
+                f"got block={self.block!r} with parameters={self.parameters!r}; expected "
+                "parameters='rounds': of the other ways to hold them none gathers within a block; "
+                "leave it out, or take 'rounds'"
             )
 
     @property
@@ -476,6 +551,14 @@ class CompileOptions(ModelOptions):
         '`"auto"` (where that pays, and all that is returned is as it was), `True` (wherever the '
         "loss and every gradient are as they were; other outputs are 0 at padded rows) or `False`",
         check=_check_unpad,
+    )
+
+    pipeline: int | None = _option(
+        None,
+        "stages of a pipeline: each rank runs one and has its parameters alone; the ranks are that "
+        "many for each pipeline, and pipelines share the samples",
+        default="every rank runs the whole model",
+        check=_check_pipeline,
     )
 
     def planned_for(self, world: int) -> PlanOptions:

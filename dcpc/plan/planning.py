@@ -9,7 +9,7 @@ from math import inf
 
 import torch
 
-from dcpc.buckets import BATCH, Bucket
+from dcpc.buckets import BATCH, Bucket, Sizes
 from dcpc.codegen.variant.source import variant_source
 from dcpc.errors import BucketError, PlanError
 from dcpc.fx.garbage import without_collection
@@ -56,6 +56,8 @@ class PlanRequest:
         residents: bytes of each tensor among them.
         step_bytes: what the optimizer's step takes besides, when backward's memory is free again.
         parameters: who holds them: "whole", "step", "pull" or "rounds".
+        block: ranks that share them out and gather them from each other; 0: nothing is gathered.
+        gradient_bytes: that a rank keeps of all gradients.
     """
 
     sps: tuple[int, ...]
@@ -66,6 +68,8 @@ class PlanRequest:
     residents: tuple[int, ...] = ()
     step_bytes: int = 0
     parameters: str = "whole"
+    block: int = 0
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,14 @@ class Planned:
         notes = [first + f" (and {len(m)} more like it)" * bool(m) for first, *m in alike.values()]
         priced = {bucket: v.priced for bucket, v in self.by_bucket.items()}
         notes += gather_lines(priced, self.plans)
+        if self.sum_s:
+            request = self.request
+            notes.append(
+                f"{request.world // request.block} blocks of {request.block} ranks share out "
+                "parameters and run free of each other; once a step a rank sums its rows' "
+                f"gradients, {bytes_text(request.gradient_bytes)}, with the ranks of its place in "
+                f"the others, which takes {self.sum_s:.3g} s"
+            )
         near = sum(v.priced.placements.near_count for v in self.traces)
         if near:
             notes.append(
@@ -131,9 +143,16 @@ class Planned:
         return tuple(notes)
 
     @property
-    def in_rounds(self) -> bool:
-        """Whether ranks gather parameters from each other while they run."""
-        return self.request.parameters == "rounds"
+    def block(self) -> int:
+        """Ranks that gather parameters from each other while they run; 0: nothing is gathered."""
+        return self.request.block
+
+    @property
+    def sum_s(self) -> float:
+        """Predicted seconds in which a step's gradients are summed over blocks; 0: of all ranks."""
+        request = self.request
+        owners = request.world // request.block if request.block else 1
+        return self.device.all_reduce_s(request.gradient_bytes, owners, request.world)
 
     @property
     def traces(self) -> tuple[Runnable, ...]:
@@ -390,7 +409,19 @@ def _batches(priced: Priced, bucket: Bucket, sp: int, request: PlanRequest) -> S
 def _row(priced: Priced, bucket: Bucket, sp: int, batch: int, request: PlanRequest) -> TriedRow:
     """Returns the cheapest row of one degree and micro-batch: the least recompute that fits."""
     sizes = {**bucket.sizes, BATCH: batch}
-    study = priced.at(priced.placement(sizes, sp, near=True))
+    return row_of(priced.at(priced.placement(sizes, sp, near=True)), sizes, sp, request)
+
+
+def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRow:
+    """Returns the cheapest row of a placement: the least recompute that fits.
+
+    Args:
+        study: of the placement.
+        sizes: length of every dim, batch included.
+        sp: ranks of the group.
+        request: what was asked for; its degrees do not count.
+    """
+    batch = sizes.get(BATCH, 1)
 
     def most() -> int:
         return study.steps

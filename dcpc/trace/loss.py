@@ -96,6 +96,19 @@ def check_names(model: nn.Module, names: Collection[str], loss: Loss | None) -> 
         )
 
 
+def by_position(model: nn.Module, names: Collection[str]) -> list[str]:
+    """Returns inputs in the order in which a call may pass them: forward's own, then others.
+
+    Args:
+        model: the user's.
+        names: of the buckets' inputs, in their order.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = [p.name for p in _parameters(model.forward) or [] if p.kind in kinds]
+    first = [n for n in own if n in names]
+    return [*first, *(n for n in names if n not in first)]
+
+
 def modules_in(loss: Loss | None) -> list[nn.Module]:
     """Returns the modules that a loss is, closes over or reads as globals: a teacher."""
     found: list[nn.Module] = []

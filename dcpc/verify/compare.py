@@ -6,10 +6,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import Tensor, nn
 
 from dcpc.codegen import LoweredPair, run_in_step, summed
+from dcpc.codegen.lower.output_pieces import joined_outputs
 from dcpc.ir import Partition, Program
 from dcpc.trace import casting
 from dcpc.trace.loss import gradient_of, one_number
@@ -121,7 +123,11 @@ class Given:
         return LossAndGradients(loss.detach(), dict(zip(self.wanted, found, strict=True)))
 
     def of_partition(
-        self, lowering: LoweredPair, parts: Partition, integers: Sequence[Mapping[str, int]]
+        self,
+        lowering: LoweredPair,
+        parts: Partition,
+        integers: Sequence[Mapping[str, int]],
+        dims: Mapping[sympy.Symbol, int],
     ) -> LossAndGradients:
         """Returns what the forward and backward graphs of all ranks compute, sums included.
 
@@ -129,6 +135,7 @@ class Given:
             lowering: whose partition it is.
             parts: the graphs of any rank.
             integers: what the graphs take besides tensors, of each rank.
+            dims: length of every dim.
         """
         tensors = {n: t.detach() for n, t in self.tensors.items()}
         ranks = run_in_step([parts] * len(integers), integers, tensors, self.calls, gradient_of)
@@ -140,7 +147,9 @@ class Given:
             if gradient is not None and name in found:  # else it was frozen since
                 had = found[name]
                 found[name] = gradient if had is None else had + gradient
-        return LossAndGradients(one_number(ranks[0].outputs), found)
+        returned = [rank.outputs for rank in ranks]
+        outputs = joined_outputs(self.program, lowering.placement, returned, dims)
+        return LossAndGradients(one_number(outputs), found)
 
     def _name(self, placeholder: str) -> str:
         """Returns what the gradient of a placeholder is called."""

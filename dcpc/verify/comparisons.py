@@ -175,7 +175,9 @@ class Comparisons:
             integers = integers_of(lowering.lowered, dims)
             if any(_broken(lowering, each) for each in integers):
                 continue
-            make = partial(Given.of_partition, lowering=lowering, parts=parts, integers=integers)
+            make = partial(
+                Given.of_partition, lowering=lowering, parts=parts, integers=integers, dims=dims
+            )
             found = self._compare(traced.program, make, reference)
             if found is None or not (found.right or reference.point.promised):
                 continue

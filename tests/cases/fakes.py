@@ -24,9 +24,10 @@ class FakeCompiled:
     plans: dict[Bucket, BucketPlan]
     groups: Groups
     node_ranks: int = 8
-    in_rounds: bool = False
+    block: int = 0
     speeds: tuple[float, ...] = ()
     replans: int = 0
+    batch_planner: None = None
     other_tables: Mapping[Bucket, Sequence[PlanRow]] | None = None
 
     @property

@@ -48,7 +48,7 @@ class Samples:
 
 
 class Training:
-    """A compiled model and what it is trained by."""
+    """A compiled model and what it is trained by; mode "rounds/2" is in blocks of 2 ranks."""
 
     def __init__(
         self, mode: str = "whole", rate: float = 0.2, seed: int = 0, width: int = 6
@@ -58,7 +58,10 @@ class Training:
         buckets = dcpc.Buckets(inputs, sizes=[{"seq": 3}, {"seq": 8}])
         model = Dropped(rate, width)
         torch.manual_seed(seed)  # of dropout
-        self.compiled = dcpc.compile(model, buckets, backend="eager", parameters=mode)
+        mode, _, block = mode.partition("/")
+        self.compiled = dcpc.compile(
+            model, buckets, backend="eager", parameters=mode, block=int(block) if block else None
+        )
         self.loader = dcpc.DataLoader(
             Samples(), self.compiled, tokens_per_step=14, weight="labels", seed=3, window=4,
             pad={"ids": 0, "labels": -100},

@@ -268,3 +268,28 @@ def test_no_warning_is_left_over():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         compiled(torch.randint(0, 11, (2, 5)))
+
+
+def test_results_lie_in_memory_as_the_plain_ones():
+    """A caller may take a view that only their strides allow; graphs of dcpc have no copies."""
+    weight = torch.randn(8, 8, dtype=torch.float64)
+
+    def turned(x):
+        y = x @ weight
+        return y.transpose(0, 1).contiguous(), y.mT, y.mT.sin(), x.mT.contiguous()
+
+    compiled = torch.compile(turned, backend="dcpc", dynamic=True, options=EXACT)
+    for n in (5, 9):
+        x = torch.randn(2, 8, n, dtype=torch.float64).mT  # an argument that is not contiguous
+        for got, want in zip(compiled(x), turned(x), strict=True):
+            assert got.stride() == want.stride()
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_strides_of_arguments_that_are_not_contiguous_are_refused():
+    def strided(x):
+        return x * x.stride(0)
+
+    compiled = torch.compile(strided, backend="dcpc", dynamic=True, options=EXACT)
+    with pytest.raises(Exception, match="expected contiguous ones where a graph reads strides"):
+        compiled(torch.randn(2, 10, 8)[:, ::2])

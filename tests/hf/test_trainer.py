@@ -284,6 +284,20 @@ def test_a_loss_of_ones_own_is_refused(tmp_path):
         made(OwnLoss, tmp_path)
 
 
+def test_compute_loss_of_the_compiled_model_returns_outputs(tmp_path):
+    ours = made(Ours, tmp_path)
+    ours.model.config.use_cache = False
+    compiled = ours._wrap_model(ours.model)
+    ids = torch.arange(8)[None] % 5
+    loss, outputs = ours.compute_loss(compiled, {"input_ids": ids, "labels": ids}, True)
+    with torch.no_grad():
+        plain = ours.model(input_ids=ids, labels=ids)
+    assert type(outputs) is type(plain)
+    assert outputs.loss is loss
+    assert (outputs.logits - plain.logits).abs().max() < 1e-10
+    assert ours.compute_loss(ours.model, {"input_ids": ids, "labels": ids}, True)[0].isfinite()
+
+
 def test_without_buckets_it_says_where_they_go(tmp_path):
     class NoBuckets(Ours):
         buckets = None

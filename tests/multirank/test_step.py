@@ -8,7 +8,8 @@ from dcpc.errors import DataError, GroupError
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.step.step import reduce_gradients, train_step
+from dcpc.runtime.step.gradients import reduce_gradients
+from dcpc.runtime.step.step import train_step
 from tests.cases.fakes import LONG, Ragged, RaggedWithDims, Tiny, compiled_for
 from tests.cases.launch import run_ranks
 

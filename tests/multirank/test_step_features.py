@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import dcpc
 from dcpc.errors import DataError
 from dcpc.runtime.parameters.modes import shares
-from dcpc.runtime.step.step import clip_gradients
+from dcpc.runtime.step.gradients import clip_gradients
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks
 from tests.cases.ragged import LENGTHS, Ragged, gpt

@@ -23,6 +23,7 @@ SHARED = {
     "optimizer": None,
     "optimizer_bytes": None,
     "parameters": "whole",
+    "block": None,
     "attention": "auto",
     "autocast": None,
     "calibration": None,

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from dcpc.errors import CodegenError
 from dcpc.fx.fakes import Layout, empty, fills_its_memory, layout_of, strided
 
 # A question of sizes -> its answer: true, false or a number.
@@ -77,11 +78,20 @@ class AskingEnv(ShapeEnv):
         """Whether no guard, and no other range than the first of each symbol, is behind an answer.
 
         As a number an answer is one of the sizes of the trace.
+
+        Raises:
+            CodegenError: it is of a size that is not known before a tensor's values are.
         """
         if not question.free_symbols:
             return True
         # torch may write the question in other symbols, of which it knows that they are equal.
         symbols = question.free_symbols | self.simplify(question).free_symbols
+        if unknown := symbols - self._first_ranges.keys():
+            raise CodegenError(
+                f"got a call whose backward has a size that depends on the values in a tensor "
+                f"({', '.join(map(str, unknown))}); expected sizes made of the named dims; replace "
+                "boolean indexing by torch.where"
+            )
         ranges = tuple((s, self._first_ranges[s]) for s in sorted(symbols, key=str))
         known = self._maybe_evaluate_static(question, axioms=(), var_to_range=ranges)
         return known is not None

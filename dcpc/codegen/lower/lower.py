@@ -17,8 +17,9 @@ from torch import fx
 from dcpc.codegen.lower.integer_inputs import IntegerInput
 from dcpc.codegen.lower.local_graph import LocalGraph
 from dcpc.codegen.lower.local_ops import LOCAL
+from dcpc.codegen.lower.output_pieces import returned_label
 from dcpc.fx.graphs import LazyGraphModule, without_unused
-from dcpc.ir import REPLICATED, Placement, Program, call_of, is_tuple, tensor_operands
+from dcpc.ir import Placement, Program, call_of, is_tuple, tensor_operands
 
 _Tuples = dict[tuple[str, tuple[fx.Node, ...]], fx.Node]  # by call and operands
 
@@ -70,7 +71,8 @@ def lower(
         if node.op == "call_function":
             _lower_call(local, node, tuples)
             _tag(local.graph, node.name)
-    local.graph.output(tuple(local.value(name, REPLICATED) for name in program.outputs))
+    labels = {name: returned_label(program, placement, name) for name in program.outputs}
+    local.graph.output(tuple(local.value(name, labels[name]) for name in program.outputs))
     without_unused(local.graph)
     used = local.integers.used()
     local.graph.lint()

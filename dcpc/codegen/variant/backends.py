@@ -5,7 +5,7 @@ Inductor is imported when it is first asked for: it takes 1.3 s, and `eager` nev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import sympy
@@ -41,11 +41,21 @@ def decompositions(backend: str) -> Mapping[Any, Any]:
 
 
 def compile_graph(
-    gm: fx.GraphModule, backend: str, mode: FakeTensorMode
+    gm: fx.GraphModule,
+    backend: str,
+    mode: FakeTensorMode,
+    present: Set[sympy.Symbol] = frozenset(),
 ) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
-    """Returns a boxed callable, and what the backend assumed of sizes."""
+    """Returns a boxed callable, and what the backend assumed of sizes.
+
+    Args:
+        gm: the graph; not changed.
+        backend: one of `BACKENDS`.
+        mode: of its values.
+        present: torch's symbols of sizes that are never 0.
+    """
     if backend == "eager":
         return boxed_python(gm), ()
     from dcpc.codegen.variant import inductor
 
-    return inductor.compile_graph(gm, mode)
+    return inductor.compile_graph(gm, mode, present)

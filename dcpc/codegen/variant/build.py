@@ -79,6 +79,14 @@ class LoweredPair:
         equations = (g for g in self.joint.guards if isinstance(g, sympy.Eq))
         return {str(g.lhs): int(g.rhs) for g in equations if g.lhs.is_Symbol and g.rhs.is_Integer}
 
+    @property
+    def _present(self) -> frozenset[sympy.Symbol]:
+        """The torch symbols of sizes that are never 0: of dims, where no rank has a piece."""
+        if self.placement.sp > 1:
+            return frozenset()
+        dims = {*self.program.symbols.values()}
+        return frozenset(symbol for symbol, size in self.joint.names.items() if size in dims)
+
     @cached_property
     def keys(self) -> dict[Key, str]:
         """What each forward node of the joint graph is called in every trace of it -> its name."""
@@ -105,12 +113,13 @@ class LoweredPair:
         placeholders = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
         tensors = tuple(n.name for n in placeholders if isinstance(n.meta["val"], Tensor))
         trainable = tuple(tensors.index(n) for n in self.joint.trainable)
-        forward, more = compile_graph(parts.forward, self.backend, self.joint.fake_mode)
+        how = self.backend, self.joint.fake_mode, self._present
+        forward, more = compile_graph(parts.forward, *how)
         backward: Boxed = _no_backward
         even_more: tuple[sympy.Basic, ...] = ()
         handing: Boxed | None = None
         if parts.begins:
-            backward, even_more = compile_graph(parts.backward, self.backend, self.joint.fake_mode)
+            backward, even_more = compile_graph(parts.backward, *how)
             handing = handing_over(parts.backward) if self.backend == "eager" else None
         found: list[Any] = [*more, *even_more]
         names = self.joint.names

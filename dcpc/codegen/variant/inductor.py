@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
-from torch._inductor import config
+from torch._inductor import config, lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -19,6 +20,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 
+from dcpc.codegen.variant.flash_calls import FLASH, FLASH_BACKWARD, spell_attention
 from dcpc.codegen.variant.variant import Boxed
 
 
@@ -28,9 +30,9 @@ def decompositions() -> Mapping[Any, Any]:
 
 
 def compile_graph(
-    gm: fx.GraphModule, mode: FakeTensorMode
+    gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol] = frozenset()
 ) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
-    """Returns a boxed callable, and what Inductor assumed of sizes."""
+    """Returns a boxed callable, and what Inductor assumed of sizes; see `backends.py`."""
     examples = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     env = mode.shape_env
     assert env is not None
@@ -40,10 +42,12 @@ def compile_graph(
     # the cache.
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
+    spell_attention(graph, mode, present)
     _fix_layouts(graph)
     copy = fx.GraphModule(gm, graph)
     in_order = config.patch(IN_ORDER), V.set_choices_handler(InOrder())
-    with mode, tracing(TracingContext(mode)), in_order[0], in_order[1]:
+    as_they_lie = patch.dict(lowering._maybe_layout_constraints, LAYOUTS)
+    with mode, tracing(TracingContext(mode)), in_order[0], in_order[1], as_they_lie:
         compiled = compile_fx_inner(copy, examples)
     guards = tuple(g.expr for g in env.guards[known:])
     return _Inductor(compiled), guards
@@ -60,6 +64,10 @@ def _fix_layouts(graph: fx.Graph) -> None:
             given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             node.meta["eager_input_vals"] = given
 
+
+# Inductor copies what torch's attention is given if its last dim is not the innermost one, as the
+# logsumexp's never is. The kernel reads that as it lies.
+LAYOUTS = dict.fromkeys((FLASH, FLASH_BACKWARD), lowering.constrain_to_fx_strides)
 
 _calls: WeakKeyDictionary[Scheduler, list[int]] = WeakKeyDictionary()
 

@@ -16,7 +16,6 @@ from dcpc.codegen.lower.integer_inputs import IntegerInput
 from dcpc.codegen.variant.empty import SAFE
 from dcpc.errors import CodegenError
 from dcpc.fx.integers import of_some
-from dcpc.fx.writes import times_written
 from dcpc.ir import Partition
 
 Boxed = Callable[[list[Any]], Any]
@@ -213,10 +212,13 @@ class _RunVariant(torch.autograd.Function):
         ctx.versions = _versions(ctx.kept)
         learned = {id(outputs[i]) for i in partition.begins}
         ctx.mark_non_differentiable(*(x for x in outputs if id(x) not in learned))
+        ctx.set_materialize_grads(False)  # zeros for logits that take no gradient
+        ctx.begins = [(i, x.shape, x.dtype, x.device) for i, x in enumerate(outputs)
+                      if i in partition.begins]  # fmt: skip
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise CodegenError(
                 "backward of a compiled loss: got create_graph=True; expected False: compiled "
@@ -233,11 +235,15 @@ class _RunVariant(torch.autograd.Function):
         _refuse_changed(variant, ctx.kept, ctx.versions)
         # Every rank of the group has the same loss: each differentiates its share of it, and the
         # sum of all ranks' gradients is the loss's.
-        shares = [_share(gradients[i], variant.sp) for i in variant.partition.begins]
+        shares = [
+            _share(torch.zeros(shape, dtype=dtype, device=device) if g is None else g, variant.sp)
+            for i, shape, dtype, device in ctx.begins
+            for g in (gradients[i],)
+        ]
         arguments = [*ctx.kept, *shares]
         ctx.kept = None
         # A caller's autocast would cast what was differentiated with its casts in it.
-        device_type = gradients[0].device.type
+        device_type = shares[0].device.type
         casts = torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, enabled=False) if casts else nullcontext():
             found = _gradients(variant, arguments, ctx.deliver, ctx.own)
@@ -257,7 +263,8 @@ def _detached(value: Any) -> Any:
 
 
 def _versions(kept: list[Any]) -> list[int]:
-    return [times_written(x) if isinstance(x, Tensor) else 0 for x in kept]
+    # As `times_written`, without a call for each.
+    return [x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in kept]
 
 
 def _refuse_changed(variant: Variant, kept: list[Any], versions: list[int]) -> None:

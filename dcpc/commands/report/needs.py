@@ -14,7 +14,7 @@ from dcpc.commands.report.what_if import as_traced
 from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan
 from dcpc.plan.choose import TriedRow, choice_text, least_needed
-from dcpc.plan.options import degrees
+from dcpc.plan.options import block_of, degrees
 from dcpc.plan.planning import Planned, PlanRequest, plan_buckets
 from dcpc.plan.progress import during, tracked
 from dcpc.symbolic_profile import as_text, bytes_text
@@ -115,7 +115,7 @@ def _remedies(
     planned: Planned, bucket: Bucket, memory_of: Callable[[int], int]
 ) -> Iterator[tuple[str, Remedy]]:
     asked = planned.request
-    free = degrees("auto", asked.world)
+    _, free = block_of(asked.block or None, degrees("auto", asked.world), asked.world)
     changes: dict[str, PlanRequest] = {}
     if asked.recompute_mode != "auto":
         changes["--recompute auto"] = replace(asked, recompute_mode="auto")

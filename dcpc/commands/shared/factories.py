@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,29 @@ def check_writable(option: str, file: Path | None) -> None:
         got = "no leave to write it"
     if got is not None:
         raise PlanError(f"{option} {file}: got {got}; expected a file to write; name another")
+
+
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Wraps the writing of a result: a disk that is full by now is an error that names the file.
+
+    Args:
+        file: its folder is made if it is missing. What was written of it is removed.
+
+    Raises:
+        PlanError: the file could not be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            if file.is_file():
+                file.unlink()
+        raise PlanError(
+            f"{file}: got {error.strerror or error}; expected to write it; look at the disk's "
+            "space and rights, or name another file"
+        ) from error
 
 
 def _made(text: str, factory: Any) -> nn.Module:

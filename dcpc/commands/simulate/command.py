@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dcpc.commands.shared.factories import writing
 from dcpc.commands.simulate.barriers import LinearCost
 from dcpc.commands.simulate.batches import longest_that_fits, planners, plans_of
 from dcpc.commands.simulate.costs import of_planned
@@ -114,19 +115,23 @@ def simulate_model(
         epoch = in_buckets(drawn, buckets)
     else:
         epoch = by_share(buckets, source, request.steps, request.tokens, request.seed)
-    outcomes, seconds = [], []
+    outcomes, seconds, without = [], [], list[str]()
     for name, system in tracked([*SYSTEMS.items()], "simulate", lambda item: item[0]):
         if name == PACKING and costs.packing is None:
             continue
         begin_s = time.perf_counter()
         own = replace(costs, reduction_s=0.0, gradient_bytes=0.0) if name in SHARDED else costs
-        outcomes.append(of_steps(name, system(costs, epoch), own, epoch.tokens))
+        try:
+            outcomes.append(of_steps(name, system(costs, epoch), own, epoch.tokens))
+        except PlanError as error:  # a system that cannot run these buckets is no reason to end
+            without.append(f"left out: {name}: {error}\n")
+            continue
         seconds.append(time.perf_counter() - begin_s)
     title = (
         f"{request.world} x {device.name}, {len(epoch.batches)} batches of "
         f"{request.tokens:,} tokens, {len(epoch.tokens):,} samples; predicted"
     )
-    return _finish(title, outcomes, seconds, request)
+    return _finish(title, outcomes, seconds, request) + "".join(without)
 
 
 def simulate_cost(
@@ -171,10 +176,11 @@ def _finish(
     )
     shown = {o.name: o.shown for o in outcomes}
     if request.trace is not None:
-        request.trace.parent.mkdir(parents=True, exist_ok=True)
-        request.trace.write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
+        with writing(request.trace):
+            request.trace.write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
         text += f"\ntrace of the first steps: {request.trace} (open it in https://ui.perfetto.dev)"
     if request.png is not None:
-        draw(shown, request.png)
+        with writing(request.png):
+            draw(shown, request.png)
         text += f"\npicture of the first steps: {request.png}"
     return text + "\n"

@@ -100,13 +100,14 @@ class ModelCosts:
         buckets: what runs.
         world: ranks.
         node_ranks: of a node.
-        gradient_bytes: that a step sums over all ranks.
+        gradient_bytes: that a step sums over all ranks, or over all blocks.
         reduction_s: seconds of that sum.
         packing: None where a sample has more than one length.
         gather_s: seconds of gathering all parameters twice and of summing their gradients, where
             ranks share them out and the rows do not have it.
         gather_wire_bytes: that all ranks send for it.
-        in_rounds: whether the rows have it: then all systems go through a step in rounds.
+        block: ranks that share parameters out where the rows have it: then all systems go through
+            a step in rounds, and sum over the blocks alone at its end; 0: they have them whole.
     """
 
     buckets: tuple[BucketCosts, ...]
@@ -117,28 +118,35 @@ class ModelCosts:
     packing: Packing | None = None
     gather_s: float = 0.0
     gather_wire_bytes: float = 0.0
-    in_rounds: bool = False
+    block: int = 0
 
     def of(self, bucket: Bucket) -> BucketCosts:
         """Returns the rows of a bucket."""
         return next(b for b in self.buckets if b.bucket == bucket)
 
-    def fixed_degree(self) -> int:
-        """Returns the smallest sp at which one sample of every bucket fits."""
-        return max(min(r.sp for r in b.full) for b in self.buckets)
+    def fixed_degree(self, *, least: bool = False) -> int:
+        """Returns the smallest sp at which one sample of every bucket fits.
+
+        Args:
+            least: with as little recompute as that takes; else with all.
+
+        Raises:
+            PlanError: there is none, as short buckets were not priced at what the longest needs.
+        """
+        every = [{r.sp for r in (b.least if least else b.full)} for b in self.buckets]
+        common = set[int].intersection(*every)
+        if not common:
+            raise PlanError(
+                f"got no degree at which all {len(every)} buckets have a row; expected one: each "
+                "has those that gain or fit; leave out the shortest or the longest, or name --sp"
+            )
+        return min(common)
 
     @property
     def reduction_wire_bytes(self) -> float:
         """Returns what all ranks send to sum the gradients, as a ring."""
-        return 2.0 * (self.world - 1) * self.gradient_bytes
-
-
-def reduction_seconds(gradient_bytes: float, world: int, device: Device) -> float:
-    """Returns the seconds of a ring all-reduce over all ranks."""
-    if world == 1:
-        return 0.0
-    link = device.link(world)
-    return link.alpha_s + 2.0 * (world - 1) / world * gradient_bytes / link.bytes_per_s
+        owners = self.world // (self.block or 1)  # of a row, that sum it
+        return 2.0 * (owners - 1) * self.gradient_bytes
 
 
 def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
@@ -177,10 +185,14 @@ def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
         found.append(BucketCosts(bucket, tokens_of(bucket), tuple(least), tuple(full)))
     longest = max(b.tokens for b in found)
     found = [replace(b, usual=longest // b.tokens) for b in found]
-    if planned.in_rounds:  # each micro-batch has summed its gradients
-        costs = ModelCosts(tuple(found), world, device.node_ranks, 0.0, 0.0, in_rounds=True)
+    block = planned.block
+    if block:  # each micro-batch has summed its gradients within its block
+        whole_bytes = float(planned.request.gradient_bytes * block)
+        costs = ModelCosts(
+            tuple(found), world, device.node_ranks, whole_bytes, planned.sum_s, block=block
+        )
         return replace(costs, packing=_packing(planned, costs))
-    seconds_s = reduction_seconds(gradients, world, device)
+    seconds_s = device.all_reduce_s(gradients, world)
     costs = ModelCosts(
         tuple(found), world, device.node_ranks, gradients, seconds_s,
         # A gather sends half of what an all-reduce does, and so does the sum of rows.

@@ -114,11 +114,11 @@ def of_steps(
     }
     total, trained = _Sum([]), set[int]()
     for plan in plans:
-        if costs.in_rounds and not plan.in_rounds:
-            again = step_plan(plan.micro_batches, costs.world, in_rounds=True)
+        if costs.block and not plan.block:
+            again = step_plan(plan.micro_batches, costs.world, costs.block)
             plan = replace(again, bound_s=plan.bound_s)
         sent = costs.reduction_wire_bytes
-        if plan.in_rounds:
+        if plan.block:
             every = rounds([mb.ranks for mb in plan.micro_batches], costs.world)
             sent += costs.gather_wire_bytes * len(every)
         for mb in plan.micro_batches:

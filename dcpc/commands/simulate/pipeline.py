@@ -133,7 +133,7 @@ def draw_pipeline(work: PipelineWork, found: FoundSchedule, file: Path) -> None:
         fontsize=7,
     )
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, format="png", dpi=110)
 
 
 def _bounded(work: PipelineWork) -> bool:

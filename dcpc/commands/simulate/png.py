@@ -50,5 +50,4 @@ def draw(systems: Mapping[str, Sequence[StepTimeline]], file: Path) -> None:
         + ", ".join(f"{size} {colour[size]}" for size in sizes[:8]),
         fontsize=7,
     )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, format="png", dpi=110)

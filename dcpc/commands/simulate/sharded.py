@@ -25,8 +25,12 @@ def flexsp_rounds(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
 
 
 def fixed_degree(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
-    """Yields the best plans at the smallest degree that holds all buckets, in rounds."""
-    sp = max(min(row.sp for row in b.least) for b in costs.buckets)
+    """Yields the best plans at the smallest degree that holds all buckets, in rounds.
+
+    Raises:
+        PlanError: there is none.
+    """
+    sp = costs.fixed_degree(least=True)
     rows = {b.bucket: tuple(row for row in b.least if row.sp == sp) for b in costs.buckets}
     yield from _planned(costs, epoch, rows)
 
@@ -35,8 +39,8 @@ def _planned(
     costs: ModelCosts, epoch: Epoch, rows: dict[Bucket, tuple[SimRow, ...]]
 ) -> Iterator[StepPlan]:
     table = make_table(rows, costs.world, costs.node_ranks)
-    table = replace(table, in_rounds=True)
+    table = replace(table, block=costs.world)
     for samples in epoch.batches:
         plan = plan_step(samples, table)
         slower = [replace(mb, seconds_s=mb.seconds_s + costs.gather_s) for mb in plan.micro_batches]
-        yield step_plan(slower, costs.world, in_rounds=True)
+        yield step_plan(slower, costs.world, costs.world)

@@ -29,7 +29,7 @@ def dcpc_auto(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
     """Yields dcpc's own plans."""
     tables = {b.bucket: b.least for b in costs.buckets}
     table = make_table(tables, costs.world, costs.node_ranks)
-    table = replace(table, in_rounds=costs.in_rounds)
+    table = replace(table, block=costs.block)
     for samples in epoch.batches:
         yield plan_step(samples, table)
 
@@ -79,7 +79,12 @@ def packing(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
 
 
 def best_homogeneous(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
-    """Yields each batch at the one sp that is best for it, dealt longest first."""
+    """Yields each batch at the one sp that is best for it, dealt longest first.
+
+    Raises:
+        PlanError: at no sp all buckets fit.
+    """
+    costs.fixed_degree(least=True)
     degrees = sorted({row.sp for b in costs.buckets for row in b.least})
     settings = [found for sp in degrees if (found := _settings(costs, sp))]
     rows = {b.bucket: b.least for b in costs.buckets}

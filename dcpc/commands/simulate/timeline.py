@@ -73,7 +73,7 @@ def of_step(plan: StepPlan, reduction_s: float = 0.0) -> StepTimeline:
         reduction_s: of the gradients' sum that ends the step, on all ranks.
     """
     world = len(plan.busy_s)
-    begins, _, _ = timeline(plan.micro_batches, world, in_rounds=plan.in_rounds)
+    begins, _, _ = timeline(plan.micro_batches, world, plan.block)
     spans = [
         Span(mb.ranks[0], mb.sp, begin_s, begin_s + mb.seconds_s,
              f"{len(mb.sample_ids)} x {mb.bucket} sp={mb.sp} recompute={mb.menu_step}",

@@ -6,11 +6,16 @@ from dcpc.compiled.pipeline.cut import StagePlan, plan_stages, stage_bytes
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
 from dcpc.compiled.pipeline.stages import ProgramStage, shared_parameters, stages_of
+from dcpc.compiled.pipeline.trained.cutting import CutModel, cut_model
+from dcpc.compiled.pipeline.trained.model import PipelinedModel
+from dcpc.compiled.pipeline.trained.refusals import refuse_beside_stages
 from dcpc.compiled.pipeline.work import pipeline_work
 
 __all__ = [
     "CallChain",
+    "CutModel",
     "MixedBucket",
+    "PipelinedModel",
     "ProgramCosts",
     "ProgramStage",
     "ScheduledStages",
@@ -18,8 +23,10 @@ __all__ = [
     "StagePlan",
     "StageProgram",
     "chain_of",
+    "cut_model",
     "pipeline_work",
     "plan_stages",
+    "refuse_beside_stages",
     "shared_parameters",
     "stage_bytes",
     "stage_programs",

@@ -101,21 +101,27 @@ class ProgramCosts:
         return self._traced.device
 
     def cut_costs(
-        self, mixture: Sequence[MixedBucket], kinds: Sequence[tuple[StageDevice, int]]
+        self,
+        mixture: Sequence[MixedBucket],
+        kinds: Sequence[tuple[StageDevice, int]],
+        all_devices: bool = False,
     ) -> CutCosts:
         """Returns what every stage costs.
 
         Args:
             mixture: shapes, whose shares add up to 1.
             kinds: of devices, and how many there are of each.
+            all_devices: whether each has to have a stage.
         """
         bounded = any(kind.memory_bytes < inf for kind, _ in kinds)
-        places = sum(count for _, count in kinds) if bounded else 1
+        places = sum(count for _, count in kinds) if bounded or all_devices else 1
         fixed = self._resident_bytes()
         seconds = np.stack([
             np.stack([self._of_kind(bucket.sizes, kind, places, fixed) for kind, _ in kinds])
             for bucket in mixture
         ])  # fmt: skip
+        if all_devices:  # the first stage has all others behind it
+            seconds[:, :, :-1, 0] = inf
         return CutCosts(seconds, tuple(b.share for b in mixture), tuple(n for _, n in kinds))
 
     def _of_kind(self, sizes: Sizes, kind: StageDevice, places: int, fixed: Floats) -> Floats:

@@ -54,6 +54,8 @@ def plan_stages(
     model: nn.Module,
     mixture: Sequence[MixedBucket],
     devices: Sequence[StageDevice],
+    *,
+    all_devices: bool = False,
 ) -> StagePlan:
     """Returns the stages of least expected bottleneck that fit, each checked on its own graph.
 
@@ -62,19 +64,26 @@ def plan_stages(
         model: that was traced.
         mixture: shapes of micro-batches and their shares, which add up to 1.
         devices: one for each stage, in any order; one that is too slow gets none.
+        all_devices: whether each gets a stage, also where fewer would be faster.
 
     Raises:
         PlanError: no cut fits.
     """
     traced = runnable.traced
     chain = chain_of(traced.program, mixture_dims(traced.program, mixture))
+    blocks = len(chain.borders) - 1
+    if all_devices and blocks < len(devices):
+        raise PlanError(
+            f"stages: got a model that can be cut into {blocks} blocks at most; expected one for "
+            f"each of {len(devices)} stages; take fewer stages"
+        )
     costs = ProgramCosts(runnable, chain)
     counts = Counter(devices)
     kinds = [*counts]
     room = {kind: kind for kind in kinds}  # what the search is told of each
     for _ in range(TRIES):
         told = [(room[kind], counts[kind]) for kind in kinds]
-        cut = best_cut(costs.cut_costs(mixture, told))
+        cut = best_cut(costs.cut_costs(mixture, told, all_devices))
         stages = stages_of(traced, model, chain, cut.borders)
         pairs = zip(stages, cut.kinds, strict=True)
         fitted = [_fitted(stage, kinds[k].memory_bytes, mixture) for stage, k in pairs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -45,7 +46,7 @@ class ScheduledStages:
         """Settings of recompute that every stage has."""
         return len(self.rows[0])
 
-    @property
+    @cached_property
     def memory_bytes(self) -> tuple[float, ...]:
         """Of each stage, less its parameters, their gradients and the optimizer's state."""
         return pipeline_work(self.rows, (), self.devices).memory_bytes

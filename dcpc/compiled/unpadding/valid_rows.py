@@ -51,7 +51,7 @@ class RowFinder:
     def _lowered(self) -> Lowered:
         """What computes which rows are valid, and the values that are checked."""
         names = (self._plan.keep, *(c.node for c in self._checks))
-        asked = replace(self._traced.program, outputs=names, begins=())
+        asked = replace(self._traced.program, outputs=names, begins=(), pieces=False)
         return lower(asked, self._placement, "")
 
     def find(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> ValidRows | None:

@@ -1,7 +1,7 @@
 """Attention as one op with saved tensors of its own: q, k, v, out, logsumexp, on any device."""
 
 from dcpc.ops.attention.blocks import ROWS
-from dcpc.ops.attention.kernels import DEMANDS, added_dtype, kernel_name, laid
+from dcpc.ops.attention.kernels import DEMANDS, added_dtype, kernel_name, laid, takes
 from dcpc.ops.attention.op import EMPTY
 from dcpc.ops.attention.partial import Backward, Forward, Operands
 from dcpc.ops.attention.rectangles import sees
@@ -35,4 +35,5 @@ __all__ = [
     "kernel_name",
     "laid",
     "sees",
+    "takes",
 ]

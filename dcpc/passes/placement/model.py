@@ -162,7 +162,7 @@ class _Reader:
             shares=tuple(shares[-1].items()),
             backward=self.program.info[name].requires_grad,
             cheap=cheap,
-            is_output=name in self.program.outputs,
+            is_output=name in self.program.whole_outputs,
             options=self._options(node, tensors, values, shares),
         )
 

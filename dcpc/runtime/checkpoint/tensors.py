@@ -123,8 +123,11 @@ def staged(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[st
         if isinstance(value, DTensor):
             assert mesh is not None, "ranks share a tensor"
             local = value.to_local().detach().to("cpu", copy=True)
+            own = mesh
+            if value.device_mesh.ndim > 1:  # each block has all of it: of equal parts one is kept
+                own = DeviceMesh.from_group(value.device_mesh.get_group("shard"), "cpu")
             return DTensor.from_local(
-                local, mesh, value.placements, run_check=False,
+                local, own, value.placements[-1:], run_check=False,
                 shape=value.shape, stride=value.stride(),
             )  # fmt: skip
         return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -314,5 +317,5 @@ def empty_like(parameter: Tensor | None, row: Mapping[str, Any]) -> Any:
     if size == parameter.shape:
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     whole = not parameter.dim() or size[0] != parameter.shape[0]
-    places = [Replicate() if whole else Shard(0)]
+    places = [*parameter.placements[:-1], Replicate() if whole else Shard(0)]
     return zeros(size, dtype=dtype, device_mesh=parameter.device_mesh, placements=places)

@@ -131,6 +131,23 @@ def check_flags(**given: object) -> None:
             raise DataError(f"{name}: got {value!r}; expected True or False; pass one")
 
 
+def check_stages(**given: bool) -> None:
+    """Refuses what a loader does not do for a model in stages.
+
+    Args:
+        given: name of an argument or method -> whether it is asked for.
+
+    Raises:
+        DataError: one is.
+    """
+    for name in (name for name, asked in given.items() if asked):
+        raise DataError(
+            f"{name}: got it for a model that was compiled with pipeline=; expected a loader that "
+            "plans each bucket's samples for the stages, mode='auto', without files of plans; "
+            "leave it out, or compile without pipeline="
+        )
+
+
 def check_step_size(tokens: int | None, samples: int | None) -> int:
     """Returns how many tokens or samples a step has, whichever is given.
 

@@ -15,6 +15,7 @@ from dcpc.runtime.data.samples import Fit
 from dcpc.runtime.data.window import Batch, Position, take
 from dcpc.runtime.planner.plan_file import plan_json, plan_of
 from dcpc.runtime.planner.plans import Mode, StepPlan
+from dcpc.runtime.planner.protocol import BatchPlanner
 from dcpc.runtime.planner.step_planner import Allowed, plan_step
 from dcpc.runtime.planner.table import PlanTable
 
@@ -35,6 +36,7 @@ class Recipe:
         allowed: what else holds.
         packs: samples follow each other in rows, which are what is planned.
         by_samples: `most` counts samples.
+        planner: plans batches, of a model in stages; None: `plan_step` does.
     """
 
     most: int
@@ -43,6 +45,18 @@ class Recipe:
     allowed: Allowed
     packs: bool = False
     by_samples: bool = False
+    planner: BatchPlanner | None = None
+
+    def plan(self, samples: Sequence[tuple[int, Bucket]], table: PlanTable) -> StepPlan:
+        """Returns the plan of a batch.
+
+        Args:
+            samples: id and bucket of each.
+            table: the rows to choose from.
+        """
+        if self.planner is not None:
+            return self.planner.plan(samples, table.hash)
+        return plan_step(samples, table, self.mode, self.allowed)
 
     def take(
         self,
@@ -257,7 +271,7 @@ def _planned(
 ) -> tuple[StepPlan, Rows]:
     """Returns the plan of a batch, and the rows that it is of."""
     if not recipe.packs:
-        return plan_step(batch.samples, table, recipe.mode, recipe.allowed), ()
+        return recipe.plan(batch.samples, table), ()
 
     def row_s(bucket: Bucket) -> float:
         rows = table.rows[table.key(bucket)]
@@ -267,4 +281,4 @@ def _planned(
     one = recipe.mode == "intra"
     packed = pack(batch.samples, lambda i: fit(i).tokens, table.buckets, row_s, one)
     numbered = list(enumerate(packed.buckets))
-    return plan_step(numbered, table, recipe.mode, recipe.allowed), packed.rows
+    return recipe.plan(numbered, table), packed.rows

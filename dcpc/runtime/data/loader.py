@@ -29,6 +29,7 @@ from dcpc.runtime.data.arguments import (
     check_flags,
     check_pad,
     check_seconds,
+    check_stages,
     check_step,
     check_step_size,
 )
@@ -43,7 +44,6 @@ from dcpc.runtime.groups.relay import Relay
 from dcpc.runtime.planner.plan_file import PlanFile
 from dcpc.runtime.planner.plans import MODES, Mode, StepPlan, step_plan
 from dcpc.runtime.planner.protocol import Compiled
-from dcpc.runtime.planner.step_planner import plan_step
 from dcpc.runtime.planner.table import PlanTable, mode_table
 
 LOG = logging.getLogger("dcpc")
@@ -164,7 +164,10 @@ class DataLoader:
         self.on_too_long = on_too_long
         self.lookahead = lookahead
         self.calculate_imbalance = calculate_imbalance
-        self.recipe = Recipe(most, window, mode, allowed, bool(packing), by_samples)
+        planner = compiled.batch_planner
+        if planner is not None:
+            check_stages(mode=mode != "auto", pad_to_longer=pad_to_longer)
+        self.recipe = Recipe(most, window, mode, allowed, bool(packing), by_samples, planner)
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
         self._maker = StepMaker(
@@ -297,6 +300,8 @@ class DataLoader:
         `dcpc replay FILE` prints it and plans it again.
         """
         check_step(step)
+        if self.recipe.planner is not None:
+            check_stages(save_plan=True)
         path = path_of(file, PlanError, "save_plan")
         samples = self._maker.own_buckets(step)
         PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(path)
@@ -339,8 +344,7 @@ class DataLoader:
         """
         table, recipe = self.table, self.recipe
         samples = [(i, mb.bucket) for mb in plan.micro_batches for i in mb.sample_ids]
-        found = plan_step(samples, table, recipe.mode, recipe.allowed)
-        return replace(cut, plan=found, table=table)
+        return replace(cut, plan=recipe.plan(samples, table), table=table)
 
     def _received(
         self, relay: Relay, table: PlanTable, job: str

@@ -73,6 +73,7 @@ class Groups:
     _numbers: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     _gradients: dist.ProcessGroup | None = field(default=None, repr=False)
     _broken: set[tuple[int, int]] = field(default_factory=set, repr=False, compare=False)
+    _across: dict[int, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     _separate: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
     watch: Watch = field(default_factory=Watch, repr=False, compare=False)
 
@@ -162,6 +163,30 @@ class Groups:
         """
         return self._gradients
 
+    def across(self, block: int) -> dist.ProcessGroup | None:
+        """Returns the data group of the ranks with this one's place in their blocks; None of one.
+
+            world 4, blocks of 2    0 1 | 2 3    across: 0 2 | 1 3
+
+        Collective over all ranks when it is first asked for.
+
+        Args:
+            block: ranks of a block.
+
+        Raises:
+            GroupError: it does not divide the world size.
+        """
+        self._check(block)
+        if block == self.world:
+            return None
+        if block not in self._across:
+            every = [self.global_ranks[place::block] for place in range(block)]
+            self._across[block] = _one_of(
+                every, self.rank % block, self.whole, None, self.timeout_s,
+                f"dcpc data across blocks of {block}",
+            )  # fmt: skip
+        return self._across[block]
+
     def separate(self, what: str) -> dist.ProcessGroup | None:
         """Returns a new gloo group of all ranks, in which nobody else sends; None alone.
 
@@ -180,7 +205,8 @@ class Groups:
     def every(self) -> list[dist.ProcessGroup]:
         """Returns all process groups that this rank is in."""
         named = (*self._data.values(), *self._control.values(), *self._ranges.values())
-        return [pg for pg in (*named, *self._separate, self._gradients) if pg is not None]
+        more = (*self._across.values(), *self._separate, self._gradients)
+        return [pg for pg in (*named, *more) if pg is not None]
 
     def ranks(self, sp: int) -> tuple[int, ...]:
         """Returns the ranks (from 0 to `world - 1`) of this rank's block of `sp`.
@@ -443,21 +469,41 @@ def _block(
     what: str = "",
 ) -> dist.ProcessGroup:
     """Returns this rank's group of a degree."""
-    timeout = timedelta(seconds=timeout_s)
-    first = rank // degree * degree
-    mine = list(ranks[first : first + degree])
     desc = f"dcpc {what or backend or 'data'} degree {degree}"
+    blocks = [ranks[i : i + degree] for i in range(0, len(ranks), degree)]
+    return _one_of(blocks, rank // degree, whole, backend, timeout_s, desc)
+
+
+def _one_of(
+    every: Sequence[Sequence[int]],
+    own: int,
+    whole: bool,
+    backend: str | None,
+    timeout_s: float,
+    desc: str,
+) -> dist.ProcessGroup:
+    """Returns this rank's of several groups, which have no rank in common; collective over all.
+
+    Args:
+        every: their ranks in the default group.
+        own: number of this rank's.
+        whole: whether they are all ranks of the default group together.
+        backend: None: that of the default group.
+        timeout_s: how long a rank waits for another.
+        desc: name of all of them.
+    """
+    timeout, lists = timedelta(seconds=timeout_s), [list(ranks) for ranks in every]
     if whole:
-        # Every rank passes every block: cheap for those it is not in, and c10d's names stay
+        # Every rank passes every group: cheap for those it is not in, and c10d's names stay
         # aligned.
-        blocks = [list(ranks[i : i + degree]) for i in range(0, len(ranks), degree)]
         pg, _ = dist.new_subgroups_by_enumeration(
-            blocks, timeout=timeout, backend=backend, group_desc=desc
+            lists, timeout=timeout, backend=backend, group_desc=desc
         )
     else:
         # Ranks outside the parent group do not come here.
         pg = dist.new_group(
-            mine, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=desc
-        )
-    assert isinstance(pg, dist.ProcessGroup), f"rank {rank} is in no block of degree {degree}"
+            lists[own], timeout=timeout, backend=backend, use_local_synchronization=True,
+            group_desc=desc,
+        )  # fmt: skip
+    assert isinstance(pg, dist.ProcessGroup), f"{desc}: this rank is in none"
     return pg

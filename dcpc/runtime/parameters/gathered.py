@@ -1,17 +1,24 @@
 """Mode "rounds": a rank has its rows of each parameter, and graphs gather the rest while they run.
 
-All ranks go through a step in rounds: in each, every rank runs one micro-batch or, where it has
-none, takes part in the gathers and sums of the others. Gradients are summed in each round, and this
-rank's rows of them are added up.
+All ranks of a block go through a step in rounds: in each, every rank runs one micro-batch or, where
+it has none, takes part in the gathers and sums of the others. Gradients are summed in each round,
+and this rank's rows of them are added up. There is one block of all ranks, or several, which run
+free of each other; then ranks with the same rows sum these once, at the end of a step:
+
+    block 0   rank 0   round ─► round ─► round ──► sum with rank 2
+              rank 1   round ─► round ─► round ──► sum with rank 3
+    block 1   rank 2   round ─► round ───────────► sum with rank 0
+              rank 3   round ─► round ───────────► sum with rank 1
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -29,6 +36,7 @@ class GatheredStore(RowStore):
     Args:
         parameters: of the model; tied ones count once.
         groups: the process groups, of more than one rank.
+        block: as for `WholeStore`.
     """
 
     mode = "rounds"
@@ -41,7 +49,7 @@ class GatheredStore(RowStore):
         self._given = [weakref.ref(p) for p in self.whole]
         self._instead: dict[int, nn.Parameter] = {}
         for i, p in enumerate(self.whole):
-            split = SharedRows(p.shape, self.groups.world)
+            split = SharedRows(p.shape, self.block)
             shape = (split.count, *p.shape[1:]) if p.dim() else ()
             # Rows of zeros follow the last one, so that all ranks send as much.
             taken = torch.zeros(shape, dtype=p.dtype, device=self.groups.device)
@@ -63,7 +71,7 @@ class GatheredStore(RowStore):
 
     def fill(self, p: nn.Parameter, value: Tensor) -> None:
         """Writes this rank's rows of a whole parameter's value."""
-        rows = SharedRows(p.shape, self.groups.world).of(self.groups.rank, value.detach())
+        rows = SharedRows(p.shape, self.block).of(self.place, value.detach())
         self.rows(p).copy_(rows)
 
     def taken(self, tensor: Tensor) -> Tensor:
@@ -75,7 +83,7 @@ class GatheredStore(RowStore):
         return self._own(self._taken[id(whole)], whole.shape)
 
     def _own(self, taken: Tensor, shape: torch.Size) -> Tensor:
-        count = SharedRows(shape, self.groups.world).shape_of(self.groups.rank)
+        count = SharedRows(shape, self.block).shape_of(self.place)
         return taken.detach()[: count[0]] if count else taken.detach()
 
     def sharded(self, p: Tensor, rows: Tensor) -> Tensor:
@@ -84,7 +92,7 @@ class GatheredStore(RowStore):
 
     def reduction(self, comm_bucket_bytes: int = COMM_BUCKET_BYTES) -> RoundSum:
         """Returns what adds up the rows of the rounds' gradients into `grad` of what is kept."""
-        return RoundSum(self)
+        return RoundSum(self, comm_bucket_bytes)
 
     def finish(self) -> None:
         """Gives what is kept the rows of the sum of all rounds."""
@@ -152,23 +160,29 @@ class GatheredStore(RowStore):
 
 
 class RoundSum(Reduction):
-    """This rank's rows of the gradients of all rounds.
+    """This rank's rows of the gradients of all rounds, summed over the blocks at the end.
 
     Args:
         store: whose gradients.
+        comm_bucket_bytes: as for `Reduction`.
     """
 
     takes_all = True
 
-    def __init__(self, store: GatheredStore) -> None:
-        super().__init__([], store.groups)
+    def __init__(self, store: GatheredStore, comm_bucket_bytes: int = COMM_BUCKET_BYTES) -> None:
         self._store = store
         self._added_bytes = 0
+        rows = [store.taken(p) for p in trained(store.whole)]
+        super().__init__(cast(list[nn.Parameter], rows), store.groups, comm_bucket_bytes)
+
+    def _over(self) -> dist.ProcessGroup | None:
+        """Returns the group of ranks that have the same rows, one of each block; None of one."""
+        return self.groups.across(self._store.block)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of this rank's rows of all sums."""
-        return self._added_bytes
+        """Bytes of this rank's rows of all sums, of rounds and over blocks."""
+        return self._added_bytes + super().total_bytes
 
     def deliver(self, p: nn.Parameter, gradient: Tensor | None) -> None:
         """Adds the rows of a round's sum.
@@ -183,9 +197,11 @@ class RoundSum(Reduction):
         self._added_bytes += gradient.nbytes
         self.early_bytes += gradient.nbytes
 
-    def send(self) -> None:
-        """Does nothing: each round has sent its gradients."""
-
     def finish(self) -> None:
-        """Sets `grad` of what is kept to this rank's rows of the sum."""
+        """Sets `grad` of what is kept to this rank's rows of the sum.
+
+        Raises:
+            GroupError: a rank of another block did not live.
+        """
+        super().finish()
         self._store.finish()

@@ -21,13 +21,16 @@ STORES: dict[str, type[WholeStore]] = {
 _in_use: weakref.WeakSet[RowStore] = weakref.WeakSet()
 
 
-def store_of(mode: str, parameters: Iterable[nn.Parameter], groups: Groups) -> WholeStore:
+def store_of(
+    mode: str, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0
+) -> WholeStore:
     """Returns who holds what of a model's parameters; a rank alone holds all.
 
     Args:
         mode: one of `STORES`.
         parameters: of the model; `install` of the store gives the model those it has then.
         groups: the process groups.
+        block: ranks that share them out; 0: all.
 
     Raises:
         DispatchError: another compiled model shares out some of them otherwise.
@@ -35,16 +38,18 @@ def store_of(mode: str, parameters: Iterable[nn.Parameter], groups: Groups) -> W
     own = list(dict.fromkeys(parameters))
     ids = {id(p) for p in own}
     for other in [s for s in _in_use if not ids.isdisjoint(id(p) for p in s.whole)]:
-        if other.mode == mode and [id(p) for p in other.whole] == [id(p) for p in own]:
+        alike = other.mode == mode and other.block == (block or groups.world)
+        if alike and [id(p) for p in other.whole] == [id(p) for p in own]:
             return other
         raise DispatchError(
             f"got parameters={mode!r} for a model whose parameters another compiled model shares "
-            f"out ({other.mode!r}); expected the same model and mode; compile it with "
-            f"parameters={other.mode!r}, or delete what was compiled first"
+            f"out ({other.mode!r}, among {other.block} ranks); expected the same model and mode; "
+            f"compile it with parameters={other.mode!r} as before, or delete what was compiled "
+            "first"
         )
     if groups.world == 1:
         return WholeStore(own, groups)
-    made = STORES[mode](own, groups)
+    made = STORES[mode](own, groups, block)
     if isinstance(made, RowStore):
         _in_use.add(made)
     return made

@@ -139,7 +139,7 @@ class Reduction:
         bucket: Callable[[list[torch.nn.Parameter]], CommBucket] = CommBucket,
     ) -> None:
         self.groups = groups
-        self.pg = groups.of_gradients()
+        self.pg = self._over()
         self.early_bytes = 0
         self.given_up = False
         self._finishing = False
@@ -150,6 +150,10 @@ class Reduction:
         self._bucket = {id(p): b for b in self._buckets for p in b.params}
         self._used: dict[int, bool] = {}  # id of the parameter -> this rank has a gradient
         self._next = 0  # first bucket that is not on the wire
+
+    def _over(self) -> dist.ProcessGroup | None:
+        """Returns the group of the ranks that sum; None of one."""
+        return self.groups.of_gradients()
 
     @property
     def total_bytes(self) -> int:
@@ -177,6 +181,10 @@ class Reduction:
                 p.grad = gradient.clone()
             else:
                 p.grad = gradient
+        self._settled(bucket, p)
+
+    def _settled(self, bucket: CommBucket, p: torch.nn.Parameter) -> None:
+        """Sends what can be, now that nothing is added to a parameter's gradient any more."""
         self._used[id(p)] = p.grad is not None
         bucket.waits_for.discard(id(p))
         self._send()
@@ -200,7 +208,7 @@ class Reduction:
         self._finishing = True
         for bucket in self._buckets:
             for p in [p for p in bucket.params if id(p) in bucket.waits_for]:
-                self.deliver(p, None)
+                self._settled(bucket, p)
         self._send()
 
     def finish(self) -> None:

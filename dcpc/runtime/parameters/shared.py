@@ -112,13 +112,13 @@ class SharedStore(RowStore):
 
     mode = "pull"
 
-    def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0) -> None:
         if groups.device.type != "cpu":
             raise GroupError(
                 f"parameters='pull': got ranks on {groups.device.type}; expected ranks on the CPU "
                 "of one host, which can map the same memory; take parameters='step'"
             )
-        super().__init__(parameters, groups)
+        super().__init__(parameters, groups, block)
         self.loaded()
         self._sums = {id(p): self._sum(p) for p in trained(self.whole)}
         self._numbers = {i: number for number, i in enumerate(self._sums)}

@@ -48,16 +48,21 @@ class WholeStore:
     Args:
         parameters: of the model; tied ones count once.
         groups: the process groups.
+        block: ranks that share them out, where there are several such blocks; 0: all ranks do.
 
     Attributes:
         whole: what variants run on, each once.
+        block: ranks that share them out.
+        place: of this rank among these.
     """
 
     mode = "whole"
     in_rounds = False  # whether ranks go through a step together, see `gathered.py`
 
-    def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0) -> None:
         self.groups = groups
+        self.block = block or groups.world
+        self.place = groups.rank % self.block
         self.whole = list(dict.fromkeys(parameters))
         self._allocate()
 
@@ -142,21 +147,33 @@ class RowStore(WholeStore):
     Args:
         parameters: of the model; tied ones count once.
         groups: the process groups, of more than one rank.
+        block: as for `WholeStore`.
     """
 
     mode = "step"
 
-    def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups) -> None:
-        super().__init__(parameters, groups)
+    def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0) -> None:
+        super().__init__(parameters, groups, block)
         # Not at the top: whoever keeps parameters whole does not wait for it.
         self._dtensor = importlib.import_module("torch.distributed.tensor")
-        pg, device = groups.of(groups.world), groups.device
-        self._mesh = self._dtensor.DeviceMesh.from_group(pg, device.type)
+        self._mesh = self._mesh_of(groups)
         self._refuse_overlaps()
         self._make_shards()
         self._comm_bucket_bytes = COMM_BUCKET_BYTES
         self._trains = {id(p): p.requires_grad for p in self.whole}
         _watch(self)
+
+    def _mesh_of(self, groups: Groups) -> Any:
+        """Returns how ranks share rows out: all of them, or each block, as FSDP2's users have it.
+
+        Collective over all ranks where there are several blocks.
+        """
+        make, kind = self._dtensor.DeviceMesh.from_group, groups.device.type
+        if self.block == groups.world:
+            return make(groups.of(groups.world), kind)
+        ranks = torch.tensor(groups.global_ranks).view(-1, self.block)
+        over = [groups.across(self.block), groups.of(self.block)]
+        return make(over, kind, ranks, mesh_dim_names=("replicate", "shard"))
 
     def _make_shards(self) -> None:
         """Makes what an optimizer has of the memory in which parameters lie now."""
@@ -188,7 +205,7 @@ class RowStore(WholeStore):
 
     def rows(self, whole: Tensor) -> Tensor:
         """Returns this rank's rows of a tensor, a view of it."""
-        return SharedRows(whole.shape, self.groups.world).of(self.groups.rank, whole.detach())
+        return SharedRows(whole.shape, self.block).of(self.place, whole.detach())
 
     def sharded(self, p: Tensor, rows: Tensor) -> Tensor:
         """Returns the `DTensor` of which this rank has these rows.
@@ -197,7 +214,8 @@ class RowStore(WholeStore):
             p: a whole parameter, whose shape it has.
             rows: of this rank.
         """
-        places = [self._dtensor.Shard(0) if p.dim() else self._dtensor.Replicate()]
+        same = self._dtensor.Replicate()
+        places = [same] * (self._mesh.ndim - 1) + [self._dtensor.Shard(0) if p.dim() else same]
         found: Tensor = self._dtensor.DTensor.from_local(
             rows, self._mesh, places, run_check=False, shape=p.shape, stride=p.stride()
         )

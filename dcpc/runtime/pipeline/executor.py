@@ -14,7 +14,7 @@ override it as there is here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -79,6 +79,7 @@ def run_schedule(
     batches: Sequence[PipelineBatch],
     schedule: PipelineSchedule,
     grid: PipelineGrid,
+    mark: Callable[[], None] | None = None,
 ) -> Tensor | None:
     """Adds the gradients of a step to this stage's parameters; the same call on all its neighbours.
 
@@ -87,6 +88,7 @@ def run_schedule(
         batches: the micro-batches of this pipeline.
         schedule: of all its stages.
         grid: where this rank is.
+        mark: called before and after what each action of this stage computes.
 
     Returns:
         The sum of weight * loss, float64, on the last stage; None elsewhere.
@@ -97,7 +99,7 @@ def run_schedule(
     """
     check(schedule, len(batches))
     _refuse_others(settings, schedule, grid)
-    return _StageRun(settings, batches, schedule, grid).run()
+    return _StageRun(settings, batches, schedule, grid).run(mark or (lambda: None))
 
 
 def _refuse_others(
@@ -144,15 +146,17 @@ class _StageRun:
         self.received: dict[int, tuple[Tensor, ...]] = {}
         self.loss: Tensor | None = None
 
-    def run(self) -> Tensor | None:
+    def run(self, mark: Callable[[], None]) -> Tensor | None:
         for place, action in enumerate(self.order):
             for ahead in self.order[place : place + 1 + AHEAD]:
                 self._post(ahead)
             taken = self._take(action)
+            mark()
             if action.kind == FORWARD:
                 self._forward(action.micro_batch, taken)
             else:
                 self._backward(action, taken)
+            mark()
         for waiting in self.sent.values():
             self._let_go(waiting, len(self.places))
         return self.loss

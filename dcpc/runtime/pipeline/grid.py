@@ -98,6 +98,10 @@ class PipelineGrid:
         """How many pipelines there are."""
         return self.groups.world // self.stages
 
+    def every(self) -> list[dist.ProcessGroup]:
+        """Returns all process groups that this rank is in, for the watch to break."""
+        return [*self._wires.values(), *self._sums.values()]
+
     def peer(self, stage: int) -> int:
         """Returns the number in the default group of a stage of this pipeline."""
         return self.groups.global_ranks[self.replica * self.stages + stage]
@@ -112,21 +116,28 @@ class PipelineGrid:
         pair = self.replica * self.stages + min(stage, self.stage)
         return self._wires[pair, back]
 
-    def sum_gradients(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def sum_gradients(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Sums gradients over the replicas and, of tied parameters, over their stages, in place.
 
         Collective over all ranks, once a step. A parameter without a gradient counts as zeros.
 
         Args:
             parameters: by name; those that this rank's stage does not read are left alone.
+
+        Returns:
+            The bytes of gradients that this rank put into sums.
         """
+        summed_bytes = 0
         mine = {name: p for name, p in parameters if self.stage in self.readers.get(name, ())}
         for which, pg in self._sums.items():
             if self.stage not in which:
                 continue
             names = [name for name in sorted(mine) if self.readers[name] == which]
             for dtype in dict.fromkeys(mine[name].dtype for name in names):
-                _sum([mine[name] for name in names if mine[name].dtype == dtype], pg)
+                together = [mine[name] for name in names if mine[name].dtype == dtype]
+                summed_bytes += sum(p.nbytes for p in together)
+                _sum(together, pg)
+        return summed_bytes
 
 
 def _made(groups: Groups, ranks: Mapping[object, tuple[int, ...]]) -> dict:  # type: ignore[type-arg]

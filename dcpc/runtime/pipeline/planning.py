@@ -8,13 +8,14 @@ and for two weights, the schedule of each is searched, and the one that ends fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from dcpc.errors import PlanError
+from dcpc.runtime.pipeline.apart import split_apart
 from dcpc.runtime.pipeline.schedule import (
     FoundSchedule,
     Hop,
@@ -120,6 +121,7 @@ def plan_replicas(
     *,
     split: bool = False,
     limit: int = LIMIT,
+    apart: Mapping[int, int] | None = None,
 ) -> tuple[PlannedPipeline, ...]:
     """Returns the step of each of several pipelines that share the samples.
 
@@ -131,6 +133,8 @@ def plan_replicas(
         replicas: pipelines.
         split: as in `plan_pipeline`.
         limit: as in `plan_pipeline`, for each.
+        apart: samples of different lengths share no micro-batch: length -> the most samples of one;
+            None: they do.
 
     Raises:
         PlanError: a sample does not fit alone, or there are fewer samples than pipelines.
@@ -141,7 +145,7 @@ def plan_replicas(
             "least; take a larger batch"
         )
     best: tuple[PlannedPipeline, ...] = ()
-    for batches, by in _splits(lengths, cost, replicas).items():
+    for batches, by in _splits(lengths, cost, replicas, apart).items():
         made = []
         for own in _dealt(lengths, batches, cost, replicas):
             work = work_of(lengths, own, cost)
@@ -162,7 +166,10 @@ def _end_s(plans: Sequence[PlannedPipeline]) -> float:
 
 
 def _splits(
-    lengths: Sequence[int], cost: PipelineCost, replicas: int
+    lengths: Sequence[int],
+    cost: PipelineCost,
+    replicas: int,
+    apart: Mapping[int, int] | None,
 ) -> dict[Batches, tuple[int, int]]:
     """Returns different splits and by what each was made.
 
@@ -177,10 +184,13 @@ def _splits(
             padded = cost.padded(setting, flight)
             for weight in sorted({2, cost.stages}):
                 try:
-                    found = microbatch(lengths, padded, 1.0, weight, replicas)
+                    if apart is None:
+                        found = microbatch(lengths, padded, 1.0, weight, replicas).batches
+                    else:
+                        found = split_apart(lengths, padded, weight, replicas, apart)
                 except PlanError:
                     break
-                made.setdefault(found.batches, (setting, weight))
+                made.setdefault(found, (setting, weight))
         if made:
             return made
     one, longest = np.array(1), np.array(max(lengths))

@@ -18,7 +18,7 @@ from dcpc.runtime.planner.plans import MODES, PlannedMicroBatch, StepPlan, step_
 from dcpc.runtime.planner.step_planner import Allowed
 from dcpc.runtime.planner.table import PlanTable
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,8 @@ def plan_json(plan: StepPlan, table: PlanTable) -> dict[str, Any]:
              list(mb.sample_ids)]
             for mb in plan.micro_batches
         ],
+        **({"pipelines": [*plan.pipelines], "busy_s": [*plan.busy_s], "end_s": plan.makespan_s}
+           if plan.pipelines else {}),
     }  # fmt: skip
 
 
@@ -124,8 +126,13 @@ def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
         for row in own
     }
     placed = [_micro_batch(entry, table, rows, where) for entry in data["micro_batches"]]
+    found = step_plan(placed, table.world, table.block)
+    if "pipelines" in data:  # their stages run at times of their own
+        busy_s, end_s = tuple(map(float, data["busy_s"])), float(data["end_s"])
+        pipelines = tuple(map(str, data["pipelines"]))
+        found = replace(found, pipelines=pipelines, busy_s=busy_s, makespan_s=end_s)
     return replace(
-        step_plan(placed, table.world, in_rounds=table.in_rounds),
+        found,
         bound_s=float(data["bound_s"]),
         binds=str(data["binds"]),
         mode=data["mode"],

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dcpc.buckets import Bucket
+from dcpc.errors import PlanError
 
 Mode = Literal["auto", "intra", "inter"]
 MODES: tuple[Mode, ...] = ("auto", "intra", "inter")
@@ -67,8 +68,10 @@ class StepPlan:
         binds: what keeps the plan from being faster.
         mode: which planner made it.
         table: hash of the plan table it was made from.
-        in_rounds: whether all ranks wait for each other after each micro-batch.
+        block: ranks that wait for each other after each micro-batch, see `rounds_of`; 0: none do.
         speeds: of the ranks, by which seconds are those of the ranks that run them; none: equal.
+        pipelines: the schedule of each pipeline, as `runtime/pipeline/` reads it, for its own
+            micro-batches in this order; none: ranks of a group run a micro-batch together.
     """
 
     micro_batches: tuple[PlannedMicroBatch, ...]
@@ -78,8 +81,9 @@ class StepPlan:
     binds: str = ""
     mode: Mode = "inter"
     table: str = ""
-    in_rounds: bool = False
+    block: int = 0
     speeds: tuple[float, ...] = ()
+    pipelines: tuple[str, ...] = ()
 
     @property
     def free_s(self) -> float:
@@ -88,8 +92,9 @@ class StepPlan:
 
     @property
     def lockstep_s(self) -> float:
-        """Predicted seconds of the same micro-batches in rounds."""
-        return max(timeline(self.micro_batches, len(self.busy_s), in_rounds=True)[2], default=0.0)
+        """Predicted seconds of the same micro-batches in rounds, of blocks or else of all ranks."""
+        world = len(self.busy_s)
+        return max(timeline(self.micro_batches, world, self.block or world)[2], default=0.0)
 
     @property
     def imbalance(self) -> float:
@@ -119,7 +124,8 @@ class StepPlan:
     @property
     def fingerprint(self) -> str:
         """A short text that is equal for equal plans."""
-        return hashlib.blake2b(repr(self.micro_batches).encode(), digest_size=8).hexdigest()
+        text = f"{self.micro_batches!r}{''.join(self.pipelines)}"
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def of(self, rank: int) -> tuple[PlannedMicroBatch, ...]:
         """Returns the micro-batches of one rank, in order."""
@@ -144,22 +150,60 @@ def rounds(ranks: Sequence[Sequence[int]], world: int) -> list[list[int]]:
     return found
 
 
+def rounds_of(plan: StepPlan, rank: int, block: int) -> list[tuple[PlannedMicroBatch, ...]]:
+    """Returns what runs at once, round by round, in the block of ranks that a rank is in.
+
+    Blocks are of consecutive ranks. Each goes through its own rounds, free of the others: it only
+    meets those that take a micro-batch together with it.
+
+    Args:
+        plan: of a step.
+        rank: one of the block.
+        block: ranks of a block.
+
+    Raises:
+        PlanError: a micro-batch is of some ranks of one block and some of another.
+    """
+    first = rank // block * block
+    every, own = plan.micro_batches, range(first, first + block)
+    for mb in every:
+        begin, end = mb.ranks[0] % block, (mb.ranks[-1] + 1) % block
+        if (begin or end) and mb.ranks[0] // block != mb.ranks[-1] // block:
+            raise PlanError(
+                f"micro-batch of {mb.bucket}: got ranks {mb.ranks[0]} to {mb.ranks[-1]}; expected "
+                f"ranks within one block of {block}, or all ranks of several: those of a block "
+                "gather parameters together; plan the step with this compiled model, or compile "
+                "it with another block="
+            )
+    found = []
+    for numbers in rounds([mb.ranks for mb in every], len(plan.busy_s)):
+        here = tuple(every[n] for n in numbers if any(r in own for r in every[n].ranks))
+        found += [here] * bool(here)
+    return found
+
+
 def timeline(
-    micro_batches: Sequence[PlannedMicroBatch], world: int, *, in_rounds: bool = False
+    micro_batches: Sequence[PlannedMicroBatch], world: int, block: int = 0
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     """Returns when each micro-batch begins, and each rank's busy seconds and end, all in seconds.
 
     A micro-batch begins when the last of its ranks has ended the one before, in rounds when all
-    ranks have.
+    ranks of their blocks have.
+
+    Args:
+        micro_batches: in the global order.
+        world: ranks.
+        block: as for `StepPlan`.
     """
     free_s, busy_s = [0.0] * world, [0.0] * world
     begins = [0.0] * len(micro_batches)
-    together = rounds([mb.ranks for mb in micro_batches], world) if in_rounds else [
+    together = rounds([mb.ranks for mb in micro_batches], world) if block else [
         [number] for number in range(len(micro_batches))
     ]  # fmt: skip
     for numbers in together:
-        if in_rounds:
-            free_s = [max(free_s)] * world
+        if block:
+            ends_s = [max(free_s[i : i + block]) for i in range(0, world, block)]
+            free_s = [ends_s[r // block] for r in range(world)]
         for number in numbers:
             mb = micro_batches[number]
             begins[number] = begin_s = max(free_s[r] for r in mb.ranks)
@@ -169,13 +213,11 @@ def timeline(
     return tuple(begins), tuple(busy_s), tuple(free_s)
 
 
-def step_plan(
-    micro_batches: Sequence[PlannedMicroBatch], world: int, *, in_rounds: bool = False
-) -> StepPlan:
+def step_plan(micro_batches: Sequence[PlannedMicroBatch], world: int, block: int = 0) -> StepPlan:
     """Returns the plan that runs micro-batches in the order given, with its predicted seconds."""
-    _, busy_s, end_s = timeline(micro_batches, world, in_rounds=in_rounds)
+    _, busy_s, end_s = timeline(micro_batches, world, block)
     last_s = max(end_s, default=0.0)
-    return StepPlan(tuple(micro_batches), busy_s, last_s, in_rounds=in_rounds)
+    return StepPlan(tuple(micro_batches), busy_s, last_s, block=block)
 
 
 def better(plan: StepPlan, best: StepPlan, most: int, gain: float) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 from dcpc.buckets import Bucket, Buckets
 from dcpc.ir import BucketPlan, Packable, PlanRow, ValueRange
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.planner.plans import StepPlan
 
 
 class Source(Protocol):
@@ -22,8 +23,20 @@ class Source(Protocol):
         """Every setting of each bucket: what the mode "auto" chooses from."""
 
     @property
-    def in_rounds(self) -> bool:
-        """Whether all ranks wait for each other after each micro-batch."""
+    def block(self) -> int:
+        """Ranks that wait for each other after each micro-batch; 0: none do."""
+
+
+class BatchPlanner(Protocol):
+    """What plans global batches of a model that runs in stages."""
+
+    def plan(self, samples: Sequence[tuple[int, Bucket]], table: str) -> StepPlan:
+        """Returns the plan of a batch.
+
+        Args:
+            samples: id and bucket of each.
+            table: hash of the plan table, for the plan to carry.
+        """
 
 
 class Compiled(Source, Protocol):
@@ -57,6 +70,10 @@ class Compiled(Source, Protocol):
     @property
     def speeds(self) -> tuple[float, ...]:
         """How fast ranks are beside the fastest one; nothing: all alike."""
+
+    @property
+    def batch_planner(self) -> BatchPlanner | None:
+        """What plans batches where the model runs in stages; None: it does not."""
 
     @property
     def replans(self) -> int:

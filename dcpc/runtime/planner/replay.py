@@ -54,7 +54,7 @@ def _compared(plan: StepPlan, again: StepPlan) -> str:
 
 def _lines(plan: StepPlan, world: int) -> list[str]:
     samples = sum(len(mb.sample_ids) for mb in plan.micro_batches)
-    begins, busy_s, end_s = timeline(plan.micro_batches, world, in_rounds=plan.in_rounds)
+    begins, busy_s, end_s = timeline(plan.micro_batches, world, plan.block)
     lines = [
         f"{samples} samples in {len(plan.micro_batches)} micro-batches on {world} ranks, mode "
         f"{plan.mode}, plan table {plan.table}",

@@ -110,9 +110,9 @@ def _best(candidates: Iterator[StepPlan], allowed: Allowed, bound_s: float) -> S
 
 def _timed(table: PlanTable, plan: StepPlan) -> StepPlan:
     """Returns a plan with its seconds as ranks run: free of each other, or in rounds."""
-    if not table.in_rounds:
+    if not table.block:
         return plan
-    return step_plan(plan.micro_batches, table.world, in_rounds=True)
+    return step_plan(plan.micro_batches, table.world, table.block)
 
 
 def _first_rows(table: PlanTable) -> dict[Bucket, PlanRow]:
@@ -238,7 +238,7 @@ def _binds(plan: StepPlan, floor_s: float) -> str:
     work = f"work at its cheapest takes {floor_s:.3g} s of {whose}"
     if plan.bound_s > 1.02 * floor_s:
         work += f", the longest samples force {plan.bound_s:.3g} s"
-    price = f", {plan.makespan_s / plan.free_s - 1:.1%} of it for rounds" if plan.in_rounds else ""
+    price = f", {plan.makespan_s / plan.free_s - 1:.1%} of it for rounds" if plan.block else ""
     return (
         f"{work}; ranks idle {plan.imbalance:.1%} of {plan.makespan_s:.3g} s{price}; the longest "
         f"micro-batch, {len(longest.sample_ids)} of {longest.bucket} at sp={longest.sp}, takes "

@@ -35,7 +35,7 @@ class PlanTable:
         world: number of ranks.
         node_ranks: ranks of a node: a group of at most so many is never spread over two.
         aligned: groups may only be aligned blocks whose size divides `world`.
-        in_rounds: all ranks wait for each other after each micro-batch.
+        block: ranks that wait for each other after each micro-batch, consecutive; 0: none do.
         speeds: of the ranks; none: equal.
         cost: the same for the lower bound.
         hash: a short text, equal for equal tables.
@@ -46,7 +46,7 @@ class PlanTable:
     world: int
     node_ranks: int
     aligned: bool = False
-    in_rounds: bool = False
+    block: int = 0
     speeds: Speeds = ()
     cost: TableCost = field(init=False, repr=False, compare=False)
     hash: str = field(init=False, compare=False)
@@ -140,7 +140,7 @@ class PlanTable:
             "buckets": [bucket.sizes for bucket in self.buckets],
             "rows": [[[r.sp, r.micro_batch, r.menu_step, r.seconds_s] for r in own]
                      for own in self.rows],
-            **({"in_rounds": True} if self.in_rounds else {}),
+            **({"block": self.block} if self.block else {}),
             **({"speeds": [*self.speeds]} if self.speeds else {}),
         }  # fmt: skip
 
@@ -157,7 +157,7 @@ class PlanTable:
             world=int(data["world"]),
             node_ranks=int(data["node_ranks"]),
             aligned=bool(data["aligned"]),
-            in_rounds=bool(data.get("in_rounds", False)),
+            block=int(data.get("block", 0)),
             speeds=tuple(map(float, data.get("speeds", ()))),
         )  # fmt: skip
 
@@ -187,7 +187,7 @@ def mode_table(
         found = make_table(source.tables, world, node_ranks, aligned)
     else:
         found = own_settings(source.plans, world, node_ranks)
-    return replace(found, in_rounds=True) if source.in_rounds else found
+    return replace(found, block=source.block) if source.block else found
 
 
 def make_table(

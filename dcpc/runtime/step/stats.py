@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dcpc.buckets import Bucket
 from dcpc.runtime.data.steps import Step
-from dcpc.runtime.step.step import StepResult
+from dcpc.runtime.step.result import StepResult
 
 LOG = logging.getLogger("dcpc")
 

@@ -7,98 +7,22 @@ step mixes.
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from dcpc.errors import DataError
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.groups.same_state import checksum
-from dcpc.runtime.parameters.reduction import (
-    COMM_BUCKET_BYTES,
-    GivenUpError,
-    Reduction,
-    summary,
-    trained,
-)
+from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, summary, trained
 from dcpc.runtime.parameters.store import WholeStore
-from dcpc.runtime.planner.plans import PlannedMicroBatch, imbalance, rounds
 from dcpc.runtime.step.clock import Clock
-from dcpc.runtime.step.shortage import Attempt, OutOfMemoryInStepError, Shortage
-
-ModelCall = Callable[[MicroBatch, Mapping[str, torch.Tensor]], torch.Tensor]
-# (takes a parameter and its gradient) -> context; backward of what is called in it hands each
-# gradient over as soon as it is final, and adds nothing to `grad` itself.
-Delivering = Callable[["Deliver"], AbstractContextManager[object]]
-Deliver = Callable[[torch.nn.Parameter, torch.Tensor], None]
-
-
-class InRounds(Protocol):
-    """What a step in rounds asks of the model."""
-
-    def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
-        """Begins a round, in which the ranks run these."""
-
-    def idle(self, deliver: Deliver) -> None:
-        """Takes part in a round in which this rank runs nothing.
-
-        Args:
-            deliver: takes what is taken for a parameter, and this rank's rows of its gradient.
-        """
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What came of a step.
-
-    Attributes:
-        loss: weighted mean loss of the global batch, float64 scalar, the same on every rank.
-        busy_s: measured seconds each rank took for its micro-batches, waits for its peers inside
-            collectives included, compiling excluded.
-        seconds_s: measured seconds of the whole step on this rank, reduction included.
-        total_weight: sum of the weights of all micro-batches.
-        reduced_bytes: gradients that this rank put into the sum over ranks; 0 alone.
-        early_bytes: those of them that were on the way before its last backward had ended.
-        micro_batch_s: measured seconds of each micro-batch of this rank; 0 of one that does not
-            count.
-        reduction_s: measured seconds from the end of this rank's micro-batches to the sum of
-            gradients: waiting for slower ranks, and the wire.
-        grad_norm: of the summed gradient before it was clipped; None: not asked for, or skipped.
-        skipped: whether its loss was NaN or infinite: gradients are as they were before it.
-        every_s: measured seconds of each micro-batch of the plan, on its slowest rank, the same on
-            every rank; 0 of one that does not count; empty: not asked for.
-    """
-
-    loss: torch.Tensor
-    busy_s: tuple[float, ...]
-    seconds_s: float
-    total_weight: float
-    reduced_bytes: int = 0
-    early_bytes: int = 0
-    micro_batch_s: tuple[float, ...] = ()
-    reduction_s: float = 0.0
-    grad_norm: float | None = None
-    skipped: bool = False
-    every_s: tuple[float, ...] = ()
-
-    @property
-    def imbalance(self) -> float:
-        """Measured mean idle share of the ranks, 0 to 1."""
-        return imbalance(self.busy_s)
-
-    @property
-    def idle_s(self) -> tuple[float, ...]:
-        """Measured seconds of each rank from its last micro-batch to that of the last rank."""
-        return tuple(max(self.busy_s) - t for t in self.busy_s)
+from dcpc.runtime.step.facts import gather_facts, refuse_different, total_weight
+from dcpc.runtime.step.gradients import beside_earlier, check_norm, clip_gradients
+from dcpc.runtime.step.result import StepResult
+from dcpc.runtime.step.turns import Delivering, InRounds, ModelCall, Turn, summed, turns_of
 
 
 def train_step(
@@ -154,39 +78,20 @@ def train_step(
         check_norm(clip)
     start_s = time.perf_counter()
     store = parameters if isinstance(parameters, WholeStore) else WholeStore(parameters, groups)
-    agree(
-        groups,
-        groups.world,
-        "step",
-        f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}, "
-        f"{summary(trained(store.whole))}, clip {clip}, nonfinite {nonfinite}{state}",
-    )
-    if check is not None:
-        check()
-    store.begin()
-    _refuse_different(step, groups)
-    groups.prepare(step.plan.ranges)
-    total = _total_weight(step, groups)
-    with _beside_earlier(store) as put_back:
-        turns = _turns(step, store, groups)
-        for turn in turns:
-            if in_rounds is not None:
-                in_rounds.begin(turn.together)
-            if prepare is not None and turn.own is not None:
-                prepare(turn.own)
+    total = _begun(step, store, groups, f"clip {clip}, nonfinite {nonfinite}{state}", check)
+    with beside_earlier(store) as put_back:
+        turns = turns_of(step, store, groups)
+        _prepare(turns, prepare, in_rounds)
         reduction, clock = store.reduction(comm_bucket_bytes), Clock(groups.device)
-        share = _summed(call, step, turns, total, groups, reduction, delivering, in_rounds, clock)
+        share = summed(call, step, turns, total, groups, reduction, delivering, in_rounds, clock)
         clock.mark()
         *micro_batch_s, reduction_s = clock.spans_s()
-        own_s = [0.0] * len(step.plan.micro_batches) if every else []
-        if every:
-            for mb, took_s in zip(step.micro_batches, micro_batch_s, strict=True):
-                own_s[mb.number] = took_s if mb.weight != 0 else 0.0
-        facts = _gather([share, sum(micro_batch_s), *own_s], groups)
+        own_s = _own_s(step, micro_batch_s) if every else []
+        facts = gather_facts([share, sum(micro_batch_s), *own_s], groups)
         loss = facts[:, 0].sum()  # the same on every rank, and so is what follows from it
         if not loss.isfinite():
             if nonfinite == "raise":
-                raise _not_finite(step, loss)
+                raise not_finite(step, loss)
             put_back.append(float(loss))
     norm = None if clip is None or put_back else clip_gradients(store.kept, clip)
     return StepResult(
@@ -204,69 +109,55 @@ def train_step(
     )
 
 
-def reduce_gradients(
-    parameters: Iterable[torch.nn.Parameter],
+def _begun(
+    step: Step,
+    store: WholeStore,
     groups: Groups,
-    *,
-    state: str = "",
-    check: Callable[[], None] | None = None,
-) -> None:
-    """Sums every parameter's gradient over all ranks, in place; alone: nothing.
-
-    A parameter without a gradient here counts as zeros, one without a gradient anywhere stays
-    without. Collective over all ranks, also those that ran nothing. To be called once per optimizer
-    step.
+    settings: str,
+    check: Callable[[], None] | None,
+) -> float:
+    """Returns the step's total weight, once all ranks are in it with the same model and samples.
 
     Args:
-        parameters: all of the model's, in the same order on every rank; tied ones count once.
+        step: from the loader.
+        store: who holds what of the parameters.
         groups: the process groups.
-        state: of the model, as for `train_step`.
+        settings: of the step and the model, as text: the same on every rank.
         check: as for `train_step`.
-
-    Raises:
-        GroupError: the ranks have different parameters, or one did not arrive.
     """
-    params = trained(parameters)
-    agree(groups, groups.world, "reduce_gradients of", summary(params) + state)
+    text = f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}"
+    agree(groups, groups.world, "step", f"{text}, {summary(trained(store.whole))}, {settings}")
     if check is not None:
         check()
-    Reduction(params, groups).finish()
+    store.begin()
+    refuse_different(step, groups)
+    groups.prepare(step.plan.ranges)
+    return total_weight(step, groups)
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scales gradients that are together longer than `max_norm` down to it, in place.
-
-    After the sum over ranks: every rank has the whole gradient and finds the same norm.
-
-    Args:
-        parameters: of the whole model.
-        max_norm: above 0, in the 2-norm.
-
-    Returns:
-        The norm of all gradients together, before.
-
-    Raises:
-        DataError: `max_norm` is no positive number.
-    """
-    check_norm(max_norm)
-    norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+def _prepare(
+    turns: Sequence[Turn],
+    prepare: Callable[[MicroBatch], None] | None,
+    in_rounds: InRounds | None,
+) -> None:
+    """Compiles what the turns need, before seconds are measured."""
+    for turn in turns:
+        if in_rounds is not None:
+            in_rounds.begin(turn.together)
+        if prepare is not None and turn.own is not None:
+            prepare(turn.own)
 
 
-def check_norm(max_norm: object) -> None:
-    """Refuses what is no largest norm of a gradient.
-
-    Raises:
-        DataError: it is no positive number.
-    """
-    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
-        raise DataError(
-            f"clipping of gradients: got a largest norm of {max_norm!r}; expected a positive "
-            "number; pass e.g. 1.0"
-        )
+def _own_s(step: Step, micro_batch_s: Sequence[float]) -> list[float]:
+    """Returns this rank's seconds for each micro-batch of the plan; 0 for those of others."""
+    own_s = [0.0] * len(step.plan.micro_batches)
+    for mb, took_s in zip(step.micro_batches, micro_batch_s, strict=True):
+        own_s[mb.number] = took_s if mb.weight != 0 else 0.0
+    return own_s
 
 
-def _not_finite(step: Step, loss: torch.Tensor) -> DataError:
+def not_finite(step: Step, loss: torch.Tensor) -> DataError:
+    """Returns the error of a step whose loss is no number, with its first samples."""
     return DataError(
         f"step {step.index} of epoch {step.epoch}, samples "
         f"{sorted(i for mb in step.plan.micro_batches for i in mb.sample_ids)[:8]}: got a loss of "
@@ -274,231 +165,3 @@ def _not_finite(step: Step, loss: torch.Tensor) -> DataError:
         "at these samples and the learning rate, clip gradients (clip=), or leave such steps out "
         "and count them with train_step(step, nonfinite='skip')"
     )
-
-
-@contextmanager
-def _beside_earlier(store: WholeStore) -> Iterator[list[float]]:
-    """Has gradients made as if there were none, and adds them to those that are there.
-
-    These were reduced by an earlier step: they are not summed again. Where making them fails there
-    is what was there before: a part of a step's gradient is no gradient. So it is where the block
-    puts something into the list that it gets.
-    """
-    params = trained(store.kept)
-    earlier = [p.grad for p in params]
-    for p in params:
-        p.grad = None
-    put_back: list[float] = []
-    try:
-        yield put_back
-    except BaseException:
-        _restore(store, params, earlier)
-        raise
-    if put_back:
-        _restore(store, params, earlier)
-        return
-    for p, grad in zip(params, earlier, strict=True):
-        if grad is not None:
-            p.grad = grad if p.grad is None else grad.add_(p.grad)
-
-
-def _restore(
-    store: WholeStore,
-    params: Sequence[torch.nn.Parameter],
-    earlier: Sequence[torch.Tensor | None],
-) -> None:
-    store.failed()
-    for p, grad in zip(params, earlier, strict=True):
-        p.grad = grad
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """What a rank does next.
-
-    Attributes:
-        own: what it runs; None: nothing, but it takes part in what others run.
-        together: what all ranks run in this round; empty: ranks go on without each other.
-    """
-
-    own: MicroBatch | None
-    together: tuple[PlannedMicroBatch, ...] = ()
-
-
-def _turns(step: Step, store: WholeStore, groups: Groups) -> list[_Turn]:
-    """Returns what this rank does, in order."""
-    if not store.in_rounds:
-        return [_Turn(mb) for mb in step.micro_batches]
-    mine = {mb.number: mb for mb in step.micro_batches}
-    every = step.plan.micro_batches
-    found = []
-    for numbers in rounds([mb.ranks for mb in every], groups.world):
-        own = next((mine[n] for n in numbers if n in mine), None)
-        found.append(_Turn(own, tuple(every[n] for n in numbers)))
-    return found
-
-
-def _summed(
-    call: ModelCall,
-    step: Step,
-    turns: Sequence[_Turn],
-    total: float,
-    groups: Groups,
-    reduction: Reduction,
-    delivering: Delivering | None,
-    in_rounds: InRounds | None,
-    clock: Clock,
-) -> float:
-    """Returns this rank's part of the step's loss; all ranks' gradients are summed then.
-
-    Raises:
-        OutOfMemoryInStepError: on all ranks, where one gave the step up.
-    """
-    attempt = Attempt(groups, step.micro_batches)
-    share, shortage = 0.0, None
-    try:
-        share = _run(call, turns, total, groups, reduction, delivering, in_rounds, clock, attempt)
-    except Exception as e:
-        shortage = attempt.given_up(e, in_rounds is not None)
-        if shortage is None:
-            raise
-    # The error is gone here, and with it the frames that held what the micro-batch had.
-    if shortage is not None:
-        gc.collect()
-        reduction.give_up()
-    try:
-        reduction.finish()
-    except GivenUpError:
-        raise _given_up(step, shortage, attempt, groups) from None
-    return share
-
-
-def _run(
-    call: ModelCall,
-    turns: Sequence[_Turn],
-    total: float,
-    groups: Groups,
-    reduction: Reduction,
-    delivering: Delivering | None,
-    in_rounds: InRounds | None,
-    clock: Clock,
-    attempt: Attempt,
-) -> float:
-    """Returns this rank's part of the step's loss; groups count on their first rank.
-
-    Marks the clock before the first micro-batch and after each.
-    """
-    losses = []
-    counts = [turn.own is not None and turn.own.weight != 0 for turn in turns]
-    last = max((i for i, each in enumerate(counts) if each), default=-1)
-    clock.mark()
-    for i, turn in enumerate(turns):
-        mb = turn.own
-        if in_rounds is not None:
-            in_rounds.begin(turn.together)
-        if mb is None or not counts[i]:
-            # Every label ignored: a mean over nothing is NaN, and NaN * 0 too. All of the group
-            # skip it.
-            if in_rounds is not None:
-                in_rounds.idle(reduction.deliver)
-            if mb is not None:
-                clock.mark()
-            continue
-        attempt.running = mb
-        last_or_all = reduction.takes_all or i == last
-        early = delivering if last_or_all and groups.world > 1 else None
-        inputs = {k: x.to(groups.device, non_blocking=True) for k, x in mb.inputs.items()}
-        with nullcontext() if early is None else early(reduction.deliver):
-            loss = call(mb, inputs)
-        factor = mb.weight / total
-        (loss * factor).backward()
-        reduction.collect()
-        if mb.ranks[0] == groups.rank:
-            losses.append(loss.detach().double() * factor)
-        clock.mark()
-    reduction.send()
-    return float(torch.stack(losses).sum()) if losses else 0.0
-
-
-def _given_up(
-    step: Step, shortage: Shortage | None, attempt: Attempt, groups: Groups
-) -> OutOfMemoryInStepError:
-    """Returns who had too little memory, once all ranks know it and broken groups are made anew.
-
-    Collective over all ranks.
-
-    Args:
-        step: that was given up.
-        shortage: of this rank; None: it could have gone on.
-        attempt: of this rank.
-        groups: the process groups.
-    """
-    if groups.device.type == "cuda":
-        torch.cuda.empty_cache()
-    mine = (-1, 0) if shortage is None else (shortage.number, shortage.wanted_bytes)
-    ranges = step.plan.ranges
-    facts = _gather([*mine, *(key in groups.broken for key in ranges)], groups)
-    attempt.forget()
-    groups.renew([key for key, broken in zip(ranges, facts[:, 2:].any(0), strict=True) if broken])
-    every = enumerate(facts[:, :2].long().tolist())
-    return OutOfMemoryInStepError([Shortage(r, n, wanted) for r, (n, wanted) in every if n >= 0])
-
-
-def _total_weight(step: Step, groups: Groups) -> float:
-    """Returns the sum of all micro-batches' weights, each counted on its group's first rank."""
-    total = step.total_weight
-    if total is None:
-        firsts = [mb for mb in step.micro_batches if mb.ranks[0] == groups.rank]
-        total = float(_gather([sum(mb.weight for mb in firsts)], groups).sum())
-    if total <= 0:
-        raise DataError(
-            f"step {step.index} of epoch {step.epoch}: got a total weight of {total} over its "
-            f"{step.samples} samples; expected more than 0; check weight= and that not every label "
-            "is ignored"
-        )
-    return total
-
-
-def _refuse_different(step: Step, groups: Groups) -> None:
-    """Raises on every rank where those that share a micro-batch have different inputs for it.
-
-    Each has loaded the samples by itself, and a dataset may draw from the process's random numbers.
-    Collective over all ranks, if there is such a micro-batch.
-    """
-    shared = [n for n, mb in enumerate(step.plan.micro_batches) if mb.sp > 1]
-    pg = groups.control(groups.world)
-    if pg is None or not shared:
-        return
-    mine = {mb.number: mb for mb in step.micro_batches}
-    none = torch.iinfo(torch.int64).min
-    found = torch.full((2, len(shared)), none)
-    for at, number in enumerate(shared):
-        if number in mine:
-            texts = [f"{name} {x.dtype} {tuple(x.shape)} {checksum(x)}"
-                     for name, x in mine[number].inputs.items()]  # fmt: skip
-            text = f"{mine[number].weight} {texts}"
-            digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-            found[0, at] = int.from_bytes(digest, "big")
-            found[1, at] = -found[0, at]
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=pg)
-    for at, (most, least) in enumerate(found.t().tolist()):
-        if most != -least:
-            mb = step.plan.micro_batches[shared[at]]
-            what = f"rows {list(mb.sample_ids)[:8]}" if step.rows else f"{list(mb.sample_ids)[:8]}"
-            raise DataError(
-                f"step {step.index} of epoch {step.epoch}, samples {what}: ranks "
-                f"{','.join(map(str, mb.ranks))} take them together and got different inputs or "
-                "weights; expected the same on each; have the dataset give a sample the same "
-                "values on every rank: draw from a generator seeded by its index and the epoch"
-            )
-
-
-def _gather(values: Sequence[float], groups: Groups) -> torch.Tensor:
-    """Returns `values` of every rank, float64 (world, len(values))."""
-    mine = torch.tensor(values, dtype=torch.float64)
-    pg = groups.control(groups.world)
-    if pg is None:
-        return mine[None]
-    out = torch.empty(groups.world * len(values), dtype=torch.float64)
-    dist.all_gather_into_tensor(out, mine, group=pg)
-    return out.view(groups.world, -1)

@@ -10,7 +10,7 @@ from typing import Any
 from dcpc.buckets import path_of
 from dcpc.errors import DataError
 from dcpc.runtime.data.steps import Step
-from dcpc.runtime.step.step import StepResult
+from dcpc.runtime.step.result import StepResult
 
 
 class TensorBoardLogger:

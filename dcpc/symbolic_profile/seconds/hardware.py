@@ -87,6 +87,19 @@ class Device:
             return Link(fit.alpha_s, 1 / fit.s_per_byte)
         return self.inside if ranks <= self.node_ranks else self.across
 
+    def all_reduce_s(self, size_bytes: float, ranks: int, span: int = 0) -> float:
+        """Returns the seconds of a sum over ranks, sent around as a ring.
+
+        Args:
+            size_bytes: of what each rank adds.
+            ranks: that add it.
+            span: ranks that they lie among, others between them; 0: they are neighbours.
+        """
+        if ranks == 1:
+            return 0.0
+        link = self.link(span or ranks)
+        return link.alpha_s + 2.0 * (ranks - 1) / ranks * size_bytes / link.bytes_per_s
+
 
 # The collective whose fit says what a link does: it sends each byte once, and computes nothing.
 _TYPICAL = "dcpc::all_to_all"

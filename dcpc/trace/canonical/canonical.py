@@ -33,7 +33,7 @@ from dcpc.trace.canonical.patches import patch_convolution
 from dcpc.trace.canonical.random import replace_random
 from dcpc.trace.canonical.scans import cumprod_of_any_length
 from dcpc.trace.canonical.single_key import attention_of_one_key, narrow_projections
-from dcpc.trace.canonical.spellings import SPELLINGS, split_with_sizes
+from dcpc.trace.canonical.spellings import SPELLINGS, read_by_position, split_with_sizes
 
 aten = torch.ops.aten
 
@@ -41,6 +41,7 @@ aten = torch.ops.aten
 def canonicalise(gm: fx.GraphModule) -> None:
     """Rewrites the graph in place, node by node, until no rule of this file applies."""
     replace_random(gm.graph)
+    read_by_position(gm.graph)
     join_row_losses(gm.graph)
     for node in list(gm.graph.nodes):
         if node.op != "call_function":

@@ -5,6 +5,8 @@
     meshgrid, getitem             ->  reshape, expand
     split by symbolic sizes       ->  slices
     repeat, repeat_interleave     ->  reshape, expand, reshape
+    x[mask] = one row or number   ->  where(mask, row, x)
+    as_strided(x, ..)             ->  x in the order of its memory, flat, read at computed positions
 
 None of these has a rule of its own to keep in step with the plain op's.
 """
@@ -15,9 +17,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
+from dcpc.errors import TraceError
 from dcpc.trace.canonical.editor import Editor
 
 aten = torch.ops.aten
@@ -190,6 +194,106 @@ def _product(edit: Editor, a: Any, b: Any) -> Any:
     return edit.call(operator.mul, a, b)
 
 
+def masked_put(node: fx.Node, edit: Editor) -> fx.Node | None:
+    """Where all that a mask picks gets the same value, their number is of no matter."""
+    source: Any = node.args[0]
+    indices: Any = node.args[1]
+    value: Any = node.args[2]
+    accumulate = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
+    mask = indices[-1] if indices else None
+    if any(i is not None for i in indices[:-1]) or not isinstance(mask, fx.Node):
+        return None
+    if mask.meta["val"].dtype != torch.bool:
+        return None
+    covered = mask.meta["val"].ndim
+    behind = source.meta["val"].ndim - (len(indices) - 1) - covered
+    shape = edit.shape(value)
+    if len(shape) > behind:  # it has a dim for what is picked
+        at = len(shape) - behind - 1
+        if not _is(1, shape[at]):
+            return None
+        value = edit.call(
+            aten.reshape.default, value, [*shape[:at], *[1] * covered, *shape[at + 1 :]]
+        )
+    ones = [1] * behind
+    wide = edit.call(aten.reshape.default, mask, [*edit.shape(mask), *ones]) if ones else mask
+    if accumulate:  # a mask picks nothing twice
+        return edit.call(aten.add.Tensor, source, edit.call(aten.where.ScalarOther, wide, value, 0))
+    return edit.call(aten.where.self, wide, value, source)
+
+
+def read_by_position(graph: fx.Graph) -> None:
+    """Has calls that read memory by strides read positions: as values lie in the plain model.
+
+    A canonical graph has no copies, and ranks have pieces: values lie elsewhere there.
+
+    Raises:
+        TraceError: how the memory lies is not known.
+    """
+    for node in list(graph.nodes):
+        if node.target in (aten.as_strided.default, aten.as_strided_scatter.default):
+            node.replace_all_uses_with(_by_position(node, Editor(node)))
+            graph.erase_node(node)
+
+
+def _by_position(node: fx.Node, edit: Editor) -> fx.Node:
+    source: Any = node.args[0]
+    written = node.target is aten.as_strided_scatter.default
+    sizes, strides, *rest = node.args[1 + written :]
+    offset = rest[0] if rest else node.kwargs.get("storage_offset")
+    order = _memory_order(source)
+    if order is None:
+        raise TraceError(
+            f"{node.target} of '{source.name}' reads memory by strides; expected a value that has "
+            "all elements of its memory; read it by slices, unfold or indices, or read a clone"
+        )
+    flat = edit.call(aten.reshape.default, edit.call(aten.permute.default, source, order), [-1])
+    at = _positions(edit, sizes, strides, offset or 0, source.meta["val"].device)
+    if not written:
+        return edit.call(aten.index.Tensor, flat, [at])
+    flat = edit.call(aten.index_put.default, flat, [at], node.args[1])
+    lying = edit.call(aten.reshape.default, flat, [edit.shape(source)[d] for d in order])
+    return edit.call(aten.permute.default, lying, [order.index(d) for d in range(len(order))])
+
+
+def _memory_order(node: fx.Node) -> list[int] | None:
+    """Returns a tensor's dims, outermost first, if it fills its memory in some order of them."""
+    value = node.meta["val"]
+    if value.storage_offset() != 0:
+        return None
+
+    def number(size: Any) -> int:
+        return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+    def same(a: Any, b: Any) -> bool:  # torch writes a number of bytes as a sum
+        a, b = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))
+        return bool(sympy.expand(a - b) == 0)
+
+    dims = range(value.ndim)
+    order = sorted(dims, key=lambda d: (-number(value.stride(d)), -number(value.shape[d])))
+    stride: Any = 1
+    for d in reversed(order):
+        if not _is(1, value.shape[d]):
+            if not same(value.stride(d), stride):
+                return None
+            stride = stride * value.shape[d]
+    bytes_ = stride * value.dtype.itemsize
+    return order if same(value.untyped_storage().nbytes(), bytes_) else None
+
+
+def _positions(
+    edit: Editor, sizes: Any, strides: Any, offset: Any, device: torch.device
+) -> fx.Node:
+    """Returns where in its memory each element of a view lies."""
+    at = edit.call(aten.full.default, [1] * len(sizes), offset, dtype=torch.int64, device=device)
+    for d, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        steps = edit.call(aten.arange.default, size, device=device)
+        shape = [-1 if i == d else 1 for i in range(len(sizes))]
+        along = edit.call(aten.reshape.default, steps, shape)
+        at = edit.call(aten.add.Tensor, at, edit.call(aten.mul.Tensor, along, stride))
+    return at
+
+
 SPELLINGS: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.type_as.default: type_as,
     aten.broadcast_tensors.default: broadcast_tensors,
@@ -197,4 +301,5 @@ SPELLINGS: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.meshgrid.indexing: meshgrid,
     aten.repeat_interleave.self_int: repeat_interleave,
     aten.repeat.default: repeat,
+    aten.index_put.default: masked_put,
 }

@@ -3,6 +3,8 @@
     gaussian_nll_loss                 ->  without its check that no variance is below 0
     margin_ranking_loss (none, sum)   ->  plain ops: torch's decomposition takes no such reduction
     hinge_embedding_loss (none, sum)  ->  the same
+    multilabel_margin_loss            ->  plain ops: torch's decomposition counts what follows -1
+    l1_loss with a weight             ->  plain ops: torch drops the weight under such a mode
     take_along_dim                    ->  expand, gather: its C++ reads sizes as integers
     max_pool1d                        ->  max_pool1d_with_indices: it fixes the length
     std_mean of a dim                 ->  std, var_mean: torch's decomposition has other arguments
@@ -21,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +87,50 @@ def _hinge_embedding(
         return NotImplemented
     far = torch.where(target != 1, (margin - input).clamp_min(0), 0)
     return _reduced(far + torch.where(target != -1, input, 0), reduction)
+
+
+def _multilabel_margin(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """Returns the loss of the labels before each row's first -1."""
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+    if input.shape != target.shape:
+        return NotImplemented  # torch says what is wrong
+    counts = ((target == -1).cumsum(-1) == 0).unsqueeze(-1)  # [rows, labels, 1]
+    label = target.unsqueeze(-1).where(counts, 0)
+    classes = input.shape[-1]
+    own = (label == torch.arange(classes, device=target.device)) & counts
+    far = 1 - input.gather(-1, label.squeeze(-1)).unsqueeze(-1) + input.unsqueeze(-2)
+    each = far.relu().where(counts & ~own.any(-2, keepdim=True), 0)
+    return _reduced(each.sum((-1, -2)) / classes, reduction)
+
+
+def _multilabel_margin_of(input: Tensor, target: Tensor, reduction: int = 1) -> Any:
+    """Returns the same by the number of a reduction, as Dynamo's graphs have it."""
+    return _multilabel_margin(input, target, reduction=("none", "mean", "sum")[reduction])
+
+
+def _l1(  # type: ignore[no-untyped-def] # its code runs among the globals of torch.nn.functional
+    input, target, size_average=None, reduce=None, reduction="mean", weight=None
+):
+    """Returns what `F.l1_loss` does where no mode is on; the name `torch` alone is known here."""
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+    number = torch.nn._reduction.get_enum(reduction)
+    if weight is not None and weight.size() != input.size():
+        raise ValueError("Weights and input must have the same size.")
+    input, target = torch.broadcast_tensors(input, target)
+    if weight is None:
+        return torch._C._nn.l1_loss(input, target, number)
+    each = (input - target).abs() * weight
+    if reduction == "none":
+        return each
+    return each.sum() / weight.sum() if reduction == "mean" else each.sum()
 
 
 def _take_along(input: Tensor, indices: Tensor, dim: int | None = None) -> Any:
@@ -234,6 +280,8 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll,
     F.margin_ranking_loss: _margin_ranking,
     F.hinge_embedding_loss: _hinge_embedding,
+    F.multilabel_margin_loss: _multilabel_margin,
+    torch._C._nn.multilabel_margin_loss: _multilabel_margin_of,
     torch.take_along_dim: _take_along,
     Tensor.take_along_dim: _take_along,
     F.max_pool1d: _max_pool,
@@ -251,6 +299,18 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
 
 class Capturable(TorchFunctionMode):
     """Calls these formulas while a model is captured."""
+
+    def __enter__(self) -> Self:
+        """Begins; `F.l1_loss` drops its weight before it asks a mode, whatever name it has."""
+        self._torchs = F.l1_loss.__code__
+        F.l1_loss.__code__ = _l1.__code__
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends."""
+        super().__exit__(*error)
+        F.l1_loss.__code__ = self._torchs
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -151,6 +151,8 @@ CALLS = {
     "train_step": (
         Kind("a batch for a step", DataError,
              lambda g: g.compiled.train_step({"ids": IDS, "labels": IDS})),
+        Kind("an unknown outputs=", DispatchError,
+             lambda g: g.compiled.train_step(g.step(), outputs="all")),
         Kind("a step of other buckets", DispatchError, _other_step),
         _step("a largest norm of 0", clip=0.0),
         _step("a largest norm that is NaN", clip=math.nan),

@@ -161,6 +161,8 @@ OPTIONS = {
         _option("both an optimizer and its bytes", PlanError, optimizer=torch.optim.SGD,
                 optimizer_bytes=3),
         _option("unknown parameters=", PlanError, parameters="most"),
+        _option("a block of one rank", PlanError, parameters="rounds", block=1),
+        _option("a block without rounds", PlanError, parameters="step", block=2),
         _option("an unknown attention", PlanError, attention="spiral"),
         _option("an autocast that is no dtype", TraceError, autocast="bfloat16"),
         _option("a calibration that is not there", ProfileError, calibration="/none.json"),

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.runtime.planner.deal import deal
-from dcpc.runtime.planner.plans import PlannedMicroBatch, imbalance, rounds, step_plan
+from dcpc.runtime.planner.plans import (
+    PlannedMicroBatch,
+    imbalance,
+    rounds,
+    rounds_of,
+    step_plan,
+)
 from tests.cases.fakes import plan_for
 
 
@@ -128,6 +134,26 @@ def test_rounds_keep_each_ranks_order_and_share_no_rank(drawn):
         own = [n for together in found for n in together if rank in ranks[n]]
         assert own == sorted(own)
     mbs = [PlannedMicroBatch(bucket(8), len(r), r, (i,), 1.0 + i) for i, r in enumerate(ranks)]
-    free, lock = step_plan(mbs, 4), step_plan(mbs, 4, in_rounds=True)
+    free, lock = step_plan(mbs, 4), step_plan(mbs, 4, block=4)
     assert lock.makespan_s == lock.lockstep_s == free.lockstep_s >= free.makespan_s == free.free_s
     assert lock.makespan_s == sum(max(mbs[n].seconds_s for n in together) for together in found)
+    blocks = step_plan(mbs, 4, block=2)
+    assert free.makespan_s <= blocks.makespan_s == blocks.lockstep_s <= lock.makespan_s
+    for block in (2, 4):
+        for rank in range(4):
+            seen = rounds_of(lock, rank, block)
+            assert seen == rounds_of(lock, rank // block * block, block)
+            own = [mb for together in seen for mb in together if rank in mb.ranks]
+            assert own == list(lock.of(rank))
+    if all(mb.sp < 4 for mb in mbs):  # blocks do not meet
+        longest = [[max(mb.seconds_s for mb in together) for together in rounds_of(blocks, r, 2)]
+                   for r in (0, 2)]  # fmt: skip
+        assert blocks.makespan_s == pytest.approx(max(map(sum, longest)))
+
+
+def test_a_group_of_parts_of_blocks_is_refused():
+    plan = step_plan([PlannedMicroBatch(bucket(8), 4, (1, 2, 3, 4), (0,), 1.0)], 6)
+    for block in (2, 3):
+        with pytest.raises(PlanError, match=rf"got ranks 1 to 4; expected.*block of {block}"):
+            rounds_of(plan, 0, block)
+    assert len(rounds_of(plan, 0, 6)) == 1

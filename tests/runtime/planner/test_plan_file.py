@@ -86,7 +86,7 @@ def test_plan_of_another_table_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(version=99), "got plan version 99; expected 1"),
+        (lambda d: d.update(version=99), "got plan version 99; expected 2"),
         (lambda d: d.pop("samples"), "got KeyError 'samples'; expected a plan that"),
         (lambda d: d["table"]["rows"][0].append([1, 9, 0, 1.0]), "made from plan table"),
         (lambda d: d["plan"]["micro_batches"][0].__setitem__(2, 9), "expected a row of the table"),

@@ -9,6 +9,7 @@ import dcpc
 from dcpc.commands.check import SplitModel
 from dcpc.trace import trace
 from dcpc.trace.capture import dims
+from tests.fuzz.judge import Setting, judge
 
 INPUTS = {"x": "float64[batch, seq, 4]", "y": "float64[batch, words, 4]"}
 SIZES = [{"batch": 1, "seq": 7, "words": 5}, {"batch": 2, "seq": 12, "words": 9}]
@@ -44,6 +45,15 @@ def interleave(x: Tensor, y: Tensor) -> Tensor:
     return total + y.repeat_interleave(2, dim=-1).square().sum()
 
 
+def masked_rows(x: Tensor, y: Tensor) -> Tensor:
+    a, b, c = x.clone(), x.clone(), y.clone()
+    a[x[..., 0] > 0] = y[0, 0]
+    b[:, x[0, :, 1] > 0] = y[:1, :1].sum(2, keepdim=True)
+    c[y > 0.5] = 0.25
+    a = a.index_put((x[..., 2] > 0,), y[0, 1], accumulate=True)
+    return a.square().sum() + b.cumsum(1).square().sum() + c.square().sum()
+
+
 class Case(nn.Module):
     def __init__(self, function: object) -> None:
         super().__init__()
@@ -53,10 +63,20 @@ class Case(nn.Module):
         return self.function(self.linear(x), self.linear(y)) / x.shape[0]  # type: ignore[operator]
 
 
-GONE = ("split_with_sizes", "meshgrid", "broadcast_tensors", "repeat", "type_as", "getitem")
+GONE = (
+    "split_with_sizes",
+    "meshgrid",
+    "broadcast_tensors",
+    "repeat",
+    "type_as",
+    "getitem",
+    "index_put",
+)
 
 
-@pytest.mark.parametrize("function", [split_sizes, grid, broadcast, repeat, interleave])
+@pytest.mark.parametrize(
+    "function", [split_sizes, grid, broadcast, repeat, interleave, masked_rows]
+)
 def test_spelling_is_gone_and_the_numbers_stay(function):
     torch.manual_seed(0)
     split = SplitModel(Case(function).double(), dcpc.Buckets(inputs=INPUTS, sizes=SIZES), SIZES[1])
@@ -100,3 +120,57 @@ def test_sizes_in_the_joint_trace_are_those_a_model_takes():
     for at in sizes:
         x = torch.randn(1, at["seq"], 4, dtype=torch.float64)
         assert split.difference(at, {"x": x}).worst < 1e-12
+
+
+# ------------------------------------------------------------------- memory that is read by strides
+
+SPLIT = [Setting(1), Setting(2, recompute="all"), Setting(3)]
+
+
+def turned(x):
+    """A copy in another order: a canonical graph leaves copies out."""
+    y = x.transpose(0, 1).contiguous()
+    h, b = y.shape[:2]
+    return [y.as_strided((h, 4), (4 * b, 1)) * torch.arange(h)[:, None]]
+
+
+def lying_as_its_operand(x):
+    y = x.mT + 1
+    b, c, h = y.shape
+    return [y.as_strided((b, h), (h * c, 1)), y.as_strided((), (), 5)]
+
+
+def windows(x):
+    b, h, c = x.shape
+    return [x.as_strided((b, h - 2, 3, c), (h * c, c, c, 1)) * torch.arange(3)[:, None]]
+
+
+def written(x):
+    y = x.mT.clone(memory_format=torch.contiguous_format)
+    b, c, h = y.shape
+    y.as_strided((b, h), (h * c, 1), 1).mul_(torch.arange(h))
+    return [y, y.cumsum(2).cos()]
+
+
+class Strided(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.read = nn.Parameter(torch.randn(4, 4).double()), read
+
+    def forward(self, x):
+        return sum((y.square() * (i + 1)).sum() for i, y in enumerate(self.read(x @ self.weight)))
+
+
+@pytest.mark.parametrize("read", [turned, lying_as_its_operand, windows, written])
+def test_memory_is_read_as_it_lies_in_the_plain_model(read):
+    points = [{"batch": 2, "h": 9}, {"batch": 3, "h": 6}]
+    found = judge(Strided(read), {"x": "float64[batch, h, 4]"}, points, SPLIT)
+    assert found.kind == "right", found.text
+
+
+def test_memory_that_a_value_has_a_part_of_is_refused():
+    """Of what a view does not show, torch has the value and no gradient."""
+    model = Strided(lambda x: [x[:, 1:].as_strided((2, 4), (4, 1), 0)])
+    found = judge(model, {"x": "float64[batch, h, 4]"}, [{"batch": 2, "h": 9}], SPLIT)
+    assert (found.kind, "all elements of its memory" in found.text) == ("refused", True)

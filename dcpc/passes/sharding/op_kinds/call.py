@@ -57,6 +57,10 @@ class OpCall:
             raise NotImplementedError(f"{name} depends on a size")
         return [int(v) for v in values] * (count if len(values) == 1 else 1)
 
+    def integer(self, name: str) -> sympy.Integer:
+        """Returns an argument that is one number."""
+        return sympy.Integer(self.numbers(name, 1)[0])
+
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Returns an op's arguments by the names of its schema, defaults filled in."""

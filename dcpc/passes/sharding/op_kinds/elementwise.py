@@ -145,7 +145,7 @@ def group_norm(call: OpCall) -> OpSharding:
     A rank that has some of the groups is told how many (`codegen/lower/local_ops.py`).
     """
     output, sizes = own(call.output.shape)
-    groups = sympy.Integer(call.args["num_groups"])
+    groups = call.integer("num_groups")
     parts = {"g": groups, "c": sympy.cancel(call.output.shape[1] / groups)}
     channels = tuple(n for n, size in parts.items() if size != 1)
     sizes = {n: s for n, s in sizes.items() if n not in output[1]}

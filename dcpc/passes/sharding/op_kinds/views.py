@@ -307,7 +307,7 @@ def complex_view(call: OpCall) -> OpSharding:
 def pixel_shuffle(call: OpCall) -> OpSharding:
     """(c r q) h w -> c (h r) (w q), and back for pixel_unshuffle."""
     down = call.op == "pixel_unshuffle"
-    r = sympy.Integer(call.args["downscale_factor" if down else "upscale_factor"])
+    r = call.integer("downscale_factor" if down else "upscale_factor")
     packed_shape, spread_shape = call.input_shape, call.output.shape
     if down:
         packed_shape, spread_shape = spread_shape, packed_shape
@@ -319,12 +319,12 @@ def pixel_shuffle(call: OpCall) -> OpSharding:
     spread = [*dims, ("c",), ("h", "r"), ("w", "q")]
     before, after = (spread, packed) if down else (packed, spread)
     # torch 2.13 returns another shape for an empty input of pixel_unshuffle.
-    return _regrouped(before, after, sizes, {"r", "q"}, nonempty=down)
+    return _regrouped(before, after, sizes, {"r", "q"}, nonempty=True)
 
 
 def channel_shuffle(call: OpCall) -> OpSharding:
     """Groups and channels change places: n (g c) ... -> n (c g) ..."""
-    shape, groups = call.input_shape, sympy.Integer(call.args["groups"])
+    shape, groups = call.input_shape, call.integer("groups")
     sizes = {f"n{d}": s for d, s in enumerate(shape) if d != 1}
     sizes |= {"g": groups, "c": sympy.cancel(shape[1] / groups)}
     rest = [(f"n{d}",) for d in range(2, len(shape))]

@@ -96,7 +96,7 @@ def _with_channels(
     call: OpCall, spatial: tuple[Dims, Dims, Dims], sizes: NameSizes, whole: set[str]
 ) -> OpSharding:
     before, after, inside = spatial
-    weight, groups = call.operands[1].shape, sympy.Integer(call.args["groups"])
+    weight, groups = call.operands[1].shape, call.integer("groups")
     unbatched = len(call.input_shape) == len(weight) - 1
     biased = len(call.operands) > 2
     free = {"g": groups, "o": sympy.cancel(weight[0] / groups), "c": weight[1]}

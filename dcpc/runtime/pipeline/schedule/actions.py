@@ -10,6 +10,7 @@ A stage has F and B, or F, I and W, of every micro-batch once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +49,41 @@ class PipelineSchedule:
     def stages(self) -> int:
         """Stages of the pipeline."""
         return len(self.orders)
+
+    @classmethod
+    def of_text(cls, text: str) -> PipelineSchedule:
+        """Returns the schedule of which this is the text.
+
+        Raises:
+            ValueError: it is none.
+        """
+        rows = [row.partition(":") for row in text.split(";")]
+        return cls(
+            tuple(tuple(Action(w[0], int(w[1:])) for w in row[0].split()) for row in rows),
+            tuple(tuple(int(k) for k in row[2].split()) for row in rows),
+        )
+
+    def __str__(self) -> str:
+        """Returns it as text: the stages, each with its actions and its settings."""
+        return ";".join(
+            f"{' '.join(map(str, order))}:{' '.join(map(str, settings))}"
+            for order, settings in zip(self.orders, self.settings, strict=True)
+        )
+
+    def only(self, kept: Sequence[int]) -> PipelineSchedule:
+        """Returns the schedule of some of its micro-batches, which are numbered anew.
+
+        Args:
+            kept: their numbers, ascending.
+        """
+        number = {i: new for new, i in enumerate(kept)}
+        orders = (
+            tuple(Action(a.kind, number[a.micro_batch]) for a in o if a.micro_batch in number)
+            for o in self.orders
+        )
+        return PipelineSchedule(
+            tuple(orders), tuple(tuple(row[i] for i in kept) for row in self.settings)
+        )
 
 
 @dataclass(frozen=True, slots=True)

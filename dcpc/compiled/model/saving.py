@@ -1,0 +1,160 @@
+"""What training goes on from: memory and values of the model, and its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from dcpc.buckets import path_of
+from dcpc.compiled.dispatch import Dispatch
+from dcpc.compiled.editions import Editions
+from dcpc.compiled.materialize import Init, made_real
+from dcpc.compiled.model.own_state import OwnState
+from dcpc.compiled.seeds import Seeds
+from dcpc.errors import CheckpointError, DispatchError
+from dcpc.plan.following import Followed
+from dcpc.plan.planning import Planned
+from dcpc.runtime.checkpoint.checkpoints import (
+    Checkpoint,
+    Checkpoints,
+    Parts,
+    Saving,
+    Stateful,
+)
+from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.unmade import UnmadeStore
+from dcpc.verify import Verifier
+
+
+class SavedModel(OwnState):
+    """A compiled model that is given its memory, saved and loaded."""
+
+    planned: Planned
+    groups: Groups
+    verifier: Verifier
+    _dispatch: Dispatch
+    _editions: Editions
+    _checkpoints: Checkpoints
+    _seeds: Seeds
+
+    def materialize(self, init: Init = None) -> None:
+        """Gives a model that was compiled on the meta device memory and values.
+
+        `dcpc.materialize` says how. Collective over all ranks.
+        """
+        if not isinstance(self._store, UnmadeStore):
+            raise DispatchError(
+                "dcpc.materialize: got a compiled model that has its memory; expected one whose "
+                "model was on the meta device at compile, once; leave the call out, or load other "
+                "values with compiled.load_state_dict"
+            )
+        followed = self._editions.first.followed
+        problem = followed.problem(self.model)
+        if problem is not None:
+            raise problem
+        with self.groups.watch.section("materialize"):
+            self._make_real(init, followed)
+
+    def _make_real(self, init: Init, followed: Followed) -> None:
+        asked = self.planned.request
+        self._store = made_real(self.model, asked.parameters, self.groups, init, asked.block)
+        self._dispatch.store = self._store
+        self._dispatch.bind_blocks()
+        followed.materialized(self.model)
+        if init == "empty":  # what is compared with the model waits for values
+            return
+        found = self.verifier.postponed_problem()
+        agree(self.groups, self.groups.world, "verification", str(found or ""))
+        if found is not None:
+            raise found
+
+    def save(
+        self,
+        folder: str | Path,
+        step: int,
+        *,
+        optimizer: Optimizer | None = None,
+        loader: Stateful | None = None,
+        scheduler: Stateful | None = None,
+        extra: Any = None,
+        keep: int = 3,
+        wait: bool = False,
+    ) -> Saving:
+        """Saves what training goes on from, as `folder/step-...`, while training goes on.
+
+        All of it is copied to the CPU, then a thread writes it. A folder has its name once it is
+        whole, so a crash leaves those before it. Collective over all ranks, which see one folder.
+
+        Args:
+            folder: of all checkpoints.
+            step: number of this one; `load` takes the largest.
+            optimizer: of `parameters()`.
+            loader: its `state_dict()` is the same on every rank, as that of `dcpc.DataLoader` is.
+            scheduler: as the loader.
+            extra: plain values and tensors of your own; rank 0's are kept.
+            keep: whole checkpoints that stay, this one included.
+            wait: return once it is whole.
+
+        Returns:
+            What writes it, with `wait()`. The process waits for it at its end.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before could not be; or a state has
+                values that are no plain ones.
+            GroupError: ranks save different steps, or one could not.
+        """
+        path = path_of(folder, CheckpointError, "save")
+        with self.groups.watch.section(f"save, step {step}"):
+            parts = self._parts(optimizer, loader, scheduler)
+            return self._checkpoints.save(path, step, parts, extra, keep=keep, wait=wait)
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        optimizer: Optimizer | None = None,
+        loader: Stateful | None = None,
+        scheduler: Stateful | None = None,
+    ) -> Checkpoint:
+        """Goes on from the newest checkpoint that is whole; a damaged one is named in a warning.
+
+        At any world size and in any mode of parameters. Without a checkpoint it changes nothing,
+        so that one script starts and goes on. Reads no pickle. Collective over all ranks.
+
+        Args:
+            folder: as in `save`.
+            optimizer: made as the one that was saved; its state is replaced.
+            loader: goes on after the last step that was yielded before.
+            scheduler: goes on as it was.
+
+        Returns:
+            Its step (0: there is none), `extra` and folder.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer, or lacks a part, or all
+                checkpoints are damaged.
+            DataError: the loader's data or order are others.
+        """
+        path = path_of(folder, CheckpointError, "load")
+        with self.groups.watch.section("load"):
+            return self._checkpoints.load(path, self._parts(optimizer, loader, scheduler))
+
+    def _parts(
+        self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None
+    ) -> Parts:
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise CheckpointError(
+                f"optimizer=: got {type(optimizer).__name__}; expected a torch.optim.Optimizer of "
+                "compiled.parameters(); pass it, or leave it out"
+            )
+        for name, part in (("loader", loader), ("scheduler", scheduler)):
+            if part is not None and not isinstance(part, Stateful):
+                raise CheckpointError(
+                    f"{name}=: got {type(part).__name__}; expected an object with state_dict() and "
+                    "load_state_dict(); pass one, or leave it out"
+                )
+        mode = self._store.mode
+        return Parts(self, self._seeds, mode, optimizer, loader, scheduler)

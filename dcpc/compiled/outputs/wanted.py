@@ -1,0 +1,115 @@
+"""What a forward returns besides its loss: its tensors for the trace, and its own structure."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from dcpc.errors import DispatchError, TraceError
+from dcpc.trace.loss import AllOutputs, Loss, find_loss, returned
+
+# What a leaf of the outputs is: no tensor, a tensor, or the loss itself.
+TENSOR, LOSS = 1, 2
+_PLAIN = (bool, int, float, str, type(None))
+# How outputs come back: whole on every rank of a group, or this rank's piece.
+KINDS = GATHERED, SHARDED = "gathered", "sharded"
+
+
+def output_kind(who: str, outputs: object) -> str:
+    """Returns one of `KINDS`, or "" where no outputs are asked for.
+
+    Args:
+        who: is asked, such as "a call".
+        outputs: what the user gave: a kind, or a bool; True means "gathered".
+
+    Raises:
+        DispatchError: it is neither.
+    """
+    if outputs is None or isinstance(outputs, bool):
+        return GATHERED if outputs else ""
+    if isinstance(outputs, str) and outputs in KINDS:
+        return outputs
+    raise DispatchError(
+        f"{who}: got outputs={reprlib.repr(outputs)}; expected 'gathered' (or True), 'sharded' or "
+        "False; choose one"
+    )
+
+
+class WithOutputs:
+    """Takes the place of a model's `loss=`: returns its loss, then all other tensors, detached.
+
+    Args:
+        model: the user's.
+        loss: the user's `loss=`; None: forward returned the loss.
+        kind: one of `KINDS`.
+
+    Attributes:
+        kind: the same.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss | None, kind: str) -> None:
+        self.kind = kind
+        self._forward = type(model).__name__
+        self._loss = loss
+        self._known: tuple[TreeSpec, list[Any]] | None = None
+
+    def __call__(self, outputs: Any, **inputs: Tensor) -> AllOutputs:
+        """Returns the loss and the tensors in what forward returned.
+
+        Args:
+            outputs: what forward returned.
+            inputs: all of the call's, by name.
+
+        Raises:
+            TraceError: there is something else in it, or another structure than the last time.
+        """
+        loss = find_loss(returned(_Returned(outputs), inputs, self._loss))
+        leaves, spec = tree_flatten(outputs)
+        odd = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
+        if odd:
+            raise TraceError(
+                f"{self._forward}.forward returned a {type(odd[0]).__name__} in its outputs; "
+                "expected tensors, numbers and strings in lists, tuples, dicts and dataclasses "
+                "that torch.utils._pytree knows; leave it out (use_cache=False for a cache of "
+                "keys), or leave outputs= out"
+            )
+        plain = [None if isinstance(x, Tensor) else x for x in leaves]
+        tensors = [LOSS if x is loss else TENSOR * isinstance(x, Tensor) for x in leaves]
+        if self._known is not None and self._known != (spec, [plain, tensors]):
+            raise TraceError(
+                f"{self._forward}.forward returned {spec}, got {self._known[0]} before; expected "
+                "one structure at all lengths; return the same, or leave outputs= out"
+            )
+        self._known = spec, [plain, tensors]
+        others = [x for x, kind in zip(leaves, tensors, strict=True) if kind == TENSOR]
+        return AllOutputs((loss, *(x.detach() for x in others)))
+
+    def restored(self, tensors: Sequence[Any]) -> tuple[Tensor, Any]:
+        """Returns the loss, and what forward returns.
+
+        Args:
+            tensors: in the order of a call's; or pieces of them.
+        """
+        assert self._known is not None, "a trace has called it"
+        spec, (plain, kinds) = self._known
+        loss, *rest = tensors
+        left = iter(rest)
+        leaves = []
+        for x, kind in zip(plain, kinds, strict=True):
+            leaves.append(next(left) if kind == TENSOR else loss if kind == LOSS else x)
+        return loss, tree_unflatten(leaves, spec)
+
+
+class _Returned(nn.Module):
+    """Stands for a model whose forward has run."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self._outputs = (outputs,)  # not a child, whatever it is
+
+    def forward(self, **inputs: Tensor) -> Any:
+        return self._outputs[0]

@@ -1,0 +1,218 @@
+"""What `dcpc.compile(pipeline=)` returns: a compiled model of which each rank runs a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dcpc.buckets import Bucket
+from dcpc.compiled.model import CompiledModel
+from dcpc.compiled.pipeline.trained.cutting import CutModel
+from dcpc.compiled.pipeline.trained.ownership import StageStore
+from dcpc.compiled.pipeline.trained.report import stages_report
+from dcpc.errors import CheckpointError, DataError, DcpcError, DispatchError, GroupError
+from dcpc.ir import Profile
+from dcpc.plan.choose import TriedRow
+from dcpc.runtime.data.arguments import check_choice, check_step
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.groups.same_state import share_of
+from dcpc.runtime.pipeline.grid import PipelineGrid
+from dcpc.runtime.planner.protocol import BatchPlanner
+from dcpc.runtime.step.gradients import check_norm
+from dcpc.runtime.step.pipelined import OwnStage, clip_stages, pipelined_step
+from dcpc.runtime.step.result import StepResult
+from dcpc.runtime.step.stats import Stats
+from dcpc.symbolic_profile import Prediction
+
+
+class PipelinedModel(CompiledModel):
+    """A model in stages: pipelines x stages ranks, each with the parameters of its stage.
+
+    `parameters()` are those of this rank's stage; what an optimizer has of others it leaves alone,
+    as their gradient is None. A parameter that several stages read (tied embeddings) is on each of
+    their ranks, with the same gradient: optimizers alike keep it alike. `state_dict()` is whole.
+    """
+
+    def in_stages(self, cut: CutModel) -> None:
+        """Leaves other stages to other ranks; collective over all ranks, once after compile.
+
+        Args:
+            cut: the model's stages, and what plans batches for them.
+        """
+        self._cut = cut
+        own = cut.plan.stages[self.groups.rank % len(cut.plan.stages)]
+        self._stages = StageStore(self.model, cut.plan.stages, self.groups)
+        self._store = self._stages
+        self._editions.first.followed.materialized(self.model)
+        # What a loader reads of a row, it has; what follows running out of memory does not come.
+        self.tables = cast(dict[Bucket, tuple[TriedRow, ...]], cut.planner.tables)
+        grid = PipelineGrid.make(self.groups, len(cut.plan.stages), own.learning)
+        self.groups.watch.follow(grid)
+        self._own = OwnStage(grid, cut.planner.cost.rows[own.index], self._stages.named)
+        self._shared = 0  # place of the first tensor that the next step compares
+
+    @property
+    def batch_planner(self) -> BatchPlanner:
+        """What plans the batches of a loader."""
+        return self._cut.planner
+
+    @property
+    def stage(self) -> int:
+        """Number of this rank's stage."""
+        return self._own.grid.stage
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters of this rank's stage, under the names that the model has."""
+        for name, p in self.model.named_parameters(prefix, True, remove_duplicate):
+            if not p.is_meta:
+                yield name, p
+
+    def train_step(
+        self,
+        step: Step,
+        *,
+        clip: float | None = None,
+        nonfinite: str = "raise",
+        outputs: bool | str = False,
+    ) -> StepResult:
+        """Runs a planned step on all stages and sums the gradients over the pipelines.
+
+        Afterwards this rank has the gradient of the whole global batch for each parameter of its
+        stage. Collective over all ranks.
+
+        Args:
+            step: from `dcpc.DataLoader`.
+            clip: largest norm of the whole model's gradient, all stages together.
+            nonfinite: as for every compiled model.
+            outputs: False; what forward returns besides its loss does not come back.
+
+        Raises:
+            DataError: an argument or a sample is wrong on some rank, or the loss is not finite.
+            DispatchError: the model changed since it was compiled.
+            GroupError: the ranks are not in the same step, or one did not arrive.
+            PlanError: a schedule does not end.
+        """
+        check_step(step)
+        problem = step.problem
+        try:
+            check_choice("nonfinite", nonfinite, ("raise", "skip"))
+            if outputs is not False:
+                raise DataError(
+                    f"train_step: got outputs={outputs!r}; expected False: the last stage makes "
+                    "the loss alone; leave outputs= out, or compile without pipeline="
+                )
+            if clip is not None:
+                check_norm(clip)
+        except DcpcError as error:
+            problem = error
+        seeds = {
+            mb.number: self._seeds.of_micro_batch(step.epoch, step.index, mb.number)
+            for mb in step.micro_batches
+        }
+        what = f"train_step, step {step.index} of epoch {step.epoch}"
+        with self.groups.watch.section(what), self._dispatch.own_casts():
+            different = self._trained_apart()
+            result = pipelined_step(
+                self._own, step, seeds, clip=clip, nonfinite=nonfinite,
+                problem=problem or self._step_edition("")[1] or different,
+            )  # fmt: skip
+        self._stepped(step, result)
+        return result
+
+    def _trained_apart(self) -> GroupError | None:
+        """Returns which ranks of a stage have other values of its parameters than the first.
+
+        Collective over all ranks; compares a share of them, another one each time.
+        """
+        grid, groups = self._own.grid, self.groups
+        share, self._shared = share_of(dict(self._stages.named), self._shared)
+        told: list[str] = [share] * groups.world
+        if groups.world > 1:
+            dist.all_gather_object(told, share, group=groups.control(groups.world))
+        apart = [r for r in range(groups.world) if told[r] != told[r % grid.stages]]
+        if not apart:
+            return None
+        first = apart[0]
+        return GroupError(
+            f"stage {first % grid.stages}: got other values of its parameters on rank {first} than "
+            f"on rank {first % grid.stages} ({told[first]}, {told[first % grid.stages]}); expected "
+            "the same in every pipeline; give each rank's optimizer the same arguments, and load "
+            "the same state"
+        )
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scales a gradient of the whole model longer than `max_norm` down to it; collective.
+
+        Args:
+            max_norm: above 0.
+
+        Returns:
+            Its norm before, over all stages.
+        """
+        return clip_stages(self._own, max_norm)
+
+    # --------------------------------------------------------------------------- looking in
+
+    def report(self) -> str:
+        """Returns the stages: what each has, takes and needs, at every bucket."""
+        return f"{stages_report(self._cut, self._own.grid.replicas)}\n{self.verifier.report()}"
+
+    def stats(self) -> Stats:
+        """Returns counts of what has run on this rank."""
+        found = super().stats()
+        found.variants += self._cut.plan.stages[self.stage].runnable.compiled_count
+        return found
+
+    # ------------------------------------------------------- what a rank with a stage cannot do
+
+    def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
+        """Refuses a call: a rank has one stage."""
+        self._refuse("a call")
+
+    def evaluate(self, batch: Mapping[str, Tensor], **options: Any) -> Any:
+        """Refuses it: a rank has one stage."""
+        self._refuse("evaluate")
+
+    def reduce_gradients(self) -> None:
+        """Refuses it: `train_step` sums gradients."""
+        self._refuse("reduce_gradients")
+
+    def source(self, bucket: Bucket | Mapping[str, int]) -> str:
+        """Refuses it: what is planned of the whole model does not run."""
+        self._refuse("source")
+
+    def profile(self, bucket: Bucket | Mapping[str, int]) -> Profile:
+        """Refuses it: what is planned of the whole model does not run."""
+        self._refuse("profile")
+
+    def predict(self, bucket: Bucket | Mapping[str, int], batch: int | None = None) -> Prediction:
+        """Refuses it: what is planned of the whole model does not run."""
+        self._refuse("predict")
+
+    def save(self, folder: str | Path, step: int, **options: Any) -> NoReturn:
+        """Refuses it: an optimizer's state is of one stage."""
+        raise CheckpointError(
+            "save: got a model that was compiled with pipeline=; expected one whose ranks hold all "
+            "of it; save compiled.state_dict() on rank 0, and each rank's optimizer by itself"
+        )
+
+    def load(self, folder: str | Path, **options: Any) -> NoReturn:
+        """Refuses it: an optimizer's state is of one stage."""
+        raise CheckpointError(
+            "load: got a model that was compiled with pipeline=; expected one whose ranks hold all "
+            "of it; load a state that compiled.state_dict() gave with compiled.load_state_dict()"
+        )
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise DispatchError(
+            f"{what}: got a model that was compiled with pipeline=, of which rank "
+            f"{self.groups.rank} has stage {self.stage} of {self._own.grid.stages}; expected "
+            "train_step(step), which runs all stages; for anything else load "
+            "compiled.state_dict() into the plain model, or compile it without pipeline="
+        )

@@ -1,0 +1,92 @@
+"""Who holds which parameter of a model in stages: a rank those of its stage, others none of them.
+
+After compile a parameter that a rank's stage does not read is on the meta device there: it has a
+shape and no memory, and torch refuses whatever would read it. One that no stage reads stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.errors import DispatchError
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.store import WholeStore
+
+
+class StageStore(WholeStore):
+    """Parameters of which each rank has those of its stage.
+
+    Args:
+        model: the user's; parameters of other stages are replaced in it.
+        stages: of the pipeline.
+        groups: all ranks: pipeline by pipeline, in each stage by stage.
+    """
+
+    mode = "stages"
+
+    def __init__(self, model: nn.Module, stages: Sequence[ProgramStage], groups: Groups) -> None:
+        self._owners: dict[str, int] = {}
+        for stage in reversed(stages):
+            self._owners |= dict.fromkeys(stage.parameters, stage.index)
+        own = stages[groups.rank % len(stages)]
+        named = dict(model.named_parameters())
+        self.named = {n: named[n] for n in own.parameters}
+        held = {id(p) for n, p in named.items() if n in self.named or n not in self._owners}
+        _leave_to_others(model, held)
+        super().__init__(self.named.values(), groups)
+
+    def state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Returns the whole model's state, sent by the ranks that have it; collective."""
+        found = model.state_dict(*args, **kwargs)
+        first = {id(p): n for n, p in model.named_parameters()}
+        names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+        sent: dict[str, Tensor] = {}
+        pg = self.groups.of(self.groups.world)
+        for name, p in model.named_parameters():
+            if name in self._owners:
+                value = torch.empty_like(p, device=self.groups.device, requires_grad=False)
+                if self.groups.rank == self._owners[name]:
+                    value.copy_(p.detach())
+                dist.broadcast(value, group=pg, group_src=self._owners[name])
+                sent[name] = value
+        prefix = kwargs.get("prefix", "")
+        for name, own in names.items():
+            if own in sent and prefix + name in found:
+                found[prefix + name] = sent[own]
+        return found
+
+    def load(self, values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+        """Returns what the model loads of a whole state: other stages' parameters stay away.
+
+        Raises:
+            DispatchError: a parameter has another shape.
+        """
+        found = dict(values)
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if p.is_meta and name in found:
+                if found[name].shape != p.shape:
+                    raise DispatchError(
+                        f"load_state_dict: {name}: got shape {tuple(found[name].shape)}; expected "
+                        f"{tuple(p.shape)}, as the model has it; load a state of this model"
+                    )
+                found[name] = p.detach()
+        return found
+
+
+def _leave_to_others(model: nn.Module, held: set[int]) -> None:
+    """Puts parameters that this rank does not hold on the meta device, tied ones as one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(p) not in held and not p.is_meta:
+                meta = made.get(id(p))
+                if meta is None:
+                    meta = nn.Parameter(p.detach().to("meta"), p.requires_grad)
+                    made[id(p)] = meta
+                setattr(module, name, meta)

@@ -1,0 +1,162 @@
+"""From a global batch to a `StepPlan` of pipelines: micro-batches of one bucket each, schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.compiled.pipeline.costs import StageDevice
+from dcpc.compiled.pipeline.scheduled import ScheduledStages
+from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.errors import PlanError
+from dcpc.ir import PlanRow
+from dcpc.runtime.pipeline.planning import LIMIT, PlannedPipeline, plan_replicas
+from dcpc.runtime.pipeline.schedule import PipelineSchedule
+from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, step_plan
+
+MOST_SAMPLES = 256  # of a micro-batch
+SEARCHED = 2_000  # simulated actions for a schedule: 0.1 s of a processor
+
+
+@dataclass(frozen=True)
+class PipelinePlanner:
+    """Plans global batches for pipelines; it is a `runtime.planner.protocol.BatchPlanner`.
+
+    A "length" that the costs are asked for is the number of a bucket.
+
+    Attributes:
+        cost: of the stages.
+        buckets: that samples are in.
+        most: of each the most samples of a micro-batch.
+        replicas: pipelines.
+    """
+
+    cost: ScheduledStages
+    buckets: tuple[Bucket, ...]
+    most: tuple[int, ...]
+    replicas: int
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[ProgramStage],
+        devices: Sequence[StageDevice],
+        buckets: Buckets,
+        replicas: int,
+        recompute: str,
+    ) -> PipelinePlanner:
+        """Returns the planner of a model that was cut.
+
+        Args:
+            stages: of the model.
+            devices: of each stage.
+            buckets: that samples are in.
+            replicas: pipelines.
+            recompute: "auto", "none" or "all".
+
+        Raises:
+            PlanError: a sample of a bucket does not fit alone.
+        """
+        own = tuple(buckets)
+        largest = max((at_batch(b, 1) for b in own), key=lambda sizes: sum(sizes.values()))
+        rows = [recomputed(stage, stage.study(largest).steps, recompute) for stage in stages]
+        batched = BATCH in stages[0].part.program.symbols
+        most = tuple((b.batch or MOST_SAMPLES) if batched else 1 for b in own)
+        found = cls(ScheduledStages(rows, lambda n: own[n].sizes, devices), own, most, replicas)
+        for number, bucket in enumerate(own):
+            found.check_fits(number, bucket)
+        return found
+
+    def check_fits(self, number: int, bucket: Bucket) -> None:
+        """Refuses a bucket of which a stage cannot hold one sample, with all recompute."""
+        for stage, room in enumerate(self.cost.memory_bytes):
+            cost = self.cost.options(stage, 1, number)[-1]
+            least = max(cost.forward_bytes, cost.backward_bytes)
+            if least > room:
+                raise PlanError(
+                    f"bucket {bucket} on stage {stage} of {self.cost.stages}: got {room:.3g} bytes "
+                    f"for activations, of which a sample needs {least:.3g}; expected enough for "
+                    "one; take more stages, raise memory= or lower the bucket"
+                )
+
+    @property
+    def tables(self) -> dict[Bucket, tuple[PlanRow, ...]]:
+        """One row a bucket: all stages take a micro-batch together."""
+        seconds = (self._slowest_s(1, n) for n in range(len(self.buckets)))
+        rows = zip(self.buckets, self.most, seconds, strict=True)
+        return {b: (PlanRow(self.cost.stages, most, 0, s * most),) for b, most, s in rows}
+
+    def plan(self, samples: Sequence[tuple[int, Bucket]], table: str) -> StepPlan:
+        """Returns the plan of a batch; a pipeline for which no sample is left runs nothing.
+
+        Args:
+            samples: id and bucket of each.
+            table: hash of the plan table, for the plan to carry.
+        """
+        found = self.pipelines([bucket for _, bucket in samples])
+        stages = self.cost.stages
+        micro_batches, busy_s, texts = list[PlannedMicroBatch](), list[float](), list[str]()
+        for replica in range(self.replicas):
+            if replica >= len(found):
+                texts.append(str(PipelineSchedule(((),) * stages, ((),) * stages)))
+                busy_s += [0.0] * stages
+                continue
+            one, ranks = found[replica], tuple(range(replica * stages, (replica + 1) * stages))
+            for batch in one.batches:
+                bucket = samples[batch[0]][1]
+                number = self.buckets.index(bucket)
+                micro_batches.append(PlannedMicroBatch(
+                    bucket, stages, ranks, tuple(samples[i][0] for i in batch),
+                    self._slowest_s(len(batch), number), self.most[number], 0,
+                ))  # fmt: skip
+            schedule = one.found.schedule
+            texts.append(str(schedule))
+            busy_s += [one.work.busy_s(s, schedule.settings[s]) for s in range(stages)]
+        slowest = max(found, key=lambda p: p.found.replay.makespan_s).found
+        return replace(
+            step_plan(micro_batches, stages * self.replicas),
+            busy_s=tuple(busy_s),
+            makespan_s=slowest.replay.makespan_s,
+            bound_s=slowest.bound.seconds_s,
+            binds=f"pipeline of {stages} stages: {slowest.bound.binds}",
+            mode="auto",
+            table=table,
+            pipelines=tuple(texts),
+        )
+
+    def pipelines(
+        self, buckets: Sequence[Bucket], limit: int = SEARCHED
+    ) -> tuple[PlannedPipeline, ...]:
+        """Returns what each pipeline runs, as many as there are samples for.
+
+        Args:
+            buckets: of each sample.
+            limit: simulated actions for the search of a schedule.
+        """
+        numbers = [self.buckets.index(b) for b in buckets]
+        apart = dict(enumerate(self.most))
+        used = min(self.replicas, len(numbers))
+        return plan_replicas(numbers, self.cost, used, limit=min(limit, LIMIT), apart=apart)
+
+    def _slowest_s(self, count: int, number: int) -> float:
+        """Returns the seconds of the slowest stage for a micro-batch, nothing recomputed."""
+        every = (self.cost.options(s, count, number)[0] for s in range(self.cost.stages))
+        return max(cost.forward_s + cost.backward_s for cost in every)
+
+
+def at_batch(bucket: Bucket, count: int) -> dict[str, int]:
+    """Returns the sizes of a micro-batch: of so many samples, or those that the bucket fixes."""
+    return {**bucket.sizes, BATCH: bucket.batch or count}
+
+
+def recomputed(stage: ProgramStage, steps: int, recompute: str) -> list[ProgramStage]:
+    """Returns a stage with each recompute that a schedule may choose, the fastest first.
+
+    Args:
+        stage: of the pipeline.
+        steps: of its menu.
+        recompute: "auto", "none" or "all".
+    """
+    steps_of = {"none": (0,), "all": (steps,), "auto": (0, steps // 2, steps)}
+    return [stage.recomputing(step) for step in steps_of[recompute]]

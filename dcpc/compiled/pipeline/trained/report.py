@@ -1,0 +1,56 @@
+"""A model in stages as text: what each stage has, takes and needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dcpc.buckets import Bucket
+from dcpc.compiled.pipeline.costs import STATE
+from dcpc.compiled.pipeline.stages import ProgramStage, shared_parameters
+from dcpc.compiled.pipeline.trained.cutting import CutModel
+from dcpc.symbolic_profile import bytes_text, seconds_text
+
+
+def stages_report(cut: CutModel, pipelines: int) -> str:
+    """Returns a table of the stages, the tied parameters, and how far the cut may be off.
+
+    Args:
+        cut: the model.
+        pipelines: that share the samples.
+    """
+    stages, planner = cut.plan.stages, cut.planner
+    lines = [
+        f"{pipelines} pipelines of {len(stages)} stages; each bucket as likely as any other",
+        "",
+        "  stage  calls  parameters and state  most needed  recompute  a sample takes",
+    ]
+    for stage in stages:
+        seconds = ", ".join(_seconds(cut, stage, n, b) for n, b in enumerate(planner.buckets))
+        steps = "/".join(map(str, sorted(set(cut.plan.menu_steps[stage.index]))))
+        lines.append(
+            f"  {stage.index:>5}  {_calls(stage):>5}  "
+            f"{bytes_text(stage.resident_bytes(STATE)):>20}  "
+            f"{bytes_text(cut.plan.needed_bytes[stage.index]):>11}  {steps:>9}  {seconds}"
+        )
+    bound_s = cut.plan.cut.bound_s
+    lines += [
+        "",
+        f"the slowest stage takes {seconds_text(cut.plan.cut.expected_s)} in the mean of the "
+        f"buckets; no cut less than {seconds_text(bound_s)}",
+    ]
+    lines += [_tied(name, readers) for name, readers in shared_parameters(stages).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _calls(stage: ProgramStage) -> int:
+    return sum(n.op == "call_function" for n in stage.part.program.gm.graph.nodes)
+
+
+def _seconds(cut: CutModel, stage: ProgramStage, number: int, bucket: Bucket) -> str:
+    cost = cut.planner.cost.options(stage.index, 1, number)[0]
+    return f"{bucket} {seconds_text(cost.forward_s + cost.backward_s)}"
+
+
+def _tied(name: str, readers: Sequence[int]) -> str:
+    which = " and ".join(map(str, readers))
+    return f"{name} is on stages {which}; its gradient is the sum of theirs"

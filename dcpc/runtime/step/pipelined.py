@@ -1,0 +1,177 @@
+"""One optimizer step of a model in stages: this rank's schedule, then one sum of all gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dcpc.buckets import BATCH
+from dcpc.errors import DcpcError, PlanError
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.pipeline.executor import PipelineBatch, run_schedule
+from dcpc.runtime.pipeline.grid import PipelineGrid
+from dcpc.runtime.pipeline.schedule import PipelineSchedule, check
+from dcpc.runtime.pipeline.stage import Stage
+from dcpc.runtime.step.clock import Clock
+from dcpc.runtime.step.facts import gather_facts, refuse_different, total_weight
+from dcpc.runtime.step.gradients import beside_earlier, check_norm
+from dcpc.runtime.step.result import StepResult
+from dcpc.runtime.step.step import not_finite
+
+
+@dataclass(frozen=True)
+class OwnStage:
+    """What this rank runs of a model in stages.
+
+    Attributes:
+        grid: where it is among the stages and pipelines.
+        settings: its stage with each setting of recompute.
+        parameters: of the model by name: those that its stage reads.
+    """
+
+    grid: PipelineGrid
+    settings: Sequence[Stage]
+    parameters: Mapping[str, nn.Parameter]
+
+    @property
+    def mine(self) -> list[nn.Parameter]:
+        """Parameters whose gradient this rank counts: each has one rank in all pipelines."""
+        grid = self.grid
+        first = [n for n, p in self.parameters.items() if p.requires_grad and grid.replica == 0]
+        return [self.parameters[n] for n in first if min(grid.readers[n]) == grid.stage]
+
+
+def pipelined_step(
+    own: OwnStage,
+    step: Step,
+    seeds: Mapping[int, int],
+    *,
+    clip: float | None = None,
+    nonfinite: str = "raise",
+    problem: DcpcError | None = None,
+) -> StepResult:
+    """Adds the gradient of the global batch's weighted loss to this stage's parameters.
+
+    Collective over all ranks.
+
+    Args:
+        own: what this rank runs.
+        step: from the loader, planned for these stages.
+        seeds: number of a micro-batch of this rank -> seed of its random numbers.
+        clip: largest norm of the whole model's gradient.
+        nonfinite: as for `train_step`.
+        problem: of this rank, because of which no rank may go on.
+
+    Raises:
+        GroupError: the ranks are not in the same step with the same plan, or one did not arrive.
+        DataError: as from `train_step`.
+        PlanError: a schedule does not end, or is none of these stages.
+    """
+    start_s = time.perf_counter()
+    grid, groups = own.grid, own.grid.groups
+    schedule, batches = PipelineSchedule((), ()), list[PipelineBatch]()
+    try:
+        schedule = _schedule(own, step)
+        batches = [_batch(step, mb, seeds[mb.number], own) for mb in step.micro_batches]
+    except DcpcError as e:
+        problem = problem or e
+    text = f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}, clip {clip}"
+    agree(groups, groups.world, "step", f"{text}, nonfinite {nonfinite}", problem)
+    refuse_different(step, groups)
+    total = total_weight(step, groups)
+    # Where no label counts a mean is NaN, and so is NaN * 0: all stages leave it out.
+    counted = [i for i, mb in enumerate(step.micro_batches) if mb.weight != 0]
+    shares = [PipelineBatch(batches[i].inputs, batches[i].sizes, batches[i].weight / total,
+                            batches[i].seed) for i in counted]  # fmt: skip
+    with beside_earlier(WholeStore(own.parameters.values(), groups)) as put_back:
+        part, clock, schedule = None, Clock(groups.device), schedule.only(counted)
+        if counted:
+            part = run_schedule(own.settings, shares, schedule, grid, clock.mark)
+        ran_s = time.perf_counter()
+        reduced_bytes = grid.sum_gradients(own.parameters.items())
+        reduction_s = time.perf_counter() - ran_s
+        micro_batch_s = [0.0] * len(batches)
+        order = schedule.orders[grid.stage]
+        for action, took_s in zip(order, clock.spans_s()[::2], strict=True):
+            micro_batch_s[counted[action.micro_batch]] += took_s
+        facts = gather_facts([0.0 if part is None else float(part), sum(micro_batch_s)], groups)
+        loss = facts[:, 0].sum()  # the same on every rank, and so is what follows from it
+        if not loss.isfinite():
+            if nonfinite == "raise":
+                raise not_finite(step, loss)
+            put_back.append(float(loss))
+    norm = None if clip is None or put_back else clip_stages(own, clip)
+    return StepResult(
+        loss=loss,
+        busy_s=tuple(facts[:, 1].tolist()),
+        seconds_s=time.perf_counter() - start_s,
+        total_weight=total,
+        reduced_bytes=reduced_bytes,
+        micro_batch_s=tuple(micro_batch_s),
+        reduction_s=reduction_s,
+        grad_norm=norm,
+        skipped=bool(put_back),
+    )
+
+
+def clip_stages(own: OwnStage, max_norm: float) -> float:
+    """Scales a gradient of the whole model that is too long down to `max_norm`, in place.
+
+    Collective over all ranks. A parameter that several stages read counts once.
+
+    Args:
+        own: what this rank runs; its gradients are summed.
+        max_norm: above 0, in the 2-norm.
+
+    Returns:
+        The norm of the whole model's gradient before.
+
+    Raises:
+        DataError: `max_norm` is no positive number.
+    """
+    check_norm(max_norm)
+    counted = [p.grad for p in own.mine if p.grad is not None]
+    squares = float(torch.nn.utils.get_total_norm(counted).double() ** 2) if counted else 0.0
+    norm = gather_facts([squares], own.grid.groups).sum().sqrt()
+    held = [p for p in own.parameters.values() if p.grad is not None]
+    if held:
+        torch.nn.utils.clip_grads_with_norm_(held, max_norm, norm)
+    return float(norm)
+
+
+def _schedule(own: OwnStage, step: Step) -> PipelineSchedule:
+    """Returns the schedule of this rank's pipeline, once it is known to end.
+
+    Raises:
+        PlanError: it does not, or the step was planned for other stages.
+    """
+    grid, told = own.grid, step.plan.pipelines
+    if len(told) != grid.replicas:
+        raise PlanError(
+            f"step {step.index} of epoch {step.epoch}: got schedules of {len(told)} pipelines; "
+            f"expected {grid.replicas}; make the loader of this compiled model"
+        )
+    try:
+        found = PipelineSchedule.of_text(told[grid.replica])
+    except (ValueError, IndexError) as e:
+        raise PlanError(
+            f"step {step.index} of epoch {step.epoch}: got a schedule that cannot be read ({e}); "
+            "expected one that the loader made; run the same dcpc on all ranks"
+        ) from e
+    check(found, len(step.micro_batches))
+    return found
+
+
+def _batch(step: Step, mb: MicroBatch, seed: int, own: OwnStage) -> PipelineBatch:
+    """Returns a micro-batch as the executor takes it, on this rank's device."""
+    rows = len(step.plan.micro_batches[mb.number].sample_ids)
+    device = own.grid.groups.device
+    inputs = {name: x.to(device, non_blocking=True) for name, x in mb.inputs.items()}
+    sizes = {**mb.bucket.sizes, BATCH: rows}
+    return PipelineBatch(inputs, sizes, mb.weight, seed)

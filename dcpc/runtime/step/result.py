@@ -1,0 +1,74 @@
+"""What came of an optimizer step: its loss, and what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcpc.runtime.data.steps import MicroBatch
+from dcpc.runtime.planner.plans import imbalance
+
+
+@dataclass(frozen=True)
+class MicroBatchOutputs:
+    """What a model's forward returned for a micro-batch of this rank.
+
+    Attributes:
+        micro_batch: with its samples (indices in the dataset), its inputs and its ranks, all of
+            which have these outputs.
+        loss: of the micro-batch, detached; None where it was not run, as its weight is 0.
+        outputs: what forward returned, in its own structure, detached; None likewise.
+    """
+
+    micro_batch: MicroBatch
+    loss: torch.Tensor | None
+    outputs: Any
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a step.
+
+    Attributes:
+        loss: weighted mean loss of the global batch, float64 scalar, the same on every rank.
+        busy_s: measured seconds each rank took for its micro-batches, waits for its peers inside
+            collectives included, compiling excluded.
+        seconds_s: measured seconds of the whole step on this rank, reduction included.
+        total_weight: sum of the weights of all micro-batches.
+        reduced_bytes: gradients that this rank put into the sum over ranks; 0 alone.
+        early_bytes: those of them that were on the way before its last backward had ended.
+        micro_batch_s: measured seconds of each micro-batch of this rank; 0 of one that does not
+            count.
+        reduction_s: measured seconds from the end of this rank's micro-batches to the sum of
+            gradients: waiting for slower ranks, and the wire.
+        grad_norm: of the summed gradient before it was clipped; None: not asked for, or skipped.
+        skipped: whether its loss was NaN or infinite: gradients are as they were before it.
+        every_s: measured seconds of each micro-batch of the plan, on its slowest rank, the same on
+            every rank; 0 of one that does not count; empty: not asked for.
+        outputs: of each micro-batch of this rank, in order; empty: not asked for.
+    """
+
+    loss: torch.Tensor
+    busy_s: tuple[float, ...]
+    seconds_s: float
+    total_weight: float
+    reduced_bytes: int = 0
+    early_bytes: int = 0
+    micro_batch_s: tuple[float, ...] = ()
+    reduction_s: float = 0.0
+    grad_norm: float | None = None
+    skipped: bool = False
+    every_s: tuple[float, ...] = ()
+    outputs: tuple[MicroBatchOutputs, ...] = ()
+
+    @property
+    def imbalance(self) -> float:
+        """Measured mean idle share of the ranks, 0 to 1."""
+        return imbalance(self.busy_s)
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """Measured seconds of each rank from its last micro-batch to that of the last rank."""
+        return tuple(max(self.busy_s) - t for t in self.busy_s)

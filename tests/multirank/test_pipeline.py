@@ -1,0 +1,201 @@
+"""`dcpc.compile(pipeline=)` beside the plain model: loss, every gradient, the state after steps."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dcpc
+from dcpc.errors import CheckpointError, DataError, DcpcError, DispatchError, PlanError
+from tests.cases import language_models
+from tests.cases.asks import PAD, TEXT, Texts, far, gpt, plain_step, ran, trained
+from tests.cases.launch import run_ranks
+from tests.cases.stages import CASES
+
+pytestmark = pytest.mark.multirank
+
+DATA = Texts([48, 10, 16, 37, 24, 16, 48, 5, 12, 40, 16], silent=[2])
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Samples of an encoder-decoder: each source has its target, both of any length."""
+
+    lengths: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> Mapping[str, Tensor]:
+        source, target = self.lengths[i]
+        made = CASES["t5"].data({"batch": 1, "source": source, "target": target}, i)
+        return {name: x[0] for name, x in made.items()}
+
+
+PAIRS = Pairs(((16, 8), (9, 5), (40, 20), (48, 24), (30, 8), (12, 8), (16, 24)))
+
+
+def parts(name: str) -> tuple[nn.Module, dcpc.Buckets, Any, dict[str, int]]:
+    """Returns a model, its buckets of at most 2 samples, data, and what fills it up."""
+    if name == "t5":
+        sizes = [{**s, "batch": 2} for s in CASES["t5"].sizes]
+        pad = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+        return CASES["t5"].make(), dcpc.Buckets(CASES["t5"].inputs, sizes), PAIRS, pad
+    model = gpt(layers=4) if name == "gpt" else CASES[name].make()
+    sizes = [{"seq": n, "batch": 2} for n in (16, 48)]
+    return model, dcpc.Buckets(TEXT, sizes=sizes), DATA, PAD
+
+
+def made(name: str, stages: int, tokens: int = 150, **options: Any):
+    warnings.simplefilter("ignore")
+    model, buckets, data, pad = parts(name)
+    options = {"backend": "eager", "verify": "off", **options}
+    compiled = dcpc.compile(model, buckets, pipeline=stages, **options)
+    loader = dcpc.DataLoader(data, compiled, tokens_per_step=tokens, pad=pad, weight=_weight(name))
+    return compiled, loader, data
+
+
+def _weight(name: str) -> Any:
+    return dcpc.CountLabels("labels", shift=1) if name in ("llama", "gpt2") else "labels"
+
+
+def _counted(name: str):
+    weigh = _weight(name)
+    if weigh == "labels":
+        weigh = dcpc.CountLabels("labels")
+    return lambda sample: int(weigh(sample))
+
+
+def worst_of(rank: int, name: str, stages: int, tokens: int) -> tuple[float, float, list[Any]]:
+    """Returns the worst error of a gradient or loss, of the state after an epoch, and counts."""
+    if name == "llama":
+        language_models.in_float64()
+    compiled, loader, data = made(name, stages, tokens)
+    alone = parts(name)[0]
+    found = trained(compiled, loader, alone, data, _counted(name))
+    assert sorted(found.samples) == list(range(len(data)))
+    state, plain = compiled.state_dict(), alone.state_dict()
+    assert list(state) == list(plain)
+    return found.worst, max(far(state[n], plain[n]) for n in plain), found.counts
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "stages", "tokens"),
+    [
+        ("gpt_tied", 2, 2, 150),
+        pytest.param("t5", 4, 4, 700, marks=pytest.mark.slow),
+        pytest.param("llama", 4, 2, 150, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_have_the_plain_models_numbers(name, ranks, stages, tokens):
+    found = run_ranks(worst_of, ranks, name, stages, tokens, timeout_s=240.0)
+    for worst, state, counts in found:
+        assert worst < 1e-10
+        assert state < 1e-10
+        assert len({*counts}) > 1, "another number of micro-batches from step to step"
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """Returns what is said to each thing that a model in stages does not do."""
+    compiled, loader, _ = made("gpt", 2)
+    batch, step = DATA[0], next(iter(loader))
+    said = {}
+    asked = {
+        "call": lambda: compiled(**{n: x[None] for n, x in batch.items()}),
+        "evaluate": lambda: compiled.evaluate(batch),
+        "reduce_gradients": compiled.reduce_gradients,
+        "source": lambda: compiled.source({"seq": 16}),
+        "save": lambda: compiled.save("folder", 1),
+        "load": lambda: compiled.load("folder"),
+        "plan": lambda: loader.save_plan(step, "file"),
+        "mode": lambda: dcpc.DataLoader(DATA, compiled, tokens_per_step=9, pad=PAD, mode="intra"),
+        "clip": lambda: compiled.train_step(step, clip=-1.0),
+    }
+    for what, call in asked.items():
+        with pytest.raises((CheckpointError, DataError, DispatchError)) as error:
+            call()
+        said[what] = str(error.value)
+    model = gpt(layers=4)
+    for option, value in OPTIONS.items():
+        with pytest.raises(PlanError) as refused:
+            dcpc.compile(model, parts("gpt")[1], pipeline=2, **{option: value})
+        said[option] = str(refused.value)
+    # Its numbers are as if nothing of that had been asked.
+    result = compiled.train_step(step, clip=1e-3)
+    squares = sum(float(p.grad.pow(2).sum()) for p in compiled.parameters())
+    plain = gpt(layers=4)
+    ids = [i for mb in step.plan.micro_batches for i in mb.sample_ids]
+    plain_step(plain, DATA, ids, _counted("gpt"))
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
+    said["norm"] = str(abs(result.grad_norm / norm - 1))
+    said["squares"] = str(squares)
+    state = {n: x * 2 for n, x in plain.state_dict().items()}
+    compiled.load_state_dict(state)
+    again = compiled.state_dict()
+    said["loaded"] = str(max(far(again[n], state[n]) for n in state))
+    return said
+
+
+OPTIONS = {
+    "sp": 2, "parameters": "step", "attention": "ring", "speeds": [1.0, 0.5],
+    "optimizer": torch.optim.SGD, "optimizer_bytes": 9,
+}  # fmt: skip
+
+
+def test_what_does_not_go_with_stages_is_refused_by_name_and_changes_nothing():
+    found = run_ranks(refusals, 2, timeout_s=240.0)
+    for said in found:
+        for what in ("call", "evaluate", "reduce_gradients", "source", "save", "load"):
+            assert "pipeline=" in said[what]
+        for option in OPTIONS:
+            assert f"got {option}=" in said[option]
+            assert "expected" in said[option]
+        assert float(said["norm"]) < 1e-10
+        assert float(said["loaded"]) == 0.0
+    # No parameter of this model is in both stages: the norm is that of all of them together.
+    assert sum(float(said["squares"]) for said in found) ** 0.5 == pytest.approx(1e-3, rel=1e-4)
+
+
+class Damaged(Texts):
+    """One sample has a token that the model has not; another has no label that counts."""
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(i)
+        return {**sample, "input_ids": sample["input_ids"] + 1000 * (i == 3)}
+
+
+def odd_steps(rank: int) -> tuple[list[tuple[int, ...]], list[float], str]:
+    """A step with a sample for one of two pipelines, then one with a sample that is wrong."""
+    warnings.simplefilter("ignore")
+    data = Damaged([16, 12, 16, 16])
+    compiled = dcpc.compile(gpt(layers=4), parts("gpt")[1], pipeline=2, backend="eager",
+                            verify="off")  # fmt: skip
+    loader = dcpc.DataLoader(
+        data, compiled, samples_per_step=1, shuffle=False, pad=PAD, weight="labels", lookahead=0
+    )
+    counts, errors = [], []
+    try:
+        for step in loader:
+            result = compiled.train_step(step)
+            plain = gpt(layers=4)
+            loss = plain_step(plain, data, [step.index], _counted("gpt"))
+            own = dict(plain.named_parameters())
+            errors += [far(result.loss, loss)]
+            errors += [far(p.grad, own[n].grad) for n, p in compiled.named_parameters()]
+            counts.append(ran(step))
+            compiled.zero_grad()
+    except DcpcError as error:
+        return counts, errors, str(error)
+    return counts, errors, ""
+
+
+@pytest.mark.slow
+def test_a_pipeline_without_samples_waits_and_a_wrong_sample_is_an_error_on_all_ranks():
+    for counts, errors, said in run_ranks(odd_steps, 4, timeout_s=240.0):
+        assert counts == [(1, 1, 0, 0)] * 3
+        assert max(errors) < 1e-10
+        assert "sample 3" in said

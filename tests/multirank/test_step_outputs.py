@@ -1,0 +1,141 @@
+"""`train_step(outputs=)` and calls with outputs: what forward returns besides the loss."""
+
+import pytest
+import torch
+
+import dcpc
+from dcpc.runtime.groups.local_ranks import run_ranks
+from dcpc.runtime.step import turns
+from tests.cases.exactness import SPLITTING
+from tests.cases.outputs import (
+    BUCKETS,
+    TEXT,
+    Tagger,
+    output_errors,
+    plain_of,
+    step_errors,
+    training,
+)
+from tests.fuzz.memory_limit import MemoryLimit
+
+
+def errors(rank, outputs, own_loss, options):
+    """The largest error of steps and an evaluation; the samples, and where pieces of logits lie."""
+    compiled, loader = training(own_loss, verify="full", **options)
+    found, seen, places = [], [], {}
+    for step in loader:
+        worst, result = step_errors(compiled, step, outputs)
+        found += worst
+        seen += [i for mb in step.micro_batches for i in mb.samples]
+        for one in result.outputs if outputs == "sharded" else ():
+            piece = one.outputs.logits
+            where = [] if piece.dim is None else piece.positions.tolist()
+            places[step.index, one.micro_batch.number] = (piece.dim, where, piece.length)
+    ids, labels = torch.randint(0, 13, (2, 1, 9), generator=torch.Generator().manual_seed(9))
+    batch = {"ids": ids, "labels": labels}
+    if options.get("parameters") != "rounds":
+        loss, got = compiled.evaluate(batch, between="compile", outputs=outputs)
+        found += output_errors(got, loss, plain_of(compiled).eval(), batch)
+    return max(found), seen, places
+
+
+def all_errors(rank, cases):
+    return [errors(rank, *case) for case in cases]
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_outputs_of_steps_are_the_plain_models(recompute):
+    for own_loss in (True, False):
+        options = {"backend": "eager", "recompute": recompute}
+        worst, seen, _ = errors(0, "gathered", own_loss, options)
+        assert worst < 1e-12
+        assert sorted(seen) == [*range(12)]
+
+
+SPLIT = {"backend": "eager", "sp": 2, "device": SPLITTING}
+CASES = [
+    ("gathered", True, {"backend": "eager", "sp": 1, "parameters": "rounds"}),
+    ("gathered", True, {**SPLIT, "alone": True}),
+    ("sharded", True, SPLIT),  # three samples and odd lengths on two ranks
+    ("sharded", False, {**SPLIT, "alone": True, "attention": "heads", "recompute": "all"}),
+    ("sharded", True, {**SPLIT, "alone": True, "attention": "ring"}),  # a part from either end
+]
+
+
+@pytest.mark.multirank
+def test_outputs_of_steps_are_the_plain_models_on_two_ranks():
+    one, other = run_ranks(all_errors, 2, CASES, timeout_s=200.0)
+    for (outputs, _, options), (worst, seen, mine), (also, more, theirs) in zip(
+        CASES, one, other, strict=True
+    ):
+        assert max(worst, also) < 1e-12
+        assert sorted(seen + more) == sorted([*range(12)] * options["sp"])
+        assert (outputs == "sharded") == bool(mine)
+        for place, (dim, positions, length) in mine.items():
+            assert dim == (1 if "alone" in options else 0)
+            assert theirs[place][0] == dim
+            assert sorted(positions + theirs[place][1]) == [*range(length)]
+
+
+@pytest.mark.slow
+def test_outputs_of_steps_are_the_plain_models_under_inductor():
+    assert errors(0, "gathered", True, {"backend": "inductor", "recompute": "all"})[0] < 1e-12
+
+
+def test_a_step_draws_the_same_random_numbers_with_outputs_and_without():
+    compiled, loader = training(backend="eager", drop=0.5)
+    for step in loader:
+        compiled.zero_grad()
+        loss = compiled.train_step(step).loss
+        want = [p.grad.clone() for p in compiled.parameters()]
+        compiled.zero_grad()
+        assert torch.equal(compiled.train_step(step, outputs=True).loss, loss)
+        assert all(torch.equal(p.grad, g) for p, g in zip(compiled.parameters(), want, strict=True))
+
+
+def test_a_gradient_through_an_output_is_refused():
+    compiled = dcpc.compile(Tagger().double(), dcpc.Buckets(TEXT, BUCKETS), backend="eager")
+    ids = torch.randint(0, 13, (2, 7))
+    loss, found = compiled(ids=ids, labels=ids, outputs=True)
+    assert found.loss is loss
+    assert not found.more["best"].requires_grad
+    with pytest.raises(dcpc.DispatchError, match="that is not the loss; expected backward through"):
+        (loss + found.logits.mean()).backward()
+    loss, _ = compiled(ids=ids, labels=ids, outputs=True)
+    compiled.zero_grad()
+    loss.backward()
+    want = [p.grad.clone() for p in compiled.parameters()]
+    compiled.zero_grad()
+    compiled(ids=ids, labels=ids).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(compiled.parameters(), want, strict=True))
+    with pytest.raises(dcpc.DispatchError, match="got outputs='all'; expected 'gathered'"):
+        compiled(ids=ids, labels=ids, outputs="all")
+
+
+def test_outputs_count_in_what_a_step_may_need():
+    compiled, loader = training(backend="eager", recompute="none")
+    plan = (step := next(iter(loader))).plan
+    measured, predicted = [], []
+    for outputs in (False, True):
+        compiled.train_step(step, outputs=outputs)  # traces what runs below
+        compiled.zero_grad()
+        limit = MemoryLimit()
+        with limit.around(turns, "run_turns"):
+            compiled.train_step(step, outputs=outputs)
+        measured.append(limit.most_bytes)
+        edition = [compiled._editions.first, *compiled._editions._with_outputs.values()][-1]
+        settings = compiled._settings_of(edition)
+        kept = [settings.output_bytes(mb) for mb in plan.micro_batches]
+        peaks = []
+        for number, mb in enumerate(plan.micro_batches):
+            sizes = {**mb.bucket.sizes, "batch": len(mb.sample_ids)}
+            setting = edition.dispatch.setting_of(mb)
+            study = edition.planned.by_bucket[mb.bucket].priced.at(
+                edition.dispatch.placement(mb.bucket, sizes, setting)
+            )
+            before = sum(kept[:number])
+            peaks.append(before + study.predict(setting.menu_step, sizes).peak_bytes)
+        predicted.append(max(peaks))
+    assert measured[1] - measured[0] == predicted[1] - predicted[0] > 0
+    with pytest.raises(dcpc.PlanError, match="of outputs of the step's earlier micro-batches"):
+        settings.choose(plan, {b: 20_000 for b in compiled.plans})
