@@ -166,6 +166,7 @@ def _compiled(
     compiled = kind(
         model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare,
         learned=LearnedSpeeds(speeds, learns=options.speeds == "auto" and groups.world > 1),
+        unpad=options.unpad,
     )  # fmt: skip
     if cut is not None:
         assert isinstance(compiled, PipelinedModel), "the kind that has stages"

@@ -59,6 +59,7 @@ TABLE = {
         "recompute": "",
         "stages": "",
         "units": "",
+        "unpad": "sharding",
         "value_ranges": "sharding",
         "dtypes": "",
     },
@@ -93,7 +94,8 @@ TABLE = {
     "dcpc.compiled": {
         "agreed_state": "",
         "seeds": "",
-        "dispatch": "seeds",
+        "unpadding": "",
+        "dispatch": "seeds unpadding",
         "tighter": "",
         "materialize": "",
         "outputs": "dispatch",

@@ -134,6 +134,13 @@ def _check_verify(mode: str) -> None:
         raise PlanError(f"got verify={mode!r}; expected one of {', '.join(VERIFY)}; choose one")
 
 
+def _check_unpad(given: object) -> None:
+    if not isinstance(given, bool) and given != "auto":
+        raise PlanError(
+            f"got unpad={reprlib.repr(given)}; expected 'auto', True or False; pass one"
+        )
+
+
 def _check_parameters(mode: str) -> None:
     if mode not in PARAMETERS:
         raise PlanError(
@@ -538,6 +545,14 @@ class CompileOptions(ModelOptions):
         'how fast ranks are beside each other: `"equal"`, one number for each, as `[1.0, 0.5]`, or '
         '`"auto"`: measured while they train, and plans follow (seeds of dropout follow plans)',
         check=_check_speeds,
+    )
+
+    unpad: bool | str = _option(
+        False,
+        "run calls at sp 1 for the rows alone that an attention mask says are valid: "
+        '`"auto"` (where that pays, and all that is returned is as it was), `True` (wherever the '
+        "loss and every gradient are as they were; other outputs are 0 at padded rows) or `False`",
+        check=_check_unpad,
     )
 
     pipeline: int | str | None = _option(

@@ -36,7 +36,7 @@ class ModelInsight(SavedModel):
         later = {e.verifier: e for e in reversed(self._editions.made_later)}
         more = [e for v, e in reversed(later.items()) if v is not self.verifier]
         text = f"{self.planned.report()}\n{self.verifier.report()}"
-        text += self._tighter.report()
+        text += self._tighter.report() + self._dispatch.unpadding_line()
         if self._learned.learns or self.speeds:
             text += speeds_line(self.speeds, self._learned.changes) + "\n"
         text += f"{self.staging}\n" * bool(self.staging)

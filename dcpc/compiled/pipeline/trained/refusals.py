@@ -17,6 +17,7 @@ _REFUSED = {
     ),
     "block": ((), "a rank has the parameters of its stage, whole; leave block= out"),
     "attention": ((), "no attention is split within a stage; leave attention= out"),
+    "unpad": ((False,), "stages take whole batches; leave unpad= out"),
     "speeds": ((), "the cut is for stages that are equally fast; leave speeds= out"),
     "optimizer": ((), "the cut counts Adam's state; leave optimizer= out, and raise memory= by "
                       "what yours has less"),
