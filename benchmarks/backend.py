@@ -10,7 +10,8 @@ A row a model, each in a process of its own, with Inductor's caches off:
                 too: a branch on a size in the model asks for another graph, whatever compiles it
     traces      of dcpc for the five shapes, and variants
     first call  forward and backward of the first shape, float32: seconds of dcpc over Inductor's
-    calls       forward and backward of all five shapes, medians of interleaved calls: the same
+    calls       forward and backward of all five shapes, medians of interleaved calls: the same, in
+                seconds of the one thread that runs them: those it waits for others are not in it
 
 A model that dcpc refuses counts as not ok; its reason is in the table, as is Inductor's where that
 fails. The zoo's models are tiny: a call takes a millisecond, most of it Python. A GPT of a real
@@ -198,9 +199,9 @@ def times(
         took: dict[str, list[float]] = {name: [] for name in systems}
         for turn in range(repeats):
             for name in sorted(systems, reverse=bool(turn % 2)):
-                start_s = time.perf_counter()
+                start_s = time.thread_time()
                 run(*systems[name], inputs)
-                took[name].append(time.perf_counter() - start_s)
+                took[name].append(time.thread_time() - start_s)
         for name, each in took.items():
             seconds[name] += median(each)
     calls = seconds["dcpc"] / seconds["inductor"]

@@ -16,7 +16,13 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
-from dcpc.compiled.pipeline import CutModel, PipelinedModel, cut_model, refuse_beside_stages
+from dcpc.compiled.pipeline import (
+    CutModel,
+    PipelinedModel,
+    choose_stages,
+    cut_model,
+    refuse_beside_stages,
+)
 from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, TraceError
 from dcpc.ir import Program
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
@@ -121,16 +127,13 @@ def _compiled(
 ) -> CompiledModel:
     """Returns what `compile` does, on these ranks."""
     told = options.planned_for(groups.world)
-    cut: CutModel | None = None
+    cut, why = None, ""
     try:
         speeds = checked_speeds(options.speeds, groups.world)
-        if options.pipeline is not None:
-            refuse_beside_stages(options, groups.world, on_meta(model))
-            told = _of_one_rank(options, groups.world)
-        planned = plan_with(model, buckets, told, partly=options.pipeline is not None)
-        if options.pipeline is not None:
-            pipelines = groups.world // options.pipeline
-            cut = cut_model(model, buckets, planned, options.pipeline, pipelines)
+        if options.pipeline is None:
+            planned = plan_with(model, buckets, told)
+        else:
+            planned, cut, why = _staged(model, buckets, options, told)
     except DcpcError as error:  # on all ranks, as they wait for this one's plan
         agree(groups, groups.world, "plan", "", error)
         raise
@@ -163,17 +166,70 @@ def _compiled(
     compiled = kind(
         model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare,
         learned=LearnedSpeeds(speeds, learns=options.speeds == "auto" and groups.world > 1),
+        unpad=options.unpad,
     )  # fmt: skip
     if cut is not None:
         assert isinstance(compiled, PipelinedModel), "the kind that has stages"
         compiled.in_stages(cut)
+    compiled.staging = why
     return compiled
 
 
-def _of_one_rank(options: CompileOptions, world: int) -> PlanOptions:
-    """Returns what the whole model is planned with before it is cut: a rank's memory, no group."""
-    memory = rank_memory_bytes(options.memory, _target(options.device), world)
-    return replace(options.planned_for(1), memory=memory, sp=1, parameters="whole")
+def _staged(
+    model: nn.Module, buckets: Buckets, options: CompileOptions, told: PlanOptions
+) -> tuple[Planned, CutModel | None, str]:
+    """Returns the plan that runs, the stages it is cut into, and why these; without: no pipeline.
+
+    Args:
+        model: the user's.
+        buckets: it is compiled for.
+        options: with `pipeline`.
+        told: of a plan without a pipeline.
+    """
+    stages, world = options.pipeline, told.world
+    assert stages is not None, "asked for"
+    refuse_beside_stages(options, stages, world)
+    if on_meta(model):
+        raise PlanError(
+            f"pipeline={stages!r}: got a model on the meta device; expected one with memory; make "
+            "it on the CPU, or compile it without pipeline="
+        )
+    single = plan_with(model, buckets, _of_one_rank(told), partly=True)
+    if isinstance(stages, int):
+        return single, cut_model(model, buckets, single, stages, world // stages), ""
+    whole: Planned | PlanError
+    try:
+        whole = plan_with(model, buckets, told)
+    except PlanError as error:
+        whole = error
+    chosen = choose_stages(model, buckets, whole, single, world)
+    if chosen.cut is not None:
+        return single, chosen.cut, chosen.why
+    assert isinstance(whole, Planned), "it was priced"
+    return whole, None, chosen.why
+
+
+def cut_with(model: nn.Module, buckets: Buckets, options: PlanOptions, stages: int) -> CutModel:
+    """Returns the stages that `compile(pipeline=)` would cut a model into, and their planner.
+
+    Args:
+        model: as for `plan`.
+        buckets: as for `plan`.
+        options: those of `plan`; its ranks are all those of all pipelines.
+        stages: of a pipeline.
+
+    Raises:
+        DcpcError: as from `compile`.
+    """
+    refuse_beside_stages(options, stages, options.world)
+    single = plan_with(model, buckets, _of_one_rank(options), partly=True)
+    return cut_model(model, buckets, single, stages, options.world // stages)
+
+
+def _of_one_rank(options: PlanOptions) -> PlanOptions:
+    """Returns what a model is planned with before it is cut into stages: one of its ranks alone."""
+    memory = rank_memory_bytes(options.memory, _target(options.device), options.world)
+    return replace(options, world=1, memory=memory, sp=1, parameters="whole")
 
 
 def materialize(compiled: CompiledModel, init: Init = None) -> None:

@@ -336,6 +336,58 @@ class Placement:
         return (factor.key if factor.parent < 0 else factor.parent) in self.zigzag
 
 
+# ---------------------------------------------------------------------------------------- padding
+
+
+@dataclass(frozen=True, slots=True)
+class RowCheck:
+    """What must hold of a call's inputs at padded rows, lest the plain model reads padding.
+
+    Attributes:
+        node: name of a value that is made of inputs alone, by (sample, position).
+        number: what each of its elements at a padded row must be equal to.
+    """
+
+    node: str
+    number: float
+
+
+@dataclass(frozen=True, slots=True)
+class UnpadPlan:
+    """Which values of a program are computed for valid rows alone, a row being (sample, position).
+
+    Attributes:
+        keep: name of the value that says which rows are valid, by (sample, position) alone: true,
+            or a number that is added to scores, there 0; "": there is none.
+        batch: key of the factor that counts samples.
+        seq: key of the factor that counts positions.
+        factors: node name -> the factors of each dim of its value.
+        packed: names of values that are made for valid rows, in graph order.
+        attentions: those of them that are attentions: samples are then sequences of one row.
+        summed: names of values without rows that are made of valid rows alone: sums.
+        checks: what must hold at padded rows.
+        positions: positions that must be valid in every sample.
+        runs: whether the valid positions of each sample must follow each other.
+        nonempty: whether each sample must have a valid position.
+        returned: names of what is returned beside the loss and is 0 at padded rows.
+        reason: why all stays padded; "" where it need not.
+    """
+
+    keep: str
+    batch: int
+    seq: int
+    factors: Mapping[str, tuple[tuple[Factor, ...], ...]]
+    packed: tuple[str, ...]
+    attentions: frozenset[str]
+    summed: frozenset[str]
+    checks: frozenset[RowCheck]
+    positions: frozenset[int]
+    runs: bool
+    nonempty: bool
+    returned: frozenset[str] = frozenset()
+    reason: str = ""
+
+
 # ------------------------------------------------------------------------- profile and variants
 
 

@@ -39,8 +39,8 @@ TABLE = {
         "__init__": "errors buckets passes runtime compiled api",
         "hf": "errors buckets runtime compiled api",
         "commands": (
-            "errors buckets ir fx trace passes symbolic_profile codegen plan verify runtime api "
-            "__init__"
+            "errors buckets ir fx trace passes symbolic_profile codegen plan verify runtime "
+            "compiled api __init__"
         ),
         "__main__": "commands",
     },
@@ -59,6 +59,7 @@ TABLE = {
         "recompute": "",
         "stages": "",
         "units": "",
+        "unpad": "sharding",
         "value_ranges": "sharding",
         "dtypes": "",
     },
@@ -93,7 +94,8 @@ TABLE = {
     "dcpc.compiled": {
         "agreed_state": "",
         "seeds": "",
-        "dispatch": "seeds",
+        "unpadding": "",
+        "dispatch": "seeds unpadding",
         "tighter": "",
         "materialize": "",
         "outputs": "dispatch",

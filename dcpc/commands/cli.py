@@ -43,6 +43,7 @@ from dcpc.commands.shared.options import (
     Factory,
     Lengths,
     SomeBuckets,
+    Stages,
     planning,
     reported,
 )
@@ -53,8 +54,10 @@ from dcpc.commands.simulate import (
     read_cost,
     simulate_cost,
     simulate_model,
+    simulate_stages,
     source_of,
 )
+from dcpc.compiled.pipeline import stages_report
 from dcpc.errors import BucketError, PlanError
 from dcpc.plan.options import PlanOptions
 from dcpc.plan.planning import Planned
@@ -112,12 +115,19 @@ def report(
         list[int] | None,
         typer.Option(min=1, help="ranks; planned for the first, others: what if"),
     ] = None,
+    pipeline: Stages = None,
     *,
     options: PlanOptions,
 ) -> None:
     """Print the plan of each bucket, its costs as formulas of the dims, and why."""
     memories: Sequence[str | None] = memory or [None]
     worlds = world or [1]
+    if pipeline is not None:
+        _refuse_beside_stages(pipeline, html=html, png=png, memory=memories[1:], world=worlds[1:])
+        told_one = replace(options, memory=memories[0], world=worlds[0])
+        cut, said = NamedModel(factory, buckets, seq).cut(told_one, pipeline)
+        typer.echo(f"{said}{stages_report(cut, cut.planner.replicas)}", nl=False)
+        return
     _check_worlds(worlds, calibrated=options.calibration is not None)
     told = [
         replace(options, memory=bytes_, world=ranks)
@@ -149,6 +159,15 @@ def report(
             _write(html, html_page(planned, factory, cases, crossings).encode())
         if png is not None:
             _write(png, overview_png(planned))
+
+
+def _refuse_beside_stages(pipeline: int | None, **given: object) -> None:
+    """Refuses what a command does not do for a model in stages."""
+    for name in (name for name, value in given.items() if value and pipeline is not None):
+        raise PlanError(
+            f"got --pipeline {pipeline} with --{name}, or with more than one; expected one number "
+            f"of ranks and one memory, and a picture by simulate; leave --{name} out"
+        )
 
 
 def _check_worlds(worlds: Sequence[int], calibrated: bool) -> None:
@@ -312,6 +331,7 @@ def simulate(
         int, typer.Option(min=0, help="of a global batch; 0: 16,384 a rank")
     ] = 0,
     seed: Annotated[int, typer.Option(help="of the samples")] = 0,
+    pipeline: Stages = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Chrome trace of the first steps")
     ] = None,
@@ -327,6 +347,7 @@ def simulate(
     request = SimulationRequest(options.world, steps, tokens_per_step, seed, trace, png)
     drawn = source_of(lengths, histogram, shares)
     if cost is not None:
+        _refuse_beside_stages(pipeline, cost=cost)
         typer.echo(simulate_cost(read_cost(cost, options.world), drawn, request), nl=False)
         return
     if factory is None or buckets is None:
@@ -334,6 +355,10 @@ def simulate(
             f"simulate: got model {factory} and buckets {buckets}; expected both, or a formula "
             "in --cost; add what is missing"
         )
+    if pipeline is not None:
+        cut, _ = NamedModel(factory, buckets).cut(options, pipeline)
+        typer.echo(simulate_stages(cut, drawn, request), nl=False)
+        return
     if options.sp == "auto":
         options = replace(options, sp=default_degrees(options.world))
     planned, _ = NamedModel(factory, buckets).planned(options)

@@ -13,6 +13,7 @@ from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
 from dcpc.codegen.lower.output_pieces import OutputPiece, output_place
 from dcpc.compiled.seeds import Seeds
+from dcpc.compiled.unpadding.unpadding import Unpadding
 from dcpc.errors import DispatchError
 from dcpc.ir import Placement
 from dcpc.passes.value_ranges import value_ranges
@@ -51,6 +52,7 @@ class Dispatch:
         groups: Groups,
         seeds: Seeds,
         store: WholeStore,
+        unpad: bool | str = False,
     ) -> None:
         """Binds the aligned blocks of ranks.
 
@@ -60,6 +62,7 @@ class Dispatch:
             groups: the process groups.
             seeds: of all random numbers.
             store: who holds what of the parameters.
+            unpad: which calls run without padding, as for `Unpadding`.
         """
         self.store = store
         self.stats = Stats()
@@ -68,6 +71,8 @@ class Dispatch:
         # The units that this round gathers again in backward.
         self._gathering: frozenset[int] | None = None
         self._again: dict[tuple[Bucket, Setting], frozenset[int]] = {}
+        self._unpad = unpad
+        self._unpadding: dict[int, Unpadding] = {}
         self._buckets = buckets
         self._planned = planned
         self._groups = groups
@@ -304,9 +309,11 @@ class Dispatch:
         Without a seed random numbers are those of the degree's next call.
         """
         traced = self._planned.by_bucket[bucket].traced
-        variant, integers = self._variant(bucket, sizes, setting, place)
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
         given = {p: inputs[n].contiguous() for p, n in traced.program.inputs.items()}
+        variant, integers = self._without_padding(bucket, sizes, setting, given) or self._variant(
+            bucket, sizes, setting, place
+        )
         own = {name: self.store.taken(t) for name, t in traced.tensors().items()}
         named = {**own, **given}
         self.stats.called(bucket, sizes.get(BATCH, 1))
@@ -337,6 +344,55 @@ class Dispatch:
                 yield OutputPiece(x)
             else:
                 yield OutputPiece(x, at.dim, at.positions.to(x.device), at.length)
+
+    def _without_padding(
+        self,
+        bucket: Bucket,
+        sizes: Mapping[str, int],
+        setting: Setting,
+        given: dict[str, Tensor],
+    ) -> tuple[Variant, tuple[int, ...]] | None:
+        """Returns what runs a call for its valid rows alone, None where it runs with padding.
+
+        Args:
+            bucket: of the call.
+            sizes: of the call.
+            setting: of the bucket.
+            given: inputs by placeholder; those that say which rows are valid are added.
+        """
+        unpadding = self.unpadding(bucket)
+        if setting.sp > 1 or self.store.in_rounds or unpadding is None:
+            return None
+        rows = unpadding.rows(sizes, given, setting.menu_step)
+        found = rows and unpadding.variant(sizes, rows, setting.menu_step)
+        if not rows or not found:
+            return None
+        given.update({p: rows.indices[n] for p, n in unpadding.indices.items()})
+        self.stats.unpadded += 1
+        return found
+
+    def unpadding_line(self) -> str:
+        """Returns what a report says of calls without padding; "" where none are asked for."""
+        found = [self.unpadding(b) for b in self._planned.plans]
+        reasons = dict.fromkeys(made.reason for made in found if made is not None)
+        if not reasons:
+            return ""
+        if all(reasons):
+            return f"padding: every call runs with it: {'; '.join(reasons)}\n"
+        return (
+            "padding: calls at sp 1 run without it where that changes nothing"
+            + (" and pays" if self._unpad == "auto" else "")
+            + ", in no more memory than is predicted above\n"
+        )
+
+    def unpadding(self, bucket: Bucket) -> Unpadding | None:
+        """Returns what runs a bucket's calls without padding; None: that is not asked for."""
+        if not self._unpad:
+            return None
+        runnable = self._planned.by_bucket[bucket]
+        if id(runnable) not in self._unpadding:
+            self._unpadding[id(runnable)] = Unpadding(runnable, self._unpad)
+        return self._unpadding[id(runnable)]
 
     def _variant(
         self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting, place: int

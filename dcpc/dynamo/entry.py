@@ -72,7 +72,7 @@ def _warn(problem: str) -> None:
 
 
 def _compile_options(given: Mapping[str, Any]) -> CompileOptions:
-    known = {*CompileOptions.__dataclass_fields__} - {"group", "sp", "parameters"}
+    known = {*CompileOptions.__dataclass_fields__} - {"group", "sp", "parameters", "pipeline"}
     if unknown := sorted(given.keys() - known):
         raise PlanError(
             f"torch.compile(backend='dcpc'): got options {', '.join(unknown)}; expected some of "

@@ -29,6 +29,11 @@ def refuse(trainer: Any, compile_options: Mapping[str, Any]) -> None:
             f"got compile_options parameters={mode!r}; expected 'whole': the Trainer makes its "
             "optimizer of the model's own parameters and clips whole gradients; leave it out"
         )
+    if compile_options.get("pipeline") is not None:
+        found.append(
+            f"got compile_options pipeline={compile_options['pipeline']!r}; expected none: the "
+            "Trainer's optimizer and checkpoints have the whole model; leave it out"
+        )
     if found:
         raise PlanError("dcpc.hf.TrainerMixin: " + "; ".join(found))
 

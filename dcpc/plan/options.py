@@ -134,6 +134,13 @@ def _check_verify(mode: str) -> None:
         raise PlanError(f"got verify={mode!r}; expected one of {', '.join(VERIFY)}; choose one")
 
 
+def _check_unpad(given: object) -> None:
+    if not isinstance(given, bool) and given != "auto":
+        raise PlanError(
+            f"got unpad={reprlib.repr(given)}; expected 'auto', True or False; pass one"
+        )
+
+
 def _check_parameters(mode: str) -> None:
     if mode not in PARAMETERS:
         raise PlanError(
@@ -211,10 +218,12 @@ def _check_pipeline(pipeline: object) -> None:
         PlanError: it is none.
     """
     whole = isinstance(pipeline, int) and not isinstance(pipeline, bool)
-    if pipeline is not None and (not whole or not 2 <= int(pipeline) <= _LARGEST):  # type: ignore[call-overload]
+    if pipeline in (None, "auto"):
+        return
+    if not whole or not 2 <= int(pipeline) <= _LARGEST:  # type: ignore[call-overload]
         raise PlanError(
-            f"got pipeline={pipeline!r}; expected a number of stages from 2 on; pass one, or leave "
-            "it out for ranks that run the whole model"
+            f"got pipeline={pipeline!r}; expected a number of stages from 2 on, or 'auto'; pass "
+            "one, or leave it out for ranks that run the whole model"
         )
 
 
@@ -538,10 +547,19 @@ class CompileOptions(ModelOptions):
         check=_check_speeds,
     )
 
-    pipeline: int | None = _option(
+    unpad: bool | str = _option(
+        False,
+        "run calls at sp 1 for the rows alone that an attention mask says are valid: "
+        '`"auto"` (where that pays, and all that is returned is as it was), `True` (wherever the '
+        "loss and every gradient are as they were; other outputs are 0 at padded rows) or `False`",
+        check=_check_unpad,
+    )
+
+    pipeline: int | str | None = _option(
         None,
         "stages of a pipeline: each rank runs one and has its parameters alone; the ranks are that "
-        "many for each pipeline, and pipelines share the samples",
+        'many for each pipeline, and pipelines share the samples; or `"auto"`: no pipeline or as '
+        "many stages as end a step first, as predicted",
         default="every rank runs the whole model",
         check=_check_pipeline,
     )

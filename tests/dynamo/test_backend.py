@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 import dcpc
 from dcpc.dynamo import backend
 from dcpc.dynamo.graph import arguments_of
+from dcpc.dynamo.numbers import is_number
 
 EXACT = {"backend": "eager", "fallback": "error"}
 
@@ -122,6 +123,19 @@ def test_a_number_that_changes_has_a_trace_of_its_own():
     for scale in (0.7, 0.3, 0.7):
         own.scale = scale
         assert torch.equal(compiled(x)["logits"], own(x)["logits"])
+
+
+def test_numbers_of_a_module_are_guards_and_no_arguments_made_in_each_call():
+    found = []
+
+    def spy(gm, examples):
+        run = backend(gm, examples, options=EXACT)
+        found.append([n.name for n in gm.graph.find_nodes(op="placeholder") if is_number(n)])
+        return run
+
+    own, x = Net().double(), torch.randint(0, 11, (2, 5))
+    torch.compile(own, backend=spy, dynamic=True)(x)
+    assert found == [[]]
 
 
 def test_dropout_draws_anew_in_each_call_and_alike_after_the_same_seed():

@@ -85,7 +85,7 @@ class _KernelCall:
             and (self._segment, sight.start, sight.turn) == (None, 0, None)
             and all(_is_present(n, present) for x in (q, k) for n in x.shape)
             and all(_lies_well(_value(x)) for x in (self._q, self._k, self._v, *self._made[:1]))
-            and (self._groups == 1 or self._made or self._order is not None)
+            and (self._groups == 1 or bool(self._made) or self._order is not None)
         )
 
     def forward(self) -> tuple[fx.Node, fx.Node]:

@@ -39,6 +39,16 @@ Lengths = Annotated[
     ),
 ]
 
+Stages = Annotated[
+    int | None,
+    typer.Option(
+        "--pipeline",
+        min=2,
+        metavar="STAGES",
+        help="cut the model into stages, each on a rank of its own; --world counts all ranks",
+    ),
+]
+
 
 def offered(*values: str) -> Callable[[str], list[str]]:
     """Returns what a shell asks for the values of an option, by what is typed so far.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from dcpc.api import plan_with
+from dcpc.api import cut_with, plan_with
 from dcpc.buckets import Buckets
 from dcpc.commands.shared.factories import load_model
 from dcpc.commands.shared.first_look import first_look
+from dcpc.compiled.pipeline import CutModel
 from dcpc.errors import BucketError, PlanError, TraceError
 from dcpc.plan.options import PlanOptions
 from dcpc.plan.planning import Planned
 from dcpc.plan.progress import during
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +60,45 @@ class NamedModel:
         Raises:
             DcpcError: the factory, the shapes or an option is wrong, or a bucket does not fit.
         """
+        return self._asked(lambda m, b: plan_with(m, b, options, partly=partly))
+
+    def cut(self, options: PlanOptions, stages: int) -> tuple[CutModel, str]:
+        """Returns the model in stages, and as text what was assumed of its inputs.
+
+        Args:
+            options: of the plan; its ranks are those of all pipelines.
+            stages: of a pipeline.
+
+        Raises:
+            DcpcError: as from `planned`, or an option does not go with stages.
+        """
+        return self._asked(lambda m, b: cut_with(m, b, options, stages))
+
+    def _asked(self, make: Callable[[nn.Module, Buckets], T]) -> tuple[T, str]:
         buckets = None if self.file is None else Buckets.from_yaml(self.file)
         try:
             with torch.device("meta"), during(f"make {self.factory}"):
                 model = load_model(self.factory)  # no memory for weights, where its code allows it
         except PlanError:
-            return self._plan(self._load(), buckets, options, partly)
+            return self._made(self._load(), buckets, make)
         try:
-            return self._plan(model, buckets, options, partly)
+            return self._made(model, buckets, make)
         except (NotImplementedError, RuntimeError, TraceError):
             pass
-        return self._plan(self._load(), buckets, options, partly)
+        return self._made(self._load(), buckets, make)
 
     def _load(self) -> nn.Module:
         with during(f"make {self.factory}"):
             return load_model(self.factory)
 
-    def _plan(
-        self, model: nn.Module, buckets: Buckets | None, options: PlanOptions, partly: bool
-    ) -> tuple[Planned, str]:
+    def _made(
+        self, model: nn.Module, buckets: Buckets | None, make: Callable[[nn.Module, Buckets], T]
+    ) -> tuple[T, str]:
         if buckets is not None:
-            return plan_with(model, buckets, options, partly=partly), ""
+            return make(model, buckets), ""
         look = first_look(model, self.seq or "")
         try:
-            return plan_with(model, look.buckets, options, partly=partly), look.said
+            return make(model, look.buckets), look.said
         except TraceError as error:
             raise TraceError(
                 f"{error}\n\n{look.said}where that is wrong, correct it and pass it as --buckets"

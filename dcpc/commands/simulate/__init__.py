@@ -6,6 +6,7 @@ from dcpc.commands.simulate.command import (
     default_degrees,
     simulate_cost,
     simulate_model,
+    simulate_stages,
     source_of,
 )
 
@@ -15,5 +16,6 @@ __all__ = [
     "read_cost",
     "simulate_cost",
     "simulate_model",
+    "simulate_stages",
     "source_of",
 ]

@@ -9,15 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dcpc.buckets import Bucket
 from dcpc.commands.shared.factories import writing
 from dcpc.commands.simulate.barriers import LinearCost
 from dcpc.commands.simulate.batches import longest_that_fits, planners, plans_of
-from dcpc.commands.simulate.costs import of_planned
+from dcpc.commands.simulate.costs import of_planned, tokens_of
 from dcpc.commands.simulate.outcome import SimulatedOutcome, of_batches, of_steps, outcomes_text
+from dcpc.commands.simulate.pipeline import draw_pipeline, pipeline_trace, said
 from dcpc.commands.simulate.png import draw
 from dcpc.commands.simulate.systems import PACKING, SHARDED, SYSTEMS
 from dcpc.commands.simulate.timeline import chrome_trace
 from dcpc.commands.simulate.workload import (
+    Epoch,
     Lengths,
     batches_of_lengths,
     by_share,
@@ -25,6 +28,7 @@ from dcpc.commands.simulate.workload import (
     read_histogram,
     read_lengths,
 )
+from dcpc.compiled.pipeline import CutModel, stages_report
 from dcpc.errors import PlanError
 from dcpc.plan.planning import Planned
 from dcpc.plan.progress import tracked
@@ -106,15 +110,7 @@ def simulate_model(
         request: how much.
     """
     costs = of_planned(planned, request.world, device)
-    buckets = [b.bucket for b in costs.buckets]
-    if isinstance(source, Lengths):
-        longest = max(b.tokens for b in costs.buckets)
-        drawn = batches_of_lengths(
-            source.upto(longest), request.steps, request.tokens, request.seed
-        )
-        epoch = in_buckets(drawn, buckets)
-    else:
-        epoch = by_share(buckets, source, request.steps, request.tokens, request.seed)
+    epoch = _epoch([b.bucket for b in costs.buckets], source, request)
     outcomes, seconds, without = [], [], list[str]()
     for name, system in tracked([*SYSTEMS.items()], "simulate", lambda item: item[0]):
         if name == PACKING and costs.packing is None:
@@ -132,6 +128,56 @@ def simulate_model(
         f"{request.tokens:,} tokens, {len(epoch.tokens):,} samples; predicted"
     )
     return _finish(title, outcomes, seconds, request) + "".join(without)
+
+
+def _epoch(
+    buckets: Sequence[Bucket], source: Lengths | Sequence[float], request: SimulationRequest
+) -> Epoch:
+    """Returns the samples of all steps, drawn by length or by bucket."""
+    if isinstance(source, Lengths):
+        longest = max(map(tokens_of, buckets))
+        drawn = batches_of_lengths(
+            source.upto(longest), request.steps, request.tokens, request.seed
+        )
+        return in_buckets(drawn, buckets)
+    return by_share(buckets, source, request.steps, request.tokens, request.seed)
+
+
+def simulate_stages(
+    cut: CutModel, source: Lengths | Sequence[float], request: SimulationRequest
+) -> str:
+    """Returns the cut and the steps of its pipelines; writes the first step's slowest pipeline.
+
+    Args:
+        cut: the model in stages.
+        source: lengths, or how likely each bucket is.
+        request: how much.
+    """
+    epoch = _epoch(cut.planner.buckets, source, request)
+    steps = [cut.planner.pipelines([b for _, b in batch]) for batch in tracked(
+        epoch.batches, "simulate", lambda batch: f"{len(batch)} samples"
+    )]  # fmt: skip
+    slowest = [max(s, key=lambda p: p.found.replay.makespan_s) for s in steps]
+    text = stages_report(cut, cut.planner.replicas) + (
+        f"\n{request.world} ranks, {len(steps)} batches of {request.tokens:,} tokens, "
+        f"{len(epoch.tokens):,} samples; predicted, of each step its slowest pipeline\n"
+    )
+    for number, (every, one) in enumerate(zip(steps, slowest, strict=True)):
+        counts = ", ".join(str(len(p.batches)) for p in every)
+        text += f"step {number}: {counts} micro-batches; {said(one.found)}\n"
+    whole_s = sum(p.found.replay.makespan_s for p in slowest)
+    text += f"{sum(epoch.tokens.values()) / whole_s:,.0f} tokens/s, the sum of gradients left out\n"
+    first = slowest[0]
+    if request.trace is not None:
+        trace = json.dumps(pipeline_trace(first.work, first.found, "step 0"))
+        with writing(request.trace):
+            request.trace.write_text(trace, encoding="utf-8")
+        text += f"trace of the first step: {request.trace} (open it in https://ui.perfetto.dev)\n"
+    if request.png is not None:
+        with writing(request.png):
+            draw_pipeline(first.work, first.found, request.png)
+        text += f"picture of the first step: {request.png}\n"
+    return text
 
 
 def simulate_cost(

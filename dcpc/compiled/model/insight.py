@@ -24,6 +24,7 @@ class ModelInsight(SavedModel):
 
     buckets: Buckets
     plans: dict[Bucket, BucketPlan]
+    staging: str = ""  # why the model runs in stages, or does not
     _tighter: TighterPlans
     _learned: LearnedSpeeds
 
@@ -35,9 +36,10 @@ class ModelInsight(SavedModel):
         later = {e.verifier: e for e in reversed(self._editions.made_later)}
         more = [e for v, e in reversed(later.items()) if v is not self.verifier]
         text = f"{self.planned.report()}\n{self.verifier.report()}"
-        text += self._tighter.report()
+        text += self._tighter.report() + self._dispatch.unpadding_line()
         if self._learned.learns or self.speeds:
             text += speeds_line(self.speeds, self._learned.changes) + "\n"
+        text += f"{self.staging}\n" * bool(self.staging)
         return text + "".join(f"{e}: {e.verifier.report()}" for e in more)
 
     def source(self, bucket: Bucket | Mapping[str, int]) -> str:

@@ -59,6 +59,7 @@ class CompiledModel(TrainedModel):
         verifier: Verifier,
         prepare: Prepare,
         learned: LearnedSpeeds,
+        unpad: bool | str = False,
     ) -> None:
         """Wraps what `dcpc.compile` made; users call that."""
         super().__init__()
@@ -85,11 +86,11 @@ class CompiledModel(TrainedModel):
         self._tighter = TighterPlans(planned, self.plans, self.tables, groups)
 
         def make(mine: Buckets, found: Planned) -> Dispatch:
-            dispatch = Dispatch(mine, found, groups, self._seeds, self._store)
+            dispatch = Dispatch(mine, found, groups, self._seeds, self._store, unpad)
             dispatch.stats = self._dispatch.stats
             return dispatch
 
-        self._dispatch = Dispatch(buckets, planned, groups, self._seeds, self._store)
+        self._dispatch = Dispatch(buckets, planned, groups, self._seeds, self._store, unpad)
         first = Edition.of(model, buckets, planned, verifier, self._dispatch)
         self._editions = Editions(model, first, prepare, make, groups.device.type)
         self._agreed = AgreedState(model, planned, groups)

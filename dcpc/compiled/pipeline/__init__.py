@@ -6,9 +6,11 @@ from dcpc.compiled.pipeline.cut import StagePlan, plan_stages, stage_bytes
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
 from dcpc.compiled.pipeline.stages import ProgramStage, shared_parameters, stages_of
+from dcpc.compiled.pipeline.trained.auto import choose_stages
 from dcpc.compiled.pipeline.trained.cutting import CutModel, cut_model
 from dcpc.compiled.pipeline.trained.model import PipelinedModel
 from dcpc.compiled.pipeline.trained.refusals import refuse_beside_stages
+from dcpc.compiled.pipeline.trained.report import stages_report
 from dcpc.compiled.pipeline.work import pipeline_work
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "StagePlan",
     "StageProgram",
     "chain_of",
+    "choose_stages",
     "cut_model",
     "pipeline_work",
     "plan_stages",
@@ -31,4 +34,5 @@ __all__ = [
     "stage_bytes",
     "stage_programs",
     "stages_of",
+    "stages_report",
 ]

@@ -34,6 +34,7 @@ class Stats:
     Attributes:
         calls: bucket -> forward calls.
         samples: bucket -> samples; packed: rows.
+        unpadded: forward calls that ran without their padding.
         seconds: bucket -> seconds of its micro-batches in train steps.
         steps: train steps, those skipped included.
         skipped: steps left out as their loss was NaN or infinite.
@@ -54,6 +55,7 @@ class Stats:
 
     calls: dict[Bucket, int] = field(default_factory=dict)
     samples: dict[Bucket, int] = field(default_factory=dict)
+    unpadded: int = 0
     seconds: dict[Bucket, BucketSeconds] = field(default_factory=dict)
     steps: int = 0
     skipped: int = 0

@@ -1,8 +1,4 @@
-"""Steps of pipelines on gloo ranks: the plain model's numbers on any schedule; plans ahead."""
-
-import json
-import threading
-from collections.abc import Iterator
+"""Steps of pipelines on gloo ranks: the plain model's numbers on any schedule."""
 
 import pytest
 import torch
@@ -11,7 +7,6 @@ from dcpc.errors import DataError, PlanError
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.pipeline.executor import PipelineBatch
 from dcpc.runtime.pipeline.grid import PipelineGrid
-from dcpc.runtime.pipeline.plans import PipelineStep, ReplicaPlan, plans_ahead
 from dcpc.runtime.pipeline.schedule import Action, PipelineSchedule, one_f_one_b
 from dcpc.runtime.pipeline.step import pipeline_step
 from tests.cases.launch import RanksError, run_ranks
@@ -89,78 +84,6 @@ def test_two_stages_have_the_plain_models_numbers():
 def test_four_stages_and_two_by_two_have_the_plain_models_numbers():
     for errors in run_ranks(four_ranks, 4, timeout_s=120.0):
         assert max(errors) < 1e-10
-
-
-def a_plan(index: int) -> PipelineStep:
-    sizes = ({"batch": 1, "seq": 4 + index}, {"batch": 2, "seq": 8})
-    schedule = one_f_one_b(range(2), ((0, 0), (0, 1)))
-    return PipelineStep(index, (ReplicaPlan(((7, 8), (9,)), sizes, schedule),))
-
-
-def broken(kind: str) -> Iterator[PipelineStep]:
-    """Yields two plans and then what must be refused."""
-    yield a_plan(0)
-    yield a_plan(1)
-    if kind == "fails":
-        raise PlanError("no plan of these samples")
-    if kind == "late":
-        threading.Event().wait(14.0)
-    if kind == "circle":
-        orders = tuple(
-            tuple(Action(word[0], int(word[1])) for word in text.split())
-            for text in ("F0 B0 F1 B1", "F0 F1 B0 B1")
-        )
-        plain = a_plan(2).replicas[0]
-        schedule = PipelineSchedule(orders, plain.schedule.settings)
-        yield PipelineStep(2, (ReplicaPlan(plain.samples, plain.sizes, schedule),))
-
-
-def hear(rank: int) -> list[tuple[int, str]]:
-    """Returns how many plans each kind of trouble let through, and its error."""
-    groups, found = Groups.default(timeout_s=60.0), []
-    for kind in ("ends", "fails", "circle", "late"):
-        count, said = 0, ""
-        try:
-            for step in plans_ahead(broken(kind), groups, timeout_s=8.0):
-                assert step == a_plan(count)
-                count += 1
-                if rank == 1:  # rank 0 is done with what this one has not read yet
-                    threading.Event().wait(0.5)
-        except PlanError as e:
-            said = str(e)
-        found.append((count, said))
-    return found
-
-
-def test_plans_come_ahead_and_trouble_is_told_on_every_rank():
-    for found in run_ranks(hear, 2, timeout_s=120.0):
-        assert [count for count, _ in found] == [2, 2, 2, 2]
-        said = [text for _, text in found]
-        assert said[0] == ""
-        assert "no plan of these samples" in said[1]
-        assert "waiting for each other" in said[2]
-        assert "got nothing within 8 s" in said[3]
-
-
-def test_a_plan_is_read_as_it_was_written():
-    text = json.dumps(a_plan(3).to_json())
-    assert PipelineStep.from_json(json.loads(text), 3) == a_plan(3)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda d: d["replicas"][0]["orders"].reverse(), "it was damaged on its way"),
-        (lambda d: d["replicas"][0]["sizes"][0].update(seq=5), "it was damaged on its way"),
-        (lambda d: d.update(version=0), "got version 0"),
-        (lambda d: None, "got step 3, expected step 4"),
-    ],
-)
-def test_a_damaged_plan_is_refused(change, said):
-    data = json.loads(json.dumps(a_plan(3).to_json()))
-    change(data)
-    with pytest.raises(PlanError, match=said):
-        PipelineStep.from_json(data, 4 if "step 4" in said else 3)
 
 
 def uneven(rank: int) -> None:

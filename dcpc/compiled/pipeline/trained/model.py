@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -52,7 +53,7 @@ class PipelinedModel(CompiledModel):
         self.tables = cast(dict[Bucket, tuple[TriedRow, ...]], cut.planner.tables)
         grid = PipelineGrid.make(self.groups, len(cut.plan.stages), own.learning)
         self.groups.watch.follow(grid)
-        self._own = OwnStage(grid, cut.planner.cost.rows[own.index], self._stages.named)
+        self._own = OwnStage(grid, cut.planner.cost.rows[own.index], {})
         self._shared = 0  # place of the first tensor that the next step compares
 
     @property
@@ -117,13 +118,17 @@ class PipelinedModel(CompiledModel):
         }
         what = f"train_step, step {step.index} of epoch {step.epoch}"
         with self.groups.watch.section(what), self._dispatch.own_casts():
-            different = self._trained_apart()
+            apart = self._trained_apart()  # all ranks take part, whatever is wrong here
+            problem = problem or self._step_edition("")[1] or apart
             result = pipelined_step(
-                self._own, step, seeds, clip=clip, nonfinite=nonfinite,
-                problem=problem or self._step_edition("")[1] or different,
-            )  # fmt: skip
+                self._now(), step, seeds, clip=clip, nonfinite=nonfinite, problem=problem
+            )
         self._stepped(step, result)
         return result
+
+    def _now(self) -> OwnStage:
+        """Returns what this rank runs, with the model's parameters as they are now."""
+        return replace(self._own, parameters=self._stages.named(self.model))
 
     def _trained_apart(self) -> GroupError | None:
         """Returns which ranks of a stage have other values of its parameters than the first.
@@ -131,7 +136,7 @@ class PipelinedModel(CompiledModel):
         Collective over all ranks; compares a share of them, another one each time.
         """
         grid, groups = self._own.grid, self.groups
-        share, self._shared = share_of(dict(self._stages.named), self._shared)
+        share, self._shared = share_of(self._stages.named(self.model), self._shared)
         told: list[str] = [share] * groups.world
         if groups.world > 1:
             dist.all_gather_object(told, share, group=groups.control(groups.world))
@@ -155,13 +160,15 @@ class PipelinedModel(CompiledModel):
         Returns:
             Its norm before, over all stages.
         """
-        return clip_stages(self._own, max_norm)
+        return clip_stages(self._now(), max_norm)
 
     # --------------------------------------------------------------------------- looking in
 
     def report(self) -> str:
         """Returns the stages: what each has, takes and needs, at every bucket."""
-        return f"{stages_report(self._cut, self._own.grid.replicas)}\n{self.verifier.report()}"
+        text = stages_report(self._cut, self._own.grid.replicas)
+        text += f"{self.staging}\n" * bool(self.staging)
+        return f"{text}\n{self.verifier.report()}"
 
     def stats(self) -> Stats:
         """Returns counts of what has run on this rank."""

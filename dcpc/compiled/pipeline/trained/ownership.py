@@ -35,11 +35,16 @@ class StageStore(WholeStore):
         for stage in reversed(stages):
             self._owners |= dict.fromkeys(stage.parameters, stage.index)
         own = stages[groups.rank % len(stages)]
-        named = dict(model.named_parameters())
-        self.named = {n: named[n] for n in own.parameters}
-        held = {id(p) for n, p in named.items() if n in self.named or n not in self._owners}
+        self._own = own.parameters
+        every = model.named_parameters()
+        held = {id(p) for n, p in every if n in self._own or n not in self._owners}
         _leave_to_others(model, held)
-        super().__init__(self.named.values(), groups)
+        super().__init__(self.named(model).values(), groups)
+
+    def named(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Returns the parameters of this rank's stage, as the model has them now."""
+        found = dict(model.named_parameters())
+        return {name: found[name] for name in self._own}
 
     def state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Returns the whole model's state, sent by the ranks that have it; collective."""

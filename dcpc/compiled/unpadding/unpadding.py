@@ -1,0 +1,201 @@
+"""Runs a call without its padding, where that pays and changes nothing.
+
+    inputs ─► valid rows ─► checks ─► costs ─► the program of valid rows
+                              └─────────┴────► the program with padding
+
+Which rows are valid is found out before the graph runs, so no size in it depends on data, and one
+graph serves every number of them. All numbers are those of the program with padding: at valid
+rows, the loss, every gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dcpc.buckets import BATCH, Sizes
+from dcpc.codegen import Variant
+from dcpc.codegen.lower.unpad import ROWS, apply_unpad
+from dcpc.compiled.unpadding.valid_rows import RowFinder, ValidRows
+from dcpc.ir import Placement
+from dcpc.passes.sharding.sharding import analyse
+from dcpc.passes.unpad.unpad import unpad
+from dcpc.plan.runnable import Runnable
+from dcpc.plan.studies import Study
+from dcpc.symbolic_profile.evaluate import Evaluator
+
+# Predicted seconds of a call with padding below which "auto" does not look for any.
+WORTH_S = 2e-3
+# Share of them that must be saved: predictions are off.
+MARGIN = 0.06
+# Seconds of one attention of one sample more in a row, forward and backward: a kernel call each.
+SEQUENCE_S = 6e-5
+# Shares of the steps of recompute that are tried: each is a variant.
+STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowPrice:
+    """Seconds of a program without padding at some lengths, by its valid rows.
+
+    Attributes:
+        fixed: whatever they are.
+        row: for each.
+        pair: for each two of one sample.
+    """
+
+    fixed: float
+    row: float
+    pair: float
+
+
+class Unpadding:
+    """The calls of one program that run without padding.
+
+    Args:
+        whole: the program with padding.
+        mode: "auto": where it pays; True: wherever it changes nothing; False: nowhere.
+
+    Attributes:
+        plan: which values are made for valid rows alone.
+        reason: why all calls run with padding; "" where some may run without.
+    """
+
+    def __init__(self, whole: Runnable, mode: bool | str) -> None:
+        self._whole, self._mode = whole, mode
+        traced = whole.traced
+        self.plan = unpad(traced.program, traced.sharding)
+        self.reason = self.plan.reason
+        if not self.reason and mode == "auto" and self.plan.returned:
+            names = ", ".join(sorted(self.plan.returned))
+            self.reason = f"{names} is returned with its padded rows"
+        self._prices: dict[tuple[tuple[str, int], ...], _RowPrice] = {}
+
+    @cached_property
+    def _placement(self) -> Placement:
+        return self._whole.priced.placement(self._whole.traced.program.hints, 1)
+
+    @cached_property
+    def _finder(self) -> RowFinder:
+        return RowFinder(self._whole.traced, self.plan, self._placement)
+
+    @cached_property
+    def runnable(self) -> Runnable:
+        """The program without padding."""
+        traced = self._whole.traced
+        program = apply_unpad(traced.program, self.plan)
+        sharding = analyse(program, derive_rules=False)
+        reference = {BATCH: 1, **(traced.reference or program.hints)}
+        rows = traced.program.info[self.plan.keep].numel.subs(traced.program.dims(reference))
+        reference[ROWS] = int(rows)
+        return Runnable(
+            replace(traced, program=program, sharding=sharding, reference=reference, tracers={})
+        )
+
+    @property
+    def indices(self) -> Mapping[str, str]:
+        """Placeholder -> name, of what the program without padding gets besides."""
+        inputs, own = self.runnable.traced.program.inputs, self._whole.traced.program.inputs
+        return {p: name for p, name in inputs.items() if p not in own}
+
+    def rows(self, sizes: Sizes, inputs: Mapping[str, Tensor], menu_step: int) -> ValidRows | None:
+        """Returns the rows that a call is run with; None: with all.
+
+        Args:
+            sizes: lengths of the dims, batch included.
+            inputs: by placeholder.
+            menu_step: steps of recompute that the program with padding is run with.
+        """
+        if self.reason or self._mode is False:
+            return None
+        if self.plan.returned and torch.is_grad_enabled():  # padded rows may get a gradient
+            return None
+        if self._mode is True:
+            return self._finder.find(sizes, inputs)
+        padded_s = self._padded.predict(menu_step, sizes).seconds_s
+        if padded_s < WORTH_S:
+            return None
+        found = self._finder.find(sizes, inputs)
+        if found is None or self._seconds(sizes, found) > (1 - MARGIN) * padded_s:
+            return None
+        return found
+
+    def variant(
+        self, sizes: Sizes, rows: ValidRows, menu_step: int
+    ) -> tuple[Variant, tuple[int, ...]] | None:
+        """Returns what runs a call without padding, and its integers.
+
+        It is predicted to need no more memory than the same call with padding; None: that is not
+        possible.
+
+        Args:
+            sizes: as for `rows`.
+            rows: the valid ones.
+            menu_step: as for `rows`.
+        """
+        limit_bytes = self._padded.predict(menu_step, sizes).peak_bytes
+        step = self.step_within(sizes, rows, limit_bytes)
+        if step is None:
+            return None
+        sizes = {**sizes, ROWS: rows.count}
+        placement = self.runnable.priced.placement(sizes, 1)
+        return self.runnable.variant(placement, step, sizes, 0)
+
+    def step_within(self, sizes: Sizes, rows: ValidRows, limit_bytes: int) -> int | None:
+        """Returns the fewest steps of recompute of which the predicted peak is not above a limit.
+
+        Args:
+            sizes: as for `rows`.
+            rows: the valid ones.
+            limit_bytes: of activations and gradients.
+        """
+        sizes = {**sizes, ROWS: rows.count}
+        for step in sorted({round(share * self._study.steps) for share in STEPS}):
+            if self._study.predict(step, sizes).peak_bytes <= limit_bytes:
+                return step
+        return None
+
+    # ----------------------------------------------------------------------------------- costs
+
+    @cached_property
+    def _padded(self) -> Study:
+        return self._whole.priced.at(self._placement)
+
+    @cached_property
+    def _study(self) -> Study:
+        hints = self.runnable.traced.program.hints
+        return self.runnable.priced.at(self.runnable.priced.placement(hints, 1))
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self._study.profile(0))
+
+    def _seconds(self, sizes: Sizes, rows: ValidRows) -> float:
+        """Returns the predicted seconds of a call without padding, forward and backward.
+
+        The profile knows the rows, and not of how many samples they are: it prices attention as if
+        they were of one.
+        """
+        key = tuple(sorted(sizes.items()))
+        if key not in self._prices:
+            self._prices[key] = self._price(sizes)
+        price = self._prices[key]
+        calls_s = len(self.plan.attentions) * rows.samples * SEQUENCE_S
+        return price.fixed + price.row * rows.count + price.pair * rows.squares + calls_s
+
+    def _price(self, sizes: Sizes) -> _RowPrice:
+        few, many = 256, 4096
+        by_class = {
+            count: self._evaluator.seconds_by_class(
+                self._study.local_sizes({**sizes, ROWS: count}), self._whole.traced.device
+            )
+            for count in (few, many)
+        }
+        pair = by_class[many].get("attention", 0.0) / many**2
+        rest = {n: sum(s for c, s in of.items() if c != "attention") for n, of in by_class.items()}
+        row = (rest[many] - rest[few]) / (many - few)
+        return _RowPrice(rest[few] - few * row, row, pair)

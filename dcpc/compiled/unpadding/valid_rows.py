@@ -1,0 +1,114 @@
+"""Which rows of a call's inputs are no padding, found out before its graph runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dcpc.buckets import Sizes
+from dcpc.codegen.lower.lower import Lowered, lower
+from dcpc.codegen.lower.unpad import index_name
+from dcpc.ir import Placement, RowCheck, UnpadPlan
+from dcpc.ops.attention import hiding
+from dcpc.plan.traced import Traced
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ValidRows:
+    """The rows of a batch that are not padding.
+
+    Attributes:
+        indices: of each of them, by the name of an input of the program without padding.
+        count: how many.
+        squares: sum over samples of the square of how many.
+        samples: how many samples have any.
+    """
+
+    indices: Mapping[str, Tensor]
+    count: int
+    squares: int
+    samples: int
+
+
+class RowFinder:
+    """Finds the valid rows of calls of one program.
+
+    Args:
+        traced: the program with padding.
+        plan: made for it.
+        placement: of it, on one rank.
+    """
+
+    def __init__(self, traced: Traced, plan: UnpadPlan, placement: Placement) -> None:
+        self._traced, self._plan, self._placement = traced, plan, placement
+        self._checks: list[RowCheck] = sorted(plan.checks, key=lambda c: (c.node, c.number))
+
+    @cached_property
+    def _lowered(self) -> Lowered:
+        """What computes which rows are valid, and the values that are checked."""
+        names = (self._plan.keep, *(c.node for c in self._checks))
+        asked = replace(self._traced.program, outputs=names, begins=(), pieces=False)
+        return lower(asked, self._placement, "")
+
+    def find(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> ValidRows | None:
+        """Returns the valid rows; None: there is no padding, or something may read it.
+
+        Args:
+            sizes: lengths of the dims, batch included.
+            inputs: by placeholder.
+        """
+        with torch.no_grad():
+            mask, *checked = self._values(sizes, inputs)
+            keep = _seen(mask.reshape(mask.shape[0], -1))
+            if keep is None:
+                return None
+            rows = keep.reshape(-1).nonzero().squeeze(1)
+            if not 1 < rows.numel() < keep.numel():
+                return None
+            lengths = keep.sum(1)
+            if not self._is_safe(keep, lengths, checked):
+                return None
+            sample = rows.div(keep.shape[1], rounding_mode="floor")
+            found = {"rows": rows, "sample": sample, "position": rows - sample * keep.shape[1]}
+            indices = {index_name(which): index for which, index in found.items()}
+            indices[index_name("sequence")] = sample.unsqueeze(0)
+            squares, samples = int((lengths * lengths).sum()), int((lengths > 0).sum())
+            return ValidRows(indices, rows.numel(), squares, samples)
+
+    def _values(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        dims, lowered = self._traced.program.dims(sizes), self._lowered
+        held = {**self._traced.tensors(), **inputs}
+        integers = {i.name: i.value(dims, 1, 0) for i in lowered.integers}
+        given = [
+            None if not node.users else integers.get(node.name, held.get(node.name))
+            for node in lowered.gm.graph.nodes
+            if node.op == "placeholder"
+        ]
+        return list(lowered.gm(*given))
+
+    def _is_safe(self, keep: Tensor, lengths: Tensor, checked: list[Tensor]) -> bool:
+        """Whether nothing reads padding in this call."""
+        padded = ~keep.reshape(-1)
+        holds = [
+            (value.reshape(padded.numel(), -1)[padded] == check.number).all()
+            for check, value in zip(self._checks, checked, strict=True)
+        ]
+        holds += [keep[:, p].all() for p in self._plan.positions if p < keep.shape[1]]
+        if self._plan.runs:
+            begins = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, 0]
+            holds.append((begins <= 1).all())
+        if self._plan.nonempty:
+            holds.append((lengths > 0).all())
+        return all(map(bool, holds))
+
+
+def _seen(mask: Tensor) -> Tensor | None:
+    """Returns which keys a mask `[batch, seq]` shows; None: of some it says something else."""
+    if mask.dtype == torch.bool:
+        return mask
+    seen = mask == 0
+    return seen if bool((seen | (mask <= hiding(mask.dtype))).all()) else None

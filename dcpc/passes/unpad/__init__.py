@@ -1,0 +1,1 @@
+"""Which values of a padded batch need be computed for its valid rows alone."""

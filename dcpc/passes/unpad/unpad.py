@@ -1,0 +1,312 @@
+"""Decides which values of a padded batch are computed for its valid rows alone.
+
+    keep [batch, seq]           which rows are valid, as the attentions' masks say
+      ├► row-wise ops           made for valid rows, one after the other: [1, rows]
+      ├► attention with keep    the same; samples are sequences of one row
+      ├► sums of rows           of valid rows, where padded ones surely add 0
+      └► all other ops          get values [batch, seq] back, 0 at padded rows
+
+What is made of inputs alone stays as it is: it costs little, and random numbers are those of the
+padded batch. A value goes back only where what reads it surely reads no padded row, or where it is
+0 there in the plain model as well; what of that depends on the inputs of a call is a check. If one
+reader may read padding, all stays padded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from dcpc.fx.graphs import source_line
+from dcpc.ir import Program, UnpadPlan, call_of, is_tuple, tensor_operands
+from dcpc.passes.sharding.sharding import Sharding
+from dcpc.passes.unpad.row_dims import RowDims, RowKind
+from dcpc.passes.unpad.zero_rows import Checks, ZeroRows
+
+aten = torch.ops.aten
+
+_ATTENTION = "dcpc.attention.default"
+_DRAWS = ("dcpc.uniform.default", "dcpc.normal.default")
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
+_NO_PLAN = UnpadPlan(
+    keep="",
+    batch=-1,
+    seq=-1,
+    factors={},
+    packed=(),
+    attentions=frozenset(),
+    summed=frozenset(),
+    checks=frozenset(),
+    positions=frozenset(),
+    runs=False,
+    nonempty=False,
+)
+MOST_POSITIONS = 16  # that a slice may read of each sample
+
+
+class _PaddingReadError(Exception):
+    """What reads padded rows."""
+
+
+def unpad(program: Program, sharding: Sharding) -> UnpadPlan:
+    """Returns which values are made for valid rows alone, or why none is.
+
+    Args:
+        program: the traced model, its masks recognised.
+        sharding: its factors and alternatives.
+    """
+    keeps = _keeps(program, sharding)
+    if not keeps:
+        return replace(_NO_PLAN, reason="no attention has a mask of padded keys that is recognised")
+    keep, _ = Counter(keeps.values()).most_common(1)[0]
+    try:
+        return _Plan(program, sharding, keep, keeps).run()
+    except _PaddingReadError as why:
+        return replace(_NO_PLAN, reason=str(why))
+
+
+def _keeps(program: Program, sharding: Sharding) -> dict[str, str]:
+    """Returns attention -> which keys it sees, by (sample, position): the first value that says so.
+
+    A model may make the same mask again for each attention.
+    """
+    first: dict[object, str] = {}
+    spelled: dict[str, object] = {}
+
+    def spell(leaf: Any) -> Any:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        size = program.scalars.get(leaf.name)
+        return size if size is not None else spelled[leaf.name]
+
+    found: dict[str, str] = {}
+    for node in program.gm.graph.nodes:
+        spelled[node.name] = node.name
+        if node.op == "call_function" and str(node.target) not in _DRAWS:
+            args = fx.node.map_aggregate((node.args, dict(node.kwargs)), spell)
+            spelled[node.name] = first.setdefault(repr((node.target, args)), node.name)
+        keep = _keep_of(program, node)
+        if keep is not None and _is_rows(sharding, keep.name):
+            found[node.name] = str(spelled[keep.name])
+    return found
+
+
+def _keep_of(program: Program, node: fx.Node) -> fx.Node | None:
+    """Which keys an attention sees, where that is its only mask but for limits of positions.
+
+    A mask that is one row for all heads and queries says no more than that.
+    """
+    if str(node.target) != _ATTENTION or len(node.args) < 4:
+        return None
+    mask, *keep = node.args[3:5]
+    if not isinstance(mask, fx.Node):
+        return keep[0] if keep and isinstance(keep[0], fx.Node) else None
+    one_row = program.info[mask.name].shape[1:3] == (1, 1)
+    return mask if one_row and not any(keep) else None
+
+
+def _is_rows(sharding: Sharding, name: str) -> bool:
+    """Whether a value has a dim of samples and one of positions, and no more."""
+    dims = [dim for dim in sharding.factors[name] if dim]
+    return len(dims) == 2 and all(len(dim) == 1 for dim in dims) and dims[0] != dims[1]
+
+
+class _Plan:
+    def __init__(
+        self, program: Program, sharding: Sharding, keep: str, keeps: Mapping[str, str]
+    ) -> None:
+        self.program, self.keep, self.keeps = program, keep, keeps
+        self.dims = RowDims(program, sharding, keep)
+        self.learned, self.drawn = _learned(program), _drawn(program)
+        if keep in self.learned or keep in self.drawn:
+            raise _PaddingReadError(f"which keys are seen ({keep}) is not of the inputs alone")
+        self.zeros = ZeroRows(program, self.dims, self.learned, self.drawn)
+        self.packed: dict[str, None] = {}
+        self.attentions: set[str] = set()
+        self.summed: set[str] = set()
+        self.dirty: set[str] = set()  # padded values that are wrong at padded rows
+        self.checks: set[Checks] = set()
+        self.positions: set[int] = set()
+        self.returned: set[str] = set()
+        self.runs = self.nonempty = False
+
+    def run(self) -> UnpadPlan:
+        """Returns the plan.
+
+        Raises:
+            _PaddingReadError: something reads padded rows.
+        """
+        for node in self.program.gm.graph.nodes:
+            if node.name not in self.program.info or node.name not in self.learned:
+                continue
+            if node.op == "call_function" and not self._pack(node):
+                self._padded(node)
+        self._outputs()
+        if not self.packed:
+            raise _PaddingReadError("no op is row by row")
+        return UnpadPlan(
+            keep=self.keep,
+            batch=self.dims.batch,
+            seq=self.dims.seq,
+            factors=self.dims.sharding.factors,
+            packed=tuple(self.packed),
+            attentions=frozenset(self.attentions),
+            summed=frozenset(self.summed),
+            checks=frozenset().union(*self.checks),
+            positions=frozenset(self.positions),
+            runs=self.runs,
+            nonempty=self.nonempty,
+            returned=frozenset(self.returned),
+        )
+
+    def _pack(self, node: fx.Node) -> bool:
+        """Whether a value is made for valid rows."""
+        if self._is_packed_attention(node):
+            self.attentions.add(node.name)
+            after, before = (node.kwargs.get(k) for k in ("after", "before"))
+            self.runs |= before is not None or after not in (None, 0)
+            self.nonempty |= node.kwargs.get("empty") == "nan"
+        elif str(node.target) == _ATTENTION or not self.dims.is_row_wise(node):
+            return False
+        self.packed[node.name] = None
+        return True
+
+    def _is_packed_attention(self, node: fx.Node) -> bool:
+        """Whether an attention of valid rows is that of sequences of one row.
+
+        Each query then sees itself, so what one gives that sees no key is of no matter.
+        """
+        if self.keeps.get(node.name) != self.keep or any(a is not None for a in node.args[5:]):
+            return False
+        limits = [node.kwargs.get(k) for k in ("before", "after")]
+        if not all(x is None or (isinstance(x, int) and x >= 0) for x in limits):
+            return False
+        if not set(node.kwargs) <= {"scale", "before", "after", "empty"}:
+            return False
+        dims = self.dims
+        tensors = [n.name for n in (*node.args[:3], node) if isinstance(n, fx.Node)]
+        return all(
+            dims.kind(n) is RowKind.ROWS
+            and (dims.dim(n, dims.batch), dims.dim(n, dims.seq)) == (0, 2)
+            for n in tensors
+        )
+
+    # ------------------------------------------------------------------ what reads values [B, S]
+
+    def _padded(self, node: fx.Node) -> None:
+        """Looks at an op that is not made for valid rows: whether it reads padded ones."""
+        reads = [n for n in tensor_operands(node, self.program.info) if self._is_unsure(n)]
+        if not reads or self._is_sum(node):
+            return
+        if str(node.target) == _ATTENTION and self._hides(node, reads):
+            if node.args[0] in reads:
+                self.dirty.add(node.name)
+            return
+        for source in reads:
+            checks = self.zeros.of(source)
+            positions = self._read_positions(node, source)
+            if checks is not None and source.name in self.packed:
+                self.checks.add(checks)
+            elif positions is not None:
+                self.positions |= positions
+            else:
+                line = source_line(node)
+                raise _PaddingReadError(
+                    f"{node.name} ({node.target}) reads padded rows of {source.name}"
+                    + (f" ({line})" if line else "")
+                )
+
+    def _is_unsure(self, node: fx.Node) -> bool:
+        return node.name in self.packed or node.name in self.dirty
+
+    def _is_sum(self, node: fx.Node) -> bool:
+        """Whether an op adds up rows, of which padded ones add nothing."""
+        if node.target is aten.nll_loss_nd.default:
+            found = self._ignored(node)
+        elif node.target in _SUMS and self.dims.kind(node.name) is RowKind.NONE:
+            (source,) = tensor_operands(node, self.program.info)
+            found = self.zeros.of(source) if source.name in self.packed else None
+        else:
+            return False
+        if found is None:
+            return False
+        self.checks.add(found)
+        self.summed.add(node.name)
+        return True
+
+    def _ignored(self, node: fx.Node) -> Checks | None:
+        """What must hold for a loss to ignore padded rows."""
+        names, defaults = ("self", "target", "weight", "reduction", "ignore_index"), (1, -100)
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        reduction, ignored = (given.get(n, d) for n, d in zip(names[3:], defaults, strict=True))
+        x, target = given["self"], given["target"]
+        if not isinstance(x, fx.Node) or not isinstance(target, fx.Node):
+            return None
+        if x.name not in self.packed or reduction not in (1, 2):
+            return None
+        if not isinstance(ignored, int) or self.dims.kind(target.name) is not RowKind.ROWS:
+            return None
+        return self.zeros.checked(target.name, ignored)
+
+    def _hides(self, node: fx.Node, reads: list[fx.Node]) -> bool:
+        """Whether an attention hides padded keys; queries at padded rows give padded rows."""
+        others = [n for n in tensor_operands(node, self.program.info)[3:] if n in reads]
+        dims = self.dims
+        rows = all((dims.dim(n.name, dims.batch), dims.dim(n.name, dims.seq)) == (0, 2)
+                   for n in reads)  # fmt: skip
+        return self.keeps.get(node.name) == self.keep and rows and not others
+
+    def _read_positions(self, node: fx.Node, source: fx.Node) -> set[int] | None:
+        """Which positions of every sample an op reads; None: more than a few."""
+        dim = self.dims.dim(source.name, self.dims.seq)
+        args = node.args
+        if dim is None or len(args) < 3 or args[0] is not source or args[1] != dim:
+            return None
+        start = args[2]
+        if not isinstance(start, int) or start < 0:
+            return None
+        if node.target is aten.select.int:
+            return {start}
+        stop = args[3] if len(args) == 4 else None
+        if node.target is not aten.slice.Tensor or not isinstance(stop, int):
+            return None
+        few = start < stop <= start + MOST_POSITIONS
+        return set(range(start, stop)) if few else None
+
+    def _outputs(self) -> None:
+        """Looks at what is returned: the loss is of no padding."""
+        nodes = {n.name: n for n in self.program.gm.graph.nodes}
+        unsure = {name for name in self.program.outputs if self._is_unsure(nodes[name])}
+        if self.program.loss in unsure:
+            raise _PaddingReadError(f"{self.program.loss} is returned with its padded rows")
+        self.returned |= unsure
+
+
+def _learned(program: Program) -> set[str]:
+    """Names of the values that depend on a parameter, or on an input that learns."""
+    learns = {n for n in program.inputs if program.info[n].requires_grad}
+    return _made_of(program, {*program.parameters, *learns})
+
+
+def _drawn(program: Program) -> set[str]:
+    """Names of the values that depend on random numbers."""
+    nodes = program.gm.graph.nodes
+    return _made_of(program, {n.name for n in nodes if str(n.target) in _DRAWS})
+
+
+def _made_of(program: Program, names: set[str]) -> set[str]:
+    found = set(names)
+    for node in program.gm.graph.nodes:
+        valued = node.name in program.info or is_tuple(node, program.info)
+        if node.op == "call_function" and valued and _reads(call_of(node), found):
+            found.add(node.name)
+    return found
+
+
+def _reads(node: fx.Node, names: set[str]) -> bool:
+    return any(n.name in names for n in node.all_input_nodes)

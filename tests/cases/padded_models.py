@@ -1,0 +1,106 @@
+"""Models of padded batches, and batches whose samples have other lengths."""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dcpc.buckets.specs import InputSpec
+
+VOCABULARY = 40
+TOKENS = {
+    "input_ids": "int64[batch, seq]",
+    "attention_mask": "int64[batch, seq]",
+    "labels": "int64[batch, seq]",
+}
+
+
+class PaddedEncoder(nn.Module):
+    """Everything that meets padding: token loss, masked mean, masked square, a condition a sample.
+
+    Layers differ: the first makes its mask again and has dropout, the second sees a window.
+    """
+
+    INPUTS: ClassVar = TOKENS | {
+        "target": "float64[batch, seq]",
+        "condition": "float64[batch, 4]",
+    }
+
+    def __init__(self, width: int = 24, heads: int = 3, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(torch.randn(64, width) * 0.1)
+        self.condition = nn.Linear(4, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head, self.number = nn.Linear(width, VOCABULARY), nn.Linear(width, 1)
+
+    def attention(self, x: Tensor, layer: int, seen: Tensor) -> Tensor:
+        b, t, d = x.shape
+        qkv = self.qkv[layer](self.norms[layer](x)).view(b, t, 3, self.heads, d // self.heads)
+        found = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), attn_mask=seen)
+        return self.dropout(self.out[layer](found.transpose(1, 2).reshape(b, t, d)))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor,
+        target: Tensor,
+        condition: Tensor,
+    ) -> Tensor:
+        x = self.tokens(input_ids) + self.positions[: input_ids.shape[1]]
+        x = x + self.condition(condition)[:, None]
+        x = x + self.attention(x, 0, (attention_mask > 0)[:, None, None])
+        x = x + self.attention(x, 1, (attention_mask > 0)[:, None, None])
+        x = F.gelu(x)
+        tokens = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        kept = attention_mask.to(x.dtype)
+        mean = (x * kept[:, :, None]).sum(1) / kept.sum(1).clamp(min=1)[:, None]
+        squares = (self.number(x)[..., 0] - target) ** 2 * kept
+        return tokens + squares.sum() / kept.sum() + (self.number(mean) ** 2).mean()
+
+
+def batch(
+    inputs: Mapping[str, str],
+    lengths: Sequence[int],
+    sizes: Mapping[str, int],
+    *,
+    left: bool = False,
+    holes: bool = False,
+) -> dict[str, Tensor]:
+    """Samples of these lengths: with padding on the left, or with holes.
+
+    Args:
+        inputs: name -> spec.
+        lengths: of the samples.
+        sizes: of the dims but the batch.
+        left: whether padding comes first.
+        holes: whether keys in between are hidden as well.
+    """
+    g = torch.Generator().manual_seed(sum(lengths))
+    found = {}
+    for name, text in inputs.items():
+        spec = InputSpec.parse(text)
+        shape = spec.shape({**sizes, "batch": len(lengths)})
+        if name.endswith("mask"):
+            mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+            mask = mask.flip(1) if left else mask
+            if holes:
+                mask[:, 1:] &= torch.rand(mask[:, 1:].shape, generator=g) < 0.7
+            found[name] = mask.to(spec.dtype)
+        elif spec.dtype.is_floating_point:
+            found[name] = torch.randn(shape, generator=g, dtype=spec.dtype)
+        else:
+            found[name] = torch.randint(3, VOCABULARY, shape, generator=g)
+            if len(shape) == 1:
+                found[name] %= 2
+    if found["labels"].ndim == 2:
+        of = found.get("decoder_attention_mask", found["attention_mask"])
+        found["labels"] = torch.where(of > 0, found["labels"], -100)
+    found["input_ids"] = torch.where(found["attention_mask"] > 0, found["input_ids"], 1)
+    return found

@@ -1,0 +1,218 @@
+"""Calls without padding: the numbers are those of the plain model, which computes on it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import dcpc
+from dcpc.compiled.unpadding.unpadding import Unpadding
+from dcpc.errors import PlanError
+from tests.cases.exactness import compiled_error
+from tests.cases.padded_models import TOKENS, VOCABULARY, PaddedEncoder, batch
+
+EXACT = 1e-10
+SIZES = [{"seq": 12}, {"seq": 16}]
+
+
+def compiled(model: nn.Module, inputs=PaddedEncoder.INPUTS, unpad=True, **options):
+    buckets = dcpc.Buckets(inputs, SIZES)
+    options = {"backend": "eager", "verify": "off"} | options
+    return dcpc.compile(model, buckets, unpad=unpad, **options)
+
+
+def encoder(dropout: float = 0.0) -> PaddedEncoder:
+    torch.manual_seed(0)
+    return PaddedEncoder(dropout=dropout).double()
+
+
+def unpadding_of(model: dcpc.CompiledModel) -> Unpadding:
+    return model._dispatch.unpadding(next(iter(model.buckets)))
+
+
+def config(**more) -> dict[str, object]:
+    shared = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 48, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    return shared | more
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
+    "bert": (
+        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**config())),
+        TOKENS,
+    ),
+    "bert, first token": (
+        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**config())),
+        TOKENS | {"labels": "int64[batch]"},
+    ),
+    "roberta": (
+        lambda: transformers.RobertaForMaskedLM(
+            transformers.RobertaConfig(**config(pad_token_id=1))
+        ),
+        TOKENS,
+    ),
+    "distilbert": (
+        lambda: transformers.DistilBertForTokenClassification(
+            transformers.DistilBertConfig(
+                vocab_size=VOCABULARY, max_position_embeddings=32, dim=32, n_layers=2, n_heads=2,
+                hidden_dim=48, dropout=0.0, attention_dropout=0.0, num_labels=VOCABULARY,
+            )
+        ),
+        TOKENS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_every_length_is_exact(recompute):
+    model = encoder()
+    made = compiled(model, recompute=recompute)
+    for lengths in [[1, 12, 5], [1, 1], [9, 3, 2, 11], [12]]:
+        assert compiled_error(made, model, batch(model.INPUTS, lengths, SIZES[0])) < EXACT
+        model.zero_grad()
+    assert made.stats().unpadded == 3  # of one whole sample there is nothing to leave out
+    for more in ({"left": True}, {"holes": True}):
+        inputs = batch(model.INPUTS, [4, 16, 7], SIZES[1], **more)
+        assert compiled_error(made, model, inputs) < EXACT
+        with torch.no_grad():
+            expected = model(**inputs)
+        assert abs(made.evaluate(inputs) - expected) < EXACT * abs(expected)
+        model.zero_grad()
+    assert made.stats().unpadded == 7
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_are_exact(name):
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model = make().double()
+    made = compiled(model, inputs)
+    for lengths in [[1, 16, 7, 2], [15, 4]]:
+        assert compiled_error(made, model, batch(inputs, lengths, SIZES[1])) < EXACT
+        model.zero_grad()
+    assert made.stats().unpadded == 2
+
+
+def test_a_sample_of_padding_alone_is_as_in_the_plain_model():
+    torch.manual_seed(0)
+    model = MODELS["bert"][0]().double()
+    made = compiled(model, TOKENS)
+    assert compiled_error(made, model, batch(TOKENS, [6, 0, 3], SIZES[0])) < EXACT
+    assert made.stats().unpadded == 1
+
+
+def test_dropout_drops_what_it_drops_with_padding():
+    inputs = batch(PaddedEncoder.INPUTS, [2, 12, 6], SIZES[0])
+    found = []
+    for unpad in (True, False):
+        model = encoder(dropout=0.3)
+        torch.manual_seed(1)
+        made = compiled(model, unpad=unpad)
+        loss = made(**inputs)
+        loss.backward()
+        assert made.stats().unpadded == unpad
+        found.append((loss, *(p.grad for p in model.parameters())))
+    torch.testing.assert_close(found[0], found[1], rtol=EXACT, atol=EXACT)
+
+
+def spoiled(name: str, value: float) -> dict[str, Tensor]:
+    inputs = batch(PaddedEncoder.INPUTS, [2, 12, 6], SIZES[0])
+    inputs[name][0, -1] = value
+    return inputs
+
+
+def test_a_loss_of_padding_runs_with_padding():
+    model = encoder()
+    made = compiled(model)
+    assert compiled_error(made, model, spoiled("labels", 3)) < EXACT
+    assert made.stats().unpadded == 0
+
+
+class FirstToken(PaddedEncoder):
+    def forward(self, **inputs: Tensor) -> Tensor:
+        kept = inputs["attention_mask"]
+        x = self.tokens(inputs["input_ids"])
+        x = x + self.attention(x, 0, (kept > 0)[:, None, None])
+        return self.number(x[:, 0]).square().mean()
+
+
+class MeanOfAll(PaddedEncoder):
+    def forward(self, **inputs: Tensor) -> Tensor:
+        kept = inputs["attention_mask"]
+        x = self.tokens(inputs["input_ids"])
+        return (x + self.attention(x, 0, (kept > 0)[:, None, None])).square().mean()
+
+
+def test_a_first_token_that_is_padding_is_read_with_padding():
+    torch.manual_seed(0)
+    model = FirstToken().double()
+    made = compiled(model)
+    for left, unpadded in ((False, 1), (True, 1)):
+        inputs = batch(model.INPUTS, [2, 12, 6], SIZES[0], left=left)
+        assert compiled_error(made, model, inputs) < EXACT
+        assert made.stats().unpadded == unpadded
+        model.zero_grad()
+
+
+def test_what_reads_padding_is_named():
+    torch.manual_seed(0)
+    model = MeanOfAll().double()
+    made = compiled(model)
+    assert "reads padded rows" in unpadding_of(made).reason
+    assert "reads padded rows" in made.report()
+    inputs = batch(model.INPUTS, [2, 12, 6], SIZES[0])
+    assert compiled_error(made, model, inputs) < EXACT
+    assert made.stats().unpadded == 0
+
+
+def test_outputs_are_zero_at_padding_only_where_it_is_asked_for():
+    torch.manual_seed(0)
+    model = MODELS["bert"][0]().double()
+    inputs = batch(TOKENS, [2, 16, 6], SIZES[1])
+    plain = model.eval()(**inputs).logits
+    valid = inputs["attention_mask"].bool()
+    for unpad in ("auto", True):
+        _, outputs = compiled(model, TOKENS, unpad=unpad).evaluate(inputs, outputs=True)
+        torch.testing.assert_close(outputs["logits"][valid], plain[valid], rtol=EXACT, atol=EXACT)
+        assert bool((outputs["logits"][~valid] == 0).all()) is (unpad is True)
+
+
+def test_memory_with_padding_is_an_upper_bound():
+    made = compiled(encoder(), recompute="all")
+    unpadding = unpadding_of(made)
+    (bucket, *_) = made.buckets
+    sizes, step = {**bucket.sizes, "batch": 3}, made.plans[bucket].menu_step
+    inputs = batch(PaddedEncoder.INPUTS, [3, 12, 5], bucket.sizes)
+    names = made.planned.by_bucket[bucket].traced.program.inputs
+    rows = unpadding.rows(sizes, {p: inputs[n] for p, n in names.items()}, step)
+    assert (rows.count, rows.squares, rows.samples) == (20, 9 + 144 + 25, 3)
+    limit = made.predict(bucket, 3).peak_bytes
+    assert unpadding.step_within(sizes, rows, limit) is not None
+    assert unpadding.step_within(sizes, rows, 1) is None
+
+
+def test_auto_asks_what_it_saves():
+    made = compiled(encoder(), unpad="auto")
+    made(**batch(PaddedEncoder.INPUTS, [1, 12, 1], SIZES[0]))
+    assert made.stats().unpadded == 0, "so little that looking for padding takes longer"
+
+
+def test_refuses_what_is_no_mode():
+    with pytest.raises(PlanError, match="unpad='always'; expected 'auto', True or False"):
+        compiled(encoder(), unpad="always")
+
+
+@pytest.mark.slow
+def test_inductor_compiles_one_graph_for_every_number_of_rows():
+    model = encoder()
+    made = compiled(model, backend="inductor")
+    for lengths in [[1, 12, 5], [9, 3, 2], [12, 1, 1]]:
+        assert compiled_error(made, model, batch(model.INPUTS, lengths, SIZES[0])) < EXACT
+        model.zero_grad()
+    assert made.stats().unpadded == 3
+    assert unpadding_of(made).runnable.compiled_count == 1
