@@ -38,7 +38,7 @@ SHARED = {
         (
             dcpc.compile,
             CompileOptions,
-            {"group": None, "verify": "auto", "timeout": 60.0, "speeds": "equal"},
+            {"group": None, "verify": "auto", "timeout": 60.0, "speeds": "equal", "pipeline": None},
         ),
         (plan, PlanOptions, {"world": 1}),
     ],
