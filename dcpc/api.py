@@ -357,7 +357,7 @@ def _plan_with(
 def _step_price(planned: Planned) -> float:
     """Returns a number that is least where steps of one round of each bucket are quickest.
 
-    The mean over buckets of the logarithm of rank-seconds a sample, as all count alike; each step
+    The sum over buckets of the logarithm of rank-seconds a sample, as all count alike; each step
     pays its sum over blocks.
     """
     return sum(

@@ -43,6 +43,7 @@ SHARED = {
                 "verify": "auto",
                 "timeout": 60.0,
                 "speeds": "equal",
+                "unpad": False,
                 "pipeline": None,
             },
         ),
