@@ -44,6 +44,7 @@ SHARED = {
                 "timeout": 60.0,
                 "speeds": "equal",
                 "pipeline": None,
+                "unpad": False,
             },
         ),
         (plan, PlanOptions, {"world": 1}),
