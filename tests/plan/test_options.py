@@ -45,6 +45,7 @@ SHARED = {
                 "speeds": "equal",
                 "unpad": False,
                 "pipeline": None,
+                "unpad": False,
             },
         ),
         (plan, PlanOptions, {"world": 1}),
