@@ -45,7 +45,6 @@ SHARED = {
                 "speeds": "equal",
                 "unpad": False,
                 "pipeline": None,
-                "unpad": False,
             },
         ),
         (plan, PlanOptions, {"world": 1}),
