@@ -195,7 +195,7 @@ CACHES = [
 RUNTIME = [
     _runtime("the gradient of the loss is taken for 1", quick=True, plant=edited(
         "codegen.variant.variant:_RunVariant.backward",
-        "_share(gradients[i], variant.sp)", "torch.ones_like(gradients[i])")),
+        "if g is None else g, variant.sp)", "if g is None else torch.ones_like(g), 1)")),
     _runtime("saved values in another order", plant=edited(
         "codegen.variant.variant:_RunVariant.forward",
         "saved = tuple(found[: partition.returned]), [*found[partition.returned :]]",

@@ -22,6 +22,7 @@ from dcpc.compiled.pipeline import (
     choose_stages,
     cut_model,
     refuse_beside_stages,
+    stages_problem,
 )
 from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, TraceError
 from dcpc.ir import Program
@@ -151,6 +152,8 @@ def _compiled(
         verifier.postponed_s = compile_s
     else:
         problem = verifier.problem(compile_s)
+        if problem is None and cut is not None:
+            problem = stages_problem(cut, model, verifier)
         agree(groups, groups.world, "verification", str(problem or ""))
         if problem is not None:
             raise problem

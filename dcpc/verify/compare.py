@@ -92,7 +92,7 @@ class Given:
         wanted: Collection[str],
     ) -> None:
         """Makes leaves of the model's parameters."""
-        self.program, self.wanted = program, wanted
+        self.program, self.wanted, self.alike = program, wanted, alike
         self.calls = calls(wide=wide, alike=alike)
         self.device = next(iter(inputs.values())).device
         self.parameters, _ = state(model, wide, wanted, self.device)

@@ -19,6 +19,7 @@ from dcpc.trace import casting
 from dcpc.trace.loss import one_number
 from dcpc.verify.compare import LIMIT, ROUNDINGS, Error, Given, error_of
 from dcpc.verify.culprit import first_difference, reader
+from dcpc.verify.draws import KnownParts
 from dcpc.verify.points import Point
 from dcpc.verify.reference import LossAndGradients, gradients_of
 from dcpc.verify.references import Reference, References
@@ -138,6 +139,35 @@ class Comparisons:
             if name:
                 self.lines.append(f"{name}: {found}")
             return
+
+    def composed(self, traced: Traced, make: Make, name: str) -> None:
+        """Compares what runs parts of a program in turn, in the model's own dtypes.
+
+        Args:
+            traced: the trace.
+            make: runs all parts; their random numbers are known ones.
+            name: for the report.
+        """
+
+        def drawn(given: Given) -> LossAndGradients:
+            with KnownParts(given.alike):
+                return make(given)
+
+        for reference in self.references.of(traced, alike=False):
+            own = self.references.rounded(reference)
+            if not own.outcome.finite or not own.point.promised:
+                continue
+            found = self._compare(traced.program, drawn, own)
+            if found is None:
+                continue
+            if not found.right:
+                raise VerifyError(
+                    f"{name}, run in turn, do not compute what the model computes at {own.point}: "
+                    f"{found.gap}; {_REPORT}"
+                )
+            self._note(name, traced, [str(found)])
+            return
+        self._note(name, traced, [])
 
     def graphs(
         self,

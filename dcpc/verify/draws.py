@@ -10,7 +10,7 @@ Dropout keeps where the number is at least p, so `bernoulli` of a number is 1 wh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,29 @@ def known_uniform(size: Sequence[int], alike: bool, dtype: torch.dtype, device: 
 def known_normal(size: Sequence[int], alike: bool, dtype: torch.dtype, device: Any) -> Tensor:
     """Returns numbers between -1.7 and 1.7, of the same places."""
     return (known_uniform(size, alike, dtype, device) - 0.5) * math.sqrt(12)
+
+
+class KnownParts(TorchDispatchMode):
+    """Every random op of dcpc's graphs draws the numbers that `KnownDraws` has the model draw."""
+
+    def __init__(self, alike: bool) -> None:
+        """Takes whether the numbers of one tensor are all alike."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alike = alike
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an op; one that draws numbers is replaced."""
+        known = _KNOWN.get(func)
+        if known is None:
+            return func(*args, **(kwargs or {}))
+        size, _seed, _salt, _index, *rest = args
+        return known(size, self.alike, *rest)
+
+
+_KNOWN: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.dcpc.uniform.default: known_uniform,
+    torch.ops.dcpc.normal.default: known_normal,
+}
 
 
 class KnownDraws(TorchDispatchMode):

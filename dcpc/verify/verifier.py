@@ -22,7 +22,7 @@ from dcpc.ir import Partition, Placement
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import Traced
-from dcpc.verify.comparisons import Comparisons
+from dcpc.verify.comparisons import Comparisons, Make
 from dcpc.verify.points import Point
 from dcpc.verify.references import LEAST_S, References
 
@@ -100,6 +100,23 @@ class Verifier:
         """
         try:
             self.start(compile_s)
+        except VerifyError as error:
+            return error
+        return None
+
+    def composed_problem(self, traced: Traced, make: Make, name: str) -> VerifyError | None:
+        """Returns how what runs the parts of a model in turn differs from it; None: it does not.
+
+        Args:
+            traced: the trace that was cut into parts.
+            make: runs all parts, in the model's own dtypes.
+            name: for the report.
+        """
+        if self.mode == "off":
+            return None
+        try:
+            with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
+                self._compared.composed(traced, make, name)
         except VerifyError as error:
             return error
         return None

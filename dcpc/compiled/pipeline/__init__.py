@@ -11,6 +11,7 @@ from dcpc.compiled.pipeline.trained.cutting import CutModel, cut_model
 from dcpc.compiled.pipeline.trained.model import PipelinedModel
 from dcpc.compiled.pipeline.trained.refusals import refuse_beside_stages
 from dcpc.compiled.pipeline.trained.report import stages_report
+from dcpc.compiled.pipeline.trained.verified import stages_problem
 from dcpc.compiled.pipeline.work import pipeline_work
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "stage_bytes",
     "stage_programs",
     "stages_of",
+    "stages_problem",
     "stages_report",
 ]

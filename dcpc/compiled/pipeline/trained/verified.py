@@ -1,0 +1,83 @@
+"""Holds a model in stages against the model itself, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.compiled.pipeline.trained.cutting import CutModel
+from dcpc.errors import VerifyError
+from dcpc.verify import Given, LossAndGradients, Verifier
+
+
+def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> VerifyError | None:
+    """Returns why the stages do not compute what the model computes; None: they do.
+
+    Runs all of them in turn, forward and backward, on drawn inputs at small lengths: as they will
+    run, with the least and the most recompute. Every rank has the whole model until then.
+
+    Args:
+        cut: the model's stages.
+        model: the user's, with memory.
+        verifier: of it; it says what was compared.
+    """
+    if verifier.mode == "off":
+        return None
+    traced = verifier.planned.runnable.traced
+    if traced.backend != "eager":
+        verifier.lines.append(f"stages: NOT compared with the model: compiled by {traced.backend}")
+        return None
+    rows = cut.planner.cost.rows
+    chains = {"the least recompute": [row[0] for row in rows]}
+    if any(len(row) > 1 for row in rows):
+        chains["the most recompute"] = [row[-1] for row in rows]
+    for name, chain in chains.items():
+
+        def make(given: Given, chain: Sequence[ProgramStage] = chain) -> LossAndGradients:
+            names = given.program.inputs
+            return run_in_turn(chain, model, {n: given.tensors[p] for p, n in names.items()})
+
+        problem = verifier.composed_problem(traced, make, f"{len(rows)} stages, {name}")
+        if problem is not None:
+            return problem
+    return None
+
+
+def run_in_turn(
+    stages: Sequence[ProgramStage], model: nn.Module, inputs: Mapping[str, Tensor]
+) -> LossAndGradients:
+    """Returns loss and gradients of a micro-batch that one process takes through all stages.
+
+    Args:
+        stages: of the model, with its parameters; their `grad` is left as it is.
+        model: the user's.
+        inputs: by name.
+    """
+    with torch.enable_grad(), _own_gradients(model):
+        kept, sent = [], tuple[Tensor, ...]()
+        for stage in stages:
+            sent, saved = stage.forward(inputs, sent)
+            kept.append(saved)
+        (loss,) = sent
+        grads: tuple[Tensor | None, ...] = (torch.ones_like(loss),)
+        for stage, saved in zip(reversed(stages), reversed(kept), strict=True):
+            grads = stage.backward(saved, grads)
+        found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    return LossAndGradients(loss, found)
+
+
+@contextmanager
+def _own_gradients(model: nn.Module) -> Iterator[None]:
+    """Gives parameters no gradient at first, and afterwards those back that they had."""
+    had = [(p, p.grad) for p in model.parameters()]
+    for p, _ in had:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in had:
+            p.grad = gradient
