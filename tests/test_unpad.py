@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import dcpc
 from dcpc.compiled.unpadding.unpadding import Unpadding
-from dcpc.errors import PlanError
+from dcpc.compiled.unpadding.valid_rows import ValidRows
+from dcpc.errors import PlanError, VerifyError
 from tests.cases.exactness import compiled_error
 from tests.cases.padded_models import TOKENS, VOCABULARY, PaddedEncoder, batch
 
@@ -216,3 +217,23 @@ def test_inductor_compiles_one_graph_for_every_number_of_rows():
         model.zero_grad()
     assert made.stats().unpadded == 3
     assert unpadding_of(made).runnable.compiled_count == 1
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_the_first_call_is_held_against_the_plain_model(dropout, monkeypatch):
+    model = encoder(dropout)
+    inputs = batch(model.INPUTS, [3, 16, 9, 5], SIZES[1])
+    made = compiled(model, verify="auto")
+    made(**inputs).backward()
+    assert made.stats().unpadded == 1
+    assert "without padding: loss and every gradient at {batch: 2, seq: 16}" in made.report()
+    model.zero_grad()
+    wrong = ValidRows.__init__
+
+    def shifted(self, indices, *rest):
+        indices = {n: i.flip(0) if n == "unpad.position" else i for n, i in indices.items()}
+        wrong(self, indices, *rest)
+
+    monkeypatch.setattr(ValidRows, "__init__", shifted)
+    with pytest.raises(VerifyError, match="without padding does not give what the model gives"):
+        compiled(model, verify="auto")(**inputs)

@@ -367,6 +367,7 @@ class Dispatch:
         found = rows and unpadding.variant(sizes, rows, setting.menu_step)
         if not rows or not found:
             return None
+        unpadding.compare(sizes, given)
         given.update({p: rows.indices[n] for p, n in unpadding.indices.items()})
         self.stats.unpadded += 1
         return found

@@ -9,14 +9,38 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import sympy
+from torch import Tensor
 
 from dcpc.buckets import BATCH, Sizes
 from dcpc.codegen import LoweredPair, Variant, with_quotients
 from dcpc.errors import CodegenError
-from dcpc.ir import Partition, Placement
+from dcpc.ir import Partition, Placement, Program
 from dcpc.plan.folding import lift_of
 from dcpc.plan.priced import Priced
 from dcpc.plan.traced import Hints, PlacementId, Traced
+
+
+@dataclass(frozen=True, slots=True)
+class RewrittenCall:
+    """A call of a program that computes another one's numbers.
+
+    Attributes:
+        program: what runs.
+        sizes: of the call, as the other program has dims.
+        inputs: of the model, by name.
+        others: inputs that the program has besides.
+        variant: of one rank.
+        integers: of the call.
+        name: for a report.
+    """
+
+    program: Program
+    sizes: Sizes
+    inputs: Mapping[str, Tensor]
+    others: Mapping[str, Tensor]
+    variant: Variant
+    integers: tuple[int, ...]
+    name: str
 
 
 class Inspector(Protocol):
@@ -34,6 +58,9 @@ class Inspector(Protocol):
 
     def runs(self, traced: Traced, variant: Variant) -> None:
         """Looks at a variant once it is compiled."""
+
+    def rewritten(self, traced: Traced, call: RewrittenCall) -> None:
+        """Looks at the first call of a program that was made of a traced one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 from dcpc.codegen import LoweredPair, Variant, broken_guards, integers_of
 from dcpc.errors import DcpcError, VerifyError
 from dcpc.ir import Partition, Placement, Program
+from dcpc.plan.runnable import RewrittenCall
 from dcpc.plan.traced import Traced
 from dcpc.trace import casting
 from dcpc.trace.loss import one_number
@@ -168,6 +169,37 @@ class Comparisons:
             self._note(name, traced, [str(found)])
             return
         self._note(name, traced, [])
+
+    def rewritten(self, traced: Traced, call: RewrittenCall) -> None:
+        """Compares a call of a program that was made of a trace, in the model's own dtypes.
+
+        Args:
+            traced: the trace.
+            call: its first one.
+        """
+        if not self.references.fits() or (call.variant.draws and call.variant.backend != "eager"):
+            self.lines.append(f"{call.name}: NOT compared with the model")
+            return
+        own = self.references.of_inputs(call.sizes, call.inputs)
+
+        def make(given: Given) -> LossAndGradients:
+            tensors = {**call.inputs, **call.others}
+            other = Given(
+                call.program, self.references.model, tensors, wide=False, alike=False,
+                wanted=given.wanted,
+            )  # fmt: skip
+            with KnownParts(alike=False):
+                return called(other, call.variant, call.integers)
+
+        found = self._compare(traced.program, make, own)
+        if found is None or not own.outcome.finite:
+            return
+        if not found.right:
+            raise VerifyError(
+                f"{call.name} does not give what the model gives at {own.point}: {found.gap}; "
+                f"{_REPORT}"
+            )
+        self._note(call.name, traced, [str(found)])
 
     def graphs(
         self,

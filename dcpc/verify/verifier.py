@@ -20,7 +20,7 @@ from dcpc.errors import DispatchError, VerifyError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import Partition, Placement
 from dcpc.plan.planning import Planned
-from dcpc.plan.runnable import Runnable
+from dcpc.plan.runnable import RewrittenCall, Runnable
 from dcpc.plan.traced import Traced
 from dcpc.verify.comparisons import Comparisons, Make
 from dcpc.verify.points import Point
@@ -266,6 +266,19 @@ class Verifier:
         self._called = True
         with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
             self._compared.call(traced, variant)
+
+    def rewritten(self, traced: Traced, call: RewrittenCall) -> None:
+        """Compares a call of a program that was made of a trace, such as one without padding.
+
+        Args:
+            traced: the trace.
+            call: with inputs of the user's.
+
+        Raises:
+            VerifyError: it does not give what the model gives.
+        """
+        with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
+            self._compared.rewritten(traced, call)
 
     def _rows(self) -> None:
         """Compares every row that a step may use."""

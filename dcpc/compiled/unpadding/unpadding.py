@@ -24,7 +24,7 @@ from dcpc.compiled.unpadding.valid_rows import RowFinder, ValidRows
 from dcpc.ir import Placement
 from dcpc.passes.sharding.sharding import analyse
 from dcpc.passes.unpad.unpad import unpad
-from dcpc.plan.runnable import Runnable
+from dcpc.plan.runnable import RewrittenCall, Runnable
 from dcpc.plan.studies import Study
 from dcpc.symbolic_profile.evaluate import Evaluator
 
@@ -36,6 +36,7 @@ MARGIN = 0.06
 SEQUENCE_S = 6e-5
 # Shares of the steps of recompute that are tried: each is a variant.
 STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FEW = 2  # samples of a call that are compared with the plain model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class Unpadding:
             names = ", ".join(sorted(self.plan.returned))
             self.reason = f"{names} is returned with its padded rows"
         self._prices: dict[tuple[tuple[str, int], ...], _RowPrice] = {}
+        self._compared = whole.inspector is None
 
     @cached_property
     def _placement(self) -> Placement:
@@ -144,6 +146,47 @@ class Unpadding:
         sizes = {**sizes, ROWS: rows.count}
         placement = self.runnable.priced.placement(sizes, 1)
         return self.runnable.variant(placement, step, sizes, 0)
+
+    def compare(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> None:
+        """Shows the first such call to the inspector of the program: two of its samples.
+
+        Args:
+            sizes: as for `rows`.
+            inputs: by placeholder.
+
+        Raises:
+            VerifyError: it does not give what the plain model gives.
+        """
+        inspector, traced = self._whole.inspector, self._whole.traced
+        if self._compared or inspector is None or not torch.is_grad_enabled():
+            return
+        sizes, few = self._few(sizes, inputs)
+        rows = self._finder.find(sizes, few)
+        found = rows and self.variant(sizes, rows, 0)
+        if not rows or not found:
+            return
+        self._compared = True
+        named = {name: few[p] for p, name in traced.program.inputs.items()}
+        program = self.runnable.traced.program
+        inspector.rewritten(
+            traced, RewrittenCall(program, sizes, named, rows.indices, *found, "without padding")
+        )
+
+    def _few(
+        self, sizes: Sizes, inputs: Mapping[str, Tensor]
+    ) -> tuple[Sizes, Mapping[str, Tensor]]:
+        """Returns the first and the last sample of a call, where its program takes any number."""
+        program = self._whole.traced.program
+        symbol = program.symbols.get(BATCH)
+        if symbol is None or sizes[BATCH] <= FEW:
+            return sizes, inputs
+        few = dict(inputs)
+        for p in program.inputs:
+            for d, size in enumerate(program.info[p].shape):
+                if size == symbol:
+                    ends = torch.tensor([0, sizes[BATCH] - 1], device=few[p].device)
+                    few[p] = few[p].index_select(d, ends)
+        return {**sizes, BATCH: FEW}, few
 
     def step_within(self, sizes: Sizes, rows: ValidRows, limit_bytes: int) -> int | None:
         """Returns the fewest steps of recompute of which the predicted peak is not above a limit.
