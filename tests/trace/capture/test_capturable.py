@@ -221,6 +221,7 @@ ELSEWHERE = {
     "multilabel_margin_loss_forward",
     "dropout",
     "cudnn_batch_norm",
+    "miopen_batch_norm",
     "_upsample_lanczos2d_aa",
 }
 
