@@ -7,6 +7,8 @@ import re
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import dcpc
 from models.gpt import GPT, GPTConfig
@@ -306,3 +308,26 @@ def test_clip_counts_the_gradient_of_a_parameter_frozen_since(compiled):
     finally:
         frozen.requires_grad_(True)
         compiled.zero_grad()
+
+
+def test_torchs_checkpoints_find_modules_named_as_what_a_compiled_model_has():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("model", "module", "block", "groups"):
+                setattr(self, name, nn.Linear(4, 4))
+            self.plans = nn.Parameter(torch.ones(4))
+            self.register_buffer("tables", torch.ones(4))
+
+        def forward(self, x):
+            x = self.groups(self.block(self.module(self.model(x))))
+            return (x * self.plans * self.tables).square().mean()
+
+    model = Named()
+    buckets = dcpc.Buckets({"x": "float32[batch, seq, 4]"}, [{"seq": 4}])
+    compiled = dcpc.compile(model, buckets, backend="eager", verify="off")
+    found = get_model_state_dict(compiled)
+    assert sorted(found) == sorted(model.state_dict())
+    changed = {name: torch.full_like(x, 2.0) for name, x in found.items()}
+    set_model_state_dict(compiled, changed)
+    assert all(bool((x == 2).all()) for x in model.state_dict().values())

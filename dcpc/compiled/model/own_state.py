@@ -65,6 +65,14 @@ class OwnState(nn.Module):
         """Yields the model, as `to` and `apply` want it."""
         return iter((self.model,))
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Has torch.distributed.checkpoint look for every name in the user's module.
+
+        A model may have a `block`, a `stage` or a `model` of its own, which here is something else.
+        """
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return dict.fromkeys((name.partition(".")[0] for name, _ in named), "module")
+
     def __getattr__(self, name: str) -> Any:
         """Returns what the model has under a name that the compiled model has not."""
         try:
