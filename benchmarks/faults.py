@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcomes += _unwritable(count, scratch, expected)
         _restart(waiting, expected)
         orphans = left_behind(shared)
-        steps, held = (140, 60.0) if args.quick or args.only else (10**9, args.soak_s)
+        steps, held = (63, 60.0) if args.quick or args.only else (10**9, args.soak_s)
         done, samples = max(
             run_ranks(soak, 2 if args.quick else 4, steps, held, str(scratch / "soak"), fork=True,
                       timeout_s=held + 300.0)
