@@ -18,6 +18,8 @@ def ends(how: str) -> None:
     if how == "segmentation fault":
         ctypes.string_at(0)
     if how == "interrupt":
+        # A shell starts what runs in the background with Ctrl-C ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
     raise ValueError("injected")
 
