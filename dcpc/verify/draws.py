@@ -37,27 +37,33 @@ def known_normal(size: Sequence[int], alike: bool, dtype: torch.dtype, device: A
     return (known_uniform(size, alike, dtype, device) - 0.5) * math.sqrt(12)
 
 
+def known_draws(alike: bool) -> dict[Any, Callable[..., Tensor]]:
+    """Returns what draws known numbers in place of each random op of dcpc's, by the op.
+
+    Args:
+        alike: see `KnownDraws`.
+    """
+
+    def uniform(size: Sequence[int], seed: int, salt: int, index: int, *rest: Any) -> Tensor:
+        return known_uniform(size, alike, *rest)
+
+    def normal(size: Sequence[int], seed: int, salt: int, index: int, *rest: Any) -> Tensor:
+        return known_normal(size, alike, *rest)
+
+    return {torch.ops.dcpc.uniform.default: uniform, torch.ops.dcpc.normal.default: normal}
+
+
 class KnownParts(TorchDispatchMode):
     """Every random op of dcpc's graphs draws the numbers that `KnownDraws` has the model draw."""
 
     def __init__(self, alike: bool) -> None:
         """Takes whether the numbers of one tensor are all alike."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.alike = alike
+        self._known = known_draws(alike)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an op; one that draws numbers is replaced."""
-        known = _KNOWN.get(func)
-        if known is None:
-            return func(*args, **(kwargs or {}))
-        size, _seed, _salt, _index, *rest = args
-        return known(size, self.alike, *rest)
-
-
-_KNOWN: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.dcpc.uniform.default: known_uniform,
-    torch.ops.dcpc.normal.default: known_normal,
-}
+        return self._known.get(func, func)(*args, **(kwargs or {}))
 
 
 class KnownDraws(TorchDispatchMode):

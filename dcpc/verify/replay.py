@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from dcpc.codegen import RUN
-from dcpc.verify.draws import known_normal, known_uniform
+from dcpc.verify.draws import known_draws
 from dcpc.verify.float64 import float64_dtypes, float64_result
 
 Watch = Callable[[fx.Node, Any], None]
@@ -23,18 +23,7 @@ def calls(*, wide: bool, alike: bool) -> Make:
         wide: whether every lower floating dtype that a call names is float64.
         alike: see `draws.KnownDraws`.
     """
-
-    def uniform(size: list[int], seed: int, salt: int, index: int, *rest: Any) -> Tensor:
-        return known_uniform(size, alike, *rest)
-
-    def normal(size: list[int], seed: int, salt: int, index: int, *rest: Any) -> Tensor:
-        return known_normal(size, alike, *rest)
-
-    run: dict[Any, Any] = {
-        **RUN,
-        torch.ops.dcpc.uniform.default: uniform,
-        torch.ops.dcpc.normal.default: normal,
-    }
+    run: dict[Any, Any] = {**RUN, **known_draws(alike)}
 
     def made(target: Any, args: Any, kwargs: Any) -> Any:
         function = run.get(target, target)

@@ -123,25 +123,6 @@ def cut_model(case: PipelineCase, stages: int) -> tuple[nn.Module, tuple[Program
     return model, stages_of(found, model, chain, evenly(chain, stages))
 
 
-def run_chain(
-    stages: Sequence[ProgramStage],
-    inputs: Mapping[str, Tensor],
-    weight: float,
-    seed: int = 0,
-) -> Tensor:
-    """Runs a micro-batch through the stages and back; returns its loss."""
-    kept, sent = [], ()
-    for stage in stages:
-        sent, saved = stage.forward(inputs, sent, seed)
-        kept.append(saved)
-    (loss,) = sent
-    grads = (torch.full_like(loss, weight),)
-    for stage, saved in zip(reversed(stages), reversed(kept), strict=True):
-        grads = stage.backward(saved, grads)
-    assert grads == ()
-    return loss
-
-
 def plain_gradients(
     model: nn.Module, data: Sequence[Mapping[str, Tensor]], weights: Sequence[float]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:

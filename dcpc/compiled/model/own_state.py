@@ -70,8 +70,8 @@ class OwnState(nn.Module):
 
         A model may have a `block`, a `stage` or a `model` of its own, which here is something else.
         """
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        return dict.fromkeys((name.partition(".")[0] for name, _ in named), "module")
+        own = self.model
+        return dict.fromkeys((*own._modules, *own._parameters, *own._buffers), "module")
 
     def __getattr__(self, name: str) -> Any:
         """Returns what the model has under a name that the compiled model has not."""

@@ -5,7 +5,12 @@ from dcpc.compiled.pipeline.costs import MixedBucket, ProgramCosts, StageDevice
 from dcpc.compiled.pipeline.cut import StagePlan, plan_stages, stage_bytes
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
-from dcpc.compiled.pipeline.stages import ProgramStage, shared_parameters, stages_of
+from dcpc.compiled.pipeline.stages import (
+    ProgramStage,
+    run_in_turn,
+    shared_parameters,
+    stages_of,
+)
 from dcpc.compiled.pipeline.trained.auto import choose_stages
 from dcpc.compiled.pipeline.trained.cutting import CutModel, cut_model
 from dcpc.compiled.pipeline.trained.model import PipelinedModel
@@ -31,6 +36,7 @@ __all__ = [
     "pipeline_work",
     "plan_stages",
     "refuse_beside_stages",
+    "run_in_turn",
     "shared_parameters",
     "stage_bytes",
     "stage_programs",

@@ -282,3 +282,29 @@ def shared_parameters(stages: Sequence[ProgramStage]) -> dict[str, tuple[int, ..
         for name in stage.learning:
             readers.setdefault(name, []).append(stage.index)
     return {name: tuple(found) for name, found in readers.items() if len(found) > 1}
+
+
+def run_in_turn(
+    stages: Sequence[ProgramStage],
+    inputs: Mapping[str, Tensor],
+    weight: float = 1.0,
+    seed: int = 0,
+) -> Tensor:
+    """Returns the loss of a micro-batch that one process takes through all stages and back.
+
+    Args:
+        stages: of a model, in order; gradients are added to `.grad` of its parameters.
+        inputs: the model's, by name.
+        weight: of the loss in what is differentiated.
+        seed: of the micro-batch's random numbers.
+    """
+    kept, sent = [], tuple[Tensor, ...]()
+    for stage in stages:
+        sent, saved = stage.forward(inputs, sent, seed)
+        kept.append(saved)
+    (loss,) = sent
+    grads: tuple[Tensor | None, ...] = (torch.full_like(loss, weight),)
+    for stage, saved in zip(reversed(stages), reversed(kept), strict=True):
+        grads = stage.backward(saved, grads)
+    assert grads == (), "the first stage received nothing"
+    return loss

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dcpc.compiled.pipeline import chain_of, shared_parameters, stages_of
+from dcpc.compiled.pipeline import chain_of, run_in_turn, shared_parameters, stages_of
 from dcpc.errors import DispatchError, PlanError
 from dcpc.plan.runnable import Runnable
 from tests.cases.stages import (
@@ -16,7 +16,6 @@ from tests.cases.stages import (
     cut_model,
     evenly,
     plain_gradients,
-    run_chain,
 )
 
 EXACT = 1e-10
@@ -30,7 +29,7 @@ def check_stages(case, counts):
     for count in counts:
         stages = stages_of(traced, model, chain, evenly(chain, count))
         for inputs, weight, loss in zip(data, weights, losses, strict=True):
-            assert (run_chain(stages, inputs, weight) - loss).abs() <= EXACT * loss.abs()
+            assert (run_in_turn(stages, inputs, weight) - loss).abs() <= EXACT * loss.abs()
         found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         assert found.keys() == wanted.keys()
         for name, grad in wanted.items():
@@ -93,8 +92,8 @@ def test_stages_draw_what_the_whole_model_draws():
     model.zero_grad()
     stages = stages_of(traced, model, chain, range(len(chain.borders)))
     assert any(set(s.part.received) - set(s.part.read) for s in stages), "something is handed on"
-    assert (run_chain(stages, inputs, 1.0, seed=7) - loss).abs() <= EXACT
-    assert run_chain(stages, inputs, 0.0, seed=8) != loss
+    assert (run_in_turn(stages, inputs, 1.0, seed=7) - loss).abs() <= EXACT
+    assert run_in_turn(stages, inputs, 0.0, seed=8) != loss
     for name, grad in wanted.items():
         found = dict(model.named_parameters())[name].grad
         assert (found - grad).abs().max() <= EXACT * grad.abs().max(), name

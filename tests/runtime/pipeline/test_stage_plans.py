@@ -10,12 +10,13 @@ from dcpc.compiled.pipeline import (
     StageDevice,
     pipeline_work,
     plan_stages,
+    run_in_turn,
     stage_bytes,
 )
 from dcpc.errors import PlanError
 from dcpc.passes.stages.mixture import best_cut
 from dcpc.plan.runnable import Runnable
-from tests.cases.stages import CASES, captured, plain_gradients, run_chain
+from tests.cases.stages import CASES, captured, plain_gradients
 
 MIXTURE = (
     MixedBucket({"batch": 512, "seq": 16}, 0.5),
@@ -74,7 +75,7 @@ def test_memory_is_kept_to_by_recompute_and_numbers_stay(tied):
     losses, wanted = plain_gradients(model, [inputs], [1.0])
     pairs = zip(plan.stages, plan.menu_steps, strict=True)
     stages = [stage.recomputing(steps[1]) for stage, steps in pairs]
-    assert abs(run_chain(stages, inputs, 1.0) - losses[0]) <= 1e-10
+    assert abs(run_in_turn(stages, inputs, 1.0) - losses[0]) <= 1e-10
     for name, parameter in model.named_parameters():
         assert (parameter.grad - wanted[name]).abs().max() <= 1e-10 * wanted[name].abs().max()
     model.zero_grad()

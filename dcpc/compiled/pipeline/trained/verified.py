@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.compiled.pipeline.stages import ProgramStage, run_in_turn
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.errors import VerifyError
 from dcpc.verify import Given, LossAndGradients, Verifier
@@ -39,7 +39,7 @@ def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> Verif
 
         def make(given: Given, chain: Sequence[ProgramStage] = chain) -> LossAndGradients:
             names = given.program.inputs
-            return run_in_turn(chain, model, {n: given.tensors[p] for p, n in names.items()})
+            return _outcome(chain, model, {n: given.tensors[p] for p, n in names.items()})
 
         problem = verifier.composed_problem(traced, make, f"{len(rows)} stages, {name}")
         if problem is not None:
@@ -47,7 +47,7 @@ def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> Verif
     return None
 
 
-def run_in_turn(
+def _outcome(
     stages: Sequence[ProgramStage], model: nn.Module, inputs: Mapping[str, Tensor]
 ) -> LossAndGradients:
     """Returns loss and gradients of a micro-batch that one process takes through all stages.
@@ -58,14 +58,7 @@ def run_in_turn(
         inputs: by name.
     """
     with torch.enable_grad(), _own_gradients(model):
-        kept, sent = [], tuple[Tensor, ...]()
-        for stage in stages:
-            sent, saved = stage.forward(inputs, sent)
-            kept.append(saved)
-        (loss,) = sent
-        grads: tuple[Tensor | None, ...] = (torch.ones_like(loss),)
-        for stage, saved in zip(reversed(stages), reversed(kept), strict=True):
-            grads = stage.backward(saved, grads)
+        loss = run_in_turn(stages, inputs)
         found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     return LossAndGradients(loss, found)
 
