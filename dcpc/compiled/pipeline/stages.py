@@ -54,10 +54,18 @@ class ProgramStage:
         part: its program.
         runnable: the graphs.
         menu_step: steps of recompute that it takes, of its own menu; see `recomputing`.
+        sp: ranks that run it together. Each of them receives and sends values whole.
+        lane: which of these ranks runs it here; see `in_lane`.
     """
 
     def __init__(
-        self, index: int, count: int, part: StageProgram, runnable: Runnable, model: nn.Module
+        self,
+        index: int,
+        count: int,
+        part: StageProgram,
+        runnable: Runnable,
+        model: nn.Module,
+        sp: int = 1,
     ) -> None:
         """Binds a stage's program to the model's tensors.
 
@@ -67,9 +75,10 @@ class ProgramStage:
             part: its program.
             runnable: of that program.
             model: whose tensors it reads.
+            sp: ranks that run it together.
         """
         self.index, self.count, self.part, self.runnable = index, count, part, runnable
-        self.menu_step = 0
+        self.menu_step, self.sp, self.lane = 0, sp, 0
         first = {id(p): name for name, p in model.named_parameters()}
         held = runnable.traced.tensors()
         read = (first[id(held[n])] for n in part.program.parameters)
@@ -81,6 +90,12 @@ class ProgramStage:
         """Returns the same stage with so many steps of recompute; graphs are shared."""
         other = copy.copy(self)
         other.menu_step = menu_step
+        return other
+
+    def in_lane(self, lane: int) -> ProgramStage:
+        """Returns the same stage as a rank of its group runs it; graphs are shared."""
+        other = copy.copy(self)
+        other.lane = lane
         return other
 
     def forward(
@@ -128,12 +143,17 @@ class ProgramStage:
     def backward(self, saved: _Kept, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Adds to `.grad` of the stage's parameters; returns the gradients of what it received.
 
-        Each received value that learns has one, zeros where the loss does not depend on it.
+        Each received value that learns has one, zeros where the loss does not depend on it. Of a
+        group of ranks each has a part of every gradient, of parameters and of what it received:
+        they add up to it. So each takes from the next stage the part of its own lane.
 
         Args:
             saved: from `forward`, used once.
-            grads: of each value that the stage sent; None counts as zeros.
+            grads: of each value that the stage sent; None counts as zeros. Of the last stage the
+                whole gradient of the loss, the same on all its ranks.
         """
+        # A variant takes whole gradients, the same on all ranks, and a share of them.
+        parts = 1 if self.index == self.count - 1 else self.sp
         begins: list[GradientEdge] = []
         gradients: list[Tensor] = []
         shapes = self.sent(saved.sizes)
@@ -142,7 +162,7 @@ class ProgramStage:
                 begins.append(edge)
                 if gradient is None:
                     gradient = torch.zeros(shape, dtype=dtype, device=saved.device)
-                gradients.append(gradient)
+                gradients.append(gradient if parts == 1 else gradient * parts)
         if begins:
             torch.autograd.backward(begins, gradients)
         return tuple(
@@ -160,7 +180,7 @@ class ProgramStage:
 
     def study(self, sizes: Mapping[str, int]) -> Study:
         """Returns what the stage costs at any sizes, of a placement for these."""
-        return self.runnable.priced.at(self.runnable.priced.placement(sizes, 1))
+        return self.runnable.priced.at(self.runnable.priced.placement(sizes, self.sp))
 
     def predict(self, sizes: Mapping[str, int]) -> Prediction:
         """Returns seconds and bytes of a micro-batch's forward and backward in the stage."""
@@ -198,8 +218,8 @@ class ProgramStage:
         return value.detach().contiguous().requires_grad_(learns and torch.is_grad_enabled())
 
     def _variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
-        placement = self.runnable.priced.placement(sizes, 1)
-        return self.runnable.variant(placement, self.menu_step, sizes, 0)
+        placement = self.runnable.priced.placement(sizes, self.sp)
+        return self.runnable.variant(placement, self.menu_step, sizes, self.lane)
 
     def _sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
         """Returns the length of every dim, as the shapes of inputs and received values say.
@@ -245,7 +265,7 @@ def _device_of(values: Mapping[str, Tensor]) -> str:
 
 
 def stages_of(
-    traced: Traced, model: nn.Module, chain: CallChain, borders: Sequence[int]
+    traced: Traced, model: nn.Module, chain: CallChain, borders: Sequence[int], sp: int = 1
 ) -> tuple[ProgramStage, ...]:
     """Returns the stages of a traced model.
 
@@ -254,10 +274,11 @@ def stages_of(
         model: that was traced.
         chain: of its program.
         borders: numbers of the chain's borders at which it is cut, its ends included.
+        sp: ranks that run each stage together.
     """
     parts = stage_programs(traced.program, chain, borders)
     return tuple(
-        ProgramStage(j, len(parts), part, Runnable(_traced(traced, part, model)), model)
+        ProgramStage(j, len(parts), part, Runnable(_traced(traced, part, model)), model, sp)
         for j, part in enumerate(parts)
     )
 
