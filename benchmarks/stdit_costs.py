@@ -44,7 +44,7 @@ CACHE = ROOT / "build" / "stdit_costs"
 SOURCES = (
     "dcpc/trace", "dcpc/passes", "dcpc/codegen", "dcpc/symbolic_profile", "dcpc/plan/traced.py",
     "dcpc/plan/folding.py", "dcpc/plan/placements.py", "dcpc/plan/priced.py",
-    "dcpc/plan/studies.py", "dcpc/ir.py", "models/stdit.py", "benchmarks/stdit_costs.py",
+    "dcpc/plan/studies.py", "dcpc/ir", "models/stdit.py", "benchmarks/stdit_costs.py",
 )  # fmt: skip
 INPUTS = {
     "latents": "{dtype}[batch, {channels}, frames, tokens*2, 2]",

@@ -1,0 +1,152 @@
+"""What the planner is asked for: the options, with the bytes of a model and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from dcpc.errors import PlanError
+from dcpc.plan.options import (
+    PlanOptions,
+    block_of,
+    memory_of,
+)
+from dcpc.plan.planning import PlanRequest
+from dcpc.runtime.parameters.modes import shares
+from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
+from dcpc.symbolic_profile import (
+    Device,
+    OptimizerLike,
+    detect,
+    find,
+    rounded,
+    state_bytes,
+    step_bytes,
+)
+
+# Adam's two moments, in the parameters' dtype: what a plan counts where it is given no optimizer.
+ADAM_STATES = 2
+
+
+def request_of(
+    model: nn.Module, options: PlanOptions, sps: tuple[int, ...], target: Device
+) -> PlanRequest:
+    """Returns what the planner is asked for: the options, with the model's bytes."""
+    world, optimizer = options.world, options.optimizer
+    mode = options.parameters if world > 1 else "whole"
+    owners = world  # of a parameter's rows
+    if mode == "rounds" or options.block is not None:
+        assert not isinstance(options.block, str), "it is chosen"
+        owners, sps = block_of(options.block, sps, world)
+    if mode == "pull" and target.gpu:
+        raise PlanError(
+            f"got parameters='pull' for {target.name}; expected a CPU, whose ranks map the same "
+            "memory; take 'step'"
+        )
+    whole = list(model.parameters())
+    own = whole if mode == "whole" else shares(whole, owners)
+    residents = _residents(model, own, options, mode)
+    rows_bytes = sum(p.nbytes for p in own if p.requires_grad)
+    stepped = own if options.optimizer_bytes is None else ()
+    return PlanRequest(
+        sps=sps,
+        recompute_mode=options.recompute_mode,
+        memory_bytes=rank_memory_bytes(options.memory, target, world),
+        resident_bytes=sum(rounded(size_bytes, target.block_bytes) for size_bytes in residents),
+        world=world,
+        residents=tuple(residents),
+        step_bytes=max(
+            step_bytes(optimizer or torch.optim.Adam, stepped, target.gpu),
+            # A comm bucket on its way to the other blocks lies beside the gradients.
+            min(rows_bytes, COMM_BUCKET_BYTES) if owners < world else 0,
+        ),
+        parameters=mode,
+        block=owners if mode == "rounds" else 0,
+        gradient_bytes=rows_bytes,
+    )
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """Returns where the model is; one on the meta device gets its memory on the CPU."""
+    parameter = next(iter(model.parameters()), None)
+    if parameter is None:
+        return None
+    return torch.device("cpu") if parameter.is_meta else parameter.device
+
+
+def target_of(device: str | Device) -> Device:
+    """Returns the device that costs are predicted for; "auto": this machine's."""
+    if isinstance(device, Device):
+        return device
+    return detect() if device == "auto" else find(device)
+
+
+def _residents(
+    model: nn.Module, own: Sequence[nn.Parameter], options: PlanOptions, mode: str
+) -> list[int]:
+    """Bytes of each parameter, buffer, gradient and tensor of the optimizer's state.
+
+    Args:
+        model: the user's.
+        own: for each parameter what this rank updates of it.
+        options: as for `plan`.
+        mode: who holds them.
+    """
+    whole = list(model.parameters())
+    held = own if mode in ("pull", "rounds") else whole
+    found = [*(p.nbytes for p in held), *(b.nbytes for b in model.buffers())]
+    # "pull": a rank's part of the sum of all ranks, and then its own rows of it.
+    found += [p.nbytes for p in held if p.requires_grad] * (2 if mode == "pull" else 1)
+    if mode == "step":  # one comm bucket on its way: what is sent, and what arrives
+        trained_bytes = sum(p.nbytes for p in whole if p.requires_grad)
+        found += [min(trained_bytes, COMM_BUCKET_BYTES)] * 2
+    if options.optimizer_bytes is not None:
+        return [*found, options.optimizer_bytes]
+    adam = {id(p): ADAM_STATES * p.nbytes for p in own if p.requires_grad}
+    chosen = options.optimizer
+    states = adam if chosen is None else _state_bytes(chosen, whole, own)
+    for p in own:  # what is as large as the parameter, and the rest
+        count, rest = divmod(states.get(id(p), 0), max(p.nbytes, 1))
+        found += [p.nbytes] * count + [rest]
+    return found
+
+
+def _state_bytes(
+    optimizer: OptimizerLike, whole: Sequence[nn.Parameter], own: Sequence[nn.Parameter]
+) -> dict[int, int]:
+    """Returns `id(parameter)` -> bytes of its state.
+
+    Args:
+        optimizer: what trains the model.
+        whole: the model's parameters.
+        own: for each what this rank updates of it.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return state_bytes(optimizer, own)
+    # It knows its parameters; of what it keeps a rank has as much as of them.
+    states = state_bytes(optimizer, whole)
+    pairs = zip(whole, own, strict=True)
+    return {id(q): -(-states.get(id(p), 0) * q.nbytes // max(p.nbytes, 1)) for p, q in pairs}
+
+
+def rank_memory_bytes(memory: int | float | str | None, device: Device, world: int) -> int:
+    """Returns the bytes that a rank may use.
+
+    Args:
+        memory: bytes, also as a text such as "80GB"; or a share of what the device has, up to 1.0;
+            None: all of it.
+        device: what is planned for.
+        world: ranks; they share the memory of a CPU.
+
+    Raises:
+        PlanError: `memory` is not a positive number.
+    """
+    memory = memory_of(memory)
+    have_bytes = device.memory_bytes // (world if device.name == "cpu" else 1)
+    if memory is None:
+        return have_bytes
+    if isinstance(memory, float) and memory <= 1.0:
+        return int(memory * have_bytes)
+    return int(memory)

@@ -1,0 +1,52 @@
+"""The frozen types that cross a phase border: the only thing two phases share.
+
+Data goes one way: `Program` (trace) -> `Placement`, `Recompute`, `Plan` (passes) -> `Partition` and
+`Profile` (codegen, symbolic_profile) -> a variant that runs (codegen, runtime). Decisions refer to
+nodes of the program's forward graph **by name** and never edit it.
+"""
+
+from dcpc.ir.costs import BucketPlan, PlanRow, Profile, Work
+from dcpc.ir.graphs import OUTSIDE, Fold, GatherUnits, Partition, Schedule
+from dcpc.ir.masks import Extent, MaskDecision, MaskPlan, Packable, Recipe, ValueRange
+from dcpc.ir.placement import (
+    PARTIAL,
+    REPLICATED,
+    Factor,
+    Label,
+    NodePlacement,
+    Placement,
+    RowCheck,
+    UnpadPlan,
+)
+from dcpc.ir.program import Program, TensorInfo, call_of, is_tuple, tensor_operands
+
+__all__ = [
+    "OUTSIDE",
+    "PARTIAL",
+    "REPLICATED",
+    "BucketPlan",
+    "Extent",
+    "Factor",
+    "Fold",
+    "GatherUnits",
+    "Label",
+    "MaskDecision",
+    "MaskPlan",
+    "NodePlacement",
+    "Packable",
+    "Partition",
+    "Placement",
+    "PlanRow",
+    "Profile",
+    "Program",
+    "Recipe",
+    "RowCheck",
+    "Schedule",
+    "TensorInfo",
+    "UnpadPlan",
+    "ValueRange",
+    "Work",
+    "call_of",
+    "is_tuple",
+    "tensor_operands",
+]

@@ -1,0 +1,121 @@
+"""What graphs cost as formulas of the lengths, and the settings chosen by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+
+from dcpc.buckets import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Calls of one partition that cost the same: what a roofline is evaluated on.
+
+    Attributes:
+        op_class: "matmul", "attention", "convolution", "pointwise", "reduction", "copy",
+            "collective" or "unpriced".
+        forward: whether they are in the forward graph.
+        dtype: element type they compute in.
+        ranks: ranks of the group, for collectives; else 1.
+        count: number of such calls.
+        flops: floating-point operations of one call, those of pointwise ops included.
+        bytes_moved: bytes one call reads and writes.
+        wire_bytes: bytes this rank sends in one call.
+        op: which collective, such as "dcpc::all_to_all"; "" for other calls.
+        messages: how often it sends and waits for an answer: once, a ring at every step.
+    """
+
+    op_class: str
+    forward: bool
+    dtype: torch.dtype
+    ranks: int
+    count: int
+    flops: sympy.Expr
+    bytes_moved: sympy.Expr
+    wire_bytes: sympy.Expr
+    op: str = ""
+    messages: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """What one forward and backward costs one rank, as expressions of the dims, on any device.
+
+    Two profiles are equal only if they are the same object, so that evaluating one can be cached.
+
+    Attributes:
+        flops: floating-point operations of matmuls, convolutions and attention, forward + backward
+            (multiply and add count as two; causal attention counts the pairs it keeps).
+        forward_flops: the forward's part of `flops`.
+        bytes_moved: bytes read and written by every node.
+        wire_bytes: bytes this rank sends in collectives.
+        saved_bytes: activations kept between forward and backward (parameters and inputs excluded).
+        peak_terms: live bytes at the program points that can be the peak, undominated ones only;
+            parameters, buffers and inputs excluded, gradients included.
+        peak_points: for each of `peak_terms` the name of the node at which it holds.
+        parameter_bytes: bytes of all residents whose size is fixed: parameters, buffers, constants.
+        input_bytes: bytes of the other residents.
+        gradient_bytes: bytes of all gradients.
+        work: every call, grouped by cost.
+        unpriced: names of the ops that no table has: they count one operation an output element.
+        symbols: the symbols the expressions are over, by name.
+    """
+
+    flops: sympy.Expr
+    forward_flops: sympy.Expr
+    bytes_moved: sympy.Expr
+    wire_bytes: sympy.Expr
+    saved_bytes: sympy.Expr
+    peak_terms: tuple[sympy.Expr, ...]
+    peak_points: tuple[str, ...]
+    parameter_bytes: int
+    input_bytes: sympy.Expr
+    gradient_bytes: int
+    work: tuple[Work, ...]
+    unpriced: tuple[str, ...]
+    symbols: tuple[sympy.Symbol, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A setting of a bucket: how a micro-batch is run, and the seconds it is predicted to take.
+
+    Attributes:
+        sp: ranks of the group that shares a micro-batch.
+        micro_batch: most samples; the placement is made for so many.
+        menu_step: steps of the recompute menu that are taken.
+        seconds_s: of a full micro-batch, forward and backward.
+        fits: whether it is within a rank's memory.
+    """
+
+    sp: int
+    micro_batch: int
+    menu_step: int
+    seconds_s: float
+    fits: bool = field(default=True, kw_only=True)
+
+    @property
+    def rank_seconds(self) -> float:
+        """Seconds of one rank's time that a sample takes."""
+        return self.seconds_s * self.sp / self.micro_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPlan(PlanRow):
+    """The row chosen for one bucket.
+
+    Attributes:
+        bucket: the shape bucket.
+        steps: steps that the recompute menu has.
+        peak_bytes: predicted peak of activations and gradients on the fullest rank; parameters and
+            optimizer state excluded.
+        reason: why this row, in words.
+    """
+
+    bucket: Bucket
+    steps: int
+    peak_bytes: int
+    reason: str

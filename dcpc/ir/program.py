@@ -1,0 +1,133 @@
+"""What the trace gives: a model as a functional forward graph with symbolic lengths."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from dcpc.buckets import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a node's value before it runs.
+
+    Attributes:
+        shape: size of each dim, as an expression of the bucket's named dims.
+        dtype: element type.
+        requires_grad: whether a gradient flows through the value.
+    """
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def numel(self) -> sympy.Expr:
+        """Number of elements."""
+        return sympy.Mul(*self.shape)
+
+    @property
+    def size_bytes(self) -> sympy.Expr:
+        """Bytes of a dense tensor of this shape."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A model captured once: a functional forward graph from inputs to what it returns.
+
+    Of a model that is trained that is one scalar, the loss; a program may return other tensors.
+
+    The graph module's placeholders are, in order: parameters, buffers and constants, inputs. It is
+    read-only: a later phase works on a copy.
+
+    Attributes:
+        gm: the forward graph; its outputs are `outputs`.
+        parameters: placeholder name -> the parameter's name in the user's module.
+        buffers: placeholder name -> the buffer's name in the user's module.
+        constants: placeholder name -> a tensor the model's code creates.
+        inputs: placeholder name -> the name of the user's argument.
+        symbols: dim name -> the symbol that stands for it in every expression.
+        info: node name -> what is known of its value; nodes without a tensor value are absent.
+        scalars: name of a node whose value is an integer size -> its expression.
+        outputs: names of the nodes whose values it returns, the loss first.
+        begins: positions of those that backward begins at; none: it has no backward.
+        hints: dim name -> the size it had in the trace.
+        graph_hash: identifies the graph; plans carry it.
+        zero_gradients: placeholders of parameters whose gradient is zero: the plain model's loss
+            depends on them, what is left of the graph does not.
+        notes: what a user should know of it, such as masks that were not recognised, a line each.
+        pieces: whether outputs besides the loss stay split over the ranks as they are made.
+    """
+
+    gm: fx.GraphModule
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, str]
+    symbols: Mapping[str, sympy.Symbol]
+    info: Mapping[str, TensorInfo]
+    scalars: Mapping[str, sympy.Expr]
+    outputs: tuple[str, ...]
+    begins: tuple[int, ...]
+    hints: Mapping[str, int]
+    graph_hash: str
+    zero_gradients: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+    pieces: bool = False
+
+    @property
+    def whole_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that each rank returns whole."""
+        return self.outputs[:1] if self.pieces else self.outputs
+
+    @property
+    def loss(self) -> str:
+        """Name of the node whose value is the loss, or whatever is returned first."""
+        return self.outputs[0]
+
+    @property
+    def learning(self) -> tuple[str, ...]:
+        """Placeholders that get a gradient: parameters, then inputs."""
+        return tuple(n for n in (*self.parameters, *self.inputs) if self.info[n].requires_grad)
+
+    def dims(self, sizes: Sizes) -> dict[sympy.Symbol, int]:
+        """Returns symbol -> length; a model without a batch has no symbol for it."""
+        return {self.symbols[n]: size for n, size in sizes.items() if n in self.symbols}
+
+
+def call_of(node: fx.Node) -> fx.Node:
+    """Returns the call that makes a node's tensor: the node, or the call it is one result of.
+
+    `topk` returns a tuple, which is no value of its own: `getitem(topk, 1)` stands for the call and
+    has its operands, so that each result is split as suits it.
+    """
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source
+    return node
+
+
+def is_tuple(node: fx.Node, info: Mapping[str, TensorInfo]) -> bool:
+    """Returns whether a node is several results of a call, each a tensor with a node of its own."""
+    return bool(node.users) and all(
+        user.target is operator.getitem and user.name in info for user in node.users
+    )
+
+
+def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.Node]:
+    """Returns the tensor arguments of a call in order, repeats and members of lists included.
+
+    Those of one of several results (`getitem`) are those of the call that makes it.
+    """
+    call = call_of(node)
+    found: list[fx.Node] = []
+    fx.node.map_arg((call.args, call.kwargs), found.append)
+    return [operand for operand in found if operand.name in info]

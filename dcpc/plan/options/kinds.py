@@ -1,0 +1,251 @@
+"""The options of `dcpc.compile`, `dcpc.api.plan`, the command line and docs/train.md, each once.
+
+A field declares its default, its type, its meaning in a line, its check, and how the command line
+reads it. Signatures, docstrings, `dcpc plan --help` and the table of docs/train.md are made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dcpc.codegen import BACKENDS, check_backend
+from dcpc.errors import PlanError
+from dcpc.passes.sharding.attention_ways import LOWERINGS, check_lowering
+from dcpc.plan.options.declared import CommandOption, declare, facts, quoted
+from dcpc.plan.options.values import (
+    AUTOCAST,
+    PARAMETERS,
+    RECOMPUTE,
+    autocast_of,
+    check_block,
+    check_count,
+    check_derive,
+    check_device,
+    check_group,
+    check_optimizer_bytes,
+    check_parameters,
+    check_pipeline,
+    check_recompute,
+    check_speeds,
+    check_timeout,
+    check_unpad,
+    check_verify,
+    memory_of,
+    optimizer_bytes_of,
+    parse_block,
+    parse_degrees,
+)
+from dcpc.symbolic_profile import DEVICES, Calibration, Device, OptimizerLike
+from dcpc.trace import checked_dtype
+from dcpc.trace.loss import Loss, check_loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What both `compile` and `plan` are told.
+
+    Raises:
+        DcpcError: a value is not possible.
+    """
+
+    memory: int | float | str | None = declare(
+        None,
+        'bytes a rank may use, model and optimizer included, as 80e9, `"80GB"` or '
+        '`"512MiB"`; up to 1.0: a share of the device\'s',
+        default="the device's (of a CPU: its share)",
+        check=memory_of,
+        command=CommandOption(str | None, metavar="BYTES"),
+    )
+    device: str | Device = declare(
+        "auto",
+        'what costs are predicted for: `"auto"` (this machine\'s), '
+        f"{', '.join(d.name for d in DEVICES)}, or a `Device`",
+        check=check_device,
+        command=CommandOption(str, choices=("auto", *(d.name for d in DEVICES))),
+    )
+    sp: int | str | Sequence[int] = declare(
+        "auto",
+        "degree of sequence parallelism of every bucket, a divisor of the ranks; or degrees to "
+        "plan with, any up to the ranks",
+        default='`"auto"`: every divisor of the ranks',
+        command=CommandOption(str, parse_degrees, choices=("auto",)),
+    )
+    recompute: str = declare(
+        "auto",
+        'what backward makes again: `"auto"` (or `"pyramid"`), `"none"` or `"all"`',
+        default='`"auto"`: as little as fits',
+        check=check_recompute,
+        command=CommandOption(str, choices=RECOMPUTE),
+    )
+    backend: str = declare(
+        "inductor",
+        f"what runs the graphs: {quoted(BACKENDS)}",
+        check=check_backend,
+        command=CommandOption(str, choices=BACKENDS),
+    )
+    optimizer: OptimizerLike | None = declare(
+        None,
+        "what will train the model, whose state takes memory: a class of torch.optim, a "
+        "`functools.partial` of one, an optimizer, or a class of your own",
+        default="two tensors a trainable parameter (Adam)",
+    )
+    optimizer_bytes: int | None = declare(
+        None,
+        "what the optimizer keeps on a rank, where that is known better",
+        check=check_optimizer_bytes,
+        default="what follows from `optimizer`",
+        command=CommandOption(str | None, optimizer_bytes_of, metavar="BYTES"),
+    )
+    parameters: str = declare(
+        "whole",
+        'who holds them: `"whole"` (every rank all), `"step"` (a rank updates its rows and keeps '
+        "the optimizer's state of those), `\"pull\"` (so, and all ranks of one host's CPU map the "
+        'same memory), `"rounds"` (a rank has its rows alone, and graphs gather what they need), '
+        'or `"auto"` (the first of these that fits)',
+        check=check_parameters,
+        command=CommandOption(str, choices=PARAMETERS),
+    )
+    block: int | str | None = declare(
+        None,
+        'with `parameters="rounds"`: the ranks that share them out, a divisor of all; blocks run '
+        'free of each other and sum gradients once a step; `"auto"`: the divisor of least '
+        "predicted time that fits",
+        default='all ranks; with `parameters="auto"` that is `"auto"`',
+        check=check_block,
+        command=CommandOption(str | None, parse_block, metavar="RANKS"),
+    )
+    attention: str = declare(
+        "auto",
+        f'how attention is split: `"auto"`, or {quoted(LOWERINGS)} wherever an attention can '
+        "have it",
+        default='`"auto"`: as costs least',
+        check=check_lowering,
+        command=CommandOption(str, choices=("auto", *LOWERINGS)),
+    )
+    autocast: torch.dtype | None = declare(
+        None,
+        "mixed precision, `torch.bfloat16` or `torch.float16`; parameters and gradients stay as "
+        "they are",
+        default="that around the call",
+        check=checked_dtype,
+        command=CommandOption(
+            str, autocast_of, "none", metavar="|".join(AUTOCAST), choices=tuple(AUTOCAST)
+        ),
+    )
+    calibration: str | Path | Calibration | None = declare(
+        None,
+        "what `dcpc calibrate` measured of this model on this device and these ranks, or its "
+        "file: seconds are predicted by it",
+        command=CommandOption(Path | None, metavar="FILE"),
+    )
+    derive_rules: bool = declare(
+        True,
+        "find a rule for an op without a sharding rule by runs on small random pieces, and warn "
+        "of it; else each rank does all of the op",
+        check=check_derive,
+        command=CommandOption(bool),
+    )
+    loss: Loss | None = declare(
+        None,
+        "the loss of a model that returns something else: `loss(outputs, **inputs)`, a function or "
+        "a module without parameters; it and the model get those inputs of the buckets that they "
+        "take",
+        default="what forward returns",
+        check=check_loss,
+    )
+
+    def __post_init__(self) -> None:
+        """Checks every value."""
+        for option in fields(self):
+            check = facts(option).check
+            if check is not None:
+                check(getattr(self, option.name))
+        if self.optimizer is not None and self.optimizer_bytes is not None:
+            raise PlanError(
+                "got optimizer= and optimizer_bytes=; expected one of them: what the optimizer's "
+                "state takes follows from the first, and the second says it; leave one out"
+            )
+
+        if self.block is not None and self.parameters not in ("rounds", "auto"):
+            raise PlanError(
+                f"got block={self.block!r} with parameters={self.parameters!r}; expected "
+                "parameters='rounds': of the other ways to hold them none gathers within a block; "
+                "leave it out, or take 'rounds'"
+            )
+
+    @property
+    def recompute_mode(self) -> str:
+        """Returns "auto", "none" or "all"."""
+        return "auto" if self.recompute == "pyramid" else self.recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(ModelOptions):
+    """What `plan` is told, and every command that plans."""
+
+    world: int = declare(
+        1,
+        "number of ranks to plan for",
+        check=check_count("world", 1),
+        command=CommandOption(int, least=1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions(ModelOptions):
+    """What `compile` is told."""
+
+    group: dist.ProcessGroup | None = declare(
+        None, "a process group", default="all ranks, or one alone", check=check_group
+    )
+    verify: str = declare(
+        "auto",
+        "what is compared with your model, loss and every gradient, at small sizes: "
+        '`"auto"` (traces and variants, within a tenth of what compiling takes or 2 s), `"full"` '
+        '(every row of every bucket) or `"off"`',
+        check=check_verify,
+    )
+    timeout: float = declare(
+        60.0,
+        "seconds without a sign of life after which a rank is lost, and an error on all others; "
+        "what has ended or failed is told at once, and one that lives (compiles) is waited for",
+        check=check_timeout,
+    )
+
+    speeds: str | Sequence[float] = declare(
+        "equal",
+        'how fast ranks are beside each other: `"equal"`, one number for each, as `[1.0, 0.5]`, or '
+        '`"auto"`: measured while they train, and plans follow (seeds of dropout follow plans)',
+        check=check_speeds,
+    )
+
+    unpad: bool | str = declare(
+        False,
+        "run calls at sp 1 for the rows alone that an attention mask says are valid: "
+        '`"auto"` (where that pays, and all that is returned is as it was), `True` (wherever the '
+        "loss and every gradient are as they were; other outputs are 0 at padded rows) or `False`",
+        check=check_unpad,
+    )
+
+    pipeline: int | str | None = declare(
+        None,
+        "stages of a pipeline: each rank runs one and has its parameters alone; the ranks are that "
+        'many for each pipeline, and pipelines share the samples; or `"auto"`: no pipeline or as '
+        "many stages as end a step first, as predicted",
+        default="every rank runs the whole model",
+        check=check_pipeline,
+    )
+
+    def planned_for(self, world: int) -> PlanOptions:
+        """Returns these options without those of `compile` alone.
+
+        Args:
+            world: number of ranks.
+        """
+        shared = {option.name: getattr(self, option.name) for option in fields(ModelOptions)}
+        return PlanOptions(**shared, world=world)

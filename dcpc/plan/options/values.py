@@ -1,0 +1,303 @@
+"""The values that an option may have: what checks them, and what reads them as text."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dcpc.buckets import Buckets
+from dcpc.errors import BucketError, GroupError, PlanError, ProfileError, TraceError
+from dcpc.symbolic_profile import DEVICES, Device, bytes_of, find
+from dcpc.trace.wrappers import refuse_wrapped
+
+# "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
+RECOMPUTE = ("auto", "pyramid", "none", "all")
+VERIFY = ("auto", "full", "off")
+PARAMETERS = ("whole", "step", "pull", "rounds", "auto")
+LARGEST = (1 << 63) - 1  # integers from here on fit in no tensor
+AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_choice(what: str, got: str, known: Iterable[str]) -> None:
+    """Refuses a value that an option does not have.
+
+    Args:
+        what: how the message begins, such as "got --autocast".
+        got: the value.
+        known: those it may have.
+
+    Raises:
+        PlanError: it is none of them.
+    """
+    if got not in known:
+        raise PlanError(f"{what} {got}; expected one of {', '.join(known)}; choose one")
+
+
+def memory_of(memory: int | float | str | None) -> int | float | None:
+    """Returns the number that a memory stands for: bytes, or up to 1.0 a share; None as it is.
+
+    Args:
+        memory: a number, or a text such as "80GB", "512MiB" or "1.5e9".
+
+    Raises:
+        PlanError: it is not a positive number.
+    """
+    if memory is None:
+        return None
+    found = bytes_of(memory) if isinstance(memory, str) else memory
+    number = isinstance(found, int | float) and not isinstance(found, bool)
+    if found is None or not number or not 0 < found < math.inf:
+        raise PlanError(
+            f"got memory={memory!r}; expected a positive number of bytes a rank may use, such as "
+            "80e9, 80GB (1e9 bytes each) or 512MiB (2**20 each); correct it, or leave it out for "
+            "all that the device has"
+        )
+    return found
+
+
+def optimizer_bytes_of(text: str | None) -> int | None:
+    """Returns the bytes that the command line's text stands for."""
+    if text is None:
+        return None
+    found = bytes_of(text)
+    if found is None or found == math.inf:
+        raise PlanError(
+            f"got --optimizer-bytes {text}; expected a number of bytes from 0, such as 2e9, 2GB or "
+            "512MiB; correct it"
+        )
+    return int(found)
+
+
+def degrees(sp: int | str | Sequence[int], world: int) -> tuple[int, ...]:
+    """Returns the degrees to try, ascending; a bucket's own plan takes a divisor of `world`.
+
+    Raises:
+        PlanError: a forced value is not possible.
+    """
+    divisors = tuple(d for d in range(1, world + 1) if world % d == 0)
+    if sp == "auto":
+        return divisors
+    if isinstance(sp, Sequence) and not isinstance(sp, str):
+        whole = all(isinstance(d, int) and not isinstance(d, bool) for d in sp)
+        if whole and all(1 <= d <= world for d in sp) and set(sp) & set(divisors):
+            return tuple(sorted(set(sp)))
+    elif not isinstance(sp, bool) and isinstance(sp, int) and sp in divisors:
+        return (sp,)
+    raise PlanError(
+        f"got sp={sp!r} with {world} ranks; expected 'auto' or a divisor of the world size "
+        f"({', '.join(map(str, divisors))}), or degrees up to it with one of these in it; "
+        "choose one, or run on a multiple of it"
+    )
+
+
+def check_timeout(timeout: object) -> None:
+    """Refuses what is no positive number of seconds."""
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout < math.inf:  # type: ignore[operator]
+        raise PlanError(
+            f"got timeout={timeout!r}; expected a positive number of seconds, after which a rank "
+            "without a sign of life is lost; correct it, or leave it out for 60"
+        )
+
+
+def check_recompute(mode: str) -> None:
+    """Refuses a mode that is none of `RECOMPUTE`."""
+    if mode not in RECOMPUTE:
+        raise PlanError(
+            f"got recompute={mode!r}; expected 'auto', 'none' or 'all' ('pyramid' is 'auto'); "
+            "choose one"
+        )
+
+
+def check_verify(mode: str) -> None:
+    """Refuses a mode that is none of `VERIFY`."""
+    if mode not in VERIFY:
+        raise PlanError(f"got verify={mode!r}; expected one of {', '.join(VERIFY)}; choose one")
+
+
+def check_unpad(given: object) -> None:
+    """Refuses what is neither a bool nor "auto"."""
+    if not isinstance(given, bool) and given != "auto":
+        raise PlanError(
+            f"got unpad={reprlib.repr(given)}; expected 'auto', True or False; pass one"
+        )
+
+
+def check_parameters(mode: str) -> None:
+    """Refuses a mode that is none of `PARAMETERS`."""
+    if mode not in PARAMETERS:
+        raise PlanError(
+            f"got parameters={mode!r}; expected one of {', '.join(PARAMETERS)}; choose one"
+        )
+
+
+def check_block(block: object) -> None:
+    """Refuses what is neither a number of ranks from 2 on, nor "auto" or None."""
+    whole = isinstance(block, int) and not isinstance(block, bool) and block >= 2
+    if block not in (None, "auto") and not whole:
+        raise PlanError(
+            f"got block={block!r}; expected a number of ranks from 2 on that divides all of them, "
+            "'auto', or None for all; correct it, or take parameters='whole' for blocks of one"
+        )
+
+
+def block_of(block: int | None, sps: Sequence[int], world: int) -> tuple[int, tuple[int, ...]]:
+    """Returns the ranks that share parameters out in rounds, and the degrees that fit them.
+
+    A group of ranks that take a sequence together is within a block, or is of whole blocks.
+
+    Args:
+        block: as for `compile`, None: all ranks.
+        sps: degrees to try.
+        world: number of ranks.
+
+    Raises:
+        PlanError: the block does not divide the ranks, or no degree fits it.
+    """
+    if block is None or block == world:
+        return world, tuple(sps)
+    if world % block:
+        raise PlanError(
+            f"got block={block} with {world} ranks; expected a divisor of them from 2 on "
+            f"({', '.join(str(d) for d in range(2, world + 1) if world % d == 0) or 'none'}); "
+            "choose one, or leave it out for all ranks"
+        )
+    fitting = [sp for sp in sps if world % sp == 0 and (block % sp == 0 or sp % block == 0)]
+    if not fitting:
+        raise PlanError(
+            f"got sp={', '.join(map(str, sps))} with block={block}; expected a degree that divides "
+            "the block or is a multiple of it, and divides the ranks: ranks of a block gather "
+            "parameters together; choose another of them"
+        )
+    return block, tuple(fitting)
+
+
+def parse_block(text: str | None) -> int | str | None:
+    """Returns the block that the command line's text stands for."""
+    return int(text) if text is not None and text.isdecimal() else text
+
+
+def check_speeds(speeds: object) -> None:
+    """Refuses what is neither a word nor positive numbers.
+
+    Raises:
+        PlanError: it is.
+    """
+    if isinstance(speeds, str) and speeds in ("auto", "equal"):
+        return
+    numbers = isinstance(speeds, list | tuple) and all(
+        isinstance(s, int | float) and not isinstance(s, bool) and 0 < s < math.inf for s in speeds
+    )
+    if not numbers or not speeds:
+        raise PlanError(
+            f"got speeds={speeds!r}; expected 'auto', 'equal' or a positive number for each rank, "
+            "such as [1.0, 0.5]; choose one"
+        )
+
+
+def check_pipeline(pipeline: object) -> None:
+    """Refuses what is no number of stages.
+
+    Raises:
+        PlanError: it is none.
+    """
+    whole = isinstance(pipeline, int) and not isinstance(pipeline, bool)
+    if pipeline in (None, "auto"):
+        return
+    if not whole or not 2 <= int(pipeline) <= LARGEST:  # type: ignore[call-overload]
+        raise PlanError(
+            f"got pipeline={pipeline!r}; expected a number of stages from 2 on, or 'auto'; pass "
+            "one, or leave it out for ranks that run the whole model"
+        )
+
+
+def check_given(model: object, buckets: object) -> None:
+    """Refuses what is no module, or no buckets.
+
+    Raises:
+        TraceError: `model` is no `nn.Module`, or a wrapper of one.
+        BucketError: `buckets` are no `Buckets`.
+    """
+    if not isinstance(model, nn.Module):
+        made = isinstance(model, type) and issubclass(model, nn.Module)
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TraceError(
+            f"model: got {got}; expected a torch.nn.Module; "
+            + ("call the class to make one" if made else "put the function into a module's forward")
+        )
+    refuse_wrapped(model)
+    if not isinstance(buckets, Buckets):
+        raise BucketError(
+            f"buckets: got {type(buckets).__name__}; expected dcpc.Buckets; pass "
+            "dcpc.Buckets(inputs=..., sizes=...), or dcpc.Buckets.from_yaml(file)"
+        )
+
+
+def check_device(device: str | Device) -> None:
+    """Refuses what is neither the name of a known device nor a `Device`."""
+    if not isinstance(device, str | Device):
+        known = ", ".join(d.name for d in DEVICES)
+        raise ProfileError(
+            f"device: got {reprlib.repr(device)}; expected 'auto', one of {known}, or a Device; "
+            "pass one"
+        )
+    if isinstance(device, str) and device != "auto":
+        find(device)
+
+
+def check_count(what: str, least: int) -> Callable[[object], None]:
+    """Returns what refuses all but integers from `least` on, and None where that is a default."""
+
+    def check(given: object) -> None:
+        whole = isinstance(given, int) and not isinstance(given, bool)
+        if not whole or not least <= int(given) <= LARGEST:  # type: ignore[call-overload]
+            raise PlanError(
+                f"got {what}={reprlib.repr(given)}; expected an integer from {least} to "
+                f"{LARGEST}; correct it"
+            )
+
+    return check
+
+
+def check_optimizer_bytes(given: int | None) -> None:
+    """Refuses what is no number of bytes."""
+    if given is not None:
+        check_count("optimizer_bytes", 0)(given)
+
+
+def check_derive(given: object) -> None:
+    """Refuses what is no bool."""
+    if not isinstance(given, bool):
+        raise PlanError(f"got derive_rules={reprlib.repr(given)}; expected True or False; pass one")
+
+
+def check_group(group: object) -> None:
+    """Refuses what is no process group."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise GroupError(
+            f"got group={reprlib.repr(group)}; expected a torch.distributed.ProcessGroup that this "
+            "rank is in; make one by torch.distributed.new_group, or leave it out for all ranks"
+        )
+
+
+def parse_degrees(text: str) -> int | str | list[int]:
+    """Returns the degree, or the degrees, that a text such as `4` or `1,2,4` stands for."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        return text
+    return int(text) if len(parts) == 1 else [int(part) for part in parts]
+
+
+def autocast_of(name: str) -> torch.dtype | None:
+    """Returns the dtype of one of `AUTOCAST`.
+
+    Raises:
+        PlanError: there is no such name.
+    """
+    check_choice("got --autocast", name, AUTOCAST)
+    return AUTOCAST[name]
