@@ -127,8 +127,8 @@ class ProgramStage:
                 f"{', '.join(missing)} too; pass the model's inputs to each stage that reads them"
             )
         given = {p: inputs[n].contiguous() for p, n in program.inputs.items() if p not in taken}
-        sizes = self._sizes(inputs, received)
-        variant, integers = self._variant(sizes)
+        sizes = self.sizes(inputs, received)
+        variant, integers = self.variant(sizes)
         named = {**self.runnable.traced.tensors(), **given, **taken}
         with casting(_device_of(named), None):
             found = variant.outputs([named[p] for p in variant.placeholders], integers, seed)
@@ -143,17 +143,14 @@ class ProgramStage:
     def backward(self, saved: _Kept, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Adds to `.grad` of the stage's parameters; returns the gradients of what it received.
 
-        Each received value that learns has one, zeros where the loss does not depend on it. Of a
-        group of ranks each has a part of every gradient, of parameters and of what it received:
-        they add up to it. So each takes from the next stage the part of its own lane.
+        Each received value that learns has one, zeros where the loss does not depend on it. Where
+        several ranks run the stage each adds its share of the parameters' gradients, and returns
+        whole gradients, as it takes them.
 
         Args:
             saved: from `forward`, used once.
-            grads: of each value that the stage sent; None counts as zeros. Of the last stage the
-                whole gradient of the loss, the same on all its ranks.
+            grads: of each value that the stage sent; None counts as zeros.
         """
-        # A variant takes whole gradients, the same on all ranks, and a share of them.
-        parts = 1 if self.index == self.count - 1 else self.sp
         begins: list[GradientEdge] = []
         gradients: list[Tensor] = []
         shapes = self.sent(saved.sizes)
@@ -162,7 +159,7 @@ class ProgramStage:
                 begins.append(edge)
                 if gradient is None:
                     gradient = torch.zeros(shape, dtype=dtype, device=saved.device)
-                gradients.append(gradient if parts == 1 else gradient * parts)
+                gradients.append(gradient)
         if begins:
             torch.autograd.backward(begins, gradients)
         return tuple(
@@ -197,31 +194,12 @@ class ProgramStage:
         whole = {id(held[n]): held[n].nbytes for n in (*program.parameters, *program.buffers)}
         return sum(size * (state if key in learning else 1) for key, size in whole.items())
 
-    @property
-    def sends_learning(self) -> tuple[bool, ...]:
-        """Returns of each value that the stage sends whether it has a gradient."""
-        return tuple(info.requires_grad for info in self._infos(self.part.sent))
-
-    @property
-    def _learns(self) -> tuple[bool, ...]:
-        return tuple(info.requires_grad for info in self._infos(self.part.received))
-
-    def _infos(self, names: Sequence[str]) -> tuple[TensorInfo, ...]:
-        return tuple(self.part.flowing[n] for n in names)
-
-    def _shaped(self, infos: Sequence[TensorInfo], sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
-        dims = self.part.program.dims(sizes)
-        return tuple((tuple(int(s.subs(dims)) for s in i.shape), i.dtype) for i in infos)
-
-    @staticmethod
-    def _leaf(value: Tensor, learns: bool) -> Tensor:
-        return value.detach().contiguous().requires_grad_(learns and torch.is_grad_enabled())
-
-    def _variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
+    def variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
+        """Returns what its lane runs at these sizes, compiled on first use, and its integers."""
         placement = self.runnable.priced.placement(sizes, self.sp)
         return self.runnable.variant(placement, self.menu_step, sizes, self.lane)
 
-    def _sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
+    def sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
         """Returns the length of every dim, as the shapes of inputs and received values say.
 
         Raises:
@@ -246,6 +224,26 @@ class ProgramStage:
                 f"that say {', '.join(missing)}; pass all of the model's inputs to each stage"
             )
         return {n: found[symbol] for n, symbol in symbols.items()}
+
+    @property
+    def sends_learning(self) -> tuple[bool, ...]:
+        """Returns of each value that the stage sends whether it has a gradient."""
+        return tuple(info.requires_grad for info in self._infos(self.part.sent))
+
+    @property
+    def _learns(self) -> tuple[bool, ...]:
+        return tuple(info.requires_grad for info in self._infos(self.part.received))
+
+    def _infos(self, names: Sequence[str]) -> tuple[TensorInfo, ...]:
+        return tuple(self.part.flowing[n] for n in names)
+
+    def _shaped(self, infos: Sequence[TensorInfo], sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
+        dims = self.part.program.dims(sizes)
+        return tuple((tuple(int(s.subs(dims)) for s in i.shape), i.dtype) for i in infos)
+
+    @staticmethod
+    def _leaf(value: Tensor, learns: bool) -> Tensor:
+        return value.detach().contiguous().requires_grad_(learns and torch.is_grad_enabled())
 
 
 def _solved(expr: sympy.Expr, symbol: sympy.Symbol, size: int) -> int | None:

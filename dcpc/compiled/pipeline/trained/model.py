@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dcpc.buckets import Bucket
 from dcpc.compiled.model import CompiledModel
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.compiled.pipeline.trained.ownership import StageStore
 from dcpc.compiled.pipeline.trained.report import stages_report
-from dcpc.errors import CheckpointError, DataError, DcpcError, DispatchError, GroupError
+from dcpc.errors import DataError, DcpcError, DispatchError, GroupError
 from dcpc.ir import Profile
 from dcpc.plan.choose import TriedRow
+from dcpc.runtime.checkpoint.checkpoints import Parts, Stateful
 from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.same_state import share_of
@@ -31,7 +32,7 @@ from dcpc.symbolic_profile import Prediction
 
 
 class PipelinedModel(CompiledModel):
-    """A model in stages: pipelines x stages ranks, each with the parameters of its stage.
+    """A model in stages: pipelines x stages x sp ranks, each with the parameters of its stage.
 
     `parameters()` are those of this rank's stage; what an optimizer has of others it leaves alone,
     as their gradient is None. A parameter that several stages read (tied embeddings) is on each of
@@ -45,15 +46,16 @@ class PipelinedModel(CompiledModel):
             cut: the model's stages, and what plans batches for them.
         """
         self._cut = cut
-        own = cut.plan.stages[self.groups.rank % len(cut.plan.stages)]
-        self._stages = StageStore(self.model, cut.plan.stages, self.groups)
+        own = cut.plan.stages[cut.layout.stage(self.groups.rank)]
+        self._stages = StageStore(self.model, cut.plan.stages, self.groups, cut.layout)
         self._store = self._stages
         self._editions.first.followed.materialized(self.model)
         # What a loader reads of a row, it has; what follows running out of memory does not come.
         self.tables = cast(dict[Bucket, tuple[TriedRow, ...]], cut.planner.tables)
-        grid = PipelineGrid.make(self.groups, len(cut.plan.stages), own.learning)
+        grid = PipelineGrid.make(self.groups, cut.layout, own.learning)
         self.groups.watch.follow(grid)
-        self._own = OwnStage(grid, cut.planner.cost.rows[own.index], {})
+        rows = [stage.in_lane(grid.lane) for stage in cut.planner.cost.rows[own.index]]
+        self._own = OwnStage(grid, rows, {})
         self._shared = 0  # place of the first tensor that the next step compares
 
     @property
@@ -140,13 +142,15 @@ class PipelinedModel(CompiledModel):
         told: list[str] = [share] * groups.world
         if groups.world > 1:
             dist.all_gather_object(told, share, group=groups.control(groups.world))
-        apart = [r for r in range(groups.world) if told[r] != told[r % grid.stages]]
+        stages = [grid.layout.stage(rank) for rank in range(groups.world)]
+        firsts = [grid.layout.rank(0, stage) for stage in stages]
+        apart = [r for r, first in enumerate(firsts) if told[r] != told[first]]
         if not apart:
             return None
-        first = apart[0]
+        rank, first = apart[0], firsts[apart[0]]
         return GroupError(
-            f"stage {first % grid.stages}: got other values of its parameters on rank {first} than "
-            f"on rank {first % grid.stages} ({told[first]}, {told[first % grid.stages]}); expected "
+            f"stage {stages[rank]}: got other values of its parameters on rank {rank} than "
+            f"on rank {first} ({told[rank]}, {told[first]}); expected "
             "the same in every pipeline; give each rank's optimizer the same arguments, and load "
             "the same state"
         )
@@ -161,6 +165,12 @@ class PipelinedModel(CompiledModel):
             Its norm before, over all stages.
         """
         return clip_stages(self._now(), max_norm)
+
+    def _parts(
+        self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None
+    ) -> Parts:
+        """Returns what a checkpoint has: the whole model, and each stage's optimizer state."""
+        return replace(super()._parts(optimizer, loader, scheduler), partial=True)
 
     # --------------------------------------------------------------------------- looking in
 
@@ -201,20 +211,6 @@ class PipelinedModel(CompiledModel):
     def predict(self, bucket: Bucket | Mapping[str, int], batch: int | None = None) -> Prediction:
         """Refuses it: what is planned of the whole model does not run."""
         self._refuse("predict")
-
-    def save(self, folder: str | Path, step: int, **options: Any) -> NoReturn:
-        """Refuses it: an optimizer's state is of one stage."""
-        raise CheckpointError(
-            "save: got a model that was compiled with pipeline=; expected one whose ranks hold all "
-            "of it; save compiled.state_dict() on rank 0, and each rank's optimizer by itself"
-        )
-
-    def load(self, folder: str | Path, **options: Any) -> NoReturn:
-        """Refuses it: an optimizer's state is of one stage."""
-        raise CheckpointError(
-            "load: got a model that was compiled with pipeline=; expected one whose ranks hold all "
-            "of it; load a state that compiled.state_dict() gave with compiled.load_state_dict()"
-        )
 
     def _refuse(self, what: str) -> NoReturn:
         raise DispatchError(
