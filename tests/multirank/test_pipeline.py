@@ -203,44 +203,25 @@ def test_checkpoints_go_on_in_any_number_of_stages_and_in_none(tmp_path):
         assert max(errors) < 1e-10
 
 
-def in_groups(rank: int) -> list[tuple[float, float, list[Any], str, list[int]]]:
-    """Returns what comes of stages of two ranks, of slow ranks, and of a slow rank at the end."""
+def in_groups(rank: int) -> tuple[Any, str, int]:
+    """Returns what comes of two stages of two ranks each, at lengths that 2 does not divide."""
     warnings.simplefilter("ignore")
-    found = []
-    for options in (
-        {"sp": 2, "verify": "auto"},
-        {"speeds": [0.2, 1.0, 0.2, 1.0]},
-        {"speeds": [1.0, 0.2, 1.0, 0.2]},
-    ):
-        model = gpt(layers=4)
-        buckets = dcpc.Buckets(TEXT, sizes=[{"seq": n, "batch": 2} for n in (17, 49)])
-        options = {"backend": "eager", "device": SPLITTING, "verify": "off", **options}
-        compiled = dcpc.compile(model, buckets, pipeline=2, **options)
-        loader = dcpc.DataLoader(DATA, compiled, tokens_per_step=150, pad=PAD, weight="labels")
-        alone = gpt(layers=4)
-        came = trained(compiled, loader, alone, DATA, _counted("gpt"))
-        state, plain = compiled.state_dict(), alone.state_dict()
-        own = max(far(state[n], plain[n]) for n in plain)
-        numbers = [sum(p.numel() for p in compiled.parameters()), compiled.stage]
-        found.append((came.worst, own, came.counts, compiled.report(), numbers))
-    return found
+    buckets = dcpc.Buckets(TEXT, sizes=[{"seq": n, "batch": 2} for n in (17, 49)])
+    compiled = dcpc.compile(gpt(), buckets, pipeline=2, sp=2, backend="eager", device=SPLITTING)
+    loader = dcpc.DataLoader(DATA, compiled, tokens_per_step=150, pad=PAD, weight="labels")
+    found = trained(compiled, loader, gpt(), DATA, _counted("gpt"))
+    return found, compiled.report(), compiled.stage
 
 
-def test_stages_of_several_ranks_and_of_slow_ones_have_the_plain_models_numbers():
+def test_stages_of_several_ranks_have_the_plain_models_numbers():
     ranks = run_ranks(in_groups, 4, timeout_s=240.0)
-    for found in ranks:
-        for worst, state, counts, _, _ in found:
-            assert worst < 1e-10
-            assert state < 1e-10
-            assert len({*counts}) > 1, "another number of micro-batches from step to step"
-        assert "1 pipelines of 2 stages of 2 ranks" in found[0][3]
-        assert "2 stages of 2 ranks, the least recompute: loss and every gradient" in found[0][3]
-        assert all(len({*step}) == 1 for step in found[0][2]), "all ranks run all micro-batches"
-    # Neighbours run a stage together; slow ranks have less wherever they are.
-    assert [found[0][4][1] for found in ranks] == [0, 0, 1, 1]
-    held = [[found[case][4][0] for found in ranks] for case in (1, 2)]
-    assert held[0][0] == held[0][2] < held[0][1] == held[0][3]
-    assert held[1][1] == held[1][3] < held[1][0] == held[1][2]
+    assert [stage for _, _, stage in ranks] == [0, 0, 1, 1], "neighbours run a stage together"
+    for found, report, _ in ranks:
+        assert found.worst < 1e-10
+        assert len({*found.counts}) > 1, "another number of micro-batches from step to step"
+        assert all(len({*step}) == 1 for step in found.counts), "all ranks run all micro-batches"
+        assert "1 pipelines of 2 stages of 2 ranks" in report
+        assert "2 stages of 2 ranks, the least recompute: loss and every gradient" in report
 
 
 class Damaged(Texts):
@@ -252,11 +233,14 @@ class Damaged(Texts):
 
 
 def odd_steps(rank: int) -> tuple[list[tuple[int, ...]], list[float], str]:
-    """A step with a sample for one of two pipelines, then one with a sample that is wrong."""
+    """A step with a sample for one of two pipelines, then one with a sample that is wrong.
+
+    One rank of each pipeline is slow.
+    """
     warnings.simplefilter("ignore")
     data = Damaged([16, 12, 16, 16])
     compiled = dcpc.compile(gpt(layers=4), parts("gpt")[1], pipeline=2, backend="eager",
-                            verify="off")  # fmt: skip
+                            verify="off", speeds=[1.0, 0.2, 1.0, 0.2])  # fmt: skip
     loader = dcpc.DataLoader(
         data, compiled, samples_per_step=1, shuffle=False, pad=PAD, weight="labels", lookahead=0
     )
