@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dcpc
-from dcpc.errors import DataError, DcpcError, DispatchError, PlanError
+from dcpc.errors import DataError, DcpcError, DispatchError, GroupError, PlanError
 from dcpc.runtime.data.steps import Step
 from tests.cases import language_models
 from tests.cases.asks import PAD, TEXT, Texts, far, gpt, plain_step, ran, trained
@@ -107,7 +107,7 @@ def refusals(rank: int) -> dict[str, str]:
     said = {}
     asked = {
         "call": lambda: compiled(**{n: x[None] for n, x in batch.items()}),
-        "evaluate": lambda: compiled.evaluate(batch),
+        "evaluate": lambda: compiled.evaluate(batch, between="compile"),
         "reduce_gradients": compiled.reduce_gradients,
         "source": lambda: compiled.source({"seq": 16}),
         "plan": lambda: loader.save_plan(step, "file"),
@@ -203,20 +203,36 @@ def test_checkpoints_go_on_in_any_number_of_stages_and_in_none(tmp_path):
         assert max(errors) < 1e-10
 
 
-def in_groups(rank: int) -> tuple[Any, str, int]:
+def in_groups(rank: int) -> tuple[Any, str, int, list[float], str]:
     """Returns what comes of two stages of two ranks each, at lengths that 2 does not divide."""
     warnings.simplefilter("ignore")
     buckets = dcpc.Buckets(TEXT, sizes=[{"seq": n, "batch": 2} for n in (17, 49)])
     compiled = dcpc.compile(gpt(), buckets, pipeline=2, sp=2, backend="eager", device=SPLITTING)
     loader = dcpc.DataLoader(DATA, compiled, tokens_per_step=150, pad=PAD, weight="labels")
-    found = trained(compiled, loader, gpt(), DATA, _counted("gpt"))
-    return found, compiled.report(), compiled.stage
+    alone = gpt()
+    found = trained(compiled, loader, alone, DATA, _counted("gpt"))
+    batch = {n: torch.stack([DATA[i][n][:17] for i in (0, 4)]) for n in TEXT}
+    plain = alone(**batch).detach()
+    with torch.no_grad():
+        losses = [compiled.evaluate(batch), compiled(**batch)]
+    assert compiled.model.training
+    assert not any(x.requires_grad for x in losses)
+    with pytest.raises(GroupError) as error:
+        compiled.evaluate({n: x.flip(0) if rank == 1 else x for n, x in batch.items()})
+    step = next(iter(loader))  # nothing of it is left over
+    loss = compiled.train_step(step).loss
+    ids = [i for mb in step.plan.micro_batches for i in mb.sample_ids]
+    errors = [far(x, plain) for x in losses]
+    errors.append(far(loss, plain_step(alone, DATA, ids, _counted("gpt"))))
+    return found, compiled.report(), compiled.stage, errors, str(error.value)
 
 
 def test_stages_of_several_ranks_have_the_plain_models_numbers():
     ranks = run_ranks(in_groups, 4, timeout_s=240.0)
-    assert [stage for _, _, stage in ranks] == [0, 0, 1, 1], "neighbours run a stage together"
-    for found, report, _ in ranks:
+    assert [each[2] for each in ranks] == [0, 0, 1, 1], "neighbours run a stage together"
+    for found, report, _, errors, said in ranks:
+        assert max(errors) < 1e-10
+        assert "checksum of input" in said
         assert found.worst < 1e-10
         assert len({*found.counts}) > 1, "another number of micro-batches from step to step"
         assert all(len({*step}) == 1 for step in found.counts), "all ranks run all micro-batches"
