@@ -217,7 +217,8 @@ class PipelinedModel(CompiledModel):
     def _loss(self, what: str, named: Callable[[], dict[str, Tensor]]) -> Tensor:
         """Returns the loss of a batch that all ranks of this pipeline have, once they agree."""
         groups, layout = self.groups, self._cut.layout
-        inputs, sizes, text, problem = dict[str, Tensor](), dict[str, int](), "", None
+        inputs, sizes, text = dict[str, Tensor](), dict[str, int](), ""
+        problem: DcpcError | None = None
         self._calls += 1
         with groups.watch.section(what), self._dispatch.own_casts():
             try:
