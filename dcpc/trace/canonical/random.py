@@ -5,6 +5,7 @@ rand, rand_like                ->  uniform
 bernoulli of p, of a tensor    ->  uniform >= 1 - p, uniform < tensor
 randn, randn_like              ->  normal
 attention with dropout         ->  matmul, softmax (safe where masked), dropout, matmul
+rrelu that is not trained      ->  leaky_relu: it draws nothing
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def replace_random(graph: fx.Graph) -> None:
         if node.op != "call_function" or not _is_random(node):
             continue
         rule = _RULES.get(node.target)
+        if node.target is aten.rrelu.default and not _trains(node):
+            rule = _mean_slope
         if rule is None:
             raise TraceError(
                 f"forward draws random numbers by {node.target} (node {node.name}); expected "
@@ -94,6 +97,18 @@ def _dropout(node: fx.Node, edit: Editor, index: int) -> None:
     assert isinstance(x, fx.Node)
     assert isinstance(p, int | float)
     _replace(node, _kept(edit, x, float(p), index)[0] if train and p > 0 else x)
+
+
+def _trains(node: fx.Node) -> bool:
+    """Returns whether an `rrelu` draws its slopes."""
+    return bool(node.args[3] if len(node.args) > 3 else node.kwargs.get("training", False))
+
+
+def _mean_slope(node: fx.Node, edit: Editor, index: int) -> None:
+    lower, upper = (*node.args[1:3], *(1 / 8, 1 / 3)[len(node.args[1:3]) :])
+    assert isinstance(lower, int | float)
+    assert isinstance(upper, int | float)
+    _replace(node, edit.call(aten.leaky_relu.default, node.args[0], (lower + upper) / 2))
 
 
 def _like(op: Any) -> Callable[[fx.Node, Editor, int], None]:

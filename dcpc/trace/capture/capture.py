@@ -220,7 +220,7 @@ def _export(
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(explained(error, model)) from error
+        raise TraceError(explained(error, model, buckets, hints)) from error
     if changes := wrapped.noted.changes:
         warnings.warn(
             f"forward changes its own module ({'; '.join(changes[:4])}): a compiled model does "

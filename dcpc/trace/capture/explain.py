@@ -1,18 +1,28 @@
 """Why torch cannot capture a module: what it said, at which line, and what to write instead."""
 
+import math
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from torch import Tensor, nn
 
+from dcpc.buckets import BATCH, Buckets
 
-def explained(error: Exception, model: nn.Module) -> str:
+OURS = Path(__file__).parents[2]
+
+
+def explained(
+    error: Exception, model: nn.Module, buckets: Buckets, hints: Mapping[str, int]
+) -> str:
     """Returns what torch said, the user's own source line, and what to do.
 
     Args:
         error: of torch, while it captured the model.
         model: the user's.
+        buckets: that it is captured for.
+        hints: length of each dim in the capture.
     """
     text = str(error)
     reason = next(
@@ -44,6 +54,8 @@ def explained(error: Exception, model: nn.Module) -> str:
         hint = (
             "make forward exportable: `torch.export.export(model, ..., strict=False)` must succeed"
         )
+    if _of_shapes(error):
+        hint = _multiples(buckets, hints) + hint
     if "resulted in a specialized value" in text:
         hint = (
             "if forward takes a Python int() or range() of a length, write n // 3 or "
@@ -52,6 +64,29 @@ def explained(error: Exception, model: nn.Module) -> str:
     return (
         f"the model cannot be captured: got {kind}: {reason}{where}; expected a forward that is "
         f"one graph at all sizes; {hint}"
+    )
+
+
+def _of_shapes(error: Exception) -> bool:
+    """Returns whether torch says that a tensor cannot have a shape: its own forms of a view do."""
+    text = str(error)
+    view = isinstance(error, IndexError) and "tuple index out of range" in text
+    return view or any(said in text for said in ("is invalid for input of size", "% ", "unflatten"))
+
+
+def _multiples(buckets: Buckets, hints: Mapping[str, int]) -> str:
+    """Returns how to declare dims whose lengths are all multiples of a number, as text."""
+    found = []
+    for dim, hint in hints.items():
+        common = math.gcd(*(b.sizes[dim] for b in buckets if dim in b.sizes))
+        if dim != BATCH and common > 1 and hint % common:
+            found.append(f"{dim} (multiples of {common}, captured at {hint})")
+    if not found:
+        return ""
+    return (
+        f"one graph is to serve any length of {', '.join(found)}: if forward divides it by a "
+        'number, say so in the specs, such as "float32[batch, seq*2, 8]" with half of each size, '
+        "then every length is a multiple; else "
     )
 
 
@@ -96,5 +131,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _is_user_code(filename: str) -> bool:
     parts = filename.replace("\\", "/")
-    others = ("/torch/", "/sympy/", "/dcpc/trace/")
-    return not parts.startswith("<") and not any(other in parts for other in others)
+    if parts.startswith("<") or OURS in Path(filename).parents:
+        return False
+    return not any(other in parts for other in ("/torch/", "/sympy/"))

@@ -48,6 +48,29 @@ class Noisy(nn.Module):
         return (noise * self.scale).mean()
 
 
+class Sloped(nn.Module):
+    def __init__(self, **options: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8).double()
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rrelu(self.inner(x), training=self.training, **self.options).square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"lower": 0.2}, {"lower": 0.1, "upper": 0.7}])
+def test_slopes_are_drawn_in_training_alone(options: dict[str, float]) -> None:
+    model = Sloped(**options)
+    with pytest.raises(dcpc.TraceError, match="rrelu"):
+        dcpc.compile(model, BUCKETS, backend="eager")
+    model.eval()
+    x = torch.linspace(-1, 1, 2 * 12 * 8, dtype=torch.float64).view(2, 12, 8)
+    found = gradient(dcpc.compile(model, BUCKETS, backend="eager"))
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    assert found[0] == model(x).item()
+    torch.testing.assert_close(found[1], list(expected), rtol=0, atol=1e-15)
+
+
 def compiled_with(model: nn.Module, recompute: str, **options: object) -> dcpc.CompiledModel:
     torch.manual_seed(0)
     return dcpc.compile(model.double(), BUCKETS, backend="eager", recompute=recompute, **options)

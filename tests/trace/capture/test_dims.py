@@ -358,3 +358,14 @@ def test_few_sizes_that_are_padded_to_pairs_trace(sizes):
     for n in sizes:
         x = torch.arange(2.0 * n, dtype=torch.float64).view(2, n)
         assert compiled_error(compiled, model, {"x": x}) < 1e-12
+
+
+def test_lengths_that_forward_divides_are_told_how_to_be_declared():
+    def halves(w, x):
+        return (w * x).unflatten(1, (-1, 2)).mean(2).square().mean()
+
+    sizes = {"seq": 16}, {"seq": 32}
+    with pytest.raises(TraceError, match=r"seq \(multiples of 16, captured at 17\).*seq\*2"):
+        program(halves, {"x": "float32[batch, seq, 8]"}, *sizes)
+    p = program(halves, {"x": "float32[batch, seq*2, 8]"}, *sizes)
+    assert list(shapes(p).values()) == ["(batch, 2*seq, 8)"]
