@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ import dcpc
 from dcpc.commands.check import SPLITTING
 from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.groups.local_ranks import run_ranks
-from tests.cases import language_models
+from tests.cases import language_models, video_models
 from tests.cases.asks import far, trained
 from tests.cases.stages import CASES, PipelineCase
 
@@ -30,15 +30,17 @@ BATCH = 3  # most samples of a micro-batch
 
 @dataclass(frozen=True, slots=True)
 class ExactModel:
-    """What a model of `CASES` is trained on.
+    """A model, and what it is trained on.
 
     Attributes:
+        case: the model in float64, its inputs and random data.
         lengths: of the samples; the last is the longest, and every other one a bucket.
         weight: what its loss is a mean over.
         pad: what fills up samples; None: the model's numbers hang on padding, and each of the
             lengths is a bucket.
     """
 
+    case: PipelineCase
     lengths: tuple[Mapping[str, int], ...]
     weight: Weight = SAMPLES
     pad: Mapping[str, int | float] | None = None
@@ -59,13 +61,14 @@ PAD = {"input_ids": 0, "labels": -100}
 SHIFTED = dcpc.CountLabels("labels", shift=1)
 
 MODELS = {
-    "gpt_tied": ExactModel(TEXT, "labels", PAD),
-    "t5": ExactModel(PAIRS, "labels", {**PAD, "attention_mask": 0}),
-    "stdit": ExactModel(CLIPS),
-    "llama": ExactModel(TEXT, SHIFTED, PAD),
-    "gpt2": ExactModel(TEXT, SHIFTED, PAD),
+    "gpt_tied": ExactModel(CASES["gpt_tied"], TEXT, "labels", PAD),
+    "t5": ExactModel(CASES["t5"], PAIRS, "labels", {**PAD, "attention_mask": 0}),
+    "stdit": ExactModel(CASES["stdit"], CLIPS),
+    "stdit of 1 layer": ExactModel(replace(CASES["stdit"], make=video_models.model), CLIPS),
+    "llama": ExactModel(CASES["llama"], TEXT, SHIFTED, PAD),
+    "gpt2": ExactModel(CASES["gpt2"], TEXT, SHIFTED, PAD),
 }
-QUICK = ("gpt_tied", "t5", "stdit")
+QUICK = ("gpt_tied", "t5", "stdit of 1 layer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,9 @@ def run_exact(quick: bool) -> list[ExactRun]:
     found = []
     for ranks, stages in QUICK_WORLDS if quick else WORLDS:
         names = QUICK if quick else tuple(MODELS)
-        every = run_ranks(_on_rank, ranks, names, stages, 12 if quick else 40, timeout_s=TIMEOUT_S)
+        every = run_ranks(
+            _on_rank, ranks, names, stages, 12 if quick else 40, timeout_s=TIMEOUT_S, fork=True
+        )
         found += [max(same, key=lambda run: run.worst) for same in zip(*every, strict=True)]
     return found
 
@@ -130,8 +135,8 @@ def _on_rank(rank: int, names: tuple[str, ...], stages: int, samples: int) -> li
 
 
 def _run(name: str, stages: int, samples: int) -> ExactRun:
-    own, case = MODELS[name], CASES[name]
-    drawn = random.Random(name)
+    own = MODELS[name]
+    case, drawn = own.case, random.Random(name)
     data = Samples(case, tuple(drawn.choice(own.lengths) for _ in range(samples)))
     compiled = dcpc.compile(
         case.make(), dcpc.Buckets(case.inputs, own.buckets), pipeline=stages, backend="eager",
