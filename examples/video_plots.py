@@ -16,10 +16,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from examples.job import History
-from examples.video_codec import VideoCodec
+from examples.video_codec import DctCodec, VideoCodec
 from examples.video_data import Clip, pixels, read
 from examples.video_eval import denoised, generated
 from examples.video_samples import Samples, tokens
+from examples.video_vae import psnr
 from models.stdit import RectifiedFlow
 
 SHOWN_TAU = 0.7
@@ -112,9 +113,10 @@ def _strip(samples: Samples, index: int, model: RectifiedFlow, codec: VideoCodec
     def shown(latents: Tensor) -> np.ndarray:
         return _middle(codec.decode(samples.denormalised(latents)))
 
+    original = _original(clip)
     images = {
-        "frame held out": _middle(_original(clip)),
-        "decode(encode(clip))": shown(sample["latents"]),
+        "frame held out": _middle(original),
+        **_decoded(original, codec),
         f"its latents, {SHOWN_TAU:.0%} noise": shown(noisy),
         "model's prediction from that": shown(clean),
         f"made from noise, {SAMPLING_STEPS} steps": shown(made),
@@ -122,6 +124,17 @@ def _strip(samples: Samples, index: int, model: RectifiedFlow, codec: VideoCodec
     return Strip(
         f"{clip.frames} frame{'s' * (clip.frames > 1)}\n{clip.height} x {clip.width}", images
     )
+
+
+def _decoded(original: Tensor, codec: VideoCodec) -> dict[str, np.ndarray]:
+    """Returns the clip encoded and decoded, beside the fixed transform of as many channels."""
+    codecs = [codec] if isinstance(codec, DctCodec) else [codec, DctCodec(codec.channels)]
+    found = {}
+    for each in codecs:
+        decoded = each.decode(each.encode(original))
+        title = f"{type(each).__name__}: {psnr(original, decoded):.1f} dB"
+        found[title] = _middle(decoded)
+    return found
 
 
 def _original(clip: Clip) -> Tensor:

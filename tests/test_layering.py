@@ -116,7 +116,7 @@ TABLE = {
         "editions": "dispatch outputs",
         "evaluation": "editions",
         "model": ("agreed_state seeds dispatch editions evaluation materialize outputs tighter"),
-        "pipeline": "model",
+        "pipeline": "model editions evaluation",
         "__init__": "model",
     },
     "dcpc.dynamo": {

@@ -21,6 +21,7 @@ from dcpc.compiled.pipeline import (
     choose_stages,
     cut_model,
     refuse_beside_stages,
+    stage_degree,
     stages_problem,
 )
 from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError
@@ -36,7 +37,7 @@ from dcpc.plan.runnable import Runnable
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import share_state
-from dcpc.runtime.planner.speeds import LearnedSpeeds, checked_speeds
+from dcpc.runtime.planner.speeds import LearnedSpeeds, Speeds, checked_speeds
 from dcpc.trace.loss import Loss
 from dcpc.verify import Verifier
 
@@ -103,7 +104,7 @@ def _compiled(
         if options.pipeline is None:
             planned = plan_with(model, buckets, told)
         else:
-            planned, cut, why = _staged(model, buckets, options, told)
+            planned, cut, why = _staged(model, buckets, options, told, speeds)
     except DcpcError as error:  # on all ranks, as they wait for this one's plan
         agree(groups, groups.world, "plan", "", error)
         raise
@@ -148,7 +149,11 @@ def _compiled(
 
 
 def _staged(
-    model: nn.Module, buckets: Buckets, options: CompileOptions, told: PlanOptions
+    model: nn.Module,
+    buckets: Buckets,
+    options: CompileOptions,
+    told: PlanOptions,
+    speeds: Speeds,
 ) -> tuple[Planned, CutModel | None, str]:
     """Returns the plan that runs, the stages it is cut into, and why these; without: no pipeline.
 
@@ -157,10 +162,12 @@ def _staged(
         buckets: it is compiled for.
         options: with `pipeline`.
         told: of a plan without a pipeline.
+        speeds: of each rank; none: they are equally fast.
     """
     stages, world = options.pipeline, told.world
     assert stages is not None, "asked for"
     refuse_beside_stages(options, stages, world)
+    sp = stage_degree(options, stages)
     if on_meta(model):
         raise PlanError(
             f"pipeline={stages!r}: got a model on the meta device; expected one with memory; make "
@@ -168,13 +175,13 @@ def _staged(
         )
     single = plan_with(model, buckets, of_one_rank(told), partly=True)
     if isinstance(stages, int):
-        return single, cut_model(model, buckets, single, stages, world // stages), ""
+        return single, cut_model(model, buckets, single, stages, world, sp, speeds), ""
     whole: Planned | PlanError
     try:
         whole = plan_with(model, buckets, told)
     except PlanError as error:
         whole = error
-    chosen = choose_stages(model, buckets, whole, single, world)
+    chosen = choose_stages(model, buckets, whole, single, world, sp, speeds)
     if chosen.cut is not None:
         return single, chosen.cut, chosen.why
     assert isinstance(whole, Planned), "it was priced"

@@ -18,6 +18,7 @@ from dcpc.compiled.pipeline import (
     CutModel,
     cut_model,
     refuse_beside_stages,
+    stage_degree,
 )
 from dcpc.errors import PlanError, TraceError
 from dcpc.ir import Program
@@ -58,7 +59,8 @@ def cut_with(model: nn.Module, buckets: Buckets, options: PlanOptions, stages: i
     """
     refuse_beside_stages(options, stages, options.world)
     single = plan_with(model, buckets, of_one_rank(options), partly=True)
-    return cut_model(model, buckets, single, stages, options.world // stages)
+    sp = stage_degree(options, stages)
+    return cut_model(model, buckets, single, stages, options.world, sp)
 
 
 def of_one_rank(options: PlanOptions) -> PlanOptions:

@@ -160,6 +160,7 @@ class Editions:
         self._with_outputs: dict[tuple[ModuleModes, str], Edition] = {}
         self._by_length: dict[tuple[str, Bucket], Edition] = {}
         self._last = first
+        self._alike = {first.modes: True}
 
     def now(self) -> tuple[Edition, DcpcError | None]:
         """Returns what runs the model as it is, and why it cannot; None: it can.
@@ -177,6 +178,26 @@ class Editions:
         problem = self._last.followed.problem(self._model, again=True)
         return self._last, problem or self._postponed()
 
+    def alike(self) -> bool:
+        """Whether the model as it is has the graphs of the first edition; captured to be known.
+
+        Raises:
+            DcpcError: it cannot be captured, or something else of it changed.
+        """
+        modes = ModuleModes.of(self._model)
+        if modes not in self._alike:
+            with in_modes(self._model, self.first.modes):
+                problem = self.first.followed.problem(self._model)
+            if problem is not None:
+                raise problem
+            first = self.first.planned
+            self._alike[modes] = self._are_first(self._captured(self.first.buckets, first.loss))
+        return self._alike[modes]
+
+    def _are_first(self, programs: Sequence[Program]) -> bool:
+        pairs = zip(self.first.planned.traces, programs, strict=True)
+        return all(stands_for(v.traced.program, program) for v, program in pairs)
+
     def _postponed(self) -> DcpcError | None:
         if self.first.verifier.postponed_s is None:
             return None
@@ -193,8 +214,7 @@ class Editions:
         start_s = time.perf_counter()
         planned = first.planned
         programs = self._captured(first.buckets, planned.loss)
-        pairs = zip(planned.traces, programs, strict=True)
-        if all(stands_for(v.traced.program, program) for v, program in pairs):
+        if self._are_first(programs):
             made = replace(first, modes=modes, followed=Followed(model, first.buckets, planned))
         else:
             degrees = {bucket: plan.sp for bucket, plan in planned.plans.items()}

@@ -207,7 +207,7 @@ class Captured(nn.Module):
         return tuple(found)
 
 
-def lying(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
+def lying(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
     """Returns a tensor that lies in memory by some strides, if these fill it.
 
     What calls the captured graph may take a view of its result that others have not.
@@ -216,7 +216,7 @@ def lying(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
         tensor: that a graph returned.
         strides: wanted; None: as it lies.
     """
-    if strides is None or tensor.numel() == 0:
+    if strides is None or tensor.stride() == strides or tensor.numel() == 0:
         return tensor
     dims = [d for d, size in enumerate(tensor.shape) if size > 1]
     if all(tensor.stride(d) == strides[d] for d in dims):

@@ -141,20 +141,21 @@ class Comparisons:
                 self.lines.append(f"{name}: {found}")
             return
 
-    def composed(self, traced: Traced, make: Make, name: str) -> None:
+    def composed(self, traced: Traced, make: Make, name: str, alike: bool) -> None:
         """Compares what runs parts of a program in turn, in the model's own dtypes.
 
         Args:
             traced: the trace.
             make: runs all parts; their random numbers are known ones.
             name: for the report.
+            alike: see `draws.KnownDraws`.
         """
 
         def drawn(given: Given) -> LossAndGradients:
             with KnownParts(given.alike):
                 return make(given)
 
-        for reference in self.references.of(traced, alike=False):
+        for reference in self.references.of(traced, alike):
             own = self.references.rounded(reference)
             if not own.outcome.finite or not own.point.promised:
                 continue

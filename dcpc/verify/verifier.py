@@ -104,19 +104,22 @@ class Verifier:
             return error
         return None
 
-    def composed_problem(self, traced: Traced, make: Make, name: str) -> VerifyError | None:
+    def composed_problem(
+        self, traced: Traced, make: Make, name: str, *, alike: bool = False
+    ) -> VerifyError | None:
         """Returns how what runs the parts of a model in turn differs from it; None: it does not.
 
         Args:
             traced: the trace that was cut into parts.
             make: runs all parts, in the model's own dtypes.
             name: for the report.
+            alike: see `draws.KnownDraws`; where ranks have pieces of what is drawn.
         """
         if self.mode == "off":
             return None
         try:
             with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
-                self._compared.composed(traced, make, name)
+                self._compared.composed(traced, make, name, alike)
         except VerifyError as error:
             return error
         return None

@@ -14,7 +14,7 @@ from dcpc.compiled.pipeline.stages import (
 from dcpc.compiled.pipeline.trained.auto import choose_stages
 from dcpc.compiled.pipeline.trained.cutting import CutModel, cut_model
 from dcpc.compiled.pipeline.trained.model import PipelinedModel
-from dcpc.compiled.pipeline.trained.refusals import refuse_beside_stages
+from dcpc.compiled.pipeline.trained.refusals import refuse_beside_stages, stage_degree
 from dcpc.compiled.pipeline.trained.report import stages_report
 from dcpc.compiled.pipeline.trained.verified import stages_problem
 from dcpc.compiled.pipeline.work import pipeline_work
@@ -39,6 +39,7 @@ __all__ = [
     "run_in_turn",
     "shared_parameters",
     "stage_bytes",
+    "stage_degree",
     "stage_programs",
     "stages_of",
     "stages_problem",

@@ -79,16 +79,18 @@ class ProgramCosts:
     Args:
         runnable: of the whole program.
         chain: of it.
+        sp: ranks that run each stage together.
     """
 
-    def __init__(self, runnable: Runnable, chain: CallChain) -> None:
+    def __init__(self, runnable: Runnable, chain: CallChain, sp: int = 1) -> None:
+        self._sp = sp
         self._traced, self._chain = runnable.traced, chain
         self._program: Program = runnable.traced.program
         self._priced: Priced = runnable.priced
-        self._placement: Placement = self._priced.placement(self._program.hints, 1)
+        self._placement: Placement = self._priced.placement(self._program.hints, sp)
         self._lowering: LoweredPair = self._traced.lowering(self._placement)
         device = self._traced.device
-        self._ledger = Ledger(self._lowering.joint.names, 1, gpu=device.gpu)
+        self._ledger = Ledger(self._lowering.joint.names, sp, gpu=device.gpu)
         self._meter = Meter(self._ledger, [*self._lowering.joint.gm.graph.nodes])
         self._fixed = frozenset(chain.calls)
         self._block_of = _blocks_of(self._program, chain)
@@ -190,7 +192,7 @@ class ProgramCosts:
 
     def _local(self, sizes: Sizes) -> dict[str, int]:
         dims = self._program.dims(sizes)
-        return {i.name: i.value(dims, 1, 0) for i in self._lowering.lowered.integers}
+        return {i.name: i.value(dims, self._sp, 0) for i in self._lowering.lowered.integers}
 
     def _wire(self, sizes: Sizes) -> tuple[Floats, Floats]:
         """Returns the seconds that stages send, and the bytes that cross each border."""
@@ -200,7 +202,7 @@ class ProgramCosts:
             for names in self._chain.crossing
         ])  # fmt: skip
         crossing[-1] = 0.0
-        link = self.device.link(2)
+        link = self.device.link(2 * self._sp)
         each = np.where(crossing > 0, link.alpha_s + crossing / link.bytes_per_s, 0.0)
         return each[:, None] + each[None, :], crossing
 

@@ -56,6 +56,7 @@ def plan_stages(
     devices: Sequence[StageDevice],
     *,
     all_devices: bool = False,
+    sp: int = 1,
 ) -> StagePlan:
     """Returns the stages of least expected bottleneck that fit, each checked on its own graph.
 
@@ -65,6 +66,7 @@ def plan_stages(
         mixture: shapes of micro-batches and their shares, which add up to 1.
         devices: one for each stage, in any order; one that is too slow gets none.
         all_devices: whether each gets a stage, also where fewer would be faster.
+        sp: ranks that run each stage together; a device is each of them.
 
     Raises:
         PlanError: no cut fits.
@@ -77,14 +79,14 @@ def plan_stages(
             f"stages: got a model that can be cut into {blocks} blocks at most; expected one for "
             f"each of {len(devices)} stages; take fewer stages"
         )
-    costs = ProgramCosts(runnable, chain)
+    costs = ProgramCosts(runnable, chain, sp)
     counts = Counter(devices)
     kinds = [*counts]
     room = {kind: kind for kind in kinds}  # what the search is told of each
     for _ in range(TRIES):
         told = [(room[kind], counts[kind]) for kind in kinds]
         cut = best_cut(costs.cut_costs(mixture, told, all_devices))
-        stages = stages_of(traced, model, chain, cut.borders)
+        stages = stages_of(traced, model, chain, cut.borders, sp)
         pairs = zip(stages, cut.kinds, strict=True)
         fitted = [_fitted(stage, kinds[k].memory_bytes, mixture) for stage, k in pairs]
         over = dict.fromkeys(kinds, 0.0)

@@ -54,10 +54,18 @@ class ProgramStage:
         part: its program.
         runnable: the graphs.
         menu_step: steps of recompute that it takes, of its own menu; see `recomputing`.
+        sp: ranks that run it together. Each of them receives and sends values whole.
+        lane: which of these ranks runs it here; see `in_lane`.
     """
 
     def __init__(
-        self, index: int, count: int, part: StageProgram, runnable: Runnable, model: nn.Module
+        self,
+        index: int,
+        count: int,
+        part: StageProgram,
+        runnable: Runnable,
+        model: nn.Module,
+        sp: int = 1,
     ) -> None:
         """Binds a stage's program to the model's tensors.
 
@@ -67,9 +75,10 @@ class ProgramStage:
             part: its program.
             runnable: of that program.
             model: whose tensors it reads.
+            sp: ranks that run it together.
         """
         self.index, self.count, self.part, self.runnable = index, count, part, runnable
-        self.menu_step = 0
+        self.menu_step, self.sp, self.lane = 0, sp, 0
         first = {id(p): name for name, p in model.named_parameters()}
         held = runnable.traced.tensors()
         read = (first[id(held[n])] for n in part.program.parameters)
@@ -81,6 +90,12 @@ class ProgramStage:
         """Returns the same stage with so many steps of recompute; graphs are shared."""
         other = copy.copy(self)
         other.menu_step = menu_step
+        return other
+
+    def in_lane(self, lane: int) -> ProgramStage:
+        """Returns the same stage as a rank of its group runs it; graphs are shared."""
+        other = copy.copy(self)
+        other.lane = lane
         return other
 
     def forward(
@@ -112,8 +127,8 @@ class ProgramStage:
                 f"{', '.join(missing)} too; pass the model's inputs to each stage that reads them"
             )
         given = {p: inputs[n].contiguous() for p, n in program.inputs.items() if p not in taken}
-        sizes = self._sizes(inputs, received)
-        variant, integers = self._variant(sizes)
+        sizes = self.sizes(inputs, received)
+        variant, integers = self.variant(sizes)
         named = {**self.runnable.traced.tensors(), **given, **taken}
         with casting(_device_of(named), None):
             found = variant.outputs([named[p] for p in variant.placeholders], integers, seed)
@@ -128,7 +143,9 @@ class ProgramStage:
     def backward(self, saved: _Kept, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Adds to `.grad` of the stage's parameters; returns the gradients of what it received.
 
-        Each received value that learns has one, zeros where the loss does not depend on it.
+        Each received value that learns has one, zeros where the loss does not depend on it. Where
+        several ranks run the stage each adds its share of the parameters' gradients, and returns
+        whole gradients, as it takes them.
 
         Args:
             saved: from `forward`, used once.
@@ -160,7 +177,7 @@ class ProgramStage:
 
     def study(self, sizes: Mapping[str, int]) -> Study:
         """Returns what the stage costs at any sizes, of a placement for these."""
-        return self.runnable.priced.at(self.runnable.priced.placement(sizes, 1))
+        return self.runnable.priced.at(self.runnable.priced.placement(sizes, self.sp))
 
     def predict(self, sizes: Mapping[str, int]) -> Prediction:
         """Returns seconds and bytes of a micro-batch's forward and backward in the stage."""
@@ -177,31 +194,12 @@ class ProgramStage:
         whole = {id(held[n]): held[n].nbytes for n in (*program.parameters, *program.buffers)}
         return sum(size * (state if key in learning else 1) for key, size in whole.items())
 
-    @property
-    def sends_learning(self) -> tuple[bool, ...]:
-        """Returns of each value that the stage sends whether it has a gradient."""
-        return tuple(info.requires_grad for info in self._infos(self.part.sent))
+    def variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
+        """Returns what its lane runs at these sizes, compiled on first use, and its integers."""
+        placement = self.runnable.priced.placement(sizes, self.sp)
+        return self.runnable.variant(placement, self.menu_step, sizes, self.lane)
 
-    @property
-    def _learns(self) -> tuple[bool, ...]:
-        return tuple(info.requires_grad for info in self._infos(self.part.received))
-
-    def _infos(self, names: Sequence[str]) -> tuple[TensorInfo, ...]:
-        return tuple(self.part.flowing[n] for n in names)
-
-    def _shaped(self, infos: Sequence[TensorInfo], sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
-        dims = self.part.program.dims(sizes)
-        return tuple((tuple(int(s.subs(dims)) for s in i.shape), i.dtype) for i in infos)
-
-    @staticmethod
-    def _leaf(value: Tensor, learns: bool) -> Tensor:
-        return value.detach().contiguous().requires_grad_(learns and torch.is_grad_enabled())
-
-    def _variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
-        placement = self.runnable.priced.placement(sizes, 1)
-        return self.runnable.variant(placement, self.menu_step, sizes, 0)
-
-    def _sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
+    def sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
         """Returns the length of every dim, as the shapes of inputs and received values say.
 
         Raises:
@@ -227,6 +225,26 @@ class ProgramStage:
             )
         return {n: found[symbol] for n, symbol in symbols.items()}
 
+    @property
+    def sends_learning(self) -> tuple[bool, ...]:
+        """Returns of each value that the stage sends whether it has a gradient."""
+        return tuple(info.requires_grad for info in self._infos(self.part.sent))
+
+    @property
+    def _learns(self) -> tuple[bool, ...]:
+        return tuple(info.requires_grad for info in self._infos(self.part.received))
+
+    def _infos(self, names: Sequence[str]) -> tuple[TensorInfo, ...]:
+        return tuple(self.part.flowing[n] for n in names)
+
+    def _shaped(self, infos: Sequence[TensorInfo], sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
+        dims = self.part.program.dims(sizes)
+        return tuple((tuple(int(s.subs(dims)) for s in i.shape), i.dtype) for i in infos)
+
+    @staticmethod
+    def _leaf(value: Tensor, learns: bool) -> Tensor:
+        return value.detach().contiguous().requires_grad_(learns and torch.is_grad_enabled())
+
 
 def _solved(expr: sympy.Expr, symbol: sympy.Symbol, size: int) -> int | None:
     """Returns what a symbol is where an expression has a size; None where that does not say it."""
@@ -245,7 +263,7 @@ def _device_of(values: Mapping[str, Tensor]) -> str:
 
 
 def stages_of(
-    traced: Traced, model: nn.Module, chain: CallChain, borders: Sequence[int]
+    traced: Traced, model: nn.Module, chain: CallChain, borders: Sequence[int], sp: int = 1
 ) -> tuple[ProgramStage, ...]:
     """Returns the stages of a traced model.
 
@@ -254,10 +272,11 @@ def stages_of(
         model: that was traced.
         chain: of its program.
         borders: numbers of the chain's borders at which it is cut, its ends included.
+        sp: ranks that run each stage together.
     """
     parts = stage_programs(traced.program, chain, borders)
     return tuple(
-        ProgramStage(j, len(parts), part, Runnable(_traced(traced, part, model)), model)
+        ProgramStage(j, len(parts), part, Runnable(_traced(traced, part, model)), model, sp)
         for j, part in enumerate(parts)
     )
 

@@ -56,7 +56,7 @@ def _hop(stage: ProgramStage, sizes: Sizes) -> Hop:
         for shaped, learns in zip(stage.sent(sizes), stage.sends_learning, strict=True)
         if learns
     )
-    link = stage.runnable.traced.device.link(2)
+    link = stage.runnable.traced.device.link(2 * stage.sp)
     return Hop(
         forward_s=link.alpha_s + sent_bytes / link.bytes_per_s,
         backward_s=link.alpha_s + back_bytes / link.bytes_per_s,

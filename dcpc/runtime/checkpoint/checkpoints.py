@@ -75,6 +75,7 @@ class Parts:
         optimizer: of its parameters.
         loader: that a state of plain values is of.
         scheduler: of the learning rate.
+        partial: whether a rank's optimizer has some of the parameters alone, and others the rest.
     """
 
     model: NamedParameters
@@ -83,6 +84,7 @@ class Parts:
     optimizer: Optimizer | None
     loader: Stateful | None
     scheduler: Stateful | None
+    partial: bool = False
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns the compiled model's parameters by name."""
@@ -203,6 +205,8 @@ class Checkpoints:
                 f"save({str(directory)!r}): got {e}; expected a folder to write to; name another"
             )
         self._agree(f"save step {step} into {directory}, keep {keep}", problem)
+        if parts.partial and "optimizer" in state:
+            self._name_all(state["optimizer"]["param_groups"])
         state = self._tensors.staged(state, self._wire)
         small["seeds"] = self._from_all(parts.seeds.state_dict())
         packed = self._tensors.plain(small)
@@ -215,6 +219,22 @@ class Checkpoints:
         if wait:
             self.wait()
         return saving
+
+    def _name_all(self, groups: list[dict[str, Any]]) -> None:
+        """Names in each group of an optimizer the parameters of all ranks, not of this one alone.
+
+        Raises:
+            CheckpointError: ranks have other numbers of groups.
+        """
+        told = self._from_all([group["params"] for group in groups])
+        if len({len(each) for each in told}) > 1:
+            raise CheckpointError(
+                f"save: got optimizers of {', '.join(str(len(each)) for each in told)} groups of "
+                "parameters on the ranks; expected as many on each; leave groups in that are "
+                "empty on some rank"
+            )
+        for group, names in zip(groups, zip(*told, strict=True), strict=True):
+            group["params"] = [*dict.fromkeys(name for mine in names for name in mine)]
 
     def wait(self) -> None:
         """Returns once what was saved last is whole.
@@ -372,7 +392,7 @@ class Checkpoints:
         tensors.read(folder, table, told)
         kind, parameters = type(parts.optimizer).__name__, parts.parameters()
         named = self._nested(table, told)["optimizer"]
-        problem = misfit(parts.optimizer, parameters, named)
+        problem = misfit(parts.optimizer, parameters, named, parts.partial)
         if kind != manifest["optimizer"]:
             problem = f"got {kind}; expected {manifest['optimizer']}, which was saved"
         if problem:
@@ -380,9 +400,12 @@ class Checkpoints:
                 f"load {folder}: optimizer: {problem}; make it as the one that was saved, or leave "
                 "optimizer= out to start with a new one"
             )
-        for name, row in table.items():
-            if row["path"][0] == "optimizer" and name not in told:
-                into[name] = tensors.empty_like(parameters.get(row["path"][2]), row)
+        state = {n: row for n, row in table.items()
+                 if row["path"][0] == "optimizer" and n not in told}  # fmt: skip
+        for name, row in state.items():
+            own = parameters.get(row["path"][2])
+            if own is not None or not parts.partial:
+                into[name] = tensors.empty_like(own, row)
         return into | told
 
     def _apply(

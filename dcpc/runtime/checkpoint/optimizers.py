@@ -67,7 +67,10 @@ def by_number(
 
 
 def misfit(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], named: Mapping[str, Any]
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    named: Mapping[str, Any],
+    partial: bool,
 ) -> str:
     """Returns why a saved state is not of an optimizer like this one, or "".
 
@@ -75,13 +78,14 @@ def misfit(
         optimizer: that shall go on.
         parameters: of the compiled model, by name.
         named: the saved groups, with the names of their parameters.
+        partial: whether it may have others, which are other ranks'.
     """
     mine = names_in(optimizer, parameters)
     saved = [group["params"] for group in named["param_groups"]]
     if len(mine) != len(saved):
         return f"got {len(mine)} groups of parameters; expected {len(saved)}, as were saved"
     for n, (own, kept) in enumerate(zip(mine, saved, strict=True)):
-        if other := sorted({*own} ^ {*kept}):
+        if other := sorted({*own} ^ {n for n in kept if n in parameters or not partial}):
             whose = "not saved" if other[0] in own else "saved alone"
             return f"got group {n} with other parameters ('{other[0]}': {whose}); expected the same"
     return ""

@@ -1,11 +1,9 @@
-"""The ranks of a pipeline: replicas x stages, the wires between neighbours, who sums what.
+"""The ranks of pipelines: the wires between neighbours, who sums what.
 
-    world 4, 2 stages     replica 0: ranks 0 1     replica 1: ranks 2 3
-
-Between two neighbours each direction has a process group of its own, so that each is a queue (on
-nccl, too, where a group runs what it is given in order, whatever its direction). A parameter's
-gradient is summed over the stages that read it (tied parameters have several) in all replicas, by
-one process group for each set of stages.
+Between two neighbours of a lane each direction has a process group of its own, so that each is a
+queue (on nccl, too, where a group runs what it is given in order, whatever its direction). A
+parameter's gradient is summed over the stages that read it (tied parameters have several), all
+their ranks, in all replicas, by one process group for each set of stages.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from dcpc.errors import GroupError
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.pipeline.layout import PipelineLayout
 
 
 @dataclass(frozen=True)
@@ -28,83 +28,89 @@ class PipelineGrid:
 
     Attributes:
         groups: of all ranks.
-        stages: of each pipeline.
+        layout: which rank runs what.
         readers: parameter -> stages that read it.
     """
 
     groups: Groups
-    stages: int
+    layout: PipelineLayout
     readers: Mapping[str, tuple[int, ...]]
     _wires: Mapping[tuple[int, bool], dist.ProcessGroup] = field(repr=False)
     _sums: Mapping[tuple[int, ...], dist.ProcessGroup] = field(repr=False)
 
     @classmethod
-    def make(cls, groups: Groups, stages: int, parameters: Sequence[str]) -> PipelineGrid:
+    def make(
+        cls, groups: Groups, layout: PipelineLayout | int, parameters: Sequence[str]
+    ) -> PipelineGrid:
         """Returns the grid; collective over all ranks.
 
         Args:
-            groups: all ranks: replica by replica, in each stage by stage.
-            stages: of each pipeline.
+            groups: all ranks.
+            layout: which of them runs what; or so many stages of one rank each, in order.
             parameters: names of those that this rank's stage reads.
 
         Raises:
-            GroupError: the ranks are no multiple of the stages, or part of a larger job; or the
+            GroupError: the ranks are no multiple of a pipeline's, or part of a larger job; or the
                 ranks of a stage read different parameters.
         """
-        if stages < 1 or groups.world % stages or not groups.whole:
+        if isinstance(layout, int):
+            layout = PipelineLayout.of(layout)
+        if layout.ranks < 1 or groups.world % layout.ranks or not groups.whole:
             raise GroupError(
-                f"pipeline of {stages} stages: got {groups.world} ranks"
-                f"{'' if groups.whole else ', part of a larger job'}; expected a multiple of the "
-                "stages, of the whole job; start more ranks, or pass another pipeline="
+                f"pipeline of {layout.stages} stages of {layout.sp}: got {groups.world} ranks"
+                f"{'' if groups.whole else ', part of a larger job'}; expected a multiple of "
+                f"{layout.ranks}, of the whole job; start more ranks, or pass another pipeline= "
+                "or sp="
             )
-        told: list[list[str]] = [list(parameters)] * groups.world
-        if groups.world > 1:
-            dist.all_gather_object(told, list(parameters), group=groups.control(groups.world))
-        for rank, names in enumerate(told):
-            if names != told[rank % stages]:
-                raise GroupError(
-                    f"stage {rank % stages} on rank {groups.global_ranks[rank]}: got parameters "
-                    f"other than on rank {groups.global_ranks[rank % stages]}; expected the same "
-                    "cut in every replica; compile with the same arguments on all ranks"
-                )
-        readers: dict[str, list[int]] = {}
-        for stage in range(stages):
-            for name in told[stage]:
-                readers.setdefault(name, []).append(stage)
-        by_name = {name: tuple(found) for name, found in readers.items()}
+        by_name = _readers(groups, layout, parameters)
+        replicas, lanes = range(groups.world // layout.ranks), range(layout.sp)
         wires = _made(groups, {
-            (pair, back): (pair, pair + 1)
-            for pair in range(groups.world - 1) if (pair + 1) % stages for back in (False, True)
+            (stage, back, replica, lane): tuple(
+                layout.rank(replica, s, lane) for s in (stage, stage + 1)
+            )
+            for replica in replicas for stage in range(layout.stages - 1)
+            for lane in lanes for back in (False, True)
         })  # fmt: skip
-        firsts = range(0, groups.world, stages)
         sums = _made(groups, {
-            which: tuple(first + s for first in firsts for s in which)
-            for which in sorted(set(by_name.values())) if len(which) * len(firsts) > 1
+            which: tuple(sorted(layout.rank(r, s, n) for r in replicas for s in which
+                                for n in lanes))
+            for which in sorted(set(by_name.values()))
+            if len(which) * len(replicas) * layout.sp > 1
         })  # fmt: skip
-        return cls(groups, stages, by_name, wires, sums)
+        return cls(groups, layout, by_name, {key[:2]: pg for key, pg in wires.items()}, sums)
+
+    @property
+    def stages(self) -> int:
+        """Stages of each pipeline."""
+        return self.layout.stages
 
     @property
     def stage(self) -> int:
         """This rank's stage."""
-        return self.groups.rank % self.stages
+        return self.layout.stage(self.groups.rank)
 
     @property
     def replica(self) -> int:
         """This rank's pipeline."""
-        return self.groups.rank // self.stages
+        return self.layout.replica(self.groups.rank)
+
+    @property
+    def lane(self) -> int:
+        """This rank's place among the ranks of its stage."""
+        return self.layout.lane(self.groups.rank)
 
     @property
     def replicas(self) -> int:
         """How many pipelines there are."""
-        return self.groups.world // self.stages
+        return self.groups.world // self.layout.ranks
 
     def every(self) -> list[dist.ProcessGroup]:
         """Returns all process groups that this rank is in, for the watch to break."""
         return [*self._wires.values(), *self._sums.values()]
 
     def peer(self, stage: int) -> int:
-        """Returns the number in the default group of a stage of this pipeline."""
-        return self.groups.global_ranks[self.replica * self.stages + stage]
+        """Returns the number in the default group of a stage of this pipeline, in this lane."""
+        return self.groups.global_ranks[self.layout.rank(self.replica, stage, self.lane)]
 
     def wire(self, stage: int, back: bool) -> dist.ProcessGroup:
         """Returns the queue between this stage and a neighbour.
@@ -113,11 +119,10 @@ class PipelineGrid:
             stage: the neighbour.
             back: the one for gradients.
         """
-        pair = self.replica * self.stages + min(stage, self.stage)
-        return self._wires[pair, back]
+        return self._wires[min(stage, self.stage), back]
 
     def sum_gradients(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> int:
-        """Sums gradients over the replicas and, of tied parameters, over their stages, in place.
+        """Sums gradients over replicas, ranks of a stage and, where tied, over stages, in place.
 
         Collective over all ranks, once a step. A parameter without a gradient counts as zeros.
 
@@ -140,7 +145,33 @@ class PipelineGrid:
         return summed_bytes
 
 
-def _made(groups: Groups, ranks: Mapping[object, tuple[int, ...]]) -> dict:  # type: ignore[type-arg]
+def _readers(
+    groups: Groups, layout: PipelineLayout, parameters: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """Returns parameter -> stages that read it, once all ranks of a stage read the same.
+
+    Raises:
+        GroupError: they do not.
+    """
+    told: list[list[str]] = [list(parameters)] * groups.world
+    if groups.world > 1:
+        dist.all_gather_object(told, list(parameters), group=groups.control(groups.world))
+    for rank, names in enumerate(told):
+        first = layout.rank(0, layout.stage(rank))
+        if names != told[first]:
+            raise GroupError(
+                f"stage {layout.stage(rank)} on rank {groups.global_ranks[rank]}: got parameters "
+                f"other than on rank {groups.global_ranks[first]}; expected the same "
+                "cut in every replica; compile with the same arguments on all ranks"
+            )
+    readers: dict[str, list[int]] = {}
+    for stage in range(layout.stages):
+        for name in told[layout.rank(0, stage)]:
+            readers.setdefault(name, []).append(stage)
+    return {name: tuple(found) for name, found in readers.items()}
+
+
+def _made(groups: Groups, ranks: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
     """Returns the process groups that this rank is in; every rank makes all, in one order."""
     found = {}
     for key, members in ranks.items():

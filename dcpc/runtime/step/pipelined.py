@@ -43,8 +43,10 @@ class OwnStage:
     def mine(self) -> list[nn.Parameter]:
         """Parameters whose gradient this rank counts: each has one rank in all pipelines."""
         grid = self.grid
-        first = [n for n, p in self.parameters.items() if p.requires_grad and grid.replica == 0]
-        return [self.parameters[n] for n in first if min(grid.readers[n]) == grid.stage]
+        if grid.replica or grid.lane:
+            return []
+        learning = [n for n, p in self.parameters.items() if p.requires_grad]
+        return [self.parameters[n] for n in learning if min(grid.readers[n]) == grid.stage]
 
 
 def pipelined_step(
@@ -100,7 +102,8 @@ def pipelined_step(
         order = schedule.orders[grid.stage]
         for action, took_s in zip(order, clock.spans_s()[::2], strict=True):
             micro_batch_s[counted[action.micro_batch]] += took_s
-        facts = gather_facts([0.0 if part is None else float(part), sum(micro_batch_s)], groups)
+        own_loss = 0.0 if part is None or grid.lane else float(part)  # the same in every lane
+        facts = gather_facts([own_loss, sum(micro_batch_s)], groups)
         loss = facts[:, 0].sum()  # the same on every rank, and so is what follows from it
         if not loss.isfinite():
             if nonfinite == "raise":

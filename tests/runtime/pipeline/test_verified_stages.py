@@ -8,7 +8,9 @@ from torch import nn
 
 import dcpc
 from dcpc.api import plan_with
+from dcpc.codegen import summed
 from dcpc.compiled.pipeline import ProgramStage, cut_model, stages_problem
+from dcpc.compiled.pipeline.trained import together
 from dcpc.plan.options import PlanOptions
 from dcpc.verify import Verifier
 
@@ -35,7 +37,7 @@ class Dropping(nn.Module):
 def parts():
     model = Dropping().double()
     planned = plan_with(model, BUCKETS, PlanOptions(backend="eager"), partly=True)
-    return model, planned, cut_model(model, BUCKETS, planned, 2, 1)
+    return model, planned, cut_model(model, BUCKETS, planned, 2, 2)
 
 
 def said_of(parts, mode="auto"):
@@ -82,6 +84,38 @@ def test_a_stage_whose_value_is_lost_on_its_way_is_refused(parts, monkeypatch):
     monkeypatch.setattr(ProgramStage, "forward", worse)
     problem, _ = said_of(parts)
     assert "2 stages, the least recompute, run in turn, do not compute" in str(problem)
+
+
+def test_all_ranks_of_a_stage_are_compared_and_one_that_is_left_out_is_refused(parts, monkeypatch):
+    model, planned, _ = parts
+    parts = model, planned, cut_model(model, BUCKETS, planned, 2, 4, sp=2)
+    problem, lines = said_of(parts)
+    assert problem is None
+    assert [line.partition(" at ")[0] for line in lines] == [
+        "2 stages of 2 ranks, the least recompute: loss and every gradient",
+        "2 stages of 2 ranks, the most recompute: loss and every gradient",
+    ]
+    monkeypatch.setattr(together, "summed", lambda ranks: summed(ranks[:1]))
+    problem, _ = said_of(parts)
+    assert "2 stages of 2 ranks, the least recompute, run in turn, do not compute" in str(problem)
+
+
+def test_a_slow_rank_gets_less_wherever_it_is(parts):
+    model, planned, equal = parts
+    for speeds in ((1.0, 0.25), (0.25, 1.0)):
+        cut = cut_model(model, BUCKETS, planned, 2, 2, speeds=speeds)
+        work = [_calls_of(stage) for stage in cut.plan.stages]
+        of_rank = [work[cut.layout.stage(rank)] for rank in (0, 1)]
+        slow, fast = sorted(of_rank, key=lambda n: speeds[of_rank.index(n)])
+        assert slow < min(map(_calls_of, equal.plan.stages))
+        assert fast > max(map(_calls_of, equal.plan.stages))
+    # A place is as fast as its slowest rank, in any pipeline and any lane: here they are alike.
+    alike = cut_model(model, BUCKETS, planned, 2, 8, sp=2, speeds=(1, 0.5, 1, 1, 1, 1, 0.5, 1))
+    assert {device.speed for device in alike.planner.cost.devices} == {0.5}
+
+
+def _calls_of(stage: ProgramStage) -> int:
+    return sum(n.op == "call_function" for n in stage.part.program.gm.graph.nodes)
 
 
 def test_what_inductor_compiles_is_said_not_to_be_compared(parts):

@@ -13,6 +13,7 @@ from dcpc.errors import DcpcError, PlanError
 from dcpc.plan.planning import Planned
 from dcpc.runtime.groups.groups import divisors
 from dcpc.runtime.planner.plans import StepPlan
+from dcpc.runtime.planner.speeds import Speeds
 from dcpc.runtime.planner.step_planner import Allowed, plan_step
 from dcpc.runtime.planner.table import make_table
 from dcpc.symbolic_profile import Device, seconds_text
@@ -39,6 +40,8 @@ def choose_stages(
     whole: Planned | PlanError,
     single: Planned,
     world: int,
+    sp: int = 1,
+    speeds: Speeds = (),
 ) -> ChosenStages:
     """Returns the way whose step is predicted to end first; all in a rank's memory.
 
@@ -51,6 +54,8 @@ def choose_stages(
         whole: planned without a pipeline; or why it does not fit so.
         single: planned for one rank, with the memory of one of them.
         world: ranks.
+        sp: ranks that run a stage together.
+        speeds: of each rank, as for `cut_model`.
 
     Raises:
         PlanError: it fits in no way: that of no pipeline.
@@ -63,9 +68,9 @@ def choose_stages(
         misfits[1] = whole
     else:
         ways[1] = _whole_s(model, whole, samples, world), None
-    for stages in divisors(world)[1:]:
+    for stages in divisors(world // sp)[1:]:
         try:
-            cut = cut_model(model, buckets, single, stages, world // stages)
+            cut = cut_model(model, buckets, single, stages, world, sp, speeds)
             ways[stages] = _staged_s(model, cut, samples, single.device), cut
         except PlanError as error:
             misfits[stages] = error
@@ -93,9 +98,9 @@ def _staged_s(
     found = cut.planner.pipelines([bucket for _, bucket in samples])
     sizes = {name: p.nbytes for name, p in model.named_parameters()}
     largest = max(sum(sizes[n] for n in stage.learning) for stage in cut.plan.stages)
-    replicas = cut.planner.replicas
+    replicas, layout = cut.planner.replicas, cut.layout
     end_s = max(p.found.replay.makespan_s for p in found)
-    return end_s + device.all_reduce_s(largest, replicas, replicas * len(cut.plan.stages))
+    return end_s + device.all_reduce_s(largest, replicas * layout.sp, replicas * layout.ranks)
 
 
 def _why(

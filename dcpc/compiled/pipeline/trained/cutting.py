@@ -12,6 +12,8 @@ from dcpc.compiled.pipeline.cut import StagePlan, plan_stages
 from dcpc.compiled.pipeline.trained.planner import PipelinePlanner, at_batch
 from dcpc.errors import PlanError
 from dcpc.plan.planning import Planned
+from dcpc.runtime.pipeline.layout import PipelineLayout
+from dcpc.runtime.planner.speeds import Speeds
 
 
 @dataclass(frozen=True)
@@ -20,19 +22,28 @@ class CutModel:
 
     Attributes:
         plan: the stages, where the cut is, and what it costs.
+        layout: which rank of a pipeline runs what.
         planner: of global batches.
     """
 
     plan: StagePlan
+    layout: PipelineLayout
     planner: PipelinePlanner
 
     def text(self) -> str:
         """Returns the decisions as text, equal on ranks that decided alike."""
-        return f"stages at {self.plan.cut.borders} of {len(self.plan.stages)}"
+        order, sp = self.layout.order, self.layout.sp
+        return f"stages at {self.plan.cut.borders}, on {order} of {sp}"
 
 
 def cut_model(
-    model: nn.Module, buckets: Buckets, planned: Planned, stages: int, pipelines: int
+    model: nn.Module,
+    buckets: Buckets,
+    planned: Planned,
+    stages: int,
+    world: int,
+    sp: int = 1,
+    speeds: Speeds = (),
 ) -> CutModel:
     """Returns the model cut for the mixture of all buckets, each as likely as any other.
 
@@ -41,7 +52,10 @@ def cut_model(
         buckets: it is compiled for.
         planned: for one rank, with the memory of a rank.
         stages: of a pipeline.
-        pipelines: that share the samples.
+        world: ranks, a multiple of stages * sp: pipelines share the samples.
+        sp: ranks that run a stage together.
+        speeds: of each rank, as a share of the fastest one's; none: they are equally fast. There is
+            one cut for all pipelines: a place in them is as fast as its slowest rank.
 
     Raises:
         PlanError: it cannot be cut so, or a bucket fits on no stage.
@@ -52,10 +66,16 @@ def cut_model(
             "in some of them; expected buckets of one trace; leave these buckets out, or compile "
             "without pipeline="
         )
-    devices = [StageDevice(memory_bytes=planned.memory_bytes)] * stages
+    places = PipelineLayout.of(stages, sp)
+    every = [[speeds[r] for r in range(world) if places.stage(r) == p] for p in range(stages)
+             ] if speeds else [[1.0]] * stages  # fmt: skip
+    devices = [StageDevice(min(each), planned.memory_bytes) for each in every]
     share = 1.0 / len(buckets)
     mixture = [MixedBucket(at_batch(b, 1), share) for b in buckets]
-    plan = plan_stages(planned.runnable, model, mixture, devices, all_devices=True)
+    plan = plan_stages(planned.runnable, model, mixture, devices, all_devices=True, sp=sp)
+    layout = PipelineLayout(plan.devices, sp)
+    own = [devices[place] for place in layout.order]
     recompute = planned.request.recompute_mode
-    planner = PipelinePlanner.of(plan.stages, devices, buckets, pipelines, recompute)
-    return CutModel(plan, planner)
+    pipelines = world // layout.ranks
+    planner = PipelinePlanner.of(plan.stages, own, buckets, layout, pipelines, recompute)
+    return CutModel(plan, layout, planner)

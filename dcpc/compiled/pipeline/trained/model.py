@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dcpc.buckets import Bucket
+from dcpc.compiled.editions import ModuleModes
+from dcpc.compiled.evaluation import in_eval, refuse_arguments
 from dcpc.compiled.model import CompiledModel
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.compiled.pipeline.trained.ownership import StageStore
 from dcpc.compiled.pipeline.trained.report import stages_report
-from dcpc.errors import CheckpointError, DataError, DcpcError, DispatchError, GroupError
+from dcpc.errors import DataError, DcpcError, DispatchError, GroupError
 from dcpc.ir import Profile
 from dcpc.plan.choose import TriedRow
+from dcpc.runtime.checkpoint.checkpoints import Parts, Stateful
 from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
+from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.groups.same_state import share_of
+from dcpc.runtime.pipeline.forward import loss_of
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.planner.protocol import BatchPlanner
 from dcpc.runtime.step.gradients import check_norm
@@ -31,7 +37,7 @@ from dcpc.symbolic_profile import Prediction
 
 
 class PipelinedModel(CompiledModel):
-    """A model in stages: pipelines x stages ranks, each with the parameters of its stage.
+    """A model in stages: pipelines x stages x sp ranks, each with the parameters of its stage.
 
     `parameters()` are those of this rank's stage; what an optimizer has of others it leaves alone,
     as their gradient is None. A parameter that several stages read (tied embeddings) is on each of
@@ -45,15 +51,16 @@ class PipelinedModel(CompiledModel):
             cut: the model's stages, and what plans batches for them.
         """
         self._cut = cut
-        own = cut.plan.stages[self.groups.rank % len(cut.plan.stages)]
-        self._stages = StageStore(self.model, cut.plan.stages, self.groups)
+        own = cut.plan.stages[cut.layout.stage(self.groups.rank)]
+        self._stages = StageStore(self.model, cut.plan.stages, self.groups, cut.layout)
         self._store = self._stages
         self._editions.first.followed.materialized(self.model)
         # What a loader reads of a row, it has; what follows running out of memory does not come.
         self.tables = cast(dict[Bucket, tuple[TriedRow, ...]], cut.planner.tables)
-        grid = PipelineGrid.make(self.groups, len(cut.plan.stages), own.learning)
+        grid = PipelineGrid.make(self.groups, cut.layout, own.learning)
         self.groups.watch.follow(grid)
-        self._own = OwnStage(grid, cut.planner.cost.rows[own.index], {})
+        rows = [stage.in_lane(grid.lane) for stage in cut.planner.cost.rows[own.index]]
+        self._own = OwnStage(grid, rows, {})
         self._shared = 0  # place of the first tensor that the next step compares
 
     @property
@@ -140,13 +147,15 @@ class PipelinedModel(CompiledModel):
         told: list[str] = [share] * groups.world
         if groups.world > 1:
             dist.all_gather_object(told, share, group=groups.control(groups.world))
-        apart = [r for r in range(groups.world) if told[r] != told[r % grid.stages]]
+        stages = [grid.layout.stage(rank) for rank in range(groups.world)]
+        firsts = [grid.layout.rank(0, stage) for stage in stages]
+        apart = [r for r, first in enumerate(firsts) if told[r] != told[first]]
         if not apart:
             return None
-        first = apart[0]
+        rank, first = apart[0], firsts[apart[0]]
         return GroupError(
-            f"stage {first % grid.stages}: got other values of its parameters on rank {first} than "
-            f"on rank {first % grid.stages} ({told[first]}, {told[first % grid.stages]}); expected "
+            f"stage {stages[rank]}: got other values of its parameters on rank {rank} than "
+            f"on rank {first} ({told[rank]}, {told[first]}); expected "
             "the same in every pipeline; give each rank's optimizer the same arguments, and load "
             "the same state"
         )
@@ -161,6 +170,78 @@ class PipelinedModel(CompiledModel):
             Its norm before, over all stages.
         """
         return clip_stages(self._now(), max_norm)
+
+    def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
+        """Returns the loss of a batch, under `torch.no_grad()`; see `evaluate`.
+
+        Raises:
+            DispatchError: a gradient is asked for, or outputs.
+        """
+        if isinstance(outputs, Tensor):
+            inputs, outputs = {**inputs, "outputs": outputs}, False
+        if torch.is_grad_enabled() or outputs is not False:
+            self._refuse("a call with gradients" if outputs is False else "a call with outputs=")
+        return self._loss("call", lambda: self._dispatch.named(self.model, args, inputs))
+
+    def evaluate(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        between: str | None = None,
+        pad: Mapping[str, int | float] | None = None,
+        outputs: bool | str = False,
+    ) -> Any:
+        """Returns the loss of a batch in eval() and under no_grad; the model's mode stays.
+
+        Collective over the ranks of a pipeline, which pass the same batch; pipelines may pass
+        different ones. The stages are those of training.
+
+        Args:
+            batch: inputs by name, of a bucket's lengths.
+            between: None: lengths between buckets are refused.
+            pad: None.
+            outputs: False.
+
+        Raises:
+            DispatchError: names, dtypes or shapes match no bucket; or the model has other graphs in
+                eval(), as with dropout, or another argument is given.
+            GroupError: ranks of a pipeline passed different batches, or one did not arrive.
+        """
+        if outputs is not False or between is not None or pad is not None:
+            self._refuse("evaluate with between=, pad= or outputs=")
+        refuse_arguments(batch, None, None, self.buckets, False)
+        with in_eval(self.model):
+            return self._loss("evaluate", lambda: dict(batch))
+
+    @torch.no_grad()
+    def _loss(self, what: str, named: Callable[[], dict[str, Tensor]]) -> Tensor:
+        """Returns the loss of a batch that all ranks of this pipeline have, once they agree."""
+        groups, layout = self.groups, self._cut.layout
+        inputs, sizes, text = dict[str, Tensor](), dict[str, int](), ""
+        problem: DcpcError | None = None
+        self._calls += 1
+        with groups.watch.section(what), self._dispatch.own_casts():
+            try:
+                inputs = named()
+                bucket, sizes = self._dispatch.match(inputs)
+                problem = self._dispatch.input_problem(bucket, inputs)
+                first = self._editions.first
+                text = PART.join(first.call_text(self._calls, bucket, sizes, inputs))
+                if not self._editions.alike():
+                    self._refuse(f"{what} in {ModuleModes.of(self.model)}, where its graphs differ")
+            except DcpcError as error:
+                problem = problem or error
+            agree(groups, layout.ranks, what, text, problem)
+            program = self.planned.traces[0].traced.program
+            seed = self._seeds.of_call(layout.ranks, groups.ranks(layout.ranks)[0])
+            (stage, *_), made = self._own.settings, program.info[program.loss].dtype
+            return loss_of(stage, inputs, sizes, seed, self._own.grid, ((), made))
+
+    def _parts(
+        self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None
+    ) -> Parts:
+        """Returns what a checkpoint has: the whole model, and each stage's optimizer state."""
+        return replace(super()._parts(optimizer, loader, scheduler), partial=True)
 
     # --------------------------------------------------------------------------- looking in
 
@@ -178,14 +259,6 @@ class PipelinedModel(CompiledModel):
 
     # ------------------------------------------------------- what a rank with a stage cannot do
 
-    def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
-        """Refuses a call: a rank has one stage."""
-        self._refuse("a call")
-
-    def evaluate(self, batch: Mapping[str, Tensor], **options: Any) -> Any:
-        """Refuses it: a rank has one stage."""
-        self._refuse("evaluate")
-
     def reduce_gradients(self) -> None:
         """Refuses it: `train_step` sums gradients."""
         self._refuse("reduce_gradients")
@@ -202,24 +275,10 @@ class PipelinedModel(CompiledModel):
         """Refuses it: what is planned of the whole model does not run."""
         self._refuse("predict")
 
-    def save(self, folder: str | Path, step: int, **options: Any) -> NoReturn:
-        """Refuses it: an optimizer's state is of one stage."""
-        raise CheckpointError(
-            "save: got a model that was compiled with pipeline=; expected one whose ranks hold all "
-            "of it; save compiled.state_dict() on rank 0, and each rank's optimizer by itself"
-        )
-
-    def load(self, folder: str | Path, **options: Any) -> NoReturn:
-        """Refuses it: an optimizer's state is of one stage."""
-        raise CheckpointError(
-            "load: got a model that was compiled with pipeline=; expected one whose ranks hold all "
-            "of it; load a state that compiled.state_dict() gave with compiled.load_state_dict()"
-        )
-
     def _refuse(self, what: str) -> NoReturn:
         raise DispatchError(
             f"{what}: got a model that was compiled with pipeline=, of which rank "
             f"{self.groups.rank} has stage {self.stage} of {self._own.grid.stages}; expected "
-            "train_step(step), which runs all stages; for anything else load "
+            "train_step(step) or evaluate(batch), which run all stages; for anything else load "
             "compiled.state_dict() into the plain model, or compile it without pipeline="
         )

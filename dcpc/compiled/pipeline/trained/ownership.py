@@ -17,6 +17,7 @@ from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.pipeline.layout import PipelineLayout
 
 
 class StageStore(WholeStore):
@@ -25,16 +26,23 @@ class StageStore(WholeStore):
     Args:
         model: the user's; parameters of other stages are replaced in it.
         stages: of the pipeline.
-        groups: all ranks: pipeline by pipeline, in each stage by stage.
+        groups: all ranks.
+        layout: which of them runs what.
     """
 
     mode = "stages"
 
-    def __init__(self, model: nn.Module, stages: Sequence[ProgramStage], groups: Groups) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[ProgramStage],
+        groups: Groups,
+        layout: PipelineLayout,
+    ) -> None:
         self._owners: dict[str, int] = {}
         for stage in reversed(stages):
-            self._owners |= dict.fromkeys(stage.parameters, stage.index)
-        own = stages[groups.rank % len(stages)]
+            self._owners |= dict.fromkeys(stage.parameters, layout.rank(0, stage.index))
+        own = stages[layout.stage(groups.rank)]
         self._own = own.parameters
         every = model.named_parameters()
         held = {id(p) for n, p in every if n in self._own or n not in self._owners}

@@ -11,6 +11,7 @@ from dcpc.compiled.pipeline.scheduled import ScheduledStages
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
+from dcpc.runtime.pipeline.layout import PipelineLayout
 from dcpc.runtime.pipeline.planning import LIMIT, PlannedPipeline, plan_replicas
 from dcpc.runtime.pipeline.schedule import PipelineSchedule
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, step_plan
@@ -29,12 +30,14 @@ class PipelinePlanner:
         cost: of the stages.
         buckets: that samples are in.
         most: of each the most samples of a micro-batch.
+        layout: which rank of a pipeline runs what.
         replicas: pipelines.
     """
 
     cost: ScheduledStages
     buckets: tuple[Bucket, ...]
     most: tuple[int, ...]
+    layout: PipelineLayout
     replicas: int
 
     @classmethod
@@ -43,6 +46,7 @@ class PipelinePlanner:
         stages: Sequence[ProgramStage],
         devices: Sequence[StageDevice],
         buckets: Buckets,
+        layout: PipelineLayout,
         replicas: int,
         recompute: str,
     ) -> PipelinePlanner:
@@ -52,6 +56,7 @@ class PipelinePlanner:
             stages: of the model.
             devices: of each stage.
             buckets: that samples are in.
+            layout: which rank of a pipeline runs what.
             replicas: pipelines.
             recompute: "auto", "none" or "all".
 
@@ -63,7 +68,8 @@ class PipelinePlanner:
         rows = [recomputed(stage, stage.study(largest).steps, recompute) for stage in stages]
         batched = BATCH in stages[0].part.program.symbols
         most = tuple((b.batch or MOST_SAMPLES) if batched else 1 for b in own)
-        found = cls(ScheduledStages(rows, lambda n: own[n].sizes, devices), own, most, replicas)
+        cost = ScheduledStages(rows, lambda n: own[n].sizes, devices)
+        found = cls(cost, own, most, layout, replicas)
         for number, bucket in enumerate(own):
             found.check_fits(number, bucket)
         return found
@@ -85,7 +91,7 @@ class PipelinePlanner:
         """One row a bucket: all stages take a micro-batch together."""
         seconds = (self._slowest_s(1, n) for n in range(len(self.buckets)))
         rows = zip(self.buckets, self.most, seconds, strict=True)
-        return {b: (PlanRow(self.cost.stages, most, 0, s * most),) for b, most, s in rows}
+        return {b: (PlanRow(self.layout.ranks, most, 0, s * most),) for b, most, s in rows}
 
     def plan(self, samples: Sequence[tuple[int, Bucket]], table: str) -> StepPlan:
         """Returns the plan of a batch; a pipeline for which no sample is left runs nothing.
@@ -95,27 +101,28 @@ class PipelinePlanner:
             table: hash of the plan table, for the plan to carry.
         """
         found = self.pipelines([bucket for _, bucket in samples])
-        stages = self.cost.stages
+        stages, width = self.cost.stages, self.layout.ranks
         micro_batches, busy_s, texts = list[PlannedMicroBatch](), list[float](), list[str]()
         for replica in range(self.replicas):
             if replica >= len(found):
                 texts.append(str(PipelineSchedule(((),) * stages, ((),) * stages)))
-                busy_s += [0.0] * stages
+                busy_s += [0.0] * width
                 continue
-            one, ranks = found[replica], tuple(range(replica * stages, (replica + 1) * stages))
+            one, ranks = found[replica], tuple(range(replica * width, (replica + 1) * width))
             for batch in one.batches:
                 bucket = samples[batch[0]][1]
                 number = self.buckets.index(bucket)
                 micro_batches.append(PlannedMicroBatch(
-                    bucket, stages, ranks, tuple(samples[i][0] for i in batch),
+                    bucket, width, ranks, tuple(samples[i][0] for i in batch),
                     self._slowest_s(len(batch), number), self.most[number], 0,
                 ))  # fmt: skip
             schedule = one.found.schedule
             texts.append(str(schedule))
-            busy_s += [one.work.busy_s(s, schedule.settings[s]) for s in range(stages)]
+            each = [one.work.busy_s(s, schedule.settings[s]) for s in range(stages)]
+            busy_s += self.layout.by_rank(each)
         slowest = max(found, key=lambda p: p.found.replay.makespan_s).found
         return replace(
-            step_plan(micro_batches, stages * self.replicas),
+            step_plan(micro_batches, width * self.replicas),
             busy_s=tuple(busy_s),
             makespan_s=slowest.replay.makespan_s,
             bound_s=slowest.bound.seconds_s,

@@ -9,7 +9,6 @@ from dcpc.plan.options import ModelOptions
 
 # Option -> values that go with stages beside the default, and what is in the way of others.
 _REFUSED = {
-    "sp": ((1,), "a stage runs on one rank; leave sp= out, or compile without pipeline="),
     "parameters": (
         ("auto",),
         "a rank has the parameters of its stage, whole; leave parameters= out, or compile without "
@@ -18,13 +17,32 @@ _REFUSED = {
     "block": ((), "a rank has the parameters of its stage, whole; leave block= out"),
     "attention": ((), "no attention is split within a stage; leave attention= out"),
     "unpad": ((False,), "stages take whole batches; leave unpad= out"),
-    "speeds": ((), "the cut is for stages that are equally fast; leave speeds= out"),
     "optimizer": ((), "the cut counts Adam's state; leave optimizer= out, and raise memory= by "
                       "what yours has less"),
     "optimizer_bytes": ((), "the cut counts Adam's state; leave optimizer_bytes= out, and raise "
                             "memory= by what yours has less"),
     "group": ((), "pipelines are made of all ranks of the job; leave group= out"),
 }  # fmt: skip
+
+
+def stage_degree(options: ModelOptions, stages: int | str) -> int:
+    """Returns how many ranks run a stage together.
+
+    Args:
+        options: of `compile` or of a command.
+        stages: of a pipeline, or "auto".
+
+    Raises:
+        PlanError: several degrees are asked for.
+    """
+    if options.sp == "auto":
+        return 1
+    if not isinstance(options.sp, int):
+        raise PlanError(
+            f"pipeline={stages!r}: got sp={options.sp!r}; expected one degree: all stages have as "
+            "many ranks; pass one"
+        )
+    return options.sp
 
 
 def refuse_beside_stages(options: ModelOptions, stages: int | str, world: int) -> None:
@@ -38,10 +56,17 @@ def refuse_beside_stages(options: ModelOptions, stages: int | str, world: int) -
     Raises:
         PlanError: names the option.
     """
-    if isinstance(stages, int) and world % stages:
+    width = (stages if isinstance(stages, int) else 1) * stage_degree(options, stages)
+    if world % width:
         raise PlanError(
-            f"pipeline={stages}: got {world} ranks; expected a multiple of {stages}: a rank for "
-            "each stage of each pipeline; start more ranks, or take another number of stages"
+            f"pipeline={stages!r}, sp={options.sp!r}: got {world} ranks; expected a multiple of "
+            f"{width}: ranks for each stage of each pipeline; start more ranks, or take another "
+            "number of stages or degree"
+        )
+    if getattr(options, "speeds", "equal") == "auto":
+        raise PlanError(
+            f"pipeline={stages!r}: got speeds='auto'; expected 'equal' or a speed for each rank: "
+            "the cut is made before anything is measured, and stays; pass the speeds"
         )
     for option in fields(options):
         allowed, why = _REFUSED.get(option.name, ((), ""))

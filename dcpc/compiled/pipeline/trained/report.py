@@ -20,7 +20,8 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
     """
     stages, planner = cut.plan.stages, cut.planner
     lines = [
-        f"{pipelines} pipelines of {len(stages)} stages; each bucket as likely as any other",
+        f"{pipelines} pipelines of {len(stages)} stages{_ranks(cut)}; each bucket as likely as any "
+        "other",
         "",
         "  stage  calls  parameters and state  most needed  recompute  a sample takes",
     ]
@@ -40,6 +41,16 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
     ]
     lines += [_tied(name, readers) for name, readers in shared_parameters(stages).items()]
     return "\n".join(lines) + "\n"
+
+
+def _ranks(cut: CutModel) -> str:
+    """Returns which ranks run the stages, where that is not one each, in order."""
+    layout = cut.layout
+    text = f" of {layout.sp} ranks" * (layout.sp > 1)
+    if layout.order != tuple(range(layout.stages)):
+        firsts = ", ".join(str(layout.rank(0, stage)) for stage in range(layout.stages))
+        text += f" on ranks {firsts}"
+    return text
 
 
 def _calls(stage: ProgramStage) -> int:

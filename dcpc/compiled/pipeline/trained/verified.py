@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dcpc.compiled.pipeline.stages import ProgramStage, run_in_turn
 from dcpc.compiled.pipeline.trained.cutting import CutModel
+from dcpc.compiled.pipeline.trained.together import together
 from dcpc.errors import VerifyError
 from dcpc.verify import Given, LossAndGradients, Verifier
 
@@ -18,7 +19,8 @@ def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> Verif
     """Returns why the stages do not compute what the model computes; None: they do.
 
     Runs all of them in turn, forward and backward, on drawn inputs at small lengths: as they will
-    run, with the least and the most recompute. Every rank has the whole model until then.
+    run, with the least and the most recompute. Every rank has the whole model until then. Where
+    several ranks run a stage this process runs the graphs of all of them.
 
     Args:
         cut: the model's stages.
@@ -31,7 +33,8 @@ def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> Verif
     if traced.backend != "eager":
         verifier.lines.append(f"stages: NOT compared with the model: compiled by {traced.backend}")
         return None
-    rows = cut.planner.cost.rows
+    rows, sp = cut.planner.cost.rows, cut.layout.sp
+    outcome = _outcome if sp == 1 else together
     chains = {"the least recompute": [row[0] for row in rows]}
     if any(len(row) > 1 for row in rows):
         chains["the most recompute"] = [row[-1] for row in rows]
@@ -39,9 +42,11 @@ def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> Verif
 
         def make(given: Given, chain: Sequence[ProgramStage] = chain) -> LossAndGradients:
             names = given.program.inputs
-            return _outcome(chain, model, {n: given.tensors[p] for p, n in names.items()})
+            inputs = {n: given.tensors[p] for p, n in names.items()}
+            return outcome(chain, model, inputs)
 
-        problem = verifier.composed_problem(traced, make, f"{len(rows)} stages, {name}")
+        what = f"{len(rows)} stages{f' of {sp} ranks' * (sp > 1)}, {name}"
+        problem = verifier.composed_problem(traced, make, what, alike=sp > 1)
         if problem is not None:
             return problem
     return None

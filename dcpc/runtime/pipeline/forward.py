@@ -1,0 +1,82 @@
+"""A batch through all stages of a pipeline without gradients, for its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpc.errors import GroupError
+from dcpc.runtime.pipeline.grid import PipelineGrid
+from dcpc.runtime.pipeline.stage import Shaped, Stage
+
+
+def loss_of(
+    stage: Stage,
+    inputs: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    seed: int,
+    grid: PipelineGrid,
+    made: Shaped,
+) -> Tensor:
+    """Returns the loss of a batch; the same call on all ranks of this pipeline.
+
+    Args:
+        stage: this rank's.
+        inputs: of the model, by name, on this rank's device.
+        sizes: length of every dim, batch included.
+        seed: of the random numbers.
+        grid: where this rank is.
+        made: shape and dtype of the loss.
+
+    Raises:
+        GroupError: a rank of this pipeline did not arrive in time.
+    """
+    groups, layout = grid.groups, grid.layout
+    last = layout.rank(0, grid.stages - 1)  # every pipeline's ranks are in one order
+    loss = torch.empty(made[0], dtype=made[1], device=groups.device)
+    sent = _forward(stage, inputs, sizes, seed, grid)
+    if grid.stage == grid.stages - 1:
+        loss.copy_(sent[0])
+    with _waiting(grid):
+        dist.broadcast(loss, group=groups.of(layout.ranks), group_src=last)
+    return loss
+
+
+def _forward(
+    stage: Stage,
+    inputs: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    seed: int,
+    grid: PipelineGrid,
+) -> tuple[Tensor, ...]:
+    """Returns what the stage sends, once the next one has taken it."""
+    at, received = grid.stage, list[Tensor]()
+    if at > 0:
+        for shape, dtype in stage.received(sizes):
+            received.append(torch.empty(shape, dtype=dtype, device=grid.groups.device))
+            with _waiting(grid):
+                dist.recv(received[-1], src=grid.peer(at - 1), group=grid.wire(at - 1, False))
+    with torch.no_grad():
+        sent, _ = stage.forward(inputs, tuple(received), seed)
+    if at < grid.stages - 1:
+        for value in sent:
+            with _waiting(grid):
+                dist.send(value, dst=grid.peer(at + 1), group=grid.wire(at + 1, False))
+    return sent
+
+
+@contextmanager
+def _waiting(grid: PipelineGrid) -> Iterator[None]:
+    """Has what a peer does not answer as an error that names where this rank is."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise GroupError(
+            f"a batch on stage {grid.stage} of pipeline {grid.replica}: got "
+            f"{str(e).splitlines()[0]}; expected the other ranks of the pipeline within "
+            f"{grid.groups.timeout_s:g} s; look at their logs"
+        ) from e
