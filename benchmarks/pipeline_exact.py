@@ -1,179 +1,167 @@
-"""Traced models in stages on gloo ranks against the plain model: loss and gradients, float64."""
+"""Models by `dcpc.compile(pipeline=)` on gloo ranks against the plain model, in float64.
+
+Each rank compiles, loads with `dcpc.DataLoader`, and takes `train_step` and SGD over one epoch. The
+plain model runs each sample alone. Micro-batches differ in shape, steps in their number.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 
-import torch
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
-from dcpc.buckets import Buckets
-from dcpc.compiled.pipeline import chain_of, stages_of
-from dcpc.plan.traced import traced
-from dcpc.runtime.groups.groups import Groups
+import dcpc
+from dcpc.commands.check import SPLITTING
+from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.groups.local_ranks import run_ranks
-from dcpc.runtime.pipeline.executor import PipelineBatch
-from dcpc.runtime.pipeline.grid import PipelineGrid
-from dcpc.runtime.pipeline.step import pipeline_step
-from dcpc.symbolic_profile import find
-from models.gpt import GPT, GPTConfig
-from tests.fuzz.pipelines import drawn_schedule
+from tests.cases import language_models, video_models
+from tests.cases.asks import far, trained
+from tests.cases.stages import CASES, PipelineCase
 
-VOCABULARY, TIMEOUT_S = 64, 300.0
-# (stages, ranks)
-WORLDS, QUICK_WORLDS = ((2, 2), (4, 4), (2, 4)), ((2, 2),)
-QUICK = ("gpt, tied", "t5")
-
-Sizes = Mapping[str, int]
+TIMEOUT_S = 600.0
+# (ranks, stages): 2 pipelines of 2 stages are the last.
+WORLDS, QUICK_WORLDS = ((2, 2), (4, 4), (4, 2)), ((2, 2),)
+BATCH = 3  # most samples of a micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class ExactModel:
-    """A model, lengths of its trace, and lengths to run.
+    """A model, and what it is trained on.
 
     Attributes:
-        make: the module; float64 is set outside.
-        source: name of the dim of input_ids.
-        target: name of the dim of labels.
+        case: the model in float64, its inputs and random data.
+        lengths: of the samples; the last is the longest, and every other one a bucket.
+        weight: what its loss is a mean over.
+        pad: what fills up samples; None: the model's numbers hang on padding, and each of the
+            lengths is a bucket.
     """
 
-    make: Callable[[], nn.Module]
-    source: str = "seq"
-    target: str = "seq"
+    case: PipelineCase
+    lengths: tuple[Mapping[str, int], ...]
+    weight: Weight = SAMPLES
+    pad: Mapping[str, int | float] | None = None
 
     @property
-    def inputs(self) -> dict[str, str]:
-        return {
-            "input_ids": f"int64[batch, {self.source}]",
-            "labels": f"int64[batch, {self.target}]",
-        }
-
-    def sizes(self, step: int, number: int) -> dict[str, int]:
-        """Of a micro-batch: other shapes in each step."""
-        long = (9, 16, 31, 48)[(step + number) % 4]
-        found = {"batch": 1 + (step + 2 * number) % 3, self.source: long}
-        return found | ({} if self.target == self.source else {self.target: 1 + long // 2})
-
-    def data(self, sizes: Sizes, seed: int) -> dict[str, Tensor]:
-        """Random tokens; some labels are ignored."""
-        drawn = torch.Generator().manual_seed(seed)
-        ids = torch.randint(VOCABULARY, (sizes["batch"], sizes[self.source]), generator=drawn)
-        shape = (sizes["batch"], sizes[self.target])
-        labels = torch.randint(VOCABULARY, shape, generator=drawn)
-        labels[torch.rand(shape, generator=drawn) < 0.3] = -100
-        labels[:, -1] = 1
-        return {"input_ids": ids, "labels": labels}
+    def buckets(self) -> list[dict[str, int]]:
+        every = self.lengths[:: 1 if self.pad is None else -2]
+        return [{**sizes, "batch": BATCH} for sizes in every]
 
 
-def _gpt() -> nn.Module:
-    return GPT(GPTConfig(vocab_size=VOCABULARY, dim=32, n_layers=4, n_heads=4, tie_embeddings=True))
-
-
-def _llama() -> nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48,
-                    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-    )  # fmt: skip
-
-
-def _gpt2() -> nn.Module:
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, resid_pdrop=0.0,
-                   embd_pdrop=0.0, attn_pdrop=0.0)
-    )  # fmt: skip
-
-
-def _t5() -> nn.Module:
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
-                 dropout_rate=0.0, relative_attention_num_buckets=8, decoder_start_token_id=0,
-                 relative_attention_max_distance=16)
-    )  # fmt: skip
-
+TEXT = tuple({"seq": n} for n in (5, 9, 16, 24, 31, 37, 48))
+PAIRS = tuple({"source": n, "target": 1 + 3 * n % 17} for n in (5, 9, 16, 31, 48))
+CLIPS = tuple(
+    {"frames": frames, "height": height, "width": width}
+    for frames, height, width in ((2, 4, 4), (3, 5, 6), (2, 7, 8), (4, 8, 6))
+)
+PAD = {"input_ids": 0, "labels": -100}
+SHIFTED = dcpc.CountLabels("labels", shift=1)
 
 MODELS = {
-    "gpt, tied": ExactModel(_gpt),
-    "t5": ExactModel(_t5, "source", "target"),
-    "llama": ExactModel(_llama),
-    "gpt2": ExactModel(_gpt2),
+    "gpt_tied": ExactModel(CASES["gpt_tied"], TEXT, "labels", PAD),
+    "t5": ExactModel(CASES["t5"], PAIRS, "labels", {**PAD, "attention_mask": 0}),
+    "stdit": ExactModel(CASES["stdit"], CLIPS),
+    "stdit of 1 layer": ExactModel(replace(CASES["stdit"], make=video_models.model), CLIPS),
+    "llama": ExactModel(CASES["llama"], TEXT, SHIFTED, PAD),
+    "gpt2": ExactModel(CASES["gpt2"], TEXT, SHIFTED, PAD),
 }
+QUICK = ("gpt_tied", "stdit of 1 layer")
 
 
-def run_exact(quick: bool) -> list[tuple[str, int, int, int, float]]:
-    """Returns (model, stages, ranks, steps run, worst relative error) of each case."""
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Random samples of a model.
+
+    Attributes:
+        case: of the model.
+        lengths: of each sample.
+    """
+
+    case: PipelineCase
+    lengths: tuple[Mapping[str, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        made = self.case.data({"batch": 1, **self.lengths[i]}, i)
+        return {name: x[0] for name, x in made.items()}
+
+    def dims(self, i: int) -> dict[str, int]:
+        """Returns the named dims of a sample."""
+        return dict(self.lengths[i])
+
+
+@dataclass(frozen=True, slots=True)
+class ExactRun:
+    """A model on some ranks.
+
+    Attributes:
+        model: its name.
+        ranks: of the run.
+        stages: of each pipeline.
+        counts: of each step, the micro-batches that each rank ran.
+        shapes: distinct shapes of micro-batches on this rank.
+        worst: relative error of a loss or gradient of a step, or of the state after the epoch.
+    """
+
+    model: str
+    ranks: int
+    stages: int
+    counts: tuple[tuple[int, ...], ...]
+    shapes: int
+    worst: float
+
+
+def run_exact(quick: bool) -> list[ExactRun]:
+    """Returns each case: the worst of its ranks."""
     found = []
-    for name in QUICK if quick else MODELS:
-        model, stages_by = _cut(MODELS[name], quick)
-        for stages, ranks in QUICK_WORLDS if quick else WORLDS:
-            errors = run_ranks(
-                _on_rank, ranks, model, stages_by[stages], MODELS[name], stages,
-                3 if quick else 6, timeout_s=TIMEOUT_S, fork=True,
-            )  # fmt: skip
-            worst = max(error for each in errors for step in each for error in step)
-            found.append((name, stages, ranks, len(errors[0]), worst))
+    for ranks, stages in QUICK_WORLDS if quick else WORLDS:
+        names = QUICK if quick else tuple(MODELS)
+        every = run_ranks(
+            _on_rank, ranks, names, stages, 12 if quick else 40, timeout_s=TIMEOUT_S, fork=True
+        )
+        found += [max(same, key=lambda run: run.worst) for same in zip(*every, strict=True)]
     return found
 
 
-def _cut(case: ExactModel, quick: bool) -> tuple[nn.Module, dict[int, tuple[Any, ...]]]:
-    """Returns the model, and its stages for each number of them."""
-    torch.manual_seed(0)
-    Tensor.float = Tensor.double  # type: ignore[method-assign,assignment]  # losses cast to float32
-    model = case.make().double()
-    sizes = [{n: v for n, v in case.sizes(s, 0).items() if n != "batch"} for s in (1, 3)]
-    whole = traced(model, Buckets(inputs=case.inputs, sizes=sizes), find("cpu"), "eager")
-    chain = chain_of(whole.program, whole.program.dims({"batch": 2, **sizes[-1]}))
-    found = {}
-    for stages in dict.fromkeys(s for s, _ in (QUICK_WORLDS if quick else WORLDS)):
-        blocks = len(chain.borders) - 1
-        ends = [round(j * blocks / stages) for j in range(stages + 1)]
-        found[stages] = stages_of(whole, model, chain, ends)
-    return model, found
+def _on_rank(rank: int, names: tuple[str, ...], stages: int, samples: int) -> list[ExactRun]:
+    warnings.simplefilter("ignore")
+    language_models.in_float64()  # transformers' losses and norms cast to float32
+    return [_run(name, stages, samples) for name in names]
 
 
-def _on_rank(
-    rank: int, model: nn.Module, stages: Sequence[Any], case: ExactModel, count: int, steps: int
-) -> list[list[float]]:
-    """Returns the relative errors of each step: of the loss, and of this stage's gradients."""
-    groups = Groups.default()
-    stage = stages[rank % count]
-    grid = PipelineGrid.make(groups, count, stage.parameters)
-    found = []
-    for step in range(steps):
-        each = 1 + (step + 1) % 4
-        sizes = [case.sizes(step, n) for n in range(each * grid.replicas)]
-        data = [case.data(s, 100 * step + n) for n, s in enumerate(sizes)]
-        weights = [float((x["labels"] != -100).sum()) for x in data]
-        batches = [PipelineBatch(*row) for row in zip(data, sizes, weights, strict=True)]
-        own = batches[grid.replica * each :][:each]
-        schedule = drawn_schedule(step, count, each, split=False)
-        model.zero_grad()
-        result = pipeline_step([stage], own, schedule, grid, model.named_parameters())
-        mine = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        loss, wanted = _plain(model, data, weights)
-        errors = [abs(result.loss - loss) / abs(loss)]
-        errors += [float((g - wanted[n]).norm() / wanted[n].norm()) for n, g in mine.items()]
-        found.append(errors)
-    return found
+def _run(name: str, stages: int, samples: int) -> ExactRun:
+    own = MODELS[name]
+    case, drawn = own.case, random.Random(name)
+    data = Samples(case, tuple(drawn.choice(own.lengths) for _ in range(samples)))
+    compiled = dcpc.compile(
+        case.make(), dcpc.Buckets(case.inputs, own.buckets), pipeline=stages, backend="eager",
+        device=SPLITTING, verify="off",
+    )  # fmt: skip
+    tokens = 4 * max(prod(sizes.values()) for sizes in own.lengths)
+    loader = dcpc.DataLoader(data, compiled, tokens_per_step=tokens, pad=own.pad, weight=own.weight)
+    steps, alone = list(loader), case.make()
+    found = trained(compiled, steps, alone, data, _counted(own.weight))
+    if sorted(found.samples) != list(range(samples)):
+        raise AssertionError(f"{name}: got samples {sorted(found.samples)}, not each once")
+    worst = max(found.worst, _state_error(compiled, alone))
+    shapes = {tuple(tuple(x.shape) for x in mb.inputs.values())
+              for step in steps for mb in step.micro_batches}  # fmt: skip
+    ranks = compiled.groups.world
+    return ExactRun(name, ranks, stages, tuple(found.counts), len(shapes), worst)
 
 
-def _plain(
-    model: nn.Module, data: Sequence[Mapping[str, Tensor]], weights: Sequence[float]
-) -> tuple[float, dict[str, Tensor]]:
-    model.zero_grad()
-    total = 0.0
-    for inputs, weight in zip(data, weights, strict=True):
-        found = model(**inputs)
-        loss = (found if isinstance(found, Tensor) else found.loss) * (weight / sum(weights))
-        loss.backward()
-        total += float(loss.detach())
-    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+def _counted(weight: Weight) -> Callable[[Mapping[str, Tensor]], int]:
+    if weight == SAMPLES:
+        return lambda sample: 1
+    counts = dcpc.CountLabels(weight) if isinstance(weight, str) else weight
+    return lambda sample: int(counts(sample))
+
+
+def _state_error(compiled: nn.Module, alone: nn.Module) -> float:
+    got, plain = compiled.state_dict(), alone.state_dict()
+    return max(far(got[name], plain[name]) for name in plain)
