@@ -119,9 +119,8 @@ def test_a_bias_that_learns_is_exact_beside_a_mask_of_padded_keys(layers):
     model = t5(*layers)
     buckets = dcpc.Buckets(inputs, [sizes])
     made = dcpc.compile(model, buckets, unpad=True, backend="eager", verify="off")
-    assert unpadding_of(made).plan.row_sizes[1] == made.planned.by_bucket[
-        next(iter(made.buckets))
-    ].traced.program.symbols["seq" if layers[0] > layers[1] else "tgt"]
+    packed = str(unpadding_of(made).plan.row_sizes[1])
+    assert packed == ("seq" if layers[0] > layers[1] else "tgt")
     for lengths, targets, left in [
         ([1, 16, 7, 2], [12, 1, 5, 3], False),
         ([4, 9], [2, 7], True),
@@ -130,10 +129,10 @@ def test_a_bias_that_learns_is_exact_beside_a_mask_of_padded_keys(layers):
         given = batch(inputs, lengths, sizes, left=left)
         kept = torch.arange(12) < torch.tensor(targets)[:, None]
         given["decoder_attention_mask"] = kept = (kept.flip(1) if left else kept).long()
-        given["labels"] = torch.where(kept > 0, given["labels"].abs(), -100)
+        given["labels"] = torch.where(kept > 0, given["labels"].clamp(min=0), -100)
         assert compiled_error(made, model, given) < EXACT
         model.zero_grad()
-    assert made.stats().unpadded == (2 if layers[0] > layers[1] else 3)
+    assert made.stats().unpadded == (2 if packed == "seq" else 3)
 
 
 def test_a_sample_of_padding_alone_is_as_in_the_plain_model():

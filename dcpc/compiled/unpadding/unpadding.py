@@ -28,8 +28,10 @@ from dcpc.plan.runnable import RewrittenCall, Runnable
 from dcpc.plan.studies import Study
 from dcpc.symbolic_profile.evaluate import Evaluator
 
+# Seconds of looking for the valid rows of a call, and what share of the call they may be.
+FIND_S, FIND_SHARE = 4e-4, 0.02
 # Predicted seconds of a call with padding below which "auto" does not look for any.
-WORTH_S = 2e-3
+WORTH_S = FIND_S / FIND_SHARE
 # Share of them that must be saved: predictions are off.
 MARGIN = 0.06
 # Seconds of one attention of one sample more in a row, forward and backward: a kernel call each.

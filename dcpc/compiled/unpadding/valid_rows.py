@@ -65,7 +65,9 @@ class RowFinder:
         """
         with torch.no_grad():
             mask, *checked = self._values(sizes, inputs)
-            batch, seq = (int(n.subs(self._traced.program.dims(sizes))) for n in self._plan.row_sizes)
+            batch, seq = (
+                int(n.subs(self._traced.program.dims(sizes))) for n in self._plan.row_sizes
+            )
             shown = _seen(mask.reshape(batch, -1, seq))
             if shown is None:
                 return None
@@ -102,7 +104,8 @@ class RowFinder:
             for check, value in zip(self._checks, checked, strict=False)
         ]
         for (_, own), mask in zip(self._hiding, checked[len(self._checks) :], strict=True):
-            holds.append(_hides(mask, keep, own=own))
+            if not _hides(mask, keep, own=own):
+                return False
         holds += [keep[:, p].all() for p in self._plan.positions if p < keep.shape[1]]
         if self._plan.runs:
             begins = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, 0]
@@ -112,7 +115,7 @@ class RowFinder:
         return all(map(bool, holds))
 
 
-def _hides(mask: Tensor, keep: Tensor, *, own: bool) -> Tensor | bool:
+def _hides(mask: Tensor, keep: Tensor, *, own: bool) -> bool:
     """Returns whether a mask `[batch, 1, queries, seq]` hides padded keys, and no query sees none.
 
     Args:
@@ -124,7 +127,7 @@ def _hides(mask: Tensor, keep: Tensor, *, own: bool) -> Tensor | bool:
     if shown is None:
         return False
     sees = shown.any(2)
-    return ~(shown & ~keep[:, None]).any() & ((sees | ~keep) if own else sees).all()
+    return bool(~(shown & ~keep[:, None]).any() & ((sees | ~keep) if own else sees).all())
 
 
 def _seen(mask: Tensor) -> Tensor | None:
