@@ -99,6 +99,42 @@ def test_models_of_transformers_are_exact(name):
     assert made.stats().unpadded == 2
 
 
+def t5(encoder_layers: int, decoder_layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    made = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, num_heads=2, d_ff=24, dropout_rate=0.0,
+        num_layers=encoder_layers, num_decoder_layers=decoder_layers, decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(made).double()
+
+
+@pytest.mark.parametrize("layers", [(2, 1), (1, 2)])
+def test_a_bias_that_learns_is_exact_beside_a_mask_of_padded_keys(layers):
+    """Of the encoder's rows and the decoder's, those of more layers are packed."""
+    sizes = {"seq": 16, "tgt": 12}
+    inputs = {
+        "input_ids": "int64[batch, seq]", "attention_mask": "int64[batch, seq]",
+        "decoder_attention_mask": "int64[batch, tgt]", "labels": "int64[batch, tgt]",
+    }  # fmt: skip
+    model = t5(*layers)
+    buckets = dcpc.Buckets(inputs, [sizes])
+    made = dcpc.compile(model, buckets, unpad=True, backend="eager", verify="off")
+    packed = str(unpadding_of(made).plan.row_sizes[1])
+    assert packed == ("seq" if layers[0] > layers[1] else "tgt")
+    for lengths, targets, left in [
+        ([1, 16, 7, 2], [12, 1, 5, 3], False),
+        ([4, 9], [2, 7], True),
+        ([6, 0, 3], [3, 12, 2], False),  # its queries read all keys alike, all of them padding
+    ]:
+        given = batch(inputs, lengths, sizes, left=left)
+        kept = torch.arange(12) < torch.tensor(targets)[:, None]
+        given["decoder_attention_mask"] = kept = (kept.flip(1) if left else kept).long()
+        given["labels"] = torch.where(kept > 0, given["labels"].clamp(min=0), -100)
+        assert compiled_error(made, model, given) < EXACT
+        model.zero_grad()
+    assert made.stats().unpadded == (2 if packed == "seq" else 3)
+
+
 def test_a_sample_of_padding_alone_is_as_in_the_plain_model():
     torch.manual_seed(0)
     model = MODELS["bert"][0]().double()
@@ -219,12 +255,21 @@ def test_inductor_compiles_one_graph_for_every_number_of_rows():
     assert unpadding_of(made).runnable.compiled_count == 1
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_the_first_call_is_held_against_the_plain_model(dropout, monkeypatch):
+def trains(made: dcpc.CompiledModel, inputs: dict[str, Tensor]) -> None:
+    made(**inputs).backward()
+
+
+def evaluates(made: dcpc.CompiledModel, inputs: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        made.evaluate(inputs)
+
+
+@pytest.mark.parametrize(("dropout", "run"), [(0.0, trains), (0.2, trains), (0.0, evaluates)])
+def test_the_first_call_is_held_against_the_plain_model(dropout, run, monkeypatch):
     model = encoder(dropout)
     inputs = batch(model.INPUTS, [3, 16, 9, 5], SIZES[1])
     made = compiled(model, verify="auto")
-    made(**inputs).backward()
+    run(made, inputs)
     assert made.stats().unpadded == 1
     assert "without padding: loss and every gradient at {batch: 2, seq: 16}" in made.report()
     model.zero_grad()
@@ -236,4 +281,4 @@ def test_the_first_call_is_held_against_the_plain_model(dropout, monkeypatch):
 
     monkeypatch.setattr(ValidRows, "__init__", shifted)
     with pytest.raises(VerifyError, match="without padding does not give what the model gives"):
-        compiled(model, verify="auto")(**inputs)
+        run(compiled(model, verify="auto"), inputs)

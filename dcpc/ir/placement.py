@@ -124,8 +124,9 @@ class UnpadPlan:
     """Which values of a program are computed for valid rows alone, a row being (sample, position).
 
     Attributes:
-        keep: name of the value that says which rows are valid, by (sample, position) alone: true,
-            or a number that is added to scores, there 0; "": there is none.
+        keep: name of the value that says which rows are valid: true, or a number that is added to
+            scores, there 0; of (sample, position) alone, or of (sample, query, position), where a
+            row is valid that a query sees; "": there is none.
         batch: key of the factor that counts samples.
         seq: key of the factor that counts positions.
         factors: node name -> the factors of each dim of its value.
@@ -137,6 +138,8 @@ class UnpadPlan:
         runs: whether the valid positions of each sample must follow each other.
         nonempty: whether each sample must have a valid position.
         returned: names of what is returned beside the loss and is 0 at padded rows.
+        hiding: names of values `[.., queries, seq]` that must be false at padded keys and show each
+            query a key, and whether the queries are rows, of which valid ones alone need one.
         reason: why all stays padded; "" where it need not.
     """
 
@@ -152,4 +155,11 @@ class UnpadPlan:
     runs: bool
     nonempty: bool
     returned: frozenset[str] = frozenset()
+    hiding: frozenset[tuple[str, bool]] = frozenset()
     reason: str = ""
+
+    @property
+    def row_sizes(self) -> tuple[sympy.Expr, sympy.Expr]:
+        """How many samples and positions there are."""
+        batch, *_, seq = (f.size for dim in self.factors[self.keep] for f in dim)
+        return batch, seq

@@ -59,6 +59,8 @@ class _Unpadding:
         self.padded: dict[str, fx.Node] = {}  # by name in the program
         self.packed: dict[str, fx.Node] = {}
         self.made = frozenset(plan.packed)
+        nodes = program.gm.graph.nodes
+        self.devices = {n.name: n.meta["val"].device for n in nodes if n.name in self.made}
         self.entered: dict[tuple[str, tuple[int, int] | None], fx.Node] = {}
         self.tuples: dict[tuple[str, tuple[fx.Node, ...]], fx.Node] = {}
         self.indices: dict[str, fx.Node] = {}
@@ -290,10 +292,9 @@ class _Unpadding:
         joined = [*moved[:at], self.rows, *moved[at + 2 :]]
         x = self._reshaped(x, name, joined)
         joined[at] = moved[at] * moved[at + 1]
-        of = next(n for n in self.program.gm.graph.nodes if n.name == name)
         zeros = self._op(
             name, joined, aten.zeros.default, [self.emitter.emit(s) for s in joined],
-            dtype=info.dtype, device=of.meta["val"].device,
+            dtype=info.dtype, device=self.devices[name],
         )  # fmt: skip
         self.info[zeros.name] = dataclasses.replace(self.info[zeros.name], requires_grad=False)
         args = (zeros, at, self.indices["rows"], x)

@@ -28,8 +28,10 @@ from dcpc.plan.runnable import RewrittenCall, Runnable
 from dcpc.plan.studies import Study
 from dcpc.symbolic_profile.evaluate import Evaluator
 
+# Seconds of looking for the valid rows of a call, and what share of the call they may be.
+FIND_S, FIND_SHARE = 4e-4, 0.02
 # Predicted seconds of a call with padding below which "auto" does not look for any.
-WORTH_S = 2e-3
+WORTH_S = FIND_S / FIND_SHARE
 # Share of them that must be saved: predictions are off.
 MARGIN = 0.06
 # Seconds of one attention of one sample more in a row, forward and backward: a kernel call each.
@@ -92,8 +94,8 @@ class Unpadding:
         program = apply_unpad(traced.program, self.plan)
         sharding = analyse(program, derive_rules=False)
         reference = {BATCH: 1, **(traced.reference or program.hints)}
-        rows = traced.program.info[self.plan.keep].numel.subs(traced.program.dims(reference))
-        reference[ROWS] = int(rows)
+        batch, seq = self.plan.row_sizes
+        reference[ROWS] = int((batch * seq).subs(traced.program.dims(reference)))
         return Runnable(
             replace(traced, program=program, sharding=sharding, reference=reference, tracers={})
         )
@@ -150,6 +152,8 @@ class Unpadding:
     def compare(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> None:
         """Shows the first such call to the inspector of the program: two of its samples.
 
+        Loss and every gradient are compared, in a call without gradients as well.
+
         Args:
             sizes: as for `rows`.
             inputs: by placeholder.
@@ -158,19 +162,19 @@ class Unpadding:
             VerifyError: it does not give what the plain model gives.
         """
         inspector, traced = self._whole.inspector, self._whole.traced
-        if self._compared or inspector is None or not torch.is_grad_enabled():
+        if self._compared or inspector is None:
             return
-        sizes, few = self._few(sizes, inputs)
-        rows = self._finder.find(sizes, few)
-        found = rows and self.variant(sizes, rows, 0)
-        if not rows or not found:
-            return
-        self._compared = True
-        named = {name: few[p] for p, name in traced.program.inputs.items()}
-        program = self.runnable.traced.program
-        inspector.rewritten(
-            traced, RewrittenCall(program, sizes, named, rows.indices, *found, "without padding")
-        )
+        with torch.inference_mode(False), torch.enable_grad():
+            sizes, few = self._few(sizes, {p: x.clone() for p, x in inputs.items()})
+            rows = self._finder.find(sizes, few)
+            found = rows and self.variant(sizes, rows, 0)
+            if not rows or not found:
+                return
+            self._compared = True
+            named = {name: few[p] for p, name in traced.program.inputs.items()}
+            program = self.runnable.traced.program
+            call = RewrittenCall(program, sizes, named, rows.indices, *found, "without padding")
+            inspector.rewritten(traced, call)
 
     def _few(
         self, sizes: Sizes, inputs: Mapping[str, Tensor]
@@ -238,7 +242,9 @@ class Unpadding:
             )
             for count in (few, many)
         }
-        pair = by_class[many].get("attention", 0.0) / many**2
+        padded = {n: of.get("attention", 0.0) for n, of in by_class.items()}
+        pair = (padded[many] - padded[few]) / (many**2 - few**2)
         rest = {n: sum(s for c, s in of.items() if c != "attention") for n, of in by_class.items()}
         row = (rest[many] - rest[few]) / (many - few)
-        return _RowPrice(rest[few] - few * row, row, pair)
+        fixed_s = rest[few] - few * row + padded[few] - few**2 * pair
+        return _RowPrice(fixed_s, row, pair)

@@ -46,11 +46,13 @@ class RowFinder:
     def __init__(self, traced: Traced, plan: UnpadPlan, placement: Placement) -> None:
         self._traced, self._plan, self._placement = traced, plan, placement
         self._checks: list[RowCheck] = sorted(plan.checks, key=lambda c: (c.node, c.number))
+        self._hiding = sorted(plan.hiding)
 
     @cached_property
     def _lowered(self) -> Lowered:
         """What computes which rows are valid, and the values that are checked."""
-        names = (self._plan.keep, *(c.node for c in self._checks))
+        checked = (c.node for c in self._checks)
+        names = (self._plan.keep, *checked, *(name for name, _ in self._hiding))
         asked = replace(self._traced.program, outputs=names, begins=(), pieces=False)
         return lower(asked, self._placement, "")
 
@@ -63,9 +65,13 @@ class RowFinder:
         """
         with torch.no_grad():
             mask, *checked = self._values(sizes, inputs)
-            keep = _seen(mask.reshape(mask.shape[0], -1))
-            if keep is None:
+            batch, seq = (
+                int(n.subs(self._traced.program.dims(sizes))) for n in self._plan.row_sizes
+            )
+            shown = _seen(mask.reshape(batch, -1, seq))
+            if shown is None:
                 return None
+            keep = shown.any(1)
             rows = keep.reshape(-1).nonzero().squeeze(1)
             if not 1 < rows.numel() < keep.numel():
                 return None
@@ -95,8 +101,11 @@ class RowFinder:
         padded = ~keep.reshape(-1)
         holds = [
             (value.reshape(padded.numel(), -1)[padded] == check.number).all()
-            for check, value in zip(self._checks, checked, strict=True)
+            for check, value in zip(self._checks, checked, strict=False)
         ]
+        for (_, own), mask in zip(self._hiding, checked[len(self._checks) :], strict=True):
+            if not _hides(mask, keep, own=own):
+                return False
         holds += [keep[:, p].all() for p in self._plan.positions if p < keep.shape[1]]
         if self._plan.runs:
             begins = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, 0]
@@ -106,8 +115,23 @@ class RowFinder:
         return all(map(bool, holds))
 
 
+def _hides(mask: Tensor, keep: Tensor, *, own: bool) -> bool:
+    """Returns whether a mask `[batch, 1, queries, seq]` hides padded keys, and no query sees none.
+
+    Args:
+        mask: of an attention.
+        keep: `[batch, seq]`, which rows are valid.
+        own: whether the queries are rows; padded ones may see none.
+    """
+    shown = _seen(mask.reshape(keep.shape[0], -1, keep.shape[1]))
+    if shown is None:
+        return False
+    sees = shown.any(2)
+    return bool(~(shown & ~keep[:, None]).any() & ((sees | ~keep) if own else sees).all())
+
+
 def _seen(mask: Tensor) -> Tensor | None:
-    """Returns which keys a mask `[batch, seq]` shows; None: of some it says something else."""
+    """Returns which keys a mask shows; None: of some it says something else."""
     if mask.dtype == torch.bool:
         return mask
     seen = mask == 0

@@ -37,12 +37,13 @@ class RowDims:
     Args:
         program: the traced model.
         sharding: its factors and alternatives.
-        keep: name of the value that says which rows are valid, by (sample, position) alone.
+        keep: name of the value that says which rows are valid: its first factor counts samples,
+            its last one positions.
     """
 
     def __init__(self, program: Program, sharding: Sharding, keep: str) -> None:
         self.program, self.sharding = program, sharding
-        batch, seq = (f for dim in sharding.factors[keep] for f in dim)
+        batch, *_, seq = (f for dim in sharding.factors[keep] for f in dim)
         self.batch, self.seq = batch.key, seq.key
         self._symbols = batch.size.free_symbols | seq.size.free_symbols
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import fx
 
 from dcpc.fx.graphs import source_line
 from dcpc.ir import Program, UnpadPlan, call_of, is_tuple, tensor_operands
+from dcpc.ops.attention import hides
 from dcpc.passes.sharding.sharding import Sharding
 from dcpc.passes.unpad.row_dims import RowDims, RowKind
 from dcpc.passes.unpad.zero_rows import Checks, ZeroRows
@@ -63,20 +64,35 @@ def unpad(program: Program, sharding: Sharding) -> UnpadPlan:
     keeps = _keeps(program, sharding)
     if not keeps:
         return replace(_NO_PLAN, reason="no attention has a mask of padded keys that is recognised")
-    keep, _ = Counter(keeps.values()).most_common(1)[0]
+    exact = [k.name for k in keeps.values() if k.exact]
+    keep, _ = Counter(exact or [k.name for k in keeps.values()]).most_common(1)[0]
     try:
         return _Plan(program, sharding, keep, keeps).run()
     except _PaddingReadError as why:
         return replace(_NO_PLAN, reason=str(why))
 
 
-def _keeps(program: Program, sharding: Sharding) -> dict[str, str]:
-    """Returns attention -> which keys it sees, by (sample, position): the first value that says so.
+@dataclass(frozen=True, slots=True)
+class _Keep:
+    """Which keys an attention sees.
+
+    Attributes:
+        name: of the value that says so, `[batch, seq]` or `[batch, 1, queries, seq]`.
+        exact: whether the attention's mask says nothing else: no bias, nothing by query.
+    """
+
+    name: str
+    exact: bool
+
+
+def _keeps(program: Program, sharding: Sharding) -> dict[str, _Keep]:
+    """Returns attention -> which keys it sees: the first value that says so.
 
     A model may make the same mask again for each attention.
     """
     first: dict[object, str] = {}
     spelled: dict[str, object] = {}
+    learned = _learned(program)
 
     def spell(leaf: Any) -> Any:
         if not isinstance(leaf, fx.Node):
@@ -84,15 +100,17 @@ def _keeps(program: Program, sharding: Sharding) -> dict[str, str]:
         size = program.scalars.get(leaf.name)
         return size if size is not None else spelled[leaf.name]
 
-    found: dict[str, str] = {}
+    found: dict[str, _Keep] = {}
     for node in program.gm.graph.nodes:
         spelled[node.name] = node.name
         if node.op == "call_function" and str(node.target) not in _DRAWS:
             args = fx.node.map_aggregate((node.args, dict(node.kwargs)), spell)
             spelled[node.name] = first.setdefault(repr((node.target, args)), node.name)
-        keep = _keep_of(program, node)
+        keep, shown = _keep_of(program, node), _shown(program, node)
         if keep is not None and _is_rows(sharding, keep.name):
-            found[node.name] = str(spelled[keep.name])
+            found[node.name] = _Keep(str(spelled[keep.name]), exact=True)
+        elif shown is not None and shown.name not in learned and _is_pairs(sharding, shown.name):
+            found[node.name] = _Keep(str(spelled[shown.name]), exact=False)
     return found
 
 
@@ -110,15 +128,43 @@ def _keep_of(program: Program, node: fx.Node) -> fx.Node | None:
     return mask if one_row and not any(keep) else None
 
 
+def _shown(program: Program, node: fx.Node) -> fx.Node | None:
+    """Which keys an attention shows each query, where its mask is that and a bias, and all limits.
+
+    A hidden key has a number in place of its score, or added to it, that leaves it no weight.
+    """
+    if str(node.target) != _ATTENTION or len(node.args) != 4 or not set(node.kwargs) <= {"scale"}:
+        return None
+    mask = node.args[3]
+    if not isinstance(mask, fx.Node):
+        return None
+    if mask.target is aten.where.ScalarOther:
+        shown, _, number = mask.args
+        dtype = program.info[mask.name].dtype
+        hidden = isinstance(number, int | float) and hides(number, dtype)
+        return shown if hidden and isinstance(shown, fx.Node) else None
+    if mask.target is aten.add.Tensor and not mask.kwargs:
+        given = [n for n in mask.args if isinstance(n, fx.Node)]
+        return next((n for n in given if not program.info[n.name].requires_grad), None)
+    return None
+
+
 def _is_rows(sharding: Sharding, name: str) -> bool:
     """Whether a value has a dim of samples and one of positions, and no more."""
     dims = [dim for dim in sharding.factors[name] if dim]
     return len(dims) == 2 and all(len(dim) == 1 for dim in dims) and dims[0] != dims[1]
 
 
+def _is_pairs(sharding: Sharding, name: str) -> bool:
+    """Whether a value has dims of samples, 1, of queries (or 1) and of positions, in this order."""
+    dims = sharding.factors[name]
+    alone = [len(dim) for dim in dims]
+    return alone in ([1, 0, 1, 1], [1, 0, 0, 1]) and dims[0] != dims[3]
+
+
 class _Plan:
     def __init__(
-        self, program: Program, sharding: Sharding, keep: str, keeps: Mapping[str, str]
+        self, program: Program, sharding: Sharding, keep: str, keeps: Mapping[str, _Keep]
     ) -> None:
         self.program, self.keep, self.keeps = program, keep, keeps
         self.dims = RowDims(program, sharding, keep)
@@ -132,6 +178,7 @@ class _Plan:
         self.dirty: set[str] = set()  # padded values that are wrong at padded rows
         self.checks: set[Checks] = set()
         self.positions: set[int] = set()
+        self.hiding: set[tuple[str, bool]] = set()
         self.returned: set[str] = set()
         self.runs = self.nonempty = False
 
@@ -162,6 +209,7 @@ class _Plan:
             runs=self.runs,
             nonempty=self.nonempty,
             returned=frozenset(self.returned),
+            hiding=frozenset(self.hiding),
         )
 
     def _pack(self, node: fx.Node) -> bool:
@@ -181,7 +229,9 @@ class _Plan:
 
         Each query then sees itself, so what one gives that sees no key is of no matter.
         """
-        if self.keeps.get(node.name) != self.keep or any(a is not None for a in node.args[5:]):
+        if self.keeps.get(node.name) != _Keep(self.keep, exact=True):
+            return False
+        if any(a is not None for a in node.args[5:]):
             return False
         limits = [node.kwargs.get(k) for k in ("before", "after")]
         if not all(x is None or (isinstance(x, int) and x >= 0) for x in limits):
@@ -254,12 +304,35 @@ class _Plan:
         return self.zeros.checked(target.name, ignored)
 
     def _hides(self, node: fx.Node, reads: list[fx.Node]) -> bool:
-        """Whether an attention hides padded keys; queries at padded rows give padded rows."""
+        """Whether an attention hides padded keys; queries at padded rows give padded rows.
+
+        A query that sees no key may read all of them: of those that are no padded row that is a
+        check.
+        """
         others = [n for n in tensor_operands(node, self.program.info)[3:] if n in reads]
+        if others or not all(self._is_of_rows(n) for n in reads):
+            return False
+        query, key, value, *_ = node.args
+        if key not in reads and value not in reads:
+            return True
+        keep = self.keeps.get(node.name)
+        if keep is None or keep.name in self.learned or keep.name in self.drawn:
+            return False
+        assert isinstance(query, fx.Node)
+        own, same = self._is_of_rows(query), keep.name == self.keep
+        limited = set(node.kwargs) & {"before", "after"} or any(node.args[5:])
+        if keep.exact and limited and not (own and same):
+            return False
+        batch, *_, seq = self.dims.keys(keep.name)
+        if (batch, seq) != (self.dims.batch, self.dims.seq):
+            return False
+        self.hiding.add((keep.name, own))
+        return True
+
+    def _is_of_rows(self, node: fx.Node) -> bool:
+        """Whether a value is one of rows, laid out as attention's operands."""
         dims = self.dims
-        rows = all((dims.dim(n.name, dims.batch), dims.dim(n.name, dims.seq)) == (0, 2)
-                   for n in reads)  # fmt: skip
-        return self.keeps.get(node.name) == self.keep and rows and not others
+        return (dims.dim(node.name, dims.batch), dims.dim(node.name, dims.seq)) == (0, 2)
 
     def _read_positions(self, node: fx.Node, source: fx.Node) -> set[int] | None:
         """Which positions of every sample an op reads; None: more than a few."""
