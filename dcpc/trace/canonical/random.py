@@ -105,10 +105,8 @@ def _trains(node: fx.Node) -> bool:
 
 
 def _mean_slope(node: fx.Node, edit: Editor, index: int) -> None:
-    given = node.args[1:3]
-    lower, upper = *given, *(1 / 8, 1 / 3)[len(given) :]  # aten's own defaults
-    assert isinstance(lower, int | float)
-    assert isinstance(upper, int | float)
+    slopes = [n for n in node.args[1:3] if isinstance(n, int | float)]
+    lower, upper = slopes + [1 / 8, 1 / 3][len(slopes) :]  # aten's own defaults
     _replace(node, edit.call(aten.leaky_relu.default, node.args[0], (lower + upper) / 2))
 
 
