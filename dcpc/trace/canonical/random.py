@@ -105,7 +105,8 @@ def _trains(node: fx.Node) -> bool:
 
 
 def _mean_slope(node: fx.Node, edit: Editor, index: int) -> None:
-    lower, upper = (*node.args[1:3], *(1 / 8, 1 / 3)[len(node.args[1:3]) :])
+    given: list[object] = [*node.args[1:3]]
+    lower, upper = given + [1 / 8, 1 / 3][len(given) :]
     assert isinstance(lower, int | float)
     assert isinstance(upper, int | float)
     _replace(node, edit.call(aten.leaky_relu.default, node.args[0], (lower + upper) / 2))
