@@ -30,6 +30,7 @@ def film(path: Path, frames: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_a_few_steps_bring_held_out_clips_nearer_and_are_kept(tmp_path):
     paths, said = [film(tmp_path / "square.mp4", 104)], []
