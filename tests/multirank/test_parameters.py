@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import dcpc
 from dcpc.errors import DispatchError, GroupError, PlanError
+from dcpc.plan.planning import Planned
 from dcpc.runtime.parameters.rows import RowLayout, SharedRows
 from tests.cases.launch import run_ranks
 
@@ -338,7 +339,7 @@ def test_auto_takes_the_first_mode_that_fits():
         wide = Odd()
         wide.head.weight = wide.embed.weight = nn.Parameter(torch.empty(10**6, DIM).double())
 
-    def planned(mode: str, memory: float) -> dcpc.api.Planned:
+    def planned(mode: str, memory: float) -> Planned:
         return dcpc.api.plan(wide, buckets, world=4, memory=memory, backend="eager", sp=1,
                              device="cpu", parameters=mode)  # fmt: skip
 

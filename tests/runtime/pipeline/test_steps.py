@@ -91,7 +91,7 @@ def uneven(rank: int) -> None:
 
 
 def test_ranks_that_are_no_multiple_of_the_stages_are_refused():
-    with pytest.raises(RanksError, match="got 2 ranks; expected a multiple of the stages"):
+    with pytest.raises(RanksError, match="got 2 ranks; expected a multiple of 3"):
         run_ranks(uneven, 2, timeout_s=30.0)
 
 
