@@ -150,6 +150,7 @@ VAGUE = {"Block", "Call", "Choice", "Memory", "Request", "Row", "Rows", "Run", "
 # Of dcpc/: the fourteen of the compiler, and what puts it into others' loops.
 MOST_FOLDERS = 16
 MOST_ENTRIES = 12  # files and folders in a folder
+SHARED = (["fuzz"], ["cases"])  # folders of tests/ without a test
 ALONGSIDE = {"__init__.py", "README.md", "__pycache__"}  # not counted, nor is data
 
 
@@ -282,7 +283,7 @@ def sharing_errors(file: Path, root: Path = ROOT) -> list[str]:
             errors.append(f"{file}:{line}: imports a test; move what it needs to tests/cases/")
         elif own[0] == "tests" and target[0] == "benchmarks" and own[1] != "benchmarks":
             errors.append(f"{file}:{line}: only tests/benchmarks/ imports a benchmark")
-        elif own[0] == "benchmarks" and target[0] == "tests" and target[1:2] not in (["fuzz"], ["cases"]):
+        elif own[0] == "benchmarks" and target[0] == "tests" and target[1:2] not in SHARED:
             errors.append(f"{file}:{line}: a benchmark imports tests")
     return errors
 
