@@ -68,7 +68,7 @@ MODELS = {
     "llama": ExactModel(CASES["llama"], TEXT, SHIFTED, PAD),
     "gpt2": ExactModel(CASES["gpt2"], TEXT, SHIFTED, PAD),
 }
-QUICK = ("gpt_tied", "stdit of 1 layer")
+QUICK = ("gpt_tied", "gpt2")
 
 
 @dataclass(frozen=True, slots=True)
