@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 import dcpc
-from dcpc.ir import BucketPlan, PlanRow
+from dcpc.ir import BucketPlan
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.step.step import train_step
-from examples.forced import ForcedVariant
+from examples.forced import ForcedVariant, OwnPlans
 from examples.stdlib_source import BEGIN, IGNORE, PAD, StdlibSource
 from examples.workload import Workload
 
@@ -86,17 +86,14 @@ class FixedSp:
     ) -> None:
         self.name = f"padded buckets, sp {sp}, full recompute"
         self.model = model
-        self.buckets, self.groups = compiled.buckets, compiled.groups
-        longest = max(self.buckets, key=lambda b: b["seq"])
+        buckets, self.groups = compiled.buckets, compiled.groups
+        longest = max(buckets, key=lambda b: b["seq"])
         priced = compiled.runnable.priced
         placement = priced.placement({**longest.sizes, "batch": 1}, sp)
         everything = priced.at(placement).steps
         self._variant = ForcedVariant(compiled, placement, everything, model)
-        self.plans = {b: self._plan(b, longest["seq"] // b["seq"], sp) for b in self.buckets}
-        self.tables: dict[dcpc.Bucket, tuple[PlanRow, ...]] = {}  # its own setting alone
-        self.node_ranks = compiled.node_ranks
-        self.value_ranges = compiled.value_ranges
-        self.loader = workload.loader(dataset, self, mode="inter")
+        plans = {b: self._plan(b, longest["seq"] // b["seq"], sp) for b in buckets}
+        self.loader = workload.loader(dataset, OwnPlans(compiled, plans), mode="inter")
         self.steps: list[Step] = []
 
     def _plan(self, bucket: dcpc.Bucket, batch: int, sp: int) -> BucketPlan:

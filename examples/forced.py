@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 import dcpc
-from dcpc.ir import Placement
+from dcpc.ir import BucketPlan, Placement, PlanRow
 from dcpc.plan.runnable import Runnable
 from dcpc.symbolic_profile import Prediction
 
@@ -70,3 +70,30 @@ class ForcedVariant:
     def predict(self, sizes: Mapping[str, int]) -> Prediction:
         """Returns the predicted costs at some sizes, batch included."""
         return self._runnable.priced.at(self.placement).predict(self.menu_step, sizes)
+
+
+class OwnPlans:
+    """What a loader asks of a compiled model, of which each bucket has a setting of its own.
+
+    Attributes:
+        plans: the setting of each bucket; there is no other.
+    """
+
+    block = replans = 0
+    batch_planner: None = None
+    speeds: tuple[float, ...] = ()
+
+    def __init__(
+        self, compiled: dcpc.CompiledModel, plans: Mapping[dcpc.Bucket, BucketPlan]
+    ) -> None:
+        self.plans = plans
+        self.tables: Mapping[dcpc.Bucket, Sequence[PlanRow]] = {}
+        self.buckets, self.groups = compiled.buckets, compiled.groups
+        self.node_ranks, self.packable = compiled.node_ranks, compiled.packable
+        self.value_ranges = compiled.value_ranges
+
+    def division_problems(
+        self, weigh: Callable[[Mapping[str, Tensor]], float] | None, pad: Mapping[str, int | float]
+    ) -> tuple[str, ...]:
+        """Returns none: the compiled model's own loader has told of them."""
+        return ()

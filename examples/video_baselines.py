@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dcpc
-from dcpc.ir import BucketPlan, PlanRow
+from dcpc.ir import BucketPlan
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.step.step import train_step
 from examples.baselines import Dcpc
-from examples.forced import ForcedVariant
+from examples.forced import ForcedVariant, OwnPlans
 from examples.video_samples import Samples
 from examples.video_workload import VideoWorkload
 
@@ -39,13 +39,10 @@ class FixedSp:
     ) -> None:
         self.name = f"sp {sp} and full recompute for every bucket"
         self.model = model
-        self.buckets, self.groups = compiled.buckets, compiled.groups
-        self._variants = {b: _forced(compiled, model, b, sp) for b in self.buckets}
-        self.plans = {b: self._plan(b, sp) for b in self.buckets}
-        self.tables: dict[dcpc.Bucket, tuple[PlanRow, ...]] = {}  # its own setting alone
-        self.node_ranks = compiled.node_ranks
-        self.value_ranges = compiled.value_ranges
-        self.loader = workload.loader(samples, self)
+        buckets, self.groups = compiled.buckets, compiled.groups
+        self._variants = {b: _forced(compiled, model, b, sp) for b in buckets}
+        plans = {b: self._plan(b, sp) for b in buckets}
+        self.loader = workload.loader(samples, OwnPlans(compiled, plans))
         self.steps: list[Step] = []
 
     def _plan(self, bucket: dcpc.Bucket, sp: int) -> BucketPlan:
