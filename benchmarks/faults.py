@@ -264,10 +264,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         (expected, _) = run_ranks(straight, 2, "whole", str(whole), fork=True, timeout_s=LIMIT_S)
         outcomes: list[Outcome] = []
         waiting: list[tuple[Outcome, Path, int, str]] = []
-        for number, kind in enumerate(KINDS):
+
+        def seeds(number: int) -> range:
             # One of each kind: modes and the ways to start again take turns over the kinds.
             first = args.seed + (number % 3 if args.quick else 0)
-            for seed in range(first, first + count):
+            return range(first, first + count)
+
+        for number, kind in enumerate(KINDS):
+            for seed in seeds(number):
                 if args.only not in kind.name:
                     continue
                 world, mode = worlds[seed % len(worlds)], ("whole", "rounds")[seed % 3 == 1]
@@ -286,8 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                       f"{outcome.problem or 'named'}, {outcome.detection_s:.2f} s",
                       flush=True)  # fmt: skip
         for number, name in enumerate(SURVIVED):
-            first = args.seed + (number % 3 if args.quick else 0)
-            for seed in range(first, first + count):
+            for seed in seeds(number):
                 if args.only not in name:
                     continue
                 outcomes.append(trains_on(name, seed, worlds[seed % len(worlds)]))

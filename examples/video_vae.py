@@ -238,8 +238,7 @@ def train(workload: VaeWorkload, folder: Path) -> int:
             break
         for group in optimizer.param_groups:
             group["lr"] = workload.learning_rate * 0.5 * (1 + math.cos(math.pi * float(shared)))
-        compiled.train_step(step)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        compiled.train_step(step, clip=1.0)
         optimizer.step()
         optimizer.zero_grad()
         done += 1

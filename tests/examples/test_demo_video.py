@@ -8,33 +8,21 @@ import pytest
 
 pytest.importorskip("av", reason="decoding needs PyAV: pip install av")
 
-import av
 import numpy as np
 
 from examples.demo_video import main
+from tests.cases.films import film, with_square
 from tests.cases.fresh import fresh
 
 ROOT = Path(__file__).parents[2]
-
-
-def film(path: Path, frames: int) -> None:
-    """A bright square that moves over noise."""
-    noise = np.random.default_rng(0).integers(0, 99, (72, 128, 3), np.uint8)
-    with av.open(path, "w") as container:
-        stream = container.add_stream("mpeg4", rate=25)
-        stream.height, stream.width = noise.shape[:2]
-        for i in range(frames):
-            picture = noise.copy()
-            picture[20:40, i : i + 20] = 255
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(stream.encode())
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.timeout(900)
 def test_demo_trains_on_own_videos_compares_and_draws(tmp_path):
-    film(tmp_path / "square.mp4", 104)
+    noise = np.random.default_rng(0).integers(0, 99, (72, 128, 3), np.uint8)
+    film(tmp_path / "square.mp4", with_square(noise, 104))
     (tmp_path / "square.txt").write_text("a white square\na white square moves to the right\n")
     out = tmp_path / "out"
     found = fresh(main, "--videos", str(tmp_path), "--seconds", "40", "--out", str(out))

@@ -1,39 +1,24 @@
 """The video demo's second codec, trained a few steps as a user trains it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("av", reason="decoding needs PyAV: pip install av")
 
-import av
 import numpy as np
 
 from examples.video_codec import DctCodec, VideoCodec
 from examples.video_vae import Blocks, VaeCodec, VaeWorkload, mean_psnr, psnr, small_clips, trained
+from tests.cases.films import film, with_square
 
 SMALL = VaeWorkload(channels=4, width=8, depth=1, seconds=200.0, steps=12, blocks_per_step=2_000)
-
-
-def film(path: Path, frames: int) -> Path:
-    """A bright square that moves over a slope of grey."""
-    picture = np.linspace(0, 120, 128).astype(np.uint8)[None, :, None].repeat(72, 0).repeat(3, 2)
-    with av.open(path, "w") as container:
-        stream = container.add_stream("mpeg4", rate=25)
-        stream.height, stream.width = picture.shape[:2]
-        for i in range(frames):
-            now = picture.copy()
-            now[20:40, i : i + 20] = 255
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(now, format="rgb24")))
-        container.mux(stream.encode())
-    return path
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_a_few_steps_bring_held_out_clips_nearer_and_are_kept(tmp_path):
-    paths, said = [film(tmp_path / "square.mp4", 104)], []
+    slope = np.linspace(0, 120, 128).astype(np.uint8)[None, :, None].repeat(72, 0).repeat(3, 2)
+    paths, said = [film(tmp_path / "square.mp4", with_square(slope, 104))], []
     codec = trained(paths, tmp_path / "out", SMALL, said.append, world=2)
     assert isinstance(codec, VideoCodec)
     seen, held = small_clips(paths)

@@ -165,7 +165,8 @@ class Unpadding:
         if self._compared or inspector is None:
             return
         with torch.inference_mode(False), torch.enable_grad():
-            sizes, few = self._few(sizes, {p: x.clone() for p, x in inputs.items()})
+            sizes, few = self._few(sizes, inputs)
+            few = {p: x.clone() for p, x in few.items()}  # out of a caller's inference_mode
             rows = self._finder.find(sizes, few)
             found = rows and self.variant(sizes, rows, 0)
             if not rows or not found:

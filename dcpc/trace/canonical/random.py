@@ -5,7 +5,6 @@ rand, rand_like                ->  uniform
 bernoulli of p, of a tensor    ->  uniform >= 1 - p, uniform < tensor
 randn, randn_like              ->  normal
 attention with dropout         ->  matmul, softmax (safe where masked), dropout, matmul
-rrelu that is not trained      ->  leaky_relu: it draws nothing
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ def replace_random(graph: fx.Graph) -> None:
         if node.op != "call_function" or not _is_random(node):
             continue
         rule = _RULES.get(node.target)
-        if node.target is aten.rrelu.default and not _trains(node):
-            rule = _mean_slope
         if rule is None:
             raise TraceError(
                 f"forward draws random numbers by {node.target} (node {node.name}); expected "
@@ -49,6 +46,8 @@ def replace_random(graph: fx.Graph) -> None:
 def _is_random(node: fx.Node) -> bool:
     if node.target is aten.scaled_dot_product_attention.default:
         return _attention_dropout(node) > 0
+    if node.target is aten.rrelu.default:
+        return bool(node.args[3] if len(node.args) > 3 else node.kwargs.get("training", False))
     if node.target in _RECURRENT:
         layers, dropout, train = node.args[-_RECURRENT[node.target] :][:3]
         return bool(train and dropout and layers != 1)
@@ -97,17 +96,6 @@ def _dropout(node: fx.Node, edit: Editor, index: int) -> None:
     assert isinstance(x, fx.Node)
     assert isinstance(p, int | float)
     _replace(node, _kept(edit, x, float(p), index)[0] if train and p > 0 else x)
-
-
-def _trains(node: fx.Node) -> bool:
-    """Returns whether an `rrelu` draws its slopes."""
-    return bool(node.args[3] if len(node.args) > 3 else node.kwargs.get("training", False))
-
-
-def _mean_slope(node: fx.Node, edit: Editor, index: int) -> None:
-    slopes = [n for n in node.args[1:3] if isinstance(n, int | float)]
-    lower, upper = slopes + [1 / 8, 1 / 3][len(slopes) :]  # aten's own defaults
-    _replace(node, edit.call(aten.leaky_relu.default, node.args[0], (lower + upper) / 2))
 
 
 def _like(op: Any) -> Callable[[fx.Node, Editor, int], None]:

@@ -6,6 +6,7 @@
     split by symbolic sizes       ->  slices
     repeat, repeat_interleave     ->  reshape, expand, reshape
     x[mask] = one row or number   ->  where(mask, row, x)
+    rrelu outside of training     ->  leaky_relu (random.py refuses the other)
     as_strided(x, ..)             ->  x in the order of its memory, flat, read at computed positions
 
 None of these has a rule of its own to keep in step with the plain op's.
@@ -294,6 +295,13 @@ def _positions(
     return at
 
 
+def rrelu(node: fx.Node, edit: Editor) -> fx.Node:
+    """Without training it draws nothing: the slope is the mean of its bounds."""
+    slopes = [n for n in node.args[1:3] if isinstance(n, int | float)]
+    lower, upper = slopes + [1 / 8, 1 / 3][len(slopes) :]  # aten's own defaults
+    return edit.call(aten.leaky_relu.default, node.args[0], (lower + upper) / 2)
+
+
 SPELLINGS: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.type_as.default: type_as,
     aten.broadcast_tensors.default: broadcast_tensors,
@@ -302,4 +310,5 @@ SPELLINGS: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.repeat_interleave.self_int: repeat_interleave,
     aten.repeat.default: repeat,
     aten.index_put.default: masked_put,
+    aten.rrelu.default: rrelu,
 }
