@@ -16,13 +16,8 @@ from dcpc.compiled.seeds import Seeds
 from dcpc.errors import CheckpointError, DispatchError
 from dcpc.plan.following import Followed
 from dcpc.plan.planning import Planned
-from dcpc.runtime.checkpoint.checkpoints import (
-    Checkpoint,
-    Checkpoints,
-    Parts,
-    Saving,
-    Stateful,
-)
+from dcpc.runtime.checkpoint.checkpoints import Checkpoints, Saving
+from dcpc.runtime.checkpoint.parts import Checkpoint, Parts, Stateful
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.unmade import UnmadeStore

@@ -11,18 +11,16 @@ import importlib
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from dcpc.errors import CheckpointError, DcpcError
+from dcpc.runtime.checkpoint.fitting import fitting, nested
 from dcpc.runtime.checkpoint.folders import (
     FORMAT,
     begin,
@@ -37,85 +35,13 @@ from dcpc.runtime.checkpoint.folders import (
     write_bytes,
     write_manifest,
 )
-from dcpc.runtime.checkpoint.optimizers import by_name, by_number, misfit
+from dcpc.runtime.checkpoint.optimizers import by_number
+from dcpc.runtime.checkpoint.parts import Checkpoint, Parts
 from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.groups.groups import Groups
 
 LOG = logging.getLogger("dcpc")
 _STATE = "state.pt"
-_GROUP = ("optimizer", "param_groups")
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A loader, a scheduler: what has a state of its own."""
-
-    def state_dict(self) -> Any:
-        """Returns the state, of plain values."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Goes on from a state."""
-
-
-class NamedParameters(Stateful, Protocol):
-    """What a checkpoint wants of a compiled model."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that an optimizer has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What training goes on from.
-
-    Attributes:
-        model: the compiled model.
-        seeds: of its random numbers.
-        mode: who holds its parameters.
-        optimizer: of its parameters.
-        loader: that a state of plain values is of.
-        scheduler: of the learning rate.
-        partial: whether a rank's optimizer has some of the parameters alone, and others the rest.
-    """
-
-    model: NamedParameters
-    seeds: Stateful
-    mode: str
-    optimizer: Optimizer | None
-    loader: Stateful | None
-    scheduler: Stateful | None
-    partial: bool = False
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the compiled model's parameters by name."""
-        return dict(self.model.named_parameters())
-
-    def tensors(self) -> dict[str, Any]:
-        """Returns the state of the model and of the optimizer."""
-        found = {"model": self.model.state_dict()}
-        if self.optimizer is not None:
-            found["optimizer"] = by_name(self.optimizer, self.parameters())
-        return found
-
-    def small(self) -> dict[str, Stateful]:
-        """Returns what has a state of plain values, by name."""
-        named = {"loader": self.loader, "scheduler": self.scheduler}
-        return {name: part for name, part in named.items() if part is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What training goes on from; without a folder it starts.
-
-    Attributes:
-        step: that was saved last; 0: none.
-        extra: as it was saved.
-        folder: of the checkpoint; None: there is none.
-    """
-
-    step: int = 0
-    extra: Any = None
-    folder: Path | None = None
 
 
 class Saving:
@@ -311,7 +237,7 @@ class Checkpoints:
         into: dict[str, Any] = {}
         try:
             small = torch.load(folder / _STATE, weights_only=True)
-            into = self._fitting(folder, parts, manifest, small)
+            into = fitting(self._tensors, folder, parts, manifest, small)
             for name, part in parts.small().items():
                 part.load_state_dict(small[name])
         except DcpcError as e:
@@ -359,55 +285,6 @@ class Checkpoints:
                 f"checkpoints that are damaged are passed over: {'; '.join(faults)}", stacklevel=5
             )
 
-    def _fitting(
-        self, folder: Path, parts: Parts, manifest: Mapping[str, Any], small: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Returns what tensors are read into, by name.
-
-        Raises:
-            CheckpointError: the checkpoint is of another model or optimizer, or lacks a part.
-        """
-        tensors, table = self._tensors, manifest["tensors"]
-        missing = [name for name in parts.small() if name not in small]
-        if parts.optimizer is not None and manifest["optimizer"] is None:
-            missing.append("optimizer")
-        if missing:
-            raise CheckpointError(
-                f"load {folder}: got {missing[0]}=, which was not saved; expected what save() was "
-                "given; leave it out"
-            )
-        into = {
-            name: v for name, (_, v) in tensors.flat({"model": parts.model.state_dict()}).items()
-        }
-        saved = {name: row for name, row in table.items() if row["path"][0] == "model"}
-        if problem := _other_model(into, saved, tensors.dtype_of):
-            raise CheckpointError(
-                f"load {folder}: {problem}; expected the model that was saved; make it alike, or "
-                "read its tensors by torch.distributed.checkpoint"
-            )
-        if parts.optimizer is None:
-            return into
-        groups = {n: None for n, row in table.items() if tuple(row["path"][:2]) == _GROUP}
-        told = {n: tensors.empty_like(None, table[n]) for n in groups}
-        tensors.read(folder, table, told)
-        kind, parameters = type(parts.optimizer).__name__, parts.parameters()
-        named = self._nested(table, told)["optimizer"]
-        problem = misfit(parts.optimizer, parameters, named, parts.partial)
-        if kind != manifest["optimizer"]:
-            problem = f"got {kind}; expected {manifest['optimizer']}, which was saved"
-        if problem:
-            raise CheckpointError(
-                f"load {folder}: optimizer: {problem}; make it as the one that was saved, or leave "
-                "optimizer= out to start with a new one"
-            )
-        state = {n: row for n, row in table.items()
-                 if row["path"][0] == "optimizer" and n not in told}  # fmt: skip
-        for name, row in state.items():
-            own = parameters.get(row["path"][2])
-            if own is not None or not parts.partial:
-                into[name] = tensors.empty_like(own, row)
-        return into | told
-
     def _apply(
         self,
         parts: Parts,
@@ -415,17 +292,12 @@ class Checkpoints:
         read: Mapping[str, Any],
         small: Mapping[str, Any],
     ) -> None:
-        found = self._nested(manifest["tensors"], read)
+        found = nested(self._tensors, manifest["tensors"], read)
         parts.model.load_state_dict(found.get("model", {}))
         parts.seeds.load_state_dict(small["seeds"])  # of every rank
         if parts.optimizer is not None:
             named = found["optimizer"]
             parts.optimizer.load_state_dict(by_number(parts.optimizer, parts.parameters(), named))
-
-    def _nested(self, table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-        leaves = [(tuple(table[name]["path"]), value) for name, value in values.items()]
-        found: dict[str, Any] = self._tensors.nested(leaves)
-        return found
 
     # ------------------------------------------------------------------------------ between ranks
 
@@ -469,22 +341,6 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
         return read_manifest(folder), ""
     except CheckpointError as e:
         return {}, str(e)
-
-
-def _other_model(
-    own: Mapping[str, Any], saved: Mapping[str, Any], dtype_of: Callable[[Any], Any]
-) -> str:
-    """Returns in what a saved model differs from this one, or ""."""
-    if other := sorted({*own} ^ {*saved}):
-        whose = "not saved" if other[0] in own else "saved alone"
-        more = f" and {len(other) - 1} more" * (len(other) > 1)
-        return f"got a model with other tensors ('{other[0]}': {whose}{more})"
-    for name, value in own.items():
-        dtype, size = dtype_of(saved[name]), saved[name].get("size")
-        if isinstance(value, torch.Tensor) and (dtype, size) != (value.dtype, [*value.shape]):
-            mine = f"{value.dtype} {tuple(value.shape)}"
-            return f"got '{name}' as {mine}; expected {dtype} {tuple(size or ())}, which was saved"
-    return ""
 
 
 def _unreadable(folder: Path, e: Exception) -> CheckpointError:

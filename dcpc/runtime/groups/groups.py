@@ -15,30 +15,23 @@ numbers in the default group, which a launcher's logs show.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import os
-import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from dcpc.errors import GroupError
-from dcpc.runtime.groups.attempt import kept_by_torchrun, store_of_launcher
+from dcpc.runtime.groups.launch import launched, local_device
+from dcpc.runtime.groups.making import block_of, one_of, watched
 from dcpc.runtime.groups.watch import SILENCE_S, Watch, break_connections
 
 # Ranks of a group may be this far apart: compiling a variant on first use takes minutes.
 TIMEOUT_S = 600.0
 # Data groups of ranges that are no aligned block, over all ranks: each costs connections.
 MOST_RANGES = 64
-_POLL_S = 0.02
 _CPU = torch.device("cpu")
-_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,8 @@ class Groups:
         Raises:
             GroupError: this rank is not in `group`, or a rank of it did not call this in time.
         """
-        device = _local_device(device)
-        if not dist.is_available() or not (dist.is_initialized() or _launched(device, timeout_s)):
+        device = local_device(device)
+        if not dist.is_available() or not (dist.is_initialized() or launched(device, timeout_s)):
             return cls(device=device, timeout_s=timeout_s)
         parent = dist.group.WORLD if group is None else group
         if not isinstance(parent, dist.ProcessGroup) or dist.get_rank(parent) < 0:
@@ -119,15 +112,15 @@ class Groups:
             return cls(device=device, timeout_s=timeout_s, global_ranks=ranks)
         whole = len(ranks) == dist.get_world_size()
         fake = dist.get_backend(parent) == "fake"
-        watch = Watch() if fake else _watch(parent, ranks, rank, timeout_s, silence_s)
+        watch = Watch() if fake else watched(parent, ranks, rank, timeout_s, silence_s)
         data = {len(ranks): parent}
         control = {}
         for degree in divisors(len(ranks))[1:]:
             if degree < len(ranks):
-                data[degree] = _block(ranks, rank, degree, whole, None, timeout_s)
+                data[degree] = block_of(ranks, rank, degree, whole, None, timeout_s)
             backend = "fake" if fake else "gloo"
-            control[degree] = _block(ranks, rank, degree, whole, backend, timeout_s)
-        sums = _block(ranks, rank, len(ranks), whole, "fake" if fake else None, timeout_s)
+            control[degree] = block_of(ranks, rank, degree, whole, backend, timeout_s)
+        sums = block_of(ranks, rank, len(ranks), whole, "fake" if fake else None, timeout_s)
         return cls(
             len(ranks), rank, device, timeout_s, ranks, data, control, whole, _gradients=sums,
             watch=watch,
@@ -181,7 +174,7 @@ class Groups:
             return None
         if block not in self._across:
             every = [self.global_ranks[place::block] for place in range(block)]
-            self._across[block] = _one_of(
+            self._across[block] = one_of(
                 every, self.rank % block, self.whole, None, self.timeout_s,
                 f"dcpc data across blocks of {block}",
             )  # fmt: skip
@@ -198,7 +191,7 @@ class Groups:
         if self.control(self.world) is None:
             return None
         ranks, whole = self.global_ranks, self.whole
-        made = _block(ranks, self.rank, self.world, whole, "gloo", self.timeout_s, what)
+        made = block_of(ranks, self.rank, self.world, whole, "gloo", self.timeout_s, what)
         self._separate.append(made)
         return made
 
@@ -320,7 +313,7 @@ class Groups:
                 self._destroy(self._ranges.pop(key))
         for degree in sorted({d for f, d in ranges if self._is_block(f, d)}):
             self._destroy(self._data.get(degree))
-            self._data[degree] = _block(
+            self._data[degree] = block_of(
                 self.global_ranks, self.rank, degree, self.whole, None, self.timeout_s
             )
 
@@ -359,151 +352,3 @@ class Groups:
 def divisors(n: int) -> tuple[int, ...]:
     """Returns the divisors of n, ascending."""
     return tuple(d for d in range(1, n + 1) if n % d == 0)
-
-
-def _local_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        local = os.environ.get("LOCAL_RANK")
-        device = torch.device("cuda", int(local) if local else torch.cuda.current_device())
-    return device
-
-
-def _launched(device: torch.device, timeout_s: float) -> bool:
-    """Initialises the default group from a launcher's environment; False: there is none."""
-    if int(os.environ.get("WORLD_SIZE") or 1) < 2:
-        return False
-    missing = [name for name in _LAUNCHER if name not in os.environ]
-    if missing:
-        warnings.warn(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, but not {', '.join(missing)}: "
-            "this process runs alone; start it by torchrun, or call "
-            "torch.distributed.init_process_group() first",
-            stacklevel=5,
-        )
-        return False
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    try:
-        timeout = timedelta(seconds=timeout_s)
-        if kept_by_torchrun():
-            store, rank, world = store_of_launcher(timeout_s)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world, timeout=timeout
-            )
-        else:
-            dist.init_process_group(backend, timeout=timeout)
-    except (RuntimeError, ValueError) as e:
-        where = ", ".join(f"{name}={os.environ[name]}" for name in _LAUNCHER)
-        raise GroupError(
-            f"process group of the launcher's environment ({where}): got {e}; expected every rank "
-            f"to call dcpc within {timeout_s:g} s; start all ranks by torchrun, or unset "
-            "WORLD_SIZE to run alone"
-        ) from e
-    atexit.register(_leave)
-    return True
-
-
-def _leave() -> None:
-    # A peer that died makes this fail, and the process is at its end anyway.
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
-
-
-# Name of a process group -> the group and who watches its ranks.
-_watches: dict[str, tuple[dist.ProcessGroup, Watch]] = {}
-
-
-def _watch(
-    parent: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float, silence_s: float
-) -> Watch:
-    """Returns who watches the ranks of a group, once all of them are here."""
-    known, watch = _watches.get(parent.group_name, (None, Watch(ranks, rank)))
-    if known is parent:
-        watch.silence_s = silence_s
-        with watch.naming():
-            _await_all(parent, ranks, rank, timeout_s, watch)
-        return watch
-    watch = Watch(ranks, rank)
-    watch.silence_s = silence_s
-    _await_all(parent, ranks, rank, timeout_s, watch)
-    watch.start(parent.get_group_store())
-    _watches[parent.group_name] = parent, watch
-    return watch
-
-
-def _await_all(
-    parent: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float, watch: Watch
-) -> None:
-    """Waits until every rank is here, so that making groups cannot hang on an absent one."""
-    store = PrefixStore("dcpc/groups", parent.get_group_store())
-    turn = store.add(f"turn/{rank}", 1)
-    store.set(f"{turn}/{rank}", "here")
-    if store.add(f"{turn}/count", 1) == len(ranks):
-        store.set(f"{turn}/all", "here")
-    deadline = time.monotonic() + timeout_s
-    while not store.check([f"{turn}/all"]):
-        if time.monotonic() > deadline:
-            absent = [r for i, r in enumerate(ranks) if not store.check([f"{turn}/{i}"])]
-            raise GroupError(
-                f"process groups of {len(ranks)} ranks: rank(s) {', '.join(map(str, absent))} did "
-                f"not arrive within {timeout_s:g} s; expected every rank to call dcpc.compile (or "
-                "Groups.default); look at the log of these ranks: dcpc waits no "
-                "longer"
-            )
-        watch.look()
-        time.sleep(_POLL_S)
-
-
-def _block(
-    ranks: tuple[int, ...],
-    rank: int,
-    degree: int,
-    whole: bool,
-    backend: str | None,
-    timeout_s: float,
-    what: str = "",
-) -> dist.ProcessGroup:
-    """Returns this rank's group of a degree."""
-    desc = f"dcpc {what or backend or 'data'} degree {degree}"
-    blocks = [ranks[i : i + degree] for i in range(0, len(ranks), degree)]
-    return _one_of(blocks, rank // degree, whole, backend, timeout_s, desc)
-
-
-def _one_of(
-    every: Sequence[Sequence[int]],
-    own: int,
-    whole: bool,
-    backend: str | None,
-    timeout_s: float,
-    desc: str,
-) -> dist.ProcessGroup:
-    """Returns this rank's of several groups, which have no rank in common; collective over all.
-
-    Args:
-        every: their ranks in the default group.
-        own: number of this rank's.
-        whole: whether they are all ranks of the default group together.
-        backend: None: that of the default group.
-        timeout_s: how long a rank waits for another.
-        desc: name of all of them.
-    """
-    timeout, lists = timedelta(seconds=timeout_s), [list(ranks) for ranks in every]
-    if whole:
-        # Every rank passes every group: cheap for those it is not in, and c10d's names stay
-        # aligned.
-        pg, _ = dist.new_subgroups_by_enumeration(
-            lists, timeout=timeout, backend=backend, group_desc=desc
-        )
-    else:
-        # Ranks outside the parent group do not come here.
-        pg = dist.new_group(
-            lists[own], timeout=timeout, backend=backend, use_local_synchronization=True,
-            group_desc=desc,
-        )  # fmt: skip
-    assert isinstance(pg, dist.ProcessGroup), f"{desc}: this rank is in none"
-    return pg

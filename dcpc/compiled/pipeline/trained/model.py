@@ -21,7 +21,7 @@ from dcpc.compiled.pipeline.trained.report import stages_report
 from dcpc.errors import DataError, DcpcError, DispatchError, GroupError
 from dcpc.ir import Profile
 from dcpc.plan.choose import TriedRow
-from dcpc.runtime.checkpoint.checkpoints import Parts, Stateful
+from dcpc.runtime.checkpoint.parts import Parts, Stateful
 from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import PART, agree
