@@ -8,6 +8,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.functional import scaled_dot_product_attention as attention
 
 import dcpc
 from dcpc.dynamo import backend
@@ -63,6 +64,50 @@ def test_every_length_has_the_plain_numbers_from_one_capture(runs):
     for batch, seq in ((2, 5), (3, 9), (2, 33), (4, 2), (7, 64)):
         assert errors(compiled, plain, own, torch.randint(0, 11, (batch, seq))) < 1e-13
     assert counters["stats"]["unique_graphs"] == 1
+
+
+class Attends(nn.Module):
+    """Attention with a bias that learns, with fewer key heads, hidden keys, and a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(16, 48), nn.Embedding(31, 4)
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        apart = place[:, None] - place
+        bias = self.bias(apart.clamp(-15, 15) + 15).permute(2, 0, 1)[None]
+        sights = (
+            {"attn_mask": bias},
+            {"is_causal": True, "enable_gqa": True},
+            {"attn_mask": real[:, None, None, :]},
+            {"attn_mask": (apart >= 0) & (apart < 8)},
+            {"attn_mask": bias.masked_fill(~real[:, None, None, :], -1e9)},
+        )
+        for sight in sights:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+            heads = 2 if "enable_gqa" in sight else 4
+            mixed = attention(q, k[:, :heads], v[:, :heads], **sight)
+            x = x + mixed.transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("runs", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_every_attention_has_the_plain_numbers(runs):
+    own = Attends().double()
+    plain = copy.deepcopy(own)
+    options = {**EXACT, "backend": runs}
+    compiled = torch.compile(own, backend=backend, dynamic=True, options=options)
+    for batch, seq in ((2, 13), (3, 40), (5, 150)):
+        x = torch.randn(batch, seq, 16, dtype=torch.float64)
+        real = torch.rand(batch, seq) > 0.3
+        real[:, 0] = True
+        got, want = compiled(x, real), plain(x, real)
+        mine = torch.autograd.grad(got, [*own.parameters()])
+        theirs = torch.autograd.grad(want, [*plain.parameters()])
+        assert abs(float(((got - want) / want).detach())) < 1e-13
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))
 
 
 def test_without_gradients_only_forward_is_planned():

@@ -46,7 +46,8 @@ def spell_attention(graph: fx.Graph, mode: FakeTensorMode, present: Set[sympy.Sy
             continue
         call = _KernelCall(node)
         if call.is_kernels(present):
-            with graph.inserting_before(node), mode:
+            # Values that learn have their flag in the graph; torch's kernel refuses such a mask.
+            with graph.inserting_before(node), mode, torch.no_grad():
                 found = call.forward() if node.target is FORWARD else call.backward()
             _read_instead(node, found)
 

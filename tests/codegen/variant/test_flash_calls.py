@@ -46,6 +46,9 @@ def spelled(call, given, seq, present=None):
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     gm = make_fx(call)(*(faked(mode, x, seq) for x in given))
+    for node in gm.graph.find_nodes(op="placeholder"):  # a joint graph's values may learn
+        if node.meta["val"].is_floating_point():
+            node.meta["val"].requires_grad_()
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     spell_attention(graph, mode, {*env.var_to_range} if present is None else present)
