@@ -28,7 +28,7 @@ from torch._functorch.partitioners import (
 from torch.func import functional_call
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from dcpc.codegen.variant.variant import boxed_python
+from dcpc.codegen.variant.boxed import boxed_python
 
 aten = torch.ops.aten
 

@@ -7,10 +7,11 @@ from dcpc.codegen.joint.joint import Tracer, with_quotients
 from dcpc.codegen.joint.library import Library
 from dcpc.codegen.joint.schedule import VIEWS
 from dcpc.codegen.variant.backends import BACKENDS, check_backend, compile_graph, decompositions
+from dcpc.codegen.variant.boxed import RUN, Boxed
 from dcpc.codegen.variant.build import Key, LoweredPair
 from dcpc.codegen.variant.excerpt import excerpt
 from dcpc.codegen.variant.lockstep import integers_of, run_in_step, summed
-from dcpc.codegen.variant.variant import RUN, Boxed, Variant, broken_guards, delivering
+from dcpc.codegen.variant.variant import Variant, broken_guards, delivering, resolved
 
 __all__ = [
     "BACKENDS",
@@ -33,6 +34,7 @@ __all__ = [
     "excerpt",
     "gather_key",
     "integers_of",
+    "resolved",
     "run_in_step",
     "summed",
     "take_part",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,12 +14,11 @@ from torch._guards import tracing
 
 from dcpc.api import plan_with
 from dcpc.buckets import Buckets
-from dcpc.codegen import Variant
+from dcpc.codegen import Variant, resolved
 from dcpc.dynamo.graph import (
     Arguments,
     Captured,
     arguments_of,
-    lying,
     refuse_reads_of_memory,
 )
 from dcpc.errors import DcpcError, PlanError, TraceError
@@ -44,7 +44,9 @@ class FamilyCall:
         module: the captured graph.
         variant: the graphs.
         integers: what they take besides tensors.
-        sources: of each tensor that they take which argument it is, or a constant.
+        constants: tensors that they take besides arguments.
+        take: returns the tensors that they take, of arguments and constants.
+        checked: positions among these of those that may not be contiguous, or not resolved.
         numbers: what the captured graph returns besides tensors at these lengths.
         strides: how the tensors lie that it returns; None: any way.
     """
@@ -52,7 +54,9 @@ class FamilyCall:
     module: Captured
     variant: Variant
     integers: tuple[int, ...]
-    sources: tuple[int | Tensor, ...]
+    constants: tuple[Tensor, ...]
+    take: Callable[[Sequence[Any]], Sequence[Any]]
+    checked: tuple[int, ...]
     numbers: tuple[Any, ...]
     strides: tuple[tuple[int, ...] | None, ...]
 
@@ -110,12 +114,15 @@ class Family:
             call: of these arguments.
             given: the arguments.
         """
-        tensors = [x if isinstance(x, Tensor) else given[x].contiguous() for x in call.sources]
-        seed = int(torch.randint(1 << 62, ())) if call.variant.draws else 0
+        tensors = [*call.take((*given, *call.constants))]
+        for i in call.checked:
+            tensors[i] = resolved(tensors[i].contiguous())
+        variant, integers = call.variant, call.integers
+        if variant.draws:
+            integers = (*integers[:-1], int(torch.randint(1 << 62, ())))
         with casting(self._kind, None):
-            found = call.variant.outputs(tensors, call.integers, seed)
-        lie = [lying(x, strides) for x, strides in zip(found, call.strides, strict=True)]
-        return call.module.returned(lie, call.numbers)
+            found = variant.run(tensors, integers, call.strides)
+        return call.module.returned(found, call.numbers)
 
     def _call_at(self, given: Sequence[Any]) -> FamilyCall:
         numbers, lengths = self._arguments.numbers(given), self._arguments.lengths(given)
@@ -232,12 +239,25 @@ class _RangeTrace:
         names = {**program.parameters, **program.inputs}
         sources: dict[str, int | Tensor] = {p: named[n] for p, n in names.items()}
         sources |= program.constants
-        taken = tuple(sources[p] for p in variant.placeholders)
+        taken = [sources[p] for p in variant.placeholders]
+        constants = tuple(x for x in taken if isinstance(x, Tensor))
+        after = iter(range(self._module.count, self._module.count + len(constants)))
+        places = [next(after) if isinstance(x, Tensor) else x for x in taken]
+        checked = tuple(i for i, place in enumerate(places) if place in self._module.checked)
         numbers, strides = self._module.numbers_at(shape), self._module.strides_at(shape)
-        return FamilyCall(self._module, variant, integers, taken, numbers, strides)
+        return FamilyCall(
+            self._module, variant, integers, constants, _taking(places), checked, numbers, strides
+        )
 
     def _own(self, lengths: Mapping[str, int]) -> dict[str, int]:
         return {n: lengths[n] for n in self._names.values()}
+
+
+def _taking(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Returns what takes some elements of a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda given: [given[i] for i in places]
 
 
 def _within(lengths: Mapping[str, int], ranges: Mapping[str, Range]) -> bool:

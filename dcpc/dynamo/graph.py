@@ -119,6 +119,10 @@ class Captured(nn.Module):
         arguments: what it takes.
         examples: its arguments in the first call.
         learns: whether a backward may follow.
+
+    Attributes:
+        count: of arguments.
+        checked: positions of those that may lie in another way from call to call.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class Captured(nn.Module):
             setattr(self, name, getattr(made, name))
         # Its code alone: a GraphModule changes while it runs, and a trace would tell.
         self.code = type(made).forward
-        self._count = len(placeholders)
+        self.count = len(placeholders)
         (returned,) = gm.graph.output_node().args
         assert isinstance(returned, tuple | list), "Dynamo returns a tuple"
         values: list[Any] = [
@@ -152,6 +156,10 @@ class Captured(nn.Module):
             p = examples[position].detach()
             learning = learns and examples[position].requires_grad
             self.register_parameter(name, nn.Parameter(p, requires_grad=learning))
+        # Dynamo guards on how a parameter lies, and on its bits.
+        plain = {i for i in arguments.parameters if examples[i].is_contiguous()}
+        plain -= {i for i in plain if examples[i].is_conj() or examples[i].is_neg()}
+        self.checked = frozenset(range(self.count)) - plain
 
     def forward(self, **inputs: Tensor) -> AllOutputs:
         """Returns all tensors that the graph returns.
@@ -159,7 +167,7 @@ class Captured(nn.Module):
         Args:
             inputs: by the names in `arguments`.
         """
-        given: list[Any] = [None] * self._count
+        given: list[Any] = [None] * self.count
         for position, name in self.arguments.parameters.items():
             given[position] = getattr(self, name)
         for position, name in self.arguments.inputs.items():
@@ -205,26 +213,6 @@ class Captured(nn.Module):
         for position, tensor in zip(self.tensors, tensors, strict=True):
             found[position] = tensor
         return tuple(found)
-
-
-def lying(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """Returns a tensor that lies in memory by some strides, if these fill it.
-
-    What calls the captured graph may take a view of its result that others have not.
-
-    Args:
-        tensor: that a graph returned.
-        strides: wanted; None: as it lies.
-    """
-    if strides is None or tensor.stride() == strides or tensor.numel() == 0:
-        return tensor
-    dims = [d for d, size in enumerate(tensor.shape) if size > 1]
-    if all(tensor.stride(d) == strides[d] for d in dims):
-        return tensor
-    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
-    back = [order.index(d) for d in range(tensor.ndim)]
-    made = tensor.permute(order).contiguous().permute(back)
-    return made if all(made.stride(d) == strides[d] for d in dims) else tensor
 
 
 # What reads how a tensor lies. Dynamo answers some of it itself.

@@ -12,7 +12,7 @@ import sympy
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from dcpc.codegen.variant.variant import Boxed, boxed_python
+from dcpc.codegen.variant.boxed import Boxed, boxed_python
 from dcpc.errors import CodegenError
 
 BACKENDS = ("eager", "inductor")

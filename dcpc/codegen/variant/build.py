@@ -16,7 +16,8 @@ from dcpc.codegen.joint.partition import partition
 from dcpc.codegen.joint.schedule import Scheduler
 from dcpc.codegen.lower.lower import Lowered, lower
 from dcpc.codegen.variant.backends import compile_graph
-from dcpc.codegen.variant.variant import Boxed, Variant, handing_over
+from dcpc.codegen.variant.boxed import Boxed, handing_over
+from dcpc.codegen.variant.variant import Variant
 from dcpc.ir import GatherUnits, Partition, Placement, Schedule
 
 log = logging.getLogger(__name__)

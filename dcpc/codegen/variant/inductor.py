@@ -20,8 +20,8 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 
+from dcpc.codegen.variant.boxed import Boxed
 from dcpc.codegen.variant.flash_calls import FLASH, FLASH_BACKWARD, spell_attention
-from dcpc.codegen.variant.variant import Boxed
 
 
 def decompositions() -> Mapping[Any, Any]:

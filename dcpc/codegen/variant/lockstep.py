@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from dcpc.codegen.collectives.lockstep_collectives import COLLECTIVES, Call, added_up
 from dcpc.codegen.lower.lower import Lowered
-from dcpc.codegen.variant.variant import RUN
+from dcpc.codegen.variant.boxed import RUN
 from dcpc.errors import CodegenError
 from dcpc.ir import Partition
 

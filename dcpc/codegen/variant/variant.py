@@ -10,37 +10,16 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from dcpc.codegen.lower.integer_inputs import IntegerInput
-from dcpc.codegen.variant.empty import SAFE
+from dcpc.codegen.variant.boxed import Boxed
 from dcpc.errors import CodegenError
 from dcpc.fx.integers import of_some
 from dcpc.ir import Partition
 
-Boxed = Callable[[list[Any]], Any]
 Deliver = Callable[[torch.nn.Parameter, Tensor], None]
-
-
-def _group_norm(x: Tensor, *args: Any) -> Any:
-    return torch.ops.aten.native_group_norm.default(x.contiguous(), *args)
-
-
-def _group_norm_backward(g: Tensor, x: Tensor, *args: Any) -> Any:
-    op = torch.ops.aten.native_group_norm_backward.default
-    return op(g.contiguous(), x.contiguous(), *args)
-
-
-# What runs for an op. A kernel may return other strides than torch's fake tensors have (batch norms
-# of a transposed input): what was a view of the fake one may need a copy of the real one.
-# Group norms take memory as it lies only if it is dense in some format; torch copies above its
-# dispatch.
-RUN = {
-    **SAFE,
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten.native_group_norm.default: _group_norm,
-    torch.ops.aten.native_group_norm_backward.default: _group_norm_backward,
-}
+Strides = Sequence[tuple[int, ...] | None]  # of each result; None: any
 
 _deliver: ContextVar[Deliver | None] = ContextVar("dcpc_deliver", default=None)
 
@@ -81,6 +60,7 @@ class Variant:
             backend runs the whole of backward as one call.
         backend: what compiled them.
         backward_takes: positions among tensors and integers of what backward takes of them.
+        backward_tensors: those of tensors.
     """
 
     partition: Partition
@@ -94,6 +74,7 @@ class Variant:
     run_handing_over: Boxed | None
     backend: str
     backward_takes: tuple[int, ...] = field(init=False)
+    backward_tensors: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Looks up what is asked for at each call."""
@@ -101,6 +82,8 @@ class Variant:
         at = {name: position for position, name in enumerate(names)}
         taken = tuple(at[n] for n in self.partition.backward_primals)
         object.__setattr__(self, "backward_takes", taken)
+        tensors = tuple(i for i in taken if i < len(self.placeholders))
+        object.__setattr__(self, "backward_tensors", tensors)
 
     def integer_values(
         self, dims: Mapping[sympy.Symbol, int], rank: int
@@ -134,14 +117,46 @@ class Variant:
         """
         if self.draws:
             integers = (*integers[:-1], seed)
-        tensors = [_resolved(t) for t in tensors]
+        return self.run([resolved(t) for t in tensors], integers)
+
+    def run(
+        self, tensors: Sequence[Tensor], integers: tuple[int, ...], strides: Strides | None = None
+    ) -> tuple[Tensor, ...]:
+        """Returns what the program returns, as `outputs`, of tensors that are resolved.
+
+        Args:
+            tensors: as of `outputs`.
+            integers: the seed among them.
+            strides: how results have to lie in memory; None: any way.
+        """
         if not torch.is_grad_enabled():
             found = self.run_forward([*(t.data for t in tensors), *integers])
-            return tuple(found[: self.partition.returned])
-        return _RunVariant.apply(self, integers, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+            return _lying(tuple(found[: self.partition.returned]), strides)
+        return _run(self, integers, strides, *tensors)  # type: ignore[no-any-return]
 
 
-def _resolved(tensor: Tensor) -> Tensor:
+def _lying(outputs: tuple[Tensor, ...], strides: Strides | None) -> tuple[Tensor, ...]:
+    if strides is None:
+        return outputs
+    return tuple(_laid(x, wanted) for x, wanted in zip(outputs, strides, strict=True))
+
+
+def _laid(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    """Returns a tensor that lies in memory by some strides, if these fill it."""
+    if strides is None or tensor.stride() == strides or tensor.numel() == 0:
+        return tensor
+    dims = [d for d, size in enumerate(tensor.shape) if size > 1]
+    if all(tensor.stride(d) == strides[d] for d in dims):
+        return tensor
+    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
+    if order == [*range(tensor.ndim)]:
+        return tensor.contiguous()
+    back = [order.index(d) for d in range(tensor.ndim)]
+    made = tensor.permute(order).contiguous().permute(back)
+    return made if all(made.stride(d) == strides[d] for d in dims) else tensor
+
+
+def resolved(tensor: Tensor) -> Tensor:
     """Returns a tensor whose memory holds its values: the graphs look at no conj or neg bit."""
     if not tensor.is_conj() and not tensor.is_neg():
         return tensor
@@ -194,14 +209,18 @@ def _at(guard: sympy.Basic, sizes: Mapping[sympy.Symbol, int]) -> sympy.Basic | 
 class _RunVariant(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, variant: Variant, integers: tuple[int, ...], *tensors: Tensor
+        ctx: Any,
+        variant: Variant,
+        integers: tuple[int, ...],
+        strides: Strides | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         partition = variant.partition
         arguments = [*tensors, *integers]
         ctx.variant = variant
         ctx.count = len(tensors)
-        ctx.deliver = _deliver.get()
-        ctx.own = {} if ctx.deliver is None else _deliverable(variant, tensors)
+        ctx.deliver = deliver = _deliver.get()
+        ctx.own = {} if deliver is None else _deliverable(variant, tensors)
         # Its memory as it is now: `p.data = other` gives the parameter itself another. A tenth of
         # what detach() takes, but it does not count how often the tensor itself is written to.
         taken = [arguments[i] for i in variant.backward_takes]
@@ -211,13 +230,17 @@ class _RunVariant(torch.autograd.Function):
         # What is returned will hold this context: the context holds another tensor of its memory.
         returned = {id(x) for x in outputs}
         saved = [_detached(x) if id(x) in returned else x for x in saved]
-        ctx.kept, ctx.watched = saved + primals, saved + taken
+        outputs = _lying(outputs, strides)
+        ctx.kept = saved + primals
+        ctx.watched = saved + [tensors[i] for i in variant.backward_tensors]
         ctx.versions = _versions(ctx.watched)
-        learned = {id(outputs[i]) for i in partition.begins}
-        ctx.mark_non_differentiable(*(x for x in outputs if id(x) not in learned))
+        if len(partition.begins) < len(outputs):
+            learned = {id(outputs[i]) for i in partition.begins}
+            ctx.mark_non_differentiable(*(x for x in outputs if id(x) not in learned))
         ctx.set_materialize_grads(False)  # zeros for logits that take no gradient
-        ctx.begins = [(i, x.shape, x.dtype, x.device) for i, x in enumerate(outputs)
-                      if i in partition.begins]  # fmt: skip
+        ctx.begins = [
+            (i, x.shape, x.dtype, x.device) for i in partition.begins for x in (outputs[i],)
+        ]
         return outputs
 
     @staticmethod
@@ -250,10 +273,19 @@ class _RunVariant(torch.autograd.Function):
         casts = torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, enabled=False) if casts else nullcontext():
             found = _gradients(variant, arguments, ctx.deliver, ctx.own)
-        result: list[Any] = [None] * (ctx.count + 2)
+        result: list[Any] = [None] * (ctx.count + 3)
         for position, gradient in zip(variant.trainable, found, strict=True):
-            result[position + 2] = gradient
+            result[position + 3] = gradient
         return tuple(result)
+
+
+_apply = super(torch.autograd.Function, _RunVariant).apply
+
+
+def _run(*arguments: Any) -> Any:
+    """Applies the function: what `apply` comes to, without its looks at each tensor."""
+    transforms = torch._C._are_functorch_transforms_active()
+    return _RunVariant.apply(*arguments) if transforms else _apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def _share(gradient: Tensor, sp: int) -> Tensor:
@@ -265,18 +297,22 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _versions(kept: list[Any]) -> list[int]:
-    # As `times_written`, without a call for each.
-    return [x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in kept]
+def _versions(kept: list[Tensor]) -> list[int]:
+    """Returns how often each was written to; as `times_written`, without a call for each."""
+    try:
+        return [x._version for x in kept]
+    except (AttributeError, RuntimeError):  # a number that was saved, an inference tensor
+        return [x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in kept]
 
 
-def _refuse_changed(variant: Variant, kept: list[Any], versions: list[int]) -> None:
+def _refuse_changed(variant: Variant, kept: list[Tensor], versions: list[int]) -> None:
     """Raises where what forward kept was written to since, as autograd does of what it keeps."""
-    pairs = zip(versions, _versions(kept), strict=True)
-    changed = [k for k, (before, now) in enumerate(pairs) if before != now]
-    if not changed:
+    found = _versions(kept)
+    if found == versions:
         return
-    primals = variant.partition.backward_primals
+    pairs = enumerate(zip(versions, found, strict=True))
+    changed = [k for k, (before, now) in pairs if before != now]
+    primals = [variant.placeholders[i] for i in variant.backward_tensors]
     names = dict(enumerate(primals, len(kept) - len(primals)))
     shown = ", ".join(dict.fromkeys(names.get(k, "a value that it saved") for k in changed))
     raise CodegenError(
@@ -324,39 +360,3 @@ def _gradients(
         gradient, found[number] = found[number], None
         found[number] = None if gradient is None else hand_over(number, gradient)
     return found
-
-
-def handing_over(gm: fx.GraphModule) -> Boxed:
-    """Returns a backward graph that calls its last argument with each gradient once it is made."""
-    graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    outputs: Any = graph.graph_copy(gm.graph, made)
-    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-        hand_over = graph.placeholder("hand_over")
-    results: list[Any] = []
-    for number, gradient in enumerate(outputs):
-        if gradient is not None:
-            after = hand_over if gradient.op == "placeholder" else gradient
-            with graph.inserting_after(after):
-                gradient = graph.call_function(_call, (hand_over, number, gradient))
-        results.append(gradient)
-    graph.output(tuple(results))
-    return boxed_python(fx.GraphModule(gm, graph))
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-def boxed_python(gm: fx.GraphModule) -> Boxed:
-    """Returns a graph as a function of one list that it empties, so that nothing lives too long."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    for node in graph.nodes:
-        node.target = RUN.get(node.target, node.target)
-    graph.set_codegen(_boxed_codegen())
-    return fx.GraphModule(gm, graph).forward
-
-
-def _boxed_codegen() -> Any:
-    return fx.graph._BoxedCodeGen()

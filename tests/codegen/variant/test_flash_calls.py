@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from dcpc.codegen.variant.flash_calls import spell_attention
-from dcpc.codegen.variant.variant import boxed_python
+from dcpc.codegen.variant.boxed import boxed_python
 from dcpc.ops.attention import Sight
 from examples.allocator import measured_peak_bytes
 
