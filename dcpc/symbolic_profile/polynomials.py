@@ -19,6 +19,7 @@ from sympy.core.function import Application
 from sympy.logic.boolalg import Boolean
 
 from dcpc.errors import ProfileError
+from dcpc.ops.attention import SHORT
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -64,6 +65,23 @@ def _packs(queries: Any, keys: Any) -> Any:
     return np.where(np.minimum(queries, keys) >= 64, 1, 0)
 
 
+class Short(sympy.Function):  # type: ignore[misc]
+    """1 where some numbers of queries and of keys are at most `dcpc.ops.attention.SHORT`."""
+
+    is_integer = True
+    is_nonnegative = True
+
+    @classmethod
+    def eval(cls, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr | None:
+        """Returns 0 or 1 for known numbers of queries and keys, None for unknown ones."""
+        known = queries.is_Integer and keys.is_Integer
+        return sympy.Integer(_short(int(queries), int(keys))) if known else None
+
+
+def _short(queries: Any, keys: Any) -> Any:
+    return np.where(np.maximum(queries, keys) <= SHORT, 1, 0)
+
+
 _BITWISE = ("and", "or", "xor")
 _UNARY = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "exp", "log", "log2")
 _ARCS = ("sin", "cos", "tan", "sinh")
@@ -72,6 +90,7 @@ _ARCS = ("sin", "cos", "tan", "sinh")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "QueryBlock": _query_block,
     "Packs": _packs,
+    "Short": _short,
     "FloorDiv": lambda a, b: a // b,
     "CleanDiv": lambda a, b: a // b,
     "CeilDiv": lambda a, b: -(-a // b),

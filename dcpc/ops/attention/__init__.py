@@ -1,7 +1,15 @@
 """Attention as one op with saved tensors of its own: q, k, v, out, logsumexp, on any device."""
 
 from dcpc.ops.attention.blocks import ROWS
-from dcpc.ops.attention.kernels import DEMANDS, added_dtype, kernel_name, laid, takes
+from dcpc.ops.attention.kernels import (
+    DEMANDS,
+    SHORT,
+    added_dtype,
+    kernel_name,
+    laid,
+    masks_window,
+    takes,
+)
 from dcpc.ops.attention.op import EMPTY
 from dcpc.ops.attention.partial import Backward, Forward, Operands
 from dcpc.ops.attention.rectangles import sees
@@ -20,6 +28,7 @@ __all__ = [
     "DEMANDS",
     "EMPTY",
     "ROWS",
+    "SHORT",
     "WIDEST",
     "Backward",
     "Forward",
@@ -34,6 +43,7 @@ __all__ = [
     "hiding",
     "kernel_name",
     "laid",
+    "masks_window",
     "sees",
     "takes",
 ]

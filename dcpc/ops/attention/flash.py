@@ -62,6 +62,32 @@ def backward(
     return dq, dk, dv
 
 
+def forward_windowed(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    """Returns out and logsumexp of queries that each see a key in a window, made into a mask."""
+    mask, rest = _window(q, k, sight)
+    return forward(q, k, v, mask, None, rest)
+
+
+def backward_windowed(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k and v of `forward_windowed`."""
+    mask, rest = _window(given.q, given.k, sight)
+    return backward(given, mask, None, rest)
+
+
+def _window(q: Tensor, k: Tensor, sight: Sight) -> tuple[Tensor | None, Sight]:
+    """Returns the mask `[1, 1, s, t]` of what a window hides, and what the kernel hides itself."""
+    causal = sight.after == 0 and sight.start == 0
+    shape, hidden = (q.shape[2], k.shape[2]), float("-inf")
+    mask: Tensor | None = None
+    if sight.before is not None:
+        mask = q.new_full(shape, hidden).tril_(sight.start - sight.before - 1)
+    if sight.after is not None and not causal:
+        later = q.new_full(shape, hidden).triu_(sight.start + sight.after + 1)
+        mask = later if mask is None else mask.add_(later)
+    rest = Sight(sight.scale, after=0 if causal else None)
+    return None if mask is None else mask[None, None], rest
+
+
 def _laid(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_sizes(q, k, v)
     if not takes("flash", q):

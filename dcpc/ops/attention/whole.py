@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dcpc.ops.attention import blocks, cuda, flash
 from dcpc.ops.attention.ids import Ids
-from dcpc.ops.attention.kernels import kernel_name
+from dcpc.ops.attention.kernels import SHORT, kernel_name, masks_window, takes
 from dcpc.ops.attention.partial import Backward, Forward, Operands
 from dcpc.ops.attention.spec import (
     Attended,
@@ -48,6 +48,8 @@ def forward(
             state.add(k, v, [RunOfRows(0, k.shape[2], 0)])
             return state.finish()
         kernel = "blocks"
+    if kernel == "blocks" and _masks_window(q, k, v, (mask, keep, segment), sight):
+        return flash.forward_windowed(q, k, v, sight)
     if kernel == "blocks":
         return blocks.forward(q, k, v, mask, keep, sight, ids_of(segment, q, sight))
     if len(runs) == 1:
@@ -95,6 +97,8 @@ def backward(
         if not _in_blocks(operands, q):
             return _added_up(Backward(operands, given.grad, q, given.out, given.lse), k, v)
         kernel = "blocks"
+    if kernel == "blocks" and _masks_window(q, k, v, (mask, keep, segment), sight):
+        return flash.backward_windowed(given, sight)
     if kernel == "blocks":
         return blocks.backward(given, mask, keep, sight, ids_of(segment, q, sight))[:3]
     if len(runs) == 1:
@@ -148,6 +152,21 @@ def _kernel(
         q.device.type, q.shape[-1] == v.shape[-1], None if mask is None else mask.dtype,
         keep is not None, sight, segment is not None,
     )  # fmt: skip
+
+
+def _masks_window(
+    q: Tensor, k: Tensor, v: Tensor, hiding: tuple[Tensor | None, ...], sight: Sight
+) -> bool:
+    """Returns whether "flash" computes a window by a mask: of few queries, in one run."""
+    rows, keys = q.shape[2], k.shape[2]
+    hidden = any(x is not None for x in hiding)
+    return (
+        max(rows, keys) <= SHORT
+        and masks_window(q.device.type, q.shape[3] == v.shape[3], hidden, sight)
+        and takes("flash", q)
+        and sight.turn is None
+        and not sight.misses(sight.start + rows, keys)
+    )
 
 
 def _operands(q: Tensor, k: Tensor, keep: Tensor | None, segment: Tensor, sight: Sight) -> Operands:

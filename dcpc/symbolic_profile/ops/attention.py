@@ -7,6 +7,7 @@ and its blocks of matmuls. Measured as the lines of `transients.py` are.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import sympy
@@ -14,9 +15,17 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
-from dcpc.ops.attention import ROWS, WIDEST, Sight, added_dtype, kernel_name
+from dcpc.ops.attention import (
+    DEMANDS,
+    ROWS,
+    WIDEST,
+    Sight,
+    added_dtype,
+    kernel_name,
+    masks_window,
+)
 from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument
-from dcpc.symbolic_profile.polynomials import Packs, QueryBlock, larger
+from dcpc.symbolic_profile.polynomials import Packs, QueryBlock, Short, larger
 
 BSHD = (0, 2, 1, 3)  # the order of dims in memory in which kernels take and give gradients
 ZERO = sympy.Integer(0)
@@ -157,7 +166,7 @@ def forward(call: CallFacts) -> sympy.Expr:
     An upper bound where sequences are packed: as if one were as long as the row, or all short.
     """
     if not _by_flash(call):
-        return blocks(call)
+        return _by_window(call, blocks(call), _windowed)
     query, groups = call.tensor("query"), _groups(call)
     rows = _run(call)
     share = rows / query.shape[2]
@@ -189,8 +198,10 @@ def backward(call: CallFacts) -> sympy.Expr:
 
     An upper bound where sequences are packed, as of forward.
     """
-    if not _by_flash(call) or call.node.target._opname == "attention_mask_backward":  # type: ignore[union-attr]
+    if call.node.target._opname == "attention_mask_backward":  # type: ignore[union-attr]
         return blocks_backward(call)
+    if not _by_flash(call):
+        return _by_window(call, blocks_backward(call), _windowed_backward)
     query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
     rows, groups = _run(call), _groups(call)
     parts = call.given("segment") is not None or argument(call.node, "turn") is not None
@@ -218,6 +229,50 @@ def backward(call: CallFacts) -> sympy.Expr:
     if call.given("segment") is not None:
         return larger(held, blocks_backward(call))
     return _with_added(call, held, share)
+
+
+def _by_window(
+    call: CallFacts, otherwise: sympy.Expr, by_mask: Callable[[CallFacts], sympy.Expr]
+) -> sympy.Expr:
+    """Returns the bytes of a kernel that computes a window by a mask, or of blocks otherwise."""
+    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    hidden = any(call.given(name) is not None for name in ("mask", "keep", "segment"))
+    sight, same = sight_of(call), query.shape[3] == value.shape[3]
+    one_run = argument(call.node, "turn") is None and query.dtype in DEMANDS["flash"].dtypes
+    if not one_run or not masks_window("cpu", same, hidden, sight) or sight.misses(0, 0):
+        return otherwise
+    before, after = sight.before, sight.after
+    whole = argument(call.node, "start", 0) == 0
+    masks = (before is not None) + (after is not None and not (whole and after == 0))
+    mask_bytes = query.shape[2] * key.shape[2] * query.dtype.itemsize
+    held = by_mask(call) + (mask_bytes if masks else 0)
+    if masks == 2:  # one is added to the other before there are results
+        held = larger(held, 2 * mask_bytes - call.output_bytes)
+    if not whole or query.shape[2] != key.shape[2]:  # blocks again if one sees no key
+        held = larger(held, otherwise)
+    short = Short(query.shape[2], key.shape[2])
+    return short * held + (1 - short) * otherwise
+
+
+def _windowed(call: CallFacts) -> sympy.Expr:
+    query, groups = call.tensor("query"), _groups(call)
+    lse_bytes = query.numel / query.shape[3] * _accumulator(query)
+    held = kernel(call) + _relaid(call, "query", "key", "value")
+    if groups == 1:
+        return held + _relaid(call, "query")
+    return held + (query.size_bytes + lse_bytes) / groups
+
+
+def _windowed_backward(call: CallFacts) -> sympy.Expr:
+    query, key, value, grad = (call.tensor(n) for n in ("query", "key", "value", "grad_out"))
+    groups = _groups(call)
+    held = kernel_backward(call) + _relaid(call, "query", "key", "value", "out")
+    if groups == 1:
+        return held
+    if grad.contiguous(BSHD):
+        held += grad.size_bytes
+    held -= sympy.expand(grad.size_bytes - grad.size_bytes / groups)
+    return held + query.size_bytes / groups + key.size_bytes + value.size_bytes
 
 
 def _relaid(call: CallFacts, *names: str) -> sympy.Expr:

@@ -14,11 +14,12 @@ NAMES = (
     *("truth mask with an empty row", "number mask", "window", "window both ways", "wide values"),
     *("learned bias", "grouped wide values", "zigzag in halves", "zigzag window"),
     *("packed wide values", "packed truth mask", "packed learned bias", "few wide keys"),
-    "few keys, wide values",
+    *("few keys, wide values", "short window", "short window both ways", "short window ahead"),
 )
 # Queries that start in the middle of the keys have two parts, sequences no length that is known.
 BOUNDED = (
     *("zigzag in halves, causal", "packed", "packed long", "packed, not causal", "packed alike"),
+    *("short window from the middle", "short window past the keys"),
     *("packed padding", "packed zigzag", "packed, ids come again", "packed sequences of one"),
 )
 SCALARS_BYTES = 24
