@@ -6,6 +6,7 @@ and no more than ROWS rows of scores exist at once, forward and backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,7 @@ from dcpc.ops.attention.ids import Ids
 from dcpc.ops.attention.spec import Attended, Sight, accumulated, empty_gradient, empty_outputs
 
 ROWS = 128  # queries at a time
+LOG2_E = math.log2(math.e)
 
 
 class _QueryRun:
@@ -156,7 +158,7 @@ def _forward(block: _QueryRun, v: Tensor, out: Tensor, into: tuple[Tensor, ...])
     else:
         largest = weights.new_full((*weights.shape[:-1], 1), float("-inf"))
     none = largest == float("-inf")
-    weights.sub_(largest.masked_fill_(none, 0.0)).exp_()
+    _exp(weights.sub_(largest.masked_fill_(none, 0.0)))
     total = weights.sum(-1, keepdim=True)
     if block.sight.empty != "nan":
         total.masked_fill_(none, 1.0)
@@ -225,12 +227,12 @@ def _backward(
     if lse.dim() == 4:
         for part in lse:
             weights.sub_(part[mine].unsqueeze(-1))
-        weights.exp_()
+        _exp(weights)
     elif block.mask is not None and block.mask.dtype != torch.bool:
         # Where a mask drowns all scores of a row, its logsumexp is the mask's number: no use.
         _softmax(weights)
     else:
-        weights.sub_(lse[mine].unsqueeze(-1)).exp_()
+        _exp(weights.sub_(lse[mine].unsqueeze(-1)))
     flat = block.flat(weights)
     keys = block.sample, slice(None), slice(*block.keys)
     sums[2][keys].add_(torch.bmm(flat.transpose(1, 2), g))
@@ -249,10 +251,19 @@ def _backward(
         _empty_rows(block, g, delta, empty, whole, sums)
 
 
+def _exp(x: Tensor) -> Tensor:
+    """Replaces x by exp(x).
+
+    torch's own exp takes 4 times as long on the CPU, and 20 to 50 times where half of x is -inf or
+    as low as a mask's numbers (torch 2.13, MKL).
+    """
+    return x.mul_(LOG2_E).exp2_()
+
+
 def _softmax(scores: Tensor) -> None:
     """Replaces scores by their softmax, rows of -inf by zeros."""
     largest = scores.amax(-1, keepdim=True)
-    scores.sub_(largest.masked_fill_(largest == float("-inf"), 0.0)).exp_()
+    _exp(scores.sub_(largest.masked_fill_(largest == float("-inf"), 0.0)))
     scores.div_(scores.sum(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).tiny))
 
 
