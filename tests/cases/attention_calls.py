@@ -101,11 +101,11 @@ SETTINGS = {
     "window": Setting(lengths=(300, 300), before=20, after=0, heads=(4, 2)),
     "window both ways": Setting(lengths=(300, 300), before=20, after=5),
     "window from the middle": Setting(lengths=(150, 400), before=30, after=0, start=170),
-    "short window": Setting(lengths=(208, 208), before=20, after=0, heads=(4, 2)),
+    "short window": Setting(lengths=(128, 128), before=20, after=0, heads=(4, 2)),
     "short window both ways": Setting(before=20, after=5),
     "short window ahead": Setting(after=3, heads=(4, 2), widths=(16, 16)),
     "short window from the middle": Setting(
-        lengths=(60, 150), before=30, after=0, start=40, heads=(4, 2)
+        lengths=(60, 120), before=30, after=0, start=40, heads=(4, 2)
     ),
     "short window past the keys": Setting(lengths=(70, 30), before=9, after=3),
     "padding": Setting(keep="right"),

@@ -17,8 +17,8 @@ from dcpc.ops.attention.spec import Sight
 
 HALVES = (torch.bfloat16, torch.float16)
 # Of so many queries and keys at most the CPU's kernel, with a mask of the window, takes less time
-# than blocks. Measured forward and backward, heads of 64; it is less up to 256 keys of heads of 16.
-SHORT = 208
+# than blocks: a third less for 34, as long for 160 of heads of 64 (forward and backward, one thread).
+SHORT = 128
 
 
 @dataclass(frozen=True, slots=True)
