@@ -5,7 +5,7 @@ Inductor is imported when it is first asked for: it takes 1.3 s, and `eager` nev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import sympy
@@ -38,6 +38,21 @@ def decompositions(backend: str) -> Mapping[Any, Any]:
     from dcpc.codegen.variant import inductor
 
     return inductor.decompositions()
+
+
+def compile_graphs(
+    graphs: Sequence[fx.GraphModule],
+    backend: str,
+    mode: FakeTensorMode,
+    present: Set[sympy.Symbol] = frozenset(),
+) -> list[tuple[Boxed, tuple[sympy.Basic, ...]]]:
+    """Returns what `compile_graph` does of each of some graphs, in less time than one by one."""
+    if backend == "eager":
+        return [compile_graph(gm, backend, mode, present) for gm in graphs]
+    from dcpc.codegen.variant import inductor
+
+    with inductor.together():
+        return [compile_graph(gm, backend, mode, present) for gm in graphs]
 
 
 def compile_graph(

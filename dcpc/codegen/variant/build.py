@@ -15,7 +15,7 @@ from dcpc.codegen.joint.joint import Joint, Tracer
 from dcpc.codegen.joint.partition import partition
 from dcpc.codegen.joint.schedule import Scheduler
 from dcpc.codegen.lower.lower import Lowered, lower
-from dcpc.codegen.variant.backends import compile_graph
+from dcpc.codegen.variant.backends import compile_graphs
 from dcpc.codegen.variant.boxed import Boxed, handing_over
 from dcpc.codegen.variant.variant import Variant
 from dcpc.ir import GatherUnits, Partition, Placement, Schedule
@@ -115,14 +115,12 @@ class LoweredPair:
         tensors = tuple(n.name for n in placeholders if isinstance(n.meta["val"], Tensor))
         trainable = tuple(tensors.index(n) for n in self.joint.trainable)
         how = self.backend, self.joint.fake_mode, self._present
-        forward, more = compile_graph(parts.forward, *how)
-        backward: Boxed = _no_backward
-        even_more: tuple[sympy.Basic, ...] = ()
+        graphs = [parts.forward, *([parts.backward] if parts.begins else [])]
+        made = compile_graphs(graphs, *how)
         handing: Boxed | None = None
-        if parts.begins:
-            backward, even_more = compile_graph(parts.backward, *how)
-            handing = handing_over(parts.backward) if self.backend == "eager" else None
-        found: list[Any] = [*more, *even_more]
+        if parts.begins and self.backend == "eager":
+            handing = handing_over(parts.backward)
+        found: list[Any] = [guard for _, guards in made for guard in guards]
         names = self.joint.names
         return Variant(
             partition=parts,
@@ -131,8 +129,8 @@ class LoweredPair:
             trainable=trainable,
             sp=self.placement.sp,
             guards=(*self.joint.guards, *(g.subs(names) for g in found)),
-            run_forward=forward,
-            run_backward=backward,
+            run_forward=made[0][0],
+            run_backward=made[1][0] if parts.begins else _no_backward,
             run_handing_over=handing,
             backend=self.backend,
         )

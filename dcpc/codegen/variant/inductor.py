@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config, lowering
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -51,6 +53,23 @@ def compile_graph(
         compiled = compile_fx_inner(copy, examples)
     guards = tuple(g.expr for g in env.guards[known:])
     return _Inductor(compiled), guards
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Waits for the kernels of all graphs that are compiled in here at its end.
+
+    So those of one are compiled while the next is lowered. Till then none of them can run.
+    """
+    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
+
+    def later(kernels: AsyncCompile, module: dict[str, Any]) -> None:
+        waiting.append((kernels, module))
+
+    with patch.object(AsyncCompile, "wait", later):
+        yield
+    for kernels, module in waiting:
+        kernels.wait(module)
 
 
 def _fix_layouts(graph: fx.Graph) -> None:

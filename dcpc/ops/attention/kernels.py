@@ -17,7 +17,7 @@ from dcpc.ops.attention.spec import Sight
 
 HALVES = (torch.bfloat16, torch.float16)
 # Of so many queries and keys at most the CPU's kernel, with a mask of the window, takes less time
-# than blocks: a third less for 34, as long for 160 of heads of 64 (forward and backward, one thread).
+# than blocks: a third less for 34, as long for 160, of heads of 64 (both ways, one thread).
 SHORT = 128
 
 
