@@ -189,9 +189,7 @@ class _Flow:
         if ahead_s <= now_s:
             return self._forward(s, now_s)
         if self.weights[s]:
-            n = self.weights[s].pop(0)
-            self.held[s] -= self.costs[s][n].weight_bytes
-            return self._ran(s, BACKWARD_WEIGHT, n, now_s, self.costs[s][n].weight_s)
+            return self._weight(s, now_s)
         next_s = min(back_s, ahead_s)
         if next_s < inf:
             heapq.heappush(self.events, (next_s, s))
@@ -224,6 +222,8 @@ class _Flow:
         costs, options, begin = self.costs[s], self.options[s][n], self.backwards[s]
         room = self.room[s] - self.held[s]
         own = max((c.backward_bytes - c.held_bytes for c in costs[begin:n]), default=0.0)
+        for weight in self.weights[s]:
+            own = max(own, costs[weight].work_bytes - costs[weight].weight_bytes)
         more = min(self.caps[s], self.stages - s) - (n - begin) - 1
         thin = [row[-1].held_bytes for row in self.options[s][n + 1 : n + 1 + max(more, 0)]]
         fits = False
@@ -249,9 +249,16 @@ class _Flow:
             self._wake(s + 1)
 
     def _backward(self, s: int, now_s: float) -> None:
+        """Runs a backward, in two parts where memory has room for what lives between them."""
         n = self.backwards[s]
         cost = self.costs[s][n]
+        left = self.room[s] - self.held[s] + cost.held_bytes
         apart = self.split and cost.weight_s > 0
+        if apart:
+            most = max(cost.most_bytes(BACKWARD_INPUT), cost.most_bytes(BACKWARD_WEIGHT))
+            apart = most <= left
+        if self.weights[s] and not apart and cost.backward_bytes > left:
+            return self._weight(s, now_s)
         self.backwards[s] += 1
         self.held[s] -= cost.held_bytes
         if apart:
@@ -262,6 +269,12 @@ class _Flow:
         if s > 0:
             self.backward_s[s - 1].append(self.free_s[s])
             self._wake(s - 1)
+        return None
+
+    def _weight(self, s: int, now_s: float) -> None:
+        n = self.weights[s].pop(0)
+        self.held[s] -= self.costs[s][n].weight_bytes
+        self._ran(s, BACKWARD_WEIGHT, n, now_s, self.costs[s][n].weight_s)
 
     def _ran(self, s: int, kind: str, n: int, now_s: float, seconds_s: float) -> None:
         self.orders[s].append(Action(kind, self.sequence[n]))
