@@ -113,7 +113,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class RooflinePipeline:
-    """A model in stages; settings: nothing recomputed, attention's scores, whole layers.
+    """A model in stages.
+
+    Settings of recompute: nothing, attention's scores in a quarter of a stage's layers, in a half
+    and so on up to all of them, and whole layers.
 
     Attributes:
         layers: of each stage.
@@ -123,7 +126,7 @@ class RooflinePipeline:
 
     layers: tuple[tuple[Layer, ...], ...]
     carried: tuple[float, ...]
-    settings: int = 3
+    settings: int = 6
     _seen: dict[tuple[int, int, int], tuple[StageCost, ...]] = field(default_factory=dict)
 
     @property
@@ -139,23 +142,24 @@ class RooflinePipeline:
     def figures(self, stage: int, setting: int, count: Array, length: Array) -> tuple[Array, ...]:
         """Forward, backward and weight seconds; held, forward, backward and weight bytes."""
         row = self.layers[stage]
-        core_s = sum(x.core_s(count, length, FORWARD_PASSES) for x in row)
+        core_s = [x.core_s(count, length, FORWARD_PASSES) for x in row]
         linear_s = sum(x.linear_s(count, length) for x in row)
-        again_s = (0.0, core_s, core_s + linear_s)[setting]
-        back_s = 2 * linear_s + sum(x.core_s(count, length, BACKWARD_PASSES) for x in row) + again_s
         scores = [5 * x.scores(count, length) for x in row]
         kept = [x.kept(count, length) for x in row]
         thin = [x.boundary(count, length) for x in row]
-        held = sum((a + b for a, b in zip(scores, kept, strict=True)), 0.0)
-        if setting == 1:
-            held = sum(kept, 0.0)
-        elif setting == 2:
+        back_s = 2 * linear_s + sum(x.core_s(count, length, BACKWARD_PASSES) for x in row)
+        again = round(len(row) * min(1.0, setting / (self.settings - 2)))  # layers' scores
+        back_s += sum(core_s[:again], 0.0)
+        if setting < self.settings - 1:
+            held = sum(scores[again:], 0.0) + sum(kept, 0.0)
+            extra = scores[0] * (again > 0) + 2 * thin[0]
+        else:
+            back_s += linear_s
             held = sum(thin, 0.0)
-        # one layer's own tensors beside what stays
-        most = np.maximum.reduce([a + b for a, b in zip(scores, kept, strict=True)])
-        extra = most if setting == 2 else scores[0] * (setting == 1) + 2 * thin[0]
+            # one layer's own tensors beside what stays
+            extra = np.maximum.reduce([a + b for a, b in zip(scores, kept, strict=True)])
         apart = sum((x.apart(count, length) for x in row), 0.0)
-        return linear_s + core_s, back_s, linear_s, held, held + extra, held + extra, apart
+        return linear_s + sum(core_s), back_s, linear_s, held, held + extra, held + extra, apart
 
     def options(self, stage: int, count: int, longest: int) -> tuple[StageCost, ...]:
         """What a micro-batch costs, by setting."""

@@ -220,5 +220,5 @@ def _unsent(work: PipelineWork, ran: tuple[tuple[RanAction, ...], ...], stage: i
 def _curve(changes: Changes) -> tuple[tuple[float, float], ...]:
     """Returns the bytes held from each time on; what ends at a time goes before what begins."""
     changes.sort()
-    totals = accumulate(b for _, b in changes)
-    return tuple((t, total) for (t, _), total in zip(changes, totals, strict=True))
+    times_s, sizes = zip(*changes, strict=True) if changes else ((), ())
+    return tuple(zip(times_s, accumulate(sizes), strict=True))
