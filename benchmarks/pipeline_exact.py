@@ -18,6 +18,7 @@ import dcpc
 from dcpc.commands.check import SPLITTING
 from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.groups.local_ranks import run_ranks
+from dcpc.runtime.pipeline.schedule.actions import BACKWARD_INPUT
 from tests.cases import language_models, video_models
 from tests.cases.asks import far, trained
 from tests.cases.stages import CASES, PipelineCase
@@ -105,6 +106,7 @@ class ExactRun:
         stages: of each pipeline.
         counts: of each step, the micro-batches that each rank ran.
         shapes: distinct shapes of micro-batches on this rank.
+        apart: backwards that ran in two parts, on all ranks.
         worst: relative error of a loss or gradient of a step, or of the state after the epoch.
     """
 
@@ -113,6 +115,7 @@ class ExactRun:
     stages: int
     counts: tuple[tuple[int, ...], ...]
     shapes: int
+    apart: int
     worst: float
 
 
@@ -151,8 +154,9 @@ def _run(name: str, stages: int, samples: int) -> ExactRun:
     worst = max(found.worst, _state_error(compiled, alone))
     shapes = {tuple(tuple(x.shape) for x in mb.inputs.values())
               for step in steps for mb in step.micro_batches}  # fmt: skip
+    apart = sum(text.count(BACKWARD_INPUT) for step in steps for text in step.plan.pipelines)
     ranks = compiled.groups.world
-    return ExactRun(name, ranks, stages, tuple(found.counts), len(shapes), worst)
+    return ExactRun(name, ranks, stages, tuple(found.counts), len(shapes), apart, worst)
 
 
 def _counted(weight: Weight) -> Callable[[Mapping[str, Tensor]], int]:

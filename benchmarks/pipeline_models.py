@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.lengths import SHARED, read
 from dcpc.runtime.pipeline.schedule import Hop, StageCost
+from dcpc.runtime.planner.batch import microbatch
 
 FLOPS_PER_S = 0.5 * 312e12  # half of an A100's bf16 peak. Source: its data sheet
 BYTES_PER_S = 1.555e12  # of an A100-40GB's memory. Source: its data sheet
@@ -94,6 +95,17 @@ class Layer:
         token = 10 * self.hidden + (8 * blocks * self.inner + 4 * self.ffn) / self.tensor
         return count * length * self.share * token
 
+    def apart(self, count: Array, length: Array) -> Array:
+        """Bytes that gradients of parameters need: what each product took, and what it gave back.
+
+        Attention's part of it has keys and values of its own side, and of the other one.
+        """
+        blocks = 2 if self.cross else 1
+        inner, ffn = self.inner / self.tensor, self.ffn / self.tensor
+        token = blocks * (2 * self.hidden + 2 * inner) + 2 * self.hidden + 2 * ffn
+        both = 2 * inner * (self.share + self.cross)  # gradients of keys and values
+        return 2 * count * length * (self.share * token + both)
+
     def boundary(self, count: Array, length: Array) -> Array:
         """Bytes of its input."""
         return 2 * count * length * self.share * self.hidden
@@ -101,7 +113,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class RooflinePipeline:
-    """A model in stages; settings: nothing recomputed, attention's scores, whole layers.
+    """A model in stages.
+
+    Settings of recompute: nothing, attention's scores in a quarter of a stage's layers, in a half
+    and so on up to all of them, and whole layers.
 
     Attributes:
         layers: of each stage.
@@ -111,7 +126,7 @@ class RooflinePipeline:
 
     layers: tuple[tuple[Layer, ...], ...]
     carried: tuple[float, ...]
-    settings: int = 3
+    settings: int = 6
     _seen: dict[tuple[int, int, int], tuple[StageCost, ...]] = field(default_factory=dict)
 
     @property
@@ -125,24 +140,26 @@ class RooflinePipeline:
         )
 
     def figures(self, stage: int, setting: int, count: Array, length: Array) -> tuple[Array, ...]:
-        """Forward, backward and weight seconds; held, forward and backward bytes."""
+        """Forward, backward and weight seconds; held, forward, backward and weight bytes."""
         row = self.layers[stage]
-        core_s = sum(x.core_s(count, length, FORWARD_PASSES) for x in row)
+        core_s = [x.core_s(count, length, FORWARD_PASSES) for x in row]
         linear_s = sum(x.linear_s(count, length) for x in row)
-        again_s = (0.0, core_s, core_s + linear_s)[setting]
-        back_s = 2 * linear_s + sum(x.core_s(count, length, BACKWARD_PASSES) for x in row) + again_s
         scores = [5 * x.scores(count, length) for x in row]
         kept = [x.kept(count, length) for x in row]
         thin = [x.boundary(count, length) for x in row]
-        held = sum((a + b for a, b in zip(scores, kept, strict=True)), 0.0)
-        if setting == 1:
-            held = sum(kept, 0.0)
-        elif setting == 2:
+        back_s = 2 * linear_s + sum(x.core_s(count, length, BACKWARD_PASSES) for x in row)
+        again = round(len(row) * min(1.0, setting / (self.settings - 2)))  # layers' scores
+        back_s += sum(core_s[:again], 0.0)
+        if setting < self.settings - 1:
+            held = sum(scores[again:], 0.0) + sum(kept, 0.0)
+            extra = scores[0] * (again > 0) + 2 * thin[0]
+        else:
+            back_s += linear_s
             held = sum(thin, 0.0)
-        # one layer's own tensors beside what stays
-        most = np.maximum.reduce([a + b for a, b in zip(scores, kept, strict=True)])
-        extra = most if setting == 2 else scores[0] * (setting == 1) + 2 * thin[0]
-        return linear_s + core_s, back_s, linear_s, held, held + extra, held + extra
+            # one layer's own tensors beside what stays
+            extra = np.maximum.reduce([a + b for a, b in zip(scores, kept, strict=True)])
+        apart = sum((x.apart(count, length) for x in row), 0.0)
+        return linear_s + sum(core_s), back_s, linear_s, held, held + extra, held + extra, apart
 
     def options(self, stage: int, count: int, longest: int) -> tuple[StageCost, ...]:
         """What a micro-batch costs, by setting."""
@@ -152,8 +169,8 @@ class RooflinePipeline:
                 map(float, self.figures(stage, k, count, longest)) for k in range(self.settings)
             ]
             self._seen[key] = tuple(
-                StageCost(f, b, w, held, most, back, weight_bytes=held / 2)
-                for f, b, w, held, most, back in found
+                StageCost(f, b, w, held, most, back, apart, max(held, apart) + back - held, apart)
+                for f, b, w, held, most, back, apart in found
             )
         return self._seen[key]
 
@@ -242,8 +259,36 @@ def documents(folder: Path | None = None) -> dict[str, list[int]]:
     return {b.name: [min(x, LONGEST) for x in b.lens] for b in read(folder) if b.name in names}
 
 
-def marginal_s(cost: RooflinePipeline, stage: int, lengths: Sequence[int]) -> float:
-    """Seconds of a stage for all samples at their own length, with the launches of one."""
-    each = np.asarray(lengths, dtype=np.float64)
-    one, two = (sum(cost.figures(stage, 0, count, each)[:2]) for count in (1, 2))
-    return float((two - one).sum()) + sum(3 * LAYER_S for _ in cost.layers[stage])
+@dataclass(frozen=True)
+class FreeStage:
+    """`dcpc.microbatch`'s cost of one stage: nothing is recomputed, and everything fits."""
+
+    model: RooflinePipeline
+    stage: int
+
+    def seconds(self, count: Array, longest: Array) -> Array:
+        forward_s, back_s, *_ = self.model.figures(self.stage, 0, count, longest)
+        return forward_s + back_s
+
+    def peak_bytes(self, count: Array, longest: Array) -> Array:
+        return 0.0 * count * longest
+
+
+def any_split_s(lengths: Sequence[int], cost: RooflinePipeline) -> float:
+    """Seconds that no split into micro-batches, and no schedule of one, is below.
+
+    A stage takes at least the sum over the micro-batches of the split that is best for it alone,
+    and begins when the stages before it have run a forward, which takes at least what the shortest
+    sample takes alone.
+
+    The best split has samples next to each other in length, which `dcpc.microbatch` finds: take
+    the micro-batches of any other one in the order of their longest samples and fill them, as
+    large as they are, with the samples from the shortest on. No micro-batch gets a longer one:
+    those up to it had as many samples, none of which were longer than its longest.
+    """
+    heads_s, shortest = [0.0], min(lengths)
+    for s in range(cost.stages - 1):
+        least_s = min(c.forward_s for c in cost.options(s, 1, shortest))
+        heads_s.append(heads_s[-1] + least_s + cost.hop(s, 1, shortest).forward_s)
+    each = (microbatch(lengths, FreeStage(cost, s)).objective_s for s in range(cost.stages))
+    return max(own_s + head_s for own_s, head_s in zip(each, heads_s, strict=True))

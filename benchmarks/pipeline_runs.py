@@ -45,13 +45,28 @@ class SleepingStage:
     def forward(
         self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
     ) -> tuple[tuple[Tensor, ...], Any]:
-        time.sleep(self.work.costs[self.index][seed][self.setting].forward_s)
+        time.sleep(self._cost(seed).forward_s)
         if self.index == self.count - 1:
             return (torch.tensor(float(seed)),), seed
         return (torch.full(*_filled(seed)),), seed
 
     def backward(self, saved: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        time.sleep(self.work.costs[self.index][saved][self.setting].backward_s)
+        time.sleep(self._cost(saved).backward_s)
+        return self._back(saved, grads)
+
+    def backward_input(
+        self, saved: Any, grads: tuple[Tensor | None, ...]
+    ) -> tuple[tuple[Tensor | None, ...], Any]:
+        time.sleep(self._cost(saved).input_s)
+        return self._back(saved, grads), saved
+
+    def backward_weight(self, rest: Any) -> None:
+        time.sleep(self._cost(rest).weight_s)
+
+    def _cost(self, number: int) -> StageCost:
+        return self.work.costs[self.index][number][self.setting]
+
+    def _back(self, saved: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         if self.index < self.count - 1 and float(grads[0][0]) != saved:  # type: ignore[index]
             raise AssertionError(f"micro-batch {saved} got the gradient of {grads}")
         return (torch.full(*_filled(saved)),) if self.index else ()
@@ -77,9 +92,7 @@ def run_fuzz(count: int, seed: int = 0) -> int:
     """Runs random schedules that pass the check; returns how many ended (all, or ranks raise)."""
     rng = random.Random(seed)
     sizes = [rng.randrange(1, 7) for _ in range(count)]
-    jobs = [
-        (_brief(n), drawn_schedule(seed + k, STAGES, n, split=False)) for k, n in enumerate(sizes)
-    ]
+    jobs = [(_brief(n), drawn_schedule(seed + k, STAGES, n)) for k, n in enumerate(sizes)]
     return len(run_ranks(_timed, STAGES, jobs, 1, timeout_s=TIMEOUT_S)[0])
 
 
@@ -118,7 +131,12 @@ def scaled(work: PipelineWork, factor: float) -> PipelineWork:
         costs=tuple(
             tuple(
                 tuple(
-                    replace(c, forward_s=c.forward_s * factor, backward_s=c.backward_s * factor)
+                    replace(
+                        c,
+                        forward_s=c.forward_s * factor,
+                        backward_s=c.backward_s * factor,
+                        weight_s=c.weight_s * factor,
+                    )
                     for c in options
                 )
                 for options in row
@@ -142,7 +160,7 @@ def candidates(work: PipelineWork, own: PipelineSchedule) -> dict[str, PipelineS
     order = adaptive(work, range(count), own.settings)
     found |= {} if order is None else {"adaptive": order}
     for seed in range(4):
-        drawn = drawn_schedule(seed, STAGES, count, split=False)
+        drawn = drawn_schedule(seed, STAGES, count)
         found[f"random {seed}"] = replace(drawn, settings=own.settings)
     serial = [one_f_one_b([i], ((0,),) * STAGES).orders for i in range(count)]
     joined = tuple(tuple(a for one in serial for a in one[s]) for s in range(STAGES))

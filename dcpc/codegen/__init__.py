@@ -5,10 +5,13 @@ from dcpc.codegen.collectives.rows import ROWS_GROUP
 from dcpc.codegen.joint.gathers import UnitNodes, gather_key, take_part
 from dcpc.codegen.joint.joint import Tracer, with_quotients
 from dcpc.codegen.joint.library import Library
+from dcpc.codegen.joint.partition import divided
 from dcpc.codegen.joint.schedule import VIEWS
 from dcpc.codegen.variant.backends import BACKENDS, check_backend, compile_graph, decompositions
 from dcpc.codegen.variant.boxed import RUN, Boxed
 from dcpc.codegen.variant.build import Key, LoweredPair
+from dcpc.codegen.variant.call import VariantCall, call_of
+from dcpc.codegen.variant.divided import DividedRun
 from dcpc.codegen.variant.excerpt import excerpt
 from dcpc.codegen.variant.lockstep import integers_of, run_in_step, summed
 from dcpc.codegen.variant.variant import Variant, broken_guards, delivering, resolved
@@ -19,18 +22,22 @@ __all__ = [
     "RUN",
     "VIEWS",
     "Boxed",
+    "DividedRun",
     "Key",
     "Library",
     "LoweredPair",
     "Tracer",
     "UnitNodes",
     "Variant",
+    "VariantCall",
     "bind_group",
     "broken_guards",
+    "call_of",
     "check_backend",
     "compile_graph",
     "decompositions",
     "delivering",
+    "divided",
     "excerpt",
     "gather_key",
     "integers_of",

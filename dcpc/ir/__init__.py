@@ -6,7 +6,7 @@ nodes of the program's forward graph **by name** and never edit it.
 """
 
 from dcpc.ir.costs import BucketPlan, PlanRow, Profile, Work
-from dcpc.ir.graphs import OUTSIDE, Fold, GatherUnits, Partition, Schedule
+from dcpc.ir.graphs import OUTSIDE, DividedBackward, Fold, GatherUnits, Partition, Schedule
 from dcpc.ir.masks import Extent, MaskDecision, MaskPlan, Packable, Recipe, ValueRange
 from dcpc.ir.placement import (
     PARTIAL,
@@ -25,6 +25,7 @@ __all__ = [
     "PARTIAL",
     "REPLICATED",
     "BucketPlan",
+    "DividedBackward",
     "Extent",
     "Factor",
     "Fold",

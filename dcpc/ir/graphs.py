@@ -41,6 +41,24 @@ class Partition:
     begins: tuple[int, ...] = (0,)
 
 
+@dataclass(frozen=True, slots=True)
+class DividedBackward:
+    """A backward graph as two: what others wait for, then the rest.
+
+    Attributes:
+        first: takes what backward takes; returns the gradients of `numbers`, then what `second`
+            takes.
+        second: returns the gradients of `others`.
+        numbers: of the gradients that the first returns.
+        others: of those that are left and are not None.
+    """
+
+    first: fx.GraphModule
+    second: fx.GraphModule
+    numbers: tuple[int, ...]
+    others: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
     """What the graphs of a partition run, as nodes of the joint graph in execution order.

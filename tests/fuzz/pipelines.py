@@ -31,7 +31,9 @@ def random_work(
                 held_bytes=held / (k + 1),
                 forward_bytes=held * 1.2,
                 backward_bytes=held * 1.3,
-                weight_bytes=held * 0.2,
+                weight_bytes=held * 0.9,
+                input_bytes=held * 1.4,
+                work_bytes=held,
             )
             for k in range(settings)
         )

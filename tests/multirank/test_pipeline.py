@@ -74,17 +74,22 @@ def _counted(name: str):
 
 def worst_of(
     rank: int, name: str, stages: int, tokens: int, sp: int
-) -> tuple[float, float, list[Any]]:
-    """Returns the worst error of a gradient or loss, of the state after an epoch, and counts."""
+) -> tuple[float, float, list[Any], int]:
+    """Returns the worst error of a gradient or loss, of the state after an epoch, and counts.
+
+    The last count is of backwards in two parts.
+    """
     if name == "llama":
         language_models.in_float64()
     compiled, loader, data = made(name, stages, tokens, sp=sp)
     alone = parts(name)[0]
-    found = trained(compiled, loader, alone, data, _counted(name))
+    steps = list(loader)
+    found = trained(compiled, steps, alone, data, _counted(name))
     assert sorted(found.samples) == list(range(len(data)))
+    apart = sum(text.count("I") for step in steps for text in step.plan.pipelines)
     state, plain = compiled.state_dict(), alone.state_dict()
     assert list(state) == list(plain)
-    return found.worst, max(far(state[n], plain[n]) for n in plain), found.counts
+    return found.worst, max(far(state[n], plain[n]) for n in plain), found.counts, apart
 
 
 @pytest.mark.parametrize(
@@ -94,9 +99,10 @@ def worst_of(
 @pytest.mark.slow
 def test_steps_have_the_plain_models_numbers(name, ranks, stages, tokens, sp):
     found = run_ranks(worst_of, ranks, name, stages, tokens, sp, timeout_s=240.0)
-    for worst, state, counts in found:
+    for worst, state, counts, apart in found:
         assert worst < 1e-10
         assert state < 1e-10
+        assert apart > 0, "some backwards are run in two parts"
         assert len({*counts}) > 1, "another number of micro-batches from step to step"
 
 

@@ -1,9 +1,10 @@
-"""Makes the forward and the backward graph that a schedule says."""
+"""Makes the forward and the backward graph that a schedule says, and divides a backward in two."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import sympy
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 
 from dcpc.codegen.joint.gathers import ROW_CALLS
 from dcpc.fx.graphs import LazyGraphModule
-from dcpc.ir import Partition, Schedule
+from dcpc.ir import DividedBackward, Partition, Schedule
 
 
 def partition(schedule: Schedule, names: Mapping[sympy.Symbol, sympy.Expr]) -> Partition:
@@ -32,6 +33,72 @@ def partition(schedule: Schedule, names: Mapping[sympy.Symbol, sympy.Expr]) -> P
         returned=len(schedule.outputs),
         begins=schedule.begins,
     )
+
+
+def divided(
+    calls: Sequence[fx.Node], gradients: Sequence[fx.Node | None], first: Collection[int]
+) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """Returns backward's calls that some gradients need, its other calls, and what these read.
+
+    Both parts have the calls in the order of the whole. What is made again for both parts is made
+    in the first one, and stays.
+
+    Args:
+        calls: of a backward.
+        gradients: that it returns.
+        first: numbers of the gradients that come first; none: that which is made last, so that of
+            a graph without inputs that learn little more than products for weights is left.
+    """
+    known = {n: gradient for n, gradient in enumerate(gradients) if gradient is not None}
+    if not known:
+        return [], [*calls], []
+    place = {node: i for i, node in enumerate(calls)}
+    wanted = first or [max(known, key=lambda n: place.get(known[n], -1))]
+    needed = _needed(calls, gradients, wanted)
+    early = [n for n in calls if n in needed]
+    late = [n for n in calls if n not in needed]
+    after = {*late}
+    read = [source for n in late for source in n.all_input_nodes]
+    read += [g for n, g in known.items() if n not in first and g not in needed]
+    return early, late, [n for n in dict.fromkeys(read) if n not in after]
+
+
+def divide(backward: fx.GraphModule, first: Collection[int]) -> DividedBackward | None:
+    """Returns a backward graph in two parts; None where one of them would have nothing to do.
+
+    Args:
+        backward: of a partition whose parameters are whole.
+        first: numbers of the gradients that come first, as for `divided`.
+    """
+    nodes = [*backward.graph.nodes]
+    given, calls = ([n for n in nodes if n.op == op] for op in ("placeholder", "call_function"))
+    outputs: Any = backward.graph.output_node().args[0]
+    early, late, kept = divided(calls, outputs, first)
+    if not early or not late:
+        return None
+    own = {*early}
+    known = [n for n, gradient in enumerate(outputs) if gradient is not None]
+    numbers = tuple(n for n in known if n in first or outputs[n] in own)
+    others = tuple(n for n in known if n not in numbers)
+    return DividedBackward(
+        _module(given, early, (*(outputs[n] for n in numbers), *kept)),
+        _module(kept, late, [outputs[n] for n in others]),
+        numbers,
+        others,
+    )
+
+
+def _needed(
+    calls: Sequence[fx.Node], gradients: Sequence[fx.Node | None], numbers: Collection[int]
+) -> set[fx.Node]:
+    """Returns the calls that some of the gradients need."""
+    read = {gradients[n] for n in numbers}
+    needed = set()
+    for node in reversed(calls):
+        if node in read:
+            needed.add(node)
+            read.update(node.all_input_nodes)
+    return needed
 
 
 def _module(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dcpc.codegen.lower.integer_inputs import IntegerInput
 from dcpc.codegen.variant.boxed import Boxed
+from dcpc.codegen.variant.call import VariantCall
 from dcpc.errors import CodegenError
 from dcpc.fx.integers import of_some
 from dcpc.ir import Partition
@@ -231,16 +232,14 @@ class _RunVariant(torch.autograd.Function):
         returned = {id(x) for x in outputs}
         saved = [_detached(x) if id(x) in returned else x for x in saved]
         outputs = _lying(outputs, strides)
-        ctx.kept = saved + primals
-        ctx.watched = saved + [tensors[i] for i in variant.backward_tensors]
-        ctx.versions = _versions(ctx.watched)
         if len(partition.begins) < len(outputs):
             learned = {id(outputs[i]) for i in partition.begins}
             ctx.mark_non_differentiable(*(x for x in outputs if id(x) not in learned))
         ctx.set_materialize_grads(False)  # zeros for logits that take no gradient
-        ctx.begins = [
-            (i, x.shape, x.dtype, x.device) for i in partition.begins for x in (outputs[i],)
-        ]
+        begins = [(i, x.shape, x.dtype, x.device) for i in partition.begins for x in (outputs[i],)]
+        watched = saved + [tensors[i] for i in variant.backward_tensors]
+        names = tuple(variant.placeholders[i] for i in variant.backward_tensors)
+        ctx.call = VariantCall(variant.sp, names, begins, saved + primals, watched)
         return outputs
 
     @staticmethod
@@ -252,29 +251,12 @@ class _RunVariant(torch.autograd.Function):
                 "nothing; compute that loss with the plain model (compiled.model), or with "
                 "torch.autograd.grad(..., create_graph=True) inside forward"
             )
-        if ctx.kept is None:
-            raise CodegenError(
-                "backward was called twice on one loss; its activations are gone after the first; "
-                "call compiled(...) again for a second backward"
-            )
-        variant: Variant = ctx.variant
-        _refuse_changed(variant, ctx.watched, ctx.versions)
-        # Every rank of the group has the same loss: each differentiates its share of it, and the
-        # sum of all ranks' gradients is the loss's.
-        shares = [
-            _share(torch.zeros(shape, dtype=dtype, device=device) if g is None else g, variant.sp)
-            for i, shape, dtype, device in ctx.begins
-            for g in (gradients[i],)
-        ]
-        arguments = [*ctx.kept, *shares]
-        ctx.kept = ctx.watched = None
-        # A caller's autocast would cast what was differentiated with its casts in it.
-        device_type = shares[0].device.type
-        casts = torch.is_autocast_enabled(device_type)
-        with torch.autocast(device_type, enabled=False) if casts else nullcontext():
-            found = _gradients(variant, arguments, ctx.deliver, ctx.own)
+        call: VariantCall = ctx.call
+        arguments = call.arguments([gradients[i] for i, *_ in call.begins])
+        with call.without_casts():
+            found = _gradients(ctx.variant, arguments, ctx.deliver, ctx.own)
         result: list[Any] = [None] * (ctx.count + 3)
-        for position, gradient in zip(variant.trainable, found, strict=True):
+        for position, gradient in zip(ctx.variant.trainable, found, strict=True):
             result[position + 3] = gradient
         return tuple(result)
 
@@ -288,38 +270,8 @@ def _run(*arguments: Any) -> Any:
     return _RunVariant.apply(*arguments) if transforms else _apply(*arguments)  # type: ignore[no-untyped-call]
 
 
-def _share(gradient: Tensor, sp: int) -> Tensor:
-    """Returns what one of `sp` ranks differentiates of a gradient, dense."""
-    return (gradient if sp == 1 else gradient / sp).contiguous()
-
-
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _versions(kept: list[Tensor]) -> list[int]:
-    """Returns how often each was written to; as `times_written`, without a call for each."""
-    try:
-        return [x._version for x in kept]
-    except (AttributeError, RuntimeError):  # a number that was saved, an inference tensor
-        return [x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in kept]
-
-
-def _refuse_changed(variant: Variant, kept: list[Tensor], versions: list[int]) -> None:
-    """Raises where what forward kept was written to since, as autograd does of what it keeps."""
-    found = _versions(kept)
-    if found == versions:
-        return
-    pairs = enumerate(zip(versions, found, strict=True))
-    changed = [k for k, (before, now) in pairs if before != now]
-    primals = [variant.placeholders[i] for i in variant.backward_tensors]
-    names = dict(enumerate(primals, len(kept) - len(primals)))
-    shown = ", ".join(dict.fromkeys(names.get(k, "a value that it saved") for k in changed))
-    raise CodegenError(
-        f"backward of a compiled loss: got {shown}, modified by an inplace operation since "
-        "forward; expected parameters, buffers and inputs as forward had them: gradients would be "
-        "of neither; step the optimizer and refill inputs after backward, or pass clones"
-    )
 
 
 def _deliverable(variant: Variant, tensors: Sequence[Tensor]) -> dict[int, torch.nn.Parameter]:

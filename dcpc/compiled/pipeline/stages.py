@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dcpc.codegen import Variant
+from dcpc.codegen import DividedRun, Variant, VariantCall, call_of
 from dcpc.compiled.pipeline.chain import CallChain
+from dcpc.compiled.pipeline.divided import PartCosts, StageParts
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.errors import DispatchError
 from dcpc.ir import TensorInfo
@@ -35,12 +36,31 @@ class _Kept:
         received: the values that the stage received, whose gradients are asked for.
         sizes: of the micro-batch.
         device: that the values are on.
+        variant: that ran.
+        call: of it; None: nothing that it made has a gradient.
     """
 
     edges: tuple[GradientEdge | None, ...]
     received: tuple[Tensor, ...]
     sizes: Mapping[str, int]
     device: torch.device
+    variant: Variant
+    call: VariantCall | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What the second part of a stage's backward needs.
+
+    Attributes:
+        run: both parts; None: there is no second one.
+        call: of the variant.
+        values: that the second part takes.
+    """
+
+    run: DividedRun | None
+    call: VariantCall | None
+    values: list[Any]
 
 
 class ProgramStage:
@@ -79,6 +99,7 @@ class ProgramStage:
         """
         self.index, self.count, self.part, self.runnable = index, count, part, runnable
         self.menu_step, self.sp, self.lane = 0, sp, 0
+        self._parts = StageParts(runnable, part)
         first = {id(p): name for name, p in model.named_parameters()}
         held = runnable.traced.tensors()
         read = (first[id(held[n])] for n in part.program.parameters)
@@ -136,9 +157,9 @@ class ProgramStage:
         values = [made[n] for n in self.part.sent]
         edges = tuple(get_gradient_edge(v) if v.requires_grad else None for v in values)
         sent = tuple(v.detach().contiguous() for v in values)
-        return sent, _Kept(
-            edges, tuple(taken[n] for n in self.part.received), sizes, values[0].device
-        )
+        leaves = tuple(taken[n] for n in self.part.received)
+        device = values[0].device
+        return sent, _Kept(edges, leaves, sizes, device, variant, call_of(found))
 
     def backward(self, saved: _Kept, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Adds to `.grad` of the stage's parameters; returns the gradients of what it received.
@@ -167,6 +188,52 @@ class ProgramStage:
             for r in saved.received
         )
 
+    def backward_input(
+        self, saved: _Kept, grads: tuple[Tensor | None, ...]
+    ) -> tuple[tuple[Tensor | None, ...], _Rest]:
+        """Returns what `backward` returns, and what `backward_weight` needs.
+
+        It adds gradients of parameters that it comes by; the first stage, which receives nothing,
+        goes back as far as the gradient that needs most.
+
+        Args:
+            saved: from `forward`, used once.
+            grads: as of `backward`.
+        """
+        given = dict(zip(self.part.sent, grads, strict=True))
+        rest, found = _Rest(None, saved.call, []), dict[str, Tensor]()
+        if saved.call is not None:
+            outputs = self.part.program.outputs
+            begins = [given.get(outputs[i]) for i, *_ in saved.call.begins]
+            run = self._parts.run(saved.variant)
+            assert run is not None, f"stage {self.index} has a backward of one part"
+            found, values = run.run_first(saved.call, begins)
+            rest = _Rest(run, saved.call, values)
+        made = [_sum(found.pop(n, None), given.get(n)) for n in self.part.received]
+        self._add(found)
+        pairs = zip(made, saved.received, strict=True)
+        return tuple(
+            None if not r.requires_grad else torch.zeros_like(r) if g is None else g
+            for g, r in pairs
+        ), rest
+
+    def backward_weight(self, rest: _Rest) -> None:
+        """Adds to `.grad` of the parameters what `backward_input` has not.
+
+        Args:
+            rest: from it, used once.
+        """
+        if rest.run is not None and rest.call is not None:
+            self._add(rest.run.run_second(rest.call, rest.values))
+
+    def _add(self, gradients: dict[str, Tensor]) -> None:
+        """Adds gradients to parameters, as autograd does."""
+        held = self.runnable.traced.tensors()
+        while gradients:
+            name, gradient = gradients.popitem()
+            if name in held and held[name].requires_grad:
+                torch.autograd.backward(held[name], gradient)
+
     def received(self, sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
         """Returns shape and dtype of what the stage receives of a micro-batch of these sizes."""
         return self._shaped(self._infos(self.part.received), sizes)
@@ -182,6 +249,11 @@ class ProgramStage:
     def predict(self, sizes: Mapping[str, int]) -> Prediction:
         """Returns seconds and bytes of a micro-batch's forward and backward in the stage."""
         return self.study(sizes).predict(self.menu_step, sizes)
+
+    def parts(self, sizes: Mapping[str, int]) -> PartCosts | None:
+        """Returns what the parts of a micro-batch's backward take; None: it is not divided."""
+        placement = self.runnable.priced.placement(sizes, self.sp)
+        return self._parts.costs(placement, self.menu_step, sizes)
 
     def resident_bytes(self, state: int) -> int:
         """Returns the bytes of the stage's parameters and what belongs to them.
@@ -246,6 +318,10 @@ class ProgramStage:
         return value.detach().contiguous().requires_grad_(learns and torch.is_grad_enabled())
 
 
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one if other is None else other if one is None else one + other
+
+
 def _solved(expr: sympy.Expr, symbol: sympy.Symbol, size: int) -> int | None:
     """Returns what a symbol is where an expression has a size; None where that does not say it."""
     if expr == symbol:
@@ -308,6 +384,7 @@ def run_in_turn(
     inputs: Mapping[str, Tensor],
     weight: float = 1.0,
     seed: int = 0,
+    apart: bool = False,
 ) -> Tensor:
     """Returns the loss of a micro-batch that one process takes through all stages and back.
 
@@ -316,6 +393,7 @@ def run_in_turn(
         inputs: the model's, by name.
         weight: of the loss in what is differentiated.
         seed: of the micro-batch's random numbers.
+        apart: whether backwards are run in two parts, the second ones last.
     """
     kept, sent = [], tuple[Tensor, ...]()
     for stage in stages:
@@ -323,7 +401,14 @@ def run_in_turn(
         kept.append(saved)
     (loss,) = sent
     grads: tuple[Tensor | None, ...] = (torch.full_like(loss, weight),)
+    later = []
     for stage, saved in zip(reversed(stages), reversed(kept), strict=True):
-        grads = stage.backward(saved, grads)
+        if apart:
+            grads, rest = stage.backward_input(saved, grads)
+            later.append((stage, rest))
+        else:
+            grads = stage.backward(saved, grads)
+    for stage, rest in later:
+        stage.backward_weight(rest)
     assert grads == (), "the first stage received nothing"
     return loss

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dcpc.buckets import Sizes
 from dcpc.compiled.pipeline.costs import STATE, StageDevice
 from dcpc.compiled.pipeline.cut import handed_on_bytes, nbytes
+from dcpc.compiled.pipeline.divided import PartCosts
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
 
@@ -39,12 +40,17 @@ def _cost(stage: ProgramStage, sizes: Sizes, device: StageDevice) -> StageCost:
     live = study.live(stage.menu_step, sizes)
     turn = next(i for i, (name, _) in enumerate(live) if name == "backward")
     given_bytes = found.input_bytes + handed_on_bytes(stage, sizes)
+    parts = stage.parts(sizes) or PartCosts(0.0, 0, 0, 0)
     return StageCost(
         forward_s=found.forward_s / device.speed,
         backward_s=(found.seconds_s - found.forward_s) / device.speed,
+        weight_s=parts.weight_s / device.speed,
         held_bytes=found.saved_bytes + given_bytes,
         forward_bytes=max(size_bytes for _, size_bytes in live[: turn + 1]) + given_bytes,
         backward_bytes=max(size_bytes for _, size_bytes in live[turn:]) + given_bytes,
+        weight_bytes=parts.weight_bytes,
+        input_bytes=parts.input_bytes + given_bytes,
+        work_bytes=parts.work_bytes + found.input_bytes,
     )
 
 

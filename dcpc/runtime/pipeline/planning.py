@@ -28,7 +28,7 @@ from dcpc.runtime.planner.batch import PaddedCost, microbatch
 
 Batches = tuple[tuple[int, ...], ...]  # positions of samples, by micro-batch
 
-LIMIT = 16_000  # simulated actions for the schedule of the best split
+LIMIT = 60000  # simulated actions for the schedule of the best split
 
 
 class PipelineCost(Protocol):
@@ -179,8 +179,9 @@ def _splits(
         PlanError: a sample does not fit alone.
     """
     made: dict[Batches, tuple[int, int]] = {}
+    alone = [[i] for i in range(len(lengths))]
     for flight in (cost.stages, 1):
-        for setting in range(cost.settings):
+        for setting in sorted({0, cost.settings // 2, cost.settings - 1}):
             padded = cost.padded(setting, flight)
             for weight in sorted({2, cost.stages}):
                 try:
@@ -191,6 +192,8 @@ def _splits(
                 except PlanError:
                     break
                 made.setdefault(found, (setting, weight))
+                if _longest_s(lengths, found, padded) <= _longest_s(lengths, alone, padded):
+                    break  # nor does a larger weight make it shorter: it has the same split
         if made:
             return made
     one, longest = np.array(1), np.array(max(lengths))
@@ -200,6 +203,15 @@ def _splits(
         "memory that a stage has for activations, with everything recomputed; expected at most 1; "
         "split it, take more stages or raise memory="
     )
+
+
+def _longest_s(
+    lengths: Sequence[int], batches: Sequence[Sequence[int]], padded: PaddedCost
+) -> float:
+    """Returns the seconds of the slowest micro-batch."""
+    counts = np.array([len(batch) for batch in batches])
+    longest = np.array([max(lengths[i] for i in batch) for batch in batches])
+    return float(padded.seconds(counts, longest).max())
 
 
 def _dealt(

@@ -8,8 +8,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from dcpc.codegen.variant.flash_calls import spell_attention
 from dcpc.codegen.variant.boxed import boxed_python
+from dcpc.codegen.variant.flash_calls import spell_attention
 from dcpc.ops.attention import Sight
 from examples.allocator import measured_peak_bytes
 

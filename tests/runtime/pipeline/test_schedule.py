@@ -1,6 +1,7 @@
 """Schedules of a pipeline: the check, the replay, the bound and the search, on random costs."""
 
 import random
+from dataclasses import replace
 from itertools import permutations, product
 from math import inf
 
@@ -15,6 +16,7 @@ from dcpc.runtime.pipeline.schedule import (
     PipelineSchedule,
     PipelineWork,
     StageCost,
+    WaitFree,
     adaptive,
     check,
     fitted,
@@ -22,7 +24,6 @@ from dcpc.runtime.pipeline.schedule import (
     one_f_one_b,
     replay,
     search,
-    wait_free,
 )
 from tests.fuzz.pipelines import random_schedule, random_work, runs, spoiled
 
@@ -165,13 +166,24 @@ def test_wait_free_orders_take_the_seconds_they_say_and_pass(seed, stages, count
     work = random_work(rng, stages, count, rng.choice([inf, 9.0]))
     sequence = rng.sample(range(count), count)
     caps = [rng.randrange(1, count + 2) for _ in range(stages)]
-    made = wait_free(work, sequence, work.fastest, caps, (0.0,) * stages, split)
+    flow = WaitFree(work, split)
+    made = flow.order(sequence, work.fastest, caps, (0.0,) * stages)
     assert made is not None, "each micro-batch fits alone"
     schedule, seconds_s = made
     check(schedule, count)
     assert replay(work, schedule).makespan_s == pytest.approx(seconds_s, abs=1e-9)
     kinds = {a.kind for order in schedule.orders for a in order}
-    assert kinds == ({"F", "I", "W"} if split else {"F", "B"})
+    if not split or work.memory_bytes[0] == inf:
+        assert kinds == ({"F", "I", "W"} if split else {"F", "B"})
+    silent = tuple(
+        tuple(replace(h, forward_bytes=0, backward_bytes=0) for h in r) for r in work.hops
+    )
+    peaks = replay(replace(work, hops=silent), schedule).peak_bytes
+    assert max(peaks) <= work.memory_bytes[0] + 1e-9
+    # It gives up on one that takes longer, and on no other.
+    again = (sequence, work.fastest, caps, (0.0,) * stages, True)
+    assert flow.order(*again, limit_s=seconds_s) == made
+    assert flow.order(*again, limit_s=0.999 * seconds_s) is None
 
 
 @given(st.integers(0, 10**9), st.integers(1, 4), st.integers(1, 8), st.booleans())

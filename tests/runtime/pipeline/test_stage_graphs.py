@@ -28,14 +28,16 @@ def check_stages(case, counts):
     losses, wanted = plain_gradients(model, data, weights)
     for count in counts:
         stages = stages_of(traced, model, chain, evenly(chain, count))
-        for inputs, weight, loss in zip(data, weights, losses, strict=True):
-            assert (run_in_turn(stages, inputs, weight) - loss).abs() <= EXACT * loss.abs()
-        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        assert found.keys() == wanted.keys()
-        for name, grad in wanted.items():
-            assert (found[name] - grad).abs().max() <= EXACT * grad.abs().max(), name
-        assert all(stage.runnable.compiled_count == 1 for stage in stages), "one for all shapes"
-        model.zero_grad()
+        for apart in (False, True):
+            for inputs, weight, loss in zip(data, weights, losses, strict=True):
+                got = run_in_turn(stages, inputs, weight, apart=apart)
+                assert (got - loss).abs() <= EXACT * loss.abs()
+            found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            assert found.keys() == wanted.keys()
+            for name, grad in wanted.items():
+                assert (found[name] - grad).abs().max() <= EXACT * grad.abs().max(), name
+            assert all(stage.runnable.compiled_count == 1 for stage in stages), "one for all shapes"
+            model.zero_grad()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def errors_of(rank: int, name: str, stages: int, steps: int) -> list[float]:
         weights = [1.0 + 0.5 * n for n in range(len(data))]
         batches = [PipelineBatch(*each) for each in zip(data, sizes, weights, strict=True)]
         own = batches[grid.replica * count :][:count]
-        schedule = drawn_schedule(step, stages, count, split=False)
+        schedule = drawn_schedule(step, stages, count)
         model.zero_grad()
         result = pipeline_step([stage], own, schedule, grid, model.named_parameters())
         mine = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -54,6 +54,7 @@ def test_stages_with_dropout_are_compared_and_gradients_are_left_as_they_were(pa
     assert [line.partition(" at ")[0] for line in lines] == [
         "2 stages, the least recompute: loss and every gradient",
         "2 stages, the most recompute: loss and every gradient",
+        "2 stages, backwards in two parts: loss and every gradient",
     ]
     assert model.scale.grad is kept
     assert bool((kept == 3).all())
@@ -73,6 +74,16 @@ def test_a_stage_that_loses_a_part_of_its_gradient_is_refused(parts, number, mon
     problem, _ = said_of(parts)
     assert "2 stages, the least recompute, run in turn, do not compute" in str(problem)
     assert "largest difference" in str(problem)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_second_part_that_loses_a_gradient_is_refused(parts, number, monkeypatch):
+    backward = ProgramStage.backward_weight
+    monkeypatch.setattr(
+        ProgramStage, "backward_weight", lambda s, rest: s.index == number or backward(s, rest)
+    )
+    problem, _ = said_of(parts)
+    assert "2 stages, backwards in two parts, run in turn, do not compute" in str(problem)
 
 
 def test_a_stage_whose_value_is_lost_on_its_way_is_refused(parts, monkeypatch):

@@ -144,7 +144,9 @@ class PipelinePlanner:
         numbers = [self.buckets.index(b) for b in buckets]
         apart = dict(enumerate(self.most))
         used = min(self.replicas, len(numbers))
-        return plan_replicas(numbers, self.cost, used, limit=min(limit, LIMIT), apart=apart)
+        return plan_replicas(
+            numbers, self.cost, used, split=True, limit=min(limit, LIMIT), apart=apart
+        )
 
     def _slowest_s(self, count: int, number: int) -> float:
         """Returns the seconds of the slowest stage for a micro-batch, nothing recomputed."""

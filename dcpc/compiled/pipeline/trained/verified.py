@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,13 +14,16 @@ from dcpc.compiled.pipeline.trained.together import together
 from dcpc.errors import VerifyError
 from dcpc.verify import Given, LossAndGradients, Verifier
 
+Outcome = Callable[[Sequence[ProgramStage], nn.Module, Mapping[str, Tensor]], LossAndGradients]
+
 
 def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> VerifyError | None:
     """Returns why the stages do not compute what the model computes; None: they do.
 
     Runs all of them in turn, forward and backward, on drawn inputs at small lengths: as they will
-    run, with the least and the most recompute. Every rank has the whole model until then. Where
-    several ranks run a stage this process runs the graphs of all of them.
+    run, with the least and the most recompute, and with backwards in two parts. Every rank has the
+    whole model until then. Where several ranks run a stage this process runs the graphs of all of
+    them, backwards as a whole.
 
     Args:
         cut: the model's stages.
@@ -34,13 +37,19 @@ def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> Verif
         verifier.lines.append(f"stages: NOT compared with the model: compiled by {traced.backend}")
         return None
     rows, sp = cut.planner.cost.rows, cut.layout.sp
-    outcome = _outcome if sp == 1 else together
-    chains = {"the least recompute": [row[0] for row in rows]}
+    least, most = [row[0] for row in rows], [row[-1] for row in rows]
+    chains: dict[str, tuple[list[ProgramStage], Outcome]] = {
+        "the least recompute": (least, _outcome if sp == 1 else together)
+    }
     if any(len(row) > 1 for row in rows):
-        chains["the most recompute"] = [row[-1] for row in rows]
-    for name, chain in chains.items():
+        chains["the most recompute"] = most, _outcome if sp == 1 else together
+    if sp == 1 and traced.backend == "eager":
+        chains["backwards in two parts"] = most, _outcome_apart
+    for name, (chain, outcome) in chains.items():
 
-        def make(given: Given, chain: Sequence[ProgramStage] = chain) -> LossAndGradients:
+        def make(
+            given: Given, chain: Sequence[ProgramStage] = chain, outcome: Outcome = outcome
+        ) -> LossAndGradients:
             names = given.program.inputs
             inputs = {n: given.tensors[p] for p, n in names.items()}
             return outcome(chain, model, inputs)
@@ -52,8 +61,18 @@ def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> Verif
     return None
 
 
-def _outcome(
+def _outcome_apart(
     stages: Sequence[ProgramStage], model: nn.Module, inputs: Mapping[str, Tensor]
+) -> LossAndGradients:
+    """Returns what `_outcome` does, of backwards in two parts, all of the second ones last."""
+    return _outcome(stages, model, inputs, apart=True)
+
+
+def _outcome(
+    stages: Sequence[ProgramStage],
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    apart: bool = False,
 ) -> LossAndGradients:
     """Returns loss and gradients of a micro-batch that one process takes through all stages.
 
@@ -61,9 +80,10 @@ def _outcome(
         stages: of the model, with its parameters; their `grad` is left as it is.
         model: the user's.
         inputs: by name.
+        apart: whether backwards are run in two parts.
     """
     with torch.enable_grad(), _own_gradients(model):
-        loss = run_in_turn(stages, inputs)
+        loss = run_in_turn(stages, inputs, apart=apart)
         found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     return LossAndGradients(loss, found)
 

@@ -9,10 +9,11 @@ from dcpc.runtime.pipeline.schedule.actions import (
 )
 from dcpc.runtime.pipeline.schedule.bound import PipelineBound, lower_bound
 from dcpc.runtime.pipeline.schedule.check import blocked, check
-from dcpc.runtime.pipeline.schedule.orders import adaptive, one_f_one_b, wait_free
+from dcpc.runtime.pipeline.schedule.orders import adaptive, one_f_one_b
 from dcpc.runtime.pipeline.schedule.recompute import fitted
 from dcpc.runtime.pipeline.schedule.replay import PipelineReplay, RanAction, replay
 from dcpc.runtime.pipeline.schedule.search import FoundSchedule, search, sequences
+from dcpc.runtime.pipeline.schedule.wait_free import WaitFree
 
 __all__ = [
     "Action",
@@ -24,6 +25,7 @@ __all__ = [
     "PipelineWork",
     "RanAction",
     "StageCost",
+    "WaitFree",
     "adaptive",
     "blocked",
     "check",
@@ -33,5 +35,4 @@ __all__ = [
     "replay",
     "search",
     "sequences",
-    "wait_free",
 ]

@@ -100,6 +100,8 @@ class StageCost:
         forward_bytes: most during forward, beside what the stage holds of other micro-batches.
         backward_bytes: most during backward, likewise; what is held of this one included.
         weight_bytes: kept from I to W.
+        input_bytes: most during I, as `backward_bytes`.
+        work_bytes: most during W, likewise; what is kept from I included.
     """
 
     forward_s: float
@@ -109,6 +111,18 @@ class StageCost:
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     weight_bytes: float = 0.0
+    input_bytes: float = 0.0
+    work_bytes: float = 0.0
+
+    def most_bytes(self, kind: str) -> float:
+        """Returns the most bytes during an action, beside what the stage holds of others."""
+        if kind == FORWARD:
+            return self.forward_bytes
+        if kind == BACKWARD:
+            return self.backward_bytes
+        if kind == BACKWARD_WEIGHT:
+            return max(self.work_bytes, self.weight_bytes)
+        return max(self.input_bytes, self.held_bytes, self.weight_bytes)
 
     @property
     def input_s(self) -> float:

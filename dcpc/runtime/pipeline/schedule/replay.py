@@ -186,14 +186,11 @@ def _changes(
                 (r.begin_s, cost.forward_bytes),
                 (r.end_s, cost.held_bytes - cost.forward_bytes),
             ]
-        elif kind == BACKWARD_WEIGHT:
-            found.append((r.end_s, -cost.weight_bytes))
         else:
+            held = cost.weight_bytes if kind == BACKWARD_WEIGHT else cost.held_bytes
             left = cost.weight_bytes if kind == BACKWARD_INPUT else 0.0
-            found += [
-                (r.begin_s, cost.backward_bytes - cost.held_bytes),
-                (r.end_s, left - cost.backward_bytes),
-            ]
+            most = cost.most_bytes(kind)
+            found += [(r.begin_s, most - held), (r.end_s, left - most)]
         if r.arrival_s > 0:
             hop = work.hops[stage - 1 if kind == FORWARD else stage][i]
             size = hop.forward_bytes if kind == FORWARD else hop.backward_bytes
@@ -223,5 +220,5 @@ def _unsent(work: PipelineWork, ran: tuple[tuple[RanAction, ...], ...], stage: i
 def _curve(changes: Changes) -> tuple[tuple[float, float], ...]:
     """Returns the bytes held from each time on; what ends at a time goes before what begins."""
     changes.sort()
-    totals = accumulate(b for _, b in changes)
-    return tuple((t, total) for (t, _), total in zip(changes, totals, strict=True))
+    times_s, sizes = zip(*changes, strict=True) if changes else ((), ())
+    return tuple(zip(times_s, accumulate(sizes), strict=True))

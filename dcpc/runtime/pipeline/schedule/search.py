@@ -18,9 +18,10 @@ from dcpc.errors import PlanError
 from dcpc.runtime.pipeline.schedule.actions import PipelineSchedule, PipelineWork
 from dcpc.runtime.pipeline.schedule.bound import PipelineBound, lower_bound
 from dcpc.runtime.pipeline.schedule.check import check
-from dcpc.runtime.pipeline.schedule.orders import adaptive, one_f_one_b, wait_free
+from dcpc.runtime.pipeline.schedule.orders import adaptive, one_f_one_b
 from dcpc.runtime.pipeline.schedule.recompute import fitted
 from dcpc.runtime.pipeline.schedule.replay import PipelineReplay, replay
+from dcpc.runtime.pipeline.schedule.wait_free import WaitFree
 
 LIMIT = 16_000  # simulated actions
 _CLOSE = 1e-4  # a schedule this near to the bound is not improved
@@ -126,9 +127,10 @@ class _Tries:
     """The best schedule so far, and what it took."""
 
     def __init__(self, work: PipelineWork, split: bool, limit: int) -> None:
-        self.work, self.split, self.limit = work, split, limit
+        self.work, self.limit = work, limit
+        self.flow = WaitFree(work, split)
         self.bound = lower_bound(work)
-        self.simulated = 0
+        self.replayed = 0
         self.made_by = ""
         self.schedule: PipelineSchedule | None = None
         self.found: PipelineReplay | None = None
@@ -143,6 +145,10 @@ class _Tries:
     @property
     def best_s(self) -> float:
         return inf if self.found is None else self.found.makespan_s
+
+    @property
+    def simulated(self) -> int:
+        return self.replayed + self.flow.simulated
 
     @property
     def done(self) -> bool:
@@ -181,17 +187,20 @@ class _Tries:
             self.try_point(_changed(self.work, self.point, rng), "search")
 
     def try_point(self, point: _Point, name: str) -> None:
-        """Keeps a wait-free order that ends earlier, or as early with no more recompute."""
+        """Keeps a wait-free order that ends earlier, or as early with no more recompute.
+
+        One that ends no earlier than the best schedule is where the search goes on, and is not
+        replayed: whether its messages fit is seen when one beside it ends earlier.
+        """
         more = self.point is not None and point.recompute > self.point.recompute
         spare = self.spare
         for _ in range(_TRIES):
-            made = wait_free(
-                self.work, point.sequence, point.settings, point.caps, spare, self.split, point.more
+            made = self.flow.order(
+                point.sequence, point.settings, point.caps, spare, point.more, self.point_s
             )
-            self.simulated += self.actions
             if made is None or made[1] > self.point_s or (made[1] == self.point_s and more):
                 return
-            over = self._take(made[0], name)
+            over = self._take(made[0], name) if made[1] < self.best_s else ()
             if not any(over):
                 self.spare, self.point, self.point_s = spare, point, made[1]
                 return
@@ -209,7 +218,7 @@ class _Tries:
     def _take(self, schedule: PipelineSchedule, name: str) -> tuple[float, ...]:
         """Keeps a schedule that fits, if it ends no later; returns the bytes that it is over."""
         found = replay(self.work, schedule)
-        self.simulated += self.actions
+        self.replayed += self.actions
         pairs = zip(found.peak_bytes, self.work.memory_bytes, strict=True)
         over = tuple(max(0.0, peak - size) for peak, size in pairs)
         if not any(over):

@@ -1,0 +1,167 @@
+"""A stage's backward in two parts: what runs them, and what each takes.
+
+The first part makes the gradients of what the stage received, for which the stage before waits; the
+second one those of parameters. What forward saved or the first part made, and the second one reads,
+lives from one to the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from dcpc.buckets import Sizes
+from dcpc.codegen import DividedRun, LoweredPair, Variant, divided
+from dcpc.compiled.pipeline.programs import StageProgram
+from dcpc.ir import Placement, Schedule
+from dcpc.plan.runnable import Runnable
+from dcpc.plan.traced import PlacementId
+from dcpc.symbolic_profile import Costs, Ledger, Meter
+
+
+@dataclass(frozen=True, slots=True)
+class PartCosts:
+    """What the parts of a backward take at given sizes, on a device of speed 1.
+
+    Attributes:
+        weight_s: seconds of the second part.
+        input_bytes: most that is alive during the first, inputs excepted.
+        weight_bytes: alive from the first to the second, inputs that the second reads included.
+        work_bytes: most that is alive during the second, likewise.
+    """
+
+    weight_s: float
+    input_bytes: int
+    weight_bytes: int
+    work_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """The two parts of a schedule's backward.
+
+    Attributes:
+        costs: of the schedule in which the second part comes last.
+        late: calls of the second part.
+        kept: what it reads of before, each memory once.
+        received: gradients of what the stage received, likewise.
+    """
+
+    costs: Costs
+    late: tuple[fx.Node, ...]
+    kept: tuple[fx.Node, ...]
+    received: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Priced:
+    """A placement's graph, with all of its blocks: a fold has no second part.
+
+    Attributes:
+        lowering: the graph.
+        meter: reads its costs at sizes.
+        ledger: of its nodes.
+        parts: by steps of recompute; None: the backward has one part.
+    """
+
+    lowering: LoweredPair
+    meter: Meter
+    ledger: Ledger
+    parts: dict[int, _Parts | None]
+
+
+class StageParts:
+    """The parts of a stage's backward, whatever is recomputed.
+
+    Args:
+        runnable: of the stage's program.
+        part: the program.
+    """
+
+    def __init__(self, runnable: Runnable, part: StageProgram) -> None:
+        self._runnable, self._part = runnable, part
+        self._runs: dict[int, tuple[Variant, DividedRun | None]] = {}
+        self._priced: dict[PlacementId, _Priced] = {}
+
+    def run(self, variant: Variant) -> DividedRun | None:
+        """Returns both parts of a variant's backward; None: it has one."""
+        if id(variant) not in self._runs:
+            self._runs[id(variant)] = variant, DividedRun.of(variant, self._part.read)
+        return self._runs[id(variant)][1]
+
+    def costs(self, placement: Placement, menu_step: int, sizes: Sizes) -> PartCosts | None:
+        """Returns what the parts take; None: there is one, or Inductor runs it as a whole.
+
+        Args:
+            placement: of the program.
+            menu_step: steps of recompute.
+            sizes: of a micro-batch.
+        """
+        traced = self._runnable.traced
+        if traced.backend != "eager" or not traced.program.begins:
+            return None
+        priced = self._graph(placement)
+        if menu_step not in priced.parts:
+            priced.parts[menu_step] = self._divided(priced, placement, menu_step)
+        parts = priced.parts[menu_step]
+        if parts is None:
+            return None
+        own, sp = traced.program.dims(sizes), placement.sp
+        dims = {i.name: i.value(own, sp, 0) for i in priced.lowering.lowered.integers}
+        seconds, _ = priced.meter.calls(parts.late, dims, traced.device, forward=False)
+        live = priced.meter.live_bytes(parts.costs, dims, traced.device)
+        names = parts.costs.timeline.names
+        turn, late = names.index("backward"), {n.name for n in parts.late}
+        second = np.array([i > turn and n in late for i, n in enumerate(names)])
+        first = (np.arange(len(names)) >= turn) & ~second
+        kept, received = (
+            int(priced.meter.calls(nodes, dims, traced.device)[1].sum())
+            for nodes in (parts.kept, parts.received)
+        )
+        return PartCosts(
+            weight_s=float(seconds.sum()),
+            input_bytes=int(live[first].max()),
+            weight_bytes=kept,
+            work_bytes=max(kept, int(live[second].max(initial=0)) - received),
+        )
+
+    def _graph(self, placement: Placement) -> _Priced:
+        traced = self._runnable.traced
+        key = traced.id_of(placement)
+        if key not in self._priced:
+            lowering = traced.lowering(placement)
+            ledger = Ledger(lowering.joint.names, placement.sp, gpu=traced.device.gpu)
+            meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
+            self._priced[key] = _Priced(lowering, meter, ledger, {})
+        return self._priced[key]
+
+    def _divided(self, priced: _Priced, placement: Placement, menu_step: int) -> _Parts | None:
+        again = self._runnable.priced.made_again(placement, menu_step)
+        schedule: Schedule = priced.lowering.schedule(again)
+        read = self._part.read
+        first = [n for n, name in enumerate(priced.lowering.joint.trainable) if name in read]
+        early, late, kept = divided(schedule.backward, schedule.gradients, first)
+        if not early or not late:
+            return None
+        program = self._runnable.traced.program
+        fixed = {*program.parameters, *program.buffers, *program.constants}
+        costs = priced.ledger.costs(replace(schedule, backward=(*early, *late)))
+        gradients = [schedule.gradients[n] for n in first]
+        return _Parts(
+            costs,
+            tuple(late),
+            _memories([n for n in kept if n.name not in fixed]),
+            _memories([g for g in gradients if g is not None]),
+        )
+
+
+def _memories(nodes: list[fx.Node]) -> tuple[fx.Node, ...]:
+    """Returns the first node of each memory, without integers."""
+    found: dict[Any, fx.Node] = {}
+    for node in nodes:
+        if node.meta.get("storage"):
+            found.setdefault(node.meta["storage"][0], node)
+    return tuple(found.values())
