@@ -190,7 +190,7 @@ class Model:
 def _saved_bytes(loss: Tensor, inputs: Sequence[Tensor]) -> int:
     """Returns the bytes of the distinct storages that wait for backward, inputs excepted."""
     resident = {_storage(t) for t in inputs}
-    kept = [t for t in loss.grad_fn.kept if isinstance(t, Tensor)]
+    kept = [t for t in loss.grad_fn.call.kept if isinstance(t, Tensor)]
     found = {_storage(t): t.untyped_storage().nbytes() for t in kept}
     return sum(size for key, size in found.items() if key not in resident)
 

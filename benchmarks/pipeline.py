@@ -49,7 +49,7 @@ from dcpc.runtime.pipeline.schedule import (
 )
 from tests.fuzz.pipelines import random_schedule, random_work, runs, spoiled
 
-SECONDS, QUICK_SECONDS = 1.5, 0.6  # of dcpc's schedule where stages sleep
+SECONDS, QUICK_SECONDS = 1.5, 0.5  # of dcpc's schedule where stages sleep
 
 Rows = dict[str, PipelineReplay]
 
