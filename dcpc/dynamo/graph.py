@@ -156,10 +156,9 @@ class Captured(nn.Module):
             p = examples[position].detach()
             learning = learns and examples[position].requires_grad
             self.register_parameter(name, nn.Parameter(p, requires_grad=learning))
-        # Dynamo guards on how a parameter lies, and on its bits.
-        plain = {i for i in arguments.parameters if examples[i].is_contiguous()}
-        plain -= {i for i in plain if examples[i].is_conj() or examples[i].is_neg()}
-        self.checked = frozenset(range(self.count)) - plain
+        # Dynamo guards on how a parameter lies, and on its bits: it is taken as it lies.
+        bits = {i for i in arguments.parameters if examples[i].is_conj() or examples[i].is_neg()}
+        self.checked = frozenset(range(self.count)) - {*arguments.parameters} | bits
 
     def forward(self, **inputs: Tensor) -> AllOutputs:
         """Returns all tensors that the graph returns.
@@ -222,7 +221,7 @@ _OF_MEMORY = {"stride", "storage_offset", "as_strided", "as_strided_", torch.as_
 def refuse_reads_of_memory(gm: fx.GraphModule) -> None:
     """Refuses a graph that reads how values lie, where arguments do not lie one after the other.
 
-    Graphs get contiguous arguments.
+    Graphs get contiguous inputs.
 
     Args:
         gm: from Dynamo.

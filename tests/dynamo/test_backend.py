@@ -110,6 +110,41 @@ def test_every_attention_has_the_plain_numbers(runs):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))
 
 
+class Convolves(nn.Module):
+    """Convolutions, whose results Inductor would lay out with channels last, and saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix = nn.Conv2d(4, 8, 3, padding=1), nn.Linear(4, 4)
+        self.wider = nn.ConvTranspose2d(8, 4, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wider(nn.functional.gelu(self.first(x)))
+        return self.mix(x.transpose(1, 3)).square().sum()
+
+
+@pytest.mark.parametrize("runs", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_convolutions_and_parameters_of_any_layout_have_the_plain_numbers(runs):
+    own = Convolves().double()
+    plain = copy.deepcopy(own)
+    options = {**EXACT, "backend": runs}
+    compiled = torch.compile(own, backend=backend, dynamic=True, options=options)
+    for layout in ("contiguous", "channels last", "transposed"):
+        if layout == "channels last":
+            own.to(memory_format=torch.channels_last)
+        elif layout == "transposed":
+            own.mix.weight.data = own.mix.weight.data.T.contiguous().T
+        for batch, size in ((2, 6), (3, 10)):
+            x = torch.randn(batch, 4, size, 8, dtype=torch.float64)
+            for given in (x, x.to(memory_format=torch.channels_last)):
+                got, want = compiled(given), plain(given)
+                mine = torch.autograd.grad(got, [*own.parameters()])
+                theirs = torch.autograd.grad(want, [*plain.parameters()])
+                assert abs(float(((got - want) / want).detach())) < 1e-13
+                for a, b in zip(mine, theirs, strict=True):
+                    torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))
+
+
 def test_without_gradients_only_forward_is_planned():
     own = Net().double()
     compiled = torch.compile(own, backend=backend, dynamic=True, options=EXACT)
