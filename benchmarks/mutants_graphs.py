@@ -194,8 +194,8 @@ CACHES = [
 
 RUNTIME = [
     _runtime("the gradient of the loss is taken for 1", quick=True, plant=edited(
-        "codegen.variant.variant:_RunVariant.backward",
-        "if g is None else g, variant.sp)", "if g is None else torch.ones_like(g), 1)")),
+        "codegen.variant.call:VariantCall.arguments",
+        "if g is None else g, self.sp)", "if g is None else torch.ones_like(g), 1)")),
     _runtime("saved values in another order", plant=edited(
         "codegen.variant.variant:_RunVariant.forward",
         "saved = tuple(found[: partition.returned]), [*found[partition.returned :]]",
@@ -204,6 +204,6 @@ RUNTIME = [
         "    saved[a[0]], saved[a[-1]] = saved[a[-1]], saved[a[0]]")),
     _runtime("gradients of other parameters", plant=edited(
         "codegen.variant.variant:_RunVariant.backward",
-        "zip(variant.trainable, found, strict=True)",
-        "zip(variant.trainable, [torch.zeros_like(found[0]), *found[1:]], strict=True)")),
+        "zip(ctx.variant.trainable, found, strict=True)",
+        "zip(ctx.variant.trainable, [torch.zeros_like(found[0]), *found[1:]], strict=True)")),
 ]  # fmt: skip
