@@ -133,7 +133,7 @@ class Variant:
         if not torch.is_grad_enabled():
             found = self.run_forward([*(t.data for t in tensors), *integers])
             return _lying(tuple(found[: self.partition.returned]), strides)
-        return _run(self, integers, strides, *tensors)  # type: ignore[no-any-return]
+        return _RunVariant.apply(self, integers, strides, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _lying(outputs: tuple[Tensor, ...], strides: Strides | None) -> tuple[Tensor, ...]:
@@ -259,15 +259,6 @@ class _RunVariant(torch.autograd.Function):
         for position, gradient in zip(ctx.variant.trainable, found, strict=True):
             result[position + 3] = gradient
         return tuple(result)
-
-
-_apply = super(torch.autograd.Function, _RunVariant).apply
-
-
-def _run(*arguments: Any) -> Any:
-    """Applies the function: what `apply` comes to, without its looks at each tensor."""
-    transforms = torch._C._are_functorch_transforms_active()
-    return _RunVariant.apply(*arguments) if transforms else _apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def _detached(value: Any) -> Any:
