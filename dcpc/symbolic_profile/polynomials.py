@@ -45,11 +45,8 @@ def _query_block(queries: Any) -> Any:
     return np.minimum(block, queries)
 
 
-class Packs(sympy.Function):  # type: ignore[misc]
-    """1 where torch's CPU flash attention in bfloat16 packs keys and values, of enough of both.
-
-    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`thresh_size`).
-    """
+class _OfBoth(sympy.Function):  # type: ignore[misc]
+    """0 or 1, by some numbers of queries and of keys."""
 
     is_integer = True
     is_nonnegative = True
@@ -58,24 +55,22 @@ class Packs(sympy.Function):  # type: ignore[misc]
     def eval(cls, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr | None:
         """Returns 0 or 1 for known numbers of queries and keys, None for unknown ones."""
         known = queries.is_Integer and keys.is_Integer
-        return sympy.Integer(_packs(int(queries), int(keys))) if known else None
+        return sympy.Integer(FUNCTIONS[cls.__name__](int(queries), int(keys))) if known else None
+
+
+class Packs(_OfBoth):
+    """1 where torch's CPU flash attention in bfloat16 packs keys and values, of enough of both.
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`thresh_size`).
+    """
 
 
 def _packs(queries: Any, keys: Any) -> Any:
     return np.where(np.minimum(queries, keys) >= 64, 1, 0)
 
 
-class Short(sympy.Function):  # type: ignore[misc]
+class Short(_OfBoth):
     """1 where some numbers of queries and of keys are at most `dcpc.ops.attention.SHORT`."""
-
-    is_integer = True
-    is_nonnegative = True
-
-    @classmethod
-    def eval(cls, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr | None:
-        """Returns 0 or 1 for known numbers of queries and keys, None for unknown ones."""
-        known = queries.is_Integer and keys.is_Integer
-        return sympy.Integer(_short(int(queries), int(keys))) if known else None
 
 
 def _short(queries: Any, keys: Any) -> Any:

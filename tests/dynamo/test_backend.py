@@ -66,6 +66,16 @@ def test_every_length_has_the_plain_numbers_from_one_capture(runs):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def assert_plain_numbers(compiled, plain, own, *given: Tensor) -> None:
+    """Holds a loss and the gradient of every parameter against the plain model's."""
+    got, want = compiled(*given), plain(*given)
+    mine = torch.autograd.grad(got, [*own.parameters()])
+    theirs = torch.autograd.grad(want, [*plain.parameters()])
+    assert abs(float(((got - want) / want).detach())) < 1e-13
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))
+
+
 class Attends(nn.Module):
     """Attention with a bias that learns, with fewer key heads, hidden keys, and a window."""
 
@@ -102,12 +112,7 @@ def test_every_attention_has_the_plain_numbers(runs):
         x = torch.randn(batch, seq, 16, dtype=torch.float64)
         real = torch.rand(batch, seq) > 0.3
         real[:, 0] = True
-        got, want = compiled(x, real), plain(x, real)
-        mine = torch.autograd.grad(got, [*own.parameters()])
-        theirs = torch.autograd.grad(want, [*plain.parameters()])
-        assert abs(float(((got - want) / want).detach())) < 1e-13
-        for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))
+        assert_plain_numbers(compiled, plain, own, x, real)
 
 
 class Convolves(nn.Module):
@@ -137,12 +142,7 @@ def test_convolutions_and_parameters_of_any_layout_have_the_plain_numbers(runs):
         for batch, size in ((2, 6), (3, 10)):
             x = torch.randn(batch, 4, size, 8, dtype=torch.float64)
             for given in (x, x.to(memory_format=torch.channels_last)):
-                got, want = compiled(given), plain(given)
-                mine = torch.autograd.grad(got, [*own.parameters()])
-                theirs = torch.autograd.grad(want, [*plain.parameters()])
-                assert abs(float(((got - want) / want).detach())) < 1e-13
-                for a, b in zip(mine, theirs, strict=True):
-                    torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * float(b.abs().max()))
+                assert_plain_numbers(compiled, plain, own, given)
 
 
 def test_without_gradients_only_forward_is_planned():
