@@ -28,7 +28,7 @@ class PartCosts:
 
     Attributes:
         weight_s: seconds of the second part.
-        input_bytes: most that is alive during the first, inputs excepted.
+        input_bytes: most that is alive during the first, inputs and what was sent excepted.
         weight_bytes: alive from the first to the second, inputs that the second reads included.
         work_bytes: most that is alive during the second, likewise.
     """
@@ -48,12 +48,14 @@ class _Parts:
         late: calls of the second part.
         kept: what it reads of before, each memory once.
         received: gradients of what the stage received, likewise.
+        sent: gradients of what it sent that the second part does not read, likewise.
     """
 
     costs: Costs
     late: tuple[fx.Node, ...]
     kept: tuple[fx.Node, ...]
     received: tuple[fx.Node, ...]
+    sent: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,15 +119,17 @@ class StageParts:
         turn, late = names.index("backward"), {n.name for n in parts.late}
         second = np.array([i > turn and n in late for i, n in enumerate(names)])
         first = (np.arange(len(names)) >= turn) & ~second
-        kept, received = (
+        kept, received, sent = (
             int(priced.meter.calls(nodes, dims, traced.device)[1].sum())
-            for nodes in (parts.kept, parts.received)
+            for nodes in (parts.kept, parts.received, parts.sent)
         )
+        returned = priced.meter.read(parts.costs, dims, traced.device).returned_bytes
+        gone = returned + received + sent
         return PartCosts(
             weight_s=float(seconds.sum()),
-            input_bytes=int(live[first].max()),
+            input_bytes=int(live[first].max()) - returned,
             weight_bytes=kept,
-            work_bytes=max(kept, int(live[second].max(initial=0)) - received),
+            work_bytes=max(kept, int(live[second].max(initial=0)) - gone),
         )
 
     def _graph(self, placement: Placement) -> _Priced:
@@ -155,6 +159,7 @@ class StageParts:
             tuple(late),
             _memories([n for n in kept if n.name not in fixed]),
             _memories([g for g in gradients if g is not None]),
+            _memories([t for t in schedule.tangents if t not in kept and t.meta["val"].ndim]),
         )
 
 

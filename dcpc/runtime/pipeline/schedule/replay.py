@@ -2,8 +2,9 @@
 
 A stage runs its actions in order, each as soon as the one before has ended and its message is here.
 The executor posts the receive of an action when the action before it begins; a message is on the
-wire from then, or from when it is sent. Until it has arrived its bytes are the sender's, and from
-the post on the receiver's, too.
+wire from then, or from when it is sent. From the post on its bytes are the receiver's. They are the
+sender's until it takes a message of the receiver that was made after this one was taken: what has
+arrived is known by nothing else.
 """
 
 from __future__ import annotations
@@ -200,20 +201,32 @@ def _changes(
 
 
 def _unsent(work: PipelineWork, ran: tuple[tuple[RanAction, ...], ...], stage: int) -> Changes:
-    """Returns the bytes that a stage has sent and that have not arrived."""
+    """Returns the bytes that a stage has sent and of which it does not know that they arrived.
+
+    Messages each way come in the order in which they are taken, so one look at each is enough.
+    """
     found: Changes = []
-    made = {(r.action.kind == FORWARD, r.action.micro_batch): r.end_s
-            for r in ran[stage] if r.action.kind != BACKWARD_WEIGHT}  # fmt: skip
     for peer in (stage - 1, stage + 1):
-        for r in ran[peer] if 0 <= peer < len(ran) else ():
-            kind, i = r.action
-            if kind == FORWARD and peer > stage:
-                size = work.hops[stage][i].forward_bytes
-            elif kind in (BACKWARD, BACKWARD_INPUT) and peer < stage:
-                size = work.hops[peer][i].backward_bytes
-            else:
-                continue
-            found += [(made[kind == FORWARD, i], size), (r.arrival_s, -size)]
+        if not 0 <= peer < len(ran):
+            continue
+        down = peer > stage  # what is sent there is made by forwards
+        places = {
+            (r.action.kind == FORWARD, r.action.micro_batch): place
+            for place, r in enumerate(ran[peer])
+            if r.action.kind != BACKWARD_WEIGHT
+        }
+        messages = [r for r in ran[stage] if r.action.kind != BACKWARD_WEIGHT]
+        sent = [r for r in messages if (r.action.kind == FORWARD) == down]
+        heard = [r for r in messages if (r.action.kind == FORWARD) != down]
+        told, end_s = 0, ran[stage][-1].end_s
+        for r in sent:
+            taken = places[down, r.action.micro_batch]
+            while told < len(heard) and places[not down, heard[told].action.micro_batch] < taken:
+                told += 1
+            i = r.action.micro_batch
+            size = work.hops[stage][i].forward_bytes if down else work.hops[peer][i].backward_bytes
+            until_s = heard[told].begin_s if told < len(heard) else end_s
+            found += [(r.end_s, size), (until_s, -size)]
     return found
 
 

@@ -1,0 +1,105 @@
+"""Bytes of each stage in a step: what the replay of its schedule says, and the allocator.
+
+The executor runs a step that the loader planned on gloo ranks, under torch's profiler, which lists
+each allocation. Parameters and their gradients are there before, as they are in the prediction. A
+micro-batch's own inputs are copies that live from its forward to its backward, which is what the
+prediction has of them; a loader's live for the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcpc.compiled.pipeline import PipelinedModel, ProgramStage, pipeline_work
+from dcpc.compiled.pipeline.trained.planner import PipelinePlanner
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.pipeline.executor import PipelineBatch, run_schedule
+from dcpc.runtime.pipeline.grid import PipelineGrid
+from dcpc.runtime.pipeline.schedule import PipelineSchedule, replay
+from examples.allocator import allocated
+
+
+@dataclass(frozen=True, slots=True)
+class StagePeak:
+    """Most bytes of a stage in a step, beside parameters and their gradients.
+
+    Attributes:
+        stage: which one.
+        told_bytes: by the replay.
+        measured_bytes: by the allocator.
+    """
+
+    stage: int
+    told_bytes: float
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        """How far the told bytes are off, as a share of the measured ones."""
+        return abs(self.told_bytes / self.measured_bytes - 1)
+
+
+class OwnInputs:
+    """A stage that has a copy of a micro-batch's inputs from its forward to its backward.
+
+    Args:
+        stage: of a pipeline.
+    """
+
+    def __init__(self, stage: ProgramStage) -> None:
+        self.stage = stage
+        self.index, self.count, self.parameters = stage.index, stage.count, stage.parameters
+        self.received, self.sent = stage.received, stage.sent
+
+    def forward(
+        self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What the stage sends, and what its backward needs."""
+        own = {n: inputs[n].clone() for n in self.stage.part.program.inputs.values() if n in inputs}
+        sent, saved = self.stage.forward({**inputs, **own}, received, seed)
+        return sent, [saved, own]
+
+    def backward(self, saved: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Gradients of what it received."""
+        return self.stage.backward(saved[0], grads)
+
+    def backward_input(
+        self, saved: Any, grads: tuple[Tensor | None, ...]
+    ) -> tuple[tuple[Tensor | None, ...], Any]:
+        """Gradients of what it received, and what `backward_weight` needs."""
+        return self.stage.backward_input(saved[0], grads)
+
+    def backward_weight(self, rest: Any) -> None:
+        """Adds to gradients of parameters."""
+        self.stage.backward_weight(rest)
+
+
+def stage_peak(compiled: PipelinedModel, grid: PipelineGrid, step: Step) -> StagePeak:
+    """Returns the bytes of this rank's stage in a step; collective over its pipeline.
+
+    Args:
+        compiled: in stages.
+        grid: of its ranks.
+        step: that the loader planned for it, with labels in each micro-batch.
+    """
+    planner = compiled.batch_planner
+    assert isinstance(planner, PipelinePlanner), "the model is in stages"
+    schedule = PipelineSchedule.of_text(step.plan.pipelines[grid.replica])
+    batches = [
+        PipelineBatch(mb.inputs, {**mb.bucket.sizes, "batch": len(mb.samples)}, 1.0, mb.number)
+        for mb in step.micro_batches
+    ]
+    settings = [OwnInputs(s.in_lane(grid.lane)) for s in planner.cost.rows[grid.stage]]
+    for p in compiled.parameters():
+        p.grad = torch.zeros_like(p)
+    run_schedule(settings, batches, schedule, grid)  # compiles what has not run yet
+    ran = allocated(lambda: run_schedule(settings, batches, schedule, grid))
+    compiled.zero_grad()
+    work = pipeline_work(planner.cost.rows, [b.sizes for b in batches], planner.cost.devices)
+    told = replay(work, schedule).peak_bytes[grid.stage]
+    return StagePeak(grid.stage, told, ran.peak_bytes)
