@@ -8,6 +8,7 @@ prediction has of them; a loader's live for the whole step.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,7 @@ def stage_peak(compiled: PipelinedModel, grid: PipelineGrid, step: Step) -> Stag
     for p in compiled.parameters():
         p.grad = torch.zeros_like(p)
     run_schedule(settings, batches, schedule, grid)  # compiles what has not run yet
+    gc.collect()  # nothing of before is freed during the run
     ran = allocated(lambda: run_schedule(settings, batches, schedule, grid))
     compiled.zero_grad()
     work = pipeline_work(planner.cost.rows, [b.sizes for b in batches], planner.cost.devices)

@@ -149,12 +149,12 @@ def handed_on_bytes(stage: ProgramStage, sizes: Sizes) -> int:
     return sum(nbytes(shaped) for n, shaped in pairs if n not in stage.part.read)
 
 
-def handed_back_bytes(stage: ProgramStage, sizes: Sizes) -> int:
-    """Returns the bytes of the gradients of what a stage receives and sends on."""
+def passed_on_bytes(stage: ProgramStage, sizes: Sizes) -> tuple[int, int]:
+    """Returns the bytes of what a stage receives and sends on, and of the gradients of that."""
     part = stage.part
     pairs = zip(part.received, stage.received(sizes), strict=True)
-    passed = [(n, shaped) for n, shaped in pairs if n in part.sent]
-    return sum(nbytes(shaped) for n, shaped in passed if part.flowing[n].requires_grad)
+    passed = {n: nbytes(shaped) for n, shaped in pairs if n in part.sent}
+    return sum(passed.values()), sum(passed[n] for n in passed if part.flowing[n].requires_grad)
 
 
 def nbytes(shaped: Shaped) -> int:

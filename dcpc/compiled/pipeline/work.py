@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dcpc.buckets import Sizes
 from dcpc.compiled.pipeline.costs import STATE, StageDevice
-from dcpc.compiled.pipeline.cut import handed_back_bytes, handed_on_bytes, nbytes
+from dcpc.compiled.pipeline.cut import handed_on_bytes, nbytes, passed_on_bytes
 from dcpc.compiled.pipeline.divided import PartCosts
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
@@ -48,8 +48,8 @@ def _cost(stage: ProgramStage, sizes: Sizes, device: StageDevice) -> StageCost:
     held_bytes = found.saved_bytes + found.shared_bytes
     forward_bytes = max((n for _, n in live[:turn]), default=0)
     backward_bytes = max(n for _, n in live[turn:]) - found.returned_bytes
-    back_bytes = handed_back_bytes(stage, sizes)
-    parts = stage.parts(sizes) or PartCosts(0.0, 0, 0, 0)
+    passed_bytes, back_bytes = passed_on_bytes(stage, sizes)
+    parts = stage.parts(sizes) or PartCosts(0.0, 0, 0, 0, 0)
     return StageCost(
         forward_s=found.forward_s / device.speed,
         backward_s=(found.seconds_s - found.forward_s) / device.speed,
@@ -59,7 +59,9 @@ def _cost(stage: ProgramStage, sizes: Sizes, device: StageDevice) -> StageCost:
         backward_bytes=backward_bytes + given_bytes + 2 * back_bytes,
         weight_bytes=parts.weight_bytes,
         input_bytes=parts.input_bytes + given_bytes + back_bytes,
-        work_bytes=parts.work_bytes + found.input_bytes,
+        work_bytes=parts.work_bytes,
+        sent_held_bytes=found.shared_bytes + passed_bytes,
+        back_kept_bytes=parts.shared_bytes,
     )
 
 

@@ -90,7 +90,11 @@ def replay(work: PipelineWork, schedule: PipelineSchedule) -> PipelineReplay:
     """
     ran = times(work, schedule)
     held = tuple(
-        _curve(_changes(work, schedule.settings[s], ran, s)) for s in range(schedule.stages)
+        _curve(
+            _changes(work, schedule.settings[s], ran, s)
+            + _unsent(work, schedule.settings[s], ran, s)
+        )
+        for s in range(schedule.stages)
     )
     return PipelineReplay(ran, held, max((row[-1].end_s for row in ran if row), default=0.0))
 
@@ -197,13 +201,18 @@ def _changes(
             size = hop.forward_bytes if kind == FORWARD else hop.backward_bytes
             found += [(post_s, size), (r.begin_s, -size)]
         post_s = r.begin_s
-    return found + _unsent(work, ran, stage)
+    return found
 
 
-def _unsent(work: PipelineWork, ran: tuple[tuple[RanAction, ...], ...], stage: int) -> Changes:
+def _unsent(
+    work: PipelineWork,
+    settings: tuple[int, ...],
+    ran: tuple[tuple[RanAction, ...], ...],
+    stage: int,
+) -> Changes:
     """Returns the bytes that a stage has sent and of which it does not know that they arrived.
 
-    Messages each way come in the order in which they are taken, so one look at each is enough.
+    What it has anyway meanwhile is left out. Messages each way come in the order in which they are taken, so one look at each is enough.
     """
     found: Changes = []
     for peer in (stage - 1, stage + 1):
@@ -223,8 +232,13 @@ def _unsent(work: PipelineWork, ran: tuple[tuple[RanAction, ...], ...], stage: i
             taken = places[down, r.action.micro_batch]
             while told < len(heard) and places[not down, heard[told].action.micro_batch] < taken:
                 told += 1
-            i = r.action.micro_batch
-            size = work.hops[stage][i].forward_bytes if down else work.hops[peer][i].backward_bytes
+            kind, i = r.action
+            cost = work.costs[stage][i][settings[i]]
+            if down:
+                size = work.hops[stage][i].forward_bytes - cost.sent_held_bytes
+            else:
+                size = work.hops[peer][i].backward_bytes
+                size -= cost.back_kept_bytes * (kind == BACKWARD_INPUT)
             until_s = heard[told].begin_s if told < len(heard) else end_s
             found += [(r.end_s, size), (until_s, -size)]
     return found
