@@ -197,15 +197,17 @@ def exact(quick: bool) -> dict[str, Cell]:
     """Loss, gradients and state of `dcpc.compile(pipeline=)`; a case is a step of a model."""
     found = run_exact(quick)
     rows: list[list[Cell]] = [
-        [r.model, r.ranks, r.stages, " ".join(str(sum(n[:: r.stages])) for n in r.counts),
-         r.shapes, r.apart, f"{r.worst:.1e}"]
+        [r.model, r.ranks, r.stages, r.sp,
+         " ".join(str(sum(n[:: r.stages * r.sp])) for n in r.counts),
+         r.shapes, r.apart, f"{r.worst:.1e}", f"{r.peak:.1e}"]
         for r in found
     ]  # fmt: skip
-    header = ["model", "ranks", "stages", "micro-batches of each step", "shapes", "in two parts",
-              "worst error"]  # fmt: skip
+    header = ["model", "ranks", "stages", "sp", "micro-batches of each step", "shapes",
+              "in two parts", "worst error", "error of bytes"]  # fmt: skip
     print_table("Exactness", header, rows)
     return {
         "worst_relative_error": max(r.worst for r in found),
+        "max_error_peak": max(r.peak for r in found),
         "cases": sum(len(r.counts) for r in found),
         "backwards_in_two_parts": sum(r.apart for r in found),
     }

@@ -9,40 +9,20 @@ prediction has of them; a loader's live for the whole step.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dcpc.buckets import BATCH
 from dcpc.compiled.pipeline import PipelinedModel, ProgramStage, pipeline_work
 from dcpc.compiled.pipeline.trained.planner import PipelinePlanner
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.pipeline.executor import PipelineBatch, run_schedule
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.schedule import PipelineSchedule, replay
-from examples.allocator import allocated
-
-
-@dataclass(frozen=True, slots=True)
-class StagePeak:
-    """Most bytes of a stage in a step, beside parameters and their gradients.
-
-    Attributes:
-        stage: which one.
-        told_bytes: by the replay.
-        measured_bytes: by the allocator.
-    """
-
-    stage: int
-    told_bytes: float
-    measured_bytes: int
-
-    @property
-    def error(self) -> float:
-        """How far the told bytes are off, as a share of the measured ones."""
-        return abs(self.told_bytes / self.measured_bytes - 1)
+from examples.allocator import measured_peak_bytes
 
 
 class OwnInputs:
@@ -80,28 +60,42 @@ class OwnInputs:
         self.stage.backward_weight(rest)
 
 
-def stage_peak(compiled: PipelinedModel, grid: PipelineGrid, step: Step) -> StagePeak:
-    """Returns the bytes of this rank's stage in a step; collective over its pipeline.
+def largest_error(compiled: PipelinedModel, steps: Sequence[Step]) -> float:
+    """Returns by how much told bytes of this rank's stage are off at most, as a share.
+
+    Collective over all ranks. Of the ranks of a stage the first is asked: it has the largest part,
+    which is what is told.
 
     Args:
         compiled: in stages.
-        grid: of its ranks.
-        step: that the loader planned for it, with labels in each micro-batch.
+        steps: that the loader planned for it, with labels in each micro-batch.
     """
     planner = compiled.batch_planner
     assert isinstance(planner, PipelinePlanner), "the model is in stages"
+    (stage, *_) = planner.cost.rows[compiled.stage]
+    grid = PipelineGrid.make(compiled.groups, planner.layout, stage.learning)
+    for p in compiled.parameters():
+        p.grad = torch.zeros_like(p)  # gradients are added in place
+    errors = [_error(planner, grid, step) for step in steps if step.micro_batches]
+    compiled.zero_grad()
+    return 0.0 if grid.lane else max(errors, default=0.0)
+
+
+def _error(planner: PipelinePlanner, grid: PipelineGrid, step: Step) -> float:
+    """Returns how far the told bytes of a step are off."""
     schedule = PipelineSchedule.of_text(step.plan.pipelines[grid.replica])
     batches = [
-        PipelineBatch(mb.inputs, {**mb.bucket.sizes, "batch": len(mb.samples)}, 1.0, mb.number)
+        PipelineBatch(mb.inputs, {**mb.bucket.sizes, BATCH: len(mb.samples)}, 1.0, mb.number)
         for mb in step.micro_batches
     ]
     settings = [OwnInputs(s.in_lane(grid.lane)) for s in planner.cost.rows[grid.stage]]
-    for p in compiled.parameters():
-        p.grad = torch.zeros_like(p)
-    run_schedule(settings, batches, schedule, grid)  # compiles what has not run yet
+
+    def run() -> None:
+        run_schedule(settings, batches, schedule, grid)
+
+    run()  # compiles what has not run yet
     gc.collect()  # nothing of before is freed during the run
-    ran = allocated(lambda: run_schedule(settings, batches, schedule, grid))
-    compiled.zero_grad()
+    measured_bytes = measured_peak_bytes(run)
     work = pipeline_work(planner.cost.rows, [b.sizes for b in batches], planner.cost.devices)
-    told = replay(work, schedule).peak_bytes[grid.stage]
-    return StagePeak(grid.stage, told, ran.peak_bytes)
+    told_bytes = replay(work, schedule).peak_bytes[grid.stage]
+    return abs(told_bytes / measured_bytes - 1)
