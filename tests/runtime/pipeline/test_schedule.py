@@ -224,9 +224,6 @@ def test_what_was_sent_is_there_until_a_message_proves_that_it_was_taken(held):
     schedule = PipelineSchedule.of_text("F0 F1 F2 B0 B1 B2:0 0 0;F0 F1 B0 F2 B1 B2:0 0 0")
     cost = StageCost(1.0, 1.0, sent_held_bytes=held)
     work = PipelineWork((((cost,),) * 3,) * 2, ((Hop(forward_bytes=5.0),) * 3,), (inf, inf))
-    curve = replay(work, schedule).held[0]
-    own = 5.0 - held
-    # B0 was made when F0 and F1 had been taken, B1 when F2 had.
-    assert [b for (_, b), (_, after) in zip(curve, [*curve[1:], (0, -1.0)]) if b != after] == [
-        own, 2 * own, 3 * own, 2 * own, own, 0.0,
-    ]  # fmt: skip
+    own, at = 5.0 - held, dict(replay(work, schedule).held[0])  # bytes from each second on
+    # B0, which stage 0 takes at 4, was made when F0 and F1 had been taken; B1, at 6, when F2 had.
+    assert [at[s] for s in (1, 2, 3, 4, 6)] == [own, 2 * own, 3 * own, own, 0.0]
