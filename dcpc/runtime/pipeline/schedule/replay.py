@@ -212,7 +212,8 @@ def _unsent(
 ) -> Changes:
     """Returns the bytes that a stage has sent and of which it does not know that they arrived.
 
-    What it has anyway meanwhile is left out. Messages each way come in the order in which they are taken, so one look at each is enough.
+    What it has anyway meanwhile is left out. Messages each way come in the order in which they are
+    taken, so one look at each is enough.
     """
     found: Changes = []
     for peer in (stage - 1, stage + 1):
