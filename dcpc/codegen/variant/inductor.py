@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config, lowering
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, Scheduler
@@ -49,10 +51,26 @@ def compile_graph(
     copy = fx.GraphModule(gm, graph)
     in_order = config.patch(IN_ORDER), V.set_choices_handler(InOrder())
     as_they_lie = patch.dict(lowering._maybe_layout_constraints, LAYOUTS)
-    with mode, tracing(TracingContext(mode)), in_order[0], in_order[1], as_they_lie:
+    any_size = patch.object(CppKernel, "need_use_acc_helper", _sums_in_parts)
+    with mode, tracing(TracingContext(mode)), in_order[0], in_order[1], as_they_lie, any_size:
         compiled = compile_fx_inner(copy, examples)
     guards = tuple(g.expr for g in env.guards[known:])
     return _Inductor(compiled), guards
+
+
+def _sums_in_parts(kernel: CppKernel, reduction: str, dtype: torch.dtype, _: bool) -> bool:
+    """Whether a kernel adds up parts of 4,096 addends, whose sums it then adds, as torch does.
+
+    Inductor asks whether the call at hand has more than one such part, and assumes so of all others:
+    a model whose calls have some thousand tokens was compiled twice. Both kernels are right at any
+    size, that with parts is also precise: it is taken where any call may have more than one.
+    """
+    if reduction != "sum" or dtype != torch.float32:
+        return bool(reduction == "welford_reduce")
+    ranges = kernel.call_ranges
+    assert ranges is not None
+    addends = math.prod(ranges[kernel.reduction_depth :])
+    return not V.graph.sizevars.statically_known_true(sympy.Le(addends, 4096))
 
 
 @contextmanager
@@ -124,7 +142,7 @@ class InOrder(InductorChoices):
 
     def uuid(self) -> str:
         """Returns what stands in the key of Inductor's cache for what is done differently here."""
-        return "dcpc: in order, layouts fixed"
+        return "dcpc: in order, layouts fixed, sums in parts"
 
 
 # What Inductor would do to the graph's order and to the lives of its values, left out. A buffer
