@@ -140,7 +140,7 @@ SETTINGS = {
     "learned bias, padding": Setting(mask="bias", keep="right"),
     "shared bias": Setting(samples=6, mask="shared bias", lengths=(150, 140)),
     "shared bias, grouped, causal": Setting(
-        samples=6, mask="shared bias", heads=(4, 2), after=0, lengths=(40, 50)
+        samples=6, mask="shared bias", heads=(4, 2), after=0
     ),
     "shared numbers": Setting(samples=6, mask="shared numbers"),
     "shared numbers, grouped": Setting(samples=6, mask="shared numbers", heads=(4, 2)),
@@ -149,7 +149,7 @@ SETTINGS = {
     ),
     "shared numbers, wide values": Setting(samples=6, mask="shared numbers", widths=(8, 5)),
     "shared numbers, zigzag": Setting(
-        samples=6, mask="shared numbers", lengths=(40, 90), turn=22, second=63
+        samples=6, mask="shared numbers", lengths=(40, 90), turn=20, second=63
     ),
     "shared numbers, packed": Setting(
         samples=6, mask="shared numbers", segment="repeated", after=0

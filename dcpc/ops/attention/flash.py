@@ -30,8 +30,8 @@ def forward(
         return _of_heads(given, (q, k, v), added, keep, sight)
     out, lse = empty_outputs(given, v)
     for at, samples in _sharers(added, q):
-        tensors = q[samples], k[samples], v[samples]
-        part, part_lse = _of_heads(given[samples], tensors, added[at], keep, sight)
+        some = q[samples]
+        part, part_lse = _of_heads(some, (some, k[samples], v[samples]), added[at], keep, sight)
         out[samples].copy_(part)
         lse[samples].copy_(part_lse)
         del part, part_lse
