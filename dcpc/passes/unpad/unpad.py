@@ -15,10 +15,11 @@ reader may read padding, all stays padded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -54,14 +55,18 @@ class _PaddingReadError(Exception):
     """What reads padded rows."""
 
 
-def unpad(program: Program, sharding: Sharding) -> UnpadPlan:
+def unpad(
+    program: Program, sharding: Sharding, without: Collection[sympy.Expr] = ()
+) -> UnpadPlan:
     """Returns which values are made for valid rows alone, or why none is.
 
     Args:
         program: the traced model, its masks recognised.
         sharding: its factors and alternatives.
+        without: lengths whose padded rows are left out already.
     """
-    keeps = _keeps(program, sharding)
+    found = _keeps(program, sharding)
+    keeps = {n: k for n, k in found.items() if _length(sharding, k.name) not in without}
     if not keeps:
         return replace(_NO_PLAN, reason="no attention has a mask of padded keys that is recognised")
     exact = [k.name for k in keeps.values() if k.exact]
@@ -147,6 +152,12 @@ def _shown(program: Program, node: fx.Node) -> fx.Node | None:
         given = [n for n in mask.args if isinstance(n, fx.Node)]
         return next((n for n in given if not program.info[n.name].requires_grad), None)
     return None
+
+
+def _length(sharding: Sharding, name: str) -> sympy.Expr:
+    """How many positions a value has that says which keys are seen."""
+    *_, positions = (factor for dim in sharding.factors[name] for factor in dim)
+    return positions.size
 
 
 def _is_rows(sharding: Sharding, name: str) -> bool:
