@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dcpc.commands.check import gradient_errors, loss_error, plain
 
+
 def llama(width: int, layers: int, heads: int, vocabulary: int) -> nn.Module:
     """A Llama of these sizes, its hidden layers as wide as BERT's."""
     torch.manual_seed(0)

@@ -140,7 +140,9 @@ def sides(made: dcpc.CompiledModel, given: dict[str, Tensor]) -> list[str]:
     return [str(side.plan.row_sizes[1]) for side in every]
 
 
-@pytest.mark.parametrize(("layers", "first", "second"), [((2, 1), "seq", "tgt"), ((1, 2), "tgt", "seq")])
+@pytest.mark.parametrize(
+    ("layers", "first", "second"), [((2, 1), "seq", "tgt"), ((1, 2), "tgt", "seq")]
+)
 def test_a_bias_that_learns_is_exact_beside_a_mask_of_padded_keys(layers, first, second):
     """Rows of the encoder and of the decoder are packed, those of more layers first."""
     model = t5(*layers)

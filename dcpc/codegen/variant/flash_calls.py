@@ -137,7 +137,8 @@ class _KernelCall:
 
     def _added(self) -> fx.Node | None:
         """Adds the mask that the kernel adds; dims that it is broadcast along have size 1."""
-        mask, q = self._mask, _value(self._q)
+        mask: fx.Node | None = self._mask
+        q = _value(self._q)
         if self._keep is not None:
             mask = self._emit(aten.unsqueeze.default, self._keep, 1)
             mask = self._emit(aten.unsqueeze.default, mask, 1)

@@ -104,7 +104,7 @@ class Unpadding:
         return found if unpadded_s <= (1 - MARGIN) * padded_s else None
 
     def _find(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> RowsOfCall | None:
-        """Returns the valid rows of as many sides as have some padding and nothing that reads it."""
+        """Returns the valid rows of as many sides as have padding that nothing reads."""
         found: list[ValidRows] = []
         given = dict(inputs)
         for side in self.sides:

@@ -152,7 +152,9 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> 
     assert groups or not queries[1], f"attention of {_sizes(q, k, v)}: query heads are no multiple"
     rows = queries[0] if mask is None else mask.shape[0]
     shared = rows and queries[0] % rows == 0
-    assert shared or not queries[0], f"a mask of {rows} samples for {queries[0]}: they share no rows"
+    assert shared or not queries[0], (
+        f"a mask of {rows} samples for {queries[0]}: they share no rows"
+    )
     alike = q.dtype == k.dtype == v.dtype
     assert alike, f"attention of queries, keys and values of {q.dtype}, {k.dtype} and {v.dtype}"
 

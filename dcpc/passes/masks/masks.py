@@ -281,7 +281,9 @@ class _Mask:
                 continue
             ((position, times),) = at.coefficients if len(at.coefficients) == 1 else (("", 0),)
             if position == "b" and self.shared:
-                raise _RefusedError("it hides keys by sample, and several samples share a row of it")
+                raise _RefusedError(
+                    "it hides keys by sample, and several samples share a row of it"
+                )
             direct = position in where and times == 1 and at.number == 0 and where[position] < 0
             if not direct or self.sizes[position] != size:
                 node = next(n for n in self.program.gm.graph.nodes if n.name == name)

@@ -55,9 +55,7 @@ class _PaddingReadError(Exception):
     """What reads padded rows."""
 
 
-def unpad(
-    program: Program, sharding: Sharding, without: Collection[sympy.Expr] = ()
-) -> UnpadPlan:
+def unpad(program: Program, sharding: Sharding, without: Collection[sympy.Expr] = ()) -> UnpadPlan:
     """Returns which values are made for valid rows alone, or why none is.
 
     Args:
