@@ -11,10 +11,12 @@ import dcpc
 from dcpc.compiled.unpadding.unpadding import Unpadding
 from dcpc.compiled.unpadding.valid_rows import ValidRows
 from dcpc.errors import PlanError, VerifyError
+from examples.allocator import measured_peak_bytes
 from tests.cases.exactness import compiled_error
 from tests.cases.padded_models import TOKENS, VOCABULARY, PaddedEncoder, batch
 
 EXACT = 1e-10
+SCALARS_BYTES = 8192  # masks that say which rows are valid, scalars
 SIZES = [{"seq": 12}, {"seq": 16}]
 
 
@@ -189,6 +191,58 @@ def test_rows_of_both_sides_alone_are_made():
         if n.target is torch.ops.aten.linear.default
     }
     assert rows == {12, 9}
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_attention_with_a_bias_is_that_of_valid_rows(left):
+    """Each side's own attentions; a cross attention has keys of the other length."""
+    model = t5(2, 2)
+    made = compiled_t5(model)
+    first, second = unpadding_of(made).sides
+    assert len(first.plan.biased) == len(second.plan.biased) == 2
+    graph = second.runnable.traced.program.gm.graph
+    names = [str(n.target) for n in graph.nodes if "attention" in str(n.target)]
+    assert names.count("dcpc.attention_of_rows.default") == 4
+    assert names.count("dcpc.attention.default") == 2
+    for lengths, targets in [
+        ([16, 3, 1], [1, 12, 1]),
+        ([2, 2], [3, 3]),
+        ([15, 16, 9, 1], [2, 9, 4, 12]),
+    ]:
+        given = t5_batch(lengths, targets, left)
+        assert compiled_error(made, model, given) < EXACT
+        model.zero_grad()
+    assert made.stats().unpadded == 3
+
+
+def test_a_decoder_sample_of_padding_alone_is_exact_with_a_bias():
+    model = t5(1, 2)
+    made = compiled_t5(model)
+    given = t5_batch([5, 16, 9], [4, 0, 7])
+    assert sides(made, given) == ["tgt", "seq"]
+    assert compiled_error(made, model, given) < EXACT
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_memory_of_both_sides_is_within_the_prediction(recompute):
+    made = compiled_t5(t5(2, 2), recompute=recompute)
+    given = t5_batch([16, 3, 9, 7], [12, 2, 5, 8])
+    (bucket,) = made.buckets
+    sizes, unpadding = {**T5_SIZES, "batch": 4}, unpadding_of(made)
+    names = made.planned.by_bucket[bucket].traced.program.inputs
+    step = made.plans[bucket].menu_step
+    rows = unpadding.rows(sizes, {p: given[n] for p, n in names.items()}, step)
+    limit = made.predict(sizes).peak_bytes
+    side = unpadding.sides[-1]
+    own = unpadding.step_within(sizes, rows, limit)
+    assert own is not None
+    predicted = side.study.predict(own, side.sizes(sizes, rows.sides)).peak_bytes
+    assert predicted <= limit
+    made(**given).backward()
+    measured = measured_peak_bytes(lambda: made(**given).backward())
+    indices = sum(x.nbytes for found in rows.sides for x in found.indices.values())
+    assert made.stats().unpadded == 2
+    assert measured <= predicted + indices + SCALARS_BYTES
 
 
 def test_first_calls_of_one_side_and_of_both_are_held_against_the_plain_model():

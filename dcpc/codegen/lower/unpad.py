@@ -24,6 +24,7 @@ from torch import fx
 from dcpc.fx.graphs import without_unused
 from dcpc.fx.integers import Emitter
 from dcpc.ir import Factor, Program, TensorInfo, UnpadPlan, call_of, is_tuple, tensor_operands
+from dcpc.ops.attention import ROWS_OP
 
 aten = torch.ops.aten
 
@@ -191,8 +192,14 @@ class _Unpadding:
     def _attention(self, node: fx.Node) -> fx.Node:
         given = [self._entered(n.name, node.name) for n in node.args[:3] if isinstance(n, fx.Node)]
         kwargs = {k: v for k, v in node.kwargs.items() if k != "empty"}
-        args = (*given, None, None, self.indices["sequence"])
-        made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        if node.name in self.plan.biased:
+            mask = node.args[3]
+            assert isinstance(mask, fx.Node), "a bias is a tensor"
+            args = (*given, self._value(mask.name), None, self.indices["rows"])
+            made = self.graph.call_function(ROWS_OP, args, kwargs)
+        else:
+            args = (*given, None, None, self.indices["sequence"])
+            made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta = {k: v for k, v in node.meta.items() if k != "val"}
         return self._known(made, node.name, self._shape(node.name))
 

@@ -1,7 +1,7 @@
 """`dcpc::attention_of_rows`: attention of the valid rows of a padded batch, with the batch's mask.
 
-q `[1, h, n, d]`, k `[1, g, n, d]` and v `[1, g, n, e]` are the n valid rows of b samples, those of a
-sample after each other. `mask` `[b or 1, h or 1, s or 1, s]` is that of all s positions of each
+q `[1, h, n, d]`, k `[1, g, n, d]` and v `[1, g, n, e]` are the n valid rows of b samples, those of
+a sample after each other. `mask` `[b or 1, h or 1, s or 1, s]` is that of all s positions of each
 sample; `rows` `[n]` says which row each is, sample * s + position. A row sees rows of its own
 sample alone, and each sees one. Nothing of n by n is made: each sample reads its part of the mask.
 It is called as `dcpc::attention` is, with `rows` as its segment and no limits of positions.

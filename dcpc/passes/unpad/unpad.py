@@ -183,6 +183,7 @@ class _Plan:
         self.zeros = ZeroRows(program, self.dims, self.learned, self.drawn)
         self.packed: dict[str, None] = {}
         self.attentions: set[str] = set()
+        self.biased: set[str] = set()
         self.summed: set[str] = set()
         self.dirty: set[str] = set()  # padded values that are wrong at padded rows
         self.checks: set[Checks] = set()
@@ -212,6 +213,7 @@ class _Plan:
             factors=self.dims.sharding.factors,
             packed=tuple(self.packed),
             attentions=frozenset(self.attentions),
+            biased=frozenset(self.biased),
             summed=frozenset(self.summed),
             checks=frozenset().union(*self.checks),
             positions=frozenset(self.positions),
@@ -228,6 +230,10 @@ class _Plan:
             after, before = (node.kwargs.get(k) for k in ("after", "before"))
             self.runs |= before is not None or after not in (None, 0)
             self.nonempty |= node.kwargs.get("empty") == "nan"
+        elif self._is_biased_attention(node):
+            self.attentions.add(node.name)
+            self.biased.add(node.name)
+            self.hiding.add((self.keep, True))
         elif str(node.target) == _ATTENTION or not self.dims.is_row_wise(node):
             return False
         self.packed[node.name] = None
@@ -247,6 +253,24 @@ class _Plan:
             return False
         if not set(node.kwargs) <= {"scale", "before", "after", "empty"}:
             return False
+        return self._attends_rows(node)
+
+    def _is_biased_attention(self, node: fx.Node) -> bool:
+        """Whether an attention of valid rows reads its mask at their positions.
+
+        Its mask hides all keys that are padding and shows each valid query a key, which is checked.
+        """
+        if self.keeps.get(node.name) != _Keep(self.keep, exact=False):
+            return False
+        mask = node.args[3]
+        assert isinstance(mask, fx.Node), "a mask that shows keys"
+        batch, positions = (f.size for f in self.dims.rows)
+        samples, _, queries, keys = self.program.info[mask.name].shape
+        whole = samples in (1, batch) and queries in (1, positions) and keys == positions
+        return whole and self._attends_rows(node)
+
+    def _attends_rows(self, node: fx.Node) -> bool:
+        """Whether queries, keys, values and the result are rows, laid out as an attention's."""
         dims = self.dims
         tensors = [n.name for n in (*node.args[:3], node) if isinstance(n, fx.Node)]
         return all(

@@ -5,6 +5,9 @@ import torch
 from torch import Tensor
 
 import dcpc.ops.attention  # noqa: F401 - registers the op
+from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.ops.transients import transient_bytes
+from tests.cases.joint_graphs import measure_call
 
 OPS = torch.ops.dcpc
 LENGTH, WIDTH = 150, 8
@@ -68,7 +71,9 @@ def test_one_mask_of_all_samples_has_the_sum_of_their_gradients(dtype):
     rows = keep.flatten().nonzero().squeeze(1)
     given = operands((2, 2), 2, LENGTH)
     bias = given[3][:1].detach().requires_grad_()
-    want = packed(OPS.attention(*given[:3], torch.where(keep[:, None, None], bias, -1e300), scale=1.0), rows)
+    want = packed(
+        OPS.attention(*given[:3], torch.where(keep[:, None, None], bias, -1e300), scale=1.0), rows
+    )
     (exact,) = torch.autograd.grad(want.sum() + want.square().sum(), bias)
     low = bias.detach().to(dtype).requires_grad_()
     small = [packed(x, rows).detach().to(dtype) for x in given[:3]]
@@ -77,3 +82,27 @@ def test_one_mask_of_all_samples_has_the_sum_of_their_gradients(dtype):
     assert found.dtype == dtype
     limit = 1e-4 if dtype == torch.float32 else 0.1
     assert float((found - exact).abs().max() / exact.abs().max()) < limit
+
+
+@pytest.mark.parametrize("kind", ["runs", "holes", "every row"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_holds_no_more_than_the_table_says(kind, heads, learns, dtype):
+    rows = valid(kind).flatten().nonzero().squeeze(1)
+    *given, mask = (x.detach().to(dtype) for x in operands(heads, heads[0], LENGTH))
+    rest = (0.3, None, None, 0, None, 0, "zero")
+
+    def both(q: Tensor, k: Tensor, v: Tensor, m: Tensor, at: Tensor) -> Tensor:
+        out, lse = OPS.attention_of_rows_forward(q, k, v, m, None, at, *rest)
+        op = OPS.attention_of_rows_mask_backward if learns else OPS.attention_of_rows_backward
+        return op(out, q, k, v, m, None, at, out, lse, *rest)[0]
+
+    small = [packed(x, rows) for x in given]
+    found = [m for m in measure_call(both, *small, mask, rows) if "of_rows" in str(m.node.target)]
+    assert len(found) == 2
+    for m in found:
+        predicted = int(transient_bytes(m.node, Facts({}), torch.get_num_threads()).doit())
+        assert m.transient_bytes <= predicted
+        if kind == "holes":  # which alone have their part of the mask copied
+            assert predicted <= 12 * m.transient_bytes

@@ -136,6 +136,17 @@ def attention(source: Source) -> Case:
     return Case(op, (*tensors, mask, keep), {"scale": 0.5, "empty": empty, **band})
 
 
+@strategy("dcpc.attention_of_rows")
+def attention_of_rows(source: Source) -> Case:
+    samples, length, h, d, e = (source.size() for _ in range(5))
+    rows = torch.arange(samples * length)[source.size(0, samples * length - 1) :]
+    n = len(rows)
+    tensors = [source.floats(1, h, n, d), source.floats(1, h, n, d), source.floats(1, h, n, e)]
+    mask = source.floats(samples, source.pick(1, h), length, length)
+    op = torch.ops.dcpc.attention_of_rows.default
+    return Case(op, (*tensors, mask, None, rows), {"scale": 0.5})
+
+
 def window(source: Source, count: int, patch: bool) -> tuple[list[int], list[int], Any, Any]:
     """Kernel, stride, and the padding and dilation that go with them."""
     kernel = [source.size(1, 3) for _ in range(count)]
