@@ -253,9 +253,18 @@ def test_first_calls_of_one_side_and_of_both_are_held_against_the_plain_model():
     assert made.report().count("without padding: loss and every gradient") == 2
 
 
+def with_norms_of_float64(model: nn.Module) -> nn.Module:
+    """T5's own norms add up in float32, in an order that Inductor changes."""
+    for module in [*model.modules()]:
+        for name, child in module.named_children():
+            if type(child).__name__ == "T5LayerNorm":
+                setattr(module, name, nn.RMSNorm(len(child.weight), child.variance_epsilon))
+    return model.double()
+
+
 @pytest.mark.slow
 def test_inductor_runs_both_sides():
-    model = t5(1, 1)
+    model = with_norms_of_float64(t5(1, 1))
     made = compiled_t5(model, backend="inductor")
     for lengths, targets in [([1, 16, 7], [12, 1, 5]), ([2, 3, 11], [4, 7, 8])]:
         assert compiled_error(made, model, t5_batch(lengths, targets)) < EXACT
