@@ -6,7 +6,7 @@ A BERT with a masked-language head trains on batches of which a share is valid: 
 backward, one thread, medians of interleaved calls. Seconds are those that the process computes, so
 that what else runs on the machine hardly counts. Beside it: the same compiled with padding, and
 torch's nested tensors on layers of the same sizes. A Llama runs beside transformers' own row of
-flattened samples, which BERT has not (`unpad_flattened.py`).
+flattened samples, which BERT has not (`unpad_flattened.py`), and a T5 whose two sides have padding.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from torch.utils.flop_counter import flop_registry
 import dcpc
 from benchmarks.harness import Cell, parser, print_table, write_report
 from benchmarks.unpad_flattened import flattened_call, flattened_error, llama
+from benchmarks.unpad_t5 import INPUTS as T5_INPUTS
+from benchmarks.unpad_t5 import batch_of as t5_batch
+from benchmarks.unpad_t5 import t5
 from dcpc.commands.check import gradient_errors, loss_error, plain
 
 INPUTS = {
@@ -87,9 +90,13 @@ def batch_of(shape: Shape, lengths: Sequence[int]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask > 0, ids, -100)}
 
 
-def compiled(model: nn.Module, shape: Shape, unpad: bool | str) -> dcpc.CompiledModel:
-    """The model compiled for one length."""
-    buckets = dcpc.Buckets(INPUTS, [{"seq": shape.seq}])
+def compiled(
+    model: nn.Module, shape: Shape, unpad: bool | str, inputs: Mapping[str, str] = INPUTS
+) -> dcpc.CompiledModel:
+    """The model compiled for one length; targets, if it has any, are half as long."""
+    both = {"seq": shape.seq, "target": shape.seq // 2}
+    named = {n: s for n, s in both.items() if any(n in spec for spec in inputs.values())}
+    buckets = dcpc.Buckets(inputs, [named])
     return dcpc.compile(model, buckets, backend="eager", unpad=unpad, verify="off")
 
 
@@ -267,6 +274,23 @@ def flattened_race(shape: Shape) -> tuple[list[list[Cell]], dict[str, Cell]]:
     return rows, figures
 
 
+def t5_race(shape: Shape) -> tuple[list[list[Cell]], dict[str, Cell]]:
+    """Rows of a table, and figures, of a T5 whose padding is left out on both sides."""
+    model = t5(shape.width, shape.layers, shape.heads, shape.vocabulary)
+    made = {mode: compiled(model, shape, mode, T5_INPUTS) for mode in (False, "auto")}
+    rows: list[list[Cell]] = []
+    figures: dict[str, Cell] = {}
+    for share in (*OTHERS_AT, 0.8):
+        inputs = t5_batch(shape.vocabulary, shape.seq, lengths_of(shape, share))
+        seconds, without = taken(made, inputs, {}, shape.repeats)
+        speedup = seconds["padded"] / seconds["auto"]
+        figures[f"t5_speedup_at_{share * 100:.0f}"] = round(speedup, 3)
+        found = "yes" if without else "no"
+        rows.append([f"{share:.0%}", seconds["padded"], seconds["auto"], speedup, found])
+        model.zero_grad()
+    return rows, figures
+
+
 def main() -> None:
     """Runs it."""
     given = parser("unpad", "Padding removed from a BERT's batches.").parse_args()
@@ -285,6 +309,14 @@ def main() -> None:
     print_table(
         f"Llama {shape.layers} x {shape.width}, batch {shape.batch} x {shape.seq}, CPU seconds",
         ["valid", "padded", "auto", "speedup", "unpadded", "flattened", "its speedup"],
+        rows,
+    )
+    figures |= more
+    rows, more = t5_race(shape)
+    print_table(
+        f"T5 {shape.layers} + {shape.layers} x {shape.width}, batch {shape.batch} x {shape.seq} "
+        f"and {shape.seq // 2}, CPU seconds",
+        ["valid", "padded", "auto", "speedup", "unpadded"],
         rows,
     )
     figures |= more

@@ -6,6 +6,8 @@ import transformers
 
 from benchmarks.unpad import TINY, batch_of, compiled, lengths_of
 from benchmarks.unpad_flattened import flattened, flattened_error, llama
+from benchmarks.unpad_t5 import INPUTS, t5
+from benchmarks.unpad_t5 import batch_of as t5_batch
 from dcpc.commands.check import plain
 
 
@@ -32,6 +34,15 @@ def test_llama_runs_without_padding():
     model = small()
     inputs = batch_of(TINY, lengths_of(TINY, 0.4))
     made = compiled(model, TINY, True)
+    expected, _ = plain(model, inputs)
+    torch.testing.assert_close(made(**inputs), expected, rtol=1e-12, atol=0)
+    assert made.stats().unpadded == 1
+
+
+def test_t5_runs_without_padding_on_both_sides():
+    model = t5(TINY.width, TINY.layers, TINY.heads, TINY.vocabulary).double()
+    inputs = t5_batch(TINY.vocabulary, TINY.seq, lengths_of(TINY, 0.4))
+    made = compiled(model, TINY, True, INPUTS)
     expected, _ = plain(model, inputs)
     torch.testing.assert_close(made(**inputs), expected, rtol=1e-12, atol=0)
     assert made.stats().unpadded == 1
