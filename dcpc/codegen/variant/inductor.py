@@ -71,9 +71,7 @@ def compile_graph(
             own[op] = lowering.fallback_handler(op, add_to_fallback_set=False)
 
 
-def _copied(
-    gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol]
-) -> fx.GraphModule:
+def _copied(gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol]) -> fx.GraphModule:
     """Returns a copy, as Inductor edits what it compiles, in the calls that it is to see.
 
     Its cache key is the module's code, so the copy must be complete before the GraphModule is made:
