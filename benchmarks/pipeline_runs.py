@@ -94,7 +94,7 @@ def run_all(jobs: Sequence[tuple[PipelineWork, PipelineSchedule]], repeats: int)
         repeats: at most.
     """
     enough_s = [seconds_s * (1 + UNDISTURBED) for seconds_s in predicted_s(jobs)]
-    each = run_ranks(_timed, STAGES, list(jobs), repeats, enough_s, timeout_s=TIMEOUT_S)
+    each = run_ranks(_timed, STAGES, list(jobs), repeats, enough_s, timeout_s=TIMEOUT_S, fork=True)
     return [min(map(max, zip(*rows, strict=True))) for rows in zip(*each, strict=True)]
 
 
@@ -103,7 +103,8 @@ def run_fuzz(count: int, seed: int = 0) -> int:
     rng = random.Random(seed)
     sizes = [rng.randrange(1, 7) for _ in range(count)]
     jobs = [(_brief(n), drawn_schedule(seed + k, STAGES, n)) for k, n in enumerate(sizes)]
-    return len(run_ranks(_timed, STAGES, jobs, 1, [0.0] * count, timeout_s=TIMEOUT_S)[0])
+    never_s = [0.0] * count
+    return len(run_ranks(_timed, STAGES, jobs, 1, never_s, timeout_s=TIMEOUT_S, fork=True)[0])
 
 
 def _brief(count: int) -> PipelineWork:
