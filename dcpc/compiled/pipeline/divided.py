@@ -157,6 +157,7 @@ class StageParts:
         after = {*late, *kept}
         second = replace(
             schedule,
+            primals=tuple(n for n in schedule.primals if n.name in fixed),
             forward=(),
             outputs=(),
             begins=(),

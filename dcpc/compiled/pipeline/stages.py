@@ -156,7 +156,7 @@ class ProgramStage:
         made = {**taken, **dict(zip(program.outputs, found, strict=True))}
         values = [made[n] for n in self.part.sent]
         edges = tuple(get_gradient_edge(v) if v.requires_grad else None for v in values)
-        sent = tuple(v.detach().contiguous() for v in values)
+        sent = tuple(map(_alone, values))
         leaves = tuple(taken[n] for n in self.part.received)
         device = values[0].device
         return sent, _Kept(edges, leaves, sizes, device, variant, call_of(found))
@@ -316,6 +316,12 @@ class ProgramStage:
     @staticmethod
     def _leaf(value: Tensor, learns: bool) -> Tensor:
         return value.detach().contiguous().requires_grad_(learns and torch.is_grad_enabled())
+
+
+def _alone(value: Tensor) -> Tensor:
+    """Returns a value to be sent: a part of a larger memory would keep all of it."""
+    sent = value.detach().contiguous()
+    return sent if sent.untyped_storage().nbytes() == sent.nbytes else sent.clone()
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
