@@ -10,7 +10,7 @@ call of other symbols has the same piece, in their names, where the answers are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -282,9 +282,23 @@ class _Tape(TorchDispatchMode):
             else:
                 given = by_position(func, args, kwargs)
                 values = tensors_in(functional(*given, **without_results(func, kwargs)))
+            turned = torch.Tag.inplace_view in func.tags
             for target, value in zip(targets, values, strict=True):
+                if turned:
+                    self.memories.set_apart(value)  # it is the tensor itself from here on, no view
                 self._replace(target, value)
+        if turned:
+            self._keep_shape(targets[0])
         return func(*args, **kwargs)
+
+    def _keep_shape(self, target: Tensor) -> None:
+        """Has the calls so far show a tensor as they made it: its shape is about to change."""
+        kept = aten.alias.default(target)
+
+        def as_made(value: Any) -> Any:
+            return kept if value is target else value
+
+        self._ops = [replace(op, value=map_aggregate(op.value, as_made)) for op in self._ops]
 
     def _replace(self, target: Tensor, value: Tensor) -> None:
         """Has a tensor, what it is a view of, and all views of that be another from here on."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -16,14 +19,21 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config, lowering
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InductorError, LoweringException
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dcpc.codegen.variant.boxed import Boxed
 from dcpc.codegen.variant.flash_calls import FLASH, FLASH_BACKWARD, spell_attention
+from dcpc.errors import CodegenError
+
+log = logging.getLogger(__name__)
 
 
 def decompositions() -> Mapping[Any, Any]:
@@ -33,26 +43,110 @@ def decompositions() -> Mapping[Any, Any]:
 
 def compile_graph(
     gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol] = frozenset()
-) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
-    """Returns a boxed callable, and what Inductor assumed of sizes; see `backends.py`."""
-    examples = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+) -> tuple[Boxed, Sequence[sympy.Basic]]:
+    """Returns a boxed callable, and what Inductor assumed of sizes; see `backends.py`.
+
+    An op that Inductor has no kernel for at open sizes runs as torch's own.
+
+    Raises:
+        CodegenError: Inductor cannot compile it.
+    """
     env = mode.shape_env
     assert env is not None
-    known = len(env.guards)
-    # Inductor edits what it compiles. Its cache key is the module's code, so the copy must be
-    # complete before the GraphModule is made: one without code gets another graph's kernels from
-    # the cache.
+    own: dict[Any, Any] = {}
+    while True:
+        edited = _copied(gm, mode, present)
+        try:
+            with patch.dict(lowering.lowerings, own), taken_back(env) as assumed:
+                return _Inductor(_compiled(edited, mode)), assumed
+        except InductorError as error:
+            op = _without_kernel(error, gm)
+            if op is None or op in own:
+                raise CodegenError(
+                    f"Inductor cannot compile a graph of the model: got {_first_line(error)}; "
+                    'expected a graph that it compiles; take backend="eager", or replace the op in '
+                    "the model's code"
+                ) from error
+            log.info("%s runs as torch's own kernel: %s", op, _first_line(error))
+            own[op] = lowering.fallback_handler(op, add_to_fallback_set=False)
+
+
+def _copied(gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol]) -> fx.GraphModule:
+    """Returns a copy, as Inductor edits what it compiles, in the calls that it is to see.
+
+    Its cache key is the module's code, so the copy must be complete before the GraphModule is made:
+    one without code gets another graph's kernels from the cache.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     spell_attention(graph, mode, present)
     _fix_layouts(graph)
-    copy = fx.GraphModule(gm, graph)
+    return fx.GraphModule(gm, graph)
+
+
+def _compiled(gm: fx.GraphModule, mode: FakeTensorMode) -> Any:
+    examples = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     in_order = config.patch(IN_ORDER), V.set_choices_handler(InOrder())
     as_they_lie = patch.dict(lowering._maybe_layout_constraints, LAYOUTS)
-    with mode, tracing(TracingContext(mode)), in_order[0], in_order[1], as_they_lie:
-        compiled = compile_fx_inner(copy, examples)
-    guards = tuple(g.expr for g in env.guards[known:])
-    return _Inductor(compiled), guards
+    any_size = patch.object(CppKernel, "need_use_acc_helper", _sums_in_parts)
+    with mode, tracing(TracingContext(mode)), in_order[0], in_order[1], as_they_lie, any_size:
+        return compile_fx_inner(gm, examples)
+
+
+def _without_kernel(error: InductorError, gm: fx.GraphModule) -> OpOverload | None:
+    """Returns the op of torch that Inductor failed to lower; None: it failed elsewhere."""
+    if not isinstance(error.inner_exception, LoweringException):
+        return None
+    calls = (n.target for n in gm.graph.nodes if isinstance(n.target, OpOverload))
+    return next((op for op in calls if f"target: {op}\n" in str(error)), None)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+# What torch notes of sizes as it answers questions of them.
+_NOTES = "guards", "axioms", "replacements", "divisible", "var_to_range"
+
+
+@contextmanager
+def taken_back(env: ShapeEnv) -> Iterator[list[sympy.Basic]]:
+    """Takes back, at its end, what was assumed of sizes in here; in the list is then what it was.
+
+    The next graph of these sizes is compiled for all of them: it would have a size for a number,
+    and no guard of its own would say so.
+
+    Args:
+        env: of the sizes.
+    """
+    before = {name: copy(getattr(env, name)) for name in _NOTES}
+    assumed: list[sympy.Basic] = []
+    try:
+        yield assumed
+    finally:
+        assumed += [guard.expr for guard in env.guards[len(before["guards"]) :]]
+        now = env.replacements.items()
+        assumed += [sympy.Eq(s, e) for s, e in now if s not in before["replacements"]]
+        for name, value in before.items():
+            setattr(env, name, value)
+        env._update_version_counter()
+        env._version_counter += 1  # of answers that are kept
+        env._replacements_version_counter += 1  # of what is in the place of symbols
+
+
+def _sums_in_parts(kernel: CppKernel, reduction: str, dtype: torch.dtype, _: bool) -> bool:
+    """Whether a kernel adds up parts of 4,096 addends, whose sums it then adds, as torch does.
+
+    Inductor asks whether the call at hand has more than one such part, and assumes so of all
+    others: a model whose calls have some thousand tokens was compiled twice. Both kernels are right
+    at any size, that with parts is also precise: it is taken where a call may have more than one.
+    """
+    if reduction != "sum" or dtype != torch.float32:
+        return bool(reduction == "welford_reduce")
+    ranges = kernel.call_ranges
+    assert ranges is not None
+    addends = math.prod(ranges[kernel.reduction_depth :])
+    return not V.graph.sizevars.statically_known_true(sympy.Le(addends, 4096))
 
 
 @contextmanager
@@ -124,7 +218,7 @@ class InOrder(InductorChoices):
 
     def uuid(self) -> str:
         """Returns what stands in the key of Inductor's cache for what is done differently here."""
-        return "dcpc: in order, layouts fixed"
+        return "dcpc: in order, layouts fixed, sums in parts"
 
 
 # What Inductor would do to the graph's order and to the lives of its values, left out. A buffer

@@ -13,6 +13,7 @@
     conv of zeros around x                  ->  conv of x with padding, where the ends are alike
     cumprod                                 ->  dcpc::cumprod (scans.py)
     mean over symbolic dims                 ->  sum / count
+    adaptive average pooling to one         ->  a mean (torch's kernel reads its result by strides)
     a reduced loss                          ->  one loss a row, and its reduction (losses.py)
     attention, fused or spelled out         ->  dcpc::attention (attention.py)
 
@@ -202,10 +203,18 @@ def _mean(node: fx.Node, edit: Editor) -> fx.Node | None:
     if node.target is aten.mean.dim and all(isinstance(value.shape[d], int) for d in dims):
         return None
     keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
-    dtype = node.kwargs.get("dtype")
-    extra = {"dtype": dtype} if dtype is not None else {}
-    total = edit.call(aten.sum.dim_IntList, source, dims, keepdim, **extra)
-    return edit.call(aten.div.Tensor, total, edit.product(edit.sizes(source, dims)))
+    dtype: Any = node.kwargs.get("dtype")
+    return edit.mean(source, dims, keepdim, dtype)
+
+
+def _pooled_to_one(node: fx.Node, edit: Editor) -> fx.Node | None:
+    source, sizes = node.args[:2]
+    assert isinstance(source, fx.Node)
+    sizes = [sizes] if isinstance(sizes, int) else sizes
+    if any(not isinstance(size, int) or size != 1 for size in sizes):
+        return None
+    ndim = source.meta["val"].ndim
+    return edit.mean(source, [*range(ndim - len(sizes), ndim)], keepdim=True)
 
 
 def _convolution(node: fx.Node, edit: Editor) -> fx.Node | None:
@@ -245,6 +254,11 @@ _RULES: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.cumprod.default: cumprod_of_any_length,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
+    aten.adaptive_avg_pool1d.default: _pooled_to_one,
+    aten.adaptive_avg_pool2d.default: _pooled_to_one,
+    aten.adaptive_avg_pool3d.default: _pooled_to_one,
+    aten._adaptive_avg_pool2d.default: _pooled_to_one,
+    aten._adaptive_avg_pool3d.default: _pooled_to_one,
     **LOSSES,
     **SPELLINGS,
 }

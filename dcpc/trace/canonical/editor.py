@@ -55,6 +55,26 @@ class Editor:
         """Returns the sizes of all dims."""
         return self.sizes(source, list(range(source.meta["val"].ndim)))
 
+    def mean(
+        self,
+        source: fx.Node,
+        dims: list[int],
+        keepdim: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> fx.Node:
+        """Returns a mean over some dims as a sum over their global count.
+
+        Values of 16 bits are added up in float32, as torch does: their sum may be too large for
+        float16 where their mean is not.
+        """
+        dtype = dtype or source.meta["val"].dtype
+        narrow = dtype in (torch.float16, torch.bfloat16)
+        wide = torch.float32 if narrow else dtype
+        extra = {"dtype": wide} if wide != source.meta["val"].dtype else {}
+        total = self.call(aten.sum.dim_IntList, source, dims, keepdim, **extra)
+        mean = self.call(aten.div.Tensor, total, self.product(self.sizes(source, dims)))
+        return self.call(aten._to_copy.default, mean, dtype=dtype) if narrow else mean
+
 
 def _evaluated(node: fx.Node) -> Any:
     """Returns the value that a call has for its arguments' fake values."""

@@ -120,10 +120,7 @@ def _one_by_one(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 def _added(edit: Editor, each: fx.Node, mean: bool) -> fx.Node:
     dims = list(range(each.meta["val"].ndim))
-    total = edit.call(aten.sum.dim_IntList, each, dims)
-    if not mean:
-        return total
-    return edit.call(aten.div.Tensor, total, edit.product(edit.sizes(each, dims)))
+    return edit.mean(each, dims) if mean else edit.call(aten.sum.dim_IntList, each, dims)
 
 
 def _cross_entropy(node: fx.Node, edit: Editor) -> fx.Node | None:

@@ -7,6 +7,7 @@
     repeat, repeat_interleave     ->  reshape, expand, reshape
     x[mask] = one row or number   ->  where(mask, row, x)
     rrelu outside of training     ->  leaky_relu (random.py refuses the other)
+    x * 2j, x / 2j                ->  x * a tensor: torch differentiates no call with such a number
     as_strided(x, ..)             ->  x in the order of its memory, flat, read at computed positions
 
 None of these has a rule of its own to keep in step with the plain op's.
@@ -302,6 +303,16 @@ def rrelu(node: fx.Node, edit: Editor) -> fx.Node:
     return edit.call(aten.leaky_relu.default, node.args[0], (lower + upper) / 2)
 
 
+def complex_factor(node: fx.Node, edit: Editor) -> fx.Node | None:
+    """A complex number that a tensor is multiplied or divided by is a tensor: backward conjugates it."""
+    factor = node.args[1]
+    if not isinstance(factor, complex):
+        return None
+    value = node.meta["val"]
+    made = edit.call(aten.full.default, [], factor, dtype=value.dtype, device=value.device)
+    return edit.call(node.target, node.args[0], made)
+
+
 SPELLINGS: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.type_as.default: type_as,
     aten.broadcast_tensors.default: broadcast_tensors,
@@ -311,4 +322,6 @@ SPELLINGS: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {
     aten.repeat.default: repeat,
     aten.index_put.default: masked_put,
     aten.rrelu.default: rrelu,
+    aten.mul.Tensor: complex_factor,
+    aten.div.Tensor: complex_factor,
 }

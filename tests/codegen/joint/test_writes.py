@@ -91,9 +91,15 @@ def narrower_dtype(x):
     return y.double()
 
 
+def turned(x):
+    y = torch.cat([x, x * 2])
+    y.transpose_(0, 1).unsqueeze_(0)
+    return y.sin()
+
+
 FUNCTIONS = (
     scaled_row, base_and_both_views, two_writes_meet, through_reshapes, diagonal, parts, apart,
-    strides, complex_parts, out, narrower_dtype,
+    strides, complex_parts, out, narrower_dtype, turned,
 )  # fmt: skip
 
 

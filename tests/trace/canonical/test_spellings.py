@@ -174,3 +174,31 @@ def test_memory_that_a_value_has_a_part_of_is_refused():
     model = Strided(lambda x: [x[:, 1:].as_strided((2, 4), (4, 1), 0)])
     found = judge(model, {"x": "float64[batch, h, 4]"}, [{"batch": 2, "h": 9}], SPLIT)
     assert (found.kind, "all elements of its memory" in found.text) == ("refused", True)
+
+
+# ------------------------------------------------------------------------------- complex numbers
+
+
+class Turned(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.randn(4, 4)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.function(x @ self.weight)  # type: ignore[operator]
+        return torch.view_as_real(y).square().mean()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: torch.exp(1j * y) + y,
+        lambda y: (y - 2j * y.cos()) * (1 + 2j),
+        lambda y: torch.complex(y, y.sin()) / (2 - 1j),
+    ],
+    ids=["exponent", "products", "quotient"],
+)
+def test_complex_numbers_are_factors_of_tensors_that_learn(function):
+    inputs, points = {"x": "float64[batch, h, 4]"}, [{"batch": 2, "h": h} for h in (8, 9, 13)]
+    found = judge(Turned(function).double(), inputs, points, SPLIT)
+    assert found.kind == "right", found.text
