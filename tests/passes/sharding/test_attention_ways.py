@@ -22,8 +22,11 @@ from dcpc.passes.sharding.attention_ways import (
     restricted,
     why_not,
 )
+from dcpc.passes.sharding.sharding import analyse
 from dcpc.symbolic_profile import find
+from dcpc.trace import trace
 from models.gpt import GPT, GPTConfig
+from tests.cases import folding_models as folding
 from tests.cases import language_models
 
 LENGTHS = [{"seq": 64}, {"seq": 1 << 17}]
@@ -166,3 +169,18 @@ def test_the_wire_of_a_ring_is_that_of_its_route():
     forward, backward = sent_bytes(route(rows, rows, 4), 0, row_bytes, row_bytes)
     assert found == {True: forward, False: backward}
     assert SPLITTING.overlaps
+
+
+def test_samples_that_share_a_mask_are_split_as_a_batch():
+    """Rows of an alignment share a bias: split are samples of the batch, or rows of each."""
+    points = [{"sequences": 5, "residues": 7}, {"sequences": 6, "residues": 9}]
+    program = trace(folding.model(), dcpc.Buckets(inputs=folding.INPUTS, sizes=points))
+    sharding = analyse(program)
+    node, *_ = attentions(program)
+    ways = {a.name: a for a in sharding.alternatives[node.name]}
+    assert {"b", "c", "h", "q"} <= ways.keys()
+    assert {lowering_of(ways[n]) for n in "bc"} == {"batch"}
+    bias = 3  # an operand; whole where rows of one sample are on other ranks
+    assert ways["b"].operands[bias].sharded
+    assert not ways["c"].operands[bias].sharded
+    assert "has a gradient" in why_not(program, sharding, node, 2)["ring"]
