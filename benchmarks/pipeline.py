@@ -112,7 +112,7 @@ def _bubbles(cost: RooflinePipeline, quick: bool) -> dict[str, Cell]:
         print("no ../shared/data: bubble shares are of GENERATED lengths of mixed tasks")
         batches = {"tasks": tasks(9, samples=512)}
     rows: list[list[Cell]] = []
-    for name, lengths in list(batches.items())[:: 2 if quick else 1]:
+    for name, lengths in list(batches.items())[:: 4 if quick else 1]:
         own, found = compare(lengths, cost)
         mine, published = found["dcpc"], found["DynaPipe"]
         plain = found["1F1B, dcpc's micro-batches"]
@@ -132,7 +132,7 @@ def _bubbles(cost: RooflinePipeline, quick: bool) -> dict[str, Cell]:
     return {key: mean(float(row[n + 1] or 0.0) for row in rows) for n, key in enumerate(keys)}
 
 
-def plan_seconds(repeats: int = 3) -> dict[str, Cell]:
+def plan_seconds(repeats: int) -> dict[str, Cell]:
     """Processor seconds to plan 512 samples on 4 stages: split, recompute, schedule, check."""
     lengths, cost, taken = tasks(1, samples=512), gpt(), []
     plan_pipeline(lengths[:32], cost, split=True)  # imports and first calls
@@ -197,15 +197,19 @@ def exact(quick: bool) -> dict[str, Cell]:
     """Loss, gradients and state of `dcpc.compile(pipeline=)`; a case is a step of a model."""
     found = run_exact(quick)
     rows: list[list[Cell]] = [
-        [r.model, r.ranks, r.stages, " ".join(str(sum(n[:: r.stages])) for n in r.counts),
-         r.shapes, r.apart, f"{r.worst:.1e}"]
+        [r.model, r.ranks, r.stages, r.sp,
+         " ".join(str(sum(n[:: r.stages * r.sp])) for n in r.counts),
+         r.shapes, r.apart, f"{r.worst:.1e}", f"{r.peak:.1e}"]
         for r in found
     ]  # fmt: skip
-    header = ["model", "ranks", "stages", "micro-batches of each step", "shapes", "in two parts",
-              "worst error"]  # fmt: skip
+    header = ["model", "ranks", "stages", "sp", "micro-batches of each step", "shapes",
+              "in two parts", "worst error", "error of bytes"]  # fmt: skip
     print_table("Exactness", header, rows)
     return {
         "worst_relative_error": max(r.worst for r in found),
+        "max_error_peak": max(r.peak for r in found if r.sp == 1),
+        # Of rings' bytes the profile has an upper bound.
+        "max_error_peak_sp": max((r.peak for r in found if r.sp > 1), default=None),
         "cases": sum(len(r.counts) for r in found),
         "backwards_in_two_parts": sum(r.apart for r in found),
     }
@@ -217,13 +221,14 @@ def main() -> None:
     p.add_argument("--png", type=Path, metavar="FILE", help="a step of GPT as a picture")
     p.add_argument("--trace", type=Path, metavar="FILE", help="the same for ui.perfetto.dev")
     args = p.parse_args()
-    shown = plan_pipeline(tasks(0), gpt(), split=True)
-    if args.png:
-        draw_pipeline(shown.work, shown.found, args.png)
-    if args.trace:
-        args.trace.write_text(json.dumps(pipeline_trace(shown.work, shown.found, "gpt")))
+    if args.png or args.trace:
+        shown = plan_pipeline(tasks(0), gpt(), split=True)
+        if args.png:
+            draw_pipeline(shown.work, shown.found, args.png)
+        if args.trace:
+            args.trace.write_text(json.dumps(pipeline_trace(shown.work, shown.found, "gpt")))
     quick = args.quick
-    figures = {**exact(quick), **plan_seconds(), **simulate(quick), **run(quick)}
+    figures = {**exact(quick), **plan_seconds(1 if quick else 3), **simulate(quick), **run(quick)}
     figures |= fuzz(1_000 if quick else 10_000, 20 if quick else 60)
     rows: list[list[Cell]] = [[key, value] for key, value in figures.items()]
     print_table("Figures", ["figure", "value"], rows, digits=4)

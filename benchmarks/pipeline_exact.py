@@ -15,6 +15,7 @@ from math import prod
 from torch import Tensor, nn
 
 import dcpc
+from benchmarks.pipeline_peaks import largest_error
 from dcpc.commands.check import SPLITTING
 from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.groups.local_ranks import run_ranks
@@ -24,9 +25,10 @@ from tests.cases.asks import far, trained
 from tests.cases.stages import CASES, PipelineCase
 
 TIMEOUT_S = 600.0
-# (ranks, stages): 2 pipelines of 2 stages are the last.
-WORLDS, QUICK_WORLDS = ((2, 2), (4, 4), (4, 2)), ((2, 2),)
+# (ranks, stages, ranks of a stage): the last but one are 2 pipelines of 2 stages.
+WORLDS, QUICK_WORLDS = ((2, 2, 1), (4, 4, 1), (4, 2, 1), (4, 2, 2)), ((2, 2, 1),)
 BATCH = 3  # most samples of a micro-batch
+PEAKS = 3  # steps of which bytes are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ MODELS = {
     "llama": ExactModel(CASES["llama"], TEXT, SHIFTED, PAD),
     "gpt2": ExactModel(CASES["gpt2"], TEXT, SHIFTED, PAD),
 }
-QUICK = ("gpt_tied", "gpt2")
+QUICK, IN_GROUPS = ("gpt_tied", "gpt2"), ("gpt_tied", "t5", "llama")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class ExactRun:
         shapes: distinct shapes of micro-batches on this rank.
         apart: backwards that ran in two parts, on all ranks.
         worst: relative error of a loss or gradient of a step, or of the state after the epoch.
+        sp: ranks of a stage.
+        peak: largest relative error of the bytes that a stage is told to need in a step.
     """
 
     model: str
@@ -117,33 +121,54 @@ class ExactRun:
     shapes: int
     apart: int
     worst: float
+    sp: int
+    peak: float
 
 
 def run_exact(quick: bool) -> list[ExactRun]:
     """Returns each case: the worst of its ranks."""
     found = []
-    for ranks, stages in QUICK_WORLDS if quick else WORLDS:
-        names = QUICK if quick else tuple(MODELS)
-        every = run_ranks(
-            _on_rank, ranks, names, stages, 12 if quick else 40, timeout_s=TIMEOUT_S, fork=True
-        )
-        found += [max(same, key=lambda run: run.worst) for same in zip(*every, strict=True)]
+    for ranks, stages, sp in QUICK_WORLDS if quick else WORLDS:
+        names = QUICK if quick else IN_GROUPS if sp > 1 else tuple(MODELS)
+        found += run_world(names, ranks, stages, sp, 12 if quick else 40)
     return found
 
 
-def _on_rank(rank: int, names: tuple[str, ...], stages: int, samples: int) -> list[ExactRun]:
+def run_world(
+    names: tuple[str, ...], ranks: int, stages: int, sp: int, samples: int
+) -> list[ExactRun]:
+    """Returns models on some ranks: the worst of these.
+
+    Args:
+        names: of `MODELS`.
+        ranks: that run.
+        stages: of each pipeline.
+        sp: ranks of a stage.
+        samples: of the epoch.
+    """
+    every = run_ranks(_on_rank, ranks, names, stages, sp, samples, timeout_s=TIMEOUT_S, fork=True)
+    found = []
+    for same in zip(*every, strict=True):
+        peak = max(run.peak for run in same)
+        found.append(replace(max(same, key=lambda run: run.worst), peak=peak))
+    return found
+
+
+def _on_rank(
+    rank: int, names: tuple[str, ...], stages: int, sp: int, samples: int
+) -> list[ExactRun]:
     warnings.simplefilter("ignore")
     language_models.in_float64()  # transformers' losses and norms cast to float32
-    return [_run(name, stages, samples) for name in names]
+    return [_run(name, stages, sp, samples) for name in names]
 
 
-def _run(name: str, stages: int, samples: int) -> ExactRun:
+def _run(name: str, stages: int, sp: int, samples: int) -> ExactRun:
     own = MODELS[name]
     case, drawn = own.case, random.Random(name)
     data = Samples(case, tuple(drawn.choice(own.lengths) for _ in range(samples)))
     compiled = dcpc.compile(
-        case.make(), dcpc.Buckets(case.inputs, own.buckets), pipeline=stages, backend="eager",
-        device=SPLITTING, verify="off",
+        case.make(), dcpc.Buckets(case.inputs, own.buckets), pipeline=stages, sp=sp,
+        backend="eager", device=SPLITTING, verify="off",
     )  # fmt: skip
     tokens = 4 * max(prod(sizes.values()) for sizes in own.lengths)
     loader = dcpc.DataLoader(data, compiled, tokens_per_step=tokens, pad=own.pad, weight=own.weight)
@@ -156,7 +181,8 @@ def _run(name: str, stages: int, samples: int) -> ExactRun:
               for step in steps for mb in step.micro_batches}  # fmt: skip
     apart = sum(text.count(BACKWARD_INPUT) for step in steps for text in step.plan.pipelines)
     ranks = compiled.groups.world
-    return ExactRun(name, ranks, stages, tuple(found.counts), len(shapes), apart, worst)
+    peak = largest_error(compiled, steps[:PEAKS])
+    return ExactRun(name, ranks, stages, tuple(found.counts), len(shapes), apart, worst, sp, peak)
 
 
 def _counted(weight: Weight) -> Callable[[Mapping[str, Tensor]], int]:

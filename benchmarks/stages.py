@@ -13,49 +13,24 @@ The mixture's models are traced, and priced for an H200 by the profile. The gain
 the cuts that are each best for one length.
 """
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
+from benchmarks.stages_ranks import measured
 from dcpc.buckets import Buckets
-from dcpc.compiled.pipeline import (
-    MixedBucket,
-    ProgramCosts,
-    ProgramStage,
-    StageDevice,
-    StagePlan,
-    chain_of,
-    pipeline_work,
-    plan_stages,
-)
+from dcpc.compiled.pipeline import MixedBucket, ProgramCosts, StageDevice, chain_of
 from dcpc.compiled.pipeline.costs import mixture_dims
 from dcpc.passes.stages.bottleneck import fractional_bound
 from dcpc.passes.stages.costs import CutCosts
 from dcpc.passes.stages.mixture import best_cut
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import traced
-from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.groups.local_ranks import run_ranks
-from dcpc.runtime.pipeline.executor import PipelineBatch
-from dcpc.runtime.pipeline.grid import PipelineGrid
-from dcpc.runtime.pipeline.schedule import (
-    Action,
-    Hop,
-    PipelineSchedule,
-    PipelineWork,
-    one_f_one_b,
-    replay,
-)
-from dcpc.runtime.pipeline.step import pipeline_step
 from dcpc.symbolic_profile import Device, find
 from models.gpt import GPT, GPTConfig
 
@@ -78,15 +53,6 @@ TASKS = (
     MixedBucket({"batch": 16, "source": 512, "target": 512}, 0.3),
     MixedBucket({"batch": 16, "source": 128, "target": 1024}, 0.2),
 )
-# What two ranks run: shapes of the micro-batches of a step, and how slow the second is.
-RUN = (
-    MixedBucket({"batch": 4, "seq": 128}, 0.5),
-    MixedBucket({"batch": 1, "seq": 512}, 0.5),
-)
-ORDER = (0, 1, 1, 0, 1, 0)
-REPEATS = 2
-RUN_DEVICES = (StageDevice(), StageDevice(1 / REPEATS))
-
 
 # --------------------------------------------------------------------------------- Sky Computing
 
@@ -186,196 +152,6 @@ def mixtures(quick: bool) -> list[tuple[str, float, float]]:
     found = zip(names, gains(gpt, TOKENS, LONG, (equal, unequal)), strict=True)
     rows = [(name, gain, solve_s) for name, (gain, solve_s) in found]
     return [(f"T5 of {depth} + {depth}, 4 equal", *gains(t5, PAIRS, TASKS, [equal])[0]), *rows]
-
-
-# -------------------------------------------------------------------------------------- two ranks
-
-
-class RepeatedStage:
-    """A stage that does its work several times, as a slower device takes longer for it.
-
-    Each of the runs has an equal part of the gradient, so that their sum is the stage's own.
-
-    Attributes:
-        busy_s: seconds of the processor in each call so far, in order.
-
-    Args:
-        stage: of a pipeline.
-        repeats: how often.
-    """
-
-    def __init__(self, stage: ProgramStage, repeats: int) -> None:
-        self.stage, self.repeats = stage, repeats
-        self.index, self.count, self.parameters = stage.index, stage.count, stage.parameters
-        self.received, self.sent = stage.received, stage.sent
-        self.busy_s: list[float] = []
-
-    def forward(
-        self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """What the stage sends, and what its backward needs."""
-        start_s = time.thread_time()
-        runs = [self.stage.forward(inputs, received, seed) for _ in range(self.repeats)]
-        self.busy_s.append(time.thread_time() - start_s)
-        return runs[0][0], [saved for _, saved in runs]
-
-    def backward(self, saved: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Gradients of what it received."""
-        shares = tuple(None if g is None else g / self.repeats for g in grads)
-        start_s = time.thread_time()
-        found = [self.stage.backward(each, shares) for each in saved]
-        self.busy_s.append(time.thread_time() - start_s)
-        return tuple(
-            None if parts[0] is None else torch.stack(parts).sum(0)
-            for parts in zip(*found, strict=True)
-        )
-
-
-def run_whole(stages: Sequence[ProgramStage], inputs: dict[str, Tensor]) -> tuple[float, float]:
-    """Seconds of a micro-batch in one process, stage after stage: on the clock, and busy."""
-    start_s, busy_s = time.perf_counter(), time.thread_time()
-    sent: tuple[Tensor, ...] = ()
-    kept = []
-    for stage in stages:
-        sent, saved = stage.forward(inputs, sent)
-        kept.append(saved)
-    gradients: tuple[Tensor | None, ...] = (torch.ones(()),)
-    for stage, saved in zip(reversed(stages), reversed(kept), strict=True):
-        gradients = stage.backward(saved, gradients)
-    return time.perf_counter() - start_s, time.thread_time() - busy_s
-
-
-@dataclass(frozen=True)
-class RankSeconds:
-    """What a rank measured, the fastest step and the fastest pass of the whole model.
-
-    Attributes:
-        step_s: of a step.
-        busy_s: seconds of the processor in each action of a step.
-        whole_s: of each micro-batch through the whole model, on the clock.
-        whole_busy_s: the same, of the processor.
-        error: the largest relative error of a gradient.
-    """
-
-    step_s: float
-    busy_s: list[float]
-    whole_s: list[float]
-    whole_busy_s: list[float]
-    error: float
-
-
-def two_ranks(rank: int, model: nn.Module, plan: StagePlan, steps: int) -> RankSeconds:
-    """Runs steps, and in between the whole model on both ranks at once."""
-    torch.manual_seed(0)
-    own = plan.stages[rank]
-    stage = RepeatedStage(own, REPEATS if plan.devices[rank] == 1 else 1)
-    sizes = [RUN[k].sizes for k in ORDER]
-    data = [{n: torch.randint(512, (s["batch"], s["seq"])) for n in TOKENS} for s in sizes]
-    batches = [PipelineBatch(d, s, 1.0) for d, s in zip(data, sizes, strict=True)]
-    grid = PipelineGrid.make(Groups.default(), 2, stage.parameters)
-    schedule = one_f_one_b(range(len(data)), ((0,) * len(data),) * 2)
-
-    def step() -> float:
-        model.zero_grad()
-        named = model.named_parameters()
-        return pipeline_step([stage], batches, schedule, grid, named).seconds_s
-
-    step()
-    made = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    for inputs in data:
-        (model(**inputs) / len(data)).backward()
-    wanted = dict(model.named_parameters())
-    error = max(_relative(made[n], wanted[n].grad) for n in own.learning)
-    for inputs in data:  # compiles what the executor has not
-        run_whole(plan.stages, inputs)
-    stage.busy_s.clear()
-    measured: list[float] = []
-    passes: list[list[tuple[float, float]]] = []
-    for _ in range(steps):
-        dist.barrier()
-        measured.append(step())
-        dist.barrier()
-        passes.append([run_whole(plan.stages, inputs) for inputs in data])
-    count = 2 * len(data)
-    busy = [stage.busy_s[i : i + count] for i in range(0, len(stage.busy_s), count)]
-    whole_s, whole_busy_s = (
-        min(([seconds[i] for seconds in each] for each in passes), key=sum) for i in (0, 1)
-    )
-    return RankSeconds(min(measured), min(busy, key=sum), whole_s, whole_busy_s, error)
-
-
-def _scaled(
-    work: PipelineWork, stages: Sequence[ProgramStage], whole_s: Sequence[float]
-) -> PipelineWork:
-    """The same work in seconds of this machine; messages, which are small, are left out.
-
-    Args:
-        work: as predicted.
-        stages: of the model.
-        whole_s: of each micro-batch what the whole model takes.
-    """
-    predicted_s = [sum(s.predict(RUN[k].sizes).seconds_s for s in stages) for k in ORDER]
-    total = {k: sum(w for w, o in zip(whole_s, ORDER, strict=True) if o == k) for k in ORDER}
-    each = [total[k] / ORDER.count(k) / p for k, p in zip(ORDER, predicted_s, strict=True)]
-    costs = tuple(
-        tuple(
-            (replace(c, forward_s=c.forward_s * scale, backward_s=c.backward_s * scale),)
-            for scale, (c,) in zip(each, row, strict=True)
-        )
-        for row in work.costs
-    )
-    return replace(work, costs=costs, hops=tuple((Hop(),) * len(ORDER) for _ in work.hops))
-
-
-def _relative(found: Tensor, wanted: Tensor | None) -> float:
-    assert wanted is not None, "the plain model has the gradient"
-    return float((found - wanted).abs().max() / wanted.abs().max())
-
-
-def measured(steps: int) -> dict[str, Cell]:
-    """Figures of two ranks, one of which runs its work twice.
-
-    The profile says what share of the model a stage is, forward and backward; how fast a core of
-    this machine is says the whole model. On the clock, where whatever else runs on the machine is
-    in; and in seconds of the processor, from which the same replay makes a step.
-
-    Args:
-        steps: that are measured.
-    """
-    torch.set_num_threads(1)
-    model = GPT(GPTConfig(vocab_size=512, dim=192, n_layers=6, n_heads=6))
-    plan = plan_stages(runnable_of(model, TOKENS, RUN, find("cpu")), model, RUN, RUN_DEVICES)
-    assert sorted(plan.devices) == [0, 1], "both devices have a stage"
-    found = run_ranks(two_ranks, 2, model, plan, steps, timeout_s=300.0, fork=True)
-    schedule = one_f_one_b(range(len(ORDER)), ((0,) * len(ORDER),) * 2)
-    devices = [RUN_DEVICES[d] for d in plan.devices]
-    work = pipeline_work([[s] for s in plan.stages], [RUN[k].sizes for k in ORDER], devices)
-    clock, busy = (
-        replay(_scaled(work, plan.stages, np.mean(seconds, axis=0).tolist()), schedule).makespan_s
-        for seconds in ([r.whole_s for r in found], [r.whole_busy_s for r in found])
-    )
-    ran = replay(_as_ran(work, schedule, [r.busy_s for r in found]), schedule).makespan_s
-    step_s = max(r.step_s for r in found)
-    return {
-        "measured_s": step_s,
-        "predicted_s": clock,
-        "measured_over_predicted": step_s / clock,
-        "busy_over_predicted": ran / busy,
-        "gradient_error": max(r.error for r in found),
-    }
-
-
-def _as_ran(
-    work: PipelineWork, schedule: PipelineSchedule, busy_s: Sequence[Sequence[float]]
-) -> PipelineWork:
-    """The same work with the seconds that each action took."""
-    costs = []
-    for row, order, seconds in zip(work.costs, schedule.orders, busy_s, strict=True):
-        took = dict(zip(order, seconds, strict=True))
-        pairs = ((c, took[Action("F", m)], took[Action("B", m)]) for m, (c,) in enumerate(row))
-        costs.append(tuple((replace(c, forward_s=f, backward_s=b),) for c, f, b in pairs))
-    return replace(work, costs=tuple(costs), hops=tuple((Hop(),) * len(ORDER) for _ in work.hops))
 
 
 def main() -> None:

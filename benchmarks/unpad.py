@@ -5,8 +5,8 @@ python -m benchmarks.unpad [--quick] [--json FILE]
 A BERT with a masked-language head trains on batches of which a share is valid: forward and
 backward, one thread, medians of interleaved calls. Seconds are those that the process computes, so
 that what else runs on the machine hardly counts. Beside it: the same compiled with padding, and
-torch's nested tensors on layers of the same sizes. transformers unpads models of its own for
-kernels of a GPU alone, so there is nothing of it to run here.
+torch's nested tensors on layers of the same sizes. A Llama runs beside transformers' own row of
+flattened samples, which BERT has not (`unpad_flattened.py`), and a T5 whose two sides have padding.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from torch.utils.flop_counter import flop_registry
 
 import dcpc
 from benchmarks.harness import Cell, parser, print_table, write_report
+from benchmarks.unpad_flattened import flattened_call, flattened_error, llama
+from benchmarks.unpad_t5 import INPUTS as T5_INPUTS
+from benchmarks.unpad_t5 import batch_of as t5_batch
+from benchmarks.unpad_t5 import t5
 from dcpc.commands.check import gradient_errors, loss_error, plain
 
 INPUTS = {
@@ -34,6 +38,7 @@ INPUTS = {
     "labels": "int64[batch, seq]",
 }
 SHARES = (0.1, 0.22, 0.41, 0.6, 0.8, 0.9, 0.95, 1.0)
+OTHERS_AT = (0.22, 0.41)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +90,13 @@ def batch_of(shape: Shape, lengths: Sequence[int]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask > 0, ids, -100)}
 
 
-def compiled(model: nn.Module, shape: Shape, unpad: bool | str) -> dcpc.CompiledModel:
-    """The model compiled for one length."""
-    buckets = dcpc.Buckets(INPUTS, [{"seq": shape.seq}])
+def compiled(
+    model: nn.Module, shape: Shape, unpad: bool | str, inputs: Mapping[str, str] = INPUTS
+) -> dcpc.CompiledModel:
+    """The model compiled for one length; targets, if it has any, are half as long."""
+    both = {"seq": shape.seq, "target": shape.seq // 2}
+    named = {n: s for n, s in both.items() if any(n in spec for spec in inputs.values())}
+    buckets = dcpc.Buckets(inputs, [named])
     return dcpc.compile(model, buckets, backend="eager", unpad=unpad, verify="off")
 
 
@@ -205,18 +214,11 @@ def race(shape: Shape) -> tuple[list[list[Cell]], dict[str, Cell]]:
     for share in SHARES:
         lengths = lengths_of(shape, share)
         inputs = batch_of(shape, lengths)
-        calls: dict[str, Callable[[], object]] = {
-            "padded": lambda x=inputs: made[False](**x).backward(),
-            "auto": lambda x=inputs: made["auto"](**x).backward(),
-        }
-        if share in (0.22, 0.41):
-            calls["nested"] = nested_call(shape, lengths)
-        before = made["auto"].stats().unpadded
-        seconds = medians(calls, shape.repeats)
-        without = made["auto"].stats().unpadded > before
+        others = {"nested": nested_call(shape, lengths)} if share in OTHERS_AT else {}
+        seconds, without = taken(made, inputs, others, shape.repeats)
         speedup = seconds["padded"] / seconds["auto"]
         slowdowns.append(1 / speedup)
-        if share in (0.22, 0.41):
+        if share in OTHERS_AT:
             figures[f"speedup_at_{share * 100:.0f}"] = round(speedup, 3)
             nested = seconds["padded"] / seconds["nested"]
             figures[f"nested_speedup_at_{share * 100:.0f}"] = round(nested, 3)
@@ -230,6 +232,62 @@ def race(shape: Shape) -> tuple[list[list[Cell]], dict[str, Cell]]:
         model.zero_grad()
     figures["worst_slowdown"] = round(max(slowdowns), 3)
     figures["flops_over_formula"] = round(flops, 4)
+    return rows, figures
+
+
+def taken(
+    made: Mapping[bool | str, dcpc.CompiledModel],
+    inputs: Mapping[str, Tensor],
+    others: Mapping[str, Callable[[], object]],
+    repeats: int,
+) -> tuple[dict[str, float], bool]:
+    """Seconds of a batch with padding, without and of others; whether it ran without."""
+    calls: dict[str, Callable[[], object]] = {
+        "padded": lambda: made[False](**inputs).backward(),
+        "auto": lambda: made["auto"](**inputs).backward(),
+    }
+    before = made["auto"].stats().unpadded
+    seconds = medians({**calls, **others}, repeats)
+    return seconds, made["auto"].stats().unpadded > before
+
+
+def flattened_race(shape: Shape) -> tuple[list[list[Cell]], dict[str, Cell]]:
+    """Rows of a table, and figures, of a Llama beside transformers' row of all samples."""
+    model = llama(shape.width, shape.layers, shape.heads, shape.vocabulary)
+    made = {mode: compiled(model, shape, mode) for mode in (False, "auto")}
+    rows: list[list[Cell]] = []
+    figures: dict[str, Cell] = {}
+    for share in (*OTHERS_AT, 0.8):
+        lengths = lengths_of(shape, share)
+        inputs = batch_of(shape, lengths)
+        others = {"flattened": flattened_call(model, inputs, lengths)}
+        seconds, without = taken(made, inputs, others, shape.repeats)
+        speedups = {n: seconds["padded"] / seconds[n] for n in ("auto", "flattened")}
+        at = f"{share * 100:.0f}"
+        figures[f"llama_speedup_at_{at}"] = round(speedups["auto"], 3)
+        figures[f"flattened_speedup_at_{at}"] = round(speedups["flattened"], 3)
+        rows.append([
+            f"{share:.0%}", seconds["padded"], seconds["auto"], speedups["auto"],
+            "yes" if without else "no", seconds["flattened"], speedups["flattened"],
+        ])  # fmt: skip
+        model.zero_grad()
+    return rows, figures
+
+
+def t5_race(shape: Shape) -> tuple[list[list[Cell]], dict[str, Cell]]:
+    """Rows of a table, and figures, of a T5 whose padding is left out on both sides."""
+    model = t5(shape.width, shape.layers, shape.heads, shape.vocabulary)
+    made = {mode: compiled(model, shape, mode, T5_INPUTS) for mode in (False, "auto")}
+    rows: list[list[Cell]] = []
+    figures: dict[str, Cell] = {}
+    for share in (*OTHERS_AT, 0.8):
+        inputs = t5_batch(shape.vocabulary, shape.seq, lengths_of(shape, share))
+        seconds, without = taken(made, inputs, {}, shape.repeats)
+        speedup = seconds["padded"] / seconds["auto"]
+        figures[f"t5_speedup_at_{share * 100:.0f}"] = round(speedup, 3)
+        found = "yes" if without else "no"
+        rows.append([f"{share:.0%}", seconds["padded"], seconds["auto"], speedup, found])
+        model.zero_grad()
     return rows, figures
 
 
@@ -247,6 +305,24 @@ def main() -> None:
         rows,
     )
     figures |= more
+    rows, more = flattened_race(shape)
+    print_table(
+        f"Llama {shape.layers} x {shape.width}, batch {shape.batch} x {shape.seq}, CPU seconds",
+        ["valid", "padded", "auto", "speedup", "unpadded", "flattened", "its speedup"],
+        rows,
+    )
+    figures |= more
+    rows, more = t5_race(shape)
+    print_table(
+        f"T5 {shape.layers} + {shape.layers} x {shape.width}, batch {shape.batch} x {shape.seq} "
+        f"and {shape.seq // 2}, CPU seconds",
+        ["valid", "padded", "auto", "speedup", "unpadded"],
+        rows,
+    )
+    figures |= more
+    small = llama(TINY.width, TINY.layers, TINY.heads, TINY.vocabulary).double()
+    lengths = lengths_of(TINY, 0.4)
+    figures["flattened_relative_error"] = flattened_error(small, batch_of(TINY, lengths), lengths)
     for name, value in figures.items():
         print(f"{name}: {value}")
     write_report("unpad", figures, given.json)

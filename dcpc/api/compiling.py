@@ -123,7 +123,7 @@ def _compiled(
     else:
         problem = verifier.problem(compile_s)
         if problem is None and cut is not None:
-            problem = stages_problem(cut, model, verifier)
+            problem = stages_problem(cut, model, verifier, groups.rank)
         agree(groups, groups.world, "verification", str(problem or ""))
         if problem is not None:
             raise problem

@@ -35,6 +35,7 @@ from dcpc.plan.planning import Planned, plan_buckets
 from dcpc.plan.progress import tracked
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import Traced, traced
+from dcpc.runtime.planner.speeds import Speeds
 from dcpc.symbolic_profile import (
     Calibration,
     CalibrationKey,
@@ -45,7 +46,13 @@ from dcpc.symbolic_profile import (
 from dcpc.trace import autocast_dtype, casting, checked_dtype
 
 
-def cut_with(model: nn.Module, buckets: Buckets, options: PlanOptions, stages: int) -> CutModel:
+def cut_with(
+    model: nn.Module,
+    buckets: Buckets,
+    options: PlanOptions,
+    stages: int,
+    speeds: Speeds = (),
+) -> CutModel:
     """Returns the stages that `compile(pipeline=)` would cut a model into, and their planner.
 
     Args:
@@ -53,6 +60,7 @@ def cut_with(model: nn.Module, buckets: Buckets, options: PlanOptions, stages: i
         buckets: as for `plan`.
         options: those of `plan`; its ranks are all those of all pipelines.
         stages: of a pipeline.
+        speeds: of each rank, as for `cut_model`.
 
     Raises:
         DcpcError: as from `compile`.
@@ -60,7 +68,7 @@ def cut_with(model: nn.Module, buckets: Buckets, options: PlanOptions, stages: i
     refuse_beside_stages(options, stages, options.world)
     single = plan_with(model, buckets, of_one_rank(options), partly=True)
     sp = stage_degree(options, stages)
-    return cut_model(model, buckets, single, stages, options.world, sp)
+    return cut_model(model, buckets, single, stages, options.world, sp, speeds)
 
 
 def of_one_rank(options: PlanOptions) -> PlanOptions:

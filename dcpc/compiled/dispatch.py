@@ -367,8 +367,8 @@ class Dispatch:
         found = rows and unpadding.variant(sizes, rows, setting.menu_step)
         if not rows or not found:
             return None
-        unpadding.compare(sizes, given)
-        given.update({p: rows.indices[n] for p, n in unpadding.indices.items()})
+        unpadding.compare(sizes, given, rows)
+        given.update(unpadding.given(rows))
         self.stats.unpadded += 1
         return found
 

@@ -132,6 +132,8 @@ class UnpadPlan:
         factors: node name -> the factors of each dim of its value.
         packed: names of values that are made for valid rows, in graph order.
         attentions: those of them that are attentions: samples are then sequences of one row.
+        biased: those of them whose mask is more than which keys are valid: each sample reads its
+            part of the mask.
         summed: names of values without rows that are made of valid rows alone: sums.
         checks: what must hold at padded rows.
         positions: positions that must be valid in every sample.
@@ -156,6 +158,7 @@ class UnpadPlan:
     nonempty: bool
     returned: frozenset[str] = frozenset()
     hiding: frozenset[tuple[str, bool]] = frozenset()
+    biased: frozenset[str] = frozenset()
     reason: str = ""
 
     @property

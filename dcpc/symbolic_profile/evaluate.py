@@ -126,6 +126,9 @@ class Prediction:
         peak_bytes: activations and new gradients at the worst moment.
         saved_bytes: activations kept between forward and backward.
         input_bytes: the inputs.
+        returned_bytes: what forward returns and backward does not take; in the peak they live to
+            the end.
+        shared_bytes: what forward returns and backward takes, too.
         flops: of matmuls, convolutions and attention.
         wire_bytes: sent in collectives.
         seconds_s: by the device's roofline, or by what was measured of it.
@@ -136,6 +139,8 @@ class Prediction:
     peak_bytes: int
     saved_bytes: int
     input_bytes: int
+    returned_bytes: int
+    shared_bytes: int
     flops: int
     wire_bytes: int
     seconds_s: float
@@ -220,6 +225,8 @@ class Meter:
             peak_bytes=int(live.max()),
             saved_bytes=self._sum(timeline.saved, whole),
             input_bytes=self._sum(costs.inputs, whole, device.block_bytes),
+            returned_bytes=self._sum(timeline.returned, whole, device.block_bytes),
+            shared_bytes=self._sum(timeline.shared, whole, device.block_bytes),
             flops=round(float((self._flops @ exact) @ counts)),
             wire_bytes=round(float((self._wire @ exact) @ counts)),
             seconds_s=float(seconds.sum()),

@@ -46,14 +46,14 @@ def _query_block(queries: Any) -> Any:
 
 
 class _OfBoth(sympy.Function):  # type: ignore[misc]
-    """0 or 1, by some numbers of queries and of keys."""
+    """0 or 1, by two numbers: of queries and of keys, if nothing else is said."""
 
     is_integer = True
     is_nonnegative = True
 
     @classmethod
     def eval(cls, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr | None:
-        """Returns 0 or 1 for known numbers of queries and keys, None for unknown ones."""
+        """Returns 0 or 1 for known numbers, None for unknown ones."""
         known = queries.is_Integer and keys.is_Integer
         return sympy.Integer(FUNCTIONS[cls.__name__](int(queries), int(keys))) if known else None
 
@@ -77,6 +77,14 @@ def _short(queries: Any, keys: Any) -> Any:
     return np.where(np.maximum(queries, keys) <= SHORT, 1, 0)
 
 
+class Shares(_OfBoth):
+    """1 where a mask has several rows, fewer than samples: several of these share one."""
+
+
+def _shares(rows: Any, samples: Any) -> Any:
+    return np.where((rows > 1) & (rows < samples), 1, 0)
+
+
 _BITWISE = ("and", "or", "xor")
 _UNARY = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "exp", "log", "log2")
 _ARCS = ("sin", "cos", "tan", "sinh")
@@ -86,6 +94,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "QueryBlock": _query_block,
     "Packs": _packs,
     "Short": _short,
+    "Shares": _shares,
     "FloorDiv": lambda a, b: a // b,
     "CleanDiv": lambda a, b: a // b,
     "CeilDiv": lambda a, b: -(-a // b),

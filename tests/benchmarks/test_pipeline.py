@@ -7,6 +7,7 @@ from math import inf
 import numpy as np
 import pytest
 
+from benchmarks.pipeline_exact import run_world
 from benchmarks.pipeline_models import any_split_s, gpt, t5, tasks
 from benchmarks.pipeline_others import (
     best_fit,
@@ -89,3 +90,11 @@ def test_tasks_have_the_tokens_asked_for():
     assert sum(tasks(0)) >= 65_536
     assert len(tasks(0, samples=7)) == 7
     assert np.mean(tasks(1, samples=2000)) == pytest.approx(209, rel=0.15)
+
+
+@pytest.mark.multirank
+def test_stages_need_the_bytes_that_the_replay_says_and_have_the_plain_models_numbers():
+    (found,) = run_world(("gpt_tied",), 2, 2, 1, 12)
+    assert found.apart > 0
+    assert found.worst < 1e-10
+    assert 0 < found.peak < 0.01

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LEARNED = ("bias", "drowned")  # masks with a gradient
+LEARNED = ("bias", "drowned", "shared bias")  # masks with a gradient
 SCALE = 0.3
 
 
@@ -21,10 +21,12 @@ class Setting:
     start: int = 0
     empty: str = "zero"
     keep: str = ""  # "right", "left" or "gone": where padding is
-    mask: str = ""  # "bool", "float", "bias" (with a gradient), "rows"
+    # "bool", "float", "bias" (with a gradient), "rows"; "shared ...": a row for three samples
+    mask: str = ""
     dtype: torch.dtype = torch.float64
     turn: int | None = None
     second: int = 0
+    samples: int = 2
     segment: str = (
         ""  # "sorted", "repeated" (in stretches), "ones", "alternating", "one row", "one long"
     )
@@ -50,10 +52,11 @@ def make(s: Setting) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(s.dtype)
 
     (h, g), (q, t), (d, e) = s.heads, s.lengths, s.widths
-    tensors = [floats(2, q, h, d).transpose(1, 2), floats(2, g, t, d), floats(2, g, t, e)]
+    b = s.samples
+    tensors = [floats(b, q, h, d).transpose(1, 2), floats(b, g, t, d), floats(b, g, t, e)]
     keep = mask = None
     if s.keep:
-        keep = torch.ones(2, t, dtype=torch.bool)
+        keep = torch.ones(s.samples, t, dtype=torch.bool)
         cut = {"right": slice(t - t // 3, t), "left": slice(0, t // 3), "gone": slice(0, t)}
         keep[0, cut[s.keep]] = False
     if s.mask == "bool":
@@ -65,6 +68,11 @@ def make(s: Setting) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     elif s.mask == "drowned":
         mask = floats(1, h, q, t).masked_fill(torch.arange(t) < t // 2, torch.finfo(s.dtype).min)
         mask[:, :, 2] = torch.finfo(s.dtype).min
+    elif s.mask == "shared bool":
+        mask = torch.rand((b // 3, 1, q, t), generator=generator) > 0.5
+        mask[1, 0, 3] = False
+    elif s.mask.startswith("shared"):  # made by heads last, as models make a bias of pairs
+        mask = floats(b // 3, q, t, h).permute(0, 3, 1, 2).detach()
     elif s.mask:
         mask = floats(*((1, h, q, t) if s.mask in LEARNED else (2, 1, q, t)))
     for x in (*tensors, *([mask] if s.mask in LEARNED else [])):
@@ -76,14 +84,14 @@ def segment_of(s: Setting) -> Tensor | None:
     generator = torch.Generator().manual_seed(7)
     t = s.lengths[1]
     if s.segment in ("sorted", "one row"):
-        rows = 1 if s.segment == "one row" else 2
+        rows = 1 if s.segment == "one row" else s.samples
         return torch.randint(-3, 3, (rows, t), generator=generator).sort(1, descending=True)[0]
     if s.segment == "repeated":
-        ids = torch.randint(0, 3, (2, t // 11 + 1), generator=generator)
+        ids = torch.randint(0, 3, (s.samples, t // 11 + 1), generator=generator)
         return ids.repeat_interleave(11, 1)[:, :t]
     long = torch.arange(t).clamp(min=t - 100) - (torch.arange(t) == 0).long()
     every = {"one long": long, "ones": torch.arange(t).flip(0), "alternating": torch.arange(t) % 3}
-    return every[s.segment].expand(2, t) if s.segment else None
+    return every[s.segment].expand(s.samples, t) if s.segment else None
 
 
 SETTINGS = {
@@ -130,6 +138,24 @@ SETTINGS = {
     "learned bias, grouped, causal": Setting(mask="bias", after=0, heads=(4, 2)),
     "learned bias with a drowned row": Setting(mask="drowned"),
     "learned bias, padding": Setting(mask="bias", keep="right"),
+    "shared bias": Setting(samples=6, mask="shared bias", lengths=(150, 140)),
+    "shared bias, grouped, causal": Setting(
+        samples=6, mask="shared bias", heads=(4, 2), after=0
+    ),
+    "shared numbers": Setting(samples=6, mask="shared numbers"),
+    "shared numbers, grouped": Setting(samples=6, mask="shared numbers", heads=(4, 2)),
+    "shared numbers, causal from the middle": Setting(
+        samples=6, mask="shared numbers", lengths=(33, 150), after=0, start=40, heads=(4, 2)
+    ),
+    "shared numbers, wide values": Setting(samples=6, mask="shared numbers", widths=(8, 5)),
+    "shared numbers, zigzag": Setting(
+        samples=6, mask="shared numbers", lengths=(40, 90), turn=20, second=63
+    ),
+    "shared numbers, packed": Setting(
+        samples=6, mask="shared numbers", segment="repeated", after=0
+    ),
+    "shared truth mask": Setting(samples=9, mask="shared bool"),
+    "shared truth mask by replacement": Setting(samples=6, mask="shared bool", empty="fixed"),
     "padding by the lowest number": Setting(keep="right", empty="mean"),
     "causal padding left by the lowest number": Setting(keep="left", after=0, empty="mean"),
     "nothing kept by the lowest number": Setting(keep="gone", empty="mean", heads=(4, 2)),

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 import dcpc
+from dcpc.codegen.variant import inductor
 from dcpc.dynamo import backend
 from dcpc.dynamo.graph import arguments_of
 from dcpc.dynamo.numbers import is_number
@@ -143,6 +144,27 @@ def test_convolutions_and_parameters_of_any_layout_have_the_plain_numbers(runs):
             x = torch.randn(batch, 4, size, 8, dtype=torch.float64)
             for given in (x, x.to(memory_format=torch.channels_last)):
                 assert_plain_numbers(compiled, plain, own, given)
+
+
+@pytest.mark.slow
+def test_sums_of_few_and_of_many_are_compiled_once(monkeypatch):
+    compiles = []
+    compile_graph = inductor.compile_graph
+    monkeypatch.setattr(
+        inductor, "compile_graph", lambda *given: compiles.append(0) or compile_graph(*given)
+    )
+    own = nn.Linear(8, 8)
+    compiled = torch.compile(
+        own, backend=backend, dynamic=True, options={**EXACT, "backend": "inductor"}
+    )
+    exact = copy.deepcopy(own).double()
+    for batch, seq in ((2, 5), (3, 1365), (5, 2000), (4, 3)):
+        x = torch.rand(batch, seq, 8)
+        got = torch.autograd.grad(compiled(x).sigmoid().sum(), [*own.parameters()])
+        want = torch.autograd.grad(exact(x.double()).sigmoid().sum(), [*exact.parameters()])
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * float(b.abs().max()))
+    assert len(compiles) == 2  # forward and backward
 
 
 def test_without_gradients_only_forward_is_planned():

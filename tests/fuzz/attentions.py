@@ -142,3 +142,41 @@ def spelled(d: Draw, _: Value) -> None:
     )
     lines.append(f"{out} = ({weights} @ ({w})).transpose(1, 2).flatten(2)")
     d.put(lines, (B, n, HEADS * HEAD), out=out)
+
+
+@template(1)
+def shared(d: Draw, _: Value) -> None:
+    """Several samples of each sample, which share a mask or a bias that learns."""
+    v, u = operands(d)
+    n, m = v.shape[1], u.shape[1]
+    if n.is_Integer or m.is_Integer:
+        raise Skip
+    times = d.pick(2, 3)
+    names = [d.fresh() for _ in range(3)]
+    lines = []
+    for name, x in zip(names, (v, u, u), strict=True):
+        lines.append(f"{name} = {heads(d, x)}")
+        each = ", ".join([name, f"{name} * 0.5", f"{name} - 0.1"][:times])
+        lines.append(f"{name} = torch.stack([{each}], 1)")
+    given = d.fresh()
+    learns = f"({heads(d, v)} @ ({heads(d, u)}).mT)"
+    source = (
+        learns if d.flag() else f"torch.broadcast_to({mask(d, n, m)[0]}, (b, {HEADS}, {n}, {m}))"
+    )
+    lines.append(f"{given} = {source}")
+    repeated = d.pick("{0}.repeat_interleave({1}, 0)", "{0}[:, None].expand(-1, {1}, -1, -1, -1).flatten(0, 1)",
+                      "{0}[:, None].expand(-1, {1}, -1, -1, -1).reshape(b * {1}, 2, {2}, {3})")  # fmt: skip
+    q, k, w = names
+    out = d.fresh()
+    if d.flag():
+        lines.append(
+            f"{out} = F.scaled_dot_product_attention({q}, {k}, {w}, attn_mask={given}[:, None])"
+        )
+    else:
+        joined = ", ".join(f"{x}.flatten(0, 1)" for x in names)
+        lines.append(f"{given} = {repeated.format(given, times, n, m)}")
+        lines.append(
+            f"{out} = F.scaled_dot_product_attention({joined}, attn_mask={given}).unflatten(0, (b, {times}))"
+        )
+    lines.append(f"{out} = {out}.sum(1).transpose(1, 2).flatten(2)")
+    d.put(lines, (B, n, HEADS * HEAD), out=out)

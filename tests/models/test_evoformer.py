@@ -1,10 +1,18 @@
 """The Evoformer: its published size, and its algorithms against plain loops."""
 
-import torch
+import warnings
 
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dcpc
+from examples.allocator import measured_peak_bytes
 from models.evoformer import (
     Evoformer,
     EvoformerConfig,
+    GatedAttention,
     OuterProductMean,
     RowAttention,
     TriangleAttention,
@@ -104,3 +112,46 @@ def test_only_hidden_residues_count_in_the_loss():
     seen = inputs["true_msa"].where(inputs["hidden"], 0)
     assert model(**inputs | {"true_msa": seen}) == loss
     assert model(**inputs | {"hidden": ~inputs["hidden"]}) != loss
+
+
+ROOM_BYTES = 1024  # scalars, and the number of tokens of a batch
+CROP = {"sequences": 12, "residues": 20}
+
+
+def compiled_trunk() -> dcpc.CompiledModel:
+    buckets = dcpc.Buckets(inputs=folding.INPUTS, sizes=[CROP])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dcpc.compile(
+            folding.model(), buckets, backend="eager", device="cpu", sp=1, recompute="none"
+        )
+
+
+def repeated(self: GatedAttention, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Gated attention whose bias has memory for each row of the alignment."""
+    q, k, v = (self._heads(linear(x)) for linear in (self.q, self.k, self.v))
+    mask = None if bias is None else bias[:, None] + x.new_zeros(x.shape[1], 1, 1, 1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(2, 3).flatten(3)
+    return self.out(torch.sigmoid(self.gate(x)) * out)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_biases_are_never_repeated_for_the_rows_that_share_them(batch, monkeypatch):
+    sizes, inputs = {"batch": batch, **CROP}, folding.data({"batch": batch, **CROP})
+    found, losses = {}, {}
+    for name in ("shared", "repeated"):
+        if name == "repeated":
+            monkeypatch.setattr(GatedAttention, "forward", repeated)
+        compiled = compiled_trunk()
+        found[name] = compiled.predict(sizes)
+        losses[name] = compiled(**inputs)
+        losses[name].backward()
+        peak_bytes = measured_peak_bytes(lambda c=compiled: c(**inputs).backward())
+        assert abs(peak_bytes - found[name].peak_bytes) < ROOM_BYTES
+    torch.testing.assert_close(losses["shared"], losses["repeated"], rtol=1e-13, atol=0)
+    rows, columns = CROP["sequences"], CROP["residues"]
+    of_rows, of_pairs = folding.TINY.msa_heads, folding.TINY.pair_heads
+    fewer = of_rows * (rows - 1) + 2 * of_pairs * (columns - 1)
+    fewer_bytes = batch * fewer * columns**2 * 8
+    assert found["repeated"].saved_bytes - found["shared"].saved_bytes == fewer_bytes
+    assert found["repeated"].peak_bytes - found["shared"].peak_bytes >= fewer_bytes

@@ -288,3 +288,21 @@ def test_a_pipeline_without_samples_waits_and_a_wrong_sample_is_an_error_on_all_
         assert counts == [(1, 1, 0, 0)] * 3
         assert max(errors) < 1e-10
         assert "sample 3" in said
+
+
+def by_inductor(rank: int) -> tuple[float, str, int]:
+    """Returns the worst error of an epoch of stages that Inductor compiles, and the report."""
+    compiled, loader, data = made("gpt", 2, backend="inductor", verify="auto")
+    before = compiled.stats().variants
+    found = trained(compiled, loader, parts("gpt")[0], data, _counted("gpt"))
+    return found.worst, compiled.report(), before
+
+
+@pytest.mark.slow
+def test_stages_that_inductor_compiles_are_verified_before_the_first_step():
+    for rank, (worst, report, before) in enumerate(run_ranks(by_inductor, 2, timeout_s=400.0)):
+        assert worst < 1e-8
+        assert "2 stages, the least recompute, the graphs that inductor compiles: loss" in report
+        assert f"2 stages, the least recompute, stage {rank} as inductor compiled it" in report
+        assert "NOT compared" not in report
+        assert before == 1, "this rank's stage is compiled, and no other"

@@ -158,7 +158,7 @@ def ring_attention_forward(
         query: this rank's `[b, h, s, d]`.
         key: its `[b, g, t, d]`.
         value: its `[b, g, t, e]`.
-        mask: of its queries and all keys, broadcast to `[b, h, s, key_size]`.
+        mask: of its queries and all keys, `[m, h or 1, s or 1, key_size or 1]`.
         keep: `[b or 1, key_size]`, which keys anybody sees.
         segment: `[b or 1, key_size]`, what sequence each position belongs to.
         packed: the fields of a `RingCall`.

@@ -91,13 +91,15 @@ def divide(backward: fx.GraphModule, first: Collection[int]) -> DividedBackward 
 def _needed(
     calls: Sequence[fx.Node], gradients: Sequence[fx.Node | None], numbers: Collection[int]
 ) -> set[fx.Node]:
-    """Returns the calls that some of the gradients need."""
+    """Returns the calls that some of the gradients need, and those that pick values of theirs."""
     read = {gradients[n] for n in numbers}
     needed = set()
     for node in reversed(calls):
         if node in read:
             needed.add(node)
             read.update(node.all_input_nodes)
+    # Else all values of a call would live until one of them is picked.
+    needed |= {n for n in calls if n.target is operator.getitem and n.args[0] in needed}
     return needed
 
 

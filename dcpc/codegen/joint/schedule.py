@@ -373,5 +373,5 @@ _HEAVY = {
     torch.ops.dcpc.reduce_scatter.default, torch.ops.dcpc.uniform.default,
     torch.ops.dcpc.normal.default, torch.ops.dcpc.attention_forward.default,
     torch.ops.dcpc.ring_attention_forward.default, torch.ops.dcpc.swap.default,
-    torch.ops.dcpc.halo.default,
+    torch.ops.dcpc.halo.default, torch.ops.dcpc.attention_of_rows_forward.default,
 }  # fmt: skip

@@ -82,9 +82,13 @@ def _masked(
         if segment is not None:
             mask = _same_segment(on, mask, segment, rows)
         if given is not None:
-            source = node.args[3]
+            source, query = node.args[3], node.args[0]
             assert isinstance(source, fx.Node)
-            truth = on.program.info[source.name].dtype == torch.bool
+            assert isinstance(query, fx.Node)
+            of_mask, of_query = (on.program.info[n.name] for n in (source, query))
+            own = of_mask.shape[0] in (1, of_query.shape[0])
+            assert own or segment is None, f"{node}: samples share a mask, and each has sequences"
+            truth = of_mask.dtype == torch.bool
             both = (aten.logical_and.default, (mask, given))
             some = (aten.where.ScalarOther, (mask, given, float("-inf")))
             mask = call(*(both if truth else some))

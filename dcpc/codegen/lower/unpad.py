@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import sympy
@@ -23,19 +24,24 @@ from torch import fx
 from dcpc.fx.graphs import without_unused
 from dcpc.fx.integers import Emitter
 from dcpc.ir import Factor, Program, TensorInfo, UnpadPlan, call_of, is_tuple, tensor_operands
+from dcpc.ops.attention import ROWS_OP
 
 aten = torch.ops.aten
 
-ROWS = "valid_rows"  # the dim
 INDICES = ("rows", "sample", "position", "sequence")  # inputs besides the program's own
 
 _RESIZED = (aten.reshape.default, aten.view.default, aten.expand.default)
 Shape = tuple[sympy.Expr, ...]
 
 
-def index_name(which: str) -> str:
-    """Returns the name of one of `INDICES` among a program's inputs."""
-    return f"unpad.{which}"
+def rows_name(number: int) -> str:
+    """Returns the name of the dim of valid rows, of the first length that has one or a later."""
+    return f"valid_rows_{number}" if number else "valid_rows"
+
+
+def index_name(which: str, number: int = 0) -> str:
+    """Returns the name of one of `INDICES` among a program's inputs, see `rows_name`."""
+    return f"unpad.{which}.{number}" if number else f"unpad.{which}"
 
 
 def apply_unpad(program: Program, plan: UnpadPlan) -> Program:
@@ -49,10 +55,17 @@ def apply_unpad(program: Program, plan: UnpadPlan) -> Program:
     return _Unpadding(program, plan).run()
 
 
+def _device(node: fx.Node) -> torch.device:
+    """Where a value lies; nodes that are made here have no other value to ask."""
+    found: torch.device = node.meta["device"] if "device" in node.meta else node.meta["val"].device
+    return found
+
+
 class _Unpadding:
     def __init__(self, program: Program, plan: UnpadPlan) -> None:
         self.program, self.plan = program, plan
-        self.rows = sympy.Symbol(ROWS, integer=True, positive=True)
+        self.number = next(i for i in count() if rows_name(i) not in program.symbols)
+        self.rows = sympy.Symbol(rows_name(self.number), integer=True, positive=True)
         self.graph = fx.Graph()
         self.info: dict[str, TensorInfo] = {}
         self.scalars: dict[str, sympy.Expr] = {}
@@ -60,7 +73,7 @@ class _Unpadding:
         self.packed: dict[str, fx.Node] = {}
         self.made = frozenset(plan.packed)
         nodes = program.gm.graph.nodes
-        self.devices = {n.name: n.meta["val"].device for n in nodes if n.name in self.made}
+        self.devices = {n.name: _device(n) for n in nodes if n.name in program.info}
         self.entered: dict[tuple[str, tuple[int, int] | None], fx.Node] = {}
         self.tuples: dict[tuple[str, tuple[fx.Node, ...]], fx.Node] = {}
         self.indices: dict[str, fx.Node] = {}
@@ -76,9 +89,11 @@ class _Unpadding:
                 self.padded[node.name] = made
                 self.info[made.name] = self.program.info[node.name]
         for which in INDICES:
-            made = self.indices[which] = self.graph.placeholder(f"unpad_{which}")
+            name = index_name(which, self.number).replace(".", "_")
+            made = self.indices[which] = self.graph.placeholder(name)
             one = (sympy.Integer(1),) if which == "sequence" else ()
             self.info[made.name] = TensorInfo((*one, self.rows), torch.int64, False)
+            made.meta["device"] = self.devices[next(iter(self.padded))]
 
     def _symbols(self) -> dict[sympy.Symbol, fx.Node]:
         """Returns a node for the length of each dim."""
@@ -110,16 +125,17 @@ class _Unpadding:
                 del self.info[node.name]
         self.graph.lint()
         names = {n.name for n in self.graph.nodes}
-        hints = self.program.hints
+        hints, dim = self.program.hints, rows_name(self.number)
+        given = {n.name: index_name(w, self.number) for w, n in used.items()}
         return dataclasses.replace(
             self.program,
             gm=fx.GraphModule(self.program.gm, self.graph),
-            inputs={**self.program.inputs, **{n.name: index_name(w) for w, n in used.items()}},
-            symbols={**self.program.symbols, ROWS: self.rows},
+            inputs={**self.program.inputs, **given},
+            symbols={**self.program.symbols, dim: self.rows},
             info={n: info for n, info in self.info.items() if n in names},
             scalars={n: size for n, size in self.scalars.items() if n in names},
             outputs=tuple(n.name for n in outputs),
-            hints={**hints, ROWS: int(sympy.nextprime(max(hints.values(), default=2)))},
+            hints={**hints, dim: int(sympy.nextprime(max(hints.values(), default=2)))},
             graph_hash=f"{self.program.graph_hash} without padding",
         )
 
@@ -176,13 +192,20 @@ class _Unpadding:
     def _attention(self, node: fx.Node) -> fx.Node:
         given = [self._entered(n.name, node.name) for n in node.args[:3] if isinstance(n, fx.Node)]
         kwargs = {k: v for k, v in node.kwargs.items() if k != "empty"}
-        args = (*given, None, None, self.indices["sequence"])
-        made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        if node.name in self.plan.biased:
+            mask = node.args[3]
+            assert isinstance(mask, fx.Node), "a bias is a tensor"
+            args = (*given, self._value(mask.name), None, self.indices["rows"])
+            made = self.graph.call_function(ROWS_OP, args, kwargs)
+        else:
+            args = (*given, None, None, self.indices["sequence"])
+            made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta = {k: v for k, v in node.meta.items() if k != "val"}
         return self._known(made, node.name, self._shape(node.name))
 
     def _known(self, made: fx.Node, name: str, shape: Shape) -> fx.Node:
         """Notes what is known of a new node: as of one of the program, but for its shape."""
+        made.meta["device"] = self.devices[name]
         self.info[made.name] = dataclasses.replace(self.program.info[name], shape=shape)
         return made
 

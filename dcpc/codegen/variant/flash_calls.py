@@ -86,6 +86,7 @@ class _KernelCall:
             and (self._segment, sight.start, sight.turn) == (None, 0, None)
             and all(_is_present(n, present) for x in (q, k) for n in x.shape)
             and all(_lies_well(_value(x)) for x in (self._q, self._k, self._v, *self._made[:1]))
+            and (self._mask is None or _is_whole(_value(self._mask), q))
             and (self._groups == 1 or bool(self._made) or self._order is not None)
         )
 
@@ -136,7 +137,8 @@ class _KernelCall:
 
     def _added(self) -> fx.Node | None:
         """Adds the mask that the kernel adds; dims that it is broadcast along have size 1."""
-        mask, q = self._mask, _value(self._q)
+        mask: fx.Node | None = self._mask
+        q = _value(self._q)
         if self._keep is not None:
             mask = self._emit(aten.unsqueeze.default, self._keep, 1)
             mask = self._emit(aten.unsqueeze.default, mask, 1)
@@ -148,7 +150,10 @@ class _KernelCall:
             zero, hidden = (self._emit(aten.full.default, [], n, **kind) for n in (0.0, -math.inf))
             return self._emit(aten.where.self, mask, zero, hidden)
         wanted = added_dtype(given, q.dtype)
-        return mask if given == wanted else self._emit(aten._to_copy.default, mask, dtype=wanted)
+        if given == wanted and not _keys_apart(_value(mask)):
+            return mask
+        kind = {"dtype": wanted, "memory_format": torch.contiguous_format}
+        return self._emit(aten._to_copy.default, mask, **kind)
 
     def _heads(self, x: fx.Node | None, i: int) -> fx.Node | None:
         """Returns the heads of a tensor that one call is for: one query of each group."""
@@ -199,6 +204,21 @@ def _lies_well(x: Tensor) -> bool:
     return (
         known and last == 1 and rows >= width and all(isinstance(n, SymInt) or n > 0 for n in outer)
     )
+
+
+def _is_whole(mask: Tensor, q: Tensor) -> bool:
+    """Whether all samples share one row of a mask, or each has its own, whatever the sizes."""
+    rows, samples = (
+        n.node.expr if isinstance(n, SymInt) else n for n in (mask.shape[0], q.shape[0])
+    )
+    return bool(rows in (1, samples))
+
+
+def _keys_apart(mask: Tensor) -> bool:
+    """Whether the keys of a mask may lie apart, which its own copy mends."""
+    size, stride = mask.shape[3], mask.stride(3)
+    one = not isinstance(size, SymInt) and size == 1
+    return not one and (isinstance(stride, SymInt) or stride not in (0, 1))
 
 
 def _order(x: Tensor) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config, lowering
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InductorError, LoweringException
@@ -69,9 +71,7 @@ def compile_graph(
             own[op] = lowering.fallback_handler(op, add_to_fallback_set=False)
 
 
-def _copied(
-    gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol]
-) -> fx.GraphModule:
+def _copied(gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol]) -> fx.GraphModule:
     """Returns a copy, as Inductor edits what it compiles, in the calls that it is to see.
 
     Its cache key is the module's code, so the copy must be complete before the GraphModule is made:
@@ -88,7 +88,8 @@ def _compiled(gm: fx.GraphModule, mode: FakeTensorMode) -> Any:
     examples = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     in_order = config.patch(IN_ORDER), V.set_choices_handler(InOrder())
     as_they_lie = patch.dict(lowering._maybe_layout_constraints, LAYOUTS)
-    with mode, tracing(TracingContext(mode)), in_order[0], in_order[1], as_they_lie:
+    any_size = patch.object(CppKernel, "need_use_acc_helper", _sums_in_parts)
+    with mode, tracing(TracingContext(mode)), in_order[0], in_order[1], as_they_lie, any_size:
         return compile_fx_inner(gm, examples)
 
 
@@ -131,6 +132,21 @@ def taken_back(env: ShapeEnv) -> Iterator[list[sympy.Basic]]:
         env._update_version_counter()
         env._version_counter += 1  # of answers that are kept
         env._replacements_version_counter += 1  # of what is in the place of symbols
+
+
+def _sums_in_parts(kernel: CppKernel, reduction: str, dtype: torch.dtype, _: bool) -> bool:
+    """Whether a kernel adds up parts of 4,096 addends, whose sums it then adds, as torch does.
+
+    Inductor asks whether the call at hand has more than one such part, and assumes so of all
+    others: a model whose calls have some thousand tokens was compiled twice. Both kernels are right
+    at any size, that with parts is also precise: it is taken where a call may have more than one.
+    """
+    if reduction != "sum" or dtype != torch.float32:
+        return bool(reduction == "welford_reduce")
+    ranges = kernel.call_ranges
+    assert ranges is not None
+    addends = math.prod(ranges[kernel.reduction_depth :])
+    return not V.graph.sizevars.statically_known_true(sympy.Le(addends, 4096))
 
 
 @contextmanager
@@ -202,7 +218,7 @@ class InOrder(InductorChoices):
 
     def uuid(self) -> str:
         """Returns what stands in the key of Inductor's cache for what is done differently here."""
-        return "dcpc: in order, layouts fixed"
+        return "dcpc: in order, layouts fixed, sums in parts"
 
 
 # What Inductor would do to the graph's order and to the lives of its values, left out. A buffer

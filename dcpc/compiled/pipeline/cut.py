@@ -138,7 +138,8 @@ def stage_bytes(stage: ProgramStage, sizes: Sizes) -> int:
     """
     found = stage.predict(sizes)
     given_bytes = found.input_bytes + handed_on_bytes(stage, sizes)
-    others = (stage.count - stage.index - 1) * (found.saved_bytes + given_bytes)
+    held_bytes = found.saved_bytes + found.shared_bytes + given_bytes
+    others = (stage.count - stage.index - 1) * held_bytes
     return stage.resident_bytes(STATE) + others + found.peak_bytes + given_bytes
 
 
@@ -146,6 +147,14 @@ def handed_on_bytes(stage: ProgramStage, sizes: Sizes) -> int:
     """Returns the bytes of what a stage receives for later ones alone."""
     pairs = zip(stage.part.received, stage.received(sizes), strict=True)
     return sum(nbytes(shaped) for n, shaped in pairs if n not in stage.part.read)
+
+
+def passed_on_bytes(stage: ProgramStage, sizes: Sizes) -> tuple[int, int]:
+    """Returns the bytes of what a stage receives and sends on, and of the gradients of that."""
+    part = stage.part
+    pairs = zip(part.received, stage.received(sizes), strict=True)
+    passed = {n: nbytes(shaped) for n, shaped in pairs if n in part.sent}
+    return sum(passed.values()), sum(passed[n] for n in passed if part.flowing[n].requires_grad)
 
 
 def nbytes(shaped: Shaped) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from torch import fx
 
 from dcpc.buckets import Sizes
@@ -28,15 +27,17 @@ class PartCosts:
 
     Attributes:
         weight_s: seconds of the second part.
-        input_bytes: most that is alive during the first, inputs excepted.
+        input_bytes: most that is alive during the first, inputs and what was sent excepted.
         weight_bytes: alive from the first to the second, inputs that the second reads included.
         work_bytes: most that is alive during the second, likewise.
+        shared_bytes: of `weight_bytes`, gradients of what the stage received.
     """
 
     weight_s: float
     input_bytes: int
     weight_bytes: int
     work_bytes: int
+    shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,16 +45,18 @@ class _Parts:
     """The two parts of a schedule's backward.
 
     Attributes:
-        costs: of the schedule in which the second part comes last.
+        whole: costs of the schedule in which the second part comes last.
+        second: costs of the second part alone, counted from what it is given on.
         late: calls of the second part.
         kept: what it reads of before, each memory once.
-        received: gradients of what the stage received, likewise.
+        shared: those of them that are gradients of what the stage received.
     """
 
-    costs: Costs
+    whole: Costs
+    second: Costs
     late: tuple[fx.Node, ...]
     kept: tuple[fx.Node, ...]
-    received: tuple[fx.Node, ...]
+    shared: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,20 +115,23 @@ class StageParts:
         own, sp = traced.program.dims(sizes), placement.sp
         dims = {i.name: i.value(own, sp, 0) for i in priced.lowering.lowered.integers}
         seconds, _ = priced.meter.calls(parts.late, dims, traced.device, forward=False)
-        live = priced.meter.live_bytes(parts.costs, dims, traced.device)
-        names = parts.costs.timeline.names
-        turn, late = names.index("backward"), {n.name for n in parts.late}
-        second = np.array([i > turn and n in late for i, n in enumerate(names)])
-        first = (np.arange(len(names)) >= turn) & ~second
-        kept, received = (
+        kept, shared = (
             int(priced.meter.calls(nodes, dims, traced.device)[1].sum())
-            for nodes in (parts.kept, parts.received)
+            for nodes in (parts.kept, parts.shared)
         )
+        live = priced.meter.live_bytes(parts.whole, dims, traced.device)
+        names = parts.whole.timeline.names
+        turn, late = names.index("backward"), {n.name for n in parts.late}
+        first = [size for i, size in enumerate(live) if i == turn or (
+            i > turn and names[i] not in late)]  # fmt: skip
+        returned = priced.meter.read(parts.whole, dims, traced.device).returned_bytes
+        more = priced.meter.live_bytes(parts.second, dims, traced.device)
         return PartCosts(
             weight_s=float(seconds.sum()),
-            input_bytes=int(live[first].max()),
+            input_bytes=int(max(first)) - returned,
             weight_bytes=kept,
-            work_bytes=max(kept, int(live[second].max(initial=0)) - received),
+            work_bytes=kept + max(0, int(more.max())),
+            shared_bytes=shared,
         )
 
     def _graph(self, placement: Placement) -> _Priced:
@@ -148,13 +154,26 @@ class StageParts:
             return None
         program = self._runnable.traced.program
         fixed = {*program.parameters, *program.buffers, *program.constants}
-        costs = priced.ledger.costs(replace(schedule, backward=(*early, *late)))
-        gradients = [schedule.gradients[n] for n in first]
+        after = {*late, *kept}
+        second = replace(
+            schedule,
+            forward=(),
+            outputs=(),
+            begins=(),
+            saved=tuple(n for n in kept if n.name not in fixed),
+            backward_primals=tuple(n for n in kept if n.name in fixed),
+            tangents=(),
+            backward=tuple(late),
+            gradients=tuple(g for g in schedule.gradients if g in after),
+        )
+        memories = _memories([n for n in kept if n.name not in fixed])
+        sent = {g.meta["storage"][0] for n in first if (g := schedule.gradients[n]) is not None}
         return _Parts(
-            costs,
+            priced.ledger.costs(replace(schedule, backward=(*early, *late))),
+            priced.ledger.costs(second),
             tuple(late),
-            _memories([n for n in kept if n.name not in fixed]),
-            _memories([g for g in gradients if g is not None]),
+            memories,
+            tuple(n for n in memories if n.meta["storage"][0] in sent),
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dcpc.buckets import Sizes
 from dcpc.compiled.pipeline.costs import STATE, StageDevice
-from dcpc.compiled.pipeline.cut import handed_on_bytes, nbytes
+from dcpc.compiled.pipeline.cut import handed_on_bytes, nbytes, passed_on_bytes
 from dcpc.compiled.pipeline.divided import PartCosts
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
@@ -35,22 +35,33 @@ def pipeline_work(
 
 
 def _cost(stage: ProgramStage, sizes: Sizes, device: StageDevice) -> StageCost:
-    """Returns what a stage takes for a micro-batch with its recompute."""
+    """Returns what a stage takes for a micro-batch with its recompute.
+
+    What it sends is in none of its bytes once forward has ended: the schedule has it until it is
+    taken. What is sent back to it is: the gradient of a value that it hands on as well, of which
+    a backward in one part makes a copy.
+    """
     found, study = stage.predict(sizes), stage.study(sizes)
     live = study.live(stage.menu_step, sizes)
     turn = next(i for i, (name, _) in enumerate(live) if name == "backward")
     given_bytes = found.input_bytes + handed_on_bytes(stage, sizes)
-    parts = stage.parts(sizes) or PartCosts(0.0, 0, 0, 0)
+    held_bytes = found.saved_bytes + found.shared_bytes
+    forward_bytes = max((n for _, n in live[:turn]), default=0)
+    backward_bytes = max(n for _, n in live[turn:]) - found.returned_bytes
+    passed_bytes, back_bytes = passed_on_bytes(stage, sizes)
+    parts = stage.parts(sizes) or PartCosts(0.0, 0, 0, 0, 0)
     return StageCost(
         forward_s=found.forward_s / device.speed,
         backward_s=(found.seconds_s - found.forward_s) / device.speed,
         weight_s=parts.weight_s / device.speed,
-        held_bytes=found.saved_bytes + given_bytes,
-        forward_bytes=max(size_bytes for _, size_bytes in live[: turn + 1]) + given_bytes,
-        backward_bytes=max(size_bytes for _, size_bytes in live[turn:]) + given_bytes,
+        held_bytes=held_bytes + given_bytes,
+        forward_bytes=max(forward_bytes, held_bytes + found.returned_bytes) + given_bytes,
+        backward_bytes=backward_bytes + given_bytes + 2 * back_bytes,
         weight_bytes=parts.weight_bytes,
-        input_bytes=parts.input_bytes + given_bytes,
-        work_bytes=parts.work_bytes + found.input_bytes,
+        input_bytes=parts.input_bytes + given_bytes + back_bytes,
+        work_bytes=parts.work_bytes,
+        sent_held_bytes=found.shared_bytes + passed_bytes,
+        back_kept_bytes=parts.shared_bytes,
     )
 
 

@@ -26,12 +26,14 @@ class ValidRows:
         count: how many.
         squares: sum over samples of the square of how many.
         samples: how many samples have any.
+        padded: whether there are other rows.
     """
 
     indices: Mapping[str, Tensor]
     count: int
     squares: int
     samples: int
+    padded: bool
 
 
 class RowFinder:
@@ -41,10 +43,14 @@ class RowFinder:
         traced: the program with padding.
         plan: made for it.
         placement: of it, on one rank.
+        number: how many sides' padded rows that program leaves out already.
     """
 
-    def __init__(self, traced: Traced, plan: UnpadPlan, placement: Placement) -> None:
+    def __init__(
+        self, traced: Traced, plan: UnpadPlan, placement: Placement, number: int = 0
+    ) -> None:
         self._traced, self._plan, self._placement = traced, plan, placement
+        self._number = number
         self._checks: list[RowCheck] = sorted(plan.checks, key=lambda c: (c.node, c.number))
         self._hiding = sorted(plan.hiding)
 
@@ -57,7 +63,7 @@ class RowFinder:
         return lower(asked, self._placement, "")
 
     def find(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> ValidRows | None:
-        """Returns the valid rows; None: there is no padding, or something may read it.
+        """Returns the valid rows; None: there is but one, or something may read padded ones.
 
         Args:
             sizes: lengths of the dims, batch included.
@@ -73,17 +79,18 @@ class RowFinder:
                 return None
             keep = shown.any(1)
             rows = keep.reshape(-1).nonzero().squeeze(1)
-            if not 1 < rows.numel() < keep.numel():
+            if rows.numel() < 2:
                 return None
             lengths = keep.sum(1)
             if not self._is_safe(keep, lengths, checked):
                 return None
             sample = rows.div(keep.shape[1], rounding_mode="floor")
             found = {"rows": rows, "sample": sample, "position": rows - sample * keep.shape[1]}
-            indices = {index_name(which): index for which, index in found.items()}
-            indices[index_name("sequence")] = sample.unsqueeze(0)
+            found["sequence"] = sample.unsqueeze(0)
+            indices = {index_name(which, self._number): x for which, x in found.items()}
             squares, samples = int((lengths * lengths).sum()), int((lengths > 0).sum())
-            return ValidRows(indices, rows.numel(), squares, samples)
+            padded = rows.numel() < keep.numel()
+            return ValidRows(indices, rows.numel(), squares, samples, padded)
 
     def _values(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         dims, lowered = self._traced.program.dims(sizes), self._lowered

@@ -10,6 +10,7 @@ from dcpc.ops.attention.kernels import (
     masks_window,
     takes,
 )
+from dcpc.ops.attention.of_rows import ROWS_OP
 from dcpc.ops.attention.op import EMPTY
 from dcpc.ops.attention.partial import Backward, Forward, Operands
 from dcpc.ops.attention.rectangles import sees
@@ -28,6 +29,7 @@ __all__ = [
     "DEMANDS",
     "EMPTY",
     "ROWS",
+    "ROWS_OP",
     "SHORT",
     "WIDEST",
     "Backward",

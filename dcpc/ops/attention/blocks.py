@@ -33,6 +33,7 @@ class _QueryRun:
     ) -> None:
         q, k, v = tensors
         self.sample, self.first, self.rows = at
+        self.samples = q.shape[0]
         self.groups = q.shape[1] // k.shape[1]
         self.sight, self.ids = sight, ids
         self.keys = sight.keys(self.first, self.rows, k.shape[2])
@@ -81,10 +82,10 @@ class _QueryRun:
         return scores
 
     def part(self, mask: Tensor) -> Tensor:
-        """Returns this block's part of a mask `[b, h, s, t]`, broadcast dims as they are."""
+        """Returns this block's part of a mask `[m, h, s, t]`, broadcast dims as they are."""
         rows = slice(self.first, self.first + self.rows) if mask.shape[2] > 1 else slice(None)
         keys = slice(*self.keys) if mask.shape[3] > 1 else slice(None)
-        return mask[self.sample if mask.shape[0] > 1 else 0, :, rows, keys]
+        return mask[self.sample * mask.shape[0] // self.samples, :, rows, keys]
 
 
 def _blocks(

@@ -1,11 +1,14 @@
 """Attention by torch's CPU flash kernel, which knows causal masks and additive masks.
 
 What the kernel does not know is made of several calls of it: grouped heads (one call for each query
-of a group, on a strided view: keys are never repeated), and queries that start in the middle of the
-keys (the keys before them in full, the rest causal; the two are merged by their logsumexp).
+of a group, on a strided view: keys are never repeated), samples that share a mask (one call for
+each row of it), and queries that start in the middle of the keys (the keys before them in full, the
+rest causal; the two are merged by their logsumexp).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,6 +26,28 @@ def forward(
     given = q
     q, k, v = _laid(q, k, v)
     added = _added(q, mask, keep)
+    if added is None or not _is_shared(added, q):
+        return _of_heads(given, (q, k, v), added, keep, sight)
+    out, lse = empty_outputs(given, v)
+    for at, samples in _sharers(added, q):
+        some = q[samples]
+        part, part_lse = _of_heads(some, (some, k[samples], v[samples]), added[at], keep, sight)
+        out[samples].copy_(part)
+        lse[samples].copy_(part_lse)
+        del part, part_lse
+    return out, lse
+
+
+def _of_heads(
+    given: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    added: Tensor | None,
+    keep: Tensor | None,
+    sight: Sight,
+) -> tuple[Tensor, Tensor]:
+    """Returns out, laid out as the given queries, and logsumexp: a call for a query of a group."""
+    q, k, v = tensors
+    added = _expanded(added, q)
     groups = q.shape[1] // k.shape[1]
     if groups == 1:
         out, lse = _forward(q, k, v, added, keep, sight)
@@ -44,6 +69,22 @@ def backward(
     q, k, v = _laid(given.q, given.k, given.v)
     given = given._replace(q=q, k=k, v=v, out=laid("flash", given.out))
     added = _added(q, mask, keep)
+    if added is None or not _is_shared(added, q):
+        return _backward_of_heads(given, added, sight)
+    dq, dk, dv = map(empty_gradient, (q, k, v))
+    for at, samples in _sharers(added, q):
+        one = _backward_of_heads(given.samples(samples), added[at], sight)
+        for whole, part in zip((dq, dk, dv), one, strict=True):
+            whole[samples].copy_(part)
+        del one, part
+    return dq, dk, dv
+
+
+def _backward_of_heads(
+    given: Attended, added: Tensor | None, sight: Sight
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = given.q, given.k
+    added = _expanded(added, q)
     groups = q.shape[1] // k.shape[1]
     if groups == 1:
         return _backward(given, added, sight)
@@ -96,7 +137,10 @@ def _laid(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _added(q: Tensor, mask: Tensor | None, keep: Tensor | None) -> Tensor | None:
-    """Returns the mask that the kernel adds, `[b, 1 or h, s, t]`, broadcast dims without memory."""
+    """Returns the mask that the kernel adds, `[m, 1 or h, 1 or s, 1 or t]`.
+
+    Its keys lie together: the kernel copies any other mask, after it is repeated for all samples.
+    """
     if keep is not None:
         assert mask is None, "one mask at a time"
         mask = keep[:, None, None, :]
@@ -104,10 +148,30 @@ def _added(q: Tensor, mask: Tensor | None, keep: Tensor | None) -> Tensor | None
         return None
     if mask.dtype == torch.bool:
         added = q.new_zeros(mask.shape)
-        mask = added.masked_fill_(mask.logical_not(), float("-inf"))
-    else:
-        mask = mask.to(added_dtype(mask.dtype, q.dtype))
-    return mask.expand(q.shape[0], mask.shape[1], q.shape[2], mask.shape[3])
+        return added.masked_fill_(mask.logical_not(), float("-inf"))
+    dtype = added_dtype(mask.dtype, q.dtype)
+    if mask.shape[3] == 1 or mask.stride(3) in (0, 1):
+        return mask.to(dtype)
+    return mask.to(dtype, memory_format=torch.contiguous_format)
+
+
+def _expanded(added: Tensor | None, q: Tensor) -> Tensor | None:
+    """Returns a mask `[b, 1 or h, s, 1 or t]`, broadcast dims without memory."""
+    if added is None:
+        return None
+    return added.expand(q.shape[0], added.shape[1], q.shape[2], added.shape[3])
+
+
+def _is_shared(added: Tensor, q: Tensor) -> bool:
+    """Returns whether the kernel cannot see a mask's rows as those of the samples."""
+    return added.shape[0] not in (1, q.shape[0])
+
+
+def _sharers(added: Tensor, q: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yields each row of a mask, and the samples that have it."""
+    each = q.shape[0] // added.shape[0]
+    for row in range(added.shape[0]):
+        yield slice(row, row + 1), slice(row * each, (row + 1) * each)
 
 
 def _split(k: Tensor, sight: Sight) -> int:

@@ -140,8 +140,8 @@ def added_dtype(mask: torch.dtype, query: torch.dtype) -> torch.dtype:
     return mask if mask == torch.float32 and query in HALVES else query
 
 
-def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Checks that queries, keys and values are of sizes and dtypes that go together."""
+def check_sizes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> None:
+    """Checks that queries, keys, values and a mask are of sizes and dtypes that go together."""
     queries, keys, values = q.shape, k.shape, v.shape
     four = len(queries) == len(keys) == len(values) == 4
     assert four, f"attention of {_sizes(q, k, v)}: not of four dims each"
@@ -150,6 +150,11 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
     assert same, f"attention of {_sizes(q, k, v)}: {expected}"
     groups = keys[1] and queries[1] % keys[1] == 0
     assert groups or not queries[1], f"attention of {_sizes(q, k, v)}: query heads are no multiple"
+    rows = queries[0] if mask is None else mask.shape[0]
+    shared = rows and queries[0] % rows == 0
+    assert shared or not queries[0], (
+        f"a mask of {rows} samples for {queries[0]}: they share no rows"
+    )
     alike = q.dtype == k.dtype == v.dtype
     assert alike, f"attention of queries, keys and values of {q.dtype}, {k.dtype} and {v.dtype}"
 

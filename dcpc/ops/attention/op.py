@@ -1,10 +1,12 @@
 """`dcpc::attention`: scaled dot-product attention as one op with explicit saved tensors.
 
 q `[b, h, s, d]`, k `[b, g, t, d]`, v `[b, g, t, e]`: h is a multiple of g, and query head i uses
-key head i // (h / g). `mask` is broadcast to `[b, h, s, t]`: truth values (true: seen) or numbers
-that are added to the scores, and may have a gradient. `keep` `[b or 1, t]` says which keys anybody
-sees. `segment` `[b or 1, t]`, integers, says which of several packed sequences each position is
-of: a query sees keys of its own alone. For the rest see `spec.Sight`.
+key head i // (h / g). `mask` `[m, h or 1, s or 1, t or 1]` is of truth values (true: seen) or of
+numbers that are added to the scores, and may have a gradient. b is a multiple of m, and sample i
+uses row i // (b / m) of the mask: samples that follow each other share a row, which nothing
+repeats. `keep` `[b or 1, t]` says which keys anybody sees. `segment` `[b or 1, t]`, integers, says
+which of several packed sequences each position is of: a query sees keys of its own alone. For the
+rest see `spec.Sight`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def attention_forward(
     *sight: Any,
 ) -> tuple[Tensor, Tensor]:
     """Returns out `[b, h, s, e]` and logsumexp `[b, h, s]` in float32 or better."""
-    check_sizes(query, key, value)
+    check_sizes(query, key, value, mask)
     if not (query.numel() and key.numel() and value.numel()):
         out, lse = empty_outputs(query, value)
         return out.zero_(), lse.zero_()

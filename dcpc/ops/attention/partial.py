@@ -38,7 +38,7 @@ class Operands:
     """What all parts of one attention share.
 
     Attributes:
-        mask: `[b or 1, h or 1, s or 1, n or 1]` of these queries and all keys.
+        mask: `[m, h or 1, s or 1, n or 1]`, as of `dcpc::attention`, of these queries and all keys.
         keep: `[b or 1, n]` of all keys.
         segment: `[b or 1, n]`, what sequence each position belongs to.
         sight: limits by position; where the queries are is said by their runs alone.
@@ -86,7 +86,8 @@ def _part(given: Operands, r: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> _Pa
     k, v = (x[r.samples, :, r.columns] for x in (k, v))
     mask, keep, ids = given.mask, given.keep, None
     if mask is not None:
-        mask = part_of(part_of(part_of(mask, 0, r.samples), 2, r.rows), 3, r.positions)
+        assert r.samples == slice(None), "of a mask the blocks hide other sequences"
+        mask = part_of(part_of(mask, 2, r.rows), 3, r.positions)
         if given.segment is not None:
             ids = Ids(given.segment, [r.queries], [r.keys])
     if keep is not None:

@@ -66,6 +66,10 @@ class Attended(NamedTuple):
         grad, q, out, lse = (x[:, :, rows] for x in (self.grad, self.q, self.out, self.lse))
         return Attended(grad, q, self.k, self.v, out, lse)
 
+    def samples(self, samples: slice) -> Attended:
+        """Returns what some of the samples attended to."""
+        return Attended(*(x[samples] for x in self))
+
     def heads(self, heads: slice) -> Attended:
         """Returns what some heads of the queries attended to."""
         grad, q, out, lse = (x[:, heads] for x in (self.grad, self.q, self.out, self.lse))

@@ -108,6 +108,7 @@ class _Mask:
         self.sizes = {"b": query[0], "h": query[1], "i": query[2], "j": key[2]}
         self.reader = reader
         shape = program.info[mask.name].shape
+        self.shared = shape[0] not in (1, query[0])  # by several samples, see `dcpc::attention`
         self.dtype = program.info[node.all_input_nodes[0].name].dtype
         names = zip(shape, self.sizes, strict=True)
         self.index = tuple(Affine(0) if n == 1 else Affine(0, ((v, 1),)) for n, v in names)
@@ -279,6 +280,10 @@ class _Mask:
                 fixed.append((dim, int(at.number)))
                 continue
             ((position, times),) = at.coefficients if len(at.coefficients) == 1 else (("", 0),)
+            if position == "b" and self.shared:
+                raise _RefusedError(
+                    "it hides keys by sample, and several samples share a row of it"
+                )
             direct = position in where and times == 1 and at.number == 0 and where[position] < 0
             if not direct or self.sizes[position] != size:
                 node = next(n for n in self.program.gm.graph.nodes if n.name == name)

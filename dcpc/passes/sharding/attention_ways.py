@@ -28,7 +28,7 @@ def lowering_of(chosen: Alternative | NodePlacement) -> str:
     """Returns which of `LOWERINGS` an alternative of attention is, "batch", or "whole"."""
     if chosen.name == "ring":
         return "hybrid" if chosen.across > 1 else "ring"
-    named = {"h": "heads", "g": "heads", "q": "gathered", "b": "batch"}
+    named = {"h": "heads", "g": "heads", "q": "gathered", "b": "batch", "c": "batch"}
     return named.get(chosen.name, "whole")
 
 

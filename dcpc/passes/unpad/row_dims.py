@@ -44,6 +44,7 @@ class RowDims:
     def __init__(self, program: Program, sharding: Sharding, keep: str) -> None:
         self.program, self.sharding = program, sharding
         batch, *_, seq = (f for dim in sharding.factors[keep] for f in dim)
+        self.rows = batch, seq
         self.batch, self.seq = batch.key, seq.key
         self._symbols = batch.size.free_symbols | seq.size.free_symbols
 

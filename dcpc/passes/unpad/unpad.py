@@ -15,10 +15,11 @@ reader may read padding, all stays padded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -54,14 +55,16 @@ class _PaddingReadError(Exception):
     """What reads padded rows."""
 
 
-def unpad(program: Program, sharding: Sharding) -> UnpadPlan:
+def unpad(program: Program, sharding: Sharding, without: Collection[sympy.Expr] = ()) -> UnpadPlan:
     """Returns which values are made for valid rows alone, or why none is.
 
     Args:
         program: the traced model, its masks recognised.
         sharding: its factors and alternatives.
+        without: lengths whose padded rows are left out already.
     """
-    keeps = _keeps(program, sharding)
+    found = _keeps(program, sharding)
+    keeps = {n: k for n, k in found.items() if _length(sharding, k.name) not in without}
     if not keeps:
         return replace(_NO_PLAN, reason="no attention has a mask of padded keys that is recognised")
     exact = [k.name for k in keeps.values() if k.exact]
@@ -149,6 +152,12 @@ def _shown(program: Program, node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _length(sharding: Sharding, name: str) -> sympy.Expr:
+    """How many positions a value has that says which keys are seen."""
+    *_, positions = (factor for dim in sharding.factors[name] for factor in dim)
+    return positions.size
+
+
 def _is_rows(sharding: Sharding, name: str) -> bool:
     """Whether a value has a dim of samples and one of positions, and no more."""
     dims = [dim for dim in sharding.factors[name] if dim]
@@ -174,6 +183,7 @@ class _Plan:
         self.zeros = ZeroRows(program, self.dims, self.learned, self.drawn)
         self.packed: dict[str, None] = {}
         self.attentions: set[str] = set()
+        self.biased: set[str] = set()
         self.summed: set[str] = set()
         self.dirty: set[str] = set()  # padded values that are wrong at padded rows
         self.checks: set[Checks] = set()
@@ -203,6 +213,7 @@ class _Plan:
             factors=self.dims.sharding.factors,
             packed=tuple(self.packed),
             attentions=frozenset(self.attentions),
+            biased=frozenset(self.biased),
             summed=frozenset(self.summed),
             checks=frozenset().union(*self.checks),
             positions=frozenset(self.positions),
@@ -219,6 +230,10 @@ class _Plan:
             after, before = (node.kwargs.get(k) for k in ("after", "before"))
             self.runs |= before is not None or after not in (None, 0)
             self.nonempty |= node.kwargs.get("empty") == "nan"
+        elif self._is_biased_attention(node):
+            self.attentions.add(node.name)
+            self.biased.add(node.name)
+            self.hiding.add((self.keep, True))
         elif str(node.target) == _ATTENTION or not self.dims.is_row_wise(node):
             return False
         self.packed[node.name] = None
@@ -238,6 +253,24 @@ class _Plan:
             return False
         if not set(node.kwargs) <= {"scale", "before", "after", "empty"}:
             return False
+        return self._attends_rows(node)
+
+    def _is_biased_attention(self, node: fx.Node) -> bool:
+        """Whether an attention of valid rows reads its mask at their positions.
+
+        Its mask hides all keys that are padding and shows each valid query a key, which is checked.
+        """
+        if self.keeps.get(node.name) != _Keep(self.keep, exact=False):
+            return False
+        mask = node.args[3]
+        assert isinstance(mask, fx.Node), "a mask that shows keys"
+        batch, positions = (f.size for f in self.dims.rows)
+        samples, _, queries, keys = self.program.info[mask.name].shape
+        whole = samples in (1, batch) and queries in (1, positions) and keys == positions
+        return whole and self._attends_rows(node)
+
+    def _attends_rows(self, node: fx.Node) -> bool:
+        """Whether queries, keys, values and the result are rows, laid out as an attention's."""
         dims = self.dims
         tensors = [n.name for n in (*node.args[:3], node) if isinstance(n, fx.Node)]
         return all(

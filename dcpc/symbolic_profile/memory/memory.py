@@ -6,7 +6,8 @@
 
 Forward's placeholders (parameters, buffers, inputs) are resident and not counted. After forward
 the loss and the saved values live; backward frees a saved value after its last use; gradients
-live to the end, or as long as other values where they are taken at once. Sizes are those of
+live to the end, or as long as other values where they are taken at once. So do the gradients that
+backward is given, as whoever calls it has them. Sizes are those of
 storages, not of shapes: a saved slice keeps the whole of what it is cut from. Copies of a block
 that stand for more: `events.py`.
 """
@@ -49,6 +50,8 @@ class MemoryTimeline:
         names: node of each point.
         saved: size -> how often it is among the saved values' distinct storages.
         gradients: the same for what backward returns.
+        returned: the same for what forward returns and backward does not take.
+        shared: the same for what forward returns and backward takes, too.
     """
 
     sizes: tuple[sympy.Expr, ...]
@@ -60,6 +63,8 @@ class MemoryTimeline:
     names: tuple[str, ...]
     saved: Mapping[sympy.Expr, int]
     gradients: Mapping[sympy.Expr, int]
+    returned: Mapping[sympy.Expr, int]
+    shared: Mapping[sympy.Expr, int]
 
     def live(self, values: Any) -> Any:
         """Returns the live bytes of each point, `[points]` or `[points, n]`.
@@ -101,6 +106,8 @@ def timeline_of(
     if stays is not None:
         run = replace(run, gradients=[g for n, g in enumerate(run.gradients) if n in stays])
     outputs = [g for g in run.gradients if g is not None]
+    held = [t for t in run.tangents if t.meta["val"].ndim]  # a loss's is a scalar
+    run = replace(run, gradients=[*outputs, *held])
     kept = _kept(fold, run.backward, numbered)
     recorder = Recorder()
     storages: Lifetimes | Stepwise
@@ -112,8 +119,13 @@ def timeline_of(
     else:
         storages = Lifetimes(run, numbered, recorder)
     storages.forward(Folding.forward(fold, run.forward, kept))
-    without = recorder.resident | {storage for _, storage, _ in storages.of(run.outputs)}
-    saved = Counter(_distinct(run.saved, storages, without, fold))
+    returned = {storage for _, storage, _ in storages.of(run.outputs)}
+    taken = {storage for _, storage, _ in storages.of(run.saved)}
+    sent = [
+        _distinct(run.outputs, storages, recorder.resident | others, fold)
+        for others in (taken, returned - taken)
+    ]
+    saved = Counter(_distinct(run.saved, storages, recorder.resident | returned, fold))
     for each in kept.values():
         for size in numbered.expressions(np.array(each.sizes)):
             saved[size] += each.times
@@ -135,6 +147,8 @@ def timeline_of(
         names=tuple(recorder.names),
         saved=saved,
         gradients=gradients,
+        returned=sent[0],
+        shared=sent[1],
     )
 
 

@@ -25,10 +25,10 @@ from dcpc.ops.attention import (
     masks_window,
 )
 from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument
-from dcpc.symbolic_profile.polynomials import Packs, QueryBlock, Short, larger
+from dcpc.symbolic_profile.polynomials import Packs, QueryBlock, Shares, Short, larger
 
 BSHD = (0, 2, 1, 3)  # the order of dims in memory in which kernels take and give gradients
-ZERO = sympy.Integer(0)
+ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
 
 
 def _kernel_blocks(
@@ -45,7 +45,10 @@ def _kernel_blocks(
 
 
 def kernel(
-    call: CallFacts, rows: sympy.Expr | None = None, keys: sympy.Expr | None = None
+    call: CallFacts,
+    rows: sympy.Expr | None = None,
+    keys: sympy.Expr | None = None,
+    calls: sympy.Expr = ONE,
 ) -> sympy.Expr:
     """Returns the bytes of a thread's scores of a block, row maxima and sums, output: each one.
 
@@ -53,8 +56,9 @@ def kernel(
         call: of the kernel, or of an op that calls it.
         rows: how many queries it is called for, None: all.
         keys: how many keys, None: all.
+        calls: how many calls the samples are divided among.
     """
-    packed = _packed(call, rows, keys)
+    packed = _packed(call, rows, keys, calls)
     queries, keys, reduced = _kernel_blocks(call, rows, keys)
     width = call.tensor("query").shape[3]
     accumulator = max(call.tensor("query").dtype.itemsize, 4)
@@ -62,7 +66,9 @@ def kernel(
     return call.threads * buffer + packed
 
 
-def _packed(call: CallFacts, rows: sympy.Expr | None, keys: sympy.Expr | None) -> sympy.Expr:
+def _packed(
+    call: CallFacts, rows: sympy.Expr | None, keys: sympy.Expr | None, calls: sympy.Expr
+) -> sympy.Expr:
     """Bytes of keys and values as a processor with AMX multiplies them in bfloat16, else 0.
 
     A thread has a block's keys besides, and queries where an odd width is made even. Not followed:
@@ -76,7 +82,7 @@ def _packed(call: CallFacts, rows: sympy.Expr | None, keys: sympy.Expr | None) -
     batch, heads, queries, width = query.shape
     queries, keys = queries if rows is None else rows, key.shape[2] if keys is None else keys
     block, even = sympy.Min(512, keys), _even(width)
-    own = batch * heads * (keys * even + _even(keys) * width)
+    own = batch / calls * heads * (keys * even + _even(keys) * width)
     padded = QueryBlock(queries) * (_even(block) - block + even * (width % 2))
     each = block * width + padded
     return Packs(queries, keys) * 2 * (own + call.threads * each)
@@ -97,11 +103,14 @@ def _multiplies_halves() -> bool:
 
 
 def kernel_backward(
-    call: CallFacts, rows: sympy.Expr | None = None, keys: sympy.Expr | None = None
+    call: CallFacts,
+    rows: sympy.Expr | None = None,
+    keys: sympy.Expr | None = None,
+    calls: sympy.Expr = ONE,
 ) -> sympy.Expr:
     """Returns the bytes of a thread's scores and their gradients, one row sum, grad_out's copy.
 
-    That is made unless it lies (b, s, h, d); of some rows always.
+    That is made unless it lies (b, s, h, d); of some rows always. For arguments see `kernel`.
     """
     queries, keys, reduced = _kernel_blocks(call, rows, keys)
     accumulator = max(call.tensor("query").dtype.itemsize, 4)
@@ -110,7 +119,7 @@ def kernel_backward(
     copy = grad.size_bytes if rows is None else grad.size_bytes * rows / grad.shape[2]
     if rows is None and grad.contiguous(BSHD):
         copy = ZERO
-    return call.threads * buffer + queries * accumulator + copy
+    return call.threads * buffer + queries * accumulator + copy / calls
 
 
 def _gemm(call: CallFacts, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
@@ -167,17 +176,38 @@ def forward(call: CallFacts) -> sympy.Expr:
     """
     if not _by_flash(call):
         return _by_window(call, blocks(call), _windowed)
+    return _by_sharers(call, functools.partial(_forward_held, call))
+
+
+def _by_sharers(call: CallFacts, held: Callable[[sympy.Expr], sympy.Expr]) -> sympy.Expr:
+    """Returns the bytes of an attention: with a call for each row of a mask that samples share.
+
+    Args:
+        call: of the attention.
+        held: the bytes, by how many calls the samples are divided among.
+    """
+    mask, samples = call.given("mask"), call.tensor("query").shape[0]
+    if mask is None or mask.shape[0] in (1, samples):
+        return held(ONE)
+    shares = Shares(mask.shape[0], samples)
+    return shares * held(mask.shape[0]) + (1 - shares) * held(ONE)
+
+
+def _forward_held(call: CallFacts, calls: sympy.Expr) -> sympy.Expr:
+    """Bytes of forward by the kernel."""
     query, groups = call.tensor("query"), _groups(call)
     rows = _run(call)
     share = rows / query.shape[2]
     lse_bytes = query.numel / query.shape[3] * _accumulator(query)
-    held = kernel(call, rows) + _relaid(call, "query", "key", "value")
-    if groups == 1:  # the output, brought to the layout of queries that were copied
+    held = kernel(call, rows, calls=calls) + _relaid(call, "query", "key", "value")
+    if calls != 1:  # one call's results, before they are copied
+        held += (query.size_bytes + lse_bytes) * share / calls
+    elif groups == 1:  # the output, brought to the layout of queries that were copied
         held += _relaid(call, "query") * share
     if _split(call):  # two parts, merged; the first is the result if heads are not grouped
-        held += (query.size_bytes + 2 * lse_bytes) * share / groups
+        held += (query.size_bytes + 2 * lse_bytes) * share / groups / calls
     if groups != 1:
-        held += (query.size_bytes + lse_bytes) * share / groups
+        held += (query.size_bytes + lse_bytes) * share / groups / calls
     if call.given("segment") is not None:
         return larger(held + _merged(query, query.numel, lse_bytes), blocks(call))
     if argument(call.node, "turn") is not None:  # a run's own results, before they are copied
@@ -199,36 +229,43 @@ def backward(call: CallFacts) -> sympy.Expr:
     An upper bound where sequences are packed, as of forward.
     """
     if call.node.target._opname == "attention_mask_backward":  # type: ignore[union-attr]
-        return blocks_backward(call)
+        return mask_backward(call)
     if not _by_flash(call):
         return _by_window(call, blocks_backward(call), _windowed_backward)
+    return _by_sharers(call, functools.partial(_backward_held, call))
+
+
+def _backward_held(call: CallFacts, calls: sympy.Expr) -> sympy.Expr:
+    """Bytes of backward by the kernel."""
     query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
     rows, groups = _run(call), _groups(call)
-    parts = call.given("segment") is not None or argument(call.node, "turn") is not None
+    packed = call.given("segment") is not None
+    parts = packed or argument(call.node, "turn") is not None
     share = rows / query.shape[2]
-    held = kernel_backward(call, rows if parts else None)
+    held = kernel_backward(call, rows if parts else None, calls=calls)
     held += _relaid(call, "query", "key", "value", "out")
+    own = ZERO  # of one call
     if groups != 1:
         if not parts:
             grad = call.tensor("grad_out")
             if grad.contiguous(BSHD):  # whole it needs no copy, one query of each group does
-                held += grad.size_bytes
-            held -= sympy.expand(grad.size_bytes - grad.size_bytes / groups)
+                own += grad.size_bytes
+            own -= sympy.expand(grad.size_bytes - grad.size_bytes / groups)
         else:
             used = call.tensor("grad_out").size_bytes * share
-            held -= sympy.expand(used - used / groups)
-        held += query.size_bytes * share / groups + key.size_bytes + value.size_bytes
+            own -= sympy.expand(used - used / groups)
+        own += query.size_bytes * share / groups + key.size_bytes + value.size_bytes
     if _split(call):
-        held += query.size_bytes * share / groups + key.size_bytes + value.size_bytes
+        own += query.size_bytes * share / groups + key.size_bytes + value.size_bytes
+    if calls != 1:  # its gradients, before they are copied
+        own += query.size_bytes * share + key.size_bytes + value.size_bytes
+    held += sympy.expand(own / calls)
     if parts:  # a part's own gradients, before they are added up, in float32 if half
         held += query.size_bytes * share + key.size_bytes + value.size_bytes
         if query.dtype.itemsize < 4:
-            wide = key.numel + value.numel
-            wide += query.numel if call.given("segment") is not None else 0
+            wide = key.numel + value.numel + (query.numel if packed else 0)
             held += wide * _accumulator(query)
-    if call.given("segment") is not None:
-        return larger(held, blocks_backward(call))
-    return _with_added(call, held, share)
+    return larger(held, blocks_backward(call)) if packed else _with_added(call, held, share)
 
 
 def _by_window(
@@ -312,21 +349,21 @@ def _by_flash(call: CallFacts) -> bool:
 
 
 def _with_added(call: CallFacts, held: sympy.Expr, share: sympy.Expr) -> sympy.Expr:
-    """Adds the mask as the kernel wants it: numbers, of truth values first their opposites."""
+    """Adds the mask as the kernel wants it: numbers, of truth values first their opposites.
+
+    Keys that do not lie together are copied, too.
+    """
     query, mask, keep = call.tensor("query"), call.given("mask"), call.given("keep")
     given = mask or keep
     if given is None:
         return held
-    if given.dtype.is_floating_point and given.strides[3] not in (0, 1) and given.shape[3] != 1:
-        # The kernel copies a mask whose keys do not lie together, of all samples.
-        size = added_dtype(given.dtype, query.dtype).itemsize
-        held += query.shape[0] * given.numel / given.shape[0] * size * share
-    if given.dtype == added_dtype(given.dtype, query.dtype):
+    apart = given.dtype.is_floating_point and given.shape[3] != 1 and given.strides[3] not in (0, 1)
+    if given.dtype == added_dtype(given.dtype, query.dtype) and not apart:
         return held
     numel = given.numel
     if mask is not None and mask.shape[2] != 1:
         numel *= share
-    added = numel * query.dtype.itemsize
+    added = numel * added_dtype(given.dtype, query.dtype).itemsize
     return added + (larger(held, numel) if given.dtype.itemsize == 1 else held)
 
 
@@ -413,6 +450,75 @@ def blocks_backward(call: CallFacts) -> sympy.Expr:
     later = scores + larger(scores, widest, queries, _hiding(call, rows, keys))
     products = column * value.shape[3] * size  # of outputs and their gradients, before the scores
     return held + _ids(call) + column * size + larger(later, products)
+
+
+def mask_backward(call: CallFacts) -> sympy.Expr:
+    """Returns the bytes that backward with a mask's gradient holds, which is added up in float32.
+
+    In half precision that is the sum beside blocks, before the result is made of it.
+    """
+    query, mask = call.tensor("query"), call.tensor("mask")
+    size = _accumulator(query)
+    if mask.dtype.itemsize == size:
+        return blocks_backward(call)
+    sums = size * (call.tensor("key").numel + call.tensor("value").numel)
+    wide = size * mask.numel
+    sums = sums if query.dtype.itemsize < size else ZERO
+    return larger(blocks_backward(call) + wide - mask.size_bytes, sums + wide)
+
+
+# ----------------------------------------------------------------------- dcpc::attention_of_rows
+
+
+def rows_forward(call: CallFacts) -> sympy.Expr:
+    """Returns the bytes that attention of valid rows holds beyond inputs and outputs, at the most.
+
+    As if a sample had all positions: one sample's results, its part of the mask, and what `forward`
+    holds for it.
+    """
+    query, value = call.tensor("query"), call.tensor("value")
+    length, heads, size = _positions(call), query.shape[1], _accumulator(query)
+    results = heads * length * (value.shape[3] * query.dtype.itemsize + size)
+    given = length * (heads + call.tensor("key").shape[1]) * query.shape[3] * query.dtype.itemsize
+    given += length * value.shape[1] * value.shape[3] * query.dtype.itemsize
+    kernels = larger(kernel(call, length, length), _rows_block(call))
+    return results + given + kernels + 2 * _rows_mask(call, query.dtype.itemsize)
+
+
+def rows_backward(call: CallFacts) -> sympy.Expr:
+    """Returns the bytes that its backward holds beyond inputs and outputs, at the most."""
+    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    length, heads, size = _positions(call), query.shape[1], _accumulator(query)
+    widths = heads * query.shape[3] + key.shape[1] * (query.shape[3] + value.shape[3])
+    gradients = length * widths * (2 * query.dtype.itemsize + size)
+    gradients += length * heads * value.shape[3] * (query.dtype.itemsize + size)
+    kernels = larger(kernel_backward(call, length, length), 2 * _rows_block(call))
+    held = gradients + kernels + 2 * _rows_mask(call, query.dtype.itemsize)
+    if call.node.target._opname.endswith("_mask_backward"):  # type: ignore[union-attr]
+        mask = call.tensor("mask")
+        wide = size * mask.numel if mask.dtype.itemsize < size else ZERO
+        held += wide + 2 * _rows_mask(call, size)
+    return held
+
+
+def _positions(call: CallFacts) -> sympy.Expr:
+    """How many positions a sample has, valid ones and padding."""
+    return call.tensor("mask").shape[3]
+
+
+def _rows_block(call: CallFacts) -> sympy.Expr:
+    """Scores of a block of one sample's queries, and its copies of queries, keys and values."""
+    query, value = call.tensor("query"), call.tensor("value")
+    length, size = _positions(call), _accumulator(query)
+    rows, heads = sympy.Min(ROWS, length), query.shape[1]
+    scores = heads * rows * (2 * length + query.shape[3] + value.shape[3] + 4) * size
+    return scores + heads * length * (query.shape[3] + value.shape[3]) * size
+
+
+def _rows_mask(call: CallFacts, size: int) -> sympy.Expr:
+    """One sample's part of a mask, in numbers of so many bytes."""
+    _, heads, queries, keys = call.tensor("mask").shape
+    return heads * queries * keys * size
 
 
 # -------------------------------------------------------------------------- dcpc::ring_attention

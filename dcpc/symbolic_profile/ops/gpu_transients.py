@@ -130,7 +130,7 @@ _IN_PLACE = ("binary_cross_entropy", "gather", "scatter", "scatter_add", "soft_m
 GPU_TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "dcpc::attention_forward": _forward,
     "dcpc::attention_backward": _backward,
-    "dcpc::attention_mask_backward": attention.blocks_backward,
+    "dcpc::attention_mask_backward": attention.mask_backward,
     "dcpc::ring_attention_backward": _ring_backward,
     "aten::native_layer_norm_backward": _copies("grad_out", "input"),
     "aten::bmm": _batch("self", "mat2"),

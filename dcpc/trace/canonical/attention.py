@@ -4,6 +4,7 @@ scaled_dot_product_attention(q, k, v, mask)   ->  attention
 matmul(softmax(matmul(q, k^T) ...), v)        ->  attention, where `...` scales, adds a mask, fills
                                                   with a number where a mask says so
 keys and values repeated for each query head  ->  the keys and values themselves
+a mask repeated for samples after each other  ->  the mask itself
 
 Left as it is: a softmax in a lower precision than its operands (a library's float32 softmax in a
 float64 model: the numbers would change), dropout, and weights that something else reads too.
@@ -325,7 +326,8 @@ def _emit(found: _Found, edit: Editor, node: fx.Node) -> fx.Node:
     q, k, v = _broadcast(edit, (q, k, v), found.grouped or repeats)
     lead = [q.meta["val"].shape[d] for d in range(rank - 2)]
     if mask is not None:
-        mask = _mask_of_rank_4(edit, _ranked(edit, mask, rank), q)
+        mask = _ranked(edit, _unrepeated_mask(edit, mask), rank)
+        mask = _mask_of_rank_4(edit, mask, q)
     tensors = [_rank_4(edit, x) for x in (q, k, v)]
     kwargs: dict[str, Any] = {"scale": 1.0 if found.scale is None else found.scale}
     if found.causal:
@@ -411,15 +413,47 @@ def _rank_4(edit: Editor, x: fx.Node) -> fx.Node:
 
 
 def _mask_of_rank_4(edit: Editor, mask: fx.Node, q: fx.Node) -> fx.Node:
+    """Returns a mask `[m, h, s, t]`, of which samples that follow each other share a row.
+
+    Dims that become the samples, after the last one that the mask has, are not repeated:
+    [a, 1, h, s, t] -> [a, h, s, t] for queries [a, b, h, s, d].
+    """
     rank = mask.meta["val"].ndim
-    if rank > 4:
-        lead = list(range(rank - 3))
-        if not any(_is_not_1(mask, d) for d in lead):
-            return edit.call(aten.squeeze.dims, mask, lead[1:])
-        sizes = edit.shape(mask)
-        sizes[: rank - 3] = edit.sizes(q, lead)
-        mask = edit.call(aten.expand.default, mask, sizes)
-    return _rank_4(edit, mask)
+    if rank <= 4:
+        return _rank_4(edit, mask)
+    lead = rank - 3
+    own = max((d + 1 for d in range(lead) if _is_not_1(mask, d)), default=1)
+    if own < lead:
+        mask = edit.call(aten.squeeze.dims, mask, list(range(own, lead)))
+    if own == 1:
+        return mask
+    sizes = edit.shape(mask)
+    sizes[:own] = edit.sizes(q, list(range(own)))
+    return _rank_4(edit, edit.call(aten.expand.default, mask, sizes))
+
+
+def _unrepeated_mask(edit: Editor, mask: fx.Node) -> fx.Node:
+    """Returns `[m, h, s, t]` of a mask `[b, h, s, t]` that repeats each row for several samples.
+
+    It was reshape(expand(unsqueeze(x, 1))) or repeat_interleave(x, r, 0).
+    """
+    if mask.meta["val"].ndim != 4:
+        return mask
+    source = mask.args[0] if mask.args else None
+    if not isinstance(source, fx.Node):
+        return mask
+    if mask.target is aten.repeat_interleave.self_int:
+        dim = mask.args[2] if len(mask.args) > 2 else mask.kwargs.get("dim")
+        return source if dim in (0, -4) else mask
+    if mask.target is not aten.reshape.default or source.target is not aten.expand.default:
+        return mask
+    one, wide = source.args[0], source.meta["val"].shape
+    assert isinstance(one, fx.Node), "a tensor is expanded"
+    joined = len(wide) == 5 and all(_same_expr(wide[d + 1], mask, d) for d in (1, 2, 3))
+    narrow = one.meta["val"]
+    if not joined or narrow.ndim != 5 or _is_not_1(one, 1) or not _same_size(one, source, 0):
+        return mask
+    return edit.call(aten.squeeze.dims, one, [1])
 
 
 def _is_tensor(x: Any) -> bool:
@@ -437,7 +471,11 @@ def _is_not_1(x: fx.Node, d: int) -> bool:
 
 
 def _same_size(a: fx.Node, b: fx.Node, d: int) -> bool:
-    return bool(_expr(a.meta["val"].shape[d]) == _expr(b.meta["val"].shape[d]))
+    return _same_expr(a.meta["val"].shape[d], b, d)
+
+
+def _same_expr(size: Any, x: fx.Node, d: int) -> bool:
+    return bool(_expr(size) == _expr(x.meta["val"].shape[d]))
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:

@@ -30,14 +30,16 @@ def operands(heads, groups, seq, kind, dtype=torch.float64):
     mask = {"truth": kept[:, None, None, :].expand(BATCH, 1, seq, seq).contiguous()}
     mask["numbers"] = torch.randn(1, heads, seq, seq, dtype=dtype, generator=made)
     mask["wider"] = torch.randn(BATCH, 1, 1, seq, generator=made)
+    mask["apart"] = mask["numbers"].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    mask["wider, apart"] = mask["apart"].float()
     segment = torch.zeros(BATCH, seq, dtype=torch.int64) if kind == "packed" else None
     hiding = mask.get(kind), kept if kind == "kept" else None, segment
     return [tensor(heads), tensor(groups), tensor(groups), *hiding], tensor(heads)
 
 
 def faked(mode, x, seq):
-    """A fake tensor whose batch and lengths have symbols."""
-    kinds = [DimDynamic.DYNAMIC if n in (BATCH, seq) else DimDynamic.STATIC for n in x.shape]
+    """A fake tensor whose batch and lengths have symbols, the same for the same size."""
+    kinds = [DimDynamic.DUCK if n in (BATCH, seq) else DimDynamic.STATIC for n in x.shape]
     return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
 
@@ -91,6 +93,7 @@ CASES = [
     (CAUSAL, "kept", 6, 2),
     (Sight(0.4), "truth", 4, 2),
     (Sight(0.4), "numbers", 4, 2),
+    (Sight(0.4), "apart", 4, 2),
 ]
 
 
@@ -110,8 +113,9 @@ def test_spelled_out_it_has_the_ops_bits_and_takes_no_more_memory(sight, kind, h
         assert peak_bytes(calls, given) <= peak_bytes(op, given)
 
 
-def test_a_wider_mask_of_half_precision_stays_wide():
-    for op, calls, given in both(Sight(0.4), "wider", dtype=torch.bfloat16):
+@pytest.mark.parametrize("kind", ["wider", "wider, apart"])
+def test_a_wider_mask_of_half_precision_stays_wide(kind):
+    for op, calls, given in both(Sight(0.4), kind, dtype=torch.bfloat16):
         assert calls_of(calls, "dcpc") == 0
         assert all(torch.equal(a, b) for a, b in zip(calls(*given), op(*given), strict=True))
 
@@ -128,6 +132,29 @@ def test_a_wider_mask_of_half_precision_stays_wide():
 )
 def test_what_one_call_does_not_compute_stays_the_op(sight, kind):
     assert all(calls_of(calls, "dcpc.attention") == 1 for _, calls, _ in both(sight, kind))
+
+
+@pytest.mark.parametrize("rows", [1, 2, BATCH * 2])
+def test_a_mask_whose_rows_samples_share_stays_the_ops(rows):
+    made = torch.Generator().manual_seed(rows)
+
+    def tensor(*shape):
+        return torch.randn(shape, dtype=torch.float64, generator=made)
+
+    q, k, v = (tensor(BATCH * 2, 19, 4, 8).transpose(1, 2) for _ in range(3))
+    given = [q, k, v, tensor(rows, 4, 19, 19), None, None]
+    out, lse = OPS.attention_forward(*given, *Sight(0.4))
+    ways = (
+        (lambda *x: OPS.attention_forward(*x, None, None, *Sight(0.4)), given[:4]),
+        (
+            lambda g, o, s, *x: OPS.attention_backward(g, *x, None, None, o, s, *Sight(0.4)),
+            [out, out, lse, *given[:4]],
+        ),
+    )
+    for call, tensors in ways:
+        op, calls = spelled(call, tensors, 19)
+        assert calls_of(calls, "dcpc.attention") == (rows == 2)
+        assert all(map(torch.equal, calls(*tensors), op(*tensors)))
 
 
 def test_a_size_that_may_be_0_keeps_the_op():

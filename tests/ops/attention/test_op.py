@@ -26,7 +26,7 @@ def dense(
     scores = q @ k.transpose(-1, -2) * SCALE
     at = s.positions[:, None]
     keys = torch.arange(k.shape[2])
-    seen = torch.ones(2, 1, q.shape[2], k.shape[2], dtype=torch.bool)
+    seen = torch.ones(len(q), 1, q.shape[2], k.shape[2], dtype=torch.bool)
     if s.before is not None:
         seen = seen & (keys >= at - s.before)
     if s.after is not None:
@@ -36,6 +36,7 @@ def dense(
     if segment is not None:
         seen = seen & (segment[:, s.positions, None] == segment[:, None])[:, None]
     if mask is not None:
+        mask = mask.repeat_interleave(len(q) // len(mask), 0)
         scores = scores + mask if mask.dtype != torch.bool else scores
         seen = seen & mask if mask.dtype == torch.bool else seen
     low = torch.finfo(s.dtype).min
@@ -87,6 +88,7 @@ def test_values_and_gradients_are_dense_attention_s(name):
     "name",
     [
         *("causal", "grouped", "window", "learned bias", "causal padding", "zigzag", "packed"),
+        *("shared bias", "shared numbers, grouped"),
         *("packed zigzag, ids come again", "packed zigzag window"),
     ],
 )

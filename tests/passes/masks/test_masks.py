@@ -284,6 +284,32 @@ def test_mask_that_says_something_else_stays_and_says_why(mask):
     assert apply_masks(before, plan).notes == (note,)
 
 
+class SharedRows(Masked):
+    """Three samples of each sample, which share the mask of that one."""
+
+    def forward(self, x: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (torch.stack([t, t * 0.5, t * 2], 1) for t in (q, k, v))
+        at = torch.arange(x.shape[1])
+        seen = self.mask(at[:, None], at[None, :], keep, ids)
+        mask = seen.expand(x.shape[0], 1, -1, -1)[:, None]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum(1)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize("mask", [causal, window, padding, padding_of_ids, same_document])
+def test_mask_that_samples_share_is_one_of_positions_or_stays(mask):
+    model = SharedRows(mask)
+    before = trace(model, BUCKETS)
+    plan = recognise_masks(before)
+    if mask in (causal, window):
+        assert list(plan.decisions.values()) == [HITS[mask]]
+    else:
+        assert not plan.decisions
+        assert "it hides keys by sample, and several samples share a row of it" in plan.notes[0]
+    check_numbers(model, apply_masks(before, plan))
+
+
 def circulant(r: Tensor, c: Tensor, keep: Tensor, ids: Tensor) -> Tensor:
     return torch.arange(keep.shape[1])[r - c] < 5
 

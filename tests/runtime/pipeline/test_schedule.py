@@ -217,3 +217,13 @@ def test_more_memory_is_recomputed_less():
 def test_a_micro_batch_that_fits_nowhere_is_refused_by_name():
     with pytest.raises(PlanError, match="micro-batch 0 on pipeline stage 0: got 5e-10 GB"):
         search(PipelineWork(uniform(2, 2).costs, uniform(2, 2).hops, (0.5, 0.5)))
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_what_was_sent_is_there_until_a_message_proves_that_it_was_taken(held):
+    schedule = PipelineSchedule.of_text("F0 F1 F2 B0 B1 B2:0 0 0;F0 F1 B0 F2 B1 B2:0 0 0")
+    cost = StageCost(1.0, 1.0, sent_held_bytes=held)
+    work = PipelineWork((((cost,),) * 3,) * 2, ((Hop(forward_bytes=5.0),) * 3,), (inf, inf))
+    own, at = 5.0 - held, dict(replay(work, schedule).held[0])  # bytes from each second on
+    # B0, which stage 0 takes at 4, was made when F0 and F1 had been taken; B1, at 6, when F2 had.
+    assert [at[s] for s in (1, 2, 3, 4, 6)] == [own, 2 * own, 3 * own, own, 0.0]

@@ -1,14 +1,12 @@
 """Stages are held against the model before they run: with dropout, and where one is wrong."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
 import dcpc
 from dcpc.api import plan_with
-from dcpc.codegen import summed
+from dcpc.codegen import Variant, summed
 from dcpc.compiled.pipeline import ProgramStage, cut_model, stages_problem
 from dcpc.compiled.pipeline.trained import together
 from dcpc.plan.options import PlanOptions
@@ -20,17 +18,21 @@ BUCKETS = dcpc.Buckets({"x": "float64[batch, seq, 6]"}, [{"seq": 4}, {"seq": 9}]
 class Dropping(nn.Module):
     """Layers with dropout; the first's weight is the last's, too."""
 
-    def __init__(self):
+    def __init__(self, share=0.3):
         super().__init__()
         torch.manual_seed(0)
+        self.share = share
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
         self.layers[3].weight = self.layers[0].weight
         self.scale = nn.Parameter(torch.ones(6))
 
     def forward(self, x):
         for layer in self.layers:
-            x = x + nn.functional.dropout(torch.tanh(layer(x)), 0.3, self.training) * self.scale
+            x = x + self.dropped(torch.tanh(layer(x))) * self.scale
         return x.square().mean()
+
+    def dropped(self, x):
+        return nn.functional.dropout(x, self.share, self.training) if self.share else x
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +42,10 @@ def parts():
     return model, planned, cut_model(model, BUCKETS, planned, 2, 2)
 
 
-def said_of(parts, mode="auto"):
+def said_of(parts, mode="auto", rank=0):
     model, planned, cut = parts
     verifier = Verifier(model, BUCKETS, planned, mode)
-    return stages_problem(cut, model, verifier), verifier.lines
+    return stages_problem(cut, model, verifier, rank), verifier.lines
 
 
 def test_stages_with_dropout_are_compared_and_gradients_are_left_as_they_were(parts):
@@ -127,14 +129,48 @@ def _calls_of(stage: ProgramStage) -> int:
     return sum(n.op == "call_function" for n in stage.part.program.gm.graph.nodes)
 
 
-def test_what_inductor_compiles_is_said_not_to_be_compared(parts):
-    model, planned, cut = parts
-    (runnable,) = planned.traces
-    other = replace(runnable.traced, backend="inductor")
-    verifier = Verifier(model, BUCKETS, planned, "auto")
-    runnable.traced, kept = other, runnable.traced
-    try:
-        assert stages_problem(cut, model, verifier) is None
-    finally:
-        runnable.traced = kept
-    assert verifier.lines == ["stages: NOT compared with the model: compiled by inductor"]
+@pytest.fixture(scope="module")
+def compiled_parts():
+    """Stages that Inductor compiles; the model draws nothing."""
+    model = Dropping(share=0.0).double()
+    planned = plan_with(model, BUCKETS, PlanOptions(backend="inductor"), partly=True)
+    return model, planned, cut_model(model, BUCKETS, planned, 2, 2)
+
+
+def test_the_graphs_that_inductor_compiles_are_compared_and_a_ranks_own_stage_as_compiled(
+    compiled_parts,
+):
+    problem, lines = said_of(compiled_parts, rank=1)
+    assert problem is None
+    assert [line.partition(" at ")[0] for line in lines] == [
+        "2 stages, the least recompute, the graphs that inductor compiles: loss and every gradient",
+        "2 stages, the least recompute, stage 1 as inductor compiled it: loss and every gradient",
+        "2 stages, the most recompute, the graphs that inductor compiles: loss and every gradient",
+    ]
+    counts = [s[0].runnable.compiled_count for s in compiled_parts[2].planner.cost.rows]
+    assert counts == [0, 1], "of other stages nothing is compiled"
+
+
+def test_compiled_stages_that_draw_are_compared_as_graphs():
+    model = Dropping().double()
+    planned = plan_with(model, BUCKETS, PlanOptions(backend="inductor"), partly=True)
+    cut = cut_model(model, BUCKETS, planned, 2, 2)
+    problem, lines = said_of((model, planned, cut), rank=1)  # the other stage draws nothing
+    assert problem is None
+    assert len(lines) == 2
+    assert all("the graphs that inductor compiles" in line for line in lines)
+    assert all(row[0].runnable.compiled_count == 0 for row in cut.planner.cost.rows)
+
+
+@pytest.mark.parametrize("which", ["outputs", "backward"])
+def test_a_compiled_stage_that_differs_from_its_graphs_is_refused(
+    compiled_parts, which, monkeypatch
+):
+    right = getattr(ProgramStage if which == "backward" else Variant, which)
+
+    def worse(self, *args):
+        return tuple(None if x is None else x * 0.99 for x in right(self, *args))
+
+    monkeypatch.setattr(ProgramStage if which == "backward" else Variant, which, worse)
+    problem, _ = said_of(compiled_parts, rank=1)
+    assert "stage 1 as inductor compiled it, run in turn, do not compute" in str(problem)

@@ -86,6 +86,8 @@ def timeline(events: list[tuple[int, int, int]], points: int) -> MemoryTimeline:
         names=("end",),
         saved={},
         gradients={},
+        returned={},
+        shared={},
     )
 
 

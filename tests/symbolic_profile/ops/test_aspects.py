@@ -28,7 +28,7 @@ NO_CONSTANT = {
     "linear_backward", "matmul_backward", "triangular_solve",
 }  # fmt: skip
 # Priced by a formula of their own, or written out in other ops before a graph is priced.
-ELSEWHERE = {"attention_backward", "masked_fill", "rsub"}
+ELSEWHERE = {"attention_backward", "attention_of_rows_backward", "masked_fill", "rsub"}
 
 
 def overloads(name: str) -> Iterator[OpOverload]:

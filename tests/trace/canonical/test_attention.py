@@ -209,3 +209,87 @@ def test_bits_of_the_plain_model_under_autocast(name):
     (truth,) = torch.autograd.grad(exact(x.double()), exact.qkv.weight)
     far = [float((g - truth).norm() / truth.norm()) for g in found]
     assert far[0] < 1.2 * far[1] < 0.1
+
+
+ROWS = 3  # samples of each sample of the input, which share a mask
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """`[b, h, s, d]` -> [b, ROWS, h, s, d], no two alike."""
+    return torch.stack([x * (1 + 0.1 * i) for i in range(ROWS)], 1)
+
+
+def biased(share, join: bool):
+    """Attention of ROWS samples each, biased by what all of them share."""
+
+    def attends(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        given = q @ k.mT * 0.3 + bias
+        q, k, v = (rows_of(x) for x in (q, k, v))
+        if join:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=share(given))
+
+    return attends
+
+
+def spelled_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    given = (q @ k.mT * 0.3 + bias)[:, None]
+    q, k, v = (rows_of(x) for x in (q, k, v))
+    return (q @ k.mT * 0.5 + given).softmax(-1) @ v
+
+
+def six_dims(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Of two dims that become samples, the mask has the first and the second, not the third."""
+    given = rows_of(q @ k.mT * 0.3 + bias)[:, :, None]
+    q, k, v = (torch.stack([rows_of(x), rows_of(x) * 0.7], 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=given)
+
+
+def hidden_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """A truth mask by sample, which positions alone do not make."""
+    seen = (k.detach().sum((1, 3))[:, None, :] > 0) | torch.eye(q.shape[2], dtype=torch.bool)
+    q, k, v = (rows_of(x) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+
+
+def causal_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    at = torch.arange(q.shape[2])
+    seen = (at <= at[:, None]).expand(q.shape[0], 1, 1, -1, -1)
+    return F.scaled_dot_product_attention(*(rows_of(x) for x in (q, k, v)), attn_mask=seen)
+
+
+# name -> (attention, how many samples share a row of its mask)
+SHARED = {
+    "five dims": (biased(lambda m: m[:, None], join=False), ROWS),
+    "reshaped": (
+        biased(lambda m: m[:, None].expand(-1, ROWS, -1, -1, -1).flatten(0, 1), join=True), ROWS,
+    ),
+    "interleaved": (biased(lambda m: m.repeat_interleave(ROWS, 0), join=True), ROWS),
+    "spelled": (spelled_rows, ROWS),
+    "six dims": (six_dims, 2),
+    "truth": (hidden_rows, ROWS),
+    "causal": (causal_rows, ROWS),
+    # These are no rows that samples after each other share.
+    "tiled": (biased(lambda m: m.repeat(ROWS, 1, 1, 1), join=True), 1),
+    "expanded in front": (
+        biased(lambda m: m[None].expand(ROWS, -1, -1, -1, -1).flatten(0, 1), join=True), 1,
+    ),
+    "by row": (biased(lambda m: rows_of(m[:1])[:, :, :, :1, :1], join=False), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_mask_that_samples_share_is_not_repeated(name):
+    how, sharers = SHARED[name]
+    (node,), program, model = calls(how)
+    info = [program.info[n.name].shape for n in node.all_input_nodes]
+    assert info[3][0] * sharers == info[0][0]
+    x = torch.randn(2, 15, 8, dtype=torch.float64)
+    losses = run(program, model, x), model(x)
+    torch.testing.assert_close(*losses, rtol=1e-13, atol=0)
+    leaves = list(model.parameters())
+    both = [torch.autograd.grad(loss, leaves, allow_unused=True) for loss in losses]
+    for got, want in zip(*both, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-14)

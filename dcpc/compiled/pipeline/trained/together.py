@@ -1,32 +1,51 @@
-"""Stages of several ranks each, all of them in one process: to hold them against the model."""
+"""All ranks of all stages in one process, by their graphs: to hold them against the model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dcpc.codegen import run_in_step, summed
+from dcpc.codegen import broken_guards, integers_of, run_in_step, summed
 from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.errors import CodegenError
+from dcpc.ir import Partition
+from dcpc.plan.traced import Hints
 from dcpc.verify import LossAndGradients
 
 
 def together(
-    stages: Sequence[ProgramStage], model: nn.Module, inputs: Mapping[str, Tensor]
+    stages: Sequence[ProgramStage],
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    compiled: int | None = None,
 ) -> LossAndGradients:
     """Returns loss and gradients of a micro-batch that goes through all ranks of all stages.
 
     Args:
-        stages: of the model, with its parameters.
+        stages: of the model, with its parameters; their `grad` is left as it is.
         model: the user's.
         inputs: by name.
+        compiled: number of a stage of one rank that is run as a step runs it, by what its backend
+            compiled; None: all are run by the graphs that are compiled.
     """
     first = {id(p): n for n, p in model.named_parameters()}
     # What flows has one name in all stages, so what goes past some of them needs no handing on.
     flowing, grads = dict[str, Tensor](), dict[str, Tensor]()
+    saved: Any = None
     for stage in stages:
-        flowing |= _run(stage, inputs, flowing, {})[0]
+        if stage.index == compiled:
+            received = tuple(flowing[n] for n in stage.part.received)
+            with torch.enable_grad():
+                sent, saved = stage.forward(inputs, received)
+            flowing |= dict(zip(stage.part.sent, sent, strict=True))
+        else:
+            flowing |= _run(stage, inputs, flowing, {})[0]
     (name,) = stages[-1].part.sent
     grads[name] = torch.ones_like(flowing[name])
     found: dict[str, Tensor | None] = {
@@ -34,13 +53,87 @@ def together(
     }
     for stage in reversed(stages):
         held = stage.runnable.traced.tensors()
-        for n, gradient in _run(stage, inputs, flowing, grads)[1].items():
+        if stage.index == compiled:
+            made = _backward(stage, saved, grads, model)
+        else:
+            made = _run(stage, inputs, flowing, grads)[1]
+        for n, gradient in made.items():
             if n in stage.part.program.parameters:
                 own = first[id(held[n])]
                 found[own] = _added(found[own], gradient)
             else:
                 grads[n] = _added(grads.get(n), gradient)
     return LossAndGradients(flowing[name], found)
+
+
+@contextmanager
+def own_gradients(model: nn.Module) -> Iterator[None]:
+    """Gives parameters no gradient at first, and afterwards those back that they had."""
+    had = [(p, p.grad) for p in model.parameters()]
+    for p, _ in had:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in had:
+            p.grad = gradient
+
+
+def _backward(
+    stage: ProgramStage, saved: Any, grads: Mapping[str, Tensor], model: nn.Module
+) -> dict[str, Tensor]:
+    """Returns the gradients of what a stage reads, as its own backward makes them.
+
+    Args:
+        stage: of one rank.
+        saved: of its forward.
+        grads: of what it makes; of others it is zero, as what it hands on goes past it.
+        model: whose parameters it reads.
+    """
+    part, held = stage.part, stage.runnable.traced.tensors()
+    given = tuple(grads.get(n) if n in part.program.outputs else None for n in part.sent)
+    with torch.enable_grad(), own_gradients(model):
+        back = stage.backward(saved, given)
+        made = dict(zip(part.received, back, strict=True))
+        own = {id(held[n]): n for n in part.program.learning if n in held}
+        made |= {n: held[n].grad for n in own.values()}  # one name of each
+    return {n: g for n, g in made.items() if g is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _LaneGraphs:
+    """What a rank of a stage runs at some sizes.
+
+    Attributes:
+        partition: forward and backward.
+        integers: that both take.
+        learned: placeholders that have a gradient, in its order.
+    """
+
+    partition: Partition
+    integers: Mapping[str, int]
+    learned: Sequence[str]
+
+
+def _graphs(stage: ProgramStage, sizes: Mapping[str, int], lane: int) -> _LaneGraphs:
+    """Returns the graphs that a rank of a stage has compiled for some sizes.
+
+    Raises:
+        CodegenError: none is right at these sizes.
+    """
+    runnable = stage.runnable
+    traced, backend = runnable.traced, runnable.traced.backend
+    placement = runnable.priced.placement(sizes, stage.sp)
+    dims = traced.program.dims(sizes)
+    hints: list[Hints] = [None if backend == "eager" else ()]
+    for chosen in itertools.chain(hints, runnable.hints(placement, backend, dims, lane)):
+        lowering = traced.lowering(placement, chosen, backend)
+        own = integers_of(lowering.lowered, dims)[lane]
+        at = {i.symbol: own[i.name] for i in lowering.lowered.integers}
+        if not broken_guards(lowering.joint.guards, at):
+            parts = runnable.partition(placement, stage.menu_step, chosen, backend)
+            return _LaneGraphs(parts, own, lowering.joint.trainable)
+    raise CodegenError(f"stage {stage.index}: got no graph that is right at {dict(sizes)}")
 
 
 def _added(had: Tensor | None, more: Tensor) -> Tensor:
@@ -61,13 +154,9 @@ def _run(
         flowing: what stages before made; of a stage that ran, what it made as well.
         grads: of what it makes; of others it is zero.
     """
-    program, ranks = stage.part.program, range(stage.sp)
+    program = stage.part.program
     sizes = stage.sizes(inputs, [flowing[n] for n in stage.part.received])
-    every = [stage.in_lane(lane).variant(sizes) for lane in ranks]
-    integers = [
-        {i.name: value for i, value in zip(variant.integers, values, strict=True)}
-        for variant, values in every
-    ]
+    every = [_graphs(stage, sizes, lane) for lane in range(stage.sp)]
     received = {n: flowing[n] for n in stage.part.read}
     given = {p: inputs[n].contiguous() for p, n in program.inputs.items() if p not in received}
     held = {**stage.runnable.traced.tensors(), **received, **given}
@@ -77,11 +166,10 @@ def _run(
         known = grads.get(program.outputs[position])
         return torch.zeros_like(made) if known is None else known
 
-    results = run_in_step([v.partition for v, _ in every], integers, named, tangents=tangent)
+    graphs, integers = [own.partition for own in every], [own.integers for own in every]
+    results = run_in_step(graphs, integers, named, tangents=tangent)
     made = dict(zip(program.outputs, results[0].outputs, strict=True))
-    variant = every[0][0]
-    learned = [variant.placeholders[position] for position in variant.trainable]
-    both = zip(learned, summed(results), results[0].gradients, strict=True)
+    both = zip(every[0].learned, summed(results), results[0].gradients, strict=True)
     # Each rank has a share of a parameter's gradient, and the whole of what it received.
     gradients = {n: whole if n in received else total for n, total, whole in both}
     return made, {n: g for n, g in gradients.items() if g is not None}

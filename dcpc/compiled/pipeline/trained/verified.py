@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dcpc.compiled.pipeline.stages import ProgramStage, run_in_turn
 from dcpc.compiled.pipeline.trained.cutting import CutModel
-from dcpc.compiled.pipeline.trained.together import together
+from dcpc.compiled.pipeline.trained.together import own_gradients, together
 from dcpc.errors import VerifyError
 from dcpc.verify import Given, LossAndGradients, Verifier
 
 Outcome = Callable[[Sequence[ProgramStage], nn.Module, Mapping[str, Tensor]], LossAndGradients]
 
 
-def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> VerifyError | None:
+def stages_problem(
+    cut: CutModel, model: nn.Module, verifier: Verifier, rank: int = 0
+) -> VerifyError | None:
     """Returns why the stages do not compute what the model computes; None: they do.
 
     Runs all of them in turn, forward and backward, on drawn inputs at small lengths: as they will
     run, with the least and the most recompute, and with backwards in two parts. Every rank has the
     whole model until then. Where several ranks run a stage this process runs the graphs of all of
-    them, backwards as a whole.
+    them, backwards as a whole. Where Inductor compiles the stages it runs the graphs that are
+    compiled, and this rank's stage as it was compiled, which its first step needs anyway; with
+    verify="full" also with the most recompute. One that draws random numbers is run as graphs.
 
     Args:
         cut: the model's stages.
         model: the user's, with memory.
         verifier: of it; it says what was compared.
+        rank: this one.
     """
     if verifier.mode == "off":
         return None
     traced = verifier.planned.runnable.traced
-    if traced.backend != "eager":
-        verifier.lines.append(f"stages: NOT compared with the model: compiled by {traced.backend}")
-        return None
     rows, sp = cut.planner.cost.rows, cut.layout.sp
-    least, most = [row[0] for row in rows], [row[-1] for row in rows]
-    chains: dict[str, tuple[list[ProgramStage], Outcome]] = {
-        "the least recompute": (least, _outcome if sp == 1 else together)
-    }
-    if any(len(row) > 1 for row in rows):
-        chains["the most recompute"] = most, _outcome if sp == 1 else together
-    if sp == 1 and traced.backend == "eager":
-        chains["backwards in two parts"] = most, _outcome_apart
+    chains = dict(_chains(cut, traced.backend, rank, thorough=verifier.mode == "full"))
     for name, (chain, outcome) in chains.items():
 
         def make(
@@ -59,6 +54,34 @@ def stages_problem(cut: CutModel, model: nn.Module, verifier: Verifier) -> Verif
         if problem is not None:
             return problem
     return None
+
+
+def _chains(
+    cut: CutModel, backend: str, rank: int, thorough: bool
+) -> Iterator[tuple[str, tuple[list[ProgramStage], Outcome]]]:
+    """Yields what is said of a way to run all stages in turn, the stages, and what runs them."""
+    rows, sp = cut.planner.cost.rows, cut.layout.sp
+    recomputes = {"the least recompute": [row[0] for row in rows]}
+    if any(len(row) > 1 for row in rows):
+        recomputes["the most recompute"] = [row[-1] for row in rows]
+    for number, (name, chain) in enumerate(recomputes.items()):
+        if backend == "eager":
+            yield name, (chain, _outcome if sp == 1 else together)
+            continue
+        yield f"{name}, the graphs that {backend} compiles", (chain, together)
+        own = cut.layout.stage(rank)
+        if sp == 1 and (thorough or not number) and not _draws(chain[own]):
+            compiled = partial(together, compiled=own)
+            yield f"{name}, stage {own} as {backend} compiled it", (chain, compiled)
+    if sp == 1 and backend == "eager":
+        yield "backwards in two parts", ([row[-1] for row in rows], _outcome_apart)
+
+
+def _draws(stage: ProgramStage) -> bool:
+    """Whether a stage draws random numbers, which what is compiled does by itself."""
+    traced = stage.runnable.traced
+    placement = stage.runnable.priced.placement(traced.program.hints, stage.sp)
+    return any(i.role == "seed" for i in traced.lowering(placement).lowered.integers)
 
 
 def _outcome_apart(
@@ -82,20 +105,7 @@ def _outcome(
         inputs: by name.
         apart: whether backwards are run in two parts.
     """
-    with torch.enable_grad(), _own_gradients(model):
+    with torch.enable_grad(), own_gradients(model):
         loss = run_in_turn(stages, inputs, apart=apart)
         found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     return LossAndGradients(loss, found)
-
-
-@contextmanager
-def _own_gradients(model: nn.Module) -> Iterator[None]:
-    """Gives parameters no gradient at first, and afterwards those back that they had."""
-    had = [(p, p.grad) for p in model.parameters()]
-    for p, _ in had:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in had:
-            p.grad = gradient

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
+import sympy
 from sympy import divisors
 
 from dcpc.passes.sharding.factors import quotient
@@ -183,32 +185,32 @@ def embedding(call: OpCall) -> OpSharding:
 def attention(call: OpCall) -> OpSharding:
     """dcpc::attention: batch, heads and queries are free; keys are whole, or go round.
 
-    With grouped queries a head dim is (key/value head, query in its group).
+    With grouped queries a head dim is (key/value head, query in its group). Where samples share
+    the rows of a mask, the batch is (row, sample of it).
     """
     q, k, v = (o.shape for o in call.operands[:3])
     group = quotient(q[1], k[1])
     if group is None or v[1] != k[1]:
         raise NotImplementedError("key and value heads do not divide the query heads")
-    sizes: NameSizes = {
-        "b": q[0], "h": k[1], "g": group, "q": q[2], "s": k[2], "d": q[3], "e": v[3]
-    }  # fmt: skip
+    masks = list(call.operands[3:])
+    given = [name for name in ("keep", "segment") if call.args.get(name) is not None]
+    by_key = [masks.pop() for _ in given]
+    sizes = _samples(q[0], [mask.shape[0] for mask in masks])
+    sizes |= {"h": k[1], "g": group, "q": q[2], "s": k[2], "d": q[3], "e": v[3]}
     sizes = {n: s for n, s in sizes.items() if s != 1}
 
     def one(*names: str) -> tuple[str, ...]:
         return tuple(n for n in names if n in sizes)
 
-    heads = one("h", "g")
-    output = (one("b"), heads, one("q"), one("e"))
+    samples, heads = one("b", "c"), one("h", "g")
+    output = (samples, heads, one("q"), one("e"))
     operands: list[Names] = [
-        (one("b"), heads, one("q"), one("d")),
-        (one("b"), one("h"), one("s"), one("d")),
-        (one("b"), one("h"), one("s"), one("e")),
+        (samples, heads, one("q"), one("d")),
+        (samples, one("h"), one("s"), one("d")),
+        (samples, one("h"), one("s"), one("e")),
     ]
-    masks = list(call.operands[3:])
-    given = [name for name in ("keep", "segment") if call.args.get(name) is not None]
-    by_key = [masks.pop() for _ in given]
-    operands += [broadcast((*output[:-1], one("s")), mask.shape) for mask in masks]
-    operands += [broadcast((one("b"), one("s")), x.shape) for x in reversed(by_key)]
+    operands += [broadcast((one("b"), *output[1:-1], one("s")), mask.shape) for mask in masks]
+    operands += [broadcast((samples, one("s")), x.shape) for x in reversed(by_key)]
     # Of the product of all names the work is the part d + e of d * e: two matmuls. Causal, it is
     # half of the pairs, by any piece: where later queries see more, pieces are zigzag.
     d, e = q[3], v[3]
@@ -219,6 +221,15 @@ def attention(call: OpCall) -> OpSharding:
         tuple(operands), output, sizes, whole=frozenset({"s", "d", "e"} & sizes.keys()),
         multiplies=True, work=work, later=later, ring=_ring(call, sizes, len(masks)),
     )  # fmt: skip
+
+
+def _samples(samples: sympy.Expr, rows: Sequence[sympy.Expr]) -> NameSizes:
+    """Returns rows of a mask and samples of each, by name, given the rows of the masks."""
+    own = next((n for n in rows if n not in (1, samples)), samples)
+    sharers = sympy.Integer(1) if own == samples else quotient(samples, own)
+    if sharers is None:
+        raise NotImplementedError("the rows of a mask do not divide the samples")
+    return {"b": own, "c": sharers}
 
 
 def _ring(call: OpCall, sizes: NameSizes, masks: int) -> RingRule | None:

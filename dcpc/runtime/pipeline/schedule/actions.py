@@ -102,6 +102,8 @@ class StageCost:
         weight_bytes: kept from I to W.
         input_bytes: most during I, as `backward_bytes`.
         work_bytes: most during W, likewise; what is kept from I included.
+        sent_held_bytes: of what it sends on, the part that it holds anyway.
+        back_kept_bytes: of what I sends back, the part that it keeps for W anyway.
     """
 
     forward_s: float
@@ -113,6 +115,8 @@ class StageCost:
     weight_bytes: float = 0.0
     input_bytes: float = 0.0
     work_bytes: float = 0.0
+    sent_held_bytes: float = 0.0
+    back_kept_bytes: float = 0.0
 
     def most_bytes(self, kind: str) -> float:
         """Returns the most bytes during an action, beside what the stage holds of others."""

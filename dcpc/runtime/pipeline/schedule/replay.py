@@ -2,8 +2,9 @@
 
 A stage runs its actions in order, each as soon as the one before has ended and its message is here.
 The executor posts the receive of an action when the action before it begins; a message is on the
-wire from then, or from when it is sent. Until it has arrived its bytes are the sender's, and from
-the post on the receiver's, too.
+wire from then, or from when it is sent. From the post on its bytes are the receiver's. They are the
+sender's until it takes a message of the receiver that was made after this one was taken: what has
+arrived is known by nothing else.
 """
 
 from __future__ import annotations
@@ -89,7 +90,11 @@ def replay(work: PipelineWork, schedule: PipelineSchedule) -> PipelineReplay:
     """
     ran = times(work, schedule)
     held = tuple(
-        _curve(_changes(work, schedule.settings[s], ran, s)) for s in range(schedule.stages)
+        _curve(
+            _changes(work, schedule.settings[s], ran, s)
+            + _unsent(work, schedule.settings[s], ran, s)
+        )
+        for s in range(schedule.stages)
     )
     return PipelineReplay(ran, held, max((row[-1].end_s for row in ran if row), default=0.0))
 
@@ -196,24 +201,47 @@ def _changes(
             size = hop.forward_bytes if kind == FORWARD else hop.backward_bytes
             found += [(post_s, size), (r.begin_s, -size)]
         post_s = r.begin_s
-    return found + _unsent(work, ran, stage)
+    return found
 
 
-def _unsent(work: PipelineWork, ran: tuple[tuple[RanAction, ...], ...], stage: int) -> Changes:
-    """Returns the bytes that a stage has sent and that have not arrived."""
+def _unsent(
+    work: PipelineWork,
+    settings: tuple[int, ...],
+    ran: tuple[tuple[RanAction, ...], ...],
+    stage: int,
+) -> Changes:
+    """Returns the bytes that a stage has sent and of which it does not know that they arrived.
+
+    What it has anyway meanwhile is left out. Messages each way come in the order in which they are
+    taken, so one look at each is enough.
+    """
     found: Changes = []
-    made = {(r.action.kind == FORWARD, r.action.micro_batch): r.end_s
-            for r in ran[stage] if r.action.kind != BACKWARD_WEIGHT}  # fmt: skip
     for peer in (stage - 1, stage + 1):
-        for r in ran[peer] if 0 <= peer < len(ran) else ():
+        if not 0 <= peer < len(ran):
+            continue
+        down = peer > stage  # what is sent there is made by forwards
+        places = {
+            (r.action.kind == FORWARD, r.action.micro_batch): place
+            for place, r in enumerate(ran[peer])
+            if r.action.kind != BACKWARD_WEIGHT
+        }
+        messages = [r for r in ran[stage] if r.action.kind != BACKWARD_WEIGHT]
+        sent = [r for r in messages if (r.action.kind == FORWARD) == down]
+        heard = [r for r in messages if (r.action.kind == FORWARD) != down]
+        told, end_s = 0, ran[stage][-1].end_s
+        for r in sent:
+            taken = places[down, r.action.micro_batch]
+            while told < len(heard) and places[not down, heard[told].action.micro_batch] < taken:
+                told += 1
             kind, i = r.action
-            if kind == FORWARD and peer > stage:
-                size = work.hops[stage][i].forward_bytes
-            elif kind in (BACKWARD, BACKWARD_INPUT) and peer < stage:
-                size = work.hops[peer][i].backward_bytes
+            cost = work.costs[stage][i][settings[i]]
+            if down:
+                size = work.hops[stage][i].forward_bytes - cost.sent_held_bytes
             else:
-                continue
-            found += [(made[kind == FORWARD, i], size), (r.arrival_s, -size)]
+                size = work.hops[peer][i].backward_bytes
+                size -= cost.back_kept_bytes * (kind == BACKWARD_INPUT)
+            until_s = heard[told].begin_s if told < len(heard) else end_s
+            found += [(r.end_s, size), (until_s, -size)]
     return found
 
 

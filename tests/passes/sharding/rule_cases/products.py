@@ -119,13 +119,14 @@ def embedding(source: Source) -> Case:
 
 @strategy("dcpc.attention")
 def attention(source: Source) -> Case:
-    b, h, g = source.size(), source.size(1, 3), source.size(1, 3)
+    rows, h, g = source.size(), source.size(1, 3), source.size(1, 3)
+    b = rows * source.pick(1, 1, 2, 3)
     q, s, d, e = source.size(), source.size(), source.size(), source.size()
     tensors = [source.floats(b, h * g, q, d), source.floats(b, h, s, d), source.floats(b, h, s, e)]
     mask = keep = None
     mode = source.pick("none", "truth mask", "number mask", "keep")
     if "mask" in mode:
-        shape = [source.pick(1, b), source.pick(1, h * g), source.pick(1, q), s]
+        shape = [source.pick(1, b, rows), source.pick(1, h * g), source.pick(1, q), s]
         mask = source.floats(*shape) if mode == "number mask" else source.below(2, *shape).bool()
     elif mode == "keep":
         keep = source.below(2, source.pick(1, b), s).bool()
@@ -133,6 +134,17 @@ def attention(source: Source) -> Case:
     empty = source.pick("zero", "zero", "fixed")
     op = torch.ops.dcpc.attention.default
     return Case(op, (*tensors, mask, keep), {"scale": 0.5, "empty": empty, **band})
+
+
+@strategy("dcpc.attention_of_rows")
+def attention_of_rows(source: Source) -> Case:
+    samples, length, h, d, e = (source.size() for _ in range(5))
+    rows = torch.arange(samples * length)[source.size(0, samples * length - 1) :]
+    n = len(rows)
+    tensors = [source.floats(1, h, n, d), source.floats(1, h, n, d), source.floats(1, h, n, e)]
+    mask = source.floats(samples, source.pick(1, h), length, length)
+    op = torch.ops.dcpc.attention_of_rows.default
+    return Case(op, (*tensors, mask, None, rows), {"scale": 0.5})
 
 
 def window(source: Source, count: int, patch: bool) -> tuple[list[int], list[int], Any, Any]:

@@ -1,0 +1,161 @@
+"""The programs of a model without its padding: of one length, of that and a second one, ...
+
+    program ─► side 0: the rows of an encoder ─► side 1: besides, those of a decoder
+
+Each side leaves the padded rows of one more length out, of the program that the side before made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from dcpc.buckets import BATCH, Sizes
+from dcpc.codegen.lower.unpad import apply_unpad, rows_name
+from dcpc.compiled.unpadding.valid_rows import RowFinder, ValidRows
+from dcpc.ir import Placement, UnpadPlan
+from dcpc.passes.sharding.sharding import analyse
+from dcpc.passes.unpad.unpad import unpad
+from dcpc.plan.runnable import Runnable
+from dcpc.plan.studies import Study
+from dcpc.symbolic_profile import Device
+from dcpc.symbolic_profile.evaluate import Evaluator
+
+# Seconds of one attention of one sample more in a row, forward and backward: a kernel call each.
+SEQUENCE_S = 6e-5
+FEW, MANY = 256, 4096  # rows at which a program is priced
+
+
+@dataclass(frozen=True, slots=True)
+class _RowPrice:
+    """Seconds of a program without padding at some lengths, by the valid rows of each side.
+
+    Attributes:
+        fixed: whatever they are.
+        row: for each row of a side.
+        pair: for each two of one sample of a side.
+    """
+
+    fixed: float
+    row: tuple[float, ...]
+    pair: tuple[float, ...]
+
+
+class Side:
+    """One more length whose padded rows are left out.
+
+    Args:
+        before: the program whose padded rows they are.
+        plan: made for it.
+        earlier: the sides that made it.
+
+    Attributes:
+        plan: which values are made for valid rows alone.
+        number: how many sides are before it.
+    """
+
+    def __init__(self, before: Runnable, plan: UnpadPlan, earlier: Sequence[Side]) -> None:
+        self._before, self.plan, self.number = before, plan, len(earlier)
+        self._every: tuple[Side, ...] = (*earlier, self)
+        self._prices: dict[tuple[tuple[str, int], ...], _RowPrice] = {}
+
+    @cached_property
+    def finder(self) -> RowFinder:
+        """What finds the valid rows."""
+        placement = self._before.priced.placement(self._before.traced.program.hints, 1)
+        return RowFinder(self._before.traced, self.plan, placement, self.number)
+
+    @cached_property
+    def runnable(self) -> Runnable:
+        """The program without padding."""
+        traced = self._before.traced
+        program = apply_unpad(traced.program, self.plan)
+        sharding = analyse(program, derive_rules=False)
+        reference = {BATCH: 1, **(traced.reference or program.hints)}
+        batch, seq = self.plan.row_sizes
+        rows = int((batch * seq).subs(traced.program.dims(reference)))
+        reference[rows_name(self.number)] = rows
+        return Runnable(
+            replace(traced, program=program, sharding=sharding, reference=reference, tracers={})
+        )
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Of the program without padding, on one rank."""
+        return self.runnable.priced.placement(self.runnable.traced.program.hints, 1)
+
+    @cached_property
+    def study(self) -> Study:
+        """What is known of its costs."""
+        return self.runnable.priced.at(self.placement)
+
+    def given(self, rows: Sequence[ValidRows]) -> dict[str, Tensor]:
+        """Returns what the program gets besides the model's inputs, by placeholder."""
+        named = {name: x for side in rows for name, x in side.indices.items()}
+        inputs = self.runnable.traced.program.inputs
+        return {p: named[name] for p, name in inputs.items() if name in named}
+
+    def sizes(self, sizes: Sizes, rows: Sequence[ValidRows]) -> Sizes:
+        """Returns the lengths of the dims with the numbers of valid rows."""
+        counts = {rows_name(i): found.count for i, found in enumerate(rows)}
+        return {**sizes, **counts}
+
+    def seconds(self, sizes: Sizes, rows: Sequence[ValidRows], device: Device) -> float:
+        """Returns the predicted seconds of a call, forward and backward.
+
+        The profile knows the rows, and not of how many samples they are: it prices attention as if
+        they were of one.
+        """
+        key = tuple(sorted(sizes.items()))
+        if key not in self._prices:
+            self._prices[key] = self._price(sizes, device)
+        price = self._prices[key]
+        of_rows = sum(s * found.count for s, found in zip(price.row, rows, strict=True))
+        of_pairs = sum(s * found.squares for s, found in zip(price.pair, rows, strict=True))
+        calls = sum(
+            len(side.plan.attentions) * found.samples
+            for side, found in zip(self._every, rows, strict=True)
+        )
+        return price.fixed + of_rows + of_pairs + calls * SEQUENCE_S
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self.study.profile(0))
+
+    def _price(self, sizes: Sizes, device: Device) -> _RowPrice:
+        names = [rows_name(side.number) for side in self._every]
+        few = dict.fromkeys(names, FEW)
+
+        def at(counts: Mapping[str, int]) -> tuple[float, float]:
+            local = self.study.local_sizes({**sizes, **counts})
+            by_class = self._evaluator.seconds_by_class(local, device)
+            attention_s = by_class.pop("attention", 0.0)
+            return attention_s, sum(by_class.values())
+
+        attention_s, rest_s = at(few)
+        every = [at({**few, name: MANY}) for name in names]
+        pair = tuple((a - attention_s) / (MANY**2 - FEW**2) for a, _ in every)
+        row = tuple((rest - rest_s) / (MANY - FEW) for _, rest in every)
+        fixed_s = rest_s - FEW * sum(row) + attention_s - FEW**2 * sum(pair)
+        return _RowPrice(fixed_s, row, pair)
+
+
+def sides_of(whole: Runnable, plan: UnpadPlan, returns: bool) -> tuple[Side, ...]:
+    """Returns a side for each length whose padded rows can be left out.
+
+    Args:
+        whole: the program with padding.
+        plan: of its first side.
+        returns: whether values may be returned of which padded rows are 0.
+    """
+    sides: list[Side] = []
+    before = whole
+    while not plan.reason and (returns or not plan.returned):
+        sides.append(Side(before, plan, sides))
+        before = sides[-1].runnable
+        lengths = [side.plan.row_sizes[1] for side in sides]
+        plan = unpad(before.traced.program, before.traced.sharding, lengths)
+    return tuple(sides)
