@@ -305,8 +305,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _einsum(equation: Any, *operands: Any) -> Any:
-    """A product of two matrices, which autocast sees; sums of one and products of more it does not."""
-    given = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    """A product of two matrices, which autocast casts; not sums of one, nor products of more."""
+    given = operands[0] if isinstance(operands[0], list | tuple) else operands
     terms = str(equation).replace(" ", "").replace("->", ",").split(",")
     if "->" not in str(equation) or len(terms) != 3 or not _under_autocast(given):
         return NotImplemented
