@@ -45,7 +45,7 @@ def compile_graphs(
     backend: str,
     mode: FakeTensorMode,
     present: Set[sympy.Symbol] = frozenset(),
-) -> list[tuple[Boxed, Sequence[sympy.Basic]]]:
+) -> list[tuple[Boxed, tuple[sympy.Basic, ...]]]:
     """Returns what `compile_graph` does of each of some graphs, in less time than one by one."""
     if backend == "eager":
         return [compile_graph(gm, backend, mode, present) for gm in graphs]
@@ -60,7 +60,7 @@ def compile_graph(
     backend: str,
     mode: FakeTensorMode,
     present: Set[sympy.Symbol] = frozenset(),
-) -> tuple[Boxed, Sequence[sympy.Basic]]:
+) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
     """Returns a boxed callable, and what the backend assumed of sizes.
 
     Args:

@@ -43,7 +43,7 @@ def decompositions() -> Mapping[Any, Any]:
 
 def compile_graph(
     gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol] = frozenset()
-) -> tuple[Boxed, Sequence[sympy.Basic]]:
+) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
     """Returns a boxed callable, and what Inductor assumed of sizes; see `backends.py`.
 
     An op that Inductor has no kernel for at open sizes runs as torch's own.
@@ -58,7 +58,8 @@ def compile_graph(
         edited = _copied(gm, mode, present)
         try:
             with patch.dict(lowering.lowerings, own), taken_back(env) as assumed:
-                return _Inductor(_compiled(edited, mode)), assumed
+                compiled = _Inductor(_compiled(edited, mode))
+            return compiled, tuple(assumed)
         except InductorError as error:
             op = _without_kernel(error, gm)
             if op is None or op in own:

@@ -208,9 +208,9 @@ def _mean(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def _pooled_to_one(node: fx.Node, edit: Editor) -> fx.Node | None:
-    source, sizes = node.args[:2]
-    assert isinstance(source, fx.Node)
-    sizes = [sizes] if isinstance(sizes, int) else sizes
+    source: Any = node.args[0]
+    given: Any = node.args[1]
+    sizes = [given] if isinstance(given, int) else given
     if any(not isinstance(size, int) or size != 1 for size in sizes):
         return None
     ndim = source.meta["val"].ndim

@@ -304,13 +304,14 @@ def rrelu(node: fx.Node, edit: Editor) -> fx.Node:
 
 
 def complex_factor(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """A complex number that a tensor is multiplied or divided by is a tensor: backward conjugates it."""
+    """A complex number that multiplies or divides is a tensor: backward conjugates it."""
+    op: Any = node.target
     factor = node.args[1]
     if not isinstance(factor, complex):
         return None
     value = node.meta["val"]
     made = edit.call(aten.full.default, [], factor, dtype=value.dtype, device=value.device)
-    return edit.call(node.target, node.args[0], made)
+    return edit.call(op, node.args[0], made)
 
 
 SPELLINGS: dict[Any, Callable[[fx.Node, Editor], fx.Node | None]] = {

@@ -1,0 +1,65 @@
+"""Inductor's graphs: what one assumes of sizes is its own; ops that it cannot lower run as torch's."""
+
+import pytest
+import sympy
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dcpc.codegen.joint.library import Library
+from dcpc.codegen.variant.inductor import taken_back
+from tests.codegen.made import Made
+
+
+class Pools(nn.Module):
+    def __init__(self, pool):
+        super().__init__()
+        self.inner, self.pool = nn.Linear(8, 8), pool
+
+    def forward(self, x):
+        return self.pool(self.inner(x).tanh().exp()).square().mean()
+
+
+def test_what_a_graph_assumes_of_sizes_is_told_and_taken_back():
+    env = Library({}).env
+    size = env.integer("n", 7)
+    symbol, length = size.node.expr, len(env.guards)
+    with taken_back(env) as assumed:
+        assert size == 7
+        assert size.node.expr == 7
+    assert sympy.Eq(symbol, 7) in assumed
+    assert (size.node.expr, len(env.guards)) == (symbol, length)
+    with taken_back(env) as again:
+        assert size != 9
+    assert again, "the next graph asks by itself"
+
+
+@pytest.mark.slow
+def test_a_size_that_one_graph_takes_for_a_number_is_open_in_the_next():
+    """Adaptive pooling asks Inductor for its sizes as numbers."""
+    made = Made(Pools(lambda x: F.adaptive_avg_pool1d(x.mT, 2)), "inductor")
+    for recompute in made.recompute:
+        for seq in (16, 5):
+            assert made.error(2, seq, recompute) < 1e-10
+
+
+@pytest.mark.slow
+def test_an_op_that_inductor_cannot_lower_at_open_sizes_is_torchs_own():
+    made = Made(Pools(lambda x: F.adaptive_avg_pool2d(x[:, None], (None, 4))), "inductor")
+    for seq in (16, 5):
+        assert made.error(2, seq) < 1e-10
+
+
+@pytest.mark.slow
+def test_what_a_call_turned_in_place_has_the_shape_it_was_made_in():
+    """A Fourier transform in windows turns its result before it returns it."""
+
+    def windows(x):
+        made = torch.stft(
+            x.mT.flatten(0, 1), 4, 2, return_complex=True, window=torch.ones(4).double()
+        )
+        return made.abs()
+
+    made = Made(Pools(windows), "inductor")
+    for seq in (16, 5):
+        assert made.error(2, seq) < 1e-10

@@ -1,0 +1,51 @@
+"""Composite ops within which autocast casts: what it takes them in is in the graph."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dcpc
+
+CALLS = {
+    "gru": (lambda x, y, m: m(x[:, 0], x.float().mean(1)), nn.GRUCell(8, 8)),
+    "lstm": (lambda x, y, m: torch.stack(m(x[:, 0])), nn.LSTMCell(8, 4)),
+    "rnn": (lambda x, y, m: m(x[:, 0]) + m(x[:, 1]), nn.RNNCell(8, 4)),
+    "einsum": (lambda x, y, m: torch.einsum("bsd, btd -> bst", m(x.float()), x), nn.LayerNorm(8)),
+    "nll_loss": (lambda x, y, m: F.nll_loss(x.log_softmax(-1).mT, y, m.weight), nn.LayerNorm(8)),
+    "cross_entropy": (lambda x, y, m: F.cross_entropy(x.mT, y, m.weight), nn.LayerNorm(8)),
+}  # fmt: skip
+
+
+class Calls(nn.Module):
+    def __init__(self, function, module):
+        super().__init__()
+        self.first, self.function, self.module = nn.Linear(8, 8), function, copy.deepcopy(module)
+        if isinstance(module, nn.LayerNorm):  # its weight is that of the classes
+            self.module.requires_grad_(False)
+
+    def forward(self, x, y):
+        return self.function(self.first(x), y, self.module).float().square().mean()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parts_are_cast_as_autocast_casts_them(name, dtype):
+    torch.manual_seed(0)
+    own = Calls(*CALLS[name])
+    plain = copy.deepcopy(own)
+    inputs = {"x": "float32[batch, seq, 8]", "y": "int64[batch, seq]"}
+    buckets = dcpc.Buckets(inputs, sizes=[{"seq": 6}, {"seq": 10}])
+    compiled = dcpc.compile(own, buckets, backend="eager", verify="off", autocast=dtype)
+    x, y = torch.randn(3, 10, 8), torch.randint(8, (3, 10))
+    got = compiled(x=x, y=y)
+    with torch.autocast("cpu", dtype):
+        want = plain(x, y)
+    got.backward(), want.backward()
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    for ours, theirs in zip(own.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            limit = 2e-2 * float(theirs.grad.abs().max())
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=limit)
