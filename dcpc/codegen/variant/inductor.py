@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -131,7 +131,8 @@ def taken_back(env: ShapeEnv) -> Iterator[list[sympy.Basic]]:
         for name, value in before.items():
             setattr(env, name, value)
         env._update_version_counter()
-        env._version_counter += 1  # of answers that are kept
+        env._version_counter += 1  # of answers that are kept, but for those kept by the question
+        ShapeEnv._inner_evaluate_expr.cache_clear()
         env._replacements_version_counter += 1  # of what is in the place of symbols
 
 

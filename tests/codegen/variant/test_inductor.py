@@ -1,4 +1,4 @@
-"""Inductor's graphs: what one assumes of sizes is its own; ops that it cannot lower run as torch's."""
+"""Inductor: what a graph assumes of sizes is its own; what it cannot lower runs as torch's."""
 
 import pytest
 import sympy
