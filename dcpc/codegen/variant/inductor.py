@@ -105,6 +105,21 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
+def _sums_in_parts(kernel: CppKernel, reduction: str, dtype: torch.dtype, _: bool) -> bool:
+    """Whether a kernel adds up parts of 4,096 addends, whose sums it then adds, as torch does.
+
+    Inductor asks whether the call at hand has more than one such part, and assumes so of all
+    others: a model whose calls have some thousand tokens was compiled twice. Both kernels are right
+    at any size, that with parts is also precise: it is taken where a call may have more than one.
+    """
+    if reduction != "sum" or dtype != torch.float32:
+        return bool(reduction == "welford_reduce")
+    ranges = kernel.call_ranges
+    assert ranges is not None
+    addends = math.prod(ranges[kernel.reduction_depth :])
+    return not V.graph.sizevars.statically_known_true(sympy.Le(addends, 4096))
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """Waits for the kernels of all graphs that are compiled in here at its end.
