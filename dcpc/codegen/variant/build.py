@@ -58,6 +58,7 @@ class LoweredPair:
             units: parameters of which a rank has its rows; None: it has all of them whole.
         """
         self.program, self.placement, self.backend = tracer.program, placement, backend
+        self._library = tracer.library
         self.lowered: Lowered = lower(self.program, placement, group, any_degree=any_degree)
         self.any_degree = any_degree and not self.lowered.fixes_sizes
         if any_degree and not self.any_degree:
@@ -120,15 +121,18 @@ class LoweredPair:
         handing: Boxed | None = None
         if parts.begins and self.backend == "eager":
             handing = handing_over(parts.backward)
-        found: list[Any] = [guard for _, guards in made for guard in guards]
         names = self.joint.names
+        found: list[Any] = [g.subs(names) for _, guards in made for g in guards]
+        if self.backend != "eager":
+            # A size that Inductor took for a number in another graph of these is one in this, too.
+            found += self._library.guards(names)
         return Variant(
             partition=parts,
             integers=self.lowered.integers,
             placeholders=tensors,
             trainable=trainable,
             sp=self.placement.sp,
-            guards=(*self.joint.guards, *(g.subs(names) for g in found)),
+            guards=tuple(dict.fromkeys((*self.joint.guards, *found))),
             run_forward=made[0][0],
             run_backward=made[1][0] if parts.begins else _no_backward,
             run_handing_over=handing,

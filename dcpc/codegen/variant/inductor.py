@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -27,7 +26,6 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dcpc.codegen.variant.boxed import Boxed
 from dcpc.codegen.variant.flash_calls import FLASH, FLASH_BACKWARD, spell_attention
@@ -53,13 +51,14 @@ def compile_graph(
     """
     env = mode.shape_env
     assert env is not None
+    known = len(env.guards)
     own: dict[Any, Any] = {}
     while True:
         edited = _copied(gm, mode, present)
         try:
-            with patch.dict(lowering.lowerings, own), taken_back(env) as assumed:
+            with patch.dict(lowering.lowerings, own):
                 compiled = _Inductor(_compiled(edited, mode))
-            return compiled, tuple(assumed)
+            return compiled, tuple(g.expr for g in env.guards[known:])
         except InductorError as error:
             op = _without_kernel(error, gm)
             if op is None or op in own:
@@ -104,35 +103,6 @@ def _without_kernel(error: InductorError, gm: fx.GraphModule) -> OpOverload | No
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-# What torch notes of sizes as it answers questions of them.
-_NOTES = "guards", "axioms", "replacements", "divisible", "var_to_range"
-
-
-@contextmanager
-def taken_back(env: ShapeEnv) -> Iterator[list[sympy.Basic]]:
-    """Takes back, at its end, what was assumed of sizes in here; in the list is then what it was.
-
-    The next graph of these sizes is compiled for all of them: it would have a size for a number,
-    and no guard of its own would say so.
-
-    Args:
-        env: of the sizes.
-    """
-    before = {name: copy(getattr(env, name)) for name in _NOTES}
-    assumed: list[sympy.Basic] = []
-    try:
-        yield assumed
-    finally:
-        assumed += [guard.expr for guard in env.guards[len(before["guards"]) :]]
-        now = env.replacements.items()
-        assumed += [sympy.Eq(s, e) for s, e in now if s not in before["replacements"]]
-        for name, value in before.items():
-            setattr(env, name, value)
-        env._update_version_counter()
-        env._version_counter += 1  # of answers that are kept
-        env._replacements_version_counter += 1  # of what is in the place of symbols
 
 
 def _sums_in_parts(kernel: CppKernel, reduction: str, dtype: torch.dtype, _: bool) -> bool:

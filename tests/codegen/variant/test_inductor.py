@@ -1,13 +1,10 @@
-"""Inductor's graphs: what one assumes of sizes is its own; ops that it cannot lower run as torch's."""
+"""Inductor: sizes that it takes for numbers are guarded; what it cannot lower runs as torch's."""
 
 import pytest
-import sympy
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dcpc.codegen.joint.library import Library
-from dcpc.codegen.variant.inductor import taken_back
 from tests.codegen.made import Made
 
 
@@ -20,22 +17,8 @@ class Pools(nn.Module):
         return self.pool(self.inner(x).tanh().exp()).square().mean()
 
 
-def test_what_a_graph_assumes_of_sizes_is_told_and_taken_back():
-    env = Library({}).env
-    size = env.integer("n", 7)
-    symbol, length = size.node.expr, len(env.guards)
-    with taken_back(env) as assumed:
-        assert size == 7
-        assert size.node.expr == 7
-    assert sympy.Eq(symbol, 7) in assumed
-    assert (size.node.expr, len(env.guards)) == (symbol, length)
-    with taken_back(env) as again:
-        assert size != 9
-    assert again, "the next graph asks by itself"
-
-
 @pytest.mark.slow
-def test_a_size_that_one_graph_takes_for_a_number_is_open_in_the_next():
+def test_a_size_that_one_graph_takes_for_a_number_is_one_in_the_next_and_guarded():
     """Adaptive pooling asks Inductor for its sizes as numbers."""
     made = Made(Pools(lambda x: F.adaptive_avg_pool1d(x.mT, 2)), "inductor")
     for recompute in made.recompute:
