@@ -11,8 +11,8 @@ _mask = partial(Mutant, phase="masks", setting="marked")
 
 TRACE = [
     _trace("a mean counts one of its dims", setting="sound", quick=True, plant=edited(
-        "trace.canonical.canonical:_mean",
-        "edit.sizes(source, dims))", "edit.sizes(source, dims[-1:]))")),
+        "trace.canonical.editor:Editor.mean",
+        "self.sizes(source, dims))", "self.sizes(source, dims[-1:]))")),
     _trace("a batch norm adds its mean", setting="sound", plant=edited(
         "trace.canonical.canonical:_batch_norm", "aten.sub.Tensor", "aten.add.Tensor")),
     _trace("a batch norm without epsilon", setting="sound", plant=edited(
@@ -26,8 +26,8 @@ TRACE = [
         "[0, *windows, 1, *inside]", "[0, *windows, *inside, 1]")),
     _trace("a sum of losses is their mean", setting="sums", plant=edited(
         "trace.canonical.losses:_one_by_one", "mean=bool(reduction == MEAN)", "mean=True")),
-    _trace("a mean of losses counts one dim", setting="sums", plant=edited(
-        "trace.canonical.losses:_added", "edit.sizes(each, dims)", "edit.sizes(each, dims[1:])")),
+    _trace("a mean of losses is their sum", setting="sums", plant=edited(
+        "trace.canonical.losses:_added", " if mean else ", " if False else ")),
     _trace("ignored labels are counted", setting="gpt", quick=True, plant=edited(
         "trace.canonical.losses:_reduced", "edit.call(aten.ne.Scalar, flat, ignored)",
         "edit.call(aten.ne.Scalar, flat, ignored - 1)")),
