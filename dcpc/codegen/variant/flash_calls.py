@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode
 
 from dcpc.ops.attention import Sight, accumulated, added_dtype, kernel_name, takes
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 FORWARD = torch.ops.dcpc.attention_forward.default
 BACKWARD = torch.ops.dcpc.attention_backward.default
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -150,10 +150,11 @@ class _KernelCall:
             zero, hidden = (self._emit(aten.full.default, [], n, **kind) for n in (0.0, -math.inf))
             return self._emit(aten.where.self, mask, zero, hidden)
         wanted = added_dtype(given, q.dtype)
-        if given == wanted and not _keys_apart(_value(mask)):
+        if given != wanted:
+            mask = self._emit(prims.convert_element_type.default, mask, wanted)
+        if not _keys_apart(_value(mask)):
             return mask
-        kind = {"dtype": wanted, "memory_format": torch.contiguous_format}
-        return self._emit(aten._to_copy.default, mask, **kind)
+        return self._emit(aten.clone.default, mask, memory_format=torch.contiguous_format)
 
     def _heads(self, x: fx.Node | None, i: int) -> fx.Node | None:
         """Returns the heads of a tensor that one call is for: one query of each group."""
