@@ -216,14 +216,13 @@ def times(
                 raise
             starts = first["dcpc"] / first.get(name, NAN)
             return _words(failure), starts, NAN, NAN, apart["dcpc"], NAN
+    starts = first["dcpc"] / first["inductor"]
     try:
         ours, theirs = _seconds(systems, every, repeats)
     except _BaselineError as failure:
-        starts = first["dcpc"] / first["inductor"]
         cause = failure.__cause__ or failure
         return _words(cause), starts, NAN, NAN, apart["dcpc"], apart["inductor"]
     calls, shortest = sum(ours) / sum(theirs), ours[0] / theirs[0]
-    starts = first["dcpc"] / first["inductor"]
     return "", starts, calls, shortest, apart["dcpc"], apart["inductor"]
 
 

@@ -298,28 +298,21 @@ def main() -> None:
     torch.set_num_threads(1)
     shape = QUICK if given.quick else BASE
     figures: dict[str, Cell] = {"worst_relative_error": worst_error()}
-    rows, more = race(shape)
-    print_table(
-        f"BERT {shape.layers} x {shape.width}, batch {shape.batch} x {shape.seq}, CPU seconds",
-        ["valid", "share", "padded", "auto", "speedup", "unpadded", "nested tensors"],
-        rows,
+    batch = f"batch {shape.batch} x {shape.seq}"
+    layers, times = f"{shape.layers} x {shape.width}", ["padded", "auto", "speedup", "unpadded"]
+    races = (
+        (f"BERT {layers}, {batch}", race, ["valid", "share", *times, "nested tensors"]),
+        (f"Llama {layers}, {batch}", flattened_race, ["valid", *times, "flattened", "its speedup"]),
+        (
+            f"T5 {shape.layers} + {layers}, {batch} and {shape.seq // 2}",
+            t5_race,
+            ["valid", *times],
+        ),
     )
-    figures |= more
-    rows, more = flattened_race(shape)
-    print_table(
-        f"Llama {shape.layers} x {shape.width}, batch {shape.batch} x {shape.seq}, CPU seconds",
-        ["valid", "padded", "auto", "speedup", "unpadded", "flattened", "its speedup"],
-        rows,
-    )
-    figures |= more
-    rows, more = t5_race(shape)
-    print_table(
-        f"T5 {shape.layers} + {shape.layers} x {shape.width}, batch {shape.batch} x {shape.seq} "
-        f"and {shape.seq // 2}, CPU seconds",
-        ["valid", "padded", "auto", "speedup", "unpadded"],
-        rows,
-    )
-    figures |= more
+    for title, run, header in races:
+        rows, more = run(shape)
+        print_table(f"{title}, CPU seconds", header, rows)
+        figures |= more
     small = llama(TINY.width, TINY.layers, TINY.heads, TINY.vocabulary).double()
     lengths = lengths_of(TINY, 0.4)
     figures["flattened_relative_error"] = flattened_error(small, batch_of(TINY, lengths), lengths)

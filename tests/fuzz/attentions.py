@@ -81,15 +81,16 @@ def operands(d: Draw) -> tuple[Value, Value]:
         return v.kind == "float" and v.ndim == 3 and v.shape[0] == B and v.shape[2].is_Integer
 
     v = d.among(rows)
-    return v, v if d.flag(0.6) else d.among(rows)
+    u = v if d.flag(0.6) else d.among(rows)
+    if v.shape[1].is_Integer or u.shape[1].is_Integer:
+        raise Skip
+    return v, u
 
 
 @template(3)
 def fused(d: Draw, _: Value) -> None:
     v, u = operands(d)
     n, m = v.shape[1], u.shape[1]
-    if n.is_Integer or m.is_Integer:
-        raise Skip
     groups = d.flag(0.2)
     q = heads(d, v)
     k, w = heads(d, u, 1 if groups else HEADS), heads(d, u, 1 if groups else HEADS)
@@ -113,8 +114,6 @@ def fused(d: Draw, _: Value) -> None:
 def spelled(d: Draw, _: Value) -> None:
     v, u = operands(d)
     n, m = v.shape[1], u.shape[1]
-    if n.is_Integer or m.is_Integer:
-        raise Skip
     q, k, w = heads(d, v), heads(d, u), heads(d, u)
     scores = d.fresh()
     scale = d.pick(
@@ -149,8 +148,6 @@ def shared(d: Draw, _: Value) -> None:
     """Several samples of each sample, which share a mask or a bias that learns."""
     v, u = operands(d)
     n, m = v.shape[1], u.shape[1]
-    if n.is_Integer or m.is_Integer:
-        raise Skip
     times = d.pick(2, 3)
     names = [d.fresh() for _ in range(3)]
     lines = []

@@ -4,19 +4,20 @@ dcpc::<name>(q, k, v, mask=None, keep=None, segment=None, *, <fields>) -> out
     dcpc::<name>_forward(q, k, v, mask, keep, segment, <fields>)  -> out, logsumexp
     dcpc::<name>_backward(grad, q, k, v, mask, keep, segment, out, logsumexp, <fields>)
         -> dq, dk, dv
+    dcpc::<name>_mask_backward(...), of the same arguments  -> dq, dk, dv, dmask
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dcpc.ops.arguments import arguments
-from dcpc.ops.attention.spec import Attended
+from dcpc.ops.attention.spec import Attended, empty_gradient
 
 Hiding = tuple[Tensor | None, Tensor | None, Tensor | None]  # mask, keep and segment
 
@@ -48,6 +49,30 @@ def save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
     tensors, ctx.rest = inputs[:6], inputs[6:]
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, *output)
+
+
+def empty_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    """Returns gradients of q, k and v without numbers, as a backward makes them."""
+    return empty_gradient(query), empty_gradient(key), empty_gradient(value)
+
+
+def empty_mask_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns what `empty_backward` does and that of the mask."""
+    mask = given[4]
+    return *empty_backward(*given), mask.new_empty(mask.shape)
+
+
+def backward_by(name: str) -> Callable[..., tuple[Any, ...]]:
+    """Returns the backward for autograd of an op that has one with and one without a mask's."""
+
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+        wanted = ctx.needs_input_grad[3]
+        op = getattr(torch.ops.dcpc, f"{name}_mask_backward" if wanted else f"{name}_backward")
+        found = op(grad, *ctx.saved_tensors, *ctx.rest)
+        dmask = found[3] if wanted else None
+        return (*found[:3], dmask, *(None,) * (2 + len(ctx.rest)))
+
+    return backward
 
 
 def define_output(name: str, fields: Any) -> None:

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from dcpc.ops.attention import blocks, whole
 from dcpc.ops.attention.calls import (
+    backward_by,
     backward_schema,
     define_output,
+    empty_backward,
+    empty_mask_backward,
     forward_schema,
     of_backward,
     save_call,
@@ -128,9 +131,7 @@ def attention_of_rows_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     return found[0], found[1], found[2]
 
 
-@attention_of_rows_backward.register_fake
-def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    return empty_gradient(query), empty_gradient(key), empty_gradient(value)
+attention_of_rows_backward.register_fake(empty_backward)
 
 
 @torch.library.custom_op(
@@ -156,10 +157,7 @@ def attention_of_rows_mask_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor
     return found[0], found[1], found[2], dmask.to(mask.dtype)
 
 
-@attention_of_rows_mask_backward.register_fake
-def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *rest: Any) -> Any:
-    gradients = (empty_gradient(query), empty_gradient(key), empty_gradient(value))
-    return (*gradients, mask.new_empty(mask.shape))
+attention_of_rows_mask_backward.register_fake(empty_mask_backward)
 
 
 def _of_sample(attended: Attended, rows: slice) -> Attended:
@@ -173,15 +171,8 @@ def _write(into: Any, found: Any, rows: slice) -> None:
         whole_gradient[:, :, rows].copy_(part)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    wanted = ctx.needs_input_grad[3]
-    ops = torch.ops.dcpc
-    op = ops.attention_of_rows_mask_backward if wanted else ops.attention_of_rows_backward
-    found = op(grad, *ctx.saved_tensors, *ctx.rest)
-    dmask = found[3] if wanted else None
-    return (*found[:3], dmask, *(None,) * (2 + len(ctx.rest)))
-
-
-attention_of_rows_forward.register_autograd(_backward, setup_context=save_call)
+attention_of_rows_forward.register_autograd(
+    backward_by("attention_of_rows"), setup_context=save_call
+)
 define_output("attention_of_rows", Sight)
 ROWS_OP = torch.ops.dcpc.attention_of_rows.default

@@ -18,14 +18,17 @@ from torch import Tensor
 
 from dcpc.ops.attention import blocks, whole
 from dcpc.ops.attention.calls import (
+    backward_by,
     backward_schema,
     define_output,
+    empty_backward,
+    empty_mask_backward,
     forward_schema,
     of_backward,
     save_call,
 )
 from dcpc.ops.attention.kernels import check_sizes
-from dcpc.ops.attention.spec import EMPTY, Sight, empty_gradient, empty_outputs
+from dcpc.ops.attention.spec import EMPTY, Sight, empty_outputs
 
 __all__ = ["EMPTY"]
 
@@ -62,9 +65,7 @@ def attention_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     return whole.backward(attended, *hiding, Sight(*sight))
 
 
-@attention_backward.register_fake
-def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    return empty_gradient(query), empty_gradient(key), empty_gradient(value)
+attention_backward.register_fake(empty_backward)
 
 
 @torch.library.custom_op(
@@ -83,20 +84,8 @@ def attention_mask_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
     return dq, dk, dv, dmask
 
 
-@attention_mask_backward.register_fake
-def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *rest: Any) -> Any:
-    gradients = (empty_gradient(query), empty_gradient(key), empty_gradient(value))
-    return (*gradients, mask.new_empty(mask.shape))
+attention_mask_backward.register_fake(empty_mask_backward)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    wanted = ctx.needs_input_grad[3]
-    ops = torch.ops.dcpc
-    op = ops.attention_mask_backward if wanted else ops.attention_backward
-    found = op(grad, *ctx.saved_tensors, *ctx.rest)
-    dmask = found[3] if wanted else None
-    return (*found[:3], dmask, *(None,) * (2 + len(ctx.rest)))
-
-
-attention_forward.register_autograd(_backward, setup_context=save_call)
+attention_forward.register_autograd(backward_by("attention"), setup_context=save_call)
 define_output("attention", Sight)
