@@ -9,7 +9,8 @@ A row a model, each in a process of its own, with Inductor's caches off:
     recompiles  captures by Dynamo after the first shape that it does not make for backend "eager",
                 too: a branch on a size in the model asks for another graph, whatever compiles it
     traces      of dcpc for the five shapes, and variants
-    first call  forward and backward of the first shape, float32: seconds of dcpc over Inductor's
+    first call  forward and backward of the first shape, float32: seconds of dcpc over Inductor's,
+                by the clock and of the processor (g++ with it), which what runs beside it leaves
     calls       forward and backward of all five shapes, medians of interleaved calls: the same, in
                 seconds of the one thread that runs them: those it waits for others are not in it
     shortest    the same of the first shape alone, where most is Python
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import sys
 import time
 import warnings
@@ -66,6 +68,29 @@ VIDEO_LENGTHS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Race:
+    """dcpc beside Inductor in float32; ratios are dcpc's seconds over Inductor's.
+
+    Attributes:
+        baseline: why Inductor fails; "" if it does not.
+        first_call: by the clock; NaN where Inductor fails in it.
+        first_processor: the same of the processor, of this process and of those that it started.
+        calls: later calls of all shapes.
+        shortest: later calls of the first shape.
+        rounding: dcpc's relative difference from the plain model in float32.
+        inductors: the same of Inductor without dcpc.
+    """
+
+    baseline: str = ""
+    first_call: float = NAN
+    first_processor: float = NAN
+    calls: float = NAN
+    shortest: float = NAN
+    rounding: float = NAN
+    inductors: float = NAN
+
+
+@dataclass(frozen=True, slots=True)
 class BackendRow:
     """What was found of one model.
 
@@ -75,12 +100,7 @@ class BackendRow:
         recompiles: captures after the first shape, beyond those of `branches`.
         branches: captures after the first shape by backend "eager".
         refused: why dcpc does not take it; "" if it does.
-        baseline: why Inductor fails; "" if it does not.
-        first_call: seconds of dcpc over Inductor's; NaN where that fails in it.
-        calls: the same of later calls of all shapes.
-        shortest: the same of the first shape.
-        rounding: relative difference from the plain model in float32.
-        inductors: the same of Inductor without dcpc.
+        race: in float32, beside Inductor.
     """
 
     model: str
@@ -88,12 +108,7 @@ class BackendRow:
     recompiles: int
     branches: int
     refused: str
-    baseline: str
-    first_call: float
-    calls: float
-    shortest: float
-    rounding: float
-    inductors: float
+    race: Race
 
 
 def shapes(model: ZooModel) -> list[Sizes]:
@@ -179,13 +194,10 @@ def exact(model: ZooModel) -> tuple[float, int, int]:
     return found, captures - branches, branches
 
 
-def times(
+def race(
     make: Callable[[], nn.Module], every: Sequence[Mapping[str, Tensor]], repeats: int
-) -> tuple[str, float, float, float, float, float]:
-    """Returns why Inductor fails; dcpc's seconds over its, of the first call and of later ones.
-
-    Of these all, and those of the first shape. And what float32 makes of dcpc's numbers, and of
-    Inductor's.
+) -> Race:
+    """Returns dcpc beside Inductor.
 
     Args:
         make: returns the model.
@@ -193,7 +205,7 @@ def times(
         repeats: calls of each shape.
     """
     systems: dict[str, tuple[Callable[..., object], nn.Module]] = {}
-    first: dict[str, float] = {}
+    first: dict[str, tuple[float, float]] = {}
     apart: dict[str, float] = {}
     plain = make().float()
     wanted = [[x.clone() for x in run(plain, plain, inputs)] for inputs in every]
@@ -201,29 +213,40 @@ def times(
         torch.ones(4, 3)
     ).sum().backward()  # loads Inductor
     torch._dynamo.reset()
+    failure = ""
     for name, how in (("dcpc", backend), ("inductor", "inductor")):
         own = make().float()
         systems[name] = torch.compile(own, backend=how, dynamic=True), own
         try:
-            start_s = time.perf_counter()
+            start_s, began_s = time.perf_counter(), _processor_s()
             run(*systems[name], every[0])
-            first[name] = time.perf_counter() - start_s
+            first[name] = time.perf_counter() - start_s, _processor_s() - began_s
             # The first again: Inductor's graph of one shape may not take another's, where it fails.
             pairs = zip([*every, every[0]], [*wanted, wanted[0]], strict=True)
             apart[name] = max(worst(run(*systems[name], x), w) for x, w in pairs)
-        except Exception as failure:
+        except Exception as error:
             if name == "dcpc":
                 raise
-            starts = first["dcpc"] / first.get(name, NAN)
-            return _words(failure), starts, NAN, NAN, apart["dcpc"], NAN
-    starts = first["dcpc"] / first["inductor"]
-    try:
-        ours, theirs = _seconds(systems, every, repeats)
-    except _BaselineError as failure:
-        cause = failure.__cause__ or failure
-        return _words(cause), starts, NAN, NAN, apart["dcpc"], apart["inductor"]
-    calls, shortest = sum(ours) / sum(theirs), ours[0] / theirs[0]
-    return "", starts, calls, shortest, apart["dcpc"], apart["inductor"]
+            failure = _words(error)
+    calls = shortest = NAN
+    if not failure:
+        try:
+            ours, theirs = _seconds(systems, every, repeats)
+            calls, shortest = sum(ours) / sum(theirs), ours[0] / theirs[0]
+        except _BaselineError as error:
+            failure = _words(error.__cause__ or error)
+    first_call, first_processor = (
+        ours / theirs
+        for ours, theirs in zip(first["dcpc"], first.get("inductor", (NAN, NAN)), strict=True)
+    )
+    inductors = apart.get("inductor", NAN)
+    return Race(failure, first_call, first_processor, calls, shortest, apart["dcpc"], inductors)
+
+
+def _processor_s() -> float:
+    """Returns processor seconds of this process and of what it started and has waited for."""
+    used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 class _BaselineError(Exception):
@@ -271,14 +294,14 @@ def row(name: str, quick: bool) -> BackendRow:
     except Exception as refusal:
         refused = _words(refusal)
     if quick and name != QUICK_TIMED:
-        timed = "not timed", NAN, NAN, NAN, NAN, NAN
+        timed = Race("not timed")
     else:
         every = [inputs_at(model, sizes, torch.float32) for sizes in shapes(model)]
         try:
-            timed = times(model.make, every, 5 if quick else REPEATS)
+            timed = race(model.make, every, 5 if quick else REPEATS)
         except Exception as failure:  # of dcpc: its row is not ok, and the others are wanted
-            refused, timed = refused or _words(failure), ("", NAN, NAN, NAN, NAN, NAN)
-    found = BackendRow(name, error, recompiles, branches, refused, *timed)
+            refused, timed = refused or _words(failure), Race()
+    found = BackendRow(name, error, recompiles, branches, refused, timed)
     print(found, file=sys.stderr, flush=True)
     return found
 
@@ -291,7 +314,7 @@ def wide() -> float:
         torch.manual_seed(number)
         ids = torch.randint(WIDE.vocab_size, (2 + number % 2, seq))
         every.append({"input_ids": ids, "labels": ids})
-    return times(lambda: GPT(WIDE), every, 5)[2]
+    return race(lambda: GPT(WIDE), every, 5).calls
 
 
 def _alone() -> None:
@@ -314,8 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [*pool.map(row, names, [arguments.quick] * len(names))]
         width = NAN if arguments.quick else pool.submit(wide).result()
     header = (
-        "model", "error", "recompiles", "branches", "first call", "calls", "shortest", "float32",
-        "Inductor's", "refused", "Inductor",
+        "model", "error", "recompiles", "branches", "first call", "processor", "calls",
+        "shortest", "float32", "Inductor's", "refused", "Inductor",
     )  # fmt: skip
     cells = [
         (
@@ -323,19 +346,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{r.error:.1e}",
             r.recompiles,
             r.branches,
-            r.first_call,
-            r.calls,
-            r.shortest,
-            f"{r.rounding:.1e}",
-            f"{r.inductors:.1e}",
+            r.race.first_call,
+            r.race.first_processor,
+            r.race.calls,
+            r.race.shortest,
+            f"{r.race.rounding:.1e}",
+            f"{r.race.inductors:.1e}",
             r.refused,
-            r.baseline,
+            r.race.baseline,
         )
         for r in rows
     ]
     print_table("torch.compile(backend='dcpc') over Inductor", header, cells)
     ok = [r for r in rows if not r.refused]
-    timed = [r for r in ok if not r.baseline]
+    timed = [r.race for r in ok if not r.race.baseline]
+    started = [r.race for r in ok if r.race.first_call > 0]
     found: dict[str, Cell] = {
         "models": len(rows),
         "models_ok": len(ok),
@@ -345,8 +370,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "recompiles": sum(r.recompiles for r in ok),
         "seconds_over_inductor": median(r.calls for r in timed),
         "seconds_over_inductor_shortest": median(r.shortest for r in timed),
-        "first_call_over_inductor": median(r.first_call for r in ok if r.first_call > 0),
-        "inductor_fails": sum(bool(r.baseline) for r in rows) if not arguments.quick else 0,
+        "first_call_over_inductor": median(r.first_call for r in started),
+        "first_call_over_inductor_processor": median(r.first_processor for r in started),
+        "inductor_fails": sum(bool(r.race.baseline) for r in rows) if not arguments.quick else 0,
         "seconds_over_inductor_wide": width,
     }
     print_table(
