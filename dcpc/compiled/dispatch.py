@@ -13,6 +13,7 @@ from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
 from dcpc.codegen.lower.output_pieces import OutputPiece, output_place
 from dcpc.compiled.seeds import Seeds
+from dcpc.compiled.unpadding.sides import CallSetting
 from dcpc.compiled.unpadding.unpadding import Unpadding
 from dcpc.errors import DispatchError
 from dcpc.ir import Placement
@@ -311,9 +312,9 @@ class Dispatch:
         traced = self._planned.by_bucket[bucket].traced
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
         given = {p: inputs[n].contiguous() for p, n in traced.program.inputs.items()}
-        variant, integers = self._without_padding(bucket, sizes, setting, given) or self._variant(
-            bucket, sizes, setting, place
-        )
+        variant, integers = self._without_padding(
+            bucket, sizes, setting, place, given
+        ) or self._variant(bucket, sizes, setting, place)
         own = {name: self.store.taken(t) for name, t in traced.tensors().items()}
         named = {**own, **given}
         self.stats.called(bucket, sizes.get(BATCH, 1))
@@ -350,6 +351,7 @@ class Dispatch:
         bucket: Bucket,
         sizes: Mapping[str, int],
         setting: Setting,
+        place: int,
         given: dict[str, Tensor],
     ) -> tuple[Variant, tuple[int, ...]] | None:
         """Returns what runs a call for its valid rows alone, None where it runs with padding.
@@ -358,16 +360,20 @@ class Dispatch:
             bucket: of the call.
             sizes: of the call.
             setting: of the bucket.
+            place: of this rank in the group.
             given: inputs by placeholder; those that say which rows are valid are added.
         """
         unpadding = self.unpadding(bucket)
-        if setting.sp > 1 or self.store.in_rounds or unpadding is None:
+        pieces = self._planned.by_bucket[bucket].traced.program.pieces
+        if unpadding is None or self.store.in_rounds or (pieces and setting.sp > 1):
             return None
-        rows = unpadding.rows(sizes, given, setting.menu_step)
-        found = rows and unpadding.variant(sizes, rows, setting.menu_step)
+        planned = {**bucket.sizes, BATCH: setting.micro_batch}
+        how = CallSetting(setting.sp, setting.menu_step, place, planned)
+        rows = unpadding.rows(sizes, given, how)
+        found = rows and unpadding.variant(sizes, rows, how)
         if not rows or not found:
             return None
-        unpadding.compare(sizes, given, rows)
+        unpadding.compare(sizes, given, rows, how)
         given.update(unpadding.given(rows))
         self.stats.unpadded += 1
         return found
@@ -381,7 +387,7 @@ class Dispatch:
         if all(reasons):
             return f"padding: every call runs with it: {'; '.join(reasons)}\n"
         return (
-            "padding: calls at sp 1 run without it where that changes nothing"
+            "padding: calls run without it where that changes nothing"
             + (" and pays" if self._unpad == "auto" else "")
             + ", in no more memory than is predicted above\n"
         )

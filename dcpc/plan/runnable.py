@@ -26,11 +26,10 @@ class RewrittenCall:
 
     Attributes:
         program: what runs.
-        sizes: of the call, as the other program has dims.
+        sizes: of the call.
         inputs: of the model, by name.
         others: inputs that the program has besides.
-        variant: of one rank.
-        integers: of the call.
+        runs: what runs it: on one rank a variant and the call's integers, else graphs of any rank.
         name: for a report.
     """
 
@@ -38,8 +37,7 @@ class RewrittenCall:
     sizes: Sizes
     inputs: Mapping[str, Tensor]
     others: Mapping[str, Tensor]
-    variant: Variant
-    integers: tuple[int, ...]
+    runs: tuple[Variant, tuple[int, ...]] | tuple[LoweredPair, Partition]
     name: str
 
 

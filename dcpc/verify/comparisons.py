@@ -178,19 +178,20 @@ class Comparisons:
             traced: the trace.
             call: its first one.
         """
-        if not self.references.fits() or (call.variant.draws and call.variant.backend != "eager"):
+        graphs = call.runs if isinstance(call.runs[0], LoweredPair) else None
+        if not self.references.fits() or not _is_comparable(call):
             self.lines.append(f"{call.name}: NOT compared with the model")
             return
-        own = self.references.of_inputs(call.sizes, call.inputs)
+        alike = graphs is not None and graphs[0].lowered.sp > 1
+        dims = {n: call.sizes[n] for n in traced.program.symbols}
+        own = self.references.of_inputs(dims, call.inputs, alike)
 
         def make(given: Given) -> LossAndGradients:
-            tensors = {**call.inputs, **call.others}
             other = Given(
-                call.program, self.references.model, tensors, wide=False, alike=False,
-                wanted=given.wanted,
+                call.program, self.references.model, {**call.inputs, **call.others}, wide=False,
+                alike=alike, wanted=given.wanted,
             )  # fmt: skip
-            with KnownParts(alike=False):
-                return called(other, call.variant, call.integers)
+            return _of_rewritten(other, call)
 
         found = self._compare(traced.program, make, own)
         if found is None or not own.outcome.finite:
@@ -338,6 +339,27 @@ def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAnd
         found = gradients_of(loss * PART, [*wanted.values()])
     gradients = (None if g is None else g / PART for g in found)
     return LossAndGradients(loss.detach(), dict(zip(wanted, gradients, strict=True)))
+
+
+def _is_comparable(call: RewrittenCall) -> bool:
+    """Whether a call can be run with known random numbers, and graphs are for its sizes."""
+    what, _ = call.runs
+    if isinstance(what, Variant):
+        return not what.draws or what.backend == "eager"
+    integers = integers_of(what.lowered, call.program.dims(call.sizes))
+    return not any(_broken(what, each) for each in integers)
+
+
+def _of_rewritten(given: Given, call: RewrittenCall) -> LossAndGradients:
+    """Returns what a call computes, of all ranks that run it."""
+    what, other = call.runs
+    if isinstance(what, Variant):
+        assert isinstance(other, tuple), "a variant takes integers"
+        with KnownParts(alike=False):
+            return called(given, what, other)
+    assert isinstance(other, Partition), "graphs of any rank"
+    dims = call.program.dims(call.sizes)
+    return given.of_partition(what, other, integers_of(what.lowered, dims), dims)
 
 
 def _broken(lowering: LoweredPair, integers: Mapping[str, int]) -> bool:

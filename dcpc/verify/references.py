@@ -207,14 +207,15 @@ class References:
         outcome = self._plain(reference.inputs, False, reference.alike)
         return replace(reference, outcome=outcome, wide=False)
 
-    def of_inputs(self, sizes: Mapping[str, int], inputs: Inputs) -> Reference:
+    def of_inputs(self, sizes: Mapping[str, int], inputs: Inputs, alike: bool) -> Reference:
         """Returns the plain model's outcome for inputs of the user's, in its own dtypes.
 
         Args:
             sizes: length of every dim.
             inputs: by name.
+            alike: see `draws.KnownDraws`.
         """
-        return Reference(Point(sizes), inputs, self._plain(inputs, False, False), False, False)
+        return Reference(Point(sizes), inputs, self._plain(inputs, False, alike), False, alike)
 
     def padded(
         self, traced: Traced, names: Sequence[str], pad: Mapping[str, int | float]

@@ -30,6 +30,23 @@ FEW, MANY = 256, 4096  # rows at which a program is priced
 
 
 @dataclass(frozen=True, slots=True)
+class CallSetting:
+    """How a call is run.
+
+    Attributes:
+        sp: ranks that run it.
+        menu_step: steps of recompute of the program with padding.
+        place: of this rank among them.
+        sizes: of the calls that its placement is made for.
+    """
+
+    sp: int
+    menu_step: int
+    place: int
+    sizes: Sizes
+
+
+@dataclass(frozen=True, slots=True)
 class _RowPrice:
     """Seconds of a program without padding at some lengths, by the valid rows of each side.
 
@@ -53,25 +70,27 @@ class Side:
         earlier: the sides that made it.
 
     Attributes:
+        before: the same.
         plan: which values are made for valid rows alone.
         number: how many sides are before it.
     """
 
     def __init__(self, before: Runnable, plan: UnpadPlan, earlier: Sequence[Side]) -> None:
-        self._before, self.plan, self.number = before, plan, len(earlier)
+        self.before, self.plan, self.number = before, plan, len(earlier)
         self._every: tuple[Side, ...] = (*earlier, self)
-        self._prices: dict[tuple[tuple[str, int], ...], _RowPrice] = {}
+        self._prices: dict[tuple[object, ...], _RowPrice] = {}
+        self._evaluators: dict[int, tuple[Study, Evaluator]] = {}
 
     @cached_property
     def finder(self) -> RowFinder:
         """What finds the valid rows."""
-        placement = self._before.priced.placement(self._before.traced.program.hints, 1)
-        return RowFinder(self._before.traced, self.plan, placement, self.number)
+        placement = self.before.priced.placement(self.before.traced.program.hints, 1)
+        return RowFinder(self.before.traced, self.plan, placement, self.number)
 
     @cached_property
     def runnable(self) -> Runnable:
         """The program without padding."""
-        traced = self._before.traced
+        traced = self.before.traced
         program = apply_unpad(traced.program, self.plan)
         sharding = analyse(program, derive_rules=False)
         reference = {BATCH: 1, **(traced.reference or program.hints)}
@@ -82,15 +101,25 @@ class Side:
             replace(traced, program=program, sharding=sharding, reference=reference, tracers={})
         )
 
-    @cached_property
-    def placement(self) -> Placement:
-        """Of the program without padding, on one rank."""
-        return self.runnable.priced.placement(self.runnable.traced.program.hints, 1)
+    def placement(self, how: CallSetting) -> Placement:
+        """Returns the placement of the program without padding, one for all numbers of rows."""
+        priced, sp = self.runnable.priced, how.sp
+        if sp == 1:
+            return priced.placement(self.runnable.traced.program.hints, 1)
+        return priced.placement(self._whole_rows(how.sizes), sp)
 
-    @cached_property
-    def study(self) -> Study:
-        """What is known of its costs."""
-        return self.runnable.priced.at(self.placement)
+    def _whole_rows(self, sizes: Sizes) -> Sizes:
+        """Returns sizes of a call with as many rows of each side as there are with padding."""
+        found = dict(sizes)
+        for side in self._every:
+            batch, seq = side.plan.row_sizes
+            dims = side.before.traced.program.dims(found)
+            found[rows_name(side.number)] = int((batch * seq).subs(dims))
+        return found
+
+    def study(self, how: CallSetting) -> Study:
+        """Returns what is known of the costs of the program without padding."""
+        return self.runnable.priced.at(self.placement(how))
 
     def given(self, rows: Sequence[ValidRows]) -> dict[str, Tensor]:
         """Returns what the program gets besides the model's inputs, by placeholder."""
@@ -103,15 +132,18 @@ class Side:
         counts = {rows_name(i): found.count for i, found in enumerate(rows)}
         return {**sizes, **counts}
 
-    def seconds(self, sizes: Sizes, rows: Sequence[ValidRows], device: Device) -> float:
+    def seconds(
+        self, how: CallSetting, sizes: Sizes, rows: Sequence[ValidRows], device: Device
+    ) -> float:
         """Returns the predicted seconds of a call, forward and backward.
 
         The profile knows the rows, and not of how many samples they are: it prices attention as if
         they were of one.
         """
-        key = tuple(sorted(sizes.items()))
+        study = self.study(how)
+        key = (id(study), *sorted(sizes.items()))
         if key not in self._prices:
-            self._prices[key] = self._price(sizes, device)
+            self._prices[key] = self._price(study, sizes, device)
         price = self._prices[key]
         of_rows = sum(s * found.count for s, found in zip(price.row, rows, strict=True))
         of_pairs = sum(s * found.squares for s, found in zip(price.pair, rows, strict=True))
@@ -121,17 +153,18 @@ class Side:
         )
         return price.fixed + of_rows + of_pairs + calls * SEQUENCE_S
 
-    @cached_property
-    def _evaluator(self) -> Evaluator:
-        return Evaluator(self.study.profile(0))
+    def _evaluator(self, study: Study) -> Evaluator:
+        if id(study) not in self._evaluators:  # the study is kept, as its id is the key
+            self._evaluators[id(study)] = study, Evaluator(study.profile(0))
+        return self._evaluators[id(study)][1]
 
-    def _price(self, sizes: Sizes, device: Device) -> _RowPrice:
+    def _price(self, study: Study, sizes: Sizes, device: Device) -> _RowPrice:
         names = [rows_name(side.number) for side in self._every]
-        few = dict.fromkeys(names, FEW)
+        few, evaluator = dict.fromkeys(names, FEW), self._evaluator(study)
 
         def at(counts: Mapping[str, int]) -> tuple[float, float]:
-            local = self.study.local_sizes({**sizes, **counts})
-            by_class = self._evaluator.seconds_by_class(local, device)
+            local = study.local_sizes({**sizes, **counts})
+            by_class = evaluator.seconds_by_class(local, device)
             attention_s = by_class.pop("attention", 0.0)
             return attention_s, sum(by_class.values())
 

@@ -11,16 +11,17 @@ rows, the loss, every gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dcpc.buckets import BATCH, Sizes
-from dcpc.codegen import Variant
-from dcpc.compiled.unpadding.sides import Side, sides_of
+from dcpc.codegen import LoweredPair, Variant
+from dcpc.compiled.unpadding.sides import CallSetting, Side, sides_of
 from dcpc.compiled.unpadding.valid_rows import ValidRows
+from dcpc.ir import Partition
 from dcpc.passes.unpad.unpad import unpad
 from dcpc.plan.runnable import RewrittenCall, Runnable
 from dcpc.plan.studies import Study
@@ -67,7 +68,7 @@ class Unpadding:
         if not self.reason and mode == "auto" and self.plan.returned:
             names = ", ".join(sorted(self.plan.returned))
             self.reason = f"{names} is returned with its padded rows"
-        self._compared: set[int] = set()  # how many sides calls had that were compared
+        self._compared: set[tuple[int, int]] = set()  # sides of calls that were compared, and sp
 
     @cached_property
     def sides(self) -> tuple[Side, ...]:
@@ -79,13 +80,15 @@ class Unpadding:
         """The program without padding of the first side."""
         return self.sides[0].runnable
 
-    def rows(self, sizes: Sizes, inputs: Mapping[str, Tensor], menu_step: int) -> RowsOfCall | None:
-        """Returns the rows that a call is run with; None: with all.
+    def rows(
+        self, sizes: Sizes, inputs: Mapping[str, Tensor], how: CallSetting
+    ) -> RowsOfCall | None:
+        """Returns the rows that a call is run with, alike on all ranks that run it; None: all.
 
         Args:
             sizes: lengths of the dims, batch included.
             inputs: by placeholder.
-            menu_step: steps of recompute that the program with padding is run with.
+            how: the call is run.
         """
         if self.reason or self._mode is False:
             return None
@@ -93,14 +96,14 @@ class Unpadding:
             return None
         if self._mode is True:
             return self._find(sizes, inputs)
-        padded_s = self._padded.predict(menu_step, sizes).seconds_s
+        padded_s = self._padded(how).predict(how.menu_step, sizes).seconds_s
         if padded_s < WORTH_S:
             return None
         found = self._find(sizes, inputs)
         if found is None:
             return None
         device = self._whole.traced.device
-        unpadded_s = self._last(found).seconds(sizes, found.sides, device)
+        unpadded_s = self._last(found).seconds(how, sizes, found.sides, device)
         return found if unpadded_s <= (1 - MARGIN) * padded_s else None
 
     def _find(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> RowsOfCall | None:
@@ -128,7 +131,7 @@ class Unpadding:
         return self._last(rows).given(rows.sides)
 
     def variant(
-        self, sizes: Sizes, rows: RowsOfCall, menu_step: int
+        self, sizes: Sizes, rows: RowsOfCall, how: CallSetting
     ) -> tuple[Variant, tuple[int, ...]] | None:
         """Returns what runs a call without padding, and its integers.
 
@@ -138,18 +141,19 @@ class Unpadding:
         Args:
             sizes: as for `rows`.
             rows: the valid ones.
-            menu_step: as for `rows`.
+            how: as for `rows`.
         """
-        limit_bytes = self._padded.predict(menu_step, sizes).peak_bytes
-        step = self.step_within(sizes, rows, limit_bytes)
+        limit_bytes = self._padded(how).predict(how.menu_step, sizes).peak_bytes
+        step = self.step_within(sizes, rows, how, limit_bytes)
         if step is None:
             return None
         side = self._last(rows)
         sizes = side.sizes(sizes, rows.sides)
-        placement = side.runnable.priced.placement(sizes, 1)
-        return side.runnable.variant(placement, step, sizes, 0)
+        return side.runnable.variant(side.placement(how), step, sizes, how.place)
 
-    def compare(self, sizes: Sizes, inputs: Mapping[str, Tensor], rows: RowsOfCall) -> None:
+    def compare(
+        self, sizes: Sizes, inputs: Mapping[str, Tensor], rows: RowsOfCall, how: CallSetting
+    ) -> None:
         """Shows the first call of each program to its inspector: two of its samples.
 
         Loss and every gradient are compared, in a call without gradients as well.
@@ -158,26 +162,42 @@ class Unpadding:
             sizes: as for `rows`.
             inputs: by placeholder.
             rows: the valid ones.
+            how: as for `rows`.
 
         Raises:
             VerifyError: it does not give what the plain model gives.
         """
         inspector, traced = self._whole.inspector, self._whole.traced
-        if len(rows.sides) in self._compared or inspector is None:
+        if (len(rows.sides), how.sp) in self._compared or inspector is None:
             return
         with torch.inference_mode(False), torch.enable_grad():
             sizes, few = self._few(sizes, inputs)
             few = {p: x.clone() for p, x in few.items()}  # out of a caller's inference_mode
             of_few = self._find(sizes, few)
-            found = of_few and self.variant(sizes, of_few, 0)
-            if not of_few or not found or len(of_few.sides) in self._compared:
+            if not of_few or (len(of_few.sides), how.sp) in self._compared:
                 return
-            self._compared.add(len(of_few.sides))
+            runs = self._compared_by(sizes, of_few, how)
+            if runs is None:
+                return
+            self._compared.add((len(of_few.sides), how.sp))
             named = {name: few[p] for p, name in traced.program.inputs.items()}
             others = {name: x for side in of_few.sides for name, x in side.indices.items()}
-            program = self._last(of_few).runnable.traced.program
-            call = RewrittenCall(program, sizes, named, others, *found, "without padding")
+            side = self._last(of_few)
+            program = side.runnable.traced.program
+            sizes = side.sizes(sizes, of_few.sides)
+            name = "without padding" + (f" at sp {how.sp}" if how.sp > 1 else "")
+            call = RewrittenCall(program, sizes, named, others, runs, name)
             inspector.rewritten(traced, call)
+
+    def _compared_by(
+        self, sizes: Sizes, rows: RowsOfCall, how: CallSetting
+    ) -> tuple[Variant, tuple[int, ...]] | tuple[LoweredPair, Partition] | None:
+        """Returns what a call is compared by: on several ranks the graphs that are compiled."""
+        if how.sp == 1:
+            return self.variant(sizes, rows, replace(how, menu_step=0))
+        side = self._last(rows)
+        placement = side.placement(how)
+        return side.runnable.traced.lowering(placement), side.runnable.partition(placement, 0)
 
     def _few(
         self, sizes: Sizes, inputs: Mapping[str, Tensor]
@@ -195,22 +215,26 @@ class Unpadding:
                     few[p] = few[p].index_select(d, ends)
         return {**sizes, BATCH: FEW}, few
 
-    def step_within(self, sizes: Sizes, rows: RowsOfCall, limit_bytes: int) -> int | None:
+    def step_within(
+        self, sizes: Sizes, rows: RowsOfCall, how: CallSetting, limit_bytes: int
+    ) -> int | None:
         """Returns the fewest steps of recompute of which the predicted peak is not above a limit.
 
         Args:
             sizes: as for `rows`.
             rows: the valid ones.
+            how: as for `rows`.
             limit_bytes: of activations and gradients.
         """
         side = self._last(rows)
         sizes = side.sizes(sizes, rows.sides)
-        for step in sorted({round(share * side.study.steps) for share in STEPS}):
-            if side.study.predict(step, sizes).peak_bytes <= limit_bytes:
+        study = side.study(how)
+        for step in sorted({round(share * study.steps) for share in STEPS}):
+            if study.predict(step, sizes).peak_bytes <= limit_bytes:
                 return step
         return None
 
-    @cached_property
-    def _padded(self) -> Study:
+    def _padded(self, how: CallSetting) -> Study:
         priced = self._whole.priced
-        return priced.at(priced.placement(self._whole.traced.program.hints, 1))
+        sizes = how.sizes if how.sp > 1 else self._whole.traced.program.hints
+        return priced.at(priced.placement(sizes, how.sp))
