@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 import dcpc
+from dcpc.compiled.unpadding.sides import CallSetting
 from dcpc.compiled.unpadding.unpadding import Unpadding
 from dcpc.compiled.unpadding.valid_rows import ValidRows
 from dcpc.errors import PlanError, VerifyError
@@ -137,7 +138,8 @@ def sides(made: dcpc.CompiledModel, given: dict[str, Tensor]) -> list[str]:
     (bucket,) = made.buckets
     names = made.planned.by_bucket[bucket].traced.program.inputs
     inputs = {p: given[n] for p, n in names.items()}
-    rows = unpadding_of(made).rows({**T5_SIZES, "batch": len(given["labels"])}, inputs, 0)
+    sizes = {**T5_SIZES, "batch": len(given["labels"])}
+    rows = unpadding_of(made).rows(sizes, inputs, CallSetting(1, 0, 0, sizes))
     every = unpadding_of(made).sides[: len(rows.sides) if rows else 0]
     return [str(side.plan.row_sizes[1]) for side in every]
 
@@ -230,13 +232,13 @@ def test_memory_of_both_sides_is_within_the_prediction(recompute):
     (bucket,) = made.buckets
     sizes, unpadding = {**T5_SIZES, "batch": 4}, unpadding_of(made)
     names = made.planned.by_bucket[bucket].traced.program.inputs
-    step = made.plans[bucket].menu_step
-    rows = unpadding.rows(sizes, {p: given[n] for p, n in names.items()}, step)
+    how = CallSetting(1, made.plans[bucket].menu_step, 0, sizes)
+    rows = unpadding.rows(sizes, {p: given[n] for p, n in names.items()}, how)
     limit = made.predict(sizes).peak_bytes
     side = unpadding.sides[-1]
-    own = unpadding.step_within(sizes, rows, limit)
+    own = unpadding.step_within(sizes, rows, how, limit)
     assert own is not None
-    predicted = side.study.predict(own, side.sizes(sizes, rows.sides)).peak_bytes
+    predicted = side.study(how).predict(own, side.sizes(sizes, rows.sides)).peak_bytes
     assert predicted <= limit
     made(**given).backward()
     measured = measured_peak_bytes(lambda: made(**given).backward())
@@ -361,15 +363,16 @@ def test_memory_with_padding_is_an_upper_bound():
     made = compiled(encoder(), recompute="all")
     unpadding = unpadding_of(made)
     (bucket, *_) = made.buckets
-    sizes, step = {**bucket.sizes, "batch": 3}, made.plans[bucket].menu_step
+    sizes = {**bucket.sizes, "batch": 3}
+    how = CallSetting(1, made.plans[bucket].menu_step, 0, sizes)
     inputs = batch(PaddedEncoder.INPUTS, [3, 12, 5], bucket.sizes)
     names = made.planned.by_bucket[bucket].traced.program.inputs
-    rows = unpadding.rows(sizes, {p: inputs[n] for p, n in names.items()}, step)
+    rows = unpadding.rows(sizes, {p: inputs[n] for p, n in names.items()}, how)
     (found,) = rows.sides
     assert (found.count, found.squares, found.samples) == (20, 9 + 144 + 25, 3)
     limit = made.predict(bucket, 3).peak_bytes
-    assert unpadding.step_within(sizes, rows, limit) is not None
-    assert unpadding.step_within(sizes, rows, 1) is None
+    assert unpadding.step_within(sizes, rows, how, limit) is not None
+    assert unpadding.step_within(sizes, rows, how, 1) is None
 
 
 def test_auto_asks_what_it_saves():

@@ -1,5 +1,6 @@
 """Calls without padding on several ranks: loss and every gradient are those of the plain model."""
 
+import copy
 import warnings
 
 import pytest
@@ -8,10 +9,14 @@ import transformers
 from torch import nn
 
 import dcpc
+from dcpc.compiled.unpadding.valid_rows import ValidRows
+from dcpc.errors import VerifyError
 from dcpc.trace.loss import find_loss
-from tests.cases.exactness import SPLITTING, compiled_error, loss_error, wrong
+from tests.cases.exactness import SPLITTING, compiled_error, gradient_error, loss_error, wrong
+from tests.cases.exactness import plain as of_plain
 from tests.cases.launch import run_ranks
 from tests.cases.padded_models import TOKENS, VOCABULARY, PaddedEncoder, batch
+from tests.test_unpad import T5_INPUTS, T5_SIZES, t5, t5_batch, unpadding_of
 
 pytestmark = pytest.mark.multirank
 
@@ -49,9 +54,28 @@ def errors(rank: int, name: str, sp: int, backend: str, options: dict) -> dict[s
             expected = find_loss(model(**given))
             found[f"{name} {lengths}, evaluated"] = loss_error(made.evaluate(given), expected)
     stats = made.stats()
-    print(name, stats.unpadded, made.report()[-900:]) if rank == 0 else None
     assert stats.unpadded >= 8, stats.unpadded
     assert f"without padding at sp {sp}: loss and every gradient" in made.report()
+    return found
+
+
+def t5_errors(rank: int, sp: int, recompute: str) -> dict[str, float]:
+    """Both sides of a T5, whose attention has a bias that learns."""
+    warnings.simplefilter("ignore")
+    model = t5(2, 2)
+    buckets = dcpc.Buckets(T5_INPUTS, [T5_SIZES])
+    made = dcpc.compile(
+        model, buckets, unpad=True, sp=sp, backend="eager", device=SPLITTING, recompute=recompute
+    )
+    found = {}
+    batches = [([16, 3, 9], [12, 2, 5]), ([1, 1, 1], [1, 1, 1]), ([5, 16, 2], [12, 12, 12])]
+    for lengths, targets in batches:
+        given = t5_batch(lengths, targets)
+        found[f"t5 {lengths} {targets}"] = compiled_error(made, model, given)
+        model.zero_grad()
+    assert made.stats().unpadded == len(batches)
+    names = {n.name for n in unpadding_of(made).sides[-1].runnable.traced.program.gm.graph.nodes}
+    assert any("attention_of_rows" in n for n in names)
     return found
 
 
@@ -59,3 +83,75 @@ def test_two_ranks_run_a_call_without_its_padding():
     for name in MODELS:
         found = run_ranks(errors, 2, name, 2, "eager", {"recompute": "none"}, timeout_s=280)
         assert not wrong(found, 1e-10)
+
+
+def test_two_ranks_run_both_sides_without_padding():
+    assert not wrong(run_ranks(t5_errors, 2, 2, "none", timeout_s=280), 1e-10)
+
+
+@pytest.mark.slow
+def test_four_ranks_that_make_values_again_run_a_call_without_its_padding():
+    found = run_ranks(errors, 4, "encoder", 4, "eager", {"recompute": "all"}, timeout_s=280)
+    assert not wrong(found, 1e-10)
+
+
+@pytest.mark.slow
+def test_two_ranks_run_what_inductor_compiled_without_padding():
+    found = run_ranks(errors, 2, "encoder", 2, "inductor", {}, timeout_s=500)
+    assert not wrong(found, 1e-10)
+
+
+def said_of_wrong_positions(rank: int) -> str:
+    """What the first call says where its rows are given wrong positions."""
+    warnings.simplefilter("ignore")
+    right = ValidRows.__init__
+
+    def shifted(self, indices, *rest):
+        indices = {n: i.flip(0) if n == "unpad.position" else i for n, i in indices.items()}
+        right(self, indices, *rest)
+
+    ValidRows.__init__ = shifted  # in this process, which ends with the function
+    torch.manual_seed(0)
+    model = PaddedEncoder().double()
+    buckets = dcpc.Buckets(PaddedEncoder.INPUTS, SIZES)
+    made = dcpc.compile(model, buckets, unpad=True, sp=2, backend="eager", device=SPLITTING)
+    try:
+        made(**batch(PaddedEncoder.INPUTS, [3, 16, 9, 5], SIZES[1]))
+    except VerifyError as error:
+        return str(error)
+    return ""
+
+
+def test_the_first_call_of_two_ranks_is_held_against_the_plain_model():
+    for said in run_ranks(said_of_wrong_positions, 2, timeout_s=280):
+        assert "without padding at sp 2 does not give what the model gives" in said
+
+
+def loader_errors(rank: int) -> dict[str, float]:
+    """A training step of the loader's batches, whose groups of two ranks leave padding out."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = bert().double()
+    plain = copy.deepcopy(model)
+    lengths = [3, 9, 5, 12, 2, 7, 16, 1, 11, 8]
+    buckets = dcpc.Buckets(TOKENS, SIZES)
+    made = dcpc.compile(model, buckets, unpad=True, sp=2, backend="eager", device=SPLITTING)
+    data = [{n: x[0] for n, x in batch(TOKENS, [length], SIZES[1]).items()} for length in lengths]
+    found = {}
+    for step in dcpc.DataLoader(data, made, tokens_per_step=80, weight="labels", lookahead=0):
+        model.zero_grad()
+        result = made.train_step(step)
+        ids = [i for mb in step.plan.micro_batches for i in mb.sample_ids]
+        loss, gradients = of_plain(
+            plain, {n: torch.stack([data[i][n] for i in ids]) for n in TOKENS}
+        )
+        found[f"loss {step.index}"] = loss_error(result.loss, loss)
+        found[f"gradients {step.index}"] = gradient_error(model, gradients)
+    assert made.stats().unpadded > 1
+    return found
+
+
+def test_steps_of_the_loader_leave_padding_out_on_two_ranks():
+    found = run_ranks(loader_errors, 2, timeout_s=280)
+    assert len(found[0]) > 2
+    assert not wrong(found, 1e-10)

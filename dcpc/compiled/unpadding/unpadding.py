@@ -196,8 +196,12 @@ class Unpadding:
         if how.sp == 1:
             return self.variant(sizes, rows, replace(how, menu_step=0))
         side = self._last(rows)
-        placement = side.placement(how)
-        return side.runnable.traced.lowering(placement), side.runnable.partition(placement, 0)
+        runnable, placement, hints = side.runnable, side.placement(how), None
+        traced = runnable.traced
+        if traced.backend != "eager":  # graphs for Inductor are traced alone, for these few rows
+            dims = traced.program.dims(side.sizes(sizes, rows.sides))
+            hints = next(runnable.hints(placement, traced.backend, dims, how.place))
+        return traced.lowering(placement, hints), runnable.partition(placement, 0, hints)
 
     def _few(
         self, sizes: Sizes, inputs: Mapping[str, Tensor]

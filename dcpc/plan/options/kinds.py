@@ -226,7 +226,7 @@ class CompileOptions(ModelOptions):
 
     unpad: bool | str = declare(
         False,
-        "run calls at sp 1 for the rows alone that an attention mask says are valid: "
+        "run calls for the rows alone that an attention mask says are valid: "
         '`"auto"` (where that pays, and all that is returned is as it was), `True` (wherever the '
         "loss and every gradient are as they were; other outputs are 0 at padded rows) or `False`",
         check=check_unpad,

@@ -13,8 +13,7 @@ from tests.passes.sharding.rule_cases import CASES, Source
 from tests.passes.sharding.rule_check import check_call
 
 LINES = {op: line for op, line in rule_table().items() if not line.reason}
-# A single number; an op of calls without padding, which run on one rank.
-NEVER_SPLIT = {"aten.scalar_tensor", "dcpc.attention_of_rows"}
+NEVER_SPLIT = {"aten.scalar_tensor"}  # a single number
 RECASTS = 2  # checked draws of each dtype that an op takes although its strategy drew another
 SIMPLE = {"pointwise", "elementwise_loss", "generator"}
 

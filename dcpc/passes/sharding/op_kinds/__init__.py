@@ -79,6 +79,7 @@ KINDS: dict[str, Callable[[OpCall], OpSharding]] = {
     "recurrent": contractions.recurrent,
     "embedding": contractions.embedding,
     "attention": contractions.attention,
+    "attention_of_rows": contractions.attention_of_rows,
     "convolution": windows.convolution,
     "pooling": windows.pooling,
     "upsample": windows.upsample,

@@ -223,6 +223,37 @@ def attention(call: OpCall) -> OpSharding:
     )  # fmt: skip
 
 
+def attention_of_rows(call: OpCall) -> OpSharding:
+    """dcpc::attention_of_rows: heads are free; rows are whole, as each reads those of its sample.
+
+    Operands are queries, keys, values, the mask of all positions, and which row each is.
+    """
+    q, k, v, mask, _ = (o.shape for o in call.operands)
+    group = quotient(q[1], k[1])
+    if group is None or v[1] != k[1] or mask[1] not in (1, q[1]):
+        raise NotImplementedError("heads of keys, of values or of the mask are not those of rows")
+    sizes = {"h": k[1], "g": group, "r": q[2], "d": q[3], "e": v[3]}
+    sizes |= {"m": mask[0], "n": mask[2], "s": mask[3]}
+    sizes = {n: s for n, s in sizes.items() if s != 1}
+
+    def one(*names: str) -> tuple[str, ...]:
+        return tuple(n for n in names if n in sizes)
+
+    heads, shared = one("h", "g"), one("h")
+    operands = (
+        ((), heads, one("r"), one("d")),
+        ((), shared, one("r"), one("d")),
+        ((), shared, one("r"), one("e")),
+        (one("m"), heads if mask[1] != 1 else (), one("n"), one("s")),
+        (one("r"),),
+    )
+    output = ((), heads, one("r"), one("e"))
+    whole = frozenset(sizes.keys() - set(heads))
+    return OpSharding(
+        operands, output, sizes, whole=whole, multiplies=True, nonempty=frozenset(heads)
+    )
+
+
 def _samples(samples: sympy.Expr, rows: Sequence[sympy.Expr]) -> NameSizes:
     """Returns rows of a mask and samples of each, by name, given the rows of the masks."""
     own = next((n for n in rows if n not in (1, samples)), samples)

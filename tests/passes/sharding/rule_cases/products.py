@@ -138,11 +138,11 @@ def attention(source: Source) -> Case:
 
 @strategy("dcpc.attention_of_rows")
 def attention_of_rows(source: Source) -> Case:
-    samples, length, h, d, e = (source.size() for _ in range(5))
+    samples, length, h, g, d, e = (source.size() for _ in range(6))
     rows = torch.arange(samples * length)[source.size(0, samples * length - 1) :]
     n = len(rows)
-    tensors = [source.floats(1, h, n, d), source.floats(1, h, n, d), source.floats(1, h, n, e)]
-    mask = source.floats(samples, source.pick(1, h), length, length)
+    tensors = [source.floats(1, h * g, n, d), source.floats(1, h, n, d), source.floats(1, h, n, e)]
+    mask = source.floats(samples, source.pick(1, h * g), source.pick(1, length), length)
     op = torch.ops.dcpc.attention_of_rows.default
     return Case(op, (*tensors, mask, None, rows), {"scale": 0.5})
 
