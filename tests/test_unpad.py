@@ -9,12 +9,21 @@ from torch import Tensor, nn
 
 import dcpc
 from dcpc.compiled.unpadding.sides import CallSetting
-from dcpc.compiled.unpadding.unpadding import Unpadding
 from dcpc.compiled.unpadding.valid_rows import ValidRows
 from dcpc.errors import PlanError, VerifyError
 from examples.allocator import measured_peak_bytes
 from tests.cases.exactness import compiled_error
-from tests.cases.padded_models import TOKENS, VOCABULARY, PaddedEncoder, batch
+from tests.cases.padded_models import (
+    T5_INPUTS,
+    T5_SIZES,
+    TOKENS,
+    VOCABULARY,
+    PaddedEncoder,
+    batch,
+    t5,
+    t5_batch,
+    unpadding_of,
+)
 
 EXACT = 1e-10
 SCALARS_BYTES = 8192  # masks that say which rows are valid, scalars
@@ -30,10 +39,6 @@ def compiled(model: nn.Module, inputs=PaddedEncoder.INPUTS, unpad=True, **option
 def encoder(dropout: float = 0.0) -> PaddedEncoder:
     torch.manual_seed(0)
     return PaddedEncoder(dropout=dropout).double()
-
-
-def unpadding_of(model: dcpc.CompiledModel) -> Unpadding:
-    return model._dispatch.unpadding(next(iter(model.buckets)))
 
 
 def config(**more) -> dict[str, object]:
@@ -102,35 +107,10 @@ def test_models_of_transformers_are_exact(name):
     assert made.stats().unpadded == 2
 
 
-def t5(encoder_layers: int, decoder_layers: int) -> nn.Module:
-    torch.manual_seed(0)
-    made = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=8, num_heads=2, d_ff=24, dropout_rate=0.0,
-        num_layers=encoder_layers, num_decoder_layers=decoder_layers, decoder_start_token_id=0,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(made).double()
-
-
-T5_SIZES = {"seq": 16, "tgt": 12}
-T5_INPUTS = {
-    "input_ids": "int64[batch, seq]", "attention_mask": "int64[batch, seq]",
-    "decoder_attention_mask": "int64[batch, tgt]", "labels": "int64[batch, tgt]",
-}  # fmt: skip
-
-
 def compiled_t5(model: nn.Module, **options) -> dcpc.CompiledModel:
     buckets = dcpc.Buckets(T5_INPUTS, [T5_SIZES])
     options = {"unpad": True, "backend": "eager", "verify": "off"} | options
     return dcpc.compile(model, buckets, **options)
-
-
-def t5_batch(lengths: list[int], targets: list[int], left: bool = False) -> dict[str, Tensor]:
-    """Samples of these lengths for the encoder and for the decoder."""
-    given = batch(T5_INPUTS, lengths, T5_SIZES, left=left)
-    kept = torch.arange(T5_SIZES["tgt"]) < torch.tensor(targets)[:, None]
-    given["decoder_attention_mask"] = kept = (kept.flip(1) if left else kept).long()
-    given["labels"] = torch.where(kept > 0, given["labels"].clamp(min=0), -100)
-    return given
 
 
 def sides(made: dcpc.CompiledModel, given: dict[str, Tensor]) -> list[str]:

@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import dcpc
 from dcpc.buckets.specs import InputSpec
+from dcpc.compiled.unpadding.unpadding import Unpadding
 
 VOCABULARY = 40
 TOKENS = {
@@ -104,3 +107,32 @@ def batch(
         found["labels"] = torch.where(of > 0, found["labels"], -100)
     found["input_ids"] = torch.where(found["attention_mask"] > 0, found["input_ids"], 1)
     return found
+
+
+def unpadding_of(model: dcpc.CompiledModel) -> Unpadding:
+    return model._dispatch.unpadding(next(iter(model.buckets)))
+
+
+def t5(encoder_layers: int, decoder_layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    made = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, num_heads=2, d_ff=24, dropout_rate=0.0,
+        num_layers=encoder_layers, num_decoder_layers=decoder_layers, decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(made).double()
+
+
+T5_SIZES = {"seq": 16, "tgt": 12}
+T5_INPUTS = {
+    "input_ids": "int64[batch, seq]", "attention_mask": "int64[batch, seq]",
+    "decoder_attention_mask": "int64[batch, tgt]", "labels": "int64[batch, tgt]",
+}  # fmt: skip
+
+
+def t5_batch(lengths: list[int], targets: list[int], left: bool = False) -> dict[str, Tensor]:
+    """Samples of these lengths for the encoder and for the decoder."""
+    given = batch(T5_INPUTS, lengths, T5_SIZES, left=left)
+    kept = torch.arange(T5_SIZES["tgt"]) < torch.tensor(targets)[:, None]
+    given["decoder_attention_mask"] = kept = (kept.flip(1) if left else kept).long()
+    given["labels"] = torch.where(kept > 0, given["labels"].clamp(min=0), -100)
+    return given

@@ -15,8 +15,17 @@ from dcpc.trace.loss import find_loss
 from tests.cases.exactness import SPLITTING, compiled_error, gradient_error, loss_error, wrong
 from tests.cases.exactness import plain as of_plain
 from tests.cases.launch import run_ranks
-from tests.cases.padded_models import TOKENS, VOCABULARY, PaddedEncoder, batch
-from tests.test_unpad import T5_INPUTS, T5_SIZES, t5, t5_batch, unpadding_of
+from tests.cases.padded_models import (
+    T5_INPUTS,
+    T5_SIZES,
+    TOKENS,
+    VOCABULARY,
+    PaddedEncoder,
+    batch,
+    t5,
+    t5_batch,
+    unpadding_of,
+)
 
 pytestmark = pytest.mark.multirank
 
