@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from dcpc.codegen.collectives.collectives import bind_group
-from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.ops.facts import Facts, at_ranks
 from dcpc.symbolic_profile.ops.transients import transient_bytes
 from tests.cases.joint_graphs import measure_call
 from tests.cases.launch import run_ranks
@@ -206,7 +206,7 @@ def held(world: int, rank: int, group: dist.ProcessGroup) -> list[tuple[str, int
 
         for m in measure_call(both, *local):
             if m.node.op == "call_function" and "dcpc" in str(m.node.target):
-                predicted = int(transient_bytes(m.node, facts, 1).doit())
+                predicted = int(at_ranks(transient_bytes(m.node, facts, 1), world).doit())
                 found.append((f"{case} {m.node.target}", m.transient_bytes, predicted))
     return found
 

@@ -21,8 +21,16 @@ from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.symbolic_profile.ops import attention
-from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument, op_name, total
-from dcpc.symbolic_profile.ops.flops import ZERO, GroupSize, halo_bytes, row_messages
+from dcpc.symbolic_profile.ops.facts import (
+    CallFacts,
+    Facts,
+    TensorFacts,
+    argument,
+    op_name,
+    ranks_of,
+    total,
+)
+from dcpc.symbolic_profile.ops.flops import ZERO, halo_bytes, row_messages
 from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies, half
 from dcpc.symbolic_profile.polynomials import larger
@@ -186,31 +194,6 @@ def _fused_rms_norm(call: CallFacts) -> sympy.Expr:
     """The square of the input; in half precision five times the input (copies in float32)."""
     x = call.tensor("input")
     return x.size_bytes * (1 if x.dtype.itemsize >= 4 else 5)
-
-
-def ranks_of(group: str) -> sympy.Symbol:
-    """Returns what stands for the number of ranks of a group until a degree is known."""
-    return sympy.Symbol(f"{_RANKS}{group}", integer=True, positive=True)
-
-
-_RANKS = "ranks of "
-
-
-def at_ranks(size: sympy.Expr, sp: GroupSize) -> sympy.Expr:
-    """Returns a size in which the number of each group's ranks is known.
-
-    Args:
-        size: of a transient.
-        sp: ranks of every group, or group name -> ranks.
-    """
-    groups = {s: s.name.removeprefix(_RANKS) for s in groups_in(size)}
-    ranks = {s: sp if isinstance(sp, int) else sp(name) for s, name in groups.items()}
-    return sympy.expand(size.xreplace(ranks)) if ranks else size
-
-
-def groups_in(size: sympy.Expr) -> set[sympy.Basic]:
-    """Returns the symbols of a size that stand for numbers of ranks."""
-    return {s for s in size.free_symbols if str(s).startswith(_RANKS)}
 
 
 def _all_gather(call: CallFacts) -> sympy.Expr:
