@@ -59,7 +59,7 @@ def _forward(call: CallFacts) -> sympy.Expr:
     if not _fused(call):
         return attention.blocks(call)
     if _in_parts(call):
-        return attention.forward(call)
+        return attention.forward_bound(call)
     query = call.tensor("query")
     return ZERO if query.contiguous(attention.BSHD) else query.size_bytes
 
@@ -83,7 +83,7 @@ def _backward(call: CallFacts) -> sympy.Expr:
     if not _fused(call):
         return attention.blocks_backward(call)
     held = _accumulators(call)
-    return held + attention.backward(call) if _in_parts(call) else held
+    return held + attention.backward_bound(call) if _in_parts(call) else held
 
 
 def _ring_backward(call: CallFacts) -> sympy.Expr:

@@ -11,9 +11,11 @@ from dcpc.symbolic_profile.ops.attention.rings import (
 )
 from dcpc.symbolic_profile.ops.attention.whole import (
     backward,
+    backward_bound,
     blocks,
     blocks_backward,
     forward,
+    forward_bound,
     mask_backward,
     pairs,
     sight_of,
@@ -22,9 +24,11 @@ from dcpc.symbolic_profile.ops.attention.whole import (
 __all__ = [
     "BSHD",
     "backward",
+    "backward_bound",
     "blocks",
     "blocks_backward",
     "forward",
+    "forward_bound",
     "kernel",
     "kernel_backward",
     "mask_backward",

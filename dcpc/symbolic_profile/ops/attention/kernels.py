@@ -48,6 +48,13 @@ def _kernel_blocks(
     return QueryBlock(query.shape[2] if rows is None else rows), keys, sympy.Integer(reduced)
 
 
+def lies_badly(x: TensorFacts) -> bool:
+    """Returns whether a tensor `[b, h, s, d]` is copied, as the kernel cannot read it."""
+    apart = x.shape[3] != 1 and x.strides[3] != 1
+    overlap = x.shape[2] != 1 and x.strides[2] == 0
+    return bool(apart or overlap)
+
+
 def kernel(
     call: KernelCall,
     rows: sympy.Expr | None = None,

@@ -1,4 +1,4 @@
-"""What the flash kernel takes of one rectangle of queries and keys, at given sizes.
+"""What the flash kernel takes of some queries and some keys, at given sizes.
 
 Follows `dcpc/ops/attention/flash.py` and `partial.py` for attention without mask, `keep` or
 segment: causal, or of all keys.
@@ -14,10 +14,10 @@ import sympy
 import torch
 
 from dcpc.ops.attention import Sight
-from dcpc.ops.attention.rectangles import Rectangle
-from dcpc.symbolic_profile.ops.attention.kernels import backward_buffers, kernel
-from dcpc.symbolic_profile.ops.facts import TensorFacts
+from dcpc.symbolic_profile.ops.attention.kernels import backward_buffers, kernel, lies_badly
+from dcpc.symbolic_profile.ops.facts import CallFacts, TensorFacts
 
+Part = tuple[int, int, Sight]  # queries, keys, who sees whom
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 QUERY, KEY, VALUE, OUT = 1, 2, 4, 8  # bits of `HeadSizes.copied`
 
@@ -92,6 +92,18 @@ class HeadSizes(NamedTuple):
         return False
 
 
+def head_sizes(call: CallFacts, backward: bool) -> tuple[sympy.Expr, ...]:
+    """Returns the fields of `HeadSizes` of a call, as expressions."""
+    query, key = call.tensor("query"), call.tensor("key")
+    names = {"query": QUERY, "key": KEY, "value": VALUE, **({"out": OUT} if backward else {})}
+    copied = sum(bit for name, bit in names.items() if lies_badly(call.tensor(name)))
+    strides = call.tensor("grad_out").strides if backward else (0, 0, 0, 0)
+    batch, heads, _, width = query.shape
+    numbers = DTYPES.index(query.dtype), call.threads, copied
+    found = (batch, heads, key.shape[1], width, *numbers, *strides)
+    return tuple(map(sympy.sympify, found))
+
+
 @dataclass(frozen=True, slots=True)
 class _PartCall:
     """A kernel's call with known sizes, as the formulas of `kernels.py` read it."""
@@ -117,19 +129,19 @@ def _kernel_bytes(s: HeadSizes, rows: int, keys: int, backward: bool) -> int:
     return int((backward_buffers if backward else kernel)(call))
 
 
-def forward_bytes(s: HeadSizes, at: Rectangle, fresh: bool, own: bool) -> int:
-    """Returns the most that adding a rectangle to a forward holds, beyond the sums so far.
+def forward_bytes(s: HeadSizes, at: Part, fresh: bool, own: bool) -> int:
+    """Returns the most that adding a part to a forward holds, beyond the sums so far.
 
     Args:
         s: sizes of the attention.
-        at: the rectangle.
+        at: the part.
         fresh: whether its queries have nothing to be merged with.
         own: whether the keys lie as they were given, not in a buffer of their own.
     """
-    rows, keys = at.queries.length, at.keys.length
+    rows, keys, sight = at
     out, lse = s.query_bytes(rows), s.sum_bytes(rows)
     copies = _copies(s, rows, keys, own, QUERY)
-    first = _before(at.sight, keys)
+    first = _before(sight, keys)
     found = (out + lse) // s.groups
     most = found + _kernel_bytes(s, rows, first or keys, False)
     if 0 < first < keys:  # two parts, merged
@@ -146,19 +158,19 @@ def forward_bytes(s: HeadSizes, at: Rectangle, fresh: bool, own: bool) -> int:
     return max(copies + most, out + lse + merging)
 
 
-def backward_bytes(s: HeadSizes, at: Rectangle, own: bool) -> int:
-    """Returns the most that adding a rectangle's gradients holds, beyond the sums so far.
+def backward_bytes(s: HeadSizes, at: Part, own: bool) -> int:
+    """Returns the most that adding a part's gradients holds, beyond the sums so far.
 
     Args:
         s: sizes of the attention.
-        at: the rectangle.
+        at: the part.
         own: whether the keys lie as they were given, not in a buffer of their own.
     """
-    rows, keys = at.queries.length, at.keys.length
+    rows, keys, sight = at
     of_queries, of_keys = s.query_bytes(rows), s.key_bytes(keys)
     one = of_queries // s.groups
     grad = one if s.grad_copied(rows) else 0
-    first = _before(at.sight, keys)
+    first = _before(sight, keys)
     most = grad + _kernel_bytes(s, rows, first or keys, True) + one + 2 * s.key_bytes(first or keys)
     if first:
         if first < keys:

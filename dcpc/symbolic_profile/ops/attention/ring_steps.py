@@ -11,14 +11,13 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import sympy
 
 from dcpc.ops.attention import RunOfRows, Sight
-from dcpc.ops.attention.rectangles import QueryCutter
+from dcpc.ops.attention.rectangles import QueryCutter, Rectangle
 from dcpc.ops.ring_route import DIRECTIONS, Route, RowSplit, route
-from dcpc.symbolic_profile.ops.attention.parts import HeadSizes, backward_bytes, forward_bytes
-from dcpc.symbolic_profile.polynomials import FUNCTIONS
+from dcpc.symbolic_profile.ops.attention.parts import HeadSizes, Part, backward_bytes, forward_bytes
+from dcpc.symbolic_profile.polynomials import FUNCTIONS, each_point
 
 MOST_POSITIONS = 8  # of a ring that are all followed
 
@@ -207,7 +206,7 @@ class _Position:
         fresh = step == 0
         parts = self._cutter.against(self._way.keys[owner])
         return max(
-            (forward_bytes(self._heads, r, fresh and r.first, own=step == 0) for r in parts),
+            (forward_bytes(self._heads, _part(r), fresh and r.first, own=step == 0) for r in parts),
             default=0,
         )
 
@@ -261,14 +260,11 @@ class _Position:
     def _gradients_of(self, keys: tuple[RunOfRows, ...], own: bool) -> int:
         """Returns what adding the gradients of some keys takes."""
         parts = self._cutter.against(keys)
-        return max((backward_bytes(self._heads, r, own) for r in parts), default=0)
+        return max((backward_bytes(self._heads, _part(r), own) for r in parts), default=0)
 
 
-def _at_sizes(*sizes: Any) -> Any:
-    """Returns the bytes of `RingBytes` for numbers, or for arrays of them."""
-    if any(isinstance(size, np.ndarray) and size.ndim for size in sizes):
-        return np.vectorize(_at_sizes, otypes=[np.int64])(*sizes)
-    return ring_bytes(*map(int, sizes))
+def _part(r: Rectangle) -> Part:
+    return r.queries.length, r.keys.length, r.sight
 
 
-FUNCTIONS[RingBytes.__name__] = _at_sizes
+FUNCTIONS[RingBytes.__name__] = each_point(ring_bytes)

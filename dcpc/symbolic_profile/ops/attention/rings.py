@@ -13,13 +13,12 @@ import sympy
 
 from dcpc.ops.attention import kernel_name
 from dcpc.symbolic_profile.ops.attention.kernels import BSHD, accumulator, kernel, kernel_backward
-from dcpc.symbolic_profile.ops.attention.parts import DTYPES, KEY, OUT, QUERY, VALUE
+from dcpc.symbolic_profile.ops.attention.parts import DTYPES, head_sizes
 from dcpc.symbolic_profile.ops.attention.ring_steps import RingBytes
 from dcpc.symbolic_profile.ops.attention.whole import (
     blocks,
     blocks_backward,
     groups_of,
-    relaid,
     sight_of,
     with_added,
 )
@@ -58,12 +57,8 @@ def _ring_bytes(call: CallFacts, backward: bool) -> sympy.Expr:
         argument(node, "after") is not None, argument(node, "empty") in ("mean", "fixed"),
         query.shape[2], key.shape[2], *splits,
     )  # fmt: skip
-    names = {"query": QUERY, "key": KEY, "value": VALUE, **({"out": OUT} if backward else {})}
-    copied = sum(bit for name, bit in names.items() if relaid(call, name) != 0)
-    strides = call.tensor("grad_out").strides if backward else (0, 0, 0, 0)
-    batch, heads, _, width = query.shape
-    of_heads = (batch, heads, key.shape[1], width, DTYPES.index(query.dtype), call.threads, copied)
-    return RingBytes(*map(sympy.sympify, map(_number, (*ring, *of_heads, *strides))))
+    found = map(sympy.sympify, map(_number, ring))
+    return RingBytes(*found, *head_sizes(call, backward))
 
 
 def _number(x: bool | int | sympy.Expr) -> int | sympy.Expr:

@@ -29,7 +29,10 @@ from dcpc.symbolic_profile.ops.attention.kernels import (
     accumulator,
     kernel,
     kernel_backward,
+    lies_badly,
 )
+from dcpc.symbolic_profile.ops.attention.parts import DTYPES, head_sizes
+from dcpc.symbolic_profile.ops.attention.runs import RunBytes
 from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument
 from dcpc.symbolic_profile.polynomials import Shares, Short, larger
 
@@ -68,9 +71,34 @@ def forward(call: CallFacts) -> sympy.Expr:
 
     An upper bound where sequences are packed: as if one were as long as the row, or all short.
     """
+    return _run_bytes(call, backward=False) if _in_runs(call) else forward_bound(call)
+
+
+def forward_bound(call: CallFacts) -> sympy.Expr:
+    """Returns the bytes of `forward`; at the most, of a piece of the queries."""
     if not _by_flash(call):
         return _by_window(call, blocks(call), _windowed)
     return _by_sharers(call, functools.partial(_forward_held, call))
+
+
+def _in_runs(call: CallFacts) -> bool:
+    """Whether the bytes of a piece of the queries follow from its sizes, run by run."""
+    hidden = any(call.given(name) is not None for name in ("mask", "keep", "segment"))
+    known = call.tensor("query").dtype in DTYPES and not hidden
+    later = argument(call.node, "start", 0) != 0 or argument(call.node, "turn") is not None
+    return later and known and _by_flash(call)
+
+
+def _run_bytes(call: CallFacts, backward: bool) -> sympy.Expr:
+    """The bytes of a piece of the queries as a function of its sizes."""
+    node, size = call.node, call.facts.size
+    turn = argument(node, "turn")
+    found = (
+        int(backward), int(argument(node, "after") is not None), call.tensor("query").shape[2],
+        call.tensor("key").shape[2], size(argument(node, "start", 0)),
+        -1 if turn is None else size(turn), size(argument(node, "second", 0)),
+    )  # fmt: skip
+    return RunBytes(*map(sympy.sympify, found), *head_sizes(call, backward))
 
 
 def _by_sharers(call: CallFacts, held: Callable[[sympy.Expr], sympy.Expr]) -> sympy.Expr:
@@ -93,11 +121,11 @@ def _forward_held(call: CallFacts, calls: sympy.Expr) -> sympy.Expr:
     rows = _run(call)
     share = rows / query.shape[2]
     lse_bytes = query.numel / query.shape[3] * accumulator(query)
-    held = kernel(call, rows, calls=calls) + relaid(call, "query", "key", "value")
+    held = kernel(call, rows, calls=calls) + _relaid(call, "query", "key", "value")
     if calls != 1:  # one call's results, before they are copied
         held += (query.size_bytes + lse_bytes) * share / calls
     elif groups == 1:  # the output, brought to the layout of queries that were copied
-        held += relaid(call, "query") * share
+        held += _relaid(call, "query") * share
     if _split(call):  # two parts, merged; the first is the result if heads are not grouped
         held += (query.size_bytes + 2 * lse_bytes) * share / groups / calls
     if groups != 1:
@@ -124,6 +152,11 @@ def backward(call: CallFacts) -> sympy.Expr:
     """
     if call.node.target._opname == "attention_mask_backward":  # type: ignore[union-attr]
         return mask_backward(call)
+    return _run_bytes(call, backward=True) if _in_runs(call) else backward_bound(call)
+
+
+def backward_bound(call: CallFacts) -> sympy.Expr:
+    """Returns the bytes of `backward`; at the most, of a piece of the queries."""
     if not _by_flash(call):
         return _by_window(call, blocks_backward(call), _windowed_backward)
     return _by_sharers(call, functools.partial(_backward_held, call))
@@ -137,7 +170,7 @@ def _backward_held(call: CallFacts, calls: sympy.Expr) -> sympy.Expr:
     parts = packed or argument(call.node, "turn") is not None
     share = rows / query.shape[2]
     held = kernel_backward(call, rows if parts else None, calls=calls)
-    held += relaid(call, "query", "key", "value", "out")
+    held += _relaid(call, "query", "key", "value", "out")
     own = ZERO  # of one call
     if groups != 1:
         if not parts:
@@ -188,16 +221,16 @@ def _by_window(
 def _windowed(call: CallFacts) -> sympy.Expr:
     query, groups = call.tensor("query"), groups_of(call)
     lse_bytes = query.numel / query.shape[3] * accumulator(query)
-    held = kernel(call) + relaid(call, "query", "key", "value")
+    held = kernel(call) + _relaid(call, "query", "key", "value")
     if groups == 1:
-        return held + relaid(call, "query")
+        return held + _relaid(call, "query")
     return held + (query.size_bytes + lse_bytes) / groups
 
 
 def _windowed_backward(call: CallFacts) -> sympy.Expr:
     query, key, value, grad = (call.tensor(n) for n in ("query", "key", "value", "grad_out"))
     groups = groups_of(call)
-    held = kernel_backward(call) + relaid(call, "query", "key", "value", "out")
+    held = kernel_backward(call) + _relaid(call, "query", "key", "value", "out")
     if groups == 1:
         return held
     if grad.contiguous(BSHD):
@@ -206,14 +239,9 @@ def _windowed_backward(call: CallFacts) -> sympy.Expr:
     return held + query.size_bytes / groups + key.size_bytes + value.size_bytes
 
 
-def relaid(call: CallFacts, *names: str) -> sympy.Expr:
-    """Returns the bytes of the copies of those tensors that do not lie as the kernel reads them."""
-    held = ZERO
-    for x in map(call.tensor, names):
-        apart = x.shape[3] != 1 and x.strides[3] != 1
-        overlap = x.shape[2] != 1 and x.strides[2] == 0
-        held += x.size_bytes if apart or overlap else ZERO
-    return held
+def _relaid(call: CallFacts, *names: str) -> sympy.Expr:
+    """Bytes of the copies of those tensors that do not lie as the kernel reads them."""
+    return sympy.Add(*(x.size_bytes for x in map(call.tensor, names) if lies_badly(x)))
 
 
 def _run(call: CallFacts) -> sympy.Expr:
