@@ -249,6 +249,24 @@ class Meter:
             found = self._of[node] = forward, backward
         return found
 
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The sizes that some cost depends on."""
+        return frozenset(s.name for term in self._basis.terms for s in term.free_symbols)
+
+    def most_alive(
+        self, costs: Costs, ranks: Sequence[Mapping[str, int]], device: Device
+    ) -> Integers:
+        """Returns the most that is alive on any of some ranks at each point, `[points]` bytes.
+
+        Args:
+            costs: of a run, from the ledger.
+            ranks: of each, symbol name -> size.
+            device: what it runs on.
+        """
+        found: Integers = np.max([self.live_bytes(costs, dims, device) for dims in ranks], axis=0)
+        return found
+
     def live_bytes(self, costs: Costs, dims: Mapping[str, int], device: Device) -> Integers:
         """Returns what is alive at each point of a run's timeline, `[points]` bytes.
 

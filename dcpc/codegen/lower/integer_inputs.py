@@ -12,6 +12,8 @@ from dcpc.fx.integers import Emitter
 from dcpc.ir import Factor, Placement, Program, tensor_operands
 from dcpc.ops.pieces import Run, runs
 
+COMMON = ("dim", "quotient", "seed")  # roles of integers that all ranks have alike
+
 
 @dataclass(frozen=True, slots=True)
 class IntegerInput:
