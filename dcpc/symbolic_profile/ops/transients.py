@@ -197,16 +197,12 @@ def _fused_rms_norm(call: CallFacts) -> sympy.Expr:
 
 
 def _all_gather(call: CallFacts) -> sympy.Expr:
-    """Every rank's piece, each as large as the largest; with 3 ranks or more up to p rows more.
-
-    All sums of sizes are linear in the number of ranks, which keeps one basis for all degrees: the
-    rows are exact for 2 ranks, of whose pieces the first has half of the parent, rounded up.
-    """
+    """Every rank's piece, each as large as the largest."""
     out, dim = call.facts.of(call.node)[0], argument(call.node, "dim")
     row_bytes = sympy.Mul(out.dtype.itemsize, *out.shape[:dim], *out.shape[dim + 1 :])
     parent = call.facts.size(argument(call.node, "parent"))
     ranks = ranks_of(argument(call.node, "group"))
-    return row_bytes * (2 * CeilDiv(parent, 2) + 2 * (ranks - 2))
+    return row_bytes * ranks * CeilDiv(parent, ranks)
 
 
 def _reduce_scatter(call: CallFacts) -> sympy.Expr:

@@ -174,8 +174,9 @@ def _by_flash(call: CallFacts) -> bool:
 def swap(call: CallFacts) -> sympy.Expr:
     """Returns the bytes that a swap holds beyond its input and output: what is sent, or comes.
 
-    Back from heads the rows of zigzag pieces are picked first.
+    What is sent is copied before it is packed, as its parts do not lie together. Back from heads
+    the rows of zigzag pieces are picked first, which is that copy, and stays.
     """
     picked = argument(call.node, "zigzag") and not argument(call.node, "to_heads")
-    held = larger(call.inputs_bytes, call.output_bytes)
-    return held + call.inputs_bytes if picked else held
+    sent, came = call.inputs_bytes, call.output_bytes
+    return larger(sent, came) + sent if picked else larger(sent, came, 2 * sent - came)
