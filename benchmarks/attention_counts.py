@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dcpc.codegen.collectives.pieces import runs
-from dcpc.codegen.collectives.ring_route import RowSplit, route, sent_bytes
+from dcpc.ops.pieces import runs
+from dcpc.ops.ring_route import RowSplit, route, sent_bytes
 
 
 def pairs(length: int, p: int, zigzag: bool) -> list[int]:

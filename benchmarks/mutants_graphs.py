@@ -189,7 +189,7 @@ CACHES = [
         "codegen.lower.integer_inputs:IntegerInputs.piece", "self.pieces[factor.key, role]",
         "self.pieces[factor.key, \"start\" if role == \"second\" else role]")),
     _cache("a ring's route of other limits", setting="marked ring 2", plant=edited(
-        "codegen.collectives.ring_route:route", "sees(q, k, before, after)", "sees(q, k, 0, 0)")),
+        "ops.ring_route:route", "sees(q, k, before, after)", "sees(q, k, 0, 0)")),
 ]  # fmt: skip
 
 RUNTIME = [

@@ -13,7 +13,7 @@ from types import CodeType, FunctionType
 from typing import Any
 from unittest import mock
 
-from dcpc.codegen.collectives.ring_route import route
+from dcpc.ops.ring_route import route
 
 PHASES = (
     "trace", "masks", "rules", "placement", "lowering", "derivatives", "schedule", "attention",

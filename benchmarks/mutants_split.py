@@ -125,7 +125,7 @@ LOWERING = [
         "codegen.lower.local_attention:_row_split",
         "*on.integers.split(factor), rows", "*on.integers.split(factor)[:2], False, rows")),
     _lower("keys go round one rank short", setting="ring 2", quick=True, plant=edited(
-        "codegen.collectives.ring_route:route",
+        "ops.ring_route:route",
         "hops = range(1, positions)", "hops = range(1, positions - 1)")),
     _lower("a mask of a piece of patches one key off", setting="frames 2", plant=edited(
         "codegen.lower.local_attention:_masked",

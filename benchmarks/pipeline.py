@@ -208,7 +208,6 @@ def exact(quick: bool) -> dict[str, Cell]:
     return {
         "worst_relative_error": max(r.worst for r in found),
         "max_error_peak": max(r.peak for r in found if r.sp == 1),
-        # Of rings' bytes the profile has an upper bound.
         "max_error_peak_sp": max((r.peak for r in found if r.sp > 1), default=None),
         "cases": sum(len(r.counts) for r in found),
         "backwards_in_two_parts": sum(r.apart for r in found),

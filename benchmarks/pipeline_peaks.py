@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dcpc.buckets import BATCH
@@ -63,8 +64,7 @@ class OwnInputs:
 def largest_error(compiled: PipelinedModel, steps: Sequence[Step]) -> float:
     """Returns by how much told bytes of this rank's stage are off at most, as a share.
 
-    Collective over all ranks. Of the ranks of a stage the first is asked: it has the largest part,
-    which is what is told.
+    Collective over all ranks. What is told is compared with the rank of a stage that holds most.
 
     Args:
         compiled: in stages.
@@ -76,13 +76,25 @@ def largest_error(compiled: PipelinedModel, steps: Sequence[Step]) -> float:
     grid = PipelineGrid.make(compiled.groups, planner.layout, stage.learning)
     for p in compiled.parameters():
         p.grad = torch.zeros_like(p)  # gradients are added in place
-    errors = [_error(planner, grid, step) for step in steps if step.micro_batches]
+    found = [_told_and_measured(planner, grid, step) for step in steps]
     compiled.zero_grad()
-    return 0.0 if grid.lane else max(errors, default=0.0)
+    here = (grid.replica, grid.stage, found)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, here)
+    stage_ranks = [rank_found for *where, rank_found in every if tuple(where) == here[:2]]
+    errors = [
+        abs(told / max(measured for _, measured in of_step) - 1)
+        for of_step in zip(*stage_ranks, strict=True)
+        for told, _ in of_step[:1]
+        if told
+    ]
+    return max(errors, default=0.0)
 
 
-def _error(planner: PipelinePlanner, grid: PipelineGrid, step: Step) -> float:
-    """Returns how far the told bytes of a step are off."""
+def _told_and_measured(planner: PipelinePlanner, grid: PipelineGrid, step: Step) -> tuple[int, int]:
+    """Returns the bytes of a step on this rank's stage as told, and as this rank has them."""
+    if not step.micro_batches:
+        return 0, 0
     schedule = PipelineSchedule.of_text(step.plan.pipelines[grid.replica])
     batches = [
         PipelineBatch(mb.inputs, {**mb.bucket.sizes, BATCH: len(mb.samples)}, 1.0, mb.number)
@@ -97,5 +109,4 @@ def _error(planner: PipelinePlanner, grid: PipelineGrid, step: Step) -> float:
     gc.collect()  # nothing of before is freed during the run
     measured_bytes = measured_peak_bytes(run)
     work = pipeline_work(planner.cost.rows, [b.sizes for b in batches], planner.cost.devices)
-    told_bytes = replay(work, schedule).peak_bytes[grid.stage]
-    return abs(told_bytes / measured_bytes - 1)
+    return round(replay(work, schedule).peak_bytes[grid.stage]), measured_bytes

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dcpc.codegen.collectives.collectives import DimSplit, all_to_all
-from dcpc.codegen.collectives.pieces import piece
 from dcpc.commands.simulate.barriers.packing.rooms import best_fit
+from dcpc.ops.pieces import piece
 from dcpc.runtime.planner.plans import StepPlan
 from examples.baselines import Dcpc
 from examples.stdlib_source import IGNORE, StdlibSource

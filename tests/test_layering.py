@@ -39,7 +39,7 @@ TABLE = {
         "__init__": "errors buckets passes runtime compiled api",
         "hf": "errors buckets runtime compiled api",
         "commands": (
-            "errors buckets ir fx trace passes symbolic_profile codegen plan verify runtime "
+            "errors buckets ir ops fx trace passes symbolic_profile codegen plan verify runtime "
             "compiled api __init__"
         ),
         "__main__": "commands",

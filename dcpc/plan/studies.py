@@ -200,18 +200,27 @@ class Study:
         Rank 0 of a group is the fullest: the first ranks get one element more.
         """
         lowering = self._structure.lowering
-        dims, integers = lowering.program.dims(sizes), lowering.lowered.integers
-        return {i.name: i.value(dims, self._sp, rank) for i in integers}
+        return lowering.lowered.local_sizes(lowering.program.dims(sizes), self._sp, rank)
 
     def predict(self, menu_step: int, sizes: Sizes) -> Prediction:
-        """Returns the costs at given sizes, on the fullest rank."""
+        """Returns the costs at given sizes on the fullest rank; the peak is any rank's largest."""
         key = _RunSizes(tuple(sizes.items()), menu_step)
         if key not in self._predictions:
-            dims = self.local_sizes(sizes)
-            self._warn_of_fixed(dims)
-            costs = self._structure.run(menu_step)
-            self._predictions[key] = self._meter.read(costs, dims, self._structure.device)
+            fullest, *others = self._ranks(sizes)
+            self._warn_of_fixed(fullest)
+            costs, device = self._structure.run(menu_step), self._structure.device
+            found = self._meter.read(costs, fullest, device)
+            if others:
+                peak = int(self._meter.most_alive(costs, others, device).max())
+                found = replace(found, peak_bytes=max(found.peak_bytes, peak))
+            self._predictions[key] = found
         return self._predictions[key]
+
+    def _ranks(self, sizes: Sizes) -> list[dict[str, int]]:
+        """Returns `local_sizes` of each rank whose costs may differ, the fullest first."""
+        lowering = self._structure.lowering
+        dims = lowering.program.dims(sizes)
+        return lowering.lowered.sizes_of_ranks(dims, self._sp, self._meter.names)
 
     def _warn_of_fixed(self, sizes: Mapping[str, int]) -> None:
         """Warns where costs are read at sizes that the graph is not for."""
@@ -229,13 +238,13 @@ class Study:
             )
 
     def live(self, menu_step: int, sizes: Sizes) -> list[tuple[str, int]]:
-        """Returns the points of a forward and a backward, and the bytes alive at each.
+        """Returns the points of a forward and a backward, and the most alive at each on a rank.
 
         After the point "backward" those of backward come. Of a model planned as three copies of
         its blocks the points are theirs, at which what the others keep is counted.
         """
         costs = self._structure.run(menu_step)
-        live = self._meter.live_bytes(costs, self.local_sizes(sizes), self._structure.device)
+        live = self._meter.most_alive(costs, self._ranks(sizes), self._structure.device)
         return list(zip(costs.timeline.names, map(int, live), strict=True))
 
     def usage(

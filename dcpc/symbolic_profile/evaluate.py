@@ -20,7 +20,7 @@ from torch import fx
 
 from dcpc.ir import Profile, Work
 from dcpc.symbolic_profile.memory.allocator import Usage, rounded, usage
-from dcpc.symbolic_profile.ops.transients import at_ranks, groups_in
+from dcpc.symbolic_profile.ops.facts import at_ranks, groups_in
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers, values_of
 from dcpc.symbolic_profile.profile import Costs, Ledger
 from dcpc.symbolic_profile.seconds.hardware import Device
@@ -162,16 +162,13 @@ class Meter:
         calls = ledger.kinds(n for n in nodes if n.op == "call_function")
         sizes |= {ledger.transient(n) for n in calls}
         work = self._all_work(ledger)
-        self._ranked = [size for size in sizes if groups_in(size)]
-        # Linear in the number of ranks: those of two degrees have the monomials of all.
-        ranked = [at_ranks(size, ranks) for size in self._ranked for ranks in (2, 3)]
-        fixed = [size for size in sizes if not groups_in(size)]
+        # The numbers of ranks of groups are symbols as the sizes are, so that one basis serves all.
+        self._groups = sorted({s for size in sizes for s in groups_in(size)}, key=str)
         costs = [e for w in work for e in (w.flops, w.bytes_moved, w.wire_bytes)]
-        basis = Basis([*fixed, *ranked, *costs])
-        self._fixed = dict(zip(fixed, basis.matrix(fixed).astype(np.int64), strict=True))
-        self._monomials = basis.compile(self._symbols)
+        basis = Basis([*sizes, *costs])
+        self._rows = dict(zip(sizes, basis.matrix([*sizes]).astype(np.int64), strict=True))
+        self._monomials = basis.compile([*self._symbols, *self._groups])
         self._basis = basis
-        self._known: dict[tuple[int, ...], tuple[Integers, Floats]] = {}
         self._price(ledger, work)
 
     def at(self, ledger: Ledger) -> Meter:
@@ -195,8 +192,8 @@ class Meter:
     def _price(self, ledger: Ledger, work: Sequence[Work]) -> None:
         """Notes what calls cost."""
         self._ledger, basis = ledger, self._basis
-        ranked = basis.matrix([ledger.at_degree(size) for size in self._ranked]).astype(np.int64)
-        self._rows = {**self._fixed, **dict(zip(self._ranked, ranked, strict=True))}
+        self._ranks = [int(at_ranks(group, ledger.ranks)) for group in self._groups]
+        self._known: dict[tuple[int, ...], tuple[Integers, Floats]] = {}
         self._matrices: dict[int, tuple[Costs, Integers]] = {}
         self._usages: dict[tuple[float, ...], tuple[Costs, Usage]] = {}
         self._roofline = Roofline(work, basis)
@@ -250,6 +247,24 @@ class Meter:
             both = (self._ledger.work(node, forward=f) for f in (True, False))
             forward, backward = (self._numbers[w] for w in both if w is not None)
             found = self._of[node] = forward, backward
+        return found
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The sizes that some cost depends on."""
+        return frozenset(s.name for term in self._basis.terms for s in term.free_symbols)
+
+    def most_alive(
+        self, costs: Costs, ranks: Sequence[Mapping[str, int]], device: Device
+    ) -> Integers:
+        """Returns the most that is alive on any of some ranks at each point, `[points]` bytes.
+
+        Args:
+            costs: of a run, from the ledger.
+            ranks: of each, symbol name -> size.
+            device: what it runs on.
+        """
+        found: Integers = np.max([self.live_bytes(costs, dims, device) for dims in ranks], axis=0)
         return found
 
     def live_bytes(self, costs: Costs, dims: Mapping[str, int], device: Device) -> Integers:
@@ -334,8 +349,9 @@ class Meter:
         """Returns each monomial at these sizes, as an integer and as a float."""
         key = tuple(values_of(self._symbols, dims))
         if key not in self._known:
-            whole = np.array(self._monomials(*key), dtype=np.int64)
-            exact = np.array(self._monomials(*map(float, key)), dtype=np.float64)
+            whole = np.array(self._monomials(*key, *self._ranks), dtype=np.int64)
+            floats = map(float, (*key, *self._ranks))
+            exact = np.array(self._monomials(*floats), dtype=np.float64)
             self._known[key] = whole, exact
         return self._known[key]
 

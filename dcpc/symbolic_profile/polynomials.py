@@ -124,6 +124,17 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+def each_point(function: Callable[..., int]) -> Callable[..., Any]:
+    """Returns a function of integers as one of numbers or of arrays of them, for `FUNCTIONS`."""
+
+    def at(*sizes: Any) -> Any:
+        if any(isinstance(size, np.ndarray) and size.ndim for size in sizes):
+            return np.vectorize(at, otypes=[np.int64])(*sizes)
+        return function(*map(int, sizes))
+
+    return at
+
+
 @functools.lru_cache(maxsize=100_000)
 def monomials(size: sympy.Expr) -> tuple[tuple[sympy.Expr, int | float], ...]:
     """Returns the (monomial, coefficient) pairs that a size is the sum of."""

@@ -19,9 +19,9 @@ from dcpc.ir import Fold, Partition, Profile, Schedule, Work
 from dcpc.symbolic_profile.memory.lifetimes import Numbered
 from dcpc.symbolic_profile.memory.memory import MemoryTimeline, live_rows, timeline_of
 from dcpc.symbolic_profile.memory.run import RankRun
-from dcpc.symbolic_profile.ops.facts import Facts
-from dcpc.symbolic_profile.ops.flops import ZERO, GroupSize, cost_of
-from dcpc.symbolic_profile.ops.transients import at_ranks, transient_bytes
+from dcpc.symbolic_profile.ops.facts import Facts, GroupSize, at_ranks
+from dcpc.symbolic_profile.ops.flops import ZERO, cost_of
+from dcpc.symbolic_profile.ops.transients import transient_bytes
 from dcpc.symbolic_profile.polynomials import Basis, undominated
 from dcpc.symbolic_profile.seconds.time import MATMUL_CLASSES
 
@@ -115,6 +115,11 @@ class Ledger:
             k: w for k, w in self._works.items() if w is None or not _depends_on_ranks(w[0])
         }
         return other
+
+    @property
+    def ranks(self) -> GroupSize:
+        """Ranks of the group of every collective, or group name -> ranks."""
+        return self._sp
 
     def at_degree(self, size: sympy.Expr) -> sympy.Expr:
         """Returns a transient in which the number of ranks is known."""

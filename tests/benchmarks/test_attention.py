@@ -19,7 +19,7 @@ from benchmarks.attention_exact import Job, Prepared, cases_of, drawn_lengths, s
 from benchmarks.attention_layer import KINDS
 from benchmarks.attention_others import ROWS, Row
 from benchmarks.attention_times import ALONE, Crossover, Times, crossovers, error_of, shared
-from dcpc.codegen.collectives.pieces import runs
+from dcpc.ops.pieces import runs
 from dcpc.symbolic_profile import ClassFit, Fits
 
 

@@ -11,8 +11,8 @@ from benchmarks.mutants_models import SETTINGS
 from benchmarks.mutants_plant import PHASES, MisplantedError, edited
 from benchmarks.mutants_run import CAUGHT, DROPPED, HARMLESS, run_mutant, run_sound
 from dcpc import api
-from dcpc.codegen.collectives.pieces import piece
 from dcpc.commands.check.split import SPLITTING
+from dcpc.ops.pieces import piece
 from dcpc.verify import Verifier
 from dcpc.verify.inputs import KINDS, draw
 
@@ -71,13 +71,13 @@ def test_every_fault_has_its_place():
 
 def test_a_fault_is_gone_when_its_context_ends():
     before = piece(9, 9, 0, 2, 1)
-    with edited("codegen.collectives.pieces:piece", "rank * base", "rank * base + 1")():
+    with edited("ops.pieces:piece", "rank * base", "rank * base + 1")():
         assert piece(9, 9, 0, 2, 1) != before
     assert piece(9, 9, 0, 2, 1) == before
 
 
 def test_a_fault_is_refused_when_its_place_is_gone():
-    gone = edited("codegen.collectives.pieces:piece", "no such code", "")
+    gone = edited("ops.pieces:piece", "no such code", "")
     with pytest.raises(MisplantedError, match="0 times"), gone():
         pass
     with pytest.raises(MisplantedError, match="there is no"), edited("codegen:gone", "", "")():

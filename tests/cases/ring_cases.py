@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import bind_group, wire_log
 from dcpc.codegen.collectives.ring import RingCall
-from dcpc.codegen.collectives.ring_route import RowSplit, route, sent_bytes
 from dcpc.codegen.collectives.ring_swap import SwapCall
 from dcpc.ops.attention import Sight
+from dcpc.ops.ring_route import RowSplit, route, sent_bytes
 
 ops = torch.ops.dcpc
 GROUP = "ring under test"

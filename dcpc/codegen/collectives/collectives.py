@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpc.codegen.collectives.pieces import Run, runs
 from dcpc.errors import CodegenError
 from dcpc.ops.arguments import arguments
+from dcpc.ops.pieces import Run, runs
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import exchange, group_named, wire_log
-from dcpc.codegen.collectives.pieces import Run, piece
 from dcpc.ops.arguments import arguments
+from dcpc.ops.pieces import Run, piece
 
 
 class HaloCall(NamedTuple):

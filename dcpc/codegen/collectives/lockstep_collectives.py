@@ -16,10 +16,10 @@ from torch import Tensor
 from dcpc.codegen.collectives.collectives import DimSplit, gathered, scattered
 from dcpc.codegen.collectives.halo import HaloCall, given_parts, origins, placed, traffic
 from dcpc.codegen.collectives.ring import RingCall, empty_results
-from dcpc.codegen.collectives.ring_route import DIRECTIONS, Route
 from dcpc.codegen.collectives.ring_swap import SwapCall, in_order, rows_of
 from dcpc.ops.arguments import taken
 from dcpc.ops.attention import Backward, Forward, Operands, accumulated, empty_gradient
+from dcpc.ops.ring_route import DIRECTIONS, Route
 
 ops = torch.ops.dcpc
 Call = Mapping[str, Any]  # the arguments of one rank's call, by name

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import group_named
 from dcpc.codegen.collectives.ring_passing import RingPlace, pass_backward, pass_forward
-from dcpc.codegen.collectives.ring_route import Route, RowSplit, route
 from dcpc.errors import CodegenError
 from dcpc.ops.attention import Backward, Forward, Operands, Sight, empty_gradient, empty_outputs
 from dcpc.ops.attention.calls import (
@@ -29,6 +28,7 @@ from dcpc.ops.attention.calls import (
     of_backward,
     save_call,
 )
+from dcpc.ops.ring_route import Route, RowSplit, route
 
 
 class RingCall(NamedTuple):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
-from dcpc.codegen.collectives.ring_route import DIRECTIONS, Route
 from dcpc.ops.attention import Backward, Forward, accumulated
+from dcpc.ops.ring_route import DIRECTIONS, Route
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
-from dcpc.codegen.collectives.ring_route import RowSplit
 from dcpc.ops.arguments import arguments
 from dcpc.ops.attention import RunOfRows
+from dcpc.ops.ring_route import RowSplit
 
 
 class SwapCall(NamedTuple):

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import sympy
 from torch import fx
 
-from dcpc.codegen.collectives.pieces import Run, runs
 from dcpc.fx.integers import Emitter
 from dcpc.ir import Factor, Placement, Program, tensor_operands
+from dcpc.ops.pieces import Run, runs
+
+COMMON = ("dim", "quotient", "seed")  # roles of integers that all ranks have alike
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from dcpc.codegen.collectives.ring import RingCall
-from dcpc.codegen.collectives.ring_route import RowSplit
 from dcpc.codegen.collectives.ring_swap import SwapCall
 from dcpc.codegen.lower.local_graph import LocalGraph
 from dcpc.ir import Factor, Label, NodePlacement, tensor_operands
 from dcpc.ops.attention import Sight
+from dcpc.ops.ring_route import RowSplit
 
 aten = torch.ops.aten
 HEADS = 1  # a dim of queries, keys, values and output

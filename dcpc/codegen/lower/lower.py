@@ -9,18 +9,21 @@ every length.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import fx
 
-from dcpc.codegen.lower.integer_inputs import IntegerInput
+from dcpc.codegen.lower.integer_inputs import COMMON, IntegerInput
 from dcpc.codegen.lower.local_graph import LocalGraph
 from dcpc.codegen.lower.local_ops import LOCAL
 from dcpc.codegen.lower.output_pieces import returned_label
 from dcpc.fx.graphs import LazyGraphModule, without_unused
 from dcpc.ir import Placement, Program, call_of, is_tuple, tensor_operands
 
+MOST_RANKS = 8  # of a group whose sizes are told apart
 _Tuples = dict[tuple[str, tuple[fx.Node, ...]], fx.Node]  # by call and operands
 
 
@@ -39,6 +42,37 @@ class Lowered:
     integers: tuple[IntegerInput, ...]
     group: str
     sp: int
+
+    def local_sizes(
+        self, dims: Mapping[sympy.Symbol, int], p: int, rank: int = 0
+    ) -> dict[str, int]:
+        """Returns the integers of one rank, by name.
+
+        Args:
+            dims: the length of every dim.
+            p: ranks of the group.
+            rank: which of them. Rank 0 is the fullest: the first ranks get one element more.
+        """
+        return {i.name: i.value(dims, p, rank) for i in self.integers}
+
+    def sizes_of_ranks(
+        self, dims: Mapping[sympy.Symbol, int], p: int, names: Collection[str]
+    ) -> list[dict[str, int]]:
+        """Returns the integers of each rank that differs from those before it, rank 0 first.
+
+        Of more than `MOST_RANKS` some, the first and the last among them.
+
+        Args:
+            dims: the length of every dim.
+            p: ranks of the group.
+            names: of the integers that matter.
+        """
+        first = self.local_sizes(dims, p)
+        own = [i for i in self.integers if i.name in names and i.role not in COMMON]
+        count = min(p, MOST_RANKS)
+        ranks = [r * (p - 1) // (count - 1) for r in range(1, count)] if own else []
+        found = [{**first, **{i.name: i.value(dims, p, r) for i in own}} for r in ranks]
+        return [*{tuple(sizes.values()): sizes for sizes in (first, *found)}.values()]
 
     @property
     def fixes_sizes(self) -> bool:

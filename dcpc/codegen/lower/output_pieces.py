@@ -10,8 +10,8 @@ import sympy
 import torch
 from torch import Tensor
 
-from dcpc.codegen.collectives.pieces import runs
 from dcpc.ir import REPLICATED, Label, Placement, Program
+from dcpc.ops.pieces import runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

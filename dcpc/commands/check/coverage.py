@@ -10,10 +10,10 @@ import sympy
 from torch import fx
 
 from dcpc.buckets import BATCH, Sizes
-from dcpc.codegen.collectives.pieces import piece
 from dcpc.commands.check.split import SplitModel
 from dcpc.fx.graphs import source_line
 from dcpc.ir import tensor_operands
+from dcpc.ops.pieces import piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,19 +113,20 @@ class StageParts:
         if parts is None:
             return None
         own, sp = traced.program.dims(sizes), placement.sp
-        dims = {i.name: i.value(own, sp, 0) for i in priced.lowering.lowered.integers}
+        ranks = priced.lowering.lowered.sizes_of_ranks(own, sp, priced.meter.names)
+        dims = ranks[0]
         seconds, _ = priced.meter.calls(parts.late, dims, traced.device, forward=False)
         kept, shared = (
             int(priced.meter.calls(nodes, dims, traced.device)[1].sum())
             for nodes in (parts.kept, parts.shared)
         )
-        live = priced.meter.live_bytes(parts.whole, dims, traced.device)
+        live = priced.meter.most_alive(parts.whole, ranks, traced.device)
         names = parts.whole.timeline.names
         turn, late = names.index("backward"), {n.name for n in parts.late}
         first = [size for i, size in enumerate(live) if i == turn or (
             i > turn and names[i] not in late)]  # fmt: skip
         returned = priced.meter.read(parts.whole, dims, traced.device).returned_bytes
-        more = priced.meter.live_bytes(parts.second, dims, traced.device)
+        more = priced.meter.most_alive(parts.second, ranks, traced.device)
         return PartCosts(
             weight_s=float(seconds.sum()),
             input_bytes=int(max(first)) - returned,

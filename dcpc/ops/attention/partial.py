@@ -245,6 +245,7 @@ class Backward:
             self._dq[rectangle.samples, :, rectangle.rows].add_(dq)
             dk[rectangle.samples, :, rectangle.columns].add_(more_k)
             dv[rectangle.samples, :, rectangle.columns].add_(more_v)
+            del dq, more_k, more_v  # gone before the next ones are there
         if self._averages:
             self._add_means(k, v, dk, dv)
 

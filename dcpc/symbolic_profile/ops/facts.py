@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -15,6 +15,8 @@ from dcpc.errors import ProfileError
 from dcpc.fx.integers import of_some
 
 Shape: TypeAlias = tuple[sympy.Expr, ...]
+# Ranks of every group, or group name -> ranks.
+GroupSize: TypeAlias = int | Callable[[str], int]
 # Losses that are summed up in the memory of those of all elements.
 _LOSSES = tuple(
     f"aten::{name}"
@@ -296,3 +298,28 @@ class CallFacts:
     def output_bytes(self) -> sympy.Expr:
         """Bytes of all fresh outputs."""
         return sympy.Add(*(t.storage_bytes for t in self.facts.fresh(self.node)))
+
+
+def ranks_of(group: str) -> sympy.Symbol:
+    """Returns what stands for the number of ranks of a group until a degree is known."""
+    return sympy.Symbol(f"{_RANKS}{group}", integer=True, positive=True)
+
+
+_RANKS = "ranks of "
+
+
+def at_ranks(size: sympy.Expr, sp: GroupSize) -> sympy.Expr:
+    """Returns a size in which the number of each group's ranks is known.
+
+    Args:
+        size: of a transient.
+        sp: ranks of every group, or group name -> ranks.
+    """
+    groups = {s: s.name.removeprefix(_RANKS) for s in groups_in(size)}
+    ranks = {s: sp if isinstance(sp, int) else sp(name) for s, name in groups.items()}
+    return sympy.expand(size.xreplace(ranks)) if ranks else size
+
+
+def groups_in(size: sympy.Expr) -> set[sympy.Basic]:
+    """Returns the symbols of a size that stand for numbers of ranks."""
+    return {s for s in size.free_symbols if str(s).startswith(_RANKS)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import sympy
 import torch
@@ -21,10 +21,14 @@ from torch.utils.flop_counter import flop_registry
 from dcpc.ops.bundles import messages
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.elements import LOOKUPS, elementwise
-from dcpc.symbolic_profile.ops.facts import Facts, TensorFacts, argument, op_name, total
-
-# Ranks of a collective's group: the same for all, or by the group's name.
-GroupSize: TypeAlias = int | Callable[[str], int]
+from dcpc.symbolic_profile.ops.facts import (
+    Facts,
+    GroupSize,
+    TensorFacts,
+    argument,
+    op_name,
+    total,
+)
 
 ZERO = sympy.Integer(0)
 
@@ -265,7 +269,7 @@ def ring_messages(steps: int, backward: bool) -> int:
 def _ring(node: fx.Node, facts: Facts, ranks: int, bytes_moved: sympy.Expr) -> Cost:
     """Attention whose keys and values go round, once, and their gradients, once and home.
 
-    Source of the bytes: `sent_bytes` of codegen/collectives/ring_route.py, of even pieces. Where
+    Source of the bytes: `sent_bytes` of ops/ring_route.py, of even pieces. Where
     only so many keys before a query are seen, and pieces are in order, keys go no further than
     that.
     """

@@ -59,7 +59,7 @@ def _forward(call: CallFacts) -> sympy.Expr:
     if not _fused(call):
         return attention.blocks(call)
     if _in_parts(call):
-        return attention.forward(call)
+        return attention.forward_bound(call)
     query = call.tensor("query")
     return ZERO if query.contiguous(attention.BSHD) else query.size_bytes
 
@@ -83,12 +83,12 @@ def _backward(call: CallFacts) -> sympy.Expr:
     if not _fused(call):
         return attention.blocks_backward(call)
     held = _accumulators(call)
-    return held + attention.backward(call) if _in_parts(call) else held
+    return held + attention.backward_bound(call) if _in_parts(call) else held
 
 
 def _ring_backward(call: CallFacts) -> sympy.Expr:
     """As on the CPU, and the kernel's own: an upper bound."""
-    held = attention.ring_backward(call)
+    held = attention.ring_backward_bound(call)
     return held + _accumulators(call) if _fused(call) else held
 
 
@@ -131,6 +131,7 @@ GPU_TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "dcpc::attention_forward": _forward,
     "dcpc::attention_backward": _backward,
     "dcpc::attention_mask_backward": attention.mask_backward,
+    "dcpc::ring_attention_forward": attention.ring_forward_bound,
     "dcpc::ring_attention_backward": _ring_backward,
     "aten::native_layer_norm_backward": _copies("grad_out", "input"),
     "aten::bmm": _batch("self", "mat2"),

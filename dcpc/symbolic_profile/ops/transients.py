@@ -21,8 +21,16 @@ from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.symbolic_profile.ops import attention
-from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument, op_name, total
-from dcpc.symbolic_profile.ops.flops import ZERO, GroupSize, halo_bytes, row_messages
+from dcpc.symbolic_profile.ops.facts import (
+    CallFacts,
+    Facts,
+    TensorFacts,
+    argument,
+    op_name,
+    ranks_of,
+    total,
+)
+from dcpc.symbolic_profile.ops.flops import ZERO, halo_bytes, row_messages
 from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies, half
 from dcpc.symbolic_profile.polynomials import larger
@@ -188,42 +196,13 @@ def _fused_rms_norm(call: CallFacts) -> sympy.Expr:
     return x.size_bytes * (1 if x.dtype.itemsize >= 4 else 5)
 
 
-def ranks_of(group: str) -> sympy.Symbol:
-    """Returns what stands for the number of ranks of a group until a degree is known."""
-    return sympy.Symbol(f"{_RANKS}{group}", integer=True, positive=True)
-
-
-_RANKS = "ranks of "
-
-
-def at_ranks(size: sympy.Expr, sp: GroupSize) -> sympy.Expr:
-    """Returns a size in which the number of each group's ranks is known.
-
-    Args:
-        size: of a transient.
-        sp: ranks of every group, or group name -> ranks.
-    """
-    groups = {s: s.name.removeprefix(_RANKS) for s in groups_in(size)}
-    ranks = {s: sp if isinstance(sp, int) else sp(name) for s, name in groups.items()}
-    return sympy.expand(size.xreplace(ranks)) if ranks else size
-
-
-def groups_in(size: sympy.Expr) -> set[sympy.Basic]:
-    """Returns the symbols of a size that stand for numbers of ranks."""
-    return {s for s in size.free_symbols if str(s).startswith(_RANKS)}
-
-
 def _all_gather(call: CallFacts) -> sympy.Expr:
-    """Every rank's piece, each as large as the largest; with 3 ranks or more up to p rows more.
-
-    All sums of sizes are linear in the number of ranks, which keeps one basis for all degrees: the
-    rows are exact for 2 ranks, of whose pieces the first has half of the parent, rounded up.
-    """
+    """Every rank's piece, each as large as the largest."""
     out, dim = call.facts.of(call.node)[0], argument(call.node, "dim")
     row_bytes = sympy.Mul(out.dtype.itemsize, *out.shape[:dim], *out.shape[dim + 1 :])
     parent = call.facts.size(argument(call.node, "parent"))
     ranks = ranks_of(argument(call.node, "group"))
-    return row_bytes * (2 * CeilDiv(parent, 2) + 2 * (ranks - 2))
+    return row_bytes * ranks * CeilDiv(parent, ranks)
 
 
 def _reduce_scatter(call: CallFacts) -> sympy.Expr:

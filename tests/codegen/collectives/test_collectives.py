@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from dcpc.codegen import bind_group
-from dcpc.codegen.collectives.pieces import piece, runs
+from dcpc.ops.pieces import piece, runs
 from tests.cases.launch import run_ranks
 from tests.cases.split_dims import DIMS, SIZES
 

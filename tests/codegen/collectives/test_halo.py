@@ -8,7 +8,7 @@ from dcpc.codegen import bind_group
 from dcpc.codegen.collectives.collectives import wire_log
 from dcpc.codegen.collectives.halo import HaloCall
 from dcpc.codegen.collectives.lockstep_collectives import COLLECTIVES
-from dcpc.codegen.collectives.pieces import piece
+from dcpc.ops.pieces import piece
 from tests.cases.launch import run_ranks
 
 ops = torch.ops.dcpc

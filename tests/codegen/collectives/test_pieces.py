@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from dcpc.codegen.collectives.pieces import piece, runs
+from dcpc.ops.pieces import piece, runs
 
 
 @pytest.mark.parametrize("zigzag", [False, True])

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from dcpc.codegen.collectives.ring_route import RowSplit, route, sent_bytes
+from dcpc.ops.ring_route import RowSplit, route, sent_bytes
 
 
 def in_order(n: int) -> RowSplit:

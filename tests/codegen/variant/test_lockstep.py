@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 import dcpc
 from dcpc.codegen import bind_group, run_in_step
 from dcpc.codegen.collectives.lockstep_collectives import COLLECTIVES
-from dcpc.codegen.collectives.pieces import piece, runs
 from dcpc.errors import CodegenError
+from dcpc.ops.pieces import piece, runs
 from tests.cases.exactness import SplitModel
 from tests.cases.launch import run_ranks
 from tests.cases.ring_cases import GROUP, check, drawn

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dcpc.codegen.collectives.pieces import runs
 from dcpc.codegen.lower.lower import lower
 from dcpc.ir import REPLICATED, NodePlacement, Placement, Program, TensorInfo
+from dcpc.ops.pieces import runs
 from dcpc.passes.sharding.rule_types import OpSharding
 from dcpc.passes.sharding.sharding import Alternative, Sharding, analyse
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import dcpc
 from dcpc.api import plan
-from dcpc.codegen.collectives.ring_route import RowSplit as Rows
-from dcpc.codegen.collectives.ring_route import route, sent_bytes
 from dcpc.commands.check import SPLITTING, SplitModel
 from dcpc.errors import PlanError
+from dcpc.ops.ring_route import RowSplit as Rows
+from dcpc.ops.ring_route import route, sent_bytes
 from dcpc.passes.placement.lowering_costs import LoweringCosts
 from dcpc.passes.placement.objective import Objective
 from dcpc.passes.sharding.attention_ways import (

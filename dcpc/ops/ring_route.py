@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from dcpc.codegen.collectives.pieces import runs
 from dcpc.ops.attention import RunOfRows, sees
+from dcpc.ops.pieces import runs
 
 DIRECTIONS = (1, -1)
 

@@ -1,0 +1,44 @@
+"""What attention allocates while it runs, and the pairs of query and key it computes."""
+
+from dcpc.symbolic_profile.ops.attention.kernels import BSHD, kernel, kernel_backward
+from dcpc.symbolic_profile.ops.attention.of_rows import rows_backward, rows_forward
+from dcpc.symbolic_profile.ops.attention.rings import (
+    ring_backward,
+    ring_backward_bound,
+    ring_forward,
+    ring_forward_bound,
+    swap,
+)
+from dcpc.symbolic_profile.ops.attention.whole import (
+    backward,
+    backward_bound,
+    blocks,
+    blocks_backward,
+    forward,
+    forward_bound,
+    mask_backward,
+    pairs,
+    sight_of,
+)
+
+__all__ = [
+    "BSHD",
+    "backward",
+    "backward_bound",
+    "blocks",
+    "blocks_backward",
+    "forward",
+    "forward_bound",
+    "kernel",
+    "kernel_backward",
+    "mask_backward",
+    "pairs",
+    "ring_backward",
+    "ring_backward_bound",
+    "ring_forward",
+    "ring_forward_bound",
+    "rows_backward",
+    "rows_forward",
+    "sight_of",
+    "swap",
+]
