@@ -128,9 +128,7 @@ def _kinds(row: RowGraph, name: str) -> tuple[bool, bool]:
     return by_positions, by_numbers
 
 
-def _tells_apart(
-    row: RowGraph, alone: InputAlone, made: Callable[[Sequence[int]], Tensor]
-) -> bool:
+def _tells_apart(row: RowGraph, alone: InputAlone, made: Callable[[Sequence[int]], Tensor]) -> bool:
     """Whether all segments are equal just where two positions of a row are of one sequence.
 
     Two rows of different sequences are looked at together: a segment may be made of the first
