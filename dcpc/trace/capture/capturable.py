@@ -17,6 +17,7 @@
     gru_cell and its kin              ->  under autocast: their parts, which it casts, not the whole
     einsum of two matrices            ->  under autocast: of its dtype, to which it casts within
     cross_entropy, nll_loss           ->  under autocast: of float32, to which it casts within
+    windows, fftfreq, kron, grids     ->  of a length: see `trace/formulas/`, as torch's fix it
 
 Calls of other kinds are torch's own.
 """
@@ -38,6 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from dcpc.ops.positions import linspace
+from dcpc.trace.formulas.made_of_sizes import FORMULAS
 
 aten = torch.ops.aten
 
@@ -330,6 +332,7 @@ def _in_float32(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    **FORMULAS,
     F.gaussian_nll_loss: _gaussian_nll,
     F.margin_ranking_loss: _margin_ranking,
     F.hinge_embedding_loss: _hinge_embedding,
