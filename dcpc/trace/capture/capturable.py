@@ -15,6 +15,7 @@
     attention with scale=1 / h        ->  the query by 1 / h, scale=1: torch's fixes the scale
     attention with a mask of numbers  ->  where torch has no fused kernel: matmul, softmax, matmul
     gru_cell and its kin              ->  under autocast: their parts, which it casts, not the whole
+    embedding with sparse=True        ->  without: its gradient is the same, and dense
     einsum of two matrices            ->  under autocast: of its dtype, to which it casts within
     cross_entropy, nll_loss           ->  under autocast: of float32, to which it casts within
     windows, fftfreq, kron, grids     ->  of a length: see `trace/formulas/`, as torch's fix it
@@ -39,6 +40,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from dcpc.ops.positions import linspace
+from dcpc.trace.formulas.lookups import LOOKUPS
 from dcpc.trace.formulas.made_of_sizes import FORMULAS
 
 aten = torch.ops.aten
@@ -333,6 +335,7 @@ def _in_float32(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     **FORMULAS,
+    **LOOKUPS,
     F.gaussian_nll_loss: _gaussian_nll,
     F.margin_ranking_loss: _margin_ranking,
     F.hinge_embedding_loss: _hinge_embedding,

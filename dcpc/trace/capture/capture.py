@@ -194,7 +194,7 @@ def _export(
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 Capturable(),
-                math_of_sizes(),
+                math_of_sizes(model),
                 own_backwards(),
                 _suggestions(),
             ):

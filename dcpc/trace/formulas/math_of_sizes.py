@@ -5,19 +5,22 @@
     math.exp(n)     ->  e ** n
     math.isqrt(n)   ->  floor(sqrt(n))
 
-Of numbers they are Python's own. A name that a model imported (`from math import sqrt`) is
-Python's own as well, and fixes the length.
+Of numbers they are Python's own. So are names that other code than the model's own modules
+imported (`from math import sqrt`): these fix the length.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import BuiltinFunctionType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch._export.verifier import Verifier
 
 _NAMED = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "log2")
@@ -69,22 +72,33 @@ class SymbolicFunction(metaclass=_OneOfThese):
 
 
 @contextmanager
-def math_of_sizes() -> Iterator[None]:
+def math_of_sizes(model: nn.Module) -> Iterator[None]:
     """Has the functions of `math` take lengths, in the whole process, and graphs call them.
 
     torch.export takes `torch.sym_sqrt` in a graph, and of its kin none.
+
+    Args:
+        model: whose source files may have imported some by name.
     """
     kept = {name: getattr(math, name) for name in FUNCTIONS}
+    changed = {own: _either(FUNCTIONS[name], own) for name, own in kept.items()}
     allowed = Verifier.allowed_op_types
 
     def more(self: Verifier) -> tuple[type[Any], ...]:
         return (*allowed(self), SymbolicFunction)
 
+    files = {"math", *(type(module).__module__ for module in model.modules())}
+    places = [
+        (vars(sys.modules[file]), name, value)
+        for file in sorted(files & sys.modules.keys())
+        for name, value in vars(sys.modules[file]).items()
+        if isinstance(value, BuiltinFunctionType) and value in changed
+    ]
     try:
-        for name, own in kept.items():
-            setattr(math, name, _either(FUNCTIONS[name], own))
+        for space, name, own in places:
+            space[name] = changed[own]
         with patch.object(Verifier, "allowed_op_types", more):
             yield
     finally:
-        for name, own in kept.items():
-            setattr(math, name, own)
+        for space, name, own in places:
+            space[name] = own
