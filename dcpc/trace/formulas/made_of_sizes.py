@@ -26,7 +26,8 @@ def _places(count: Any, dtype: torch.dtype | None, more: dict[str, Any]) -> Any:
         or known.keys() - {"device"}
     ):
         return NotImplemented
-    return torch.arange(count, dtype=dtype, device=more.get("device"))
+    length: Any = count  # torch's annotation has no symbolic numbers
+    return torch.arange(length, dtype=dtype, device=more.get("device"))
 
 
 def _window(formula: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -58,12 +59,14 @@ def _hann(places: Tensor, last: Any) -> Tensor:
 
 
 def _hamming(places: Tensor, last: Any, alpha: float = 0.54, beta: float = 0.46) -> Tensor:
-    return alpha - beta * (places * (2 * math.pi / last)).cos()
+    found: Tensor = alpha - beta * (places * (2 * math.pi / last)).cos()
+    return found
 
 
 def _blackman(places: Tensor, last: Any) -> Tensor:
     turns = places * (math.pi / last)
-    return (turns * 4).cos() * 0.08 - (turns * 2).cos() * 0.5 + 0.42
+    found: Tensor = (turns * 4).cos() * 0.08 - (turns * 2).cos() * 0.5 + 0.42
+    return found
 
 
 def _bartlett(places: Tensor, last: Any) -> Tensor:
@@ -74,7 +77,8 @@ def _bartlett(places: Tensor, last: Any) -> Tensor:
 def _kaiser(places: Tensor, last: Any, beta: float = 12.0) -> Tensor:
     center = places * (2 / last) - 1
     scale = torch.full((), beta, dtype=places.dtype, device=places.device).i0()
-    return (beta * (1 - center.square()).clamp(min=0).sqrt()).i0() / scale
+    found: Tensor = (beta * (1 - center.square()).clamp(min=0).sqrt()).i0() / scale
+    return found
 
 
 def _rfftfreq(n: Any, d: float = 1.0, *, dtype: torch.dtype | None = None, **more: Any) -> Any:
@@ -131,7 +135,7 @@ def _from_minus_one(count: Any, corners: bool, like: Tensor) -> Tensor:
     """Returns the middles of equal parts of [-1, 1], or points from end to end."""
     if isinstance(count, int) and count <= 1:
         return like.new_zeros([count])
-    at = linspace(-1.0, 1.0, count, like.dtype, like.device)
+    at: Tensor = linspace(-1.0, 1.0, count, like.dtype, like.device)
     return at if corners else at * ((count - 1) / count)
 
 
