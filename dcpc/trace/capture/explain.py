@@ -48,6 +48,11 @@ def explained(
             "torch cannot solve what forward computes of a size: use //, * and % of positive "
             "sizes, (n + 3) // 4 * 4 - n for -n % 4"
         )
+    elif "Tensor dtype mismatch" in text:
+        hint = (
+            "autocast casts within an op of forward that is captured as one: compute it in one "
+            "dtype, under torch.autocast(..., enabled=False), or write it with matmul"
+        )
     elif "ufunc" in text:
         hint = "numpy cannot compute with a length: take math, as in math.sqrt(n)"
     elif isinstance(error, TypeError) and "argument" in text:

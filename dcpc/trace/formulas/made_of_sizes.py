@@ -121,14 +121,16 @@ def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None 
         return NotImplemented
     if theta.shape[-2] != len(space) or theta.shape[-1] != len(space) + 1:
         return NotImplemented
-    found = theta[:, :, -1].reshape([-1, *[1] * len(space), len(space)])
-    for d, count in enumerate(space):
-        at = _from_minus_one(count, bool(align_corners), theta)
-        shape = [1, *(count if k == d else 1 for k in range(len(space))), 1]
-        # The last column of theta belongs to the last of the space's dims but one: x comes first.
-        column = theta[:, :, len(space) - 1 - d].reshape([-1, *[1] * len(space), len(space)])
-        found = found + at.reshape(shape) * column
-    return found
+    ones = theta.new_ones([1] * len(space))
+    axes = [
+        _from_minus_one(count, bool(align_corners), theta).reshape(
+            [count if k == d else 1 for k in range(len(space))]
+        )
+        for d, count in enumerate(space)
+    ]
+    base = torch.stack([x.expand(space) for x in (*axes[::-1], ones)], -1)  # x comes first
+    base = base.flatten(0, -2).expand(size[0], -1, -1)
+    return torch.bmm(base, theta.mT).reshape([size[0], *space, len(space)])
 
 
 def _from_minus_one(count: Any, corners: bool, like: Tensor) -> Tensor:
