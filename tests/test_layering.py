@@ -62,7 +62,8 @@ TABLE = {
         "loss": "",
         "wrappers": "",
         "canonical": "",
-        "capture": "canonical loss",
+        "formulas": "",
+        "capture": "canonical formulas loss",
         "__init__": "capture",
     },
     "dcpc.passes": {

@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy import functions
 from torch.utils._sympy.functions import (
     CeilToInt,
     FloatPow,
@@ -29,7 +30,12 @@ from torch.utils._sympy.functions import (
 
 from dcpc.errors import CodegenError
 
+_UNARY = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")
+_UNARIES: dict[Any, Callable[..., Any]] = {
+    getattr(functions, f"OpaqueUnaryFn_{name}"): getattr(torch, f"_sym_{name}") for name in _UNARY
+}
 _CALLS: dict[Any, Callable[..., Any]] = {
+    **_UNARIES,
     FloorDiv: operator.floordiv,
     Mod: operator.mod,
     PythonMod: operator.mod,
@@ -61,6 +67,7 @@ _CALLS: dict[Any, Callable[..., Any]] = {
 }
 # Of these an argument such as h / 3 is no quotient of whole sizes.
 _OF_REALS = (
+    *_UNARIES,
     *(FloorToInt, CeilToInt, TruncToInt, RoundToInt, ToFloat, FloatPow, IntTrueDiv, FloatTrueDiv),
     *(sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge),
 )

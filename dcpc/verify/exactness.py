@@ -58,7 +58,9 @@ def plain(
     model.zero_grad()
     value = one_number(find_outputs(returned(model, inputs, loss)))
     value.backward()
-    found = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    # An embedding's may be sparse; in dcpc's graphs none is.
+    found = {n: None if g is None else g.clone().to_dense() for n, g in grads.items()}
     model.zero_grad()
     return value.detach(), found
 

@@ -119,8 +119,9 @@ def plain(
 
 
 def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Returns the gradients of some leaves; there may be none."""
-    return torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+    """Returns the gradients of some leaves, as dense tensors; there may be none."""
+    found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+    return [None if gradient is None else gradient.to_dense() for gradient in found]
 
 
 def input_name(name: str) -> str:

@@ -271,6 +271,18 @@ class References:
         # Without ignored labels, but those that padding has: the user's data may have none.
         return self._asked(traced, KINDS[::-1], {BATCH: SAMPLES}, cases)
 
+    def packed(self, traced: Traced, cases: Callable[[Inputs], list[Inputs]]) -> Asked | str:
+        """Returns the plain model's losses of two rows of several sequences, and of each sequence.
+
+        Args:
+            traced: the trace of the inputs.
+            cases: drawn rows -> the packed rows, then each sequence of them that counts.
+
+        Returns:
+            The lengths, the losses and what they are of; or why the model computes none.
+        """
+        return self._asked(traced, KINDS[::-1], {BATCH: 2}, lambda rows, _: cases(rows))
+
     def _asked(
         self,
         traced: Traced,

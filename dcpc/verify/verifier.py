@@ -10,6 +10,7 @@ small sizes; the ranks of a group are run in this process, one step at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
@@ -24,11 +25,16 @@ from dcpc.plan.runnable import RewrittenCall, Runnable
 from dcpc.plan.traced import Traced
 from dcpc.verify.comparisons import Comparisons, Make
 from dcpc.verify.points import Point
-from dcpc.verify.references import LEAST_S, References
+from dcpc.verify.references import LEAST_S, Inputs, References
 
 # What "auto" has begun when this share of what compiling took before is spent ends within a tenth
 # of it, or within `LEAST_S`.
 SHARE = 0.07
+
+
+def _longest(buckets: Buckets) -> int:
+    """Returns the number of positions of the longest bucket."""
+    return max(math.prod(size for _, size in bucket.shape_key) for bucket in buckets)
 
 
 class Verifier:
@@ -207,6 +213,47 @@ class Verifier:
             "weight that the loss is a mean over: weight='labels' counts labels that are not -100, "
             "dcpc.CountLabels('labels', shift=1) those of transformers' decoders. Make a sum a "
             "mean. What joins samples (a contrastive loss, a batch norm) sees its micro-batch alone"
+        )
+
+    def packing_problem(
+        self, cases: Callable[[Inputs], list[Inputs]], weigh: Callable[[Inputs], float]
+    ) -> str:
+        """Returns how packed rows have another loss than their sequences; "": they have not.
+
+        Looked up with the plain model, on a few drawn sequences. Where it cannot be asked nothing
+        is said.
+
+        Args:
+            cases: drawn rows -> the packed rows, then each of their sequences alone.
+            weigh: of the inputs of one sequence.
+        """
+        _, traced = max(self.references.groups, key=lambda group: _longest(group[0]))
+        if self.mode == "off" or not self.references.fits():
+            return ""
+        weights: list[float] = []
+
+        def counted(rows: Inputs) -> list[Inputs]:
+            every = cases(rows)
+            weights[:] = [float(weigh(x)) for x in every]
+            return [x for x, weight in zip(every, weights, strict=True) if weight]
+
+        try:
+            found = self.references.packed(traced, counted)
+        except Exception:  # a user's function may be for real samples alone
+            return ""
+        if isinstance(found, str) or not weights[0]:
+            return ""
+        (of_rows, whole), *alone = zip(filter(None, weights), found.losses, strict=True)
+        total = sum(weight for weight, _ in alone)
+        mean = sum(weight * loss for weight, loss in alone) / (total or 1.0)
+        if abs(of_rows - total) <= 1e-6 * total and not found.differs(whole, mean):
+            return ""
+        return (
+            f"got a loss of {whole:g} and a weight of {of_rows:g} of two packed rows of "
+            f"{found.point}, and a mean of {mean:g} and a weight of {total:g} of their sequences, "
+            "each alone; expected the same: else loss and gradient hang on which sequences share a "
+            "row. Make the loss a mean over all that weight= counts in a micro-batch and over "
+            "nothing else (no padding, no ignored labels, no means of rows), or leave packing= out"
         )
 
     def _of_padding(self, traced: Traced, mine: Buckets, pad: Mapping[str, int | float]) -> str:

@@ -37,6 +37,9 @@ class FakeCompiled:
     def division_problems(self, weigh: object, pad: object) -> tuple[str, ...]:
         return ()
 
+    def packing_problem(self, cases: object, weigh: object) -> str:
+        return ""
+
     @property
     def tables(self) -> Mapping[Bucket, Sequence[PlanRow]]:
         return self.other_tables or {b: [p] for b, p in self.plans.items()}

@@ -51,9 +51,8 @@ class Documents(nn.Module):
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
         self.double()
 
-    def forward(
-        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, labels: Tensor
-    ) -> Tensor:
+    def logits(self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Returns [batch, seq, vocabulary]."""
         x = self.tokens(input_ids) + self.places(position_ids)
         q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         mask = segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -62,7 +61,12 @@ class Documents(nn.Module):
             n = input_ids.shape[1]
             mask = mask & torch.ones(n, n, dtype=torch.bool).tril()
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
-        logits = self.out(y.transpose(1, 2).flatten(2))
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def forward(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, labels: Tensor
+    ) -> Tensor:
+        logits = self.logits(input_ids, segment_ids, position_ids)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 

@@ -101,6 +101,19 @@ class ModelInsight(SavedModel):
         """
         return self.verifier.division_problems(weigh, pad)
 
+    def packing_problem(
+        self,
+        cases: Callable[[Mapping[str, Tensor]], list[Mapping[str, Tensor]]],
+        weigh: Callable[[Mapping[str, Tensor]], float],
+    ) -> str:
+        """Returns how packed rows have another loss than their sequences; see `verify/`.
+
+        Args:
+            cases: drawn rows -> the packed rows, then each of their sequences alone.
+            weigh: of the inputs of one sequence.
+        """
+        return self.verifier.packing_problem(cases, weigh)
+
     @property
     def block(self) -> int:
         """Ranks that wait for each other after each micro-batch of a step; 0: none do."""

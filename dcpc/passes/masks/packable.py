@@ -12,7 +12,8 @@ Three things have to hold, and each is looked up in the graph:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,8 @@ from dcpc.passes.sharding.rule_types import OpSharding
 
 # Lengths of the sequences of the rows that segments are computed for.
 _ROWS = ((3, 1, 1, 4, 2), (1, 6, 4), (11,), (5, 6), (2, 2, 2, 2, 3), (1,) * 11)
+# Numbers of sequences that must make no difference beside the attentions.
+_NUMBERS = (1, 2, 3, 5, 9, 17)
 
 
 def packable(program: Program, rules: Mapping[str, OpSharding]) -> Packable:
@@ -113,10 +116,10 @@ def _dropped(row: RowGraph) -> dict[str, int]:
 def _kinds(row: RowGraph, name: str) -> tuple[bool, bool]:
     """Whether the input may hold positions that restart, and the sequences' numbers."""
     alone = InputAlone(row, next(p for p, n in row.program.inputs.items() if n == name))
-    by_positions = all(_tells_apart(row, alone, r, positions_of(r)) for r in _ROWS)
-    by_numbers = all(_tells_apart(row, alone, r, numbers_of(r)) for r in _ROWS)
+    by_positions = _tells_apart(row, alone, positions_of)
+    by_numbers = _tells_apart(row, alone, numbers_of)
     # A number says which sequence it is: beside the attentions nothing may depend on it.
-    by_numbers = by_numbers and not alone.changed((1, 2, 3))
+    by_numbers = by_numbers and not alone.changed(_NUMBERS)
     if not by_positions and not by_numbers:
         raise MixedError(
             f"neither positions that restart in each sequence nor its number, given as {name}, "
@@ -125,18 +128,24 @@ def _kinds(row: RowGraph, name: str) -> tuple[bool, bool]:
     return by_positions, by_numbers
 
 
-def _tells_apart(row: RowGraph, alone: InputAlone, lengths: Sequence[int], given: Tensor) -> bool:
-    """Whether all segments are equal just where two positions are of one sequence."""
-    own = numbers_of(lengths)
-    expected = own.unsqueeze(1) == own.unsqueeze(0)
+def _tells_apart(row: RowGraph, alone: InputAlone, made: Callable[[Sequence[int]], Tensor]) -> bool:
+    """Whether all segments are equal just where two positions of a row are of one sequence.
+
+    Two rows of different sequences are looked at together: a segment may be made of the first
+    row of a micro-batch, for all of them.
+    """
     segments = {_named(segment_of(node)) for node in row.attentions}
-    values = alone.values(alone.holding(given), segments)
-    return all(
-        bool(((x.unsqueeze(2) == x.unsqueeze(1)) == expected).all()) for x in values.values()
-    )
+    for both in itertools.pairwise((*_ROWS, _ROWS[0])):
+        own = torch.stack([numbers_of(lengths) for lengths in both])
+        expected = own.unsqueeze(2) == own.unsqueeze(1)
+        values = alone.values(alone.holding(*map(made, both)), segments)
+        for x in values.values():
+            if not torch.equal((x.unsqueeze(2) == x.unsqueeze(1)).expand_as(expected), expected):
+                return False
+    return True
 
 
-def positions_of(lengths: Iterable[int]) -> Tensor:
+def positions_of(lengths: Sequence[int]) -> Tensor:
     """Returns 0, 1, 2, ... for each sequence, one after the other."""
     return torch.cat([torch.arange(n) for n in lengths])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import sympy
 import torch
@@ -13,6 +13,8 @@ from dcpc.buckets import BATCH
 from dcpc.passes.masks.row_graph import MixedError, RowGraph, is_segment, op_name
 
 _SIZE, _SAMPLES = 11, 2  # of the rows that are computed
+# Of the numbers that a row holds at random, besides 1 everywhere: integers are below it.
+_SCALES = (2, 3, 30)
 _SPECIAL = 24  # numbers that an input is compared with, looked at for each place
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
@@ -37,14 +39,15 @@ class InputAlone:
     def shift(self) -> int:
         """Returns by how many places what is used of an input lies before its own place."""
         name, shifts = self._row.program.inputs[self._placeholder], set()
-        for node in self._frontier():
-            if not self._row.program.info[node.name].shape:
-                continue  # how many labels count
-            moved = self._moved(node)
-            used = sorted(t for t, places in moved.items() if places)
+        # How many labels count has no place.
+        nodes = [n for n in self._frontier() if self._row.program.info[n.name].shape]
+        moved = self._moved([node.name for node in nodes])
+        for node in nodes:
+            own = moved[node.name]
+            used = sorted(t for t, places in own.items() if places)
             k = used[0] if used else 0
             late = range(k, _SIZE)
-            if used != list(late) or any(moved[t] != {t - k} for t in late):
+            if used != list(late) or any(own[t] != {t - k} for t in late):
                 raise MixedError(
                     f"{self._row.where(node)} has what it reads of '{name}' at other places"
                 )
@@ -56,38 +59,66 @@ class InputAlone:
             )
         return shifts.pop() if shifts else 0
 
-    def _moved(self, node: fx.Node) -> dict[int, set[int]]:
-        """Place in the row that is changed -> places at which a node's value changes."""
-        found: dict[int, set[int]] = {}
+    def _moved(self, names: Sequence[str]) -> dict[str, dict[int, set[int]]]:
+        """Node -> place in the row that is changed -> places at which the node's value changes.
+
+        A row of one number alone would hide what an order decides: a median stays what it is.
+        """
+        found: dict[str, dict[int, set[int]]] = {n: {t: set() for t in range(_SIZE)} for n in names}
         dim = self._info.shape.index(self._row.length)
-        special = self._special() if self._info.dtype in (torch.int64, torch.int32) else ()
-        numbers = [0, 2, *([-100] if self._info.dtype.is_signed else ()), *special]
-        value = self._filled(1)
-        before = self.values(value, [node.name])[node.name]
-        for t in range(_SIZE):
-            found[t] = set()
-            for number in numbers:
-                changed = value.clone()
-                changed.select(dim, t).fill_(number)
-                try:
-                    after = self.values(changed, [node.name])[node.name]
-                except _FailedError:
-                    if number in (0, 2):
-                        raise
-                    continue  # it is an index of something
-                found[t] |= self._places(node, before != after)
+        for value, numbers, sure in self._rows():
+            try:
+                before = self.values(value, names)
+            except _FailedError:
+                if sure:
+                    raise
+                continue
+            for t in range(_SIZE):
+                for number in numbers:
+                    changed = value.clone()
+                    changed.select(dim, t).fill_(number)
+                    try:
+                        after = self.values(changed, names)
+                    except _FailedError:
+                        if sure and number in (0, 2):
+                            raise
+                        continue  # it is an index of something
+                    for name in names:
+                        found[name][t] |= self._places(name, before[name] != after[name])
         return found
 
-    def _special(self) -> list[int]:
+    def _rows(self) -> Iterator[tuple[Tensor, list[float], bool]]:
+        """Yields a row, the numbers to change a place of it to, and whether it can be computed."""
+        dtype, special = self._info.dtype, self._special()
+        signed = [] if dtype == torch.bool or not dtype.is_signed else [-100]
+        yield self._filled(1), [0, 2, *signed, *special], True
+        if dtype == torch.bool:
+            yield self._filled(0), [1], True
+        generator = torch.Generator().manual_seed(0)
+        for scale in _SCALES:
+            shape = self._sizes(self._info.shape)
+            if dtype.is_floating_point or dtype.is_complex:
+                value = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+                numbers = [scale, -scale, *special]
+            else:
+                value = torch.randint(scale, shape, generator=generator)
+                numbers = [0, scale - 1, *special]
+            yield value.to(dtype), numbers, False
+
+    def _special(self) -> list[float]:
         """Numbers that what is made of an input alone compares it with, and their neighbours."""
+        if self._info.dtype == torch.bool:
+            return []
         nodes = (n for n in self._row.nodes if self._row.sources[n.name] == self._mine)
         compared = (n for n in nodes if n.op == "call_function" and op_name(n) in _COMPARISONS)
-        given = {x for n in compared for x in n.args if isinstance(x, int)}
+        whole = not self._info.dtype.is_floating_point
+        kinds = int if whole else (int, float)
+        given = {x for n in compared for x in n.args if isinstance(x, kinds)}
         return sorted({x + step for x in given for step in (-1, 0, 1)} - {0, 1, 2, -100})[:_SPECIAL]
 
-    def _places(self, node: fx.Node, differs: Tensor) -> set[int]:
+    def _places(self, name: str, differs: Tensor) -> set[int]:
         """The places in the row of the elements that are true."""
-        shape = self._row.program.info[node.name].shape
+        shape = self._row.program.info[name].shape
         dims = [d for d, size in enumerate(shape) if self._row.along(size)]
         if len(dims) != 1:
             return set(range(_SIZE)) if differs.any() else set()
@@ -145,9 +176,10 @@ class InputAlone:
         by_name = {node.name: x for node, x in known.items() if isinstance(x, Tensor)}
         return {name: by_name[name] for name in names}
 
-    def holding(self, given: Tensor) -> Tensor:
-        """Returns the input whose samples all hold these numbers."""
-        return given.to(self._info.dtype).expand(_SAMPLES, -1)
+    def holding(self, *given: Tensor) -> Tensor:
+        """Returns the input whose samples hold these numbers, one each."""
+        assert len(given) == _SAMPLES, f"{len(given)} rows"
+        return torch.stack(given).to(self._info.dtype)
 
     def _filled(self, number: int) -> Tensor:
         return torch.full(self._sizes(self._info.shape), number).to(self._info.dtype)

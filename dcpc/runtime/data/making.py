@@ -48,13 +48,22 @@ class StepMaker:
         given = buckets if self._rows is None else self._rows.given(buckets)
         self.samples = Samples(dataset, given, pad)
         self._weigh = weight_function(weight, buckets.inputs)
-        if self._rows is None and compiled.groups.rank == 0:
-            for problem in compiled.division_problems(self._weigh, pad or {}):
+        if compiled.groups.rank == 0:
+            for problem in self._problems(compiled, pad or {}):
                 warnings.warn(f"DataLoader(weight={weight!r}): {problem}", stacklevel=3)
         self._rank = compiled.groups.rank
         self._pads_longer = pads_longer
         self._alone = compiled.groups.control(compiled.groups.world) is None
         self._ranges = compiled.value_ranges if check_values else None
+
+    def _problems(self, compiled: Compiled, pad: Mapping[str, int | float]) -> tuple[str, ...]:
+        """What the plain model says of its loss: it hangs on how samples are put together."""
+        rows, weigh = self._rows, self._weigh
+        if rows is None:
+            return compiled.division_problems(weigh, pad)
+        assert weigh is not None, "a row has any number of samples"
+        problem = compiled.packing_problem(rows.examples, lambda x: weigh(rows.counted(x)))
+        return (problem,) if problem else ()
 
     def step(
         self, epoch: int, cut: PlannedBatch, again: Callable[[StepPlan], PlannedBatch]

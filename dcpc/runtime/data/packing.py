@@ -20,7 +20,7 @@ from dcpc.buckets import BATCH, Bucket, Buckets, DimExpr, InputSpec
 from dcpc.errors import DataError
 from dcpc.ir import Packable
 from dcpc.runtime.data.samples import Samples, check_fills
-from dcpc.runtime.data.weights import CountLabels, Weight
+from dcpc.runtime.data.weights import CountLabels, Inputs, Weight
 
 POSITIONS = "position_ids"
 # Sequences that are tried to fill up the rest of a row.
@@ -218,8 +218,51 @@ class RowMaker:
                     self._joined(samples, name, ids, [x[name] for x in row], bucket)
                     for ids, row in zip(rows, loaded, strict=True)
                 ]
-            stack = next(k for k, dim in enumerate(spec.dims) if dim.name == BATCH)
-            found[name] = torch.stack(parts, stack)
+            found[name] = torch.stack(parts, _place(spec, BATCH))
+        return found
+
+    def examples(self, rows: Inputs) -> list[Inputs]:
+        """Returns two rows of several sequences, and each of these sequences alone.
+
+        The first row ends with padding, where it is known what fills all inputs up.
+
+        Args:
+            rows: inputs of two rows of at least two positions, of which sequences are cut.
+        """
+        name, spec = next(iter(self.inputs.items()))
+        size, device = rows[name].shape[_place(spec, self.dim)], rows[name].device
+        given = {n: spec for n, spec in self.inputs.items() if n not in self.made}
+        half = size // 2
+        first = [half, 1] if half + 1 < size else [half]
+        if not given.keys() <= self.fill.keys():
+            first.append(size - sum(first))
+        cuts = [(0, sum(first[:k]), n) for k, n in enumerate(first)]
+        cuts += [(1, 0, 1), (1, 1, size - 1)]
+        data = [
+            {
+                n: rows[n].select(_place(spec, BATCH), row).cpu().narrow(self._at(spec), begin, k)
+                for n, spec in given.items()
+            }
+            for row, begin, k in cuts
+        ]
+        fitting = [Bucket.of({self.dim: n}) for n in sorted({size, *(n for *_, n in cuts)})]
+        specs = {n: str(spec) for n, spec in given.items()}
+        samples = Samples(data, Buckets(specs, [b.sizes for b in fitting]), None)
+        ids = [tuple(i for i, (r, *_) in enumerate(cuts) if r == row) for row in (0, 1)]
+        whole = self.collate(samples, ids, Bucket.of({self.dim: size}))
+        alone = []
+        for i, (_, _, n) in enumerate(cuts):
+            made = {m: self._marks(m, self.inputs[m], [n], n)[None] for m in self.made}
+            alone.append({**samples.collate([i], Bucket.of({self.dim: n})), **made})
+        return [{n: x.to(device) for n, x in found.items()} for found in (whole, *alone)]
+
+    def counted(self, sequence: Inputs) -> Inputs:
+        """Returns the inputs of one sequence as in a row: what is dropped does not count."""
+        found = dict(sequence)
+        for name, count in self.dropped.items():
+            at = _place(self.inputs[name], self.dim)
+            found[name] = found[name].clone()
+            found[name].narrow(at, 0, min(count, found[name].shape[at])).fill_(self.fill[name])
         return found
 
     def _at(self, spec: InputSpec) -> int:
@@ -255,6 +298,11 @@ class RowMaker:
             return torch.cat([torch.arange(n, dtype=spec.dtype) for n in counts])
         numbers = torch.arange(1, len(counts) + 1, dtype=spec.dtype)
         return numbers.repeat_interleave(torch.tensor(counts))
+
+
+def _place(spec: InputSpec, name: str) -> int:
+    """Which dim of an input has a name."""
+    return next(k for k, dim in enumerate(spec.dims) if dim.name == name)
 
 
 def _only_dim(buckets: Buckets) -> str:

@@ -59,6 +59,13 @@ class Compiled(Source, Protocol):
     ) -> tuple[str, ...]:
         """Returns why a step's loss hangs on its micro-batches, or on padding."""
 
+    def packing_problem(
+        self,
+        cases: Callable[[Mapping[str, Tensor]], list[Mapping[str, Tensor]]],
+        weigh: Callable[[Mapping[str, Tensor]], float],
+    ) -> str:
+        """Returns how packed rows have another loss than their sequences; "": they have not."""
+
     @property
     def groups(self) -> Groups:
         """The process groups."""

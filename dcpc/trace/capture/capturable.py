@@ -15,8 +15,10 @@
     attention with scale=1 / h        ->  the query by 1 / h, scale=1: torch's fixes the scale
     attention with a mask of numbers  ->  where torch has no fused kernel: matmul, softmax, matmul
     gru_cell and its kin              ->  under autocast: their parts, which it casts, not the whole
-    einsum of two matrices            ->  under autocast: of its dtype, to which it casts within
-    cross_entropy, nll_loss           ->  under autocast: of float32, to which it casts within
+    embedding with sparse=True        ->  without: its gradient is the same, and dense
+    einsum, inner, tensordot          ->  under autocast: of its dtype, to which it casts within
+    losses of rows, mirrored ends     ->  under autocast: of float32, to which it casts within
+    windows, fftfreq, kron, grids     ->  of a length: see `trace/formulas/`, as torch's fix it
 
 Calls of other kinds are torch's own.
 """
@@ -31,13 +33,14 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from dcpc.ops.positions import linspace
+from dcpc.trace.formulas.lookups import LOOKUPS
+from dcpc.trace.formulas.made_of_sizes import FORMULAS
+from dcpc.trace.formulas.under_autocast import apart, einsum, in_float32, product
 
 aten = torch.ops.aten
 
@@ -283,72 +286,38 @@ def _is_math(given: Sequence[Tensor | None], grouped: bool) -> bool:
         return not torch._fused_sdp_choice(q, k, v, mask, enable_gqa=grouped)
 
 
-def _under_autocast(values: Any) -> bool:
-    found = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
-    return bool(found) and torch.is_autocast_enabled(found[0].device.type)
-
-
-def _apart(op: OpOverload) -> Callable[..., Any]:
-    """Returns what calls the parts of a composite op, where autocast casts in them."""
-
-    def parts(*args: Any, **kwargs: Any) -> Any:
-        return op.decompose(*args, **kwargs) if _under_autocast((args, kwargs)) else NotImplemented
-
-    return parts
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Returns a tensor in the dtype that autocast takes it in; captured is that of no autocast."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype.itemsize > 4:
-        return value
-    return aten._to_copy.default(value, dtype=dtype)
-
-
-def _einsum(equation: Any, *operands: Any) -> Any:
-    """A product of two matrices, which autocast casts; not sums of one, nor products of more."""
-    given = operands[0] if isinstance(operands[0], list | tuple) else operands
-    terms = str(equation).replace(" ", "").replace("->", ",").split(",")
-    if "->" not in str(equation) or len(terms) != 3 or not _under_autocast(given):
-        return NotImplemented
-    left, right, kept = map(set, terms)
-    if left - right - kept or right - left - kept or not (left & right) - kept:
-        return NotImplemented
-    dtype = torch.get_autocast_dtype(given[0].device.type)
-    return torch.einsum(equation, *(_cast(t, dtype) for t in given))
-
-
-def _in_float32(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a loss of rows, in whose parts autocast casts to float32."""
-
-    def cast(input: Tensor, target: Tensor, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not _under_autocast(input) or input.dtype.itemsize > 4:
-            return NotImplemented
-        floats = (_cast(x, torch.float32) for x in (input, target, weight))
-        return loss(*floats, *args, **kwargs)
-
-    return cast
+def _padded(x: Tensor, pad: list[int], mode: str = "constant", value: Any = None) -> Any:
+    """Returns x with its ends mirrored or repeated in float32, as autocast has it."""
+    found = _pad(x, pad, mode, value)
+    if found is not NotImplemented or mode not in ("reflect", "replicate"):
+        return found
+    return in_float32(F.pad)(x, pad, mode, value)
 
 
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    **FORMULAS,
+    **LOOKUPS,
     F.gaussian_nll_loss: _gaussian_nll,
-    F.margin_ranking_loss: _margin_ranking,
-    F.hinge_embedding_loss: _hinge_embedding,
-    F.multilabel_margin_loss: _multilabel_margin,
+    F.margin_ranking_loss: in_float32(F.margin_ranking_loss, _margin_ranking),
+    F.hinge_embedding_loss: in_float32(F.hinge_embedding_loss, _hinge_embedding),
+    F.multilabel_margin_loss: in_float32(F.multilabel_margin_loss, _multilabel_margin),
     torch._C._nn.multilabel_margin_loss: _multilabel_margin_of,
     torch.take_along_dim: _take_along,
     Tensor.take_along_dim: _take_along,
-    F.cross_entropy: _in_float32(F.cross_entropy),
-    F.nll_loss: _in_float32(F.nll_loss),
+    F.cross_entropy: in_float32(F.cross_entropy),
+    F.nll_loss: in_float32(F.nll_loss),
     F.max_pool1d: _max_pool,
-    F.pad: _pad,
+    F.pad: _padded,
     F.scaled_dot_product_attention: _attention,
-    torch.einsum: _einsum,
-    torch.gru_cell: _apart(aten.gru_cell.default),
+    torch.einsum: einsum,
+    torch.inner: product(torch.inner),
+    torch.tensordot: product(torch.tensordot),
+    torch.gru_cell: apart(aten.gru_cell.default),
     torch.linspace: _linspace,
-    torch.lstm_cell: _apart(aten.lstm_cell.default),
+    torch.lstm_cell: apart(aten.lstm_cell.default),
     torch.max_pool1d: _max_pool,
-    torch.rnn_relu_cell: _apart(aten.rnn_relu_cell.default),
-    torch.rnn_tanh_cell: _apart(aten.rnn_tanh_cell.default),
+    torch.rnn_relu_cell: apart(aten.rnn_relu_cell.default),
+    torch.rnn_tanh_cell: apart(aten.rnn_tanh_cell.default),
     torch.std_mean: _std_mean,
     torch.chunk: _chunk,
     Tensor.chunk: _chunk,

@@ -52,6 +52,7 @@ from dcpc.trace.capture.module_state import ModuleState
 from dcpc.trace.capture.order import order_preparations
 from dcpc.trace.capture.own_backward import own_backwards, refuse_backward_hooks
 from dcpc.trace.capture.paths import Paths
+from dcpc.trace.formulas.math_of_sizes import math_of_sizes
 from dcpc.trace.loss import (
     AllOutputs,
     Loss,
@@ -193,6 +194,7 @@ def _export(
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 Capturable(),
+                math_of_sizes(model),
                 own_backwards(),
                 _suggestions(),
             ):

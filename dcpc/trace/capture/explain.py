@@ -35,7 +35,7 @@ def explained(
         fixes = [line.strip() for line in text.splitlines() if " = Dim(" in line or " = " in line]
         reason += "; torch suggests " + "; ".join(fixes[:4]) if fixes else ""
         hint = "keep every bucket within that limit, or change the model's limit on this dim"
-        hint = _limit_of(text, model) + _recurrent(model) + hint
+        hint = _limit_of(text, model) + _recurrent(model) + _numbers(text) + hint
     elif any(
         s in text + kind for s in ("DataDependent", "data-dependent", "unbacked", "GuardOnData")
     ):
@@ -48,6 +48,13 @@ def explained(
             "torch cannot solve what forward computes of a size: use //, * and % of positive "
             "sizes, (n + 3) // 4 * 4 - n for -n % 4"
         )
+    elif "Tensor dtype mismatch" in text:
+        hint = (
+            "autocast casts within an op of forward that is captured as one: compute it in one "
+            "dtype, under torch.autocast(..., enabled=False), or write it with matmul"
+        )
+    elif "ufunc" in text:
+        hint = "numpy cannot compute with a length: take math, as in math.sqrt(n)"
     elif isinstance(error, TypeError) and "argument" in text:
         hint = "make the buckets' inputs match forward's keyword arguments"
     else:
@@ -117,6 +124,16 @@ def _recurrent(model: nn.Module) -> str:
     return (
         f"torch captures a recurrent layer ({', '.join(found[:4])}) step by step, so for one "
         "length alone: give the dim it goes along as a number in the buckets' specs; else "
+    )
+
+
+def _numbers(text: str) -> str:
+    """Returns what to do where forward makes a number of a length, as text."""
+    if not re.search(r"<= (\d+)\b.*?\b\w+ = \1$", text, re.M | re.S):
+        return ""
+    return (
+        "if forward makes a number of that length (float(n), another function of math than sqrt, "
+        "log, exp and sin, numpy), write n * 1.0, n**0.5 or math.log(n); else "
     )
 
 

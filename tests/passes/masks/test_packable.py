@@ -185,6 +185,28 @@ class AfterNeighbour(Small):
         return self.table((ids + 8 * (before == 7)) % 16)
 
 
+class BesideMedian(Small):
+    """Tokens are counted from the median of the row: of equal ones no single change moves it."""
+
+    def embed(self, ids, segments, positions):
+        return self.table((ids - ids.median(1, keepdim=True).values) % 16)
+
+
+class AboveNeighbour(Small):
+    """Numbers after a large one are others, of which a row of ones has none."""
+
+    def embed(self, ids, segments, positions):
+        before = F.pad(ids, (1, 0))[:, :-1]
+        return self.table((ids + F.relu(before - 5)) % 16)
+
+
+class FirstRow(Small):
+    """All rows of a micro-batch take the sequences of the first one."""
+
+    def same(self, segments, positions):
+        return super().same(segments[:1], positions)
+
+
 class ManySegments(Small):
     """Every sixth sequence has the same number."""
 
@@ -287,6 +309,9 @@ MISSES = {
     TimesCount: r"node mul.* changes each position by a number that is of the whole row",
     AfterToken: r"node cumsum.* joins positions",
     AfterNeighbour: "what it reads of 'ids' at other places",
+    BesideMedian: "what it reads of 'ids' at other places",
+    AboveNeighbour: "what it reads of 'ids' at other places",
+    FirstRow: "neither positions that restart",
     ManySegments: "neither positions that restart in each sequence nor its number",
     Capped: r"node softmax.* \(.*test_packable.py.*\) is a softmax over pairs .* or tanh",
     Biased: r"node softmax.* is a softmax over pairs of positions that is no attention",

@@ -15,6 +15,25 @@ CALLS = {
     "rnn": (lambda x, y, m: m(x[:, 0]) + m(x[:, 1]), nn.RNNCell(8, 4)),
     "einsum": (lambda x, y, m: torch.einsum("bsd, btd -> bst", m(x.float()), x), nn.LayerNorm(8)),
     "nll_loss": (lambda x, y, m: F.nll_loss(x.log_softmax(-1).mT, y, m.weight), nn.LayerNorm(8)),
+    "einsum of three": (
+        lambda x, y, m: torch.einsum("bsd,de,bte->bst", m(x.float()), m.weight.diag(), x),
+        nn.LayerNorm(8),
+    ),
+    "tensordot": (lambda x, y, m: torch.tensordot(x.float(), m.weight.diag(), 1), nn.LayerNorm(8)),
+    "inner": (lambda x, y, m: torch.inner(m(x.float()), m.weight.diag()), nn.LayerNorm(8)),
+    "mirrored": (lambda x, y, m: F.pad(x, (2, 1), mode="reflect"), None),
+    "hinge": (lambda x, y, m: F.hinge_embedding_loss(x, x.sign(), reduction="none"), None),
+    "margin": (lambda x, y, m: F.margin_ranking_loss(x, x.mT.mT.flip(1), x.sign(), 0.1,
+                                                     reduction="none"), None),
+    "multilabel margin": (
+        lambda x, y, m: F.multilabel_margin_loss(x.flatten(0, 1), (x > 0).long().flatten(0, 1)),
+        None,
+    ),
+    "grid": (
+        lambda x, y, m: F.affine_grid(x.float()[:, :2, :3], [x.shape[0], 1, x.shape[1], 4],
+                                      align_corners=False),
+        None,
+    ),
     "cross_entropy": (lambda x, y, m: F.cross_entropy(x.mT, y, m.weight), nn.LayerNorm(8)),
 }  # fmt: skip
 
@@ -27,7 +46,8 @@ class Calls(nn.Module):
             self.module.requires_grad_(False)
 
     def forward(self, x, y):
-        return self.function(self.first(x), y, self.module).float().square().mean()
+        found = self.function(self.first(x), y, self.module)
+        return {"loss": found.float().square().mean(), "found": found}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -40,11 +60,12 @@ def test_parts_are_cast_as_autocast_casts_them(name, dtype):
     buckets = dcpc.Buckets(inputs, sizes=[{"seq": 6}, {"seq": 10}])
     compiled = dcpc.compile(own, buckets, backend="eager", verify="off", autocast=dtype)
     x, y = torch.randn(3, 10, 8), torch.randint(8, (3, 10))
-    got = compiled(x=x, y=y)
+    got, outputs = compiled(x=x, y=y, outputs=True)
     with torch.autocast("cpu", dtype):
         want = plain(x, y)
-    got.backward(), want.backward()
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    got.backward(), want["loss"].backward()
+    assert outputs["found"].dtype == want["found"].dtype
+    torch.testing.assert_close(got, want["loss"], rtol=1e-6, atol=0)
     for ours, theirs in zip(own.parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
             limit = 2e-2 * float(theirs.grad.abs().max())

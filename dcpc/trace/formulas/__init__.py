@@ -1,0 +1,1 @@
+"""What torch makes of numbers alone, by formulas that take a length."""

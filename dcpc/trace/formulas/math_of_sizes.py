@@ -1,0 +1,104 @@
+"""Functions of `math` of a length: Python makes a number of it, and so a trace of one length.
+
+    math.sqrt(n)    ->  torch's symbolic square root; cos, sin, tan, cosh, sinh, tanh likewise
+    math.log(n)     ->  log2(n) * log(2), as torch has a symbolic log2 alone; to another base, too
+    math.exp(n)     ->  e ** n
+    math.isqrt(n)   ->  floor(sqrt(n))
+
+Of numbers they are Python's own. So are names that other code than the model's own modules
+imported (`from math import sqrt`): these fix the length.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import BuiltinFunctionType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._export.verifier import Verifier
+
+_NAMED = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "log2")
+
+
+def _log(x: Any, base: Any = math.e) -> Any:
+    return torch._sym_log2(x) * (math.log(2) / math.log(base))  # type: ignore[attr-defined]
+
+
+def _log10(x: Any) -> Any:
+    return _log(x, 10)
+
+
+def _log1p(x: Any) -> Any:
+    return _log(x + 1)
+
+
+def _exp(x: Any) -> Any:
+    return math.e ** torch.sym_float(x)
+
+
+def _isqrt(x: Any) -> Any:
+    return math.floor(torch.sym_sqrt(x))
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{name: getattr(torch, f"_sym_{name}") for name in _NAMED},
+    **{"log": _log, "log10": _log10, "log1p": _log1p, "exp": _exp, "isqrt": _isqrt},
+}
+
+
+def _either(of_sizes: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
+    def function(x: Any, /, *rest: Any) -> Any:
+        symbolic = isinstance(x, torch.SymInt | torch.SymFloat)
+        return (of_sizes if symbolic else of_numbers)(x, *rest)
+
+    return function
+
+
+class _OneOfThese(type):
+    """Whose instances are torch's functions of numbers, as far as `isinstance` is asked."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return any(instance is function for function in FUNCTIONS.values())
+
+
+class SymbolicFunction(metaclass=_OneOfThese):
+    """A function of a number that a graph may call: `torch._sym_log2` and its kin."""
+
+
+@contextmanager
+def math_of_sizes(model: nn.Module) -> Iterator[None]:
+    """Has the functions of `math` take lengths, in the whole process, and graphs call them.
+
+    torch.export takes `torch.sym_sqrt` in a graph, and of its kin none.
+
+    Args:
+        model: whose source files may have imported some by name.
+    """
+    kept = {name: getattr(math, name) for name in FUNCTIONS}
+    changed = {own: _either(FUNCTIONS[name], own) for name, own in kept.items()}
+    allowed = Verifier.allowed_op_types
+
+    def more(self: Verifier) -> tuple[type[Any], ...]:
+        return (*allowed(self), SymbolicFunction)
+
+    files = {"math", *(type(module).__module__ for module in model.modules())}
+    places = [
+        (vars(sys.modules[file]), name, value)
+        for file in sorted(files & sys.modules.keys())
+        for name, value in vars(sys.modules[file]).items()
+        if isinstance(value, BuiltinFunctionType) and value in changed
+    ]
+    try:
+        for space, name, own in places:
+            space[name] = changed[own]
+        with patch.object(Verifier, "allowed_op_types", more):
+            yield
+    finally:
+        for space, name, own in places:
+            space[name] = own

@@ -1,0 +1,71 @@
+"""A loss of packed rows that is not the mean of their sequences' losses is warned of."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dcpc
+from tests.cases.packed_models import NUMBERS, POSITIONS, Documents, Sequences, transformers_model
+
+
+class Losses(Documents):
+    """A loss of each kind, of logits [batch, seq, vocabulary] and labels."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, input_ids, segment_ids, position_ids, labels):
+        logits = self.logits(input_ids, segment_ids, position_ids)
+        each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        count = (labels != -100).sum()
+        if self.kind == "mean over padding":
+            return each.mean()
+        if self.kind == "a power of the mean":
+            return (each.sum() / count).square()
+        if self.kind == "more that is not weighed":
+            return each.sum() / count + 0.1 * logits.logsumexp(-1).square().mean()
+        if self.kind == "counts what it drops":
+            logits, shifted = logits[:, :-1].transpose(1, 2), labels[:, 1:]
+            return F.cross_entropy(logits, shifted, reduction="sum") / count
+        if self.kind == "of one micro-batch":
+            return (each.sum() + (logits - logits.mean(0)).square().sum()) / count
+        return (each * (1 + each.detach())).sum() / count
+
+
+def said(model, inputs, packing, verify="auto", weight="labels", pad=None):
+    buckets = dcpc.Buckets(inputs=inputs, sizes=[{"seq": 12}, {"seq": 41}])
+    compiled = dcpc.compile(model, buckets, backend="eager", memory=1e9, verify=verify)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        dcpc.DataLoader(
+            Sequences([3, 5]), compiled, tokens_per_step=64, packing=packing, weight=weight, pad=pad
+        )
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["mean over padding", "a power of the mean", "more that is not weighed", "counts what it drops",
+     "of one micro-batch"],
+)  # fmt: skip
+def test_a_loss_that_hangs_on_who_shares_a_row_is_told(kind):
+    (text,) = said(Losses(kind), NUMBERS, "segment_ids")
+    assert "of two packed rows of {" in text
+    assert said(Losses(kind), NUMBERS, "segment_ids", verify="off") == []
+
+
+def test_a_mean_over_labels_is_not():
+    assert said(Losses("focal"), NUMBERS, "segment_ids") == []
+    assert said(transformers_model("llama"), POSITIONS, True) == []
+
+
+def test_a_weight_that_is_not_what_the_loss_divides_by_is_told():
+    def tokens(inputs):
+        return float(torch.ones_like(inputs["labels"]).sum())
+
+    pad = {"input_ids": 0, "labels": -100}
+    (text,) = said(Losses("focal"), NUMBERS, "segment_ids", weight=tokens, pad=pad)
+    assert "a weight of 24 of two packed rows of {seq: 12" in text
