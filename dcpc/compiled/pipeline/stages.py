@@ -107,6 +107,15 @@ class ProgramStage:
         own = (first[id(held[n])] for n in part.program.learning if n in part.program.parameters)
         self.learning = tuple(dict.fromkeys(own))
 
+    @property
+    def by_trace(self) -> tuple[ProgramStage, ...]:
+        """Of each trace what runs its micro-batches: the stage itself."""
+        return (self,)
+
+    def at(self, sizes: Mapping[str, int]) -> ProgramStage:
+        """Returns what runs a micro-batch of these sizes: the stage itself."""
+        return self
+
     def recomputing(self, menu_step: int) -> ProgramStage:
         """Returns the same stage with so many steps of recompute; graphs are shared."""
         other = copy.copy(self)
@@ -261,10 +270,14 @@ class ProgramStage:
         Args:
             state: a parameter that learns counts so often: with its gradient and the optimizer's.
         """
+        return sum(self.residents(state).values())
+
+    def residents(self, state: int) -> dict[int, int]:
+        """Returns id of a parameter or buffer -> its bytes, counted as by `resident_bytes`."""
         held, program = self.runnable.traced.tensors(), self.part.program
         learning = {id(held[n]) for n in program.learning if n in held}
         whole = {id(held[n]): held[n].nbytes for n in (*program.parameters, *program.buffers)}
-        return sum(size * (state if key in learning else 1) for key, size in whole.items())
+        return {key: size * (state if key in learning else 1) for key, size in whole.items()}
 
     def variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
         """Returns what its lane runs at these sizes, compiled on first use, and its integers."""
@@ -374,15 +387,6 @@ def _traced(whole: Traced, part: StageProgram, model: nn.Module) -> Traced:
         reference=whole.reference,
         libraries=whole.libraries,
     )
-
-
-def shared_parameters(stages: Sequence[ProgramStage]) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters that several stages learn -> these stages, whose gradients add up."""
-    readers: dict[str, list[int]] = {}
-    for stage in stages:
-        for name in stage.learning:
-            readers.setdefault(name, []).append(stage.index)
-    return {name: tuple(found) for name, found in readers.items() if len(found) > 1}
 
 
 def run_in_turn(

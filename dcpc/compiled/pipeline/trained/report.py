@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from dcpc.buckets import Bucket
 from dcpc.compiled.pipeline.costs import STATE
-from dcpc.compiled.pipeline.stages import ProgramStage, shared_parameters
+from dcpc.compiled.pipeline.mixed import ModelStage, shared_parameters
+from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.symbolic_profile import bytes_text, seconds_text
 
@@ -29,7 +30,7 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
         seconds = ", ".join(_seconds(cut, stage, n, b) for n, b in enumerate(planner.buckets))
         steps = "/".join(map(str, sorted(set(cut.plan.menu_steps[stage.index]))))
         lines.append(
-            f"  {stage.index:>5}  {_calls(stage):>5}  "
+            f"  {stage.index:>5}  {'/'.join(map(str, map(_calls, stage.by_trace))):>5}  "
             f"{bytes_text(stage.resident_bytes(STATE)):>20}  "
             f"{bytes_text(cut.plan.needed_bytes[stage.index]):>11}  {steps:>9}  {seconds}"
         )
@@ -57,7 +58,7 @@ def _calls(stage: ProgramStage) -> int:
     return sum(n.op == "call_function" for n in stage.part.program.gm.graph.nodes)
 
 
-def _seconds(cut: CutModel, stage: ProgramStage, number: int, bucket: Bucket) -> str:
+def _seconds(cut: CutModel, stage: ModelStage, number: int, bucket: Bucket) -> str:
     cost = cut.planner.cost.options(stage.index, 1, number)[0]
     return f"{bucket} {seconds_text(cost.forward_s + cost.backward_s)}"
 
