@@ -292,7 +292,9 @@ class ProgramStage:
         """
         known = [(info, inputs[n]) for n, info in self.part.given.items() if n in inputs]
         known += zip(self._infos(self.part.received), received, strict=True)
-        found: dict[sympy.Symbol, int] = {}
+        program = self.part.program
+        # A dim that is 1 in all of the trace's buckets is a number in every shape.
+        found = program.dims({n: 1 for n, hint in program.hints.items() if hint == 1})
         for info, value in known:
             for expr, size in zip(info.shape, value.shape, strict=True):
                 unknown = expr.free_symbols - found.keys()
@@ -300,7 +302,7 @@ class ProgramStage:
                     (symbol,) = unknown
                     solved = _solved(expr.subs(found), symbol, size)
                     found |= {} if solved is None else {symbol: solved}
-        symbols = self.part.program.symbols
+        symbols = program.symbols
         missing = [n for n, symbol in symbols.items() if symbol not in found]
         if missing:
             shapes = ", ".join(str(tuple(value.shape)) for _, value in known)

@@ -1,0 +1,91 @@
+"""`dcpc.compile(pipeline=)` of images beside clips, a trace each, beside the plain model."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import dcpc
+from dcpc.buckets import ones_of
+from tests.cases.asks import far, trained
+from tests.cases.clips import CLIPS
+from tests.cases.exactness import SPLITTING
+from tests.cases.launch import run_ranks
+
+pytestmark = pytest.mark.multirank
+
+
+@dataclass
+class Epoch:
+    """What came of an epoch on a rank.
+
+    Attributes:
+        worst: largest relative error of a loss, a gradient or the state after all steps.
+        evaluated: largest relative error of an image's and a clip's loss in `evaluate`.
+        traces: of each step, how many traces its micro-batches need.
+        apart: backwards in two parts.
+        counts: of each step the micro-batches that each rank ran.
+        without: of each step the parameters of this rank that have no gradient, as in the plain
+            model.
+        report: of the compiled model.
+    """
+
+    worst: float
+    evaluated: float
+    traces: list[int]
+    apart: int
+    counts: list[tuple[int, ...]]
+    without: list[int]
+    report: str
+
+
+def epoch(rank: int, name: str, stages: int, options: dict[str, Any]) -> Epoch:
+    warnings.simplefilter("ignore")
+    case = CLIPS[name]
+    options = {"backend": "eager", "device": SPLITTING, **options}
+    compiled = dcpc.compile(case.make(), case.buckets, pipeline=stages, **options)
+    alone, data = case.make(), case.batches()
+    loader = dcpc.DataLoader(data, compiled, samples_per_step=4, shuffle=False, window=0)
+    traces, apart, counts, without, worst = [], 0, [], [], 0.0
+    for step in loader:
+        planned = step.plan.micro_batches
+        traces.append(len({ones_of(mb.bucket.sizes) for mb in planned}))
+        apart += sum(text.count("I") for text in step.plan.pipelines)
+        found = trained(compiled, [step], alone, data, lambda sample: 1)
+        worst = max(worst, found.worst)
+        counts += found.counts
+        unread = {n for n, p in alone.named_parameters() if not _reads(case, step, n)}
+        without.append(sum(n in unread for n, _ in compiled.named_parameters()))
+    state, plain = compiled.state_dict(), alone.state_dict()
+    worst = max(worst, *(far(state[n], x) for n, x in plain.items() if x.abs().max() > 0))
+    evaluated = 0.0
+    for sizes in (*case.images, *case.clips):
+        batch = case.data({**sizes, "batch": 2}, 9)
+        evaluated = max(evaluated, far(compiled.evaluate(batch), alone(**batch).detach()))
+    return Epoch(worst, evaluated, traces, apart, counts, without, compiled.report())
+
+
+def _reads(case: Any, step: Any, name: str) -> bool:
+    """Whether some micro-batch of a step reads a parameter, as the class of the model says."""
+    if case.name != "branching":
+        return True
+    clips = {mb.bucket["frames"] > 1 for mb in step.plan.micro_batches}
+    return {"time": True in clips, "gain": False in clips}.get(name.split(".")[0], True)
+
+
+def check(found: list[Epoch], name: str) -> None:
+    for own in found:
+        assert own.worst < 1e-10
+        assert own.evaluated < 1e-10
+        assert own.traces == [2, 1, 2, 1, 2], "images and clips in one step, and each alone"
+        assert "NOT compared" not in own.report
+        assert "trace 2: loss and every gradient" in own.report
+    if name == "branching":
+        every = [sum(own.without[step] for own in found) for step in range(5)]
+        assert every[1] > every[3] > every[0] == 0, "one trace's parameters have no gradient"
+
+
+@pytest.mark.parametrize("name", ["branching"])
+def test_two_stages_of_two_traces_have_the_plain_models_numbers(name):
+    check(run_ranks(epoch, 2, name, 2, {}, timeout_s=240.0), name)
