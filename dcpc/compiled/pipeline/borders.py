@@ -95,7 +95,7 @@ def _ways(numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 def _sides(traces: Sequence[Traced], chains: Sequence[CallChain]) -> list[list[_Sides]]:
     """Returns of each trace's borders which parameters of all traces are read before and behind."""
-    read = [_read(traced, chain) for traced, chain in zip(traces, chains, strict=True)]
+    read = [_read_by_calls(traced, chain) for traced, chain in zip(traces, chains, strict=True)]
     every = [frozenset[int]().union(*calls) for calls in read]
     common = frozenset.intersection(*every)
     bit = {key: 1 << n for n, key in enumerate(sorted(common))}
@@ -108,7 +108,32 @@ def _sides(traces: Sequence[Traced], chains: Sequence[CallChain]) -> list[list[_
     return found
 
 
-def _read(traced: Traced, chain: CallChain) -> list[frozenset[int]]:
+def homes_of(
+    traces: Sequence[Traced], chains: Sequence[CallChain], borders: Sequence[Sequence[int]]
+) -> list[dict[str, int]]:
+    """Returns of each trace the parameters that no call of it reads -> a stage that reads them.
+
+    A call of another trace does. So a stage that has a parameter anyhow is the one that gives it a
+    gradient of zeros, where the loss depends on it and no call does.
+
+    Args:
+        traces: of one model.
+        chains: of each of them.
+        borders: of each stage's begin, and of the end, the number of the border in each chain.
+    """
+    stages: dict[int, int] = {}
+    read = [_read_by_calls(traced, chain) for traced, chain in zip(traces, chains, strict=True)]
+    for t, (calls, chain) in enumerate(zip(read, chains, strict=True)):
+        for stage, (low, high) in enumerate(itertools.pairwise(at[t] for at in borders)):
+            for keys in calls[chain.borders[low] : chain.borders[high]]:
+                stages |= {key: min(stage, stages.get(key, stage)) for key in keys}
+    return [
+        {name: stages[id(tensor)] for name, tensor in v.tensors().items() if id(tensor) in stages}
+        for v in traces
+    ]
+
+
+def _read_by_calls(traced: Traced, chain: CallChain) -> list[frozenset[int]]:
     """Returns the ids of the parameters that each call of a chain reads, or what is free for it."""
     held, program = traced.tensors(), traced.program
     carried: dict[str, frozenset[int]] = {}  # by what is free, and by parameters

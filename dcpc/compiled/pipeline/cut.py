@@ -10,7 +10,7 @@ from math import inf, prod
 from torch import nn
 
 from dcpc.buckets import Sizes, ones_of
-from dcpc.compiled.pipeline.borders import common_borders
+from dcpc.compiled.pipeline.borders import common_borders, homes_of
 from dcpc.compiled.pipeline.chain import chain_of
 from dcpc.compiled.pipeline.costs import (
     STATE,
@@ -94,8 +94,9 @@ def plan_stages(
         told = [(room[kind], counts[kind]) for kind in kinds]
         cut = best_cut(mixed_costs(costs, places.array, mixture, told, all_devices))
         borders = tuple(places.at[place] for place in cut.borders)
+        homes = homes_of(traces, chains, borders)
         programs = [
-            stages_of(v, model, chain, [at[t] for at in borders], sp)
+            stages_of(v, model, chain, [at[t] for at in borders], sp, homes[t])
             for t, (v, chain) in enumerate(zip(traces, chains, strict=True))
         ]
         stages = tuple(stage_of_traces(ones, each) for each in zip(*programs, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -360,7 +361,12 @@ def _device_of(values: Mapping[str, Tensor]) -> str:
 
 
 def stages_of(
-    traced: Traced, model: nn.Module, chain: CallChain, borders: Sequence[int], sp: int = 1
+    traced: Traced,
+    model: nn.Module,
+    chain: CallChain,
+    borders: Sequence[int],
+    sp: int = 1,
+    homes: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[ProgramStage, ...]:
     """Returns the stages of a traced model.
 
@@ -370,8 +376,9 @@ def stages_of(
         chain: of its program.
         borders: numbers of the chain's borders at which it is cut, its ends included.
         sp: ranks that run each stage together.
+        homes: as for `stage_programs`.
     """
-    parts = stage_programs(traced.program, chain, borders)
+    parts = stage_programs(traced.program, chain, borders, homes)
     return tuple(
         ProgramStage(j, len(parts), part, Runnable(_traced(traced, part, model)), model, sp)
         for j, part in enumerate(parts)
