@@ -204,7 +204,8 @@ class ProgramStage:
         """Returns what `backward` returns, and what `backward_weight` needs.
 
         It adds gradients of parameters that it comes by; the first stage, which receives nothing,
-        goes back as far as the gradient that needs most.
+        goes back as far as the gradient that needs most. A backward of one part, as of a stage
+        without parameters, is run as a whole.
 
         Args:
             saved: from `forward`, used once.
@@ -216,7 +217,8 @@ class ProgramStage:
             outputs = self.part.program.outputs
             begins = [given.get(outputs[i]) for i, *_ in saved.call.begins]
             run = self._parts.run(saved.variant)
-            assert run is not None, f"stage {self.index} has a backward of one part"
+            if run is None:
+                return self.backward(saved, grads), _Rest(None, None, [])
             found, values = run.run_first(saved.call, begins)
             rest = _Rest(run, saved.call, values)
         made = [_sum(found.pop(n, None), given.get(n)) for n in self.part.received]
