@@ -86,6 +86,36 @@ def check(found: list[Epoch], name: str) -> None:
         assert every[1] > every[3] > every[0] == 0, "one trace's parameters have no gradient"
 
 
-@pytest.mark.parametrize("name", ["branching"])
-def test_two_stages_of_two_traces_have_the_plain_models_numbers(name):
-    check(run_ranks(epoch, 2, name, 2, {}, timeout_s=240.0), name)
+def test_two_stages_of_two_traces_have_the_plain_models_numbers():
+    check(run_ranks(epoch, 2, "branching", 2, {}, timeout_s=240.0), "branching")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "stages", "options"),
+    [
+        ("branching", 4, 4, {}),
+        ("branching", 4, 2, {}),
+        ("branching", 4, 2, {"sp": 2}),
+        ("stdit", 2, 2, {}),
+        ("stdit", 4, 2, {"sp": 2}),
+    ],
+)
+def test_stages_of_two_traces_have_the_plain_models_numbers(name, ranks, stages, options):
+    found = run_ranks(epoch, ranks, name, stages, options, timeout_s=500.0)
+    check(found, name)
+    assert all(own.apart > 0 for own in found), "some backwards are run in two parts"
+    if ranks > stages * options.get("sp", 1):
+        counts = {counts for own in found for counts in own.counts}
+        assert any(len({*each}) > 1 for each in counts), "pipelines with other micro-batches"
+
+
+@pytest.mark.slow
+def test_stages_of_two_traces_that_inductor_compiles_have_the_plain_models_numbers():
+    options = {"backend": "inductor"}
+    found = run_ranks(epoch, 2, "branching", 2, options, timeout_s=500.0)
+    check(found, "branching")
+    for rank, own in enumerate(found):
+        for trace in (1, 2):
+            told = f"stage {rank} as inductor compiled it, trace {trace}: loss and every gradient"
+            assert told in own.report
