@@ -22,7 +22,7 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
     stages, planner = cut.plan.stages, cut.planner
     lines = [
         f"{pipelines} pipelines of {len(stages)} stages{_ranks(cut)}; each bucket as likely as any "
-        "other",
+        f"other{_traces(stages)}",
         "",
         "  stage  calls  parameters and state  most needed  recompute  a sample takes",
     ]
@@ -42,6 +42,15 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
     ]
     lines += [_tied(name, readers) for name, readers in shared_parameters(stages).items()]
     return "\n".join(lines) + "\n"
+
+
+def _traces(stages: Sequence[ModelStage]) -> str:
+    """Returns which buckets' calls come first, where there are several traces."""
+    each = stages[0].by_trace
+    if len(each) == 1:
+        return ""
+    ones = (", ".join(n for n, s in e.part.program.hints.items() if s == 1) for e in each)
+    return f"; calls where {' / '.join((names or 'no dim') + ' is 1' for names in ones)}"
 
 
 def _ranks(cut: CutModel) -> str:
