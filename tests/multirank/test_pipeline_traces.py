@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 import dcpc
 from dcpc.buckets import ones_of
-from tests.cases.asks import far, trained
-from tests.cases.clips import CLIPS
+from tests.cases.asks import far, plain_step, trained
+from tests.cases.clips import CLIPS, ClipBatches
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks
 
@@ -119,3 +120,37 @@ def test_stages_of_two_traces_that_inductor_compiles_have_the_plain_models_numbe
         for trace in (1, 2):
             told = f"stage {rank} as inductor compiled it, trace {trace}: loss and every gradient"
             assert told in own.report
+
+
+def resumed(rank: int, folder: str) -> list[float]:
+    """Returns how far from the plain model's losses and state are after each of three steps.
+
+    The first has images alone: the optimizer has no state yet of what clips alone read.
+    """
+    warnings.simplefilter("ignore")
+    case, found = CLIPS["branching"], []
+    alone, data = case.make(), ClipBatches(case, "iiiiccccicic")
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    for number, options in enumerate([{"pipeline": 2}, {}, {"pipeline": 2}]):
+        compiled = dcpc.compile(case.make(), case.buckets, backend="eager", verify="off",
+                                device=SPLITTING, **options)  # fmt: skip
+        loader = dcpc.DataLoader(data, compiled, samples_per_step=4, shuffle=False, window=0)
+        optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
+        assert compiled.load(folder, optimizer=optimizer, loader=loader).step == number
+        step = next(iter(loader))
+        ids = [i for mb in step.plan.micro_batches for i in mb.sample_ids]
+        loss = plain_step(alone, data, ids, lambda sample: 1)
+        found.append(far(compiled.train_step(step).loss, loss))
+        for each in (plain, optimizer):
+            each.step()
+            each.zero_grad()
+        state = compiled.state_dict()
+        found += [far(state[n], x) for n, x in alone.state_dict().items()]
+        compiled.save(folder, number + 1, optimizer=optimizer, loader=loader, wait=True)
+    return found
+
+
+@pytest.mark.slow
+def test_checkpoints_go_on_where_a_trace_has_not_run_yet(tmp_path):
+    for errors in run_ranks(resumed, 2, str(tmp_path), timeout_s=400.0):
+        assert max(errors) < 1e-10
