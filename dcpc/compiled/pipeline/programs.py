@@ -66,20 +66,29 @@ def stage_programs(
         chain: of it.
         borders: numbers of the chain's borders at which it is cut, its ends included.
         homes: parameter that no call reads, and whose gradient is zero -> the stage that has it; by
-            default the last one.
+            default the last one, which also has those of stages without a backward.
     """
     last = len(borders) - 2
     nodes = {n.name: n for n in program.gm.graph.nodes}
-    unread = [n for n in program.zero_gradients if not nodes[n].users]
-    found = []
-    for j, (low, high) in enumerate(pairwise(borders)):
-        zero = {n for n in unread if homes.get(n, last) == j}
-        found.append(_part(program, chain, low, high, zero, is_last=j == last))
-    return tuple(found)
+    unread = {n: last for n in program.zero_gradients if not nodes[n].users}
+    pairs = [*enumerate(pairwise(borders))]
+    for j, (low, high) in pairs:
+        if _makes_learning(program, chain, low, high):
+            unread |= {n: j for n in unread if homes.get(n) == j}
+    return tuple(
+        _part(program, chain, low, high, {n for n, at in unread.items() if at == j}, j == last)
+        for j, (low, high) in pairs
+    )
+
+
+def _makes_learning(program: Program, chain: CallChain, low: int, high: int) -> bool:
+    """Whether a stage sends a value of its own that has a gradient, so that it has a backward."""
+    own = set(chain.calls[chain.borders[low] : chain.borders[high]])
+    return any(n in own and program.info[n].requires_grad for n in chain.crossing[high])
 
 
 def _part(
-    program: Program, chain: CallChain, low: int, high: int, zero: set[str], *, is_last: bool
+    program: Program, chain: CallChain, low: int, high: int, zero: set[str], is_last: bool
 ) -> StageProgram:
     own = set(chain.calls[chain.borders[low] : chain.borders[high]])
     received = chain.crossing[low]
