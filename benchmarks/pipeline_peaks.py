@@ -38,6 +38,10 @@ class OwnInputs:
         self.index, self.count, self.parameters = stage.index, stage.count, stage.parameters
         self.received, self.sent = stage.received, stage.sent
 
+    def at(self, sizes: Mapping[str, int]) -> OwnInputs:
+        """What runs a micro-batch: the same at all sizes."""
+        return self
+
     def forward(
         self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
     ) -> tuple[tuple[Tensor, ...], Any]:

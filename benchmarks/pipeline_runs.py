@@ -43,6 +43,9 @@ class SleepingStage:
     count: int = STAGES
     parameters: tuple[str, ...] = ()
 
+    def at(self, sizes: Mapping[str, int]) -> SleepingStage:
+        return self
+
     def forward(
         self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
     ) -> tuple[tuple[Tensor, ...], Any]:

@@ -8,6 +8,7 @@ from dcpc.buckets.shape_buckets import (
     DimExpr,
     InputSpec,
     Sizes,
+    ones_of,
 )
 from dcpc.buckets.specs import MAX_SIZE
 from dcpc.buckets.yaml_lines import path_of
@@ -21,5 +22,6 @@ __all__ = [
     "DimExpr",
     "InputSpec",
     "Sizes",
+    "ones_of",
     "path_of",
 ]

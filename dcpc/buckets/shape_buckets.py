@@ -31,11 +31,16 @@ from dcpc.buckets.specs import MAX_SIZE, DimExpr, InputSpec, Sizes
 from dcpc.buckets.yaml_lines import FieldPath, path_of, read_yaml
 from dcpc.errors import BucketError, DispatchError
 
-__all__ = ["BATCH", "MAX_BATCH", "Bucket", "Buckets", "DimExpr", "InputSpec", "Sizes"]
+__all__ = ["BATCH", "MAX_BATCH", "Bucket", "Buckets", "DimExpr", "InputSpec", "Sizes", "ones_of"]
 
 BATCH = "batch"
 # Range of `batch` where a size leaves it to the planner: no plan has a larger micro-batch.
 MAX_BATCH = 1 << 16
+
+
+def ones_of(sizes: Mapping[str, int]) -> frozenset[str]:
+    """Returns which dims are 1, `batch` apart: buckets that differ in it need different traces."""
+    return frozenset(name for name, size in sizes.items() if size == 1 and name != BATCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +161,7 @@ class Buckets:
         """
         found: dict[frozenset[str], list[Bucket]] = {}
         for bucket in self.buckets:
-            ones = frozenset(name for name, size in bucket.shape_key if size == 1)
-            found.setdefault(ones, []).append(bucket)
+            found.setdefault(ones_of(bucket.sizes), []).append(bucket)
         return {ones: self._only(mine) for ones, mine in found.items()}
 
     def match(

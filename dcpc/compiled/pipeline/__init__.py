@@ -3,12 +3,12 @@
 from dcpc.compiled.pipeline.chain import CallChain, chain_of
 from dcpc.compiled.pipeline.costs import MixedBucket, ProgramCosts, StageDevice
 from dcpc.compiled.pipeline.cut import StagePlan, plan_stages, stage_bytes
+from dcpc.compiled.pipeline.mixed import MixedStage, ModelStage, shared_parameters
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
 from dcpc.compiled.pipeline.stages import (
     ProgramStage,
     run_in_turn,
-    shared_parameters,
     stages_of,
 )
 from dcpc.compiled.pipeline.trained.auto import choose_stages
@@ -23,6 +23,8 @@ __all__ = [
     "CallChain",
     "CutModel",
     "MixedBucket",
+    "MixedStage",
+    "ModelStage",
     "PipelinedModel",
     "ProgramCosts",
     "ProgramStage",

@@ -71,7 +71,7 @@ def chain_of(program: Program, sizes: Mapping[sympy.Symbol, int]) -> CallChain:
     free = _free(program, sizes)
     nodes = [n for n in program.gm.graph.nodes if n.op == "call_function" and n.name not in free]
     position = {n: i for i, n in enumerate(nodes)}
-    last = [max((position.get(u, len(nodes)) for u in n.users), default=-1) for n in nodes]
+    last = [_last_reader(program, n, position) for n in nodes]
     size_bytes = [_bytes(program, n, sizes) for n in nodes]
     crossed = _crossed_bytes(last, size_bytes)
     inner = [b for b in range(1, len(nodes)) if _is_narrow(crossed, b)]
@@ -86,6 +86,16 @@ def chain_of(program: Program, sizes: Mapping[sympy.Symbol, int]) -> CallChain:
             for b in borders
         ),
     )
+
+
+def _last_reader(program: Program, node: fx.Node, position: Mapping[fx.Node, int]) -> int:
+    """Returns the place of the last call that reads a value; -1: none does.
+
+    What is returned is read behind the last call. A size of a value follows from the dims, whoever
+    asks for it.
+    """
+    readers = [u for u in node.users if u.name not in program.scalars]
+    return max((position.get(u, len(position)) for u in readers), default=-1)
 
 
 def _bytes(program: Program, node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+import numpy.typing as npt
 import sympy
 from torch import fx
 
@@ -26,6 +27,9 @@ from dcpc.passes.stages.costs import CutCosts, Floats
 from dcpc.plan.priced import Priced
 from dcpc.plan.runnable import Runnable
 from dcpc.symbolic_profile import Device, Ledger, Meter
+
+Integers = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 LEVELS = 5  # settings of recompute that are tried of the whole program's menu
 STATE = 4  # bytes of a trained parameter, its gradient and Adam's two states in those of itself
@@ -51,10 +55,12 @@ class MixedBucket:
     Attributes:
         sizes: length of every dim of a micro-batch, batch included.
         share: of the micro-batches that have it.
+        trace: number of the model's trace that runs it.
     """
 
     sizes: Sizes
     share: float
+    trace: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,29 +121,34 @@ class ProgramCosts:
             kinds: of devices, and how many there are of each.
             all_devices: whether each has to have a stage.
         """
-        bounded = any(kind.memory_bytes < inf for kind, _ in kinds)
-        places = sum(count for _, count in kinds) if bounded or all_devices else 1
-        fixed = self._resident_bytes()
-        seconds = np.stack([
-            np.stack([self._of_kind(bucket.sizes, kind, places, fixed) for kind, _ in kinds])
-            for bucket in mixture
-        ])  # fmt: skip
-        if all_devices:  # the first stage has all others behind it
-            seconds[:, :, :-1, 0] = inf
-        return CutCosts(seconds, tuple(b.share for b in mixture), tuple(n for _, n in kinds))
+        places = np.arange(len(self._chain.borders))[:, None]
+        return mixed_costs([self], places, mixture, kinds, all_devices)
 
-    def _of_kind(self, sizes: Sizes, kind: StageDevice, places: int, fixed: Floats) -> Floats:
-        """Returns the seconds of every stage, `[places, blocks + 1, blocks + 1]`."""
+    def of_kind(
+        self, sizes: Sizes, kind: StageDevice, depth: int, fixed: Floats, at: Integers
+    ) -> Floats:
+        """Returns the seconds of every stage at a shape, `[depth, places, places]`.
+
+        Args:
+            sizes: of a micro-batch.
+            kind: of device.
+            depth: numbers of stages behind it that are told apart.
+            fixed: bytes that a stage has for parameters, `[places, places]`.
+            at: number of this chain's border of each place.
+        """
         wire_s, received = self._wire(sizes)
         levels = [self._at_level(sizes, step) for step in self._levels(kind)]
-        found = np.full((places, *fixed.shape), inf)
-        for place in range(places):
+        found = np.full((depth, *fixed.shape), inf)
+        here = np.ix_(at, at)
+        for behind in range(depth):
             for level in reversed(levels):  # the least recompute last: it is taken where it fits
                 busy_s = _ranges(level.seconds) / kind.speed
                 own = np.maximum(busy_s, wire_s) if self.device.overlaps else busy_s + wire_s
-                kept = (_ranges(level.saved_bytes) + received[:, None]) * (place + 1)
-                fits = fixed + kept + _most(level.beside_bytes) <= kind.memory_bytes
-                found[place] = np.where(fits, own, found[place])
+                kept = (_ranges(level.saved_bytes) + received[:, None]) * (behind + 1)
+                beside = _most(level.beside_bytes)
+                fits = fixed + kept[here] + beside[here] <= kind.memory_bytes
+                found[behind] = np.where(fits, own[here], found[behind])
+        found[:, np.triu(at[:, None] >= at, 1)] = inf  # no call of this trace
         return found
 
     def _levels(self, kind: StageDevice) -> list[int]:
@@ -206,6 +217,23 @@ class ProgramCosts:
         each = np.where(crossing > 0, link.alpha_s + crossing / link.bytes_per_s, 0.0)
         return each[:, None] + each[None, :], crossing
 
+    def residents(self, at: Integers) -> dict[int, tuple[float, Bools]]:
+        """Returns the bytes that each parameter takes, and which stages read it.
+
+        Args:
+            at: number of this chain's border of each place.
+
+        Returns:
+            Id of a parameter -> its bytes with what belongs to it, and `[places, places]`.
+        """
+        found = {}
+        for readers, factor in ((self._readers, STATE), (self._frozen, 1)):
+            for key, (size, blocks) in readers.items():
+                every = np.append(sorted(blocks), len(self._chain.borders))
+                first = every[np.searchsorted(every, at)]  # block behind each place
+                found[key] = (size * factor, at > first[:, None])
+        return found
+
     def _read_by(self, placeholders: set[str]) -> dict[int, tuple[float, set[int]]]:
         """Returns the bytes of each parameter, and the blocks that read it under some name."""
         held, found = self._traced.tensors(), dict[int, tuple[float, set[int]]]()
@@ -217,21 +245,49 @@ class ProgramCosts:
                 known[1].update(blocks)
         return found
 
-    def _resident_bytes(self) -> Floats:
-        """Returns the bytes of what every stage has of parameters, `[blocks + 1, blocks + 1]`."""
-        borders = len(self._chain.borders)
-        found = np.zeros((borders, borders))
-        for size, blocks in self._readers.values():
-            for a in range(borders):
-                after = [block for block in blocks if block >= a]
-                if after:
-                    found[a, min(after) + 1 :] += size * STATE
-        for size, blocks in self._frozen.values():
-            for a in range(borders):
-                after = [block for block in blocks if block >= a]
-                if after:
-                    found[a, min(after) + 1 :] += size
-        return found
+
+def mixed_costs(
+    programs: Sequence[ProgramCosts],
+    at: Integers,
+    mixture: Sequence[MixedBucket],
+    kinds: Sequence[tuple[StageDevice, int]],
+    all_devices: bool = False,
+) -> CutCosts:
+    """Returns what every stage costs that a model of one trace or several can be cut into.
+
+    A stage has the parameters that any trace reads in it, and runs a shape by its own trace.
+
+    Args:
+        programs: of each trace.
+        at: number of each trace's border of each place where all may be cut, `[places, traces]`.
+        mixture: shapes, whose shares add up to 1.
+        kinds: of devices, and how many there are of each.
+        all_devices: whether each has to have a stage.
+    """
+    bounded = any(kind.memory_bytes < inf for kind, _ in kinds)
+    depth = sum(count for _, count in kinds) if bounded or all_devices else 1
+    fixed = _resident_bytes(programs, at)
+    seconds = np.stack([
+        np.stack([programs[b.trace].of_kind(b.sizes, kind, depth, fixed, at[:, b.trace])
+                  for kind, _ in kinds])
+        for b in mixture
+    ])  # fmt: skip
+    if all_devices:  # the first stage has all others behind it
+        seconds[:, :, :-1, 0] = inf
+    return CutCosts(seconds, tuple(b.share for b in mixture), tuple(n for _, n in kinds))
+
+
+def _resident_bytes(programs: Sequence[ProgramCosts], at: Integers) -> Floats:
+    """Returns the bytes of what every stage has of parameters, `[places, places]`."""
+    merged: dict[int, tuple[float, Bools]] = {}
+    for number, own in enumerate(programs):
+        for key, (size, reads) in own.residents(at[:, number]).items():
+            had = merged.get(key)
+            merged[key] = size, reads if had is None else had[1] | reads
+    found = np.zeros((len(at), len(at)))
+    for size, reads in merged.values():
+        found[reads] += size
+    return found
 
 
 def _ranges(each: Floats) -> Floats:

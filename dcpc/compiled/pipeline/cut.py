@@ -1,4 +1,4 @@
-"""From a traced model, a mixture of shapes and devices to the stages, and the recompute of each."""
+"""From a model's traces, a mixture of shapes and devices to the stages, and their recompute."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from math import inf, prod
 
 from torch import nn
 
-from dcpc.buckets import Sizes
+from dcpc.buckets import Sizes, ones_of
+from dcpc.compiled.pipeline.borders import common_borders, homes_of
 from dcpc.compiled.pipeline.chain import chain_of
 from dcpc.compiled.pipeline.costs import (
     STATE,
     MixedBucket,
     ProgramCosts,
     StageDevice,
+    mixed_costs,
     mixture_dims,
 )
+from dcpc.compiled.pipeline.mixed import ModelStage, stage_of_traces
 from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
 from dcpc.errors import PlanError
 from dcpc.passes.stages.costs import StageCut
@@ -35,22 +38,25 @@ class StagePlan:
 
     Attributes:
         stages: in order.
-        cut: where, and what it costs.
+        cut: where, and what it costs; its blocks lie between places where all traces may be cut.
+        borders: of each stage's begin, and of the end, the number of the border in each trace's
+            chain.
         devices: of each stage the number of its device among those asked for.
         menu_steps: of each stage and each shape of the mixture the steps of recompute that fit.
         needed_bytes: of each stage the most that it needs, with as many micro-batches on their way
             as there are stages from it on.
     """
 
-    stages: tuple[ProgramStage, ...]
+    stages: tuple[ModelStage, ...]
     cut: StageCut
+    borders: tuple[tuple[int, ...], ...]
     devices: tuple[int, ...]
     menu_steps: tuple[tuple[int, ...], ...]
     needed_bytes: tuple[int, ...]
 
 
 def plan_stages(
-    runnable: Runnable,
+    runnables: Sequence[Runnable],
     model: nn.Module,
     mixture: Sequence[MixedBucket],
     devices: Sequence[StageDevice],
@@ -61,46 +67,72 @@ def plan_stages(
     """Returns the stages of least expected bottleneck that fit, each checked on its own graph.
 
     Args:
-        runnable: of the whole program.
+        runnables: of the whole program of each trace.
         model: that was traced.
-        mixture: shapes of micro-batches and their shares, which add up to 1.
+        mixture: shapes of micro-batches and their shares, which add up to 1; each trace has some.
         devices: one for each stage, in any order; one that is too slow gets none.
         all_devices: whether each gets a stage, also where fewer would be faster.
         sp: ranks that run each stage together; a device is each of them.
 
     Raises:
-        PlanError: no cut fits.
+        PlanError: no cut fits, or the traces cannot be cut into so many stages at the same places.
     """
-    traced = runnable.traced
-    chain = chain_of(traced.program, mixture_dims(traced.program, mixture))
-    blocks = len(chain.borders) - 1
-    if all_devices and blocks < len(devices):
-        raise PlanError(
-            f"stages: got a model that can be cut into {blocks} blocks at most; expected one for "
-            f"each of {len(devices)} stages; take fewer stages"
-        )
-    costs = ProgramCosts(runnable, chain, sp)
+    own = [[b for b in mixture if b.trace == t] for t in range(len(runnables))]
+    ones = [ones_of(buckets[0].sizes) for buckets in own]
+    traces = [runnable.traced for runnable in runnables]
+    dims = [mixture_dims(v.program, buckets) for v, buckets in zip(traces, own, strict=True)]
+    chains = [chain_of(v.program, each) for v, each in zip(traces, dims, strict=True)]
+    places = common_borders(traces, chains, dims)
+    if all_devices and places.most_stages < len(devices):
+        raise _too_few(places.most_stages, len(devices), ones)
+    pairs = zip(runnables, chains, strict=True)
+    costs = [ProgramCosts(runnable, chain, sp) for runnable, chain in pairs]
     counts = Counter(devices)
     kinds = [*counts]
     room = {kind: kind for kind in kinds}  # what the search is told of each
     for _ in range(TRIES):
         told = [(room[kind], counts[kind]) for kind in kinds]
-        cut = best_cut(costs.cut_costs(mixture, told, all_devices))
-        stages = stages_of(traced, model, chain, cut.borders, sp)
-        pairs = zip(stages, cut.kinds, strict=True)
-        fitted = [_fitted(stage, kinds[k].memory_bytes, mixture) for stage, k in pairs]
+        cut = best_cut(mixed_costs(costs, places.array, mixture, told, all_devices))
+        borders = tuple(places.at[place] for place in cut.borders)
+        homes = homes_of(traces, chains, borders)
+        programs = [
+            stages_of(v, model, chain, [at[t] for at in borders], sp, homes[t])
+            for t, (v, chain) in enumerate(zip(traces, chains, strict=True))
+        ]
+        stages = tuple(stage_of_traces(ones, each) for each in zip(*programs, strict=True))
+        fitted = [
+            _fitted(stage, kinds[k].memory_bytes, mixture)
+            for stage, k in zip(stages, cut.kinds, strict=True)
+        ]
         over = dict.fromkeys(kinds, 0.0)
         for (_, most), k in zip(fitted, cut.kinds, strict=True):
             over[kinds[k]] = max(over[kinds[k]], most - kinds[k].memory_bytes)
         if all(bytes_over <= 0 for bytes_over in over.values()):
             steps, needed = zip(*fitted, strict=True)
-            return StagePlan(stages, cut, _numbers(devices, kinds, cut), steps, needed)
+            numbers = _numbers(devices, kinds, cut)
+            return StagePlan(stages, cut, borders, numbers, steps, needed)
         room = {k: replace(m, memory_bytes=m.memory_bytes - over[k]) for k, m in room.items()}
     least = max(n for _, n in fitted)
     raise PlanError(
         f"stages: got {bytes_text(int(least))} on the fullest of {len(stages)} stages with all "
         f"recompute; expected at most {bytes_text(int(min(k.memory_bytes for k in kinds)))}; add "
         "devices or memory, or lower the largest shape"
+    )
+
+
+def _too_few(most: int, stages: int, ones: Sequence[frozenset[str]]) -> PlanError:
+    """Returns the error that a model has too few places where all of its traces may be cut."""
+    if len(ones) == 1:
+        return PlanError(
+            f"stages: got a model that can be cut into {most} blocks at most; expected one for "
+            f"each of {stages} stages; take fewer stages"
+        )
+    kinds = " | ".join(", ".join(sorted(names)) or "no dim" for names in ones)
+    return PlanError(
+        f"stages: got buckets that need {len(ones)} traces, as other dims are 1 in them ({kinds}), "
+        f"and {most} parts at most into which all of these can be cut between the same "
+        f"parameters; expected one for each of {stages} stages; take fewer stages, or leave out "
+        "the buckets of a trace"
     )
 
 
@@ -113,34 +145,38 @@ def _numbers(
 
 
 def _fitted(
-    stage: ProgramStage, memory_bytes: float, mixture: Sequence[MixedBucket]
+    stage: ModelStage, memory_bytes: float, mixture: Sequence[MixedBucket]
 ) -> tuple[tuple[int, ...], int]:
     """Returns the fewest steps of recompute for each shape that fit, and the bytes they need."""
-    steps, most = [], 0
+    steps, most, resident = [], 0, stage.resident_bytes(STATE)
     for bucket in mixture:
         sizes, low = bucket.sizes, 0
-        high = 0 if memory_bytes == inf else stage.study(sizes).steps
+        own = stage.at(sizes)
+        high = 0 if memory_bytes == inf else own.study(sizes).steps
         while low < high:
             middle = (low + high) // 2
-            fits = stage_bytes(stage.recomputing(middle), sizes) <= memory_bytes
+            fits = stage_bytes(own.recomputing(middle), sizes, resident) <= memory_bytes
             low, high = (low, middle) if fits else (middle + 1, high)
         steps.append(low)
-        most = max(most, stage_bytes(stage.recomputing(low), sizes))
+        most = max(most, stage_bytes(own.recomputing(low), sizes, resident))
     return tuple(steps), most
 
 
-def stage_bytes(stage: ProgramStage, sizes: Sizes) -> int:
+def stage_bytes(stage: ProgramStage, sizes: Sizes, resident_bytes: int | None = None) -> int:
     """Returns the bytes a stage needs at most where all micro-batches have one shape, in 1F1B.
 
     Args:
         stage: of a pipeline, with its recompute.
         sizes: of every micro-batch.
+        resident_bytes: of parameters and what belongs to them; None: those that it reads itself.
     """
+    if resident_bytes is None:
+        resident_bytes = stage.resident_bytes(STATE)
     found = stage.predict(sizes)
     given_bytes = found.input_bytes + handed_on_bytes(stage, sizes)
     held_bytes = found.saved_bytes + found.shared_bytes + given_bytes
     others = (stage.count - stage.index - 1) * held_bytes
-    return stage.resident_bytes(STATE) + others + found.peak_bytes + given_bytes
+    return resident_bytes + others + found.peak_bytes + given_bytes
 
 
 def handed_on_bytes(stage: ProgramStage, sizes: Sizes) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +54,10 @@ def size_named(name: str) -> int:
 
 
 def stage_programs(
-    program: Program, chain: CallChain, borders: Sequence[int]
+    program: Program,
+    chain: CallChain,
+    borders: Sequence[int],
+    homes: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[StageProgram, ...]:
     """Returns the programs of the stages, in order.
 
@@ -61,17 +65,35 @@ def stage_programs(
         program: the whole.
         chain: of it.
         borders: numbers of the chain's borders at which it is cut, its ends included.
+        homes: parameter that no call reads, and whose gradient is zero -> the stage that has it; by
+            default the last one, which also has those of stages without a backward.
     """
-    stages = len(borders) - 1
-    pairs = enumerate(pairwise(borders))
-    return tuple(_part(program, chain, low, high, j == stages - 1) for j, (low, high) in pairs)
+    last = len(borders) - 2
+    nodes = {n.name: n for n in program.gm.graph.nodes}
+    unread = {n: last for n in program.zero_gradients if not nodes[n].users}
+    pairs = [*enumerate(pairwise(borders))]
+    for j, (low, high) in pairs:
+        if _makes_learning(program, chain, low, high):
+            unread |= {n: j for n in unread if homes.get(n) == j}
+    return tuple(
+        _part(program, chain, low, high, {n for n, at in unread.items() if at == j}, j == last)
+        for j, (low, high) in pairs
+    )
 
 
-def _part(program: Program, chain: CallChain, low: int, high: int, is_last: bool) -> StageProgram:
+def _makes_learning(program: Program, chain: CallChain, low: int, high: int) -> bool:
+    """Whether a stage sends a value of its own that has a gradient, so that it has a backward."""
+    own = set(chain.calls[chain.borders[low] : chain.borders[high]])
+    return any(n in own and program.info[n].requires_grad for n in chain.crossing[high])
+
+
+def _part(
+    program: Program, chain: CallChain, low: int, high: int, zero: set[str], is_last: bool
+) -> StageProgram:
     own = set(chain.calls[chain.borders[low] : chain.borders[high]])
     received = chain.crossing[low]
     sent = program.outputs if is_last else chain.crossing[high]
-    needed = _needed(program, chain, own)
+    needed = _needed(program, chain, own) | zero
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs = {p: n for p, n in program.inputs.items() if p in needed}
     for node in program.gm.graph.nodes:
@@ -115,14 +137,8 @@ def _part(program: Program, chain: CallChain, low: int, high: int, is_last: bool
 
 
 def _needed(program: Program, chain: CallChain, own: set[str]) -> set[str]:
-    """Returns the names of a stage's calls and of all that they read, received values included.
-
-    A parameter that nothing reads, and whose gradient is zero, is where the loss is.
-    """
+    """Returns the names of a stage's calls and of all that they read, received values included."""
     needed = set(own)
-    if program.loss in own:
-        nodes = {n.name: n for n in program.gm.graph.nodes}
-        needed |= {n for n in program.zero_gradients if not nodes[n].users}
     for node in reversed(program.gm.graph.nodes):
         taken = node.name in own or (node.name in chain.free and node.name in needed)
         if taken and node.name not in program.scalars:

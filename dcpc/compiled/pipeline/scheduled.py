@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dcpc.buckets import BATCH, Sizes
 from dcpc.compiled.pipeline.costs import StageDevice
-from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.compiled.pipeline.mixed import ModelStage
 from dcpc.compiled.pipeline.work import pipeline_work
 from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
 
@@ -31,7 +31,7 @@ class ScheduledStages:
         devices: of each stage.
     """
 
-    rows: Sequence[Sequence[ProgramStage]]
+    rows: Sequence[Sequence[ModelStage]]
     sizes_of: Callable[[int], Sizes]
     devices: Sequence[StageDevice]
     _known: dict[tuple[int, int], PipelineWork] = field(default_factory=dict, repr=False)

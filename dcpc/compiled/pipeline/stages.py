@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -107,6 +108,15 @@ class ProgramStage:
         own = (first[id(held[n])] for n in part.program.learning if n in part.program.parameters)
         self.learning = tuple(dict.fromkeys(own))
 
+    @property
+    def by_trace(self) -> tuple[ProgramStage, ...]:
+        """Of each trace what runs its micro-batches: the stage itself."""
+        return (self,)
+
+    def at(self, sizes: Mapping[str, int]) -> ProgramStage:
+        """Returns what runs a micro-batch of these sizes: the stage itself."""
+        return self
+
     def recomputing(self, menu_step: int) -> ProgramStage:
         """Returns the same stage with so many steps of recompute; graphs are shared."""
         other = copy.copy(self)
@@ -194,7 +204,8 @@ class ProgramStage:
         """Returns what `backward` returns, and what `backward_weight` needs.
 
         It adds gradients of parameters that it comes by; the first stage, which receives nothing,
-        goes back as far as the gradient that needs most.
+        goes back as far as the gradient that needs most. A backward of one part, as of a stage
+        without parameters, is run as a whole.
 
         Args:
             saved: from `forward`, used once.
@@ -206,7 +217,8 @@ class ProgramStage:
             outputs = self.part.program.outputs
             begins = [given.get(outputs[i]) for i, *_ in saved.call.begins]
             run = self._parts.run(saved.variant)
-            assert run is not None, f"stage {self.index} has a backward of one part"
+            if run is None:
+                return self.backward(saved, grads), _Rest(None, None, [])
             found, values = run.run_first(saved.call, begins)
             rest = _Rest(run, saved.call, values)
         made = [_sum(found.pop(n, None), given.get(n)) for n in self.part.received]
@@ -261,10 +273,14 @@ class ProgramStage:
         Args:
             state: a parameter that learns counts so often: with its gradient and the optimizer's.
         """
+        return sum(self.residents(state).values())
+
+    def residents(self, state: int) -> dict[int, int]:
+        """Returns id of a parameter or buffer -> its bytes, counted as by `resident_bytes`."""
         held, program = self.runnable.traced.tensors(), self.part.program
         learning = {id(held[n]) for n in program.learning if n in held}
         whole = {id(held[n]): held[n].nbytes for n in (*program.parameters, *program.buffers)}
-        return sum(size * (state if key in learning else 1) for key, size in whole.items())
+        return {key: size * (state if key in learning else 1) for key, size in whole.items()}
 
     def variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
         """Returns what its lane runs at these sizes, compiled on first use, and its integers."""
@@ -279,7 +295,9 @@ class ProgramStage:
         """
         known = [(info, inputs[n]) for n, info in self.part.given.items() if n in inputs]
         known += zip(self._infos(self.part.received), received, strict=True)
-        found: dict[sympy.Symbol, int] = {}
+        program = self.part.program
+        # A dim that is 1 in all of the trace's buckets is a number in every shape.
+        found = program.dims({n: 1 for n, hint in program.hints.items() if hint == 1})
         for info, value in known:
             for expr, size in zip(info.shape, value.shape, strict=True):
                 unknown = expr.free_symbols - found.keys()
@@ -287,7 +305,7 @@ class ProgramStage:
                     (symbol,) = unknown
                     solved = _solved(expr.subs(found), symbol, size)
                     found |= {} if solved is None else {symbol: solved}
-        symbols = self.part.program.symbols
+        symbols = program.symbols
         missing = [n for n, symbol in symbols.items() if symbol not in found]
         if missing:
             shapes = ", ".join(str(tuple(value.shape)) for _, value in known)
@@ -345,7 +363,12 @@ def _device_of(values: Mapping[str, Tensor]) -> str:
 
 
 def stages_of(
-    traced: Traced, model: nn.Module, chain: CallChain, borders: Sequence[int], sp: int = 1
+    traced: Traced,
+    model: nn.Module,
+    chain: CallChain,
+    borders: Sequence[int],
+    sp: int = 1,
+    homes: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[ProgramStage, ...]:
     """Returns the stages of a traced model.
 
@@ -355,8 +378,9 @@ def stages_of(
         chain: of its program.
         borders: numbers of the chain's borders at which it is cut, its ends included.
         sp: ranks that run each stage together.
+        homes: as for `stage_programs`.
     """
-    parts = stage_programs(traced.program, chain, borders)
+    parts = stage_programs(traced.program, chain, borders, homes)
     return tuple(
         ProgramStage(j, len(parts), part, Runnable(_traced(traced, part, model)), model, sp)
         for j, part in enumerate(parts)
@@ -374,15 +398,6 @@ def _traced(whole: Traced, part: StageProgram, model: nn.Module) -> Traced:
         reference=whole.reference,
         libraries=whole.libraries,
     )
-
-
-def shared_parameters(stages: Sequence[ProgramStage]) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters that several stages learn -> these stages, whose gradients add up."""
-    readers: dict[str, list[int]] = {}
-    for stage in stages:
-        for name in stage.learning:
-            readers.setdefault(name, []).append(stage.index)
-    return {name: tuple(found) for name, found in readers.items() if len(found) > 1}
 
 
 def run_in_turn(

@@ -8,12 +8,13 @@ from dcpc.buckets import Sizes
 from dcpc.compiled.pipeline.costs import STATE, StageDevice
 from dcpc.compiled.pipeline.cut import handed_on_bytes, nbytes, passed_on_bytes
 from dcpc.compiled.pipeline.divided import PartCosts
+from dcpc.compiled.pipeline.mixed import ModelStage
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
 
 
 def pipeline_work(
-    settings: Sequence[Sequence[ProgramStage]],
+    settings: Sequence[Sequence[ModelStage]],
     sizes: Sequence[Sizes],
     devices: Sequence[StageDevice],
 ) -> PipelineWork:
@@ -26,10 +27,10 @@ def pipeline_work(
     """
     pairs = list(zip(settings, devices, strict=True))
     costs = [
-        tuple(tuple(_cost(stage, each, device) for stage in row) for each in sizes)
+        tuple(tuple(_cost(stage.at(each), each, device) for stage in row) for each in sizes)
         for row, device in pairs
     ]
-    hops = [tuple(_hop(row[0], each) for each in sizes) for row in settings[:-1]]
+    hops = [tuple(_hop(row[0].at(each), each) for each in sizes) for row in settings[:-1]]
     room = [device.memory_bytes - row[0].resident_bytes(STATE) for row, device in pairs]
     return PipelineWork(tuple(costs), tuple(hops), tuple(room))
 

@@ -32,7 +32,7 @@ from dcpc.runtime.pipeline.schedule.actions import (
     FORWARD,
 )
 from dcpc.runtime.pipeline.schedule.check import waits_for
-from dcpc.runtime.pipeline.stage import Shaped, Stage
+from dcpc.runtime.pipeline.stage import Shaped, Stage, StageSetting
 
 AHEAD = 1  # receives posted before the action that takes them begins
 
@@ -75,7 +75,7 @@ class _Sent:
 
 
 def run_schedule(
-    settings: Sequence[Stage],
+    settings: Sequence[StageSetting],
     batches: Sequence[PipelineBatch],
     schedule: PipelineSchedule,
     grid: PipelineGrid,
@@ -98,26 +98,36 @@ def run_schedule(
         GroupError: a neighbour sent nothing in time.
     """
     check(schedule, len(batches))
-    _refuse_others(settings, schedule, grid)
-    return _StageRun(settings, batches, schedule, grid).run(mark or (lambda: None))
+    stages = _stages_of(settings, batches, schedule, grid)
+    return _StageRun(stages, batches, schedule, grid).run(mark or (lambda: None))
 
 
-def _refuse_others(
-    settings: Sequence[Stage], schedule: PipelineSchedule, grid: PipelineGrid
-) -> None:
-    """Refuses what this rank cannot run."""
+def _stages_of(
+    settings: Sequence[StageSetting],
+    batches: Sequence[PipelineBatch],
+    schedule: PipelineSchedule,
+    grid: PipelineGrid,
+) -> list[Stage]:
+    """Returns what runs each micro-batch on this rank.
+
+    Raises:
+        PlanError: it cannot run the schedule.
+    """
     if schedule.stages != grid.stages or max(schedule.settings[grid.stage]) >= len(settings):
         raise PlanError(
             f"schedule: got {schedule.stages} stages and setting "
             f"{max(schedule.settings[grid.stage])} on stage {grid.stage}; expected {grid.stages} "
             f"stages and settings below {len(settings)}; make the plan from this model's costs"
         )
-    parts = any(a.kind == BACKWARD_INPUT for a in schedule.orders[grid.stage])
-    if parts and not all(isinstance(s, SplitStage) for s in settings):
+    pairs = zip(schedule.settings[grid.stage], batches, strict=True)
+    stages = [settings[k].at(batch.sizes) for k, batch in pairs]
+    apart = {a.micro_batch for a in schedule.orders[grid.stage] if a.kind == BACKWARD_INPUT}
+    if not all(isinstance(stages[i], SplitStage) for i in apart):
         raise PlanError(
             f"schedule: got a backward in two parts (I, W) on stage {grid.stage}, which has only a "
             "whole one; expected B; plan with split=False"
         )
+    return stages
 
 
 class _StageRun:
@@ -125,14 +135,14 @@ class _StageRun:
 
     def __init__(
         self,
-        settings: Sequence[Stage],
+        stages: Sequence[Stage],
         batches: Sequence[PipelineBatch],
         schedule: PipelineSchedule,
         grid: PipelineGrid,
     ) -> None:
         self.grid, self.batches = grid, batches
         self.order = schedule.orders[grid.stage]
-        self.stages = [settings[k] for k in schedule.settings[grid.stage]]
+        self.stages = stages  # of each micro-batch
         # (stage, side, micro-batch) -> place in the stage's order
         self.places = {
             (s, FORWARD if a.kind == FORWARD else BACKWARD, a.micro_batch): place

@@ -124,7 +124,8 @@ class PipelineGrid:
     def sum_gradients(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Sums gradients over replicas, ranks of a stage and, where tied, over stages, in place.
 
-        Collective over all ranks, once a step. A parameter without a gradient counts as zeros.
+        Collective over all ranks, once a step. A parameter without a gradient counts as zeros; one
+        without a gradient anywhere stays without, as where no micro-batch of the step reads it.
 
         Args:
             parameters: by name; those that this rank's stage does not read are left alone.
@@ -186,9 +187,14 @@ def _made(groups: Groups, ranks: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any
 
 
 def _sum(parameters: Sequence[nn.Parameter], pg: dist.ProcessGroup) -> None:
-    flat: Tensor = torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
-    )
+    """Sums gradients in place; a parameter that has none on any rank stays without."""
+    with torch.no_grad():
+        has = parameters[0].new_tensor([float(p.grad is not None) for p in parameters])
+        every = [
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters
+        ]
+        flat: Tensor = torch.cat([*every, has])
     dist.all_reduce(flat, group=pg)
-    for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad = piece.view(p.shape)
+    *pieces, counts = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    for p, piece, count in zip(parameters, pieces, counts.tolist(), strict=True):
+        p.grad = piece.view(p.shape) if count else None

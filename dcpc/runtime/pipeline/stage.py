@@ -12,6 +12,17 @@ from torch import Tensor
 Shaped = tuple[tuple[int, ...], torch.dtype]
 
 
+class StageSetting(Protocol):
+    """A stage with one setting of recompute, for micro-batches of any shape."""
+
+    def at(self, sizes: Mapping[str, int]) -> Stage:
+        """Returns what runs a micro-batch: the part of the model that is for its shape.
+
+        Args:
+            sizes: length of every dim of the micro-batch, batch included.
+        """
+
+
 class Stage(Protocol):
     """A part of a model that runs on a rank of its own, for micro-batches of any shape.
 

@@ -17,7 +17,7 @@ from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.pipeline.executor import PipelineBatch, run_schedule
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.schedule import PipelineSchedule, check
-from dcpc.runtime.pipeline.stage import Stage
+from dcpc.runtime.pipeline.stage import StageSetting
 from dcpc.runtime.step.clock import Clock
 from dcpc.runtime.step.facts import gather_facts, refuse_different, total_weight
 from dcpc.runtime.step.gradients import beside_earlier, check_norm
@@ -36,7 +36,7 @@ class OwnStage:
     """
 
     grid: PipelineGrid
-    settings: Sequence[Stage]
+    settings: Sequence[StageSetting]
     parameters: Mapping[str, nn.Parameter]
 
     @property

@@ -42,7 +42,7 @@ def test_seconds_of_the_blocks_are_the_profiles(tied):
 
 def test_a_plan_is_of_about_the_seconds_of_its_own_stages(tied):
     model, runnable, _ = tied
-    plan = plan_stages(runnable, model, MIXTURE, [StageDevice()] * 2)
+    plan = plan_stages([runnable], model, MIXTURE, [StageDevice()] * 2)
     for number, bucket in enumerate(MIXTURE):
         own = max(stage.predict(bucket.sizes).seconds_s for stage in plan.stages)
         assert plan.cut.bottleneck_s[number] == pytest.approx(own, rel=0.1)
@@ -51,8 +51,8 @@ def test_a_plan_is_of_about_the_seconds_of_its_own_stages(tied):
 
 def test_a_slow_device_gets_less_and_devices_are_told_by_number(tied):
     model, runnable, _ = tied
-    equal = plan_stages(runnable, model, MIXTURE, [StageDevice()] * 2)
-    unequal = plan_stages(runnable, model, MIXTURE, [StageDevice(0.25), StageDevice()])
+    equal = plan_stages([runnable], model, MIXTURE, [StageDevice()] * 2)
+    unequal = plan_stages([runnable], model, MIXTURE, [StageDevice(0.25), StageDevice()])
     assert sorted(unequal.devices) == [0, 1]
     slow = unequal.devices.index(0)
     sizes = MIXTURE[1].sizes
@@ -63,9 +63,9 @@ def test_a_slow_device_gets_less_and_devices_are_told_by_number(tied):
 
 def test_memory_is_kept_to_by_recompute_and_numbers_stay(tied):
     model, runnable, _ = tied
-    free = plan_stages(runnable, model, MIXTURE, [StageDevice()] * 2)
+    free = plan_stages([runnable], model, MIXTURE, [StageDevice()] * 2)
     most = 0.9 * max(free.needed_bytes)
-    plan = plan_stages(runnable, model, MIXTURE, [StageDevice(1.0, most)] * 2)
+    plan = plan_stages([runnable], model, MIXTURE, [StageDevice(1.0, most)] * 2)
     assert max(plan.needed_bytes) <= most
     assert any(step for steps in plan.menu_steps for step in steps)
     for stage, steps in zip(plan.stages, plan.menu_steps, strict=True):
@@ -84,7 +84,7 @@ def test_memory_is_kept_to_by_recompute_and_numbers_stay(tied):
 def test_too_little_memory_is_refused(tied):
     model, runnable, _ = tied
     with pytest.raises(PlanError, match="expected a cut whose every stage fits"):
-        plan_stages(runnable, model, MIXTURE, [StageDevice(1.0, 1e4)] * 2)
+        plan_stages([runnable], model, MIXTURE, [StageDevice(1.0, 1e4)] * 2)
 
 
 def test_memory_is_no_matter_where_it_is_plenty(tied):
@@ -100,7 +100,7 @@ def test_memory_is_no_matter_where_it_is_plenty(tied):
 def test_costs_of_micro_batches_are_those_of_the_stages(tied):
     model, runnable, _ = tied
     devices = [StageDevice(), StageDevice(0.5, 1e9)]
-    first, last = plan_stages(runnable, model, MIXTURE, [StageDevice()] * 2).stages
+    first, last = plan_stages([runnable], model, MIXTURE, [StageDevice()] * 2).stages
     sizes = [bucket.sizes for bucket in MIXTURE]
     most = last.study(sizes[0]).steps
     work = pipeline_work([[first], [last, last.recomputing(most)]], sizes, devices)

@@ -78,6 +78,31 @@ def test_a_stage_that_loses_a_part_of_its_gradient_is_refused(parts, number, mon
     assert "largest difference" in str(problem)
 
 
+class Tail(nn.Module):
+    """All parameters come first: what is behind them has a backward of one part."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = x + torch.tanh(self.layer(x))
+        for _ in range(4):
+            x = x + torch.tanh(x * 0.5).cumsum(1) * 0.1
+        return x.square().mean()
+
+
+def test_a_stage_without_parameters_runs_its_backward_as_a_whole_where_others_run_two_parts():
+    model = Tail().double()
+    planned = plan_with(model, BUCKETS, PlanOptions(backend="eager"), partly=True)
+    parts = model, planned, cut_model(model, BUCKETS, planned, 2, 2)
+    assert parts[2].plan.stages[1].parameters == ()
+    problem, lines = said_of(parts)
+    assert problem is None
+    assert "2 stages, backwards in two parts: loss and every gradient" in lines[-1]
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_second_part_that_loses_a_gradient_is_refused(parts, number, monkeypatch):
     backward = ProgramStage.backward_weight

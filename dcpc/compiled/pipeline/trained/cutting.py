@@ -10,7 +10,6 @@ from dcpc.buckets import Buckets
 from dcpc.compiled.pipeline.costs import MixedBucket, StageDevice
 from dcpc.compiled.pipeline.cut import StagePlan, plan_stages
 from dcpc.compiled.pipeline.trained.planner import PipelinePlanner, at_batch
-from dcpc.errors import PlanError
 from dcpc.plan.planning import Planned
 from dcpc.runtime.pipeline.layout import PipelineLayout
 from dcpc.runtime.planner.speeds import Speeds
@@ -33,7 +32,7 @@ class CutModel:
     def text(self) -> str:
         """Returns the decisions as text, equal on ranks that decided alike."""
         order, sp = self.layout.order, self.layout.sp
-        return f"stages at {self.plan.cut.borders}, on {order} of {sp}"
+        return f"stages at {self.plan.borders}, on {order} of {sp}"
 
 
 def cut_model(
@@ -60,19 +59,16 @@ def cut_model(
     Raises:
         PlanError: it cannot be cut so, or a bucket fits on no stage.
     """
-    if len(planned.traces) > 1:
-        raise PlanError(
-            f"pipeline={stages}: got buckets that need {len(planned.traces)} traces, as a dim is 1 "
-            "in some of them; expected buckets of one trace; leave these buckets out, or compile "
-            "without pipeline="
-        )
     places = PipelineLayout.of(stages, sp)
     every = [[speeds[r] for r in range(world) if places.stage(r) == p] for p in range(stages)
              ] if speeds else [[1.0]] * stages  # fmt: skip
     devices = [StageDevice(min(each), planned.memory_bytes) for each in every]
     share = 1.0 / len(buckets)
-    mixture = [MixedBucket(at_batch(b, 1), share) for b in buckets]
-    plan = plan_stages(planned.runnable, model, mixture, devices, all_devices=True, sp=sp)
+    traces = planned.traces
+    mixture = [
+        MixedBucket(at_batch(b, 1), share, traces.index(planned.by_bucket[b])) for b in buckets
+    ]
+    plan = plan_stages(traces, model, mixture, devices, all_devices=True, sp=sp)
     layout = PipelineLayout(plan.devices, sp)
     own = [devices[place] for place in layout.order]
     recompute = planned.request.recompute_mode

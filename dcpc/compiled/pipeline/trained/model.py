@@ -232,10 +232,10 @@ class PipelinedModel(CompiledModel):
             except DcpcError as error:
                 problem = problem or error
             agree(groups, layout.ranks, what, text, problem)
-            program = self.planned.traces[0].traced.program
             seed = self._seeds.of_call(layout.ranks, groups.ranks(layout.ranks)[0])
-            (stage, *_), made = self._own.settings, program.info[program.loss].dtype
-            return loss_of(stage, inputs, sizes, seed, self._own.grid, ((), made))
+            (stage, *_), grid = self._own.settings, self._own.grid
+            made = self._cut.plan.stages[-1].at(sizes).sent(sizes)[0]
+            return loss_of(stage.at(sizes), inputs, sizes, seed, grid, made)
 
     def _parts(
         self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None
@@ -254,7 +254,8 @@ class PipelinedModel(CompiledModel):
     def stats(self) -> Stats:
         """Returns counts of what has run on this rank."""
         found = super().stats()
-        found.variants += self._cut.plan.stages[self.stage].runnable.compiled_count
+        stage = self._cut.plan.stages[self.stage]
+        found.variants += sum(each.runnable.compiled_count for each in stage.by_trace)
         return found
 
     # ------------------------------------------------------- what a rank with a stage cannot do

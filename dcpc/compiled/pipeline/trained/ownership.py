@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.compiled.pipeline.mixed import ModelStage
 from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.store import WholeStore
@@ -35,7 +35,7 @@ class StageStore(WholeStore):
     def __init__(
         self,
         model: nn.Module,
-        stages: Sequence[ProgramStage],
+        stages: Sequence[ModelStage],
         groups: Groups,
         layout: PipelineLayout,
     ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.compiled.pipeline.costs import StageDevice
+from dcpc.compiled.pipeline.mixed import ModelStage, stage_of_traces
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.errors import PlanError
@@ -43,7 +44,7 @@ class PipelinePlanner:
     @classmethod
     def of(
         cls,
-        stages: Sequence[ProgramStage],
+        stages: Sequence[ModelStage],
         devices: Sequence[StageDevice],
         buckets: Buckets,
         layout: PipelineLayout,
@@ -63,11 +64,20 @@ class PipelinePlanner:
         Raises:
             PlanError: a sample of a bucket does not fit alone.
         """
-        own = tuple(buckets)
-        largest = max((at_batch(b, 1) for b in own), key=lambda sizes: sum(sizes.values()))
-        rows = [recomputed(stage, stage.study(largest).steps, recompute) for stage in stages]
-        batched = BATCH in stages[0].part.program.symbols
-        most = tuple((b.batch or MOST_SAMPLES) if batched else 1 for b in own)
+        own, traces = tuple(buckets), buckets.by_ones()
+        largest = [
+            max((at_batch(b, 1) for b in mine), key=lambda sizes: sum(sizes.values()))
+            for mine in traces.values()
+        ]
+        rows = []
+        for stage in stages:
+            each = [(stage.at(sizes), stage.at(sizes).study(sizes).steps) for sizes in largest]
+            settings = (recomputed(program, steps, recompute) for program, steps in each)
+            rows.append([stage_of_traces([*traces], s) for s in zip(*settings, strict=True)])
+        most = tuple(
+            (b.batch or MOST_SAMPLES) if BATCH in stages[0].at(b.sizes).part.program.symbols else 1
+            for b in own
+        )
         cost = ScheduledStages(rows, lambda n: own[n].sizes, devices)
         found = cls(cost, own, most, layout, replicas)
         for number, bucket in enumerate(own):

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from dcpc.buckets import Bucket
 from dcpc.compiled.pipeline.costs import STATE
-from dcpc.compiled.pipeline.stages import ProgramStage, shared_parameters
+from dcpc.compiled.pipeline.mixed import ModelStage, shared_parameters
+from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.symbolic_profile import bytes_text, seconds_text
 
@@ -21,7 +22,7 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
     stages, planner = cut.plan.stages, cut.planner
     lines = [
         f"{pipelines} pipelines of {len(stages)} stages{_ranks(cut)}; each bucket as likely as any "
-        "other",
+        f"other{_traces(stages)}",
         "",
         "  stage  calls  parameters and state  most needed  recompute  a sample takes",
     ]
@@ -29,7 +30,7 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
         seconds = ", ".join(_seconds(cut, stage, n, b) for n, b in enumerate(planner.buckets))
         steps = "/".join(map(str, sorted(set(cut.plan.menu_steps[stage.index]))))
         lines.append(
-            f"  {stage.index:>5}  {_calls(stage):>5}  "
+            f"  {stage.index:>5}  {'/'.join(map(str, map(_calls, stage.by_trace))):>5}  "
             f"{bytes_text(stage.resident_bytes(STATE)):>20}  "
             f"{bytes_text(cut.plan.needed_bytes[stage.index]):>11}  {steps:>9}  {seconds}"
         )
@@ -41,6 +42,15 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
     ]
     lines += [_tied(name, readers) for name, readers in shared_parameters(stages).items()]
     return "\n".join(lines) + "\n"
+
+
+def _traces(stages: Sequence[ModelStage]) -> str:
+    """Returns which buckets' calls come first, where there are several traces."""
+    each = stages[0].by_trace
+    if len(each) == 1:
+        return ""
+    ones = (", ".join(n for n, s in e.part.program.hints.items() if s == 1) for e in each)
+    return f"; calls where {' / '.join((names or 'no dim') + ' is 1' for names in ones)}"
 
 
 def _ranks(cut: CutModel) -> str:
@@ -57,7 +67,7 @@ def _calls(stage: ProgramStage) -> int:
     return sum(n.op == "call_function" for n in stage.part.program.gm.graph.nodes)
 
 
-def _seconds(cut: CutModel, stage: ProgramStage, number: int, bucket: Bucket) -> str:
+def _seconds(cut: CutModel, stage: ModelStage, number: int, bucket: Bucket) -> str:
     cost = cut.planner.cost.options(stage.index, 1, number)[0]
     return f"{bucket} {seconds_text(cost.forward_s + cost.backward_s)}"
 

@@ -37,30 +37,40 @@ def stages_problem(
     """
     if verifier.mode == "off":
         return None
-    traced = verifier.planned.runnable.traced
-    rows, sp = cut.planner.cost.rows, cut.layout.sp
-    chains = dict(_chains(cut, traced.backend, rank, thorough=verifier.mode == "full"))
-    for name, (chain, outcome) in chains.items():
+    traces, sp = verifier.planned.traces, cut.layout.sp
+    for number, runnable in enumerate(traces):
+        rows = [[stage.by_trace[number] for stage in row] for row in cut.planner.cost.rows]
+        traced, own = runnable.traced, cut.layout.stage(rank)
+        chains = _chains(rows, sp, traced.backend, own, thorough=verifier.mode == "full")
+        for name, (chain, outcome) in chains:
 
-        def make(
-            given: Given, chain: Sequence[ProgramStage] = chain, outcome: Outcome = outcome
-        ) -> LossAndGradients:
-            names = given.program.inputs
-            inputs = {n: given.tensors[p] for p, n in names.items()}
-            return outcome(chain, model, inputs)
+            def make(
+                given: Given, chain: Sequence[ProgramStage] = chain, outcome: Outcome = outcome
+            ) -> LossAndGradients:
+                names = given.program.inputs
+                inputs = {n: given.tensors[p] for p, n in names.items()}
+                return outcome(chain, model, inputs)
 
-        what = f"{len(rows)} stages{f' of {sp} ranks' * (sp > 1)}, {name}"
-        problem = verifier.composed_problem(traced, make, what, alike=sp > 1)
-        if problem is not None:
-            return problem
+            what = f"{len(rows)} stages{f' of {sp} ranks' * (sp > 1)}, {name}"
+            what += f", trace {number + 1}" * (len(traces) > 1)
+            problem = verifier.composed_problem(traced, make, what, alike=sp > 1)
+            if problem is not None:
+                return problem
     return None
 
 
 def _chains(
-    cut: CutModel, backend: str, rank: int, thorough: bool
+    rows: Sequence[Sequence[ProgramStage]], sp: int, backend: str, own: int, thorough: bool
 ) -> Iterator[tuple[str, tuple[list[ProgramStage], Outcome]]]:
-    """Yields what is said of a way to run all stages in turn, the stages, and what runs them."""
-    rows, sp = cut.planner.cost.rows, cut.layout.sp
+    """Yields what is said of a way to run all stages in turn, the stages, and what runs them.
+
+    Args:
+        rows: of each stage the same stage with each recompute, of one trace.
+        sp: ranks that run a stage together.
+        backend: of them.
+        own: number of this rank's stage.
+        thorough: whether what is compiled is run with the most recompute, too.
+    """
     recomputes = {"the least recompute": [row[0] for row in rows]}
     if any(len(row) > 1 for row in rows):
         recomputes["the most recompute"] = [row[-1] for row in rows]
@@ -69,7 +79,6 @@ def _chains(
             yield name, (chain, _outcome if sp == 1 else together)
             continue
         yield f"{name}, the graphs that {backend} compiles", (chain, together)
-        own = cut.layout.stage(rank)
         if sp == 1 and (thorough or not number) and not _draws(chain[own]):
             compiled = partial(together, compiled=own)
             yield f"{name}, stage {own} as {backend} compiled it", (chain, compiled)

@@ -1,0 +1,119 @@
+"""A stage of a model with several traces: one program for each, chosen by a micro-batch's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from dcpc.buckets import ones_of
+from dcpc.compiled.pipeline.stages import ProgramStage
+
+
+class ModelStage(Protocol):
+    """A stage of a model, with a `ProgramStage` for each of its traces."""
+
+    @property
+    def index(self) -> int:
+        """Place of the stage, from 0."""
+
+    @property
+    def count(self) -> int:
+        """Stages of the pipeline."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the model's parameters that it reads in some trace."""
+
+    @property
+    def learning(self) -> tuple[str, ...]:
+        """Those of them that learn."""
+
+    @property
+    def by_trace(self) -> tuple[ProgramStage, ...]:
+        """Of each trace what runs its micro-batches."""
+
+    def at(self, sizes: Mapping[str, int]) -> ProgramStage:
+        """Returns what runs a micro-batch of these sizes."""
+
+    def in_lane(self, lane: int) -> ModelStage:
+        """Returns the same stage as a rank of its group runs it; graphs are shared."""
+
+    def resident_bytes(self, state: int) -> int:
+        """Returns the bytes of its parameters and what belongs to them, see `ProgramStage`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixedStage:
+    """A stage of several traces; each rank of it has the parameters of all of them.
+
+    Attributes:
+        programs: dims that are 1 in a trace, as `dcpc.buckets.ones_of` says -> what runs it.
+    """
+
+    programs: Mapping[frozenset[str], ProgramStage]
+
+    @property
+    def index(self) -> int:
+        """Place of the stage, from 0."""
+        return self.by_trace[0].index
+
+    @property
+    def count(self) -> int:
+        """Stages of the pipeline."""
+        return self.by_trace[0].count
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the model's parameters that it reads in some trace."""
+        return tuple(dict.fromkeys(n for each in self.by_trace for n in each.parameters))
+
+    @property
+    def learning(self) -> tuple[str, ...]:
+        """Those of them that learn."""
+        return tuple(dict.fromkeys(n for each in self.by_trace for n in each.learning))
+
+    @property
+    def by_trace(self) -> tuple[ProgramStage, ...]:
+        """Of each trace what runs its micro-batches."""
+        return tuple(self.programs.values())
+
+    def at(self, sizes: Mapping[str, int]) -> ProgramStage:
+        """Returns what runs a micro-batch of these sizes."""
+        return self.programs[ones_of(sizes)]
+
+    def in_lane(self, lane: int) -> MixedStage:
+        """Returns the same stage as a rank of its group runs it; graphs are shared."""
+        return replace(self, programs={k: p.in_lane(lane) for k, p in self.programs.items()})
+
+    def resident_bytes(self, state: int) -> int:
+        """Returns the bytes of its parameters and what belongs to them, see `ProgramStage`.
+
+        Args:
+            state: a parameter that learns counts so often.
+        """
+        merged: dict[int, int] = {}
+        for each in self.by_trace:
+            merged |= each.residents(state)
+        return sum(merged.values())
+
+
+def stage_of_traces(ones: Sequence[frozenset[str]], programs: Sequence[ProgramStage]) -> ModelStage:
+    """Returns a stage of a model with one trace or several.
+
+    Args:
+        ones: of each trace the dims that are 1.
+        programs: of each trace what runs its micro-batches.
+    """
+    if len(programs) == 1:
+        return programs[0]
+    return MixedStage(dict(zip(ones, programs, strict=True)))
+
+
+def shared_parameters(stages: Sequence[ModelStage]) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters that several stages learn -> these stages, whose gradients add up."""
+    readers: dict[str, list[int]] = {}
+    for stage in stages:
+        for name in stage.learning:
+            readers.setdefault(name, []).append(stage.index)
+    return {name: tuple(found) for name, found in readers.items() if len(found) > 1}
