@@ -106,4 +106,4 @@ def test_stages_of_several_ranks_need_the_bytes_that_the_replay_says(sp):
     """Of a stage's ranks, which hold different bytes in a ring, the one that holds most."""
     (found,) = run_world(("llama",), 2 * sp, 2, sp, 8)
     assert found.worst < 1e-10
-    assert 0 < found.peak < 0.003
+    assert 0 < found.peak < 0.01
