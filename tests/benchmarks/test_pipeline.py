@@ -101,8 +101,9 @@ def test_stages_need_the_bytes_that_the_replay_says_and_have_the_plain_models_nu
 
 
 @pytest.mark.multirank
-def test_stages_of_two_ranks_need_the_bytes_that_the_replay_says():
-    """Of a stage's two ranks that hold different bytes in a ring the one that holds most."""
-    (found,) = run_world(("llama",), 4, 2, 2, 6)
+@pytest.mark.parametrize("sp", [2, 3])
+def test_stages_of_several_ranks_need_the_bytes_that_the_replay_says(sp):
+    """Of a stage's ranks, which hold different bytes in a ring, the one that holds most."""
+    (found,) = run_world(("llama",), 2 * sp, 2, sp, 8)
     assert found.worst < 1e-10
-    assert 0 < found.peak < 0.003
+    assert 0 < found.peak < 0.01

@@ -7,8 +7,9 @@ lives from one to the other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -18,7 +19,7 @@ from dcpc.compiled.pipeline.programs import StageProgram
 from dcpc.ir import Placement, Schedule
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import PlacementId
-from dcpc.symbolic_profile import Costs, Ledger, Meter
+from dcpc.symbolic_profile import Costs, Device, Ledger, Meter
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,29 @@ class _Priced:
     parts: dict[int, _Parts | None]
 
 
+class _Alive(NamedTuple):
+    """Bytes of one rank during both parts: as in `PartCosts`."""
+
+    first: int
+    second: int
+    kept: int
+    shared: int
+
+
+def _alive(meter: Meter, parts: _Parts, dims: Mapping[str, int], device: Device) -> _Alive:
+    kept, shared = (
+        int(meter.calls(nodes, dims, device)[1].sum()) for nodes in (parts.kept, parts.shared)
+    )
+    live = meter.live_bytes(parts.whole, dims, device)
+    names = parts.whole.timeline.names
+    turn, late = names.index("backward"), {n.name for n in parts.late}
+    first = [size for i, size in enumerate(live) if i == turn or (
+        i > turn and names[i] not in late)]  # fmt: skip
+    returned = meter.read(parts.whole, dims, device).returned_bytes
+    more = meter.live_bytes(parts.second, dims, device)
+    return _Alive(int(max(first)) - returned, kept + max(0, int(more.max())), kept, shared)
+
+
 class StageParts:
     """The parts of a stage's backward, whatever is recomputed.
 
@@ -114,25 +138,14 @@ class StageParts:
             return None
         own, sp = traced.program.dims(sizes), placement.sp
         ranks = priced.lowering.lowered.sizes_of_ranks(own, sp, priced.meter.names)
-        dims = ranks[0]
-        seconds, _ = priced.meter.calls(parts.late, dims, traced.device, forward=False)
-        kept, shared = (
-            int(priced.meter.calls(nodes, dims, traced.device)[1].sum())
-            for nodes in (parts.kept, parts.shared)
-        )
-        live = priced.meter.most_alive(parts.whole, ranks, traced.device)
-        names = parts.whole.timeline.names
-        turn, late = names.index("backward"), {n.name for n in parts.late}
-        first = [size for i, size in enumerate(live) if i == turn or (
-            i > turn and names[i] not in late)]  # fmt: skip
-        returned = priced.meter.read(parts.whole, dims, traced.device).returned_bytes
-        more = priced.meter.most_alive(parts.second, ranks, traced.device)
+        seconds, _ = priced.meter.calls(parts.late, ranks[0], traced.device, forward=False)
+        found = [_alive(priced.meter, parts, dims, traced.device) for dims in ranks]
         return PartCosts(
             weight_s=float(seconds.sum()),
-            input_bytes=int(max(first)) - returned,
-            weight_bytes=kept,
-            work_bytes=kept + max(0, int(more.max())),
-            shared_bytes=shared,
+            input_bytes=max(alive.first for alive in found),
+            weight_bytes=found[0].kept,
+            work_bytes=max(alive.second for alive in found),
+            shared_bytes=found[0].shared,
         )
 
     def _graph(self, placement: Placement) -> _Priced:
