@@ -1,4 +1,4 @@
-"""Inductor's cache behind torch.compile(backend="dcpc"): graphs of one length are none of others."""
+"""Inductor's cache behind torch.compile(backend="dcpc"): a graph of one length is none of all."""
 
 import pytest
 import torch
