@@ -57,7 +57,8 @@ def compile_graph(
         edited = _copied(gm, mode, present)
         try:
             with patch.dict(lowering.lowerings, own):
-                compiled = _Inductor(_compiled(edited, mode))
+                sizes, all_known = _add_sizes(edited)
+                compiled = _Inductor(_compiled(edited, mode, cached=all_known), sizes)
             return compiled, tuple(g.expr for g in env.guards[known:])
         except InductorError as error:
             op = _without_kernel(error, gm)
@@ -84,12 +85,52 @@ def _copied(gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol]
     return fx.GraphModule(gm, graph)
 
 
-def _compiled(gm: fx.GraphModule, mode: FakeTensorMode) -> Any:
+def _add_sizes(gm: fx.GraphModule) -> tuple[tuple[tuple[int, int], ...], bool]:
+    """Adds an input for each symbol of the tensors' sizes that no integer of the inputs is.
+
+    Inductor's cache keeps what it assumed of sizes as a formula of these integers alone. What it
+    assumed of another one, such as that it is 13, is lost there: the graph was taken for any size.
+
+    Returns:
+        Which input and dim each of the new ones is the size of, and whether no symbol is left.
+    """
+    given = gm.graph.find_nodes(op="placeholder")
+    values = [node.meta["val"] for node in given]
+    known = {v.node.expr for v in values if isinstance(v, torch.SymInt)}
+    found: dict[sympy.Basic, tuple[int, int]] = {}
+    used: set[sympy.Basic] = set()
+    for i, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            used |= getattr(getattr(value, "node", None), "expr", sympy.S.Zero).free_symbols
+            continue
+        for d, size in enumerate((*value.shape, *value.stride(), value.storage_offset())):
+            expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.S.Zero
+            used |= expr.free_symbols
+            if expr.is_Symbol and d < value.ndim and expr not in known:
+                found.setdefault(expr, (i, d))
+    with gm.graph.inserting_after(given[-1]) if given else gm.graph.inserting_before(None):
+        for number, (i, d) in reversed(list(enumerate(found.values()))):
+            node = gm.graph.placeholder(f"size_{number}")
+            node.meta["val"] = values[i].shape[d]
+    gm.recompile()
+    return tuple(found.values()), used <= known | found.keys()
+
+
+def _compiled(gm: fx.GraphModule, mode: FakeTensorMode, cached: bool) -> Any:
     examples = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     in_order = config.patch(IN_ORDER), V.set_choices_handler(InOrder())
     as_they_lie = patch.dict(lowering._maybe_layout_constraints, LAYOUTS)
     any_size = patch.object(CppKernel, "need_use_acc_helper", _sums_in_parts)
-    with mode, tracing(TracingContext(mode)), in_order[0], in_order[1], as_they_lie, any_size:
+    caching = config.patch(fx_graph_cache=config.fx_graph_cache and cached)
+    with (
+        mode,
+        tracing(TracingContext(mode)),
+        in_order[0],
+        in_order[1],
+        as_they_lie,
+        any_size,
+        caching,
+    ):
         return compile_fx_inner(gm, examples)
 
 
@@ -207,12 +248,18 @@ IN_ORDER = {
 
 
 class _Inductor:
-    """Adapts Inductor's boxed callable to a function of one list."""
+    """Adapts Inductor's boxed callable to a function of one list.
 
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
+    Args:
+        compiled: that callable.
+        sizes: input and dim of each size that it takes after these inputs.
+    """
+
+    def __init__(self, compiled: Any, sizes: tuple[tuple[int, int], ...] = ()) -> None:
+        self.compiled, self.sizes = compiled, sizes
 
     def __call__(self, arguments: list[Any]) -> Any:
+        arguments.extend([arguments[i].shape[d] for i, d in self.sizes])
         # Each of our ops would ask autograd in Python first.
         with torch._C._AutoDispatchBelowAutograd():
             return self.compiled(arguments)
