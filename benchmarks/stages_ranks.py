@@ -77,6 +77,10 @@ class RepeatedStage:
         self.index, self.count, self.parameters = stage.index, stage.count, stage.parameters
         self.received, self.sent = stage.received, stage.sent
 
+    def at(self, sizes: Mapping[str, int]) -> RepeatedStage:
+        """What runs a micro-batch: the same at all sizes."""
+        return self
+
     def forward(
         self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
     ) -> tuple[tuple[Tensor, ...], Any]:
@@ -221,7 +225,7 @@ def _relative(found: Tensor | None, wanted: Tensor | None) -> float:
 def _run_whole(cut: CutModel, inputs: Mapping[str, Tensor]) -> tuple[float, float]:
     """Seconds of a micro-batch in one process, stage after stage: on the clock, and busy."""
     begin_s, busy_s = time.perf_counter(), time.thread_time()
-    run_in_turn(cut.plan.stages, inputs)
+    run_in_turn([stage.by_trace[0] for stage in cut.plan.stages], inputs)
     return time.perf_counter() - begin_s, time.thread_time() - busy_s
 
 
@@ -276,7 +280,8 @@ def _scaled(
         shape: float(np.mean([s for s, x in zip(whole_s, shapes, strict=True) if x == shape]))
         for shape in shapes
     }
-    told_s = [sum(stage.predict(each).seconds_s for stage in cut.plan.stages) for each in sizes]
+    whole = [stage.by_trace[0] for stage in cut.plan.stages]  # there is one trace
+    told_s = [sum(stage.predict(each).seconds_s for stage in whole) for each in sizes]
     scales = [mean_s[shape] / told for shape, told in zip(shapes, told_s, strict=True)]
     costs = tuple(
         tuple(

@@ -6,16 +6,13 @@ from dcpc.compiled.pipeline.cut import StagePlan, plan_stages, stage_bytes
 from dcpc.compiled.pipeline.mixed import MixedStage, ModelStage, shared_parameters
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
-from dcpc.compiled.pipeline.stages import (
-    ProgramStage,
-    run_in_turn,
-    stages_of,
-)
+from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
 from dcpc.compiled.pipeline.trained.auto import choose_stages
 from dcpc.compiled.pipeline.trained.cutting import CutModel, cut_model
 from dcpc.compiled.pipeline.trained.model import PipelinedModel
 from dcpc.compiled.pipeline.trained.refusals import refuse_beside_stages, stage_degree
 from dcpc.compiled.pipeline.trained.report import stages_report
+from dcpc.compiled.pipeline.trained.together import run_in_turn
 from dcpc.compiled.pipeline.trained.verified import stages_problem
 from dcpc.compiled.pipeline.work import pipeline_work
 

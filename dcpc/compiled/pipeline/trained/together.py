@@ -1,4 +1,4 @@
-"""All ranks of all stages in one process, by their graphs: to hold them against the model."""
+"""All stages in one process, in turn or by the graphs of all ranks: to compare with the model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,41 @@ from dcpc.errors import CodegenError
 from dcpc.ir import Partition
 from dcpc.plan.traced import Hints
 from dcpc.verify import LossAndGradients
+
+
+def run_in_turn(
+    stages: Sequence[ProgramStage],
+    inputs: Mapping[str, Tensor],
+    weight: float = 1.0,
+    seed: int = 0,
+    apart: bool = False,
+) -> Tensor:
+    """Returns the loss of a micro-batch that one process takes through all stages and back.
+
+    Args:
+        stages: of a model, in order; gradients are added to `.grad` of its parameters.
+        inputs: the model's, by name.
+        weight: of the loss in what is differentiated.
+        seed: of the micro-batch's random numbers.
+        apart: whether backwards are run in two parts, the second ones last.
+    """
+    kept, sent = [], tuple[Tensor, ...]()
+    for stage in stages:
+        sent, saved = stage.forward(inputs, sent, seed)
+        kept.append(saved)
+    (loss,) = sent
+    grads: tuple[Tensor | None, ...] = (torch.full_like(loss, weight),)
+    later = []
+    for stage, saved in zip(reversed(stages), reversed(kept), strict=True):
+        if apart:
+            grads, rest = stage.backward_input(saved, grads)
+            later.append((stage, rest))
+        else:
+            grads = stage.backward(saved, grads)
+    for stage, rest in later:
+        stage.backward_weight(rest)
+    assert grads == (), "the first stage received nothing"
+    return loss
 
 
 def together(

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dcpc.compiled.pipeline.stages import ProgramStage, run_in_turn
+from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.compiled.pipeline.trained.cutting import CutModel
-from dcpc.compiled.pipeline.trained.together import own_gradients, together
+from dcpc.compiled.pipeline.trained.together import own_gradients, run_in_turn, together
 from dcpc.errors import VerifyError
 from dcpc.verify import Given, LossAndGradients, Verifier
 
