@@ -104,7 +104,7 @@ def recorded() -> Iterator[Sent]:
     A reduction counts as a ring's reduce-scatter and all-gather: 2 (p - 1) / p of its tensor.
     """
     sent = Sent()
-    names = ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "batch_isend_irecv")
+    names = ("all_to_all_single", "all_gather_single", "all_reduce", "batch_isend_irecv")
     known = {name: getattr(dist, name) for name in names}
 
     def all_to_all_single(
@@ -113,9 +113,9 @@ def recorded() -> Iterator[Sent]:
         sent.exchanged += (sum(gives) - gives[group.rank()]) * given.element_size()
         return known["all_to_all_single"](out, given, takes, gives, group=group)
 
-    def all_gather_into_tensor(out: Tensor, given: Tensor, *, group: dist.ProcessGroup) -> Any:
+    def all_gather_single(out: Tensor, given: Tensor, *, group: dist.ProcessGroup) -> Any:
         sent.collective += (group.size() - 1) * given.nbytes
-        return known["all_gather_into_tensor"](out, given, group=group)
+        return known["all_gather_single"](out, given, group=group)
 
     def all_reduce(given: Tensor, *, group: dist.ProcessGroup) -> Any:
         sent.collective += Fraction(2 * (group.size() - 1) * given.nbytes, group.size())
@@ -125,7 +125,7 @@ def recorded() -> Iterator[Sent]:
         sent.messages += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
         return known["batch_isend_irecv"](ops)
 
-    ours = (all_to_all_single, all_gather_into_tensor, all_reduce, batch_isend_irecv)
+    ours = (all_to_all_single, all_gather_single, all_reduce, batch_isend_irecv)
     for name, function in zip(names, ours, strict=True):
         setattr(dist, name, function)
     try:

@@ -26,7 +26,7 @@ from dcpc.runtime.groups import relay
 from models.gpt import GPT, GPTConfig
 
 STEPS, PER_STEP = 7, 4
-SEND = ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "broadcast")
+SEND = ("all_reduce", "all_gather_single", "all_to_all_single", "broadcast")
 Trained = dict[int, tuple[float, list[int]]]
 
 

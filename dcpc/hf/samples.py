@@ -101,3 +101,18 @@ class CollatedSamples:
                 f"expected 1 as dim {at}, its batch; correct the data collator or the spec"
             )
         return value.select(at, 0)
+
+
+def accelerates_order(samples: int, seed: int, epoch: int) -> list[int]:
+    """Returns the samples as the Trainer's own sampler shuffles them, so that steps are the same.
+
+    Source: accelerate's `SeedableRandomSampler`, which the Trainer uses by default.
+
+    Args:
+        samples: how many there are.
+        seed: the Trainer's `data_seed`, or its `seed`.
+        epoch: from 0 on.
+    """
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order: list[int] = torch.randperm(samples, generator=generator).tolist()
+    return order

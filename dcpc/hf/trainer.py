@@ -14,6 +14,7 @@ import copy
 import inspect
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from dcpc.buckets import Buckets, InputSpec
 from dcpc.compiled import CompiledModel
 from dcpc.errors import DataError, PlanError
 from dcpc.hf.refusals import refuse
-from dcpc.hf.samples import MASK, CollatedSamples
+from dcpc.hf.samples import MASK, CollatedSamples, accelerates_order
 from dcpc.hf.steps import STEP, LoaderState, StepLoader, StepStream, saved_in
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.packing import POSITIONS
@@ -172,8 +173,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         if "tokens_per_step" not in found:
             a_step = args.train_batch_size * args.world_size * self._accumulated
             found.setdefault("samples_per_step", a_step)
-        found.setdefault("shuffle", args.train_sampling_strategy == "random")
         found.setdefault("seed", args.seed if args.data_seed is None else args.data_seed)
+        if args.train_sampling_strategy != "random":
+            found.setdefault("shuffle", False)
+        elif not self.loader_options.keys() & {"seed", "shuffle", "order"}:
+            assert self.train_dataset is not None, "get_train_dataloader has looked"
+            found["order"] = partial(accelerates_order, len(self.train_dataset), found["seed"])
         found.setdefault("weight", self._weight())
         found["pad"] = {**self._pad(), **found.get("pad", {})}
         return found

@@ -23,7 +23,7 @@ MODES = ("whole", "step", "pull", "rounds")
 TIMES = (1, 4)  # micro-batches of a rank in a step
 # What a call is given of the tensors that it sends, by place among its arguments.
 GIVEN = {
-    "all_reduce": 0, "broadcast": 0, "all_gather": 1, "all_gather_into_tensor": 1,
+    "all_reduce": 0, "broadcast": 0, "all_gather": 1, "all_gather_single": 1,
     "reduce_scatter": 1, "reduce_scatter_tensor": 1, "all_to_all": 1, "all_to_all_single": 1,
     "isend": 0,  # a gather of rows, on the CPU: once to each other rank
 }  # fmt: skip

@@ -27,7 +27,9 @@ def training(rank, world, folder, kind, settings):
 
 
 def test_two_ranks_train_as_one_and_as_the_trainer(tmp_path):
-    settings = {"include_num_input_tokens_seen": "non_padding"}
+    settings = {
+        "include_num_input_tokens_seen": "non_padding", "train_sampling_strategy": "random",
+    }  # fmt: skip
     ((alone, logs, _, state),) = run_ranks(training, 1, 1, tmp_path, Ours, settings)
     plain = run_ranks(training, 2, 2, tmp_path, Trainer, settings)
     ours = run_ranks(training, 2, 2, tmp_path, Ours, settings)

@@ -57,6 +57,14 @@ def test_parameters_losses_and_norms_are_those_of_the_trainer(tmp_path):
     assert ours.get_total_train_batch_size(ours.args) == STEP
 
 
+@pytest.mark.parametrize("seeds", [{}, {"seed": 7}, {"seed": 7, "data_seed": 3}])
+def test_shuffled_steps_are_those_of_the_trainer(tmp_path, seeds):
+    kinds = {"train_sampling_strategy": "random", **seeds}
+    plain, ours = (trained(kind, tmp_path, **kinds) for kind in (Trainer, Ours))
+    assert furthest(values(plain), values(ours)) < 1e-10
+    assert logged(ours) == pytest.approx(logged(plain), rel=1e-6)
+
+
 def test_accumulated_batches_are_one_step(tmp_path):
     plain = trained(Trainer, tmp_path)
     kinds = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": STEP}

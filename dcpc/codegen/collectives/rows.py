@@ -111,7 +111,7 @@ def _gather_into(into: Tensor, own: Tensor, pg: dist.ProcessGroup, number: int) 
         number: of the message among those that are on the way.
     """
     if own.device.type != "cpu":
-        return [dist.all_gather_into_tensor(into, own, group=pg, async_op=True)]
+        return [dist.all_gather_single(into, own, group=pg, async_op=True)]
     ranks, rank = pg.size(), pg.rank()
     parts = into.view(ranks, -1)
     works = [

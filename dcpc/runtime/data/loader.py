@@ -35,7 +35,7 @@ from dcpc.runtime.data.arguments import (
 )
 from dcpc.runtime.data.cuts import PlannedBatch, Recipe, count_steps, cut_epoch
 from dcpc.runtime.data.making import StepMaker
-from dcpc.runtime.data.progress import Progress, State
+from dcpc.runtime.data.progress import Order, Progress, State
 from dcpc.runtime.data.samples import Dataset
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.data.weights import SAMPLES, Weight
@@ -72,6 +72,7 @@ class DataLoader:
         window: int = 256,
         seed: int = 0,
         shuffle: bool = True,
+        order: Order | None = None,
         pad: Mapping[str, int | float] | None = None,
         pad_to_longer: bool = False,
         packing: bool | str = False,
@@ -103,6 +104,8 @@ class DataLoader:
                 them are taken. 0: the exact order.
             seed: of the order of samples.
             shuffle: a new order each epoch; else the dataset's.
+            order: instead of both: epoch -> the samples in its order, each once, alike on all ranks
+                (a sampler of your own, or `torch.randperm(n, generator=...)` of your seed).
             pad: input name -> what fills up the end of a sample shorter than its bucket.
             pad_to_longer: in mode "auto", short samples may be padded to longer buckets than their
                 own where that ends the step earlier (many small kernels, few samples a bucket).
@@ -173,7 +176,7 @@ class DataLoader:
         self._maker = StepMaker(
             dataset, compiled, packing, weight, pad, check_values, pad_to_longer
         )
-        self._progress = Progress(len(self._maker.samples), seed, shuffle)
+        self._progress = Progress(len(self._maker.samples), seed, shuffle, order)
         self._skipped: tuple[int, ...] = ()
         self._name = f"{groups.number('loader')}"
         self._iterations = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from dcpc.runtime.data.arguments import check_count
 from dcpc.runtime.data.window import Position
 
 State = dict[str, int | bool | list[int]]
+Order = Callable[[int], Sequence[int]]
 
 
 class Progress:
@@ -25,13 +26,13 @@ class Progress:
         shuffle: a new order each epoch; else the dataset's.
     """
 
-    def __init__(self, samples: int, seed: int, shuffle: bool) -> None:
-        """Begins with epoch 0 of a dataset of `samples`."""
+    def __init__(self, samples: int, seed: int, shuffle: bool, order: Order | None = None) -> None:
+        """Begins with epoch 0 of a dataset of `samples`, in the order of an epoch that is given."""
         self.epoch = self.index = 0
         self.position = Position()
         self.seed = seed
         self.shuffle = shuffle
-        self._samples = samples
+        self._samples, self._order = samples, order
         self._resumed = False
 
     def begin(self) -> None:
@@ -47,15 +48,30 @@ class Progress:
             self._resumed = False
 
     def order(self, epoch: int | None = None) -> list[int]:
-        """Returns the samples in the order of an epoch; default: the one that runs."""
+        """Returns the samples in the order of an epoch; default: the one that runs.
+
+        Raises:
+            DataError: the order that the user gave has not every sample once.
+        """
         n = self._samples
+        epoch = self.epoch if epoch is None else epoch
+        if self._order is not None:
+            return self._given(self._order, epoch)
         if not self.shuffle:
             return list(range(n))
-        epoch = self.epoch if epoch is None else epoch
         digest = hashlib.blake2b(f"{self.seed} {epoch}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         order: list[int] = torch.randperm(n, generator=generator).tolist()
         return order
+
+    def _given(self, order: Order, epoch: int) -> list[int]:
+        found, n = [int(i) for i in order(epoch)], self._samples
+        if len(found) != n or set(found) != set(range(n)):
+            raise DataError(
+                f"order: got {len(found)} numbers, {len(set(found))} of them different, for epoch "
+                f"{epoch}; expected each of 0 to {n - 1} once; return a permutation of the samples"
+            )
+        return found
 
     def text(self) -> str:
         """Returns what all ranks must have alike before an iteration."""

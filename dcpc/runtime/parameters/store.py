@@ -281,7 +281,7 @@ class RowStore(WholeStore):
                 for piece, p in zip(layout.own(part, self.groups.rank), run, strict=True):
                     piece.copy_(self.rows(p))
                 flat = part.new_empty(layout.world * layout.part_numel)
-                dist.all_gather_into_tensor(flat, part, group=pg)
+                dist.all_gather_single(flat, part, group=pg)
                 for parts, split, p in zip(layout.split(flat), layout.splits, run, strict=True):
                     split.read(parts, p)
 

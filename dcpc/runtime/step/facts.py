@@ -70,5 +70,5 @@ def gather_facts(values: Sequence[float], groups: Groups) -> torch.Tensor:
     if pg is None:
         return mine[None]
     out = torch.empty(groups.world * len(values), dtype=torch.float64)
-    dist.all_gather_into_tensor(out, mine, group=pg)
+    dist.all_gather_single(out, mine, group=pg)
     return out.view(groups.world, -1)

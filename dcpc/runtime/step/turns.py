@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from dcpc.errors import PlanError
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.reduction import GivenUpError, Reduction
@@ -142,6 +143,12 @@ def run_turns(
         inputs = {k: x.to(groups.device, non_blocking=True) for k, x in mb.inputs.items()}
         with nullcontext() if early is None else early(reduction.deliver):
             loss = call(mb, inputs)
+        if not loss.requires_grad:
+            raise PlanError(
+                "train_step: got a loss without a gradient; expected one that a parameter with "
+                "requires_grad=True has a part in; unfreeze some before compile, take .detach() "
+                "and argmax out of the loss, or call evaluate()"
+            )
         factor = mb.weight / total
         (loss * factor).backward()
         reduction.collect()

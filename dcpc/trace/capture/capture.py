@@ -61,6 +61,7 @@ from dcpc.trace.loss import (
     loss_choice,
     returned,
 )
+from dcpc.trace.tables import refuse_short_tables
 
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
@@ -155,6 +156,7 @@ def _traced(
     gm.graph.lint()
     gm.recompile()
     program = _program(gm, exported, buckets, symbols, mapping, hints)
+    refuse_short_tables(program, buckets)
     dropped = frozenset(reached - depends_on(gm.graph))
     return dataclasses.replace(program, zero_gradients=dropped & program.parameters.keys())
 

@@ -56,7 +56,10 @@ def explained(
     elif "ufunc" in text:
         hint = "numpy cannot compute with a length: take math, as in math.sqrt(n)"
     elif isinstance(error, TypeError) and "argument" in text:
-        hint = "make the buckets' inputs match forward's keyword arguments"
+        hint = (
+            "make the buckets' inputs match forward's keyword arguments; what a loss outside of "
+            "forward takes, such as labels, is passed to it: loss=fn, with fn(outputs, labels)"
+        )
     else:
         hint = (
             "make forward exportable: `torch.export.export(model, ..., strict=False)` must succeed"

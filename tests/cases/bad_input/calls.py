@@ -47,6 +47,11 @@ def _other_step(ground: Ground) -> None:
     other.train_step(ground.step())
 
 
+def _frozen(ground: Ground) -> None:
+    frozen = dcpc.compile(Model().requires_grad_(False), buckets(), **QUICK)
+    frozen.train_step(ground.step())
+
+
 def _infinite(ground: Ground) -> None:
     head = ground.compiled.model.head
     was = head.bias.detach().clone()
@@ -154,6 +159,7 @@ CALLS = {
         Kind("an unknown outputs=", DispatchError,
              lambda g: g.compiled.train_step(g.step(), outputs="all")),
         Kind("a step of other buckets", DispatchError, _other_step),
+        Kind("nothing that learns", PlanError, _frozen),
         _step("a largest norm of 0", clip=0.0),
         _step("a largest norm that is NaN", clip=math.nan),
         _step("a largest norm as text", clip="1"),

@@ -85,6 +85,8 @@ _PAD = "pass `pad=` with a value for this input"
 
 DATA = {
     "Datasets and samples": (
+        Kind("an order without every sample", DataError,
+             lambda g: list(g.loader(order=lambda epoch: [0, 1, 1]))),
         _data("a dataset of none", []),
         _data("a generator", (s for s in samples()),
               "make a list of a generator's samples, or a class with `__len__` and `__getitem__`"),

@@ -43,6 +43,16 @@ class TwoDtypes(Model):
         self.head.double()
 
 
+class FewPositions(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(6, 8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return self.head(x).square().mean() + 0 * labels.sum()
+
+
 class Helpless(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -132,6 +142,7 @@ OPTIONS = {
         _model("no loss", Logits, advice=_LOSS),
         _model("control flow on values", OnValues, advice=_CAPTURE),
         _model("an input that forward lacks", NoLabels),
+        _model("fewer positions than a bucket is long", FewPositions),
         _model("products of two dtypes", TwoDtypes),
         _specs("ids that are floats", "float32[batch, seq]"),
         _specs("labels of another length", INPUTS["ids"], "int64[batch, seq+1]"),

@@ -448,3 +448,22 @@ def test_a_loader_whose_steps_follow_from_plans_is_not_counted():
     loader = loader_for(Ragged(LENGTHS), max_grad_accumulation_steps=2)
     with pytest.raises(DataError, match="count_steps: got bounds"):
         loader.count_steps(0)
+
+
+def test_an_order_of_ones_own_is_that_of_each_epoch():
+    data = RaggedWithDims([4, 5, 6, 7])
+
+    def turned(epoch: int) -> list[int]:
+        return [(i + epoch) % 4 for i in range(4)]
+
+    loader = loader_for(data, order=turned, samples_per_step=1, tokens_per_step=None)
+    for epoch in range(3):
+        steps = [step.plan.micro_batches[0].sample_ids for step in loader]
+        assert steps == [(i,) for i in turned(epoch)]
+
+
+@pytest.mark.parametrize("wrong", [[0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 4]])
+def test_an_order_without_every_sample_is_refused(wrong):
+    loader = loader_for(RaggedWithDims([4, 5, 6, 7]), order=lambda epoch: wrong)
+    with pytest.raises(DataError, match="expected each of 0 to 3 once"):
+        list(loader)
