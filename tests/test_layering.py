@@ -63,7 +63,8 @@ TABLE = {
         "wrappers": "",
         "canonical": "",
         "formulas": "",
-        "capture": "canonical formulas loss",
+        "tables": "",
+        "capture": "canonical formulas loss tables",
         "__init__": "capture",
     },
     "dcpc.passes": {

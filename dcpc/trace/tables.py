@@ -12,7 +12,7 @@ from torch import fx
 from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import TraceError
 from dcpc.fx.graphs import source_line
-from dcpc.ir import Program
+from dcpc.ir import Program, tensor_operands
 
 aten = torch.ops.aten
 
@@ -37,7 +37,8 @@ def refuse_short_tables(program: Program, buckets: Buckets) -> None:
         TraceError: there is one.
     """
     for table, end in _reads(program):
-        rows = program.info[table.args[0].name].shape[0]  # type: ignore[union-attr]
+        (of,) = tensor_operands(table, program.info)[:1]
+        rows = program.info[of.name].shape[0]
         where = source_line(table)
         for bucket in buckets.buckets if rows.is_Integer else ():
             dims = program.dims({BATCH: 1, **bucket.sizes})
