@@ -178,11 +178,10 @@ class Comparisons:
             traced: the trace.
             call: its first one.
         """
-        graphs = call.runs if isinstance(call.runs[0], LoweredPair) else None
-        if not self.references.fits() or not _is_comparable(call):
+        run, alike = _known(call), isinstance(call.runs[0], LoweredPair)
+        if run is None or not self.references.fits():
             self.lines.append(f"{call.name}: NOT compared with the model")
             return
-        alike = graphs is not None and graphs[0].lowered.sp > 1
         dims = {n: call.sizes[n] for n in traced.program.symbols}
         own = self.references.of_inputs(dims, call.inputs, alike)
 
@@ -191,7 +190,7 @@ class Comparisons:
                 call.program, self.references.model, {**call.inputs, **call.others}, wide=False,
                 alike=alike, wanted=given.wanted,
             )  # fmt: skip
-            return _of_rewritten(other, call)
+            return run(other)
 
         found = self._compare(traced.program, make, own)
         if found is None or not own.outcome.finite:
@@ -341,25 +340,28 @@ def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAnd
     return LossAndGradients(loss.detach(), dict(zip(wanted, gradients, strict=True)))
 
 
-def _is_comparable(call: RewrittenCall) -> bool:
-    """Whether a call can be run with known random numbers, and graphs are for its sizes."""
-    what, _ = call.runs
-    if isinstance(what, Variant):
-        return not what.draws or what.backend == "eager"
-    integers = integers_of(what.lowered, call.program.dims(call.sizes))
-    return not any(_broken(what, each) for each in integers)
+def _known(call: RewrittenCall) -> Make | None:
+    """Returns what runs a call with known random numbers, on one rank or on all ranks of a group.
 
-
-def _of_rewritten(given: Given, call: RewrittenCall) -> LossAndGradients:
-    """Returns what a call computes, of all ranks that run it."""
+    None: what draws numbers is compiled, or the graphs are not for the call's sizes.
+    """
     what, other = call.runs
-    if isinstance(what, Variant):
-        assert isinstance(other, tuple), "a variant takes integers"
+    if isinstance(what, LoweredPair):
+        assert isinstance(other, Partition), "graphs are of a lowering and its partition"
+        dims = call.program.dims(call.sizes)
+        integers = integers_of(what.lowered, dims)
+        if any(_broken(what, each) for each in integers):
+            return None
+        return partial(Given.of_partition, lowering=what, parts=other, integers=integers, dims=dims)
+    assert isinstance(other, tuple), "a variant takes integers"
+    if what.draws and what.backend != "eager":
+        return None
+
+    def alone(given: Given) -> LossAndGradients:
         with KnownParts(alike=False):
             return called(given, what, other)
-    assert isinstance(other, Partition), "graphs of any rank"
-    dims = call.program.dims(call.sizes)
-    return given.of_partition(what, other, integers_of(what.lowered, dims), dims)
+
+    return alone
 
 
 def _broken(lowering: LoweredPair, integers: Mapping[str, int]) -> bool:

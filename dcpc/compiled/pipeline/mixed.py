@@ -4,43 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeAlias
 
 from dcpc.buckets import ones_of
 from dcpc.compiled.pipeline.stages import ProgramStage
-
-
-class ModelStage(Protocol):
-    """A stage of a model, with a `ProgramStage` for each of its traces."""
-
-    @property
-    def index(self) -> int:
-        """Place of the stage, from 0."""
-
-    @property
-    def count(self) -> int:
-        """Stages of the pipeline."""
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names of the model's parameters that it reads in some trace."""
-
-    @property
-    def learning(self) -> tuple[str, ...]:
-        """Those of them that learn."""
-
-    @property
-    def by_trace(self) -> tuple[ProgramStage, ...]:
-        """Of each trace what runs its micro-batches."""
-
-    def at(self, sizes: Mapping[str, int]) -> ProgramStage:
-        """Returns what runs a micro-batch of these sizes."""
-
-    def in_lane(self, lane: int) -> ModelStage:
-        """Returns the same stage as a rank of its group runs it; graphs are shared."""
-
-    def resident_bytes(self, state: int) -> int:
-        """Returns the bytes of its parameters and what belongs to them, see `ProgramStage`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +63,10 @@ class MixedStage:
         for each in self.by_trace:
             merged |= each.residents(state)
         return sum(merged.values())
+
+
+# A stage of a model, with a `ProgramStage` for each of its traces.
+ModelStage: TypeAlias = ProgramStage | MixedStage
 
 
 def stage_of_traces(ones: Sequence[frozenset[str]], programs: Sequence[ProgramStage]) -> ModelStage:

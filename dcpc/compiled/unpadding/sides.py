@@ -45,6 +45,22 @@ class CallSetting:
     place: int
     sizes: Sizes
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a placement depends on."""
+        return (self.sp, *sorted(self.sizes.items()))
+
+
+def placement_of(runnable: Runnable, sp: int, sizes: Sizes) -> Placement:
+    """Returns the placement that calls of a program are compared by; of one rank there is one.
+
+    Args:
+        runnable: the program.
+        sp: ranks that run it.
+        sizes: of the calls that it is made for.
+    """
+    return runnable.priced.placement(sizes if sp > 1 else runnable.traced.program.hints, sp)
+
 
 @dataclass(frozen=True, slots=True)
 class _RowPrice:
@@ -78,13 +94,14 @@ class Side:
     def __init__(self, before: Runnable, plan: UnpadPlan, earlier: Sequence[Side]) -> None:
         self.before, self.plan, self.number = before, plan, len(earlier)
         self._every: tuple[Side, ...] = (*earlier, self)
+        self._placements: dict[tuple[object, ...], Placement] = {}
         self._prices: dict[tuple[object, ...], _RowPrice] = {}
         self._evaluators: dict[int, tuple[Study, Evaluator]] = {}
 
     @cached_property
     def finder(self) -> RowFinder:
         """What finds the valid rows."""
-        placement = self.before.priced.placement(self.before.traced.program.hints, 1)
+        placement = placement_of(self.before, 1, {})
         return RowFinder(self.before.traced, self.plan, placement, self.number)
 
     @cached_property
@@ -103,10 +120,10 @@ class Side:
 
     def placement(self, how: CallSetting) -> Placement:
         """Returns the placement of the program without padding, one for all numbers of rows."""
-        priced, sp = self.runnable.priced, how.sp
-        if sp == 1:
-            return priced.placement(self.runnable.traced.program.hints, 1)
-        return priced.placement(self._whole_rows(how.sizes), sp)
+        if how.key not in self._placements:
+            rows = self._whole_rows(how.sizes)
+            self._placements[how.key] = placement_of(self.runnable, how.sp, rows)
+        return self._placements[how.key]
 
     def _whole_rows(self, sizes: Sizes) -> Sizes:
         """Returns sizes of a call with as many rows of each side as there are with padding."""

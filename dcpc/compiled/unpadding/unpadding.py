@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dcpc.buckets import BATCH, Sizes
 from dcpc.codegen import LoweredPair, Variant
-from dcpc.compiled.unpadding.sides import CallSetting, Side, sides_of
+from dcpc.compiled.unpadding.sides import CallSetting, Side, placement_of, sides_of
 from dcpc.compiled.unpadding.valid_rows import ValidRows
 from dcpc.ir import Partition
 from dcpc.passes.unpad.unpad import unpad
@@ -239,6 +239,4 @@ class Unpadding:
         return None
 
     def _padded(self, how: CallSetting) -> Study:
-        priced = self._whole.priced
-        sizes = how.sizes if how.sp > 1 else self._whole.traced.program.hints
-        return priced.at(priced.placement(sizes, how.sp))
+        return self._whole.priced.at(placement_of(self._whole, how.sp, how.sizes))
