@@ -23,6 +23,11 @@ def without_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def op_name(node: fx.Node) -> str:
+    """Returns the name of a node's op, "" where it is none."""
+    return str(getattr(node.target, "_opname", ""))
+
+
 def source_line(node: fx.Node) -> str:
     """Returns `file:line` of the code that made a node: the innermost frame outside of torch.
 

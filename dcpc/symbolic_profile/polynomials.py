@@ -25,19 +25,24 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 
-class QueryBlock(sympy.Function):  # type: ignore[misc]
-    """Queries that torch's CPU flash attention takes at a time, of a given number of queries.
-
-    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `flash_attention_kernel_impl`.
-    """
+class OfIntegers(sympy.Function):  # type: ignore[misc]
+    """A function of integers, not negative, whose numbers `FUNCTIONS` has by its name."""
 
     is_integer = True
     is_nonnegative = True
 
     @classmethod
-    def eval(cls, queries: sympy.Expr) -> sympy.Expr | None:
-        """Returns the block of a known number of queries, None for an unknown one."""
-        return sympy.Integer(_query_block(int(queries))) if queries.is_Integer else None
+    def eval(cls, *sizes: sympy.Expr) -> sympy.Expr | None:
+        """Returns the number at known sizes, None for unknown ones."""
+        known = all(size.is_Integer for size in sizes)
+        return sympy.Integer(FUNCTIONS[cls.__name__](*map(int, sizes))) if known else None
+
+
+class QueryBlock(OfIntegers):
+    """Queries that torch's CPU flash attention takes at a time, of a given number of queries.
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `flash_attention_kernel_impl`.
+    """
 
 
 def _query_block(queries: Any) -> Any:
@@ -45,20 +50,7 @@ def _query_block(queries: Any) -> Any:
     return np.minimum(block, queries)
 
 
-class _OfBoth(sympy.Function):  # type: ignore[misc]
-    """0 or 1, by two numbers: of queries and of keys, if nothing else is said."""
-
-    is_integer = True
-    is_nonnegative = True
-
-    @classmethod
-    def eval(cls, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr | None:
-        """Returns 0 or 1 for known numbers, None for unknown ones."""
-        known = queries.is_Integer and keys.is_Integer
-        return sympy.Integer(FUNCTIONS[cls.__name__](int(queries), int(keys))) if known else None
-
-
-class Packs(_OfBoth):
+class Packs(OfIntegers):
     """1 where torch's CPU flash attention in bfloat16 packs keys and values, of enough of both.
 
     Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`thresh_size`).
@@ -69,7 +61,7 @@ def _packs(queries: Any, keys: Any) -> Any:
     return np.where(np.minimum(queries, keys) >= 64, 1, 0)
 
 
-class Short(_OfBoth):
+class Short(OfIntegers):
     """1 where some numbers of queries and of keys are at most `dcpc.ops.attention.SHORT`."""
 
 
@@ -77,7 +69,7 @@ def _short(queries: Any, keys: Any) -> Any:
     return np.where(np.maximum(queries, keys) <= SHORT, 1, 0)
 
 
-class Shares(_OfBoth):
+class Shares(OfIntegers):
     """1 where a mask has several rows, fewer than samples: several of these share one."""
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import TraceError
-from dcpc.fx.graphs import source_line
+from dcpc.fx.graphs import op_name, source_line
 from dcpc.ir import Program, tensor_operands
 
 aten = torch.ops.aten
@@ -42,11 +42,12 @@ def refuse_short_tables(program: Program, buckets: Buckets) -> None:
         where = source_line(table)
         for bucket in buckets.buckets if rows.is_Integer else ():
             dims = program.dims({BATCH: 1, **bucket.sizes})
-            if end.free_symbols <= dims.keys() and int(end.subs(dims)) > rows:
-                at, last = f" at {where}" if where else "", int(end.subs(dims)) - 1
+            count = int(end.subs(dims)) if end.free_symbols <= dims.keys() else 0
+            if count > rows:
+                at = f" at {where}" if where else ""
                 raise TraceError(
-                    f"bucket {bucket}: got positions up to {last}{at}, of a table of {rows} rows; "
-                    "expected a row for each; make the table longer, or leave that bucket out"
+                    f"bucket {bucket}: got positions up to {count - 1}{at}, of a table of {rows} "
+                    "rows; expected a row for each; make the table longer, or leave that bucket out"
                 )
 
 
@@ -72,7 +73,7 @@ def _readers(positions: fx.Node, end: sympy.Expr) -> Iterator[tuple[fx.Node, sym
             if user.target is aten.embedding.default and user.args[1] is node:
                 yield user, end
             elif user.op == "call_function" and user.args[:1] == (node,):
-                name = getattr(getattr(user.target, "overloadpacket", None), "__name__", "")
+                name = op_name(user)
                 if name in _MOVES:
                     todo.append((user, end))
                 elif name == "add" and isinstance(user.args[1], int):

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx
 
 from dcpc.buckets import BATCH
+from dcpc.fx.graphs import op_name
 from dcpc.ir import Packable, Program
-from dcpc.passes.masks.row_graph import MixedError, RowGraph, op_name, segment_of
+from dcpc.passes.masks.row_graph import MixedError, RowGraph, segment_of
 from dcpc.passes.masks.row_inputs import InputAlone
 from dcpc.passes.masks.row_ops import check_ops
 from dcpc.passes.sharding.op_kinds import arguments

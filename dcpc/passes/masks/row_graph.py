@@ -90,11 +90,6 @@ class RowGraph:
         return f"node {node.name} ({node.target}{f', {line}' if line else ''})"
 
 
-def op_name(node: fx.Node) -> str:
-    """Returns the name of a node's op, "" where it is none."""
-    return str(getattr(node.target, "_opname", ""))
-
-
 def segment_of(attention: fx.Node) -> fx.Node | None:
     """Returns what an attention tells sequences apart by."""
     found = arguments(attention)["segment"]

@@ -10,7 +10,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from dcpc.buckets import BATCH
-from dcpc.passes.masks.row_graph import MixedError, RowGraph, is_segment, op_name
+from dcpc.fx.graphs import op_name
+from dcpc.passes.masks.row_graph import MixedError, RowGraph, is_segment
 
 _SIZE, _SAMPLES = 11, 2  # of the rows that are computed
 # Of the numbers that a row holds at random, besides 1 everywhere: integers are below it.

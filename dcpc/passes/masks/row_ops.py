@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from dcpc.fx.graphs import op_name
 from dcpc.ir import call_of, tensor_operands
-from dcpc.passes.masks.row_graph import MixedError, RowGraph, op_name
+from dcpc.passes.masks.row_graph import MixedError, RowGraph
 from dcpc.passes.sharding.op_kinds import arguments
 
 # Ops that join positions by what they hold: no number that is tried shows all of it.

@@ -11,12 +11,12 @@ sequence P goes up by 1 from each position to the next, so both have the same di
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
+from dcpc.fx.graphs import op_name
 from dcpc.ir import Program
 from dcpc.passes.masks.mask_graph import MaskReader
 from dcpc.passes.masks.mask_values import (
@@ -208,15 +208,15 @@ def _counted(reader: MaskReader, segment: Expression) -> Any:
         return None
     _, name, index = segment
     count = next(n for n in reader.program.gm.graph.nodes if n.name == name)
-    if _op(count) != "cumsum" or index[-1] != Affine(0, (("j", 1),)):
+    if op_name(count) != "cumsum" or index[-1] != Affine(0, (("j", 1),)):
         return None
     args = arguments(count)
     last = len(index) - 1
     broken = _source(args["self"])
-    if args["dim"] % len(index) != last or _op(broken) != "ne":
+    if args["dim"] % len(index) != last or op_name(broken) != "ne":
         return None
     steps, one = (arguments(broken)[key] for key in ("self", "other"))
-    if one != 1 or not isinstance(steps, fx.Node) or _op(steps) != "diff":
+    if one != 1 or not isinstance(steps, fx.Node) or op_name(steps) != "diff":
         return None
     given = arguments(steps)
     first = given["prepend"]
@@ -230,11 +230,6 @@ def _counted(reader: MaskReader, segment: Expression) -> Any:
 
 def _source(node: fx.Node) -> fx.Node:
     """A value without the casts after it."""
-    while _op(node) == "_to_copy":
+    while op_name(node) == "_to_copy":
         (node,) = node.all_input_nodes
     return node
-
-
-def _op(node: fx.Node) -> str:
-    target: Callable[..., Any] | str = node.target
-    return str(getattr(target, "_opname", ""))

@@ -11,13 +11,11 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import sympy
-
 from dcpc.ops.attention import RunOfRows, Sight
 from dcpc.ops.attention.rectangles import QueryCutter, Rectangle
 from dcpc.ops.ring_route import DIRECTIONS, Route, RowSplit, route
 from dcpc.symbolic_profile.ops.attention.parts import HeadSizes, Part, backward_bytes, forward_bytes
-from dcpc.symbolic_profile.polynomials import FUNCTIONS, each_point
+from dcpc.symbolic_profile.polynomials import FUNCTIONS, OfIntegers, each_point
 
 MOST_POSITIONS = 8  # of a ring that are all followed
 
@@ -80,20 +78,11 @@ class RingSizes(NamedTuple):
         return route(queries, keys, self.ranks, self.across, None, after, everywhere), everywhere
 
 
-class RingBytes(sympy.Function):  # type: ignore[misc]
+class RingBytes(OfIntegers):
     """Bytes that a ring's op holds beyond inputs and outputs: of `RingSizes`, then `HeadSizes`.
 
     Where ranks with as many rows differ, of the one that holds most.
     """
-
-    is_integer = True
-    is_nonnegative = True
-
-    @classmethod
-    def eval(cls, *sizes: sympy.Expr) -> sympy.Expr | None:
-        """Returns the bytes at known sizes, None for unknown ones."""
-        known = all(size.is_Integer for size in sizes)
-        return sympy.Integer(ring_bytes(*map(int, sizes))) if known else None
 
     def _sympystr(self, printer: Any) -> str:
         kind = "backward" if self.args[0] == 1 else "forward"

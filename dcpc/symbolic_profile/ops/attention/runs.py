@@ -9,11 +9,9 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import sympy
-
 from dcpc.ops.attention import Sight
 from dcpc.symbolic_profile.ops.attention.parts import HeadSizes, backward_bytes, forward_bytes
-from dcpc.symbolic_profile.polynomials import FUNCTIONS, each_point
+from dcpc.symbolic_profile.polynomials import FUNCTIONS, OfIntegers, each_point
 
 
 class RunSizes(NamedTuple):
@@ -38,17 +36,8 @@ class RunSizes(NamedTuple):
     second: int
 
 
-class RunBytes(sympy.Function):  # type: ignore[misc]
+class RunBytes(OfIntegers):
     """Bytes beyond inputs and outputs: of `RunSizes`, then `HeadSizes`."""
-
-    is_integer = True
-    is_nonnegative = True
-
-    @classmethod
-    def eval(cls, *sizes: sympy.Expr) -> sympy.Expr | None:
-        """Returns the bytes at known sizes, None for unknown ones."""
-        known = all(size.is_Integer for size in sizes)
-        return sympy.Integer(run_bytes(*map(int, sizes))) if known else None
 
     def _sympystr(self, printer: Any) -> str:
         kind = "backward" if self.args[0] == 1 else "forward"
