@@ -14,12 +14,16 @@ from dcpc.errors import PlanError, VerifyError
 from examples.allocator import measured_peak_bytes
 from tests.cases.exactness import compiled_error
 from tests.cases.padded_models import (
+    SIZES,
     T5_INPUTS,
     T5_SIZES,
     TOKENS,
     VOCABULARY,
     PaddedEncoder,
     batch,
+    bert,
+    misplaced,
+    small,
     t5,
     t5_batch,
     unpadding_of,
@@ -27,7 +31,6 @@ from tests.cases.padded_models import (
 
 EXACT = 1e-10
 SCALARS_BYTES = 8192  # masks that say which rows are valid, scalars
-SIZES = [{"seq": 12}, {"seq": 16}]
 
 
 def compiled(model: nn.Module, inputs=PaddedEncoder.INPUTS, unpad=True, **options):
@@ -41,27 +44,18 @@ def encoder(dropout: float = 0.0) -> PaddedEncoder:
     return PaddedEncoder(dropout=dropout).double()
 
 
-def config(**more) -> dict[str, object]:
-    shared = {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "intermediate_size": 48, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    }  # fmt: skip
-    return shared | more
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "bert": (
-        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**config())),
+        bert,
         TOKENS,
     ),
     "bert, first token": (
-        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**config())),
+        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**small())),
         TOKENS | {"labels": "int64[batch]"},
     ),
     "roberta": (
         lambda: transformers.RobertaForMaskedLM(
-            transformers.RobertaConfig(**config(pad_token_id=1))
+            transformers.RobertaConfig(**small(pad_token_id=1))
         ),
         TOKENS,
     ),
@@ -395,12 +389,6 @@ def test_the_first_call_is_held_against_the_plain_model(dropout, run, monkeypatc
     assert made.stats().unpadded == 1
     assert "without padding: loss and every gradient at {batch: 2, seq: 16}" in made.report()
     model.zero_grad()
-    wrong = ValidRows.__init__
-
-    def shifted(self, indices, *rest):
-        indices = {n: i.flip(0) if n == "unpad.position" else i for n, i in indices.items()}
-        wrong(self, indices, *rest)
-
-    monkeypatch.setattr(ValidRows, "__init__", shifted)
+    monkeypatch.setattr(ValidRows, "__init__", misplaced(ValidRows.__init__))
     with pytest.raises(VerifyError, match="without padding does not give what the model gives"):
         run(compiled(model, verify="auto"), inputs)

@@ -1,6 +1,6 @@
 """Models of padded batches, and batches whose samples have other lengths."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from dcpc.buckets.specs import InputSpec
 from dcpc.compiled.unpadding.unpadding import Unpadding
 
 VOCABULARY = 40
+SIZES = [{"seq": 12}, {"seq": 16}]
 TOKENS = {
     "input_ids": "int64[batch, seq]",
     "attention_mask": "int64[batch, seq]",
@@ -136,3 +137,27 @@ def t5_batch(lengths: list[int], targets: list[int], left: bool = False) -> dict
     given["decoder_attention_mask"] = kept = (kept.flip(1) if left else kept).long()
     given["labels"] = torch.where(kept > 0, given["labels"].clamp(min=0), -100)
     return given
+
+
+def small(**more) -> dict[str, object]:
+    """Options of a configuration of transformers for a model without dropout."""
+    shared = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 48, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    return shared | more
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**small()))
+
+
+def misplaced(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns an `__init__` of `ValidRows` whose rows have the positions of others."""
+
+    def shifted(self: object, indices: Mapping[str, Tensor], *rest: object) -> None:
+        indices = {n: i.flip(0) if n == "unpad.position" else i for n, i in indices.items()}
+        init(self, indices, *rest)
+
+    return shifted

@@ -5,8 +5,6 @@ import warnings
 
 import pytest
 import torch
-import transformers
-from torch import nn
 
 import dcpc
 from dcpc.compiled.unpadding.valid_rows import ValidRows
@@ -16,12 +14,14 @@ from tests.cases.exactness import SPLITTING, compiled_error, gradient_error, los
 from tests.cases.exactness import plain as of_plain
 from tests.cases.launch import run_ranks
 from tests.cases.padded_models import (
+    SIZES,
     T5_INPUTS,
     T5_SIZES,
     TOKENS,
-    VOCABULARY,
     PaddedEncoder,
     batch,
+    bert,
+    misplaced,
     t5,
     t5_batch,
     unpadding_of,
@@ -29,17 +29,7 @@ from tests.cases.padded_models import (
 
 pytestmark = pytest.mark.multirank
 
-SIZES = [{"seq": 12}, {"seq": 16}]
 BATCHES = [([1, 12, 5], 0), ([1, 1], 0), ([9, 3, 2, 11], 0), ([4, 16, 7], 1), ([16, 16, 0, 3], 1)]
-
-
-def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        vocab_size=VOCABULARY, max_position_embeddings=32, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return transformers.BertForMaskedLM(config)
 
 
 MODELS = {"encoder": (PaddedEncoder, PaddedEncoder.INPUTS), "bert": (bert, TOKENS)}
@@ -113,13 +103,9 @@ def test_two_ranks_run_what_inductor_compiled_without_padding():
 def said_of_wrong_positions(rank: int) -> str:
     """What the first call says where its rows are given wrong positions."""
     warnings.simplefilter("ignore")
-    right = ValidRows.__init__
-
-    def shifted(self, indices, *rest):
-        indices = {n: i.flip(0) if n == "unpad.position" else i for n, i in indices.items()}
-        right(self, indices, *rest)
-
-    ValidRows.__init__ = shifted  # in this process, which ends with the function
+    ValidRows.__init__ = misplaced(
+        ValidRows.__init__
+    )  # in this process, which ends with the function
     torch.manual_seed(0)
     model = PaddedEncoder().double()
     buckets = dcpc.Buckets(PaddedEncoder.INPUTS, SIZES)
