@@ -143,3 +143,40 @@ def ran(step: Step) -> tuple[int, ...]:
     planned = step.plan.micro_batches
     ranks = range(len(step.plan.busy_s))
     return tuple(sum(r in mb.ranks for mb in planned) for r in ranks)
+
+
+def next_after_checkpoint(
+    folder: str,
+    number: int,
+    compiled: dcpc.CompiledModel,
+    loader: dcpc.DataLoader,
+    alone: nn.Module,
+    plain: torch.optim.Optimizer,
+    step_of: Callable[[list[int]], Tensor],
+) -> tuple[Tensor, list[float]]:
+    """Trains a step from checkpoint `number`, and the plain model likewise; saves the next one.
+
+    Args:
+        folder: of the checkpoints.
+        number: of steps that are done.
+        compiled: made anew, in any layout.
+        loader: of it.
+        alone: the plain model.
+        plain: its optimizer, AdamW with a rate of 0.1.
+        step_of: sample numbers -> loss of the plain model, whose gradients it leaves.
+
+    Returns:
+        The plain model's loss, and how far loss and parameters are from its.
+    """
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
+    assert compiled.load(folder, optimizer=optimizer, loader=loader).step == number
+    step = next(iter(loader))
+    loss = step_of([i for mb in step.plan.micro_batches for i in mb.sample_ids])
+    found = [far(compiled.train_step(step).loss, loss)]
+    for each in (plain, optimizer):
+        each.step()
+        each.zero_grad()
+    state = compiled.state_dict()
+    found += [far(state[n], x) for n, x in alone.state_dict().items()]
+    compiled.save(folder, number + 1, optimizer=optimizer, loader=loader, wait=True)
+    return loss, found

@@ -13,7 +13,17 @@ import dcpc
 from dcpc.errors import DataError, DcpcError, DispatchError, GroupError, PlanError
 from dcpc.runtime.data.steps import Step
 from tests.cases import language_models
-from tests.cases.asks import PAD, TEXT, Texts, far, gpt, plain_step, ran, trained
+from tests.cases.asks import (
+    PAD,
+    TEXT,
+    Texts,
+    far,
+    gpt,
+    next_after_checkpoint,
+    plain_step,
+    ran,
+    trained,
+)
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks
 from tests.cases.stages import CASES
@@ -187,18 +197,12 @@ def resumed(rank: int, folder: str) -> list[float]:
         compiled = dcpc.compile(gpt(layers=4), parts("gpt")[1], backend="eager", verify="off",
                                 device=SPLITTING, **options)  # fmt: skip
         loader = dcpc.DataLoader(DATA, compiled, samples_per_step=2, pad=PAD, weight="labels")
-        optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
-        assert compiled.load(folder, optimizer=optimizer, loader=loader).step == number
-        step = next(iter(loader))
-        ids = [i for mb in step.plan.micro_batches for i in mb.sample_ids]
-        loss.append(plain_step(alone, DATA, ids, _counted("gpt")))
-        found.append(far(compiled.train_step(step).loss, loss[-1]))
-        for each in (plain, optimizer):
-            each.step()
-            each.zero_grad()
-        state = compiled.state_dict()
-        found += [far(state[n], x) for n, x in alone.state_dict().items()]
-        compiled.save(folder, number + 1, optimizer=optimizer, loader=loader, wait=True)
+        of_step, errors = next_after_checkpoint(
+            folder, number, compiled, loader, alone, plain,
+            lambda ids: plain_step(alone, DATA, ids, _counted("gpt")),
+        )  # fmt: skip
+        loss.append(of_step)
+        found += errors
     assert len({*map(float, loss)}) == len(at), "each step has other samples"
     return found
 

@@ -9,7 +9,7 @@ import torch
 
 import dcpc
 from dcpc.buckets import ones_of
-from tests.cases.asks import far, plain_step, trained
+from tests.cases.asks import far, next_after_checkpoint, plain_step, trained
 from tests.cases.clips import CLIPS, ClipBatches
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks
@@ -135,18 +135,11 @@ def resumed(rank: int, folder: str) -> list[float]:
         compiled = dcpc.compile(case.make(), case.buckets, backend="eager", verify="off",
                                 device=SPLITTING, **options)  # fmt: skip
         loader = dcpc.DataLoader(data, compiled, samples_per_step=4, shuffle=False, window=0)
-        optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
-        assert compiled.load(folder, optimizer=optimizer, loader=loader).step == number
-        step = next(iter(loader))
-        ids = [i for mb in step.plan.micro_batches for i in mb.sample_ids]
-        loss = plain_step(alone, data, ids, lambda sample: 1)
-        found.append(far(compiled.train_step(step).loss, loss))
-        for each in (plain, optimizer):
-            each.step()
-            each.zero_grad()
-        state = compiled.state_dict()
-        found += [far(state[n], x) for n, x in alone.state_dict().items()]
-        compiled.save(folder, number + 1, optimizer=optimizer, loader=loader, wait=True)
+        _, errors = next_after_checkpoint(
+            folder, number, compiled, loader, alone, plain,
+            lambda ids: plain_step(alone, data, ids, lambda sample: 1),
+        )  # fmt: skip
+        found += errors
     return found
 
 
