@@ -1,10 +1,13 @@
 """Which slow tests continuous integration leaves out, and what no test leaves behind."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from dcpc.passes.sharding import rules
+from dcpc.runtime.groups import local_ranks
 
 # File -> why its slow tests are run by hand (`make test-slow`), not by `.ci/run`. None of them
 # holds a loss or a gradient that no other test holds.
@@ -33,6 +36,17 @@ ALONE = {
         "90 models under 4 seeds: an hour; ModernBERT's, which found the class, is run",
     ),
 }
+
+
+# What dcpc imports late, and most ranks do as they compile: one to two seconds of each.
+LATE = ("dcpc.codegen.variant.inductor", "torch.export._trace", "scipy.sparse.csgraph")
+
+
+def pytest_collection_finish() -> None:
+    """Has the server of ranks import what the collected tests imported; forks share it."""
+    os.environ["TORCH_WARM_POOL"] = "0"  # with triton, the import starts processes and a thread
+    ours = (name for name in sys.modules if name.startswith(("models.", "tests.cases.")))
+    local_ranks.PRELOADED += [*LATE, *sorted(ours)]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -36,6 +36,9 @@ import torch.distributed as dist
 from dcpc.errors import GroupError
 from dcpc.runtime.groups.watch import uncaught
 
+# Modules that the server imports before it forks the first rank. A program whose ranks need others
+# adds them: each is then imported once, not in each rank.
+PRELOADED = ["dcpc"]
 # Once a rank has failed its peers get this long to fail too, so that all tracebacks are shown.
 GRACE_S = 8.0
 
@@ -79,7 +82,7 @@ def run_ranks(
         RanksError: a rank raised, died or was killed.
     """
     if not fork:
-        multiprocessing.set_forkserver_preload(["dcpc"])
+        multiprocessing.set_forkserver_preload(PRELOADED)
     children: list[_Child] = []
     try:
         for rank in range(world):
