@@ -9,6 +9,9 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 	if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	then echo $$p; break; fi; done
 
+# Each process of the tests imports torch and dcpc: compiled once, not every time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-video test test-exact test-slow zoo fuzz lint docs clean
 .DEFAULT_GOAL := test
 
