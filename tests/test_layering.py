@@ -6,6 +6,7 @@ Tests share by tests/cases/, not by one another.
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -156,10 +157,6 @@ SHARED = (["fuzz"], ["cases"])  # folders of tests/ without a test
 ALONGSIDE = {"__init__.py", "README.md", "__pycache__"}  # not counted, nor is data
 
 
-def module_name(file: Path, root: Path = ROOT) -> str:
-    return ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-
-
 def python_files(*folders: str) -> list[Path]:
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
 
@@ -263,9 +260,9 @@ def private_imports(file: Path, root: Path = ROOT) -> list[str]:
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Attribute)
-            and ast.unparse(node.value) in local_names
             and node.attr.startswith("_")
             and not node.attr.startswith("__")
+            and ast.unparse(node.value) in local_names
         ):
             errors.append(f"{file}:{node.lineno}: reads the underscore name {ast.unparse(node)}")
     return errors
@@ -290,14 +287,25 @@ def sharing_errors(file: Path, root: Path = ROOT) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("file", python_files("dcpc"), ids=module_name)
-def test_dcpc_imports_follow_the_table(file):
-    assert not layering_errors(file)
+def model_errors(file: Path) -> list[str]:
+    return [
+        f"{file}:{line}: a model imports {module}"
+        for line, module, _ in imported(ast.parse(file.read_text()), file)
+        if module.split(".")[0] in {*OURS} - {"models"}
+    ]
 
 
-@pytest.mark.parametrize("file", python_files("dcpc"), ids=module_name)
-def test_dcpc_imports_stand_at_the_top(file):
-    assert not nested_imports(file)
+def errors_of(check: Callable[[Path], list[str]], *folders: str) -> str:
+    """Returns the errors of all files, a line each: one test, and each offence by name."""
+    return "\n".join(error for file in python_files(*folders) for error in check(file))
+
+
+def test_dcpc_imports_follow_the_table():
+    assert errors_of(layering_errors, "dcpc") == ""
+
+
+def test_dcpc_imports_stand_at_the_top():
+    assert errors_of(nested_imports, "dcpc") == ""
 
 
 def test_importing_dcpc_leaves_torchs_compilers_alone():
@@ -306,21 +314,16 @@ def test_importing_dcpc_leaves_torchs_compilers_alone():
     assert found.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("file", python_files("models"), ids=module_name)
-def test_models_import_nothing_of_ours_but_models(file):
-    for line, module, _ in imported(ast.parse(file.read_text()), file):
-        top = module.split(".")[0]
-        assert top not in OURS or top == "models", f"{file}:{line}: a model imports {module}"
+def test_models_import_nothing_of_ours_but_models():
+    assert errors_of(model_errors, "models") == ""
 
 
-@pytest.mark.parametrize("file", python_files("tests", "benchmarks"), ids=module_name)
-def test_no_test_imports_another_test_or_a_benchmark(file):
-    assert not sharing_errors(file)
+def test_no_test_imports_another_test_or_a_benchmark():
+    assert errors_of(sharing_errors, "tests", "benchmarks") == ""
 
 
-@pytest.mark.parametrize("file", python_files(*OURS), ids=module_name)
-def test_no_underscore_name_crosses_modules(file):
-    assert not private_imports(file)
+def test_no_underscore_name_crosses_modules():
+    assert errors_of(private_imports, *OURS) == ""
 
 
 def test_arrows_point_down():
@@ -376,16 +379,13 @@ def test_class_names_are_unique_and_say_which():
     assert not {name: at for name, at in places.items() if name.lstrip("_") in VAGUE}
 
 
-@pytest.mark.parametrize(
-    "folder",
-    sorted({f.parent for f in python_files("dcpc")}),
-    ids=lambda f: str(f.relative_to(ROOT)),
-)
-def test_folders_hold_at_most_twelve(folder):
-    entries = [e for e in folder.iterdir() if e.name not in ALONGSIDE]
-    counted = [e for e in entries if e.is_dir() or e.suffix == ".py"]
-    assert folder.name == "dcpc" or len(counted) <= MOST_ENTRIES
-    assert (folder / "__init__.py").is_file(), "packages are found by their __init__.py"
+def test_folders_hold_at_most_twelve():
+    folders = {f.parent for f in python_files("dcpc")}
+    entries = {f: [e for e in f.iterdir() if e.name not in ALONGSIDE] for f in folders}
+    counted = {f: sum(e.is_dir() or e.suffix == ".py" for e in es) for f, es in entries.items()}
+    assert not {f: n for f, n in counted.items() if n > MOST_ENTRIES and f != ROOT / "dcpc"}
+    without = [f for f in folders if not (f / "__init__.py").is_file()]
+    assert not without, "packages are found by their __init__.py"
 
 
 @pytest.mark.parametrize(
