@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from dcpc.errors import GroupError
 from dcpc.runtime.groups.launch import launched, local_device
-from dcpc.runtime.groups.making import block_of, one_of, watched
+from dcpc.runtime.groups.making import GroupMaker, watched
 from dcpc.runtime.groups.watch import SILENCE_S, Watch, break_connections
 
 # Ranks of a group may be this far apart: compiling a variant on first use takes minutes.
@@ -113,18 +112,24 @@ class Groups:
         whole = len(ranks) == dist.get_world_size()
         fake = dist.get_backend(parent) == "fake"
         watch = Watch() if fake else watched(parent, ranks, rank, timeout_s, silence_s)
+        make = GroupMaker(ranks, rank, whole, device, timeout_s)
+        make.connect(parent)
         data = {len(ranks): parent}
         control = {}
         for degree in divisors(len(ranks))[1:]:
             if degree < len(ranks):
-                data[degree] = block_of(ranks, rank, degree, whole, None, timeout_s)
-            backend = "fake" if fake else "gloo"
-            control[degree] = block_of(ranks, rank, degree, whole, backend, timeout_s)
-        sums = block_of(ranks, rank, len(ranks), whole, "fake" if fake else None, timeout_s)
+                data[degree] = make.block(degree)
+            control[degree] = make.block(degree, "fake" if fake else "gloo")
+        sums = make.block(len(ranks))
         return cls(
             len(ranks), rank, device, timeout_s, ranks, data, control, whole, _gradients=sums,
             watch=watch,
         )  # fmt: skip
+
+    @property
+    def maker(self) -> GroupMaker:
+        """Makes further groups of these ranks."""
+        return GroupMaker(self.global_ranks, self.rank, self.whole, self.device, self.timeout_s)
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -174,10 +179,8 @@ class Groups:
             return None
         if block not in self._across:
             every = [self.global_ranks[place::block] for place in range(block)]
-            self._across[block] = one_of(
-                every, self.rank % block, self.whole, None, self.timeout_s,
-                f"dcpc data across blocks of {block}",
-            )  # fmt: skip
+            desc = f"dcpc data across blocks of {block}"
+            self._across[block] = self.maker.one_of(every, self.rank % block, desc)
         return self._across[block]
 
     def separate(self, what: str) -> dist.ProcessGroup | None:
@@ -190,8 +193,7 @@ class Groups:
         """
         if self.control(self.world) is None:
             return None
-        ranks, whole = self.global_ranks, self.whole
-        made = block_of(ranks, self.rank, self.world, whole, "gloo", self.timeout_s, what)
+        made = self.maker.block(self.world, "gloo", what)
         self._separate.append(made)
         return made
 
@@ -313,9 +315,7 @@ class Groups:
                 self._destroy(self._ranges.pop(key))
         for degree in sorted({d for f, d in ranges if self._is_block(f, d)}):
             self._destroy(self._data.get(degree))
-            self._data[degree] = block_of(
-                self.global_ranks, self.rank, degree, self.whole, None, self.timeout_s
-            )
+            self._data[degree] = self.maker.block(degree)
 
     @staticmethod
     def _destroy(pg: dist.ProcessGroup | None) -> None:
@@ -334,12 +334,8 @@ class Groups:
     def _make(self, first: int, degree: int) -> dist.ProcessGroup | None:
         if not dist.is_initialized():
             return None
-        made = dist.new_group(
-            list(self.global_ranks[first : first + degree]),
-            timeout=timedelta(seconds=self.timeout_s),
-            group_desc=f"dcpc data ranks {first} to {first + degree - 1}",
-        )
-        return made if isinstance(made, dist.ProcessGroup) else None
+        desc = f"dcpc data ranks {first} to {first + degree - 1}"
+        return self.maker.some(range(first, first + degree), desc)
 
     def _check(self, sp: int) -> None:
         if sp < 1 or self.world % sp:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -13,6 +16,7 @@ from dcpc.errors import GroupError
 from dcpc.runtime.groups.watch import Watch
 
 _POLL_S = 0.02
+_CONNECTED = ("gloo", "fake")  # backends that connect a group's ranks when it is made
 
 # Name of a process group -> the group and who watches its ranks.
 _watches: dict[str, tuple[dist.ProcessGroup, Watch]] = {}
@@ -59,51 +63,127 @@ def _await_all(
         time.sleep(_POLL_S)
 
 
-def block_of(
-    ranks: tuple[int, ...],
-    rank: int,
-    degree: int,
-    whole: bool,
-    backend: str | None,
-    timeout_s: float,
-    what: str = "",
-) -> dist.ProcessGroup:
-    """Returns this rank's group of a degree."""
-    desc = f"dcpc {what or backend or 'data'} degree {degree}"
-    blocks = [ranks[i : i + degree] for i in range(0, len(ranks), degree)]
-    return one_of(blocks, rank // degree, whole, backend, timeout_s, desc)
+@dataclass(frozen=True, slots=True)
+class GroupMaker:
+    """Makes process groups; every rank asks for the same ones, in the same order.
+
+    Attributes:
+        ranks: number in the default group of each.
+        rank: this one's place among them.
+        whole: whether they are all ranks of the default group.
+        device: where they compute.
+        timeout_s: how long a rank waits for another.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    whole: bool
+    device: torch.device
+    timeout_s: float
+
+    def block(self, degree: int, backend: str | None = None, what: str = "") -> dist.ProcessGroup:
+        """Returns this rank's of the groups of so many ranks each; collective over all.
+
+        Args:
+            degree: ranks of a group.
+            backend: None: that of the default group.
+            what: it is for, as torch's logs name it.
+        """
+        blocks = [self.ranks[i : i + degree] for i in range(0, len(self.ranks), degree)]
+        desc = f"dcpc {what or backend or 'data'} degree {degree}"
+        return self.one_of(blocks, self.rank // degree, desc, backend)
+
+    def one_of(
+        self, every: Sequence[Sequence[int]], own: int, desc: str, backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """Returns this rank's of several groups, which have no rank in common; collective over all.
+
+        Args:
+            every: their ranks in the default group.
+            own: number of this rank's.
+            desc: name of all of them.
+            backend: None: that of the default group.
+        """
+        timeout, lists = timedelta(seconds=self.timeout_s), [list(ranks) for ranks in every]
+        if self.whole:
+            # Every rank passes every group: cheap for those it is not in, and c10d's names stay
+            # aligned.
+            with _unbound(backend is not None):
+                pg, _ = dist.new_subgroups_by_enumeration(
+                    lists, timeout=timeout, backend=backend, group_desc=desc
+                )
+        else:
+            # Ranks outside the parent group do not come here.
+            with _unbound(True):
+                pg = dist.new_group(
+                    lists[own], timeout=timeout, backend=backend, use_local_synchronization=True,
+                    group_desc=desc,
+                )  # fmt: skip
+        assert isinstance(pg, dist.ProcessGroup), f"{desc}: this rank is in none"
+        if backend is None:
+            self.connect(pg)
+        return pg
+
+    def some(
+        self, members: Sequence[int], desc: str, connected: bool = True
+    ) -> dist.ProcessGroup | None:
+        """Returns the data group of some ranks, None on others; collective over all.
+
+        Args:
+            members: their places among all ranks.
+            desc: its name.
+            connected: whether its collectives are made ready.
+        """
+        pg = dist.new_group(
+            [self.ranks[r] for r in members],
+            timeout=timedelta(seconds=self.timeout_s), group_desc=desc,
+        )  # fmt: skip
+        if not isinstance(pg, dist.ProcessGroup):
+            return None
+        if connected:
+            self.connect(pg)
+        return pg
+
+    def connect(self, pg: dist.ProcessGroup) -> None:
+        """Has a data group's communicator made, while all of its ranks are here.
+
+        NCCL makes it at the group's first call, which needs all of its ranks: in a ring in which
+        one has nothing to send the others would wait for that one.
+
+        Raises:
+            GroupError: it cannot be made.
+        """
+        if dist.get_backend(pg) in _CONNECTED:
+            return
+        try:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=pg)
+        except RuntimeError as e:
+            raise GroupError(
+                f"process group {pg.group_desc} of {pg.size()} ranks: got "
+                f"{(str(e).splitlines() or ['no reason'])[0]}; expected a first collective on "
+                f"{self.device}; give each rank a device of its own with free memory (LOCAL_RANK), "
+                "and look at the logs with NCCL_DEBUG=INFO"
+            ) from e
 
 
-def one_of(
-    every: Sequence[Sequence[int]],
-    own: int,
-    whole: bool,
-    backend: str | None,
-    timeout_s: float,
-    desc: str,
-) -> dist.ProcessGroup:
-    """Returns this rank's of several groups, which have no rank in common; collective over all.
+@contextmanager
+def _unbound(apart: bool) -> Iterator[None]:
+    """Has new groups made without the ranks that are not in them.
+
+    Where the default group is bound to a device (`device_id=`), torch splits its communicator for
+    each new group, over gloo as well on the ranks outside: that waits for all ranks, and those of a
+    gloo group or of another job do not come (pytorch/pytorch#145376).
 
     Args:
-        every: their ranks in the default group.
-        own: number of this rank's.
-        whole: whether they are all ranks of the default group together.
-        backend: None: that of the default group.
-        timeout_s: how long a rank waits for another.
-        desc: name of all of them.
+        apart: whether the groups are of gloo, or of a part of a larger job.
     """
-    timeout, lists = timedelta(seconds=timeout_s), [list(ranks) for ranks in every]
-    if whole:
-        # Every rank passes every group: cheap for those it is not in, and c10d's names stay
-        # aligned.
-        pg, _ = dist.new_subgroups_by_enumeration(
-            lists, timeout=timeout, backend=backend, group_desc=desc
-        )
-    else:
-        # Ranks outside the parent group do not come here.
-        pg = dist.new_group(
-            lists[own], timeout=timeout, backend=backend, use_local_synchronization=True,
-            group_desc=desc,
-        )  # fmt: skip
-    assert isinstance(pg, dist.ProcessGroup), f"{desc}: this rank is in none"
-    return pg
+    default = dist.group.WORLD
+    bound = getattr(default, "bound_device_id", None)
+    if not apart or default is None or bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound

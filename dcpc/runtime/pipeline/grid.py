@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -70,7 +69,9 @@ class PipelineGrid:
             )
             for replica in replicas for stage in range(layout.stages - 1)
             for lane in lanes for back in (False, True)
-        })  # fmt: skip
+        }, connected=False)  # fmt: skip
+        for (stage, back, _, _), pg in wires.items():
+            _open(groups, pg, sends=(layout.stage(groups.rank) == stage) != back)
         sums = _made(groups, {
             which: tuple(sorted(layout.rank(r, s, n) for r in replicas for s in which
                                 for n in lanes))
@@ -172,18 +173,45 @@ def _readers(
     return {name: tuple(found) for name, found in readers.items()}
 
 
-def _made(groups: Groups, ranks: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
+def _made(
+    groups: Groups, ranks: Mapping[Any, tuple[int, ...]], connected: bool = True
+) -> dict[Any, dist.ProcessGroup]:
     """Returns the process groups that this rank is in; every rank makes all, in one order."""
-    found = {}
-    for key, members in ranks.items():
-        pg = dist.new_group(
-            [groups.global_ranks[r] for r in members],
-            timeout=timedelta(seconds=groups.timeout_s),
-            group_desc=f"dcpc pipeline {key}",
-        )
-        if groups.rank in members:
-            found[key] = pg
-    return found
+    made = {
+        key: groups.maker.some(members, f"dcpc pipeline {key}", connected)
+        for key, members in ranks.items()
+    }
+    return {key: pg for key, pg in made.items() if pg is not None}
+
+
+def _open(groups: Groups, pg: dist.ProcessGroup, sends: bool) -> None:
+    """Sends one element over a wire, the way that it is for.
+
+    NCCL's first message between two ranks waits for the other's call. A stage posts its receives
+    ahead of its sends, so in a step it would wait for what waits for it. All ranks do this in the
+    order of the wires, so none waits in a circle.
+
+    Args:
+        groups: all ranks.
+        pg: the wire, of two ranks.
+        sends: whether this rank does; else it receives.
+
+    Raises:
+        GroupError: a neighbour does not take it, or sends none.
+    """
+    x = torch.zeros(1, device=groups.device)
+    try:
+        if sends:
+            dist.send(x, group=pg, group_dst=1 - pg.rank())
+        else:
+            dist.recv(x, group=pg, group_src=1 - pg.rank())
+    except RuntimeError as e:
+        first, second = dist.get_process_group_ranks(pg)
+        raise GroupError(
+            f"wire of a pipeline between ranks {first} and {second}: got "
+            f"{(str(e).splitlines() or ['no reason'])[0]}; expected one element to arrive within "
+            f"{groups.timeout_s:g} s; look at the logs of both ranks"
+        ) from e
 
 
 def _sum(parameters: Sequence[nn.Parameter], pg: dist.ProcessGroup) -> None:
