@@ -26,8 +26,10 @@ from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
 from dcpc.plan.folding import gathering
 from dcpc.plan.options import (
+    MOST_COMMUNICATORS,
     PlanOptions,
     degrees,
+    few_degrees,
     taking,
 )
 from dcpc.plan.placements import compute_dtype
@@ -73,7 +75,9 @@ def cut_with(
 
 def of_one_rank(options: PlanOptions) -> PlanOptions:
     """Returns what a model is planned with before it is cut into stages: one of its ranks alone."""
-    memory = rank_memory_bytes(options.memory, target_of(options.device), options.world)
+    # Its wires, sums and groups of ranks are as many as a rank may have.
+    among = MOST_COMMUNICATORS if options.world > 1 else 0
+    memory = rank_memory_bytes(options.memory, target_of(options.device), options.world, among)
     return replace(options, world=1, memory=memory, sp=1, parameters="whole")
 
 
@@ -180,8 +184,10 @@ def _plan_held(
 ) -> Planned:
     """Returns the plan; `traces` are those of the model where they were made, else gets them."""
     world = options.world
-    sps = degrees(options.sp, world)
     target = target_of(options.device)
+    sps = degrees(options.sp, world)
+    if target.communicator_bytes and options.sp == "auto":
+        sps = few_degrees(sps, world)
     measured = Calibration.of(options.calibration)
     if measured is not None:
         target = calibrated(target, measured.fits)

@@ -11,6 +11,8 @@ from dcpc.errors import PlanError
 from dcpc.plan.options import (
     PlanOptions,
     block_of,
+    degrees,
+    few_degrees,
     memory_of,
 )
 from dcpc.plan.planning import PlanRequest
@@ -50,10 +52,11 @@ def request_of(
     residents = _residents(model, own, options, mode)
     rows_bytes = sum(p.nbytes for p in own if p.requires_grad)
     stepped = own if options.optimizer_bytes is None else ()
+    among = communicators(sps, world) if target.communicator_bytes else 0
     return PlanRequest(
         sps=sps,
         recompute_mode=options.recompute_mode,
-        memory_bytes=rank_memory_bytes(options.memory, target, world),
+        memory_bytes=rank_memory_bytes(options.memory, target, world, among),
         resident_bytes=sum(rounded(size_bytes, target.block_bytes) for size_bytes in residents),
         world=world,
         residents=tuple(residents),
@@ -65,7 +68,18 @@ def request_of(
         parameters=mode,
         block=owners if mode == "rounds" else 0,
         gradient_bytes=rows_bytes,
+        communicators=among,
     )
+
+
+def communicators(sps: Sequence[int], world: int) -> int:
+    """Returns the most process groups that a rank is in: of all ranks, of gradients, of degrees.
+
+    Args:
+        sps: degrees that plans may have.
+        world: number of ranks.
+    """
+    return 2 + sum(1 < sp < world for sp in sps) if world > 1 else 0
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -131,20 +145,26 @@ def _state_bytes(
     return {id(q): -(-states.get(id(p), 0) * q.nbytes // max(p.nbytes, 1)) for p, q in pairs}
 
 
-def rank_memory_bytes(memory: int | float | str | None, device: Device, world: int) -> int:
-    """Returns the bytes that a rank may use.
+def rank_memory_bytes(
+    memory: int | float | str | None, device: Device, world: int, among: int | None = None
+) -> int:
+    """Returns the bytes that a rank may use for tensors.
 
     Args:
         memory: bytes, also as a text such as "80GB"; or a share of what the device has, up to 1.0;
-            None: all of it.
+            None: all of it. What communicators take is off the device's, not off bytes.
         device: what is planned for.
         world: ranks; they share the memory of a CPU.
+        among: communicators of a rank; None: those of every degree that plans have by default.
 
     Raises:
         PlanError: `memory` is not a positive number.
     """
     memory = memory_of(memory)
     have_bytes = device.memory_bytes // (world if device.name == "cpu" else 1)
+    if device.communicator_bytes:
+        usual = communicators(few_degrees(degrees("auto", world), world), world)
+        have_bytes -= (usual if among is None else among) * device.communicator_bytes
     if memory is None:
         return have_bytes
     if isinstance(memory, float) and memory <= 1.0:

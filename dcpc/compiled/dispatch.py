@@ -85,10 +85,11 @@ class Dispatch:
 
     def bind_blocks(self) -> None:
         """Lets calls outside of a train step find the aligned blocks of ranks."""
-        for sp in self._groups.degrees:
-            pg = self._groups.of(sp)
-            if pg is not None:
-                bind_group(group_name(sp), pg)
+        for sp in self._planned.request.sps:
+            if sp in self._groups.degrees:
+                self._groups.of(sp)
+        for sp, made in self._groups.made.items():
+            bind_group(group_name(sp), made)
         if self.store.in_rounds:
             pg = self._groups.of(self.store.block)
             assert pg is not None, "alone nothing is gathered"

@@ -58,6 +58,7 @@ class PlanRequest:
         parameters: who holds them: "whole", "step", "pull" or "rounds".
         block: ranks that share them out and gather them from each other; 0: nothing is gathered.
         gradient_bytes: that a rank keeps of all gradients.
+        communicators: process groups of a rank whose memory is not torch's; 0 of a CPU's ranks.
     """
 
     sps: tuple[int, ...]
@@ -70,6 +71,7 @@ class PlanRequest:
     parameters: str = "whole"
     block: int = 0
     gradient_bytes: int = 0
+    communicators: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,13 @@ class Planned:
             f"parameters ({self.request.parameters}), buffers, their gradients, the optimizer's "
             "state\n"
         )
+        if self.request.communicators:
+            each_bytes = self.device.communicator_bytes
+            text += (
+                f"{self.request.communicators} communicators of a rank take "
+                f"{bytes_text(self.request.communicators * each_bytes)} of the device beside that "
+                f"({bytes_text(each_bytes)} each, assumed); memory= in bytes is without them\n"
+            )
         text += "".join(f"\n{line}" for line in changes) + "\n"
         text += "".join(f"\n{line}" for line in self.attention) + "\n" * bool(self.attention)
         return text + "".join(f"\n{note}" for note in self.notes) + "\n" * bool(self.notes)

@@ -147,6 +147,10 @@ class Room:
         )  # fmt: skip
         return found
 
+    def communicators_of(self, rank: int) -> int:
+        """Returns how many communicators a rank has."""
+        return sum(rank in made.ranks for made in self._made.values())
+
     def launch(self, rank: int, on: Communicator, call: Call) -> None:
         """Puts a call on this rank's stream of a communicator."""
         with self._changed:
@@ -345,8 +349,8 @@ def _threaded(room: Room) -> Iterator[None]:
 
 def run_blocking(
     fn: Callable[..., Any], world: int, *args: Any, eager: bool = False
-) -> tuple[list[Any], dict[int, list[Issued]]]:
-    """Returns `fn(rank, *args)` of each rank, a thread of this process, and each rank's calls.
+) -> tuple[list[Any], Room]:
+    """Returns `fn(rank, *args)` of each rank, a thread of this process, and what they did.
 
     Args:
         fn: what a rank does; its default group is of all ranks, and blocks.
@@ -379,4 +383,4 @@ def run_blocking(
             thread.join(2 * LIMIT_S)
     if problems:
         raise next((e for e in problems if isinstance(e, HangError)), problems[0])
-    return found, room.calls
+    return found, room

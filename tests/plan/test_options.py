@@ -11,7 +11,15 @@ import dcpc
 from dcpc.api import plan, rank_memory_bytes
 from dcpc.commands.cli import app
 from dcpc.errors import PlanError
-from dcpc.plan.options import CompileOptions, PlanOptions, commanded, facts
+from dcpc.plan.options import (
+    MOST_COMMUNICATORS,
+    CompileOptions,
+    PlanOptions,
+    commanded,
+    degrees,
+    facts,
+    few_degrees,
+)
 from dcpc.symbolic_profile import find
 
 SHARED = {
@@ -101,8 +109,27 @@ def test_verify_is_checked():
     [("80GB", 80 * 10**9), ("512MiB", 2**29), ("8e9", 8 * 10**9), (0.5, 2**33), ("0.5", 2**33)],
 )
 def test_memory_of_a_rank(memory, size_bytes):
-    device = replace(find("h200"), memory_bytes=2**34)
+    device = replace(find("h200"), memory_bytes=2**34, communicator_bytes=0)
     assert rank_memory_bytes(CompileOptions(memory=memory).memory, device, 2) == size_bytes
+
+
+def test_communicators_are_off_a_gpus_memory_and_not_off_bytes():
+    device = replace(find("h200"), memory_bytes=80 * 10**9, communicator_bytes=10**9)
+    # Of 4 ranks: all of them twice, and pairs.
+    told = {memory: rank_memory_bytes(memory, device, 4) for memory in (None, 0.5, 70e9)}
+    assert told == {None: 77 * 10**9, 0.5: 385 * 10**8, 70e9: 70 * 10**9}
+    assert rank_memory_bytes(None, device, 1) == 80 * 10**9
+    cpu = replace(find("cpu"), memory_bytes=80 * 10**9)
+    assert rank_memory_bytes(None, cpu, 4) == 20 * 10**9
+
+
+@pytest.mark.parametrize("world", [2, 8, 24, 48, 60, 256, 1000])
+def test_few_degrees_serve_on_a_gpu(world):
+    every = degrees("auto", world)
+    kept = few_degrees(every, world)
+    assert {1, world} <= {*kept} <= {*every}
+    assert 2 + sum(1 < sp < world for sp in kept) <= MOST_COMMUNICATORS
+    assert kept == every or len(kept) == MOST_COMMUNICATORS
 
 
 def test_what_compile_is_told_reaches_the_plan():

@@ -5,6 +5,7 @@ from dcpc.plan.options.kinds import CompileOptions, ModelOptions, PlanOptions
 from dcpc.plan.options.signatures import commanded, default_of, options_table, taking
 from dcpc.plan.options.values import (
     AUTOCAST,
+    MOST_COMMUNICATORS,
     PARAMETERS,
     RECOMPUTE,
     VERIFY,
@@ -12,6 +13,7 @@ from dcpc.plan.options.values import (
     block_of,
     check_choice,
     degrees,
+    few_degrees,
     memory_of,
     parse_block,
     parse_degrees,
@@ -19,6 +21,7 @@ from dcpc.plan.options.values import (
 
 __all__ = [
     "AUTOCAST",
+    "MOST_COMMUNICATORS",
     "PARAMETERS",
     "RECOMPUTE",
     "VERIFY",
@@ -34,6 +37,7 @@ __all__ = [
     "default_of",
     "degrees",
     "facts",
+    "few_degrees",
     "memory_of",
     "options_table",
     "parse_block",

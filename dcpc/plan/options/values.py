@@ -19,6 +19,8 @@ from dcpc.trace.wrappers import refuse_wrapped
 RECOMPUTE = ("auto", "pyramid", "none", "all")
 VERIFY = ("auto", "full", "off")
 PARAMETERS = ("whole", "step", "pull", "rounds", "auto")
+# Process groups that a rank is in over NCCL: each takes memory of its GPU.
+MOST_COMMUNICATORS = 8
 LARGEST = (1 << 63) - 1  # integers from here on fit in no tensor
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -93,6 +95,26 @@ def degrees(sp: int | str | Sequence[int], world: int) -> tuple[int, ...]:
         f"({', '.join(map(str, divisors))}), or degrees up to it with one of these in it; "
         "choose one, or run on a multiple of it"
     )
+
+
+def few_degrees(sps: Sequence[int], world: int) -> tuple[int, ...]:
+    """Returns the degrees that few communicators serve: at most `MOST_COMMUNICATORS` a rank.
+
+    Two are of all ranks (the model's, and the sum of gradients), and each degree between 1 and all
+    has one. Of more degrees the one goes whose neighbours are nearest to each other, again and
+    again: so those that are left are spread evenly.
+
+        48 ranks     1 2 3 4 6 8 12 16 24 48  ->  1 2 3 4 6 12 24 48
+
+    Args:
+        sps: degrees to try, ascending.
+        world: number of ranks.
+    """
+    left = list(sps)
+    while sum(1 < sp < world for sp in left) > MOST_COMMUNICATORS - 2:
+        gaps = {i: left[i + 1] / left[i - 1] for i in range(1, len(left) - 1)}
+        del left[min(gaps, key=lambda i: (gaps[i], -i))]  # of a tie the wider one
+    return tuple(left)
 
 
 def check_timeout(timeout: object) -> None:

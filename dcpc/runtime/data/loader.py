@@ -196,8 +196,8 @@ class DataLoader:
     def table(self) -> PlanTable:
         """The rows that plans choose from, as the compiled model has them now."""
         groups, node_ranks = self.compiled.groups, self.compiled.node_ranks
-        aligned = not groups.whole
-        found = mode_table(self.compiled, self.recipe.mode, groups.world, node_ranks, aligned)
+        world, aligned = groups.world, groups.only_blocks
+        found = mode_table(self.compiled, self.recipe.mode, world, node_ranks, aligned)
         speeds = self.compiled.speeds
         return replace(found, speeds=speeds) if speeds else found
 

@@ -6,8 +6,8 @@ For degree d the ranks form aligned blocks `[k*d, (k+1)*d)`, d over the divisors
 
 Each block has a data group (the variants' collectives, gradients) and a control group (gloo: small
 facts on which its ranks must agree), so that a rank that checks never meets a peer that computes. A
-rank alone has neither. A planned step may also use any range of consecutive ranks: `prepare` makes
-data groups for those that it names, and keeps the `MOST_RANGES` used last.
+rank alone has neither. Over gloo a planned step may also use any range of consecutive ranks:
+`prepare` makes data groups for those that it names, and keeps the `MOST_RANGES` used last.
 
 "World" is the group given to `Groups.default`: its ranks are numbered from 0; errors name the
 numbers in the default group, which a launcher's logs show.
@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from dcpc.errors import GroupError
-from dcpc.runtime.groups.launch import launched, local_device
-from dcpc.runtime.groups.making import GroupMaker, watched
-from dcpc.runtime.groups.watch import SILENCE_S, Watch, break_connections
+from dcpc.runtime.groups.breaking import break_connections
+from dcpc.runtime.groups.launch import launched, local_device, refuse_one_queue, take_device
+from dcpc.runtime.groups.making import GroupMaker, connects_at_once, watched
+from dcpc.runtime.groups.watch import SILENCE_S, Watch
 
 # Ranks of a group may be this far apart: compiling a variant on first use takes minutes.
 TIMEOUT_S = 600.0
@@ -63,7 +64,7 @@ class Groups:
     # degree -> checks made so far (agreement.py); equal on all ranks of a block.
     checks: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
     _numbers: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
-    _gradients: dist.ProcessGroup | None = field(default=None, repr=False)
+    _gradients: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
     _broken: set[tuple[int, int]] = field(default_factory=set, repr=False, compare=False)
     _across: dict[int, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     _separate: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
@@ -85,7 +86,8 @@ class Groups:
         """Returns the groups of `group`, of the default group, or of one rank alone.
 
         Where the default group is not initialised and a launcher's environment is there, it is
-        initialised from it (gloo, with nccl for a CUDA device) and destroyed at exit.
+        initialised from it (gloo, with nccl for a CUDA device) and destroyed at exit. A CUDA device
+        becomes this process's current one.
 
         Args:
             group: the ranks to use; None: all of them. Collective: each of its ranks calls this.
@@ -94,9 +96,11 @@ class Groups:
             silence_s: how long a rank may be without a sign of life before it is lost.
 
         Raises:
-            GroupError: this rank is not in `group`, or a rank of it did not call this in time.
+            GroupError: this rank is not in `group`, a rank of it did not call this in time, or the
+                rank's GPU is not there or has one queue.
         """
         device = local_device(device)
+        take_device(device)
         if not dist.is_available() or not (dist.is_initialized() or launched(device, timeout_s)):
             return cls(device=device, timeout_s=timeout_s)
         parent = dist.group.WORLD if group is None else group
@@ -109,6 +113,7 @@ class Groups:
         rank = dist.get_rank(parent)
         if len(ranks) == 1:
             return cls(device=device, timeout_s=timeout_s, global_ranks=ranks)
+        refuse_one_queue(device)
         whole = len(ranks) == dist.get_world_size()
         fake = dist.get_backend(parent) == "fake"
         watch = Watch() if fake else watched(parent, ranks, rank, timeout_s, silence_s)
@@ -117,14 +122,13 @@ class Groups:
         data = {len(ranks): parent}
         control = {}
         for degree in divisors(len(ranks))[1:]:
-            if degree < len(ranks):
-                data[degree] = make.block(degree)
             control[degree] = make.block(degree, "fake" if fake else "gloo")
-        sums = make.block(len(ranks))
-        return cls(
-            len(ranks), rank, device, timeout_s, ranks, data, control, whole, _gradients=sums,
-            watch=watch,
-        )  # fmt: skip
+        found = cls(len(ranks), rank, device, timeout_s, ranks, data, control, whole, watch=watch)
+        if connects_at_once(parent):
+            for degree in found.degrees:
+                found.of(degree)
+            found.of_gradients()
+        return found
 
     @property
     def maker(self) -> GroupMaker:
@@ -139,11 +143,21 @@ class Groups:
     def of(self, sp: int) -> dist.ProcessGroup | None:
         """Returns the data group of this rank's block of `sp` ranks; None where a rank is alone.
 
+        Over gloo all are there. Elsewhere, as each takes memory of a GPU, a group is made when it
+        is first asked for: that is collective over all ranks.
+
         Raises:
             GroupError: `sp` does not divide the world size.
         """
         self._check(sp)
+        if sp > 1 and self._data and sp not in self._data:
+            self._data[sp] = self.maker.block(sp)
         return self._data.get(sp) if sp > 1 else None
+
+    @property
+    def made(self) -> dict[int, dist.ProcessGroup]:
+        """Degree -> the data group of this rank's block, of those that are there."""
+        return dict(self._data)
 
     def control(self, sp: int) -> dist.ProcessGroup | None:
         """Returns the gloo group of the same ranks for small CPU tensors; None alone.
@@ -157,9 +171,12 @@ class Groups:
     def of_gradients(self) -> dist.ProcessGroup | None:
         """Returns the group of all ranks for the sum of gradients alone; None alone.
 
-        The sum is on the way while variants still run, so it must not meet their collectives.
+        The sum is on the way while variants still run, so it must not meet their collectives. As
+        `of`, it is collective over all ranks when it is first asked for.
         """
-        return self._gradients
+        if self._data and not self._gradients:
+            self._gradients.append(self.maker.block(self.world, what="gradients"))
+        return self._gradients[0] if self._gradients else None
 
     def across(self, block: int) -> dist.ProcessGroup | None:
         """Returns the data group of the ranks with this one's place in their blocks; None of one.
@@ -200,7 +217,7 @@ class Groups:
     def every(self) -> list[dist.ProcessGroup]:
         """Returns all process groups that this rank is in."""
         named = (*self._data.values(), *self._control.values(), *self._ranges.values())
-        more = (*self._across.values(), *self._separate, self._gradients)
+        more = (*self._across.values(), *self._separate, *self._gradients)
         return [pg for pg in (*named, *more) if pg is not None]
 
     def ranks(self, sp: int) -> tuple[int, ...]:
@@ -233,13 +250,15 @@ class Groups:
         """
         for first, degree in ranges:
             if self._is_block(first, degree):
+                self.of(degree)
                 continue
-            if first < 0 or degree < 1 or first + degree > self.world or not self.whole:
+            if first < 0 or degree < 1 or first + degree > self.world or self.only_blocks:
+                part = "" if self.whole else ", part of a larger job"
                 raise GroupError(
                     f"process group of ranks {first} to {first + degree - 1}: got a world of "
-                    f"{self.world} ranks{'' if self.whole else ', part of a larger job'}; expected "
-                    f"{'a range within it' if self.whole else 'an aligned block'}; plan for this "
-                    "world"
+                    f"{self.world} ranks{part}; expected "
+                    f"{'an aligned block' if self.only_blocks else 'a range within it'}; plan for "
+                    "this world and backend"
                 )
             known = (first, degree) in self._ranges
             pg = self._ranges.pop((first, degree)) if known else self._make(first, degree)
@@ -273,6 +292,17 @@ class Groups:
                 f"{self.rank}; expected one made by Groups.prepare; run the step by train_step"
             )
         return pg
+
+    @property
+    def only_blocks(self) -> bool:
+        """Whether only aligned blocks can be groups.
+
+        So it is in a part of a larger job; and over NCCL, where each group takes memory of the GPU
+        (`Device.communicator_bytes`): blocks of the degrees that a plan has are few.
+        """
+        if not self.whole:
+            return True
+        return bool(self._data) and not connects_at_once(self._data[self.world])
 
     @property
     def can_break(self) -> bool:

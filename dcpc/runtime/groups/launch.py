@@ -28,6 +28,41 @@ def local_device(device: torch.device | str | None) -> torch.device:
     return device
 
 
+def take_device(device: torch.device) -> None:
+    """Makes a rank's CUDA device the current one of its process: NCCL and kernels take that.
+
+    Raises:
+        GroupError: there is no such device.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.set_device(device)
+    except (RuntimeError, AssertionError) as e:
+        raise GroupError(
+            f"device {device} of this rank (LOCAL_RANK={os.environ.get('LOCAL_RANK', 'not set')}): "
+            f"got {(str(e).splitlines() or ['no reason'])[0]}; expected one of "
+            f"{torch.cuda.device_count()} CUDA devices; start as many ranks on a host as it has "
+            "GPUs (torchrun --nproc-per-node), or pass device='cpu'"
+        ) from e
+
+
+def refuse_one_queue(device: torch.device) -> None:
+    """Refuses a GPU with one queue of work: messages that wait for each other would stand in it.
+
+    A rank's receive may wait for a send of another one that stands behind that one's own receive.
+
+    Raises:
+        GroupError: `CUDA_DEVICE_MAX_CONNECTIONS` says so.
+    """
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise GroupError(
+            "CUDA_DEVICE_MAX_CONNECTIONS: got 1; expected it to be unset, or 8 or more: ranks run "
+            "messages of several process groups beside each other, and would wait for ever in one "
+            "queue; unset it before Python starts (Megatron's scripts set it)"
+        )
+
+
 def launched(device: torch.device, timeout_s: float) -> bool:
     """Initialises the default group from a launcher's environment; False: there is none."""
     if int(os.environ.get("WORLD_SIZE") or 1) < 2:
@@ -41,19 +76,20 @@ def launched(device: torch.device, timeout_s: float) -> bool:
             stacklevel=5,
         )
         return False
-    backend = "gloo"
+    backend, bound = "gloo", None
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
+        # Bound to it, new groups' communicators are split from that of all ranks.
+        backend, bound = "cpu:gloo,cuda:nccl", device
     try:
         timeout = timedelta(seconds=timeout_s)
         if kept_by_torchrun():
             store, rank, world = store_of_launcher(timeout_s)
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world, timeout=timeout
-            )
+                backend, store=store, rank=rank, world_size=world, timeout=timeout,
+                device_id=bound,
+            )  # fmt: skip
         else:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, device_id=bound)
     except (RuntimeError, ValueError) as e:
         where = ", ".join(f"{name}={os.environ[name]}" for name in _LAUNCHER)
         raise GroupError(

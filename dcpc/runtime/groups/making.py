@@ -16,7 +16,6 @@ from dcpc.errors import GroupError
 from dcpc.runtime.groups.watch import Watch
 
 _POLL_S = 0.02
-_CONNECTED = ("gloo", "fake")  # backends that connect a group's ranks when it is made
 
 # Name of a process group -> the group and who watches its ranks.
 _watches: dict[str, tuple[dist.ProcessGroup, Watch]] = {}
@@ -61,6 +60,11 @@ def _await_all(
             )
         watch.look()
         time.sleep(_POLL_S)
+
+
+def connects_at_once(pg: dist.ProcessGroup) -> bool:
+    """Whether a group's ranks are connected when it is made, which takes no memory of a GPU."""
+    return dist.get_backend(pg) in ("gloo", "fake")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,7 @@ class GroupMaker:
         Raises:
             GroupError: it cannot be made.
         """
-        if dist.get_backend(pg) in _CONNECTED:
+        if connects_at_once(pg):
             return
         try:
             dist.all_reduce(torch.zeros(1, device=self.device), group=pg)

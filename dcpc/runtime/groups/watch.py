@@ -11,7 +11,8 @@
 
 Each rank looks at the heartbeat of the next one that lives, and at all processes of its host. The
 first news that is nobody else's consequence is the cause, and all raise an error that names it. A
-rank that waits within gloo is woken: its thread breaks its own connections.
+rank that waits within gloo is woken: its thread breaks its own connections. One that waits for a
+GPU is, too: its communicators are aborted, and what it computed with them is given up.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dcpc import errors
 from dcpc.errors import DcpcError, GroupError
+from dcpc.runtime.groups.breaking import aborts_of, break_connections, run_all
 from dcpc.runtime.groups.life import Processes, place_of_process
 
 BEAT_S = 1.0
@@ -52,7 +53,6 @@ _FAILED_GRACE_S = 2.0
 _ENDED_GRACE_S = 10.0
 _POLL_S = 0.05
 _STORE_S = 10.0  # a store that does not answer so long is gone
-_NO_TAG = 0x6463  # a message that nobody sends
 
 FAILED, ENDED, LOST = "failed", "ended", "lost"
 
@@ -112,7 +112,7 @@ class Watch:
         self._section, self._inside = 0, 0
         self._raised: dict[tuple[int, int], DcpcError] = {}
         self._connected: list[weakref.ref[Connected]] = []
-        self._broken = self._urgent = self._asked = self._over = False
+        self._broken = self._aborted = self._urgent = self._asked = self._over = False
         self._gone = ""  # why the store does not answer
         self._beats: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and since when
         self._thread: threading.Thread | None = None
@@ -205,6 +205,10 @@ class Watch:
             if found is None:
                 raise
             raise found from e
+        # Kernels of an aborted communicator end without an error, with any numbers.
+        lost = self.explained() if self._aborted else None
+        if lost is not None:
+            raise lost
 
     def failed(self, error: BaseException, what: str, ahead: bool = False) -> None:
         """Tells the others that this rank failed.
@@ -423,18 +427,21 @@ class Watch:
             self._gone = _line(e)
 
     def _wake_those_who_wait(self) -> None:
-        """Breaks this rank's connections once it waits in vain: gloo has no other way to end that.
+        """Breaks this rank's connections once it waits in vain, and aborts its communicators.
 
-        Whatever waits for one of them raises.
+        Whatever waits for one of them raises, at the end of its section at the latest.
         """
         if self._broken or not self._waits_in_vain():
             return
         self._broken = True
-        for ref in self._connected:
-            connected = ref()
-            for pg in () if connected is None else tuple(connected.every()):
-                with contextlib.suppress(RuntimeError, ValueError):
-                    break_connections(pg)
+        there = [connected for ref in self._connected if (connected := ref()) is not None]
+        every = [pg for connected in there for pg in tuple(connected.every())]
+        for pg in every:
+            with contextlib.suppress(RuntimeError, ValueError):
+                break_connections(pg)
+        aborts = aborts_of(every)
+        self._aborted = bool(aborts)
+        run_all(aborts)
 
     def _waits_in_vain(self) -> bool:
         """Whether a rank will not come that this one waits for, or that will be missed for good."""
@@ -464,21 +471,6 @@ _CONNECTION = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "caused pair closure",
     "Connection refused", "gloo/transport",
 )  # fmt: skip
-
-
-def break_connections(pg: dist.ProcessGroup) -> None:
-    """Closes this rank's connections in a group over gloo: whoever waits for it there raises.
-
-    A message that does not come within its time limit closes all of them. (`ProcessGroup.abort`
-    leaves peers waiting until the last reference to the group is gone.) One of a peer whose
-    connection is closed already fails at once and closes no other, so each peer is tried.
-    """
-    if pg.size() < 2 or dist.get_backend(pg) != "gloo":
-        return
-    for peer in range(pg.size()):
-        if peer != pg.rank():
-            with contextlib.suppress(RuntimeError):
-                pg.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def _text(error: BaseException) -> str:

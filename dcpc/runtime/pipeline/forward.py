@@ -37,13 +37,13 @@ def loss_of(
     """
     groups, layout = grid.groups, grid.layout
     last = layout.rank(0, grid.stages - 1)  # every pipeline's ranks are in one order
-    loss = torch.empty(made[0], dtype=made[1], device=groups.device)
+    loss = torch.empty(made[0], dtype=made[1])
     sent = _forward(stage, inputs, sizes, seed, grid)
     if grid.stage == grid.stages - 1:
         loss.copy_(sent[0])
     with _waiting(grid):
-        dist.broadcast(loss, group=groups.of(layout.ranks), group_src=last)
-    return loss
+        dist.broadcast(loss, group=groups.control(layout.ranks), group_src=last)
+    return loss.to(groups.device)
 
 
 def _forward(

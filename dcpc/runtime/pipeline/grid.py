@@ -62,6 +62,7 @@ class PipelineGrid:
                 "or sp="
             )
         by_name = _readers(groups, layout, parameters)
+        groups.of(layout.sp)
         replicas, lanes = range(groups.world // layout.ranks), range(layout.sp)
         wires = _made(groups, {
             (stage, back, replica, lane): tuple(

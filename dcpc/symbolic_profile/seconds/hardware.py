@@ -50,6 +50,7 @@ class Device:
         overlaps: whether it sends while it computes, as a GPU does.
         gpu: whether ops run a GPU's kernels, which need other memory than the CPU's.
         fits: what `dcpc calibrate` measured on it; None: seconds are the figures' roofline.
+        communicator_bytes: memory that each process group of a rank takes beside torch's.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Device:
     overlaps: bool = True
     gpu: bool = False
     fits: Fits | None = None
+    communicator_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -126,6 +128,11 @@ _HOPPER_LINKS = (Link(10e-6, 450 * GB), Link(20e-6, 50 * GB))
 _AMPERE_LINKS = (Link(10e-6, 300 * GB), Link(20e-6, 25 * GB))
 
 # launch_s of GPUs: assumed, 4 us, the order of one eager kernel launch from Python-free code.
+# Assumed: buffers of 4 MiB (NCCL_BUFFSIZE) for each of some 24 channels. Reports differ: an
+# all-to-all among 8 H100 over all channels took 3.3 GB (NVIDIA/nccl#1685). On a GPU `gpu_check.py
+# nccl1` counts it; `dataclasses.replace(device, communicator_bytes=...)` sets what it finds.
+# Source: docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html (NCCL_BUFFSIZE).
+COMMUNICATOR_BYTES = 100_000_000
 H200 = Device(
     name="h200",
     flops_per_s=_HOPPER_FLOPS_PER_S,
@@ -137,6 +144,7 @@ H200 = Device(
     inside=_HOPPER_LINKS[0],
     across=_HOPPER_LINKS[1],
     gpu=True,
+    communicator_bytes=COMMUNICATOR_BYTES,
 )
 H100 = replace(
     H200,
@@ -155,6 +163,7 @@ A100_80GB = Device(
     inside=_AMPERE_LINKS[0],
     across=_AMPERE_LINKS[1],
     gpu=True,
+    communicator_bytes=COMMUNICATOR_BYTES,
 )
 A100_40GB = replace(
     A100_80GB,
@@ -181,8 +190,8 @@ CPU_CORE = Device(
     across=Link(800e-6, 0.9e9),
     overlaps=False,  # gloo's threads and copies take the cores that compute
 )
-# Of a GPU's memory, what no plan may use: assumed, the order of a CUDA context (0.5 GB), NCCL's
-# buffers, cuBLAS' workspaces, and what the caching allocator cannot fit together.
+# Of a GPU's memory, what no plan may use: assumed, the order of a CUDA context (0.5 GB), cuBLAS'
+# workspaces, and what the caching allocator cannot fit together.
 _OUTSIDE_BYTES = 2_000_000_000
 DEVICES = (H200, H100, A100_80GB, A100_40GB, CPU_CORE)
 

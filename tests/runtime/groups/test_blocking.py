@@ -79,11 +79,11 @@ def collectives(rank: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_numbers_are_those_of_the_collectives(eager):
-    found, calls = run_blocking(collectives, 3, eager=eager)
+    found, room = run_blocking(collectives, 3, eager=eager)
     for rank, (total, every, taken, first, came) in enumerate(found):
         assert (total, every, first) == ([6.0], [0.0, 1.0, 2.0], [2.0])
         assert taken == [rank, rank + 10.0, rank + 20.0]
         assert came == [6.0 + (rank - 1) % 3]
-    kinds = [[call.kind for call in calls[r]] for r in range(3)]
+    kinds = [[call.kind for call in room.calls[r]] for r in range(3)]
     assert kinds[0] == kinds[1] == kinds[2]
     assert kinds[0] == ["all_reduce", "all_gather", "all_to_all", "broadcast", "batch"]

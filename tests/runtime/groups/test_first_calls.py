@@ -9,11 +9,14 @@ from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import bind_group
 from dcpc.codegen.collectives.ring import RingCall
+from dcpc.errors import GroupError
 from dcpc.ops.attention import Sight
 from dcpc.ops.ring_route import RowSplit
+from dcpc.plan.options import MOST_COMMUNICATORS
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.pipeline.executor import PipelineBatch, run_schedule
 from dcpc.runtime.pipeline.grid import PipelineGrid
+from dcpc.runtime.pipeline.layout import PipelineLayout
 from dcpc.runtime.pipeline.schedule import one_f_one_b
 from tests.cases.blocking import run_blocking
 
@@ -51,8 +54,8 @@ def alone_with_control(rank: int, world: int) -> Groups:
     """Returns the groups of all ranks, a gloo group to agree in among them."""
     control = dist.new_group(list(range(world)), backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
-    every = tuple(range(world))
-    return Groups(world, rank, global_ranks=every, _control={world: control})
+    every, data = tuple(range(world)), {world: dist.group.WORLD}
+    return Groups(world, rank, global_ranks=every, _data=data, _control={world: control})
 
 
 def a_step(rank: int, stages: int, count: int) -> float:
@@ -92,3 +95,53 @@ def test_a_ring_with_nothing_to_send_on_one_rank_may_be_a_groups_first_call(eage
     assert torch.equal(first, torch.ones(1, 1, 1, 4, dtype=torch.float64))
     assert 1 < float(second.mean()) < 2
     assert third.numel() == 0
+
+
+def mixed(rank: int, ranges: list[tuple[int, int]]) -> float:
+    """Uses the groups of a step's ranges, then that of gradients."""
+    groups = Groups.default(device="cpu")
+    groups.prepare(ranges)
+    x = torch.ones(1)
+    for first, degree in ranges:
+        ranks = range(first, first + degree)
+        if rank in ranks:
+            dist.all_reduce(x, group=groups.over(ranks))
+    dist.all_reduce(x, group=groups.of_gradients())
+    return float(x)
+
+
+@LAZY_OR_EAGER
+def test_communicators_are_those_of_the_degrees_in_use(eager):
+    ranges = [(0, 8), (0, 2), (2, 2), (6, 2), (0, 2)]
+    found, room = run_blocking(mixed, 8, ranges, eager=eager)
+    assert len({*found}) == 1
+    # All ranks, those of gradients, pairs: not of the degree 4, which no step has.
+    assert [room.communicators_of(rank) for rank in range(8)] == [3] * 8
+
+
+def apart(rank: int) -> str:
+    groups = Groups.default(device="cpu")
+    with pytest.raises(GroupError) as error:
+        groups.prepare([(1, 2)])
+    return str(error.value)
+
+
+def test_ranges_that_are_no_blocks_are_refused_where_groups_take_memory():
+    found, _ = run_blocking(apart, 4)
+    assert all("ranks 1 to 2: got a world of 4 ranks; expected an aligned block" in s
+               for s in found)  # fmt: skip
+
+
+def in_stages(rank: int, stages: int, sp: int) -> None:
+    groups = alone_with_control(rank, dist.get_world_size())
+    PipelineGrid.make(groups, PipelineLayout.of(stages, sp), ("tied", f"of {rank // sp % stages}"))
+
+
+@LAZY_OR_EAGER
+def test_a_pipeline_of_stages_in_groups_has_few_communicators(eager):
+    _, room = run_blocking(in_stages, 16, 4, 2, eager=eager)
+    # Wires each way to one neighbour or two; sums of tied parameters and of a stage's; a stage's
+    # ranks; and, where they are made with their groups, all ranks.
+    every = [room.communicators_of(rank) for rank in range(16)]
+    assert every[:8] == every[8:] == [n + eager for n in (5, 5, 7, 7, 7, 7, 5, 5)]
+    assert max(every) <= MOST_COMMUNICATORS

@@ -3,13 +3,16 @@
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dcpc.errors import DataError, DcpcError, GroupError
 from dcpc.runtime.groups import watch as module
+from dcpc.runtime.groups.breaking import aborts_of, run_all
 from dcpc.runtime.groups.life import Processes, place_of_process
 from dcpc.runtime.groups.watch import Watch
 
@@ -139,3 +142,77 @@ def test_a_process_that_ended_is_known_by_its_handle():
     assert seen.ended(30.0) == {1}  # nobody has collected its exit code
     process.communicate()
     seen.close()
+
+
+class OnGpu:
+    """The backend of a group for tensors of a GPU, as torch's ProcessGroupNCCL is asked."""
+
+    def __init__(self, kind: str, names: tuple[str, ...]) -> None:
+        self.kind, self.aborted = kind, threading.Event()
+        for name in names:
+            setattr(self, name, self.aborted.set)
+
+    def name(self) -> str:
+        return self.kind
+
+
+class Grouped:
+    """A group that is over gloo for the CPU, and over some backend for a GPU."""
+
+    def __init__(self, backend: OnGpu | None) -> None:
+        self.backend = backend
+
+    def size(self) -> int:
+        return 1
+
+    def _get_backend(self, device: torch.device) -> OnGpu:
+        assert device.type == "cuda"
+        if self.backend is None:
+            raise RuntimeError("No backend type associated with device type cuda")
+        return self.backend
+
+
+class Several:
+    def __init__(self, *groups: Grouped) -> None:
+        self.groups = groups
+
+    def every(self):
+        return self.groups
+
+
+def test_communicators_on_a_gpu_are_aborted_where_a_rank_waits_in_vain(watches):
+    first, second, _ = watches
+    new, old, gloo = (
+        OnGpu("nccl", ("abort",)),
+        OnGpu("nccl", ("_abort",)),
+        OnGpu("gloo", ("abort",)),
+    )
+    connected = Several(Grouped(new), Grouped(old), Grouped(gloo), Grouped(None))
+    first.follow(connected)
+
+    def step() -> bool:
+        """Its kernels end without an error: what they wrote must not be taken for a result."""
+        with first.section("step 3"):
+            fails(second, ValueError("bad"))
+            return new.aborted.wait(20.0) and old.aborted.wait(20.0)
+
+    with pytest.raises(GroupError, match="rank 5 failed: got ValueError: bad"):
+        step()
+    assert new.aborted.is_set()
+    assert old.aborted.is_set()
+    assert not gloo.aborted.is_set()
+
+
+def test_a_backend_that_cannot_abort_is_warned_of():
+    with pytest.warns(UserWarning, match="over nccl cannot be aborted: got no abort"):
+        assert not aborts_of([Grouped(OnGpu("nccl", ()))])
+
+
+def test_one_abort_that_fails_leaves_the_others():
+    backend = OnGpu("nccl", ("abort",))
+
+    def fails_itself() -> None:
+        raise RuntimeError("NCCL communicator was aborted")
+
+    run_all([fails_itself, *aborts_of([Grouped(backend)])])
+    assert backend.aborted.is_set()

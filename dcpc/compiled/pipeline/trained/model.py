@@ -59,6 +59,7 @@ class PipelinedModel(CompiledModel):
         self.tables = cast(dict[Bucket, tuple[TriedRow, ...]], cut.planner.tables)
         grid = PipelineGrid.make(self.groups, cut.layout, own.learning)
         self.groups.watch.follow(grid)
+        self._dispatch.bind_blocks()  # the ranks of a stage have a group now
         rows = [stage.in_lane(grid.lane) for stage in cut.planner.cost.rows[own.index]]
         self._own = OwnStage(grid, rows, {})
         self._shared = 0  # place of the first tensor that the next step compares
