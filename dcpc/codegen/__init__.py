@@ -12,12 +12,14 @@ from dcpc.codegen.variant.boxed import RUN, Boxed
 from dcpc.codegen.variant.build import Key, LoweredPair
 from dcpc.codegen.variant.call import VariantCall, call_of
 from dcpc.codegen.variant.divided import DividedRun
+from dcpc.codegen.variant.empty import MISREAD
 from dcpc.codegen.variant.excerpt import excerpt
 from dcpc.codegen.variant.lockstep import integers_of, run_in_step, summed
 from dcpc.codegen.variant.variant import Variant, broken_guards, delivering, resolved
 
 __all__ = [
     "BACKENDS",
+    "MISREAD",
     "ROWS_GROUP",
     "RUN",
     "VIEWS",

@@ -24,7 +24,7 @@ from dcpc.verify.reference import (
     state,
     widened,
 )
-from dcpc.verify.replay import Replay, Watch, calls, in_order
+from dcpc.verify.replay import Replay, RightKernels, Watch, calls, in_order
 
 # Two ways to sum the same numbers in float64 differ by far less. More is what torch rounds while it
 # takes a float32 op apart: a constant of it, such as a norm's epsilon, is a float32 number.
@@ -119,7 +119,8 @@ class Given:
         with torch.enable_grad(), casting(self.device.type, None):
             output = Replay(gm, self.calls, watch).run(*in_order(gm, self.tensors))
             loss = one_number(output)
-            found = gradients_of(loss, [self.leaves[n] for n in self.wanted])
+            with RightKernels():
+                found = gradients_of(loss, [self.leaves[n] for n in self.wanted])
         return LossAndGradients(loss.detach(), dict(zip(self.wanted, found, strict=True)))
 
     def of_partition(

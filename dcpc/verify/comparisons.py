@@ -5,6 +5,7 @@ A difference is a `VerifyError`; what was compared, and how far it was off, beco
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,12 +82,14 @@ class Comparisons:
         self.references, self._thorough = references, thorough
         self.lines: list[str] = []
         self._done: set[int] = set()
+        self._misread: set[str] = set()  # ops that were told
         self._kept: list[Partition] = []  # what `_done` has the ids of
 
     def trace(self, traced: Traced) -> None:
         """Compares the forward graph of a trace with the model, at each point there is time for."""
         program, done, budget = traced.program, list[str](), self.references.budget
         for reference in self.references.of(traced, alike=False):
+            self._tell_misread(reference)
             found = self._compare(program, Given.of_program, reference)
             if found is None:
                 continue
@@ -108,6 +111,18 @@ class Comparisons:
         name = f"trace {self.references.number(traced) + 1}" if many else "the trace"
         self._note(name, traced, done)
 
+    def _tell_misread(self, reference: Reference) -> None:
+        """Warns once of each kernel of torch's that gives the plain model wrong gradients."""
+        for op in sorted(reference.outcome.misread - self._misread):
+            self._misread.add(op)
+            text = (
+                f"torch's own {op} gives the plain model wrong gradients at {reference.point}: it "
+                "misreads a layout with a dim of size 1. dcpc hands it another layout and trains "
+                "with the right gradients; see 'Kernels of torch that are wrong' in docs/limits.md"
+            )
+            self.lines.append(text)
+            warnings.warn(text, UserWarning, stacklevel=2)
+
     def _note(self, name: str, traced: Traced, done: Sequence[str]) -> None:
         said = f"loss and every gradient at {', '.join(done)}"
         if not done:
@@ -117,6 +132,8 @@ class Comparisons:
     def call(self, traced: Traced, variant: Variant, name: str = "") -> None:
         """Compares what a call of a variant and its backward give, in the model's own dtypes.
 
+        With two samples, and with one.
+
         Args:
             traced: the trace.
             variant: of one rank.
@@ -124,7 +141,10 @@ class Comparisons:
         """
         if variant.draws:
             return
+        done: list[str] = []
         for reference in self.references.of(traced, alike=False):
+            if done and not reference.point.lone:
+                break
             dims = traced.program.dims(reference.point.sizes)
             values, broken = variant.integer_values(dims, 0)
             if broken or not reference.point.promised:
@@ -137,9 +157,11 @@ class Comparisons:
                     f"a call of the compiled model does not give what the model gives at "
                     f"{own.point}: {found.gap}, though its graphs do; {_REPORT}"
                 )
-            if name:
-                self.lines.append(f"{name}: {found}")
-            return
+            done.append(str(found))
+            if reference.point.lone:
+                break
+        if name and done:
+            self.lines.append(f"{name}: {', '.join(done)}")
 
     def composed(self, traced: Traced, make: Make, name: str, alike: bool) -> None:
         """Compares what runs parts of a program in turn, in the model's own dtypes.
@@ -210,7 +232,7 @@ class Comparisons:
         parts: Partition,
         own: Sequence[Point] = (),
     ) -> None:
-        """Compares forward and backward of all ranks of a group, at the first point they take.
+        """Compares forward and backward of all ranks of a group, with two samples and with one.
 
         Args:
             traced: the trace.
@@ -234,6 +256,8 @@ class Comparisons:
             return
         done: list[str] = []
         for reference in self.references.of(traced, sp > 1, own):
+            if done and not self._thorough and not reference.point.lone:
+                break
             dims = traced.program.dims(reference.point.sizes)
             integers = integers_of(lowering.lowered, dims)
             if any(_broken(lowering, each) for each in integers):
@@ -247,7 +271,7 @@ class Comparisons:
             if not found.right:
                 raise VerifyError(self._graphs_text(traced, found, lowering, parts))
             done.append(str(found))
-            if not self._thorough:
+            if reference.point.lone and not self._thorough:
                 break
         self._note(name, traced, done)
 

@@ -28,6 +28,11 @@ class Point:
     promised: bool = True
     extra: bool = False
 
+    @property
+    def lone(self) -> bool:
+        """Whether it has one sample, as micro-batches of long buckets have."""
+        return self.sizes.get(BATCH, 1) == 1
+
     def __str__(self) -> str:
         return f"{{{', '.join(f'{n}: {s}' for n, s in self.sizes.items())}}}"
 

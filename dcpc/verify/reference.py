@@ -16,6 +16,7 @@ from dcpc.trace.loss import Loss, find_outputs, one_number, returned
 from dcpc.verify.draws import KnownDraws
 from dcpc.verify.exactness import Gradients
 from dcpc.verify.float64 import float64_throughout
+from dcpc.verify.replay import RightKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,13 @@ class LossAndGradients:
         gradients: name of a trainable parameter, or `input_name` of an input, -> its gradient, None
             where it has none.
         draws: random ops that ran, where they were counted.
+        misread: ops whose kernel misread its operands in this run; the gradients here are right.
     """
 
     loss: Tensor
     gradients: Gradients
     draws: int = 0
+    misread: frozenset[str] = frozenset()
 
     @property
     def finite(self) -> bool:
@@ -112,10 +115,11 @@ def plain(
             value = one_number(find_outputs(returned(model, given, loss)))
         if not value.isfinite().all():  # nothing is compared with it
             return LossAndGradients(value.detach(), {}, draws.drew)
-        with casting(device.type, None):
+        with casting(device.type, None), RightKernels() as kernels:
             leaves = {**parameters, **{input_name(n): x for n, x in given.items()}}
             found = gradients_of(value, [leaves[n] for n in wanted])
-    return LossAndGradients(value.detach(), dict(zip(wanted, found, strict=True)), draws.drew)
+    gradients = dict(zip(wanted, found, strict=True))
+    return LossAndGradients(value.detach(), gradients, draws.drew, frozenset(kernels.misread))
 
 
 def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -4,6 +4,11 @@ A rank has an empty piece where a factor is shorter than the group. ATen's ops t
 convolutions, which refuse to make nothing, and the CPU's flash attention, which divides by the
 number of its blocks (SIGFPE, torch 2.13). What its operands have to look like besides is in
 `ops/attention/kernels.py`.
+
+The CPU's backward of a batch norm asks each operand for its memory format twice, and the answers
+differ where a dim of size 1 has an unusual stride: it then reads memory in the wrong order, or
+beyond its end (torch 2.11 to 2.15). `tests/codegen/variant/test_strides.py` tries all kernels that
+look at strides; this one alone is wrong.
 """
 
 from __future__ import annotations
@@ -17,6 +22,13 @@ from torch import Tensor
 from dcpc.ops.attention import laid
 
 aten = torch.ops.aten
+
+# Number of dims -> the memory formats in which a tensor may be dense; 0: any other number.
+_FORMATS = {
+    0: (torch.contiguous_format,),
+    4: (torch.contiguous_format, torch.channels_last),
+    5: (torch.contiguous_format, torch.channels_last_3d),
+}
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +73,25 @@ def _convolution_backward(
     return tuple(y if want else None for y, want in zip(found, wanted, strict=True))
 
 
+def _batch_norm_backward(g: Tensor, x: Tensor, *args: Any) -> Any:
+    return aten.native_batch_norm_backward.default(plain_strides(g), plain_strides(x), *args)
+
+
+def plain_strides(x: Tensor) -> Tensor:
+    """Returns a view of the same elements whose dims of size 1 have the strides of a new tensor.
+
+    Args:
+        x: tensor of any shape. One that is not dense in any memory format is returned as it is.
+    """
+    if 1 not in x.shape or x.device.type != "cpu":
+        return x
+    for layout in _FORMATS.get(x.ndim, _FORMATS[0]):
+        if x.is_contiguous(memory_format=layout):
+            strides = torch.empty(x.shape, device="meta", memory_format=layout).stride()
+            return x if strides == x.stride() else x.as_strided(x.shape, strides)
+    return x
+
+
 def _is_empty(
     x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool
 ) -> bool:
@@ -79,7 +110,13 @@ def _made(before: list[int], kernel: list[int], *numbers: Any) -> list[int]:
     ]
 
 
+# Ops whose CPU kernel misreads operands that torch's autograd may hand it, too.
+MISREAD: dict[Any, Callable[..., Any]] = {
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+}
+
 SAFE: dict[Any, Callable[..., Any]] = {
+    **MISREAD,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_forward,
