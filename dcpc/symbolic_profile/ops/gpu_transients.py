@@ -4,7 +4,7 @@ Read in the kernels' sources, not measured: the tests have no GPU; `benchmarks.g
 attention is taken for granted wherever `dcpc/ops/attention/cuda.py` can use it, flash-attn's or
 torch's copy of it. The caching allocator's blocks are those of `allocator.py`. Not modelled:
 workspaces of cuBLAS (a constant: 32 MiB on Hopper, 8 MiB before), of cuDNN's convolutions (its
-choice; the CPU's bound is kept), and of sums over a whole tensor (small).
+choice; copies of all operands stand for it), and of sums over a whole tensor (small).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.ops.attention import DEMANDS, kernel_name
 from dcpc.symbolic_profile.ops import attention
+from dcpc.symbolic_profile.ops.convolutions import gpu_convolution, gpu_convolution_backward
 from dcpc.symbolic_profile.ops.facts import CallFacts, argument
 from dcpc.symbolic_profile.ops.kernel_transients import (
     cross_entropy_with_logits,
@@ -134,6 +135,8 @@ GPU_TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "dcpc::ring_attention_forward": attention.ring_forward_bound,
     "dcpc::ring_attention_backward": _ring_backward,
     "aten::native_layer_norm_backward": _copies("grad_out", "input"),
+    "aten::convolution": gpu_convolution,
+    "aten::convolution_backward": gpu_convolution_backward,
     "aten::bmm": _batch("self", "mat2"),
     "aten::baddbmm": _batch("batch1", "batch2"),
     "aten::embedding_dense_backward": _embedding_backward,

@@ -21,10 +21,10 @@ from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.symbolic_profile.ops import attention
+from dcpc.symbolic_profile.ops.convolutions import convolution, convolution_backward
 from dcpc.symbolic_profile.ops.facts import (
     CallFacts,
     Facts,
-    TensorFacts,
     argument,
     op_name,
     ranks_of,
@@ -34,10 +34,6 @@ from dcpc.symbolic_profile.ops.flops import ZERO, halo_bytes, row_messages
 from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies, half
 from dcpc.symbolic_profile.polynomials import larger
-
-CHANNELS = 16  # of a block of oneDNN's
-SMALL_INPUT = 20480  # elements, of the first four dims
-PARTIAL_SCRATCH = 1 << 15  # bytes, measured
 
 
 def _matmul(*names: str) -> Callable[[CallFacts], sympy.Expr]:
@@ -76,96 +72,6 @@ def _safe_softmax(call: CallFacts) -> sympy.Expr:
 def _halo(call: CallFacts) -> sympy.Expr:
     """What is sent and what comes: rows of neighbours."""
     return 2 * halo_bytes(call.node, call.facts)
-
-
-def _convolution(call: CallFacts) -> sympy.Expr:
-    """Of oneDNN an upper bound: its own output, its reordered input and weight; or columns.
-
-    A transposed one has its output twice, in half precision in float32.
-    """
-    x, out = call.tensor("input"), call.facts.of(call.node)[0]
-    times = 2 if argument(call.node, "transposed") else 1
-    onednn = times * _blocked(out) + _blocked(x) + _weights(call)
-    slow = _each_group(call, _columns(call, out, every=True) + _groups_copied(call, x))
-    return _larger_of(call, onednn, slow) + copies("input")(call)
-
-
-def _convolution_backward(call: CallFacts) -> sympy.Expr:
-    """Of oneDNN an upper bound, as its scratch is its choice; or columns.
-
-    In half precision the input's gradient may be added up in float32.
-    """
-    grad, x = call.tensor("grad_output"), call.tensor("input")
-    onednn = 2 * _blocked(grad) + (2 if half(x) else 1) * _blocked(x) + _weights(call)
-    slow = _each_group(call, _columns(call, grad) + _groups_copied(call, x, grad))
-    return _larger_of(call, onednn, slow) + copies("grad_output", "input")(call)
-
-
-def _blocked(x: TensorFacts) -> sympy.Expr:
-    """A tensor as oneDNN lays it out: of whole blocks of channels."""
-    channels = x.shape[1]
-    return x.size_bytes / channels * (CHANNELS * CeilDiv(channels, CHANNELS))
-
-
-def _weights(call: CallFacts) -> sympy.Expr:
-    """Four times the weight in whole blocks, and what oneDNN takes where they are not full."""
-    weight = call.tensor("weight")
-    rows, columns = (CHANNELS * CeilDiv(size, CHANNELS) for size in weight.shape[:2])
-    window = weight.size_bytes / (weight.shape[0] * weight.shape[1])
-    full = (rows, columns) == tuple(weight.shape[:2])
-    return 4 * rows * columns * window + (0 if full else PARTIAL_SCRATCH)
-
-
-def _groups_copied(call: CallFacts, *operands: TensorFacts) -> sympy.Expr:
-    """Torch's own kernel computes groups one by one, of copies of their channels."""
-    groups = argument(call.node, "groups")
-    if groups == 1:
-        return sympy.Integer(0)
-    parts = groups if isinstance(groups, int) else 1
-    return sympy.Add(*(x.size_bytes / parts for x in operands))
-
-
-def _each_group(call: CallFacts, one: sympy.Expr) -> sympy.Expr:
-    """What one group takes, or all groups' results beside what they are put together to."""
-    return one if argument(call.node, "groups") == 1 else larger(one, call.output_bytes)
-
-
-def _columns(call: CallFacts, out: TensorFacts, every: bool = False) -> sympy.Expr:
-    """The windows of the input, side by side, that torch's own kernel multiplies.
-
-    None where a window is one element; of a dilated convolution, and in backward of a transposed
-    one, one sample's.
-
-    Args:
-        call: a convolution, or its backward.
-        out: what it makes, or its gradient.
-        every: whether a transposed one has those of all samples.
-    """
-    x, weight = call.tensor("input"), call.tensor("weight")
-    one = all(size == 1 for size in weight.shape[2:])
-    strides, pads = (argument(call.node, name) for name in ("stride", "padding"))
-    if one and all(s == 1 for s in strides) and all(p == 0 for p in pads):
-        return sympy.Integer(0)
-    window = weight.numel / weight.shape[0] * x.dtype.itemsize
-    if argument(call.node, "transposed"):
-        return x.numel / (x.shape[1] * (1 if every else x.shape[0])) * window
-    samples = out.shape[0] if any(d != 1 for d in argument(call.node, "dilation")) else 1
-    return out.numel / (samples * out.shape[1]) * window
-
-
-def _larger_of(call: CallFacts, onednn: sympy.Expr, slow: sympy.Expr) -> sympy.Expr:
-    """What a convolution holds: oneDNN takes half precision, and float32 as sizes and threads are.
-
-    In float32 torch's own kernel computes windows of several elements only of small inputs.
-
-    Source: `ConvParams::use_mkldnn` of torch's Convolution.cpp.
-    """
-    x, weight = call.tensor("input"), call.tensor("weight")
-    if x.dtype != torch.float32:
-        return onednn if x.dtype.itemsize < 4 else slow
-    if not argument(call.node, "transposed") and any(size != 1 for size in weight.shape[2:]):
-        slow *= sympy.Max(0, sympy.Min(1, SMALL_INPUT + 1 - sympy.Mul(*x.shape[:4])))
-    return larger(onednn, slow)
 
 
 def _triangle(call: CallFacts) -> sympy.Expr:
@@ -276,8 +182,8 @@ TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "aten::bmm": _matmul("self", "mat2"),
     "aten::baddbmm": _matmul("batch1", "batch2"),
     "aten::mv": _matmul("self"),
-    "aten::convolution": _convolution,
-    "aten::convolution_backward": _convolution_backward,
+    "aten::convolution": convolution,
+    "aten::convolution_backward": convolution_backward,
     "aten::mean": _half_mean,
     "aten::logsumexp": lambda call: call.tensor("self").size_bytes + call.output_bytes,
     "aten::abs": _of_complex,
