@@ -59,7 +59,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || { python=$$($(FIND_PYTHON)); \
 		test -n "$$python" || { echo "needs Python 3.11 or newer with venv: make PYTHON=/path/to/python" >&2; exit 1; }; \
 		"$$python" -m venv $(VENV); }
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
 

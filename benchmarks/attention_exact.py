@@ -19,6 +19,7 @@ from benchmarks.attention_layer import BATCH, KINDS, Kind, Layer, buckets, examp
 from dcpc.codegen import bind_group
 from dcpc.codegen.collectives.collectives import wire_log
 from dcpc.commands.check.split import SplitModel
+from dcpc.fx.torch_api.collectives import GATHER
 from dcpc.passes.sharding.attention_ways import attentions, lowering_of
 from dcpc.plan.traced import group_name
 from dcpc.runtime.groups.local_ranks import run_ranks
@@ -104,7 +105,7 @@ def recorded() -> Iterator[Sent]:
     A reduction counts as a ring's reduce-scatter and all-gather: 2 (p - 1) / p of its tensor.
     """
     sent = Sent()
-    names = ("all_to_all_single", "all_gather_single", "all_reduce", "batch_isend_irecv")
+    names = ("all_to_all_single", GATHER, "all_reduce", "batch_isend_irecv")
     known = {name: getattr(dist, name) for name in names}
 
     def all_to_all_single(
@@ -113,9 +114,11 @@ def recorded() -> Iterator[Sent]:
         sent.exchanged += (sum(gives) - gives[group.rank()]) * given.element_size()
         return known["all_to_all_single"](out, given, takes, gives, group=group)
 
-    def all_gather_single(out: Tensor, given: Tensor, *, group: dist.ProcessGroup) -> Any:
+    def all_gather_single(
+        out: Tensor, given: Tensor, *, group: dist.ProcessGroup, async_op: bool
+    ) -> Any:
         sent.collective += (group.size() - 1) * given.nbytes
-        return known["all_gather_single"](out, given, group=group)
+        return known[GATHER](out, given, group=group, async_op=async_op)
 
     def all_reduce(given: Tensor, *, group: dist.ProcessGroup) -> Any:
         sent.collective += Fraction(2 * (group.size() - 1) * given.nbytes, group.size())

@@ -20,13 +20,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import dcpc
 from dcpc.errors import CheckpointError, DcpcError
+from dcpc.fx.torch_api.collectives import GATHER
 from dcpc.runtime.checkpoint import checkpoints, tensors
 from dcpc.runtime.data import cuts
 from dcpc.runtime.groups import relay
 from models.gpt import GPT, GPTConfig
 
 STEPS, PER_STEP = 7, 4
-SEND = ("all_reduce", "all_gather_single", "all_to_all_single", "broadcast")
+SEND = ("all_reduce", GATHER, "all_to_all_single", "broadcast")
 Trained = dict[int, tuple[float, list[int]]]
 
 

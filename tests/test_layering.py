@@ -29,7 +29,7 @@ TABLE = {
         "codegen": "errors buckets ir ops fx",
         "plan": "errors buckets ir ops fx trace passes symbolic_profile codegen",
         "verify": "errors buckets ir fx trace codegen plan",
-        "runtime": "errors buckets ir",
+        "runtime": "errors buckets ir fx",
         "compiled": (
             "errors buckets ir ops fx trace passes symbolic_profile codegen plan verify runtime"
         ),

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import dcpc
+from dcpc.fx.torch_api.collectives import GATHER
 from tests.cases.asks import PAD, TEXT, Texts, entry, far, gpt, labels_that_count, plain_step, whole
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks
@@ -23,7 +24,7 @@ MODES = ("whole", "step", "pull", "rounds")
 TIMES = (1, 4)  # micro-batches of a rank in a step
 # What a call is given of the tensors that it sends, by place among its arguments.
 GIVEN = {
-    "all_reduce": 0, "broadcast": 0, "all_gather": 1, "all_gather_single": 1,
+    "all_reduce": 0, "broadcast": 0, "all_gather": 1, GATHER: 1,
     "reduce_scatter": 1, "reduce_scatter_tensor": 1, "all_to_all": 1, "all_to_all_single": 1,
     "isend": 0,  # a gather of rows, on the CPU: once to each other rank
 }  # fmt: skip

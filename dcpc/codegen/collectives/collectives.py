@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpc.errors import CodegenError
+from dcpc.fx.torch_api.collectives import all_gather_single
 from dcpc.ops.arguments import arguments
 from dcpc.ops.pieces import Run, runs
 
@@ -276,7 +277,7 @@ def all_gather(x: Tensor, *packed: Any) -> Tensor:
     every = x.new_empty((p, *_with_dim(x, split.dim, max(lengths))))
     mine = every[rank]
     mine.narrow(split.dim, 0, lengths[rank]).copy_(x)
-    dist.all_gather_single(on_wire(every.view(-1)), on_wire(mine.view(-1)), group=pg)
+    all_gather_single(on_wire(every.view(-1)), on_wire(mine.view(-1)), group=pg)
     parts = [every[r].narrow(split.dim, 0, n) for r, n in enumerate(lengths)]
     return gathered(parts, split)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
 from dcpc.errors import GroupError
+from dcpc.fx.torch_api.collectives import all_gather_single
 from dcpc.ops.bundles import messages
 
 ROWS_GROUP = "rows"  # what graphs call the group of ranks that share out parameters
@@ -111,7 +112,8 @@ def _gather_into(into: Tensor, own: Tensor, pg: dist.ProcessGroup, number: int) 
         number: of the message among those that are on the way.
     """
     if own.device.type != "cpu":
-        return [dist.all_gather_single(into, own, group=pg, async_op=True)]
+        work = all_gather_single(into, own, group=pg, async_op=True)
+        return [] if work is None else [work]
     ranks, rank = pg.size(), pg.rank()
     parts = into.view(ranks, -1)
     works = [

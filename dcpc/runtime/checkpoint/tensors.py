@@ -174,6 +174,8 @@ class ChecksummedWriter(FileSystemWriter):
             for r in own:
                 files |= r.storage_data if r.index.fqn == _DIGEST else {}
         super().finish(metadata, kept)
+        # Some releases write it into the metadata that they are given, others into a copy.
+        metadata.storage_data = {r.index: r.storage_data for own in kept for r in own}
         files[".metadata"] = fingerprint(Path(self.path) / ".metadata")
         self._finish(files, table_of(metadata))
 

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from dcpc import errors
 from dcpc.errors import DcpcError, GroupError
+from dcpc.fx.torch_api.collectives import failed
 from dcpc.runtime.groups.groups import Groups
 
 _POLL_S = 0.05
@@ -129,11 +130,11 @@ class _Trouble:
             try:
                 work.wait(timedelta(seconds=LOOK_S))
             except RuntimeError as e:
-                failed = work.is_completed() and work.exception() is not None
+                over = failed(work)
                 # gloo has the same limit for an operation: it may be up before this rank looks.
-                if time.monotonic() > self.deadline or (failed and "Timed out" in str(e)):
+                if time.monotonic() > self.deadline or (over and "Timed out" in str(e)):
                     return f"{_WAITED} {self.limit_s:g} s"
-                if failed:
+                if over:
                     return self._broken(e)
                 self.watch.look()
                 try:

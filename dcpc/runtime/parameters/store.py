@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 )
 
 from dcpc.errors import DispatchError
+from dcpc.fx.torch_api.collectives import all_gather_single
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.hollow import give_memory, is_hollow
 from dcpc.runtime.parameters.reduction import (
@@ -281,7 +282,7 @@ class RowStore(WholeStore):
                 for piece, p in zip(layout.own(part, self.groups.rank), run, strict=True):
                     piece.copy_(self.rows(p))
                 flat = part.new_empty(layout.world * layout.part_numel)
-                dist.all_gather_single(flat, part, group=pg)
+                all_gather_single(flat, part, group=pg)
                 for parts, split, p in zip(layout.split(flat), layout.splits, run, strict=True):
                     split.read(parts, p)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dcpc.errors import DataError
+from dcpc.fx.torch_api.collectives import all_gather_single
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
@@ -70,5 +71,5 @@ def gather_facts(values: Sequence[float], groups: Groups) -> torch.Tensor:
     if pg is None:
         return mine[None]
     out = torch.empty(groups.world * len(values), dtype=torch.float64)
-    dist.all_gather_single(out, mine, group=pg)
+    all_gather_single(out, mine, group=pg)
     return out.view(groups.world, -1)

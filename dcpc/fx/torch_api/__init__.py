@@ -1,0 +1,1 @@
+"""What differs between the releases of torch that dcpc supports, chosen by feature."""
