@@ -1,6 +1,7 @@
 """Calls without padding: the numbers are those of the plain model, which computes on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 
 import pytest
 import torch
@@ -71,34 +72,58 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
 }  # fmt: skip
 
 
+# A model and what is compiled of it, which several tests call. Each counts its own calls.
+
+
+@cache
+def encoder_of(recompute: str) -> tuple[PaddedEncoder, dcpc.CompiledModel]:
+    model = encoder()
+    return model, compiled(model, recompute=recompute)
+
+
+@cache
+def transformer_of(name: str) -> tuple[nn.Module, dcpc.CompiledModel]:
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model = make().double()
+    return model, compiled(model, inputs)
+
+
+@cache
+def t5_of(encoders: int, decoders: int, recompute: str) -> tuple[nn.Module, dcpc.CompiledModel]:
+    model = t5(encoders, decoders)
+    return model, compiled_t5(model, recompute=recompute)
+
+
+def assert_exact(made: dcpc.CompiledModel, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    model.zero_grad()
+    assert compiled_error(made, model, inputs) < EXACT
+
+
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_every_length_is_exact(recompute):
-    model = encoder()
-    made = compiled(model, recompute=recompute)
+    model, made = encoder_of(recompute)
+    before = made.stats().unpadded
     for lengths in [[1, 12, 5], [1, 1], [9, 3, 2, 11], [12]]:
-        assert compiled_error(made, model, batch(model.INPUTS, lengths, SIZES[0])) < EXACT
-        model.zero_grad()
-    assert made.stats().unpadded == 3  # of one whole sample there is nothing to leave out
+        assert_exact(made, model, batch(model.INPUTS, lengths, SIZES[0]))
+    # of one whole sample there is nothing to leave out
+    assert made.stats().unpadded == before + 3
     for more in ({"left": True}, {"holes": True}):
         inputs = batch(model.INPUTS, [4, 16, 7], SIZES[1], **more)
-        assert compiled_error(made, model, inputs) < EXACT
+        assert_exact(made, model, inputs)
         with torch.no_grad():
             expected = model(**inputs)
         assert abs(made.evaluate(inputs) - expected) < EXACT * abs(expected)
-        model.zero_grad()
-    assert made.stats().unpadded == 7
+    assert made.stats().unpadded == before + 7
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_are_exact(name):
-    torch.manual_seed(0)
-    make, inputs = MODELS[name]
-    model = make().double()
-    made = compiled(model, inputs)
+    model, made = transformer_of(name)
+    before = made.stats().unpadded
     for lengths in [[1, 16, 7, 2], [15, 4]]:
-        assert compiled_error(made, model, batch(inputs, lengths, SIZES[1])) < EXACT
-        model.zero_grad()
-    assert made.stats().unpadded == 2
+        assert_exact(made, model, batch(MODELS[name][1], lengths, SIZES[1]))
+    assert made.stats().unpadded == before + 2
 
 
 def compiled_t5(model: nn.Module, **options) -> dcpc.CompiledModel:
@@ -123,8 +148,8 @@ def sides(made: dcpc.CompiledModel, given: dict[str, Tensor]) -> list[str]:
 )
 def test_a_bias_that_learns_is_exact_beside_a_mask_of_padded_keys(layers, first, second):
     """Rows of the encoder and of the decoder are packed, those of more layers first."""
-    model = t5(*layers)
-    made = compiled_t5(model)
+    model, made = t5_of(*layers, "none")
+    before = made.stats().unpadded
     both, one = [first, second], [first]
     for lengths, targets, left, found in [
         ([1, 16, 7, 2], [12, 1, 5, 3], False, both),
@@ -137,25 +162,23 @@ def test_a_bias_that_learns_is_exact_beside_a_mask_of_padded_keys(layers, first,
     ]:
         given = t5_batch(lengths, targets, left)
         assert sides(made, given) == found
-        assert compiled_error(made, model, given) < EXACT
-        model.zero_grad()
-    assert made.stats().unpadded == (4 if first == "seq" else 5)
+        assert_exact(made, model, given)
+    assert made.stats().unpadded == before + (4 if first == "seq" else 5)
 
 
 def test_both_sides_are_exact_at_every_length():
-    model = t5(2, 2)
-    made = compiled_t5(model, recompute="all")
+    model, made = t5_of(2, 2, "all")
+    before = made.stats().unpadded
     for n in range(1, 13):
         given = t5_batch([n, 16, 17 - n], [13 - n, n, 12])
         assert len(sides(made, given)) == 2
-        assert compiled_error(made, model, given) < EXACT
-        model.zero_grad()
-    assert made.stats().unpadded == 12
+        assert_exact(made, model, given)
+    assert made.stats().unpadded == before + 12
 
 
 def test_rows_of_both_sides_alone_are_made():
     """Of 3 samples of 4 and 3 rows no product has more rows than these; padded it has 48 and 36."""
-    made = compiled_t5(t5(2, 2))
+    _, made = t5_of(2, 2, "none")
     given = t5_batch([4, 4, 4], [3, 3, 3])
     made(**given)
     side = unpadding_of(made).sides[-1]
@@ -172,8 +195,8 @@ def test_rows_of_both_sides_alone_are_made():
 @pytest.mark.parametrize("left", [False, True])
 def test_attention_with_a_bias_is_that_of_valid_rows(left):
     """Each side's own attentions; a cross attention has keys of the other length."""
-    model = t5(2, 2)
-    made = compiled_t5(model)
+    model, made = t5_of(2, 2, "none")
+    before = made.stats().unpadded
     first, second = unpadding_of(made).sides
     assert len(first.plan.biased) == len(second.plan.biased) == 2
     graph = second.runnable.traced.program.gm.graph
@@ -185,23 +208,21 @@ def test_attention_with_a_bias_is_that_of_valid_rows(left):
         ([2, 2], [3, 3]),
         ([15, 16, 9, 1], [2, 9, 4, 12]),
     ]:
-        given = t5_batch(lengths, targets, left)
-        assert compiled_error(made, model, given) < EXACT
-        model.zero_grad()
-    assert made.stats().unpadded == 3
+        assert_exact(made, model, t5_batch(lengths, targets, left))
+    assert made.stats().unpadded == before + 3
 
 
 def test_a_decoder_sample_of_padding_alone_is_exact_with_a_bias():
-    model = t5(1, 2)
-    made = compiled_t5(model)
+    model, made = t5_of(1, 2, "none")
     given = t5_batch([5, 16, 9], [4, 0, 7])
     assert sides(made, given) == ["tgt", "seq"]
-    assert compiled_error(made, model, given) < EXACT
+    assert_exact(made, model, given)
 
 
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_memory_of_both_sides_is_within_the_prediction(recompute):
-    made = compiled_t5(t5(2, 2), recompute=recompute)
+    _, made = t5_of(2, 2, recompute)
+    before = made.stats().unpadded
     given = t5_batch([16, 3, 9, 7], [12, 2, 5, 8])
     (bucket,) = made.buckets
     sizes, unpadding = {**T5_SIZES, "batch": 4}, unpadding_of(made)
@@ -217,7 +238,7 @@ def test_memory_of_both_sides_is_within_the_prediction(recompute):
     made(**given).backward()
     measured = measured_peak_bytes(lambda: made(**given).backward())
     indices = sum(x.nbytes for found in rows.sides for x in found.indices.values())
-    assert made.stats().unpadded == 2
+    assert made.stats().unpadded == before + 2
     assert measured <= predicted + indices + SCALARS_BYTES
 
 
@@ -250,11 +271,10 @@ def test_inductor_runs_both_sides():
 
 
 def test_a_sample_of_padding_alone_is_as_in_the_plain_model():
-    torch.manual_seed(0)
-    model = MODELS["bert"][0]().double()
-    made = compiled(model, TOKENS)
-    assert compiled_error(made, model, batch(TOKENS, [6, 0, 3], SIZES[0])) < EXACT
-    assert made.stats().unpadded == 1
+    model, made = transformer_of("bert")
+    before = made.stats().unpadded
+    assert_exact(made, model, batch(TOKENS, [6, 0, 3], SIZES[0]))
+    assert made.stats().unpadded == before + 1
 
 
 def test_dropout_drops_what_it_drops_with_padding():
@@ -278,10 +298,10 @@ def spoiled(name: str, value: float) -> dict[str, Tensor]:
 
 
 def test_a_loss_of_padding_runs_with_padding():
-    model = encoder()
-    made = compiled(model)
-    assert compiled_error(made, model, spoiled("labels", 3)) < EXACT
-    assert made.stats().unpadded == 0
+    model, made = encoder_of("none")
+    before = made.stats().unpadded
+    assert_exact(made, model, spoiled("labels", 3))
+    assert made.stats().unpadded == before
 
 
 class FirstToken(PaddedEncoder):
@@ -322,19 +342,19 @@ def test_what_reads_padding_is_named():
 
 
 def test_outputs_are_zero_at_padding_only_where_it_is_asked_for():
-    torch.manual_seed(0)
-    model = MODELS["bert"][0]().double()
+    model, unpadded = transformer_of("bert")  # has no dropout: eval() changes no number
     inputs = batch(TOKENS, [2, 16, 6], SIZES[1])
-    plain = model.eval()(**inputs).logits
+    with torch.no_grad():
+        plain = model(**inputs).logits
     valid = inputs["attention_mask"].bool()
-    for unpad in ("auto", True):
-        _, outputs = compiled(model, TOKENS, unpad=unpad).evaluate(inputs, outputs=True)
+    for unpad, made in (("auto", compiled(model, TOKENS, unpad="auto")), (True, unpadded)):
+        _, outputs = made.evaluate(inputs, outputs=True)
         torch.testing.assert_close(outputs["logits"][valid], plain[valid], rtol=EXACT, atol=EXACT)
         assert bool((outputs["logits"][~valid] == 0).all()) is (unpad is True)
 
 
 def test_memory_with_padding_is_an_upper_bound():
-    made = compiled(encoder(), recompute="all")
+    _, made = encoder_of("all")
     unpadding = unpadding_of(made)
     (bucket, *_) = made.buckets
     sizes = {**bucket.sizes, "batch": 3}
