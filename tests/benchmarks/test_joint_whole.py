@@ -1,5 +1,7 @@
 """A joint graph of pieces is the one that `make_fx` traces whole, but for names and integers."""
 
+from itertools import product
+
 import pytest
 from torch import fx
 
@@ -7,13 +9,16 @@ from benchmarks.joint_whole import said, whole
 from benchmarks.zoo_models import NAMED
 from dcpc.commands.check import SplitModel
 
-QUICK = ("transformers GPT-2", "transformers T5", "diffusers PixArt")
+QUICK = (("transformers GPT-2", 2), ("transformers T5", 1), ("diffusers PixArt", 2))
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMED]
+    ("name", "sp"),
+    [
+        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+        for case in product(NAMED, (1, 2))
+    ],
 )
-@pytest.mark.parametrize("sp", [1, 2])
 def test_graph_of_pieces_is_that_of_the_whole(name, sp):
     model = NAMED[name]
     split = SplitModel(model.make(), model.buckets, model.sizes[0], sp=sp)

@@ -3,6 +3,8 @@
 Ours has fake tensors that are told, and is made functional call by call.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -51,8 +53,16 @@ def test_small_models(name):
     assert_alike(case.model(), Buckets(case.inputs, sizes(name)))
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", language_models.NAMES)
+QUICK = (("bert", None), ("gpt2", None), ("llama", torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [
+        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+        for case in product(language_models.NAMES, (None, torch.bfloat16))
+    ],
+)
 def test_language_models(name, autocast):
     buckets = Buckets(language_models.inputs(name), [{"seq": 8}, {"seq": 17}])
     assert_alike(language_models.make(name), buckets, autocast)
