@@ -12,45 +12,48 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 # Each process of the tests imports torch and dcpc: compiled once, not every time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-video test test-exact test-slow zoo fuzz lint docs clean
-.DEFAULT_GOAL := test
+.PHONY: help demo demo-video test test-exact test-slow zoo fuzz lint docs clean
+.DEFAULT_GOAL := help
 
-demo: $(STAMP)
+help:  ## prints this
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+
+demo: $(STAMP)  ## trains on text over two ranks, and races baselines
 	$(PY) -m examples.demo
 
-demo-video: $(STAMP)
+demo-video: $(STAMP)  ## trains on images and clips
 	$(PY) -m examples.demo_video $(if $(CODEC),--codec $(CODEC))
 
 # Ruff and mypy run inside pytest (tests/test_style.py). A process a core, each with one thread: many
 # tests wait for ranks.
-test: $(STAMP)
+test: $(STAMP)  ## ruff, mypy and the quick tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 # The slow tests that hold numbers: the zoo over ranks, all modes, Inductor. Which slow ones are left
 # out, and why, is in tests/conftest.py.
-test-exact: $(STAMP)
+test-exact: $(STAMP)  ## the slow tests that hold numbers
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not by_hand" -n auto --maxprocesses 2 --dist worksteal
 
 # The named models of transformers and diffusers against the plain ones; exit 1 where one differs.
-zoo: $(STAMP)
+zoo: $(STAMP)  ## named models of two libraries against the plain ones
 	$(PY) -m benchmarks.zoo --quick
 
 # Everything that is slow.
-test-slow: $(STAMP)
+test-slow: $(STAMP)  ## everything that is slow: hours
 	$(PY) -m pytest -m slow
 
 # Fresh random training runs, a fifth of the time, and programs against the plain model; what fails is
 # shrunk, and a program is written to tests/fuzz/cases.
 SECONDS := 600
-fuzz: $(STAMP)
+fuzz: $(STAMP)  ## random programs and training runs, for SECONDS=600
 	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz.run --seconds $(SECONDS)
 
-lint: $(STAMP)
+lint: $(STAMP)  ## ruff and mypy alone
 	$(PY) -m ruff check
 	$(PY) -m mypy
 
 # The documents as a site in build/site, which needs no network to be read; fails on a link that leads nowhere.
-docs: $(STAMP)
+docs: $(STAMP)  ## the documents as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "open build/site/index.html; with search: $(PY) -m http.server -d build/site"
 
@@ -63,5 +66,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
 
-clean:
+clean:  ## removes .venv, build and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
