@@ -102,9 +102,9 @@ def test_wrong_memory_among_what_ifs_is_refused_before_planning(folder, wrong):
     assert f"PlanError: got memory='{wrong}'; expected a positive number" in result.stderr
 
 
-@pytest.mark.parametrize("memory", ["90MB", "90e6", "90000000", "87890.625KiB"])
-def test_memory_is_read_with_and_without_units(folder, memory):
-    result = run("plan", "--device", "h200", "--sp", "1", "--world", "4", "--memory", memory)
+def test_memory_is_read_with_units(folder):
+    options = ("--sp", "1", "--world", "4", "--memory", "87890.625KiB")
+    result = run("plan", "--device", "h200", *options)
     assert result.exit_code == 1
     assert "a rank has 90.0 MB" in result.stdout
 

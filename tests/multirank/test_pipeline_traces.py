@@ -97,8 +97,6 @@ def test_two_stages_of_two_traces_have_the_plain_models_numbers():
     [
         ("branching", 4, 4, {}),
         ("branching", 4, 2, {}),
-        ("branching", 4, 2, {"sp": 2}),
-        ("stdit", 2, 2, {}),
         ("stdit", 4, 2, {"sp": 2}),
     ],
 )

@@ -51,15 +51,13 @@ def test_small_models_split_over_two_ranks_equal_the_plain_ones():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_small_models_split_equal_the_plain_ones(world):
-    assert not wrong(run_ranks(split_errors, world, sorted(CASES), timeout_s=1100), 1e-10)
+def test_all_small_models_split_equal_the_plain_ones():
+    assert not wrong(run_ranks(split_errors, 4, sorted(CASES), timeout_s=1100), 1e-10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize(("world", "recompute"), [(2, "none"), (4, "all")])
 def test_small_models_through_compile_equal_the_plain_ones(world, recompute):
     names = sorted(CASES)
     found = run_ranks(errors, world, names, world, recompute, "eager", timeout_s=1100)
