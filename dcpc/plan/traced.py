@@ -142,13 +142,16 @@ class Traced:
     def tracer(self, backend: str, hints: Hints = None) -> Tracer:
         """Returns what differentiates a lowered graph: without hints one for all placements."""
         if hints is not None:
-            return Tracer(self.program, self.tensors(), Library(decompositions(backend)), hints)
+            return Tracer(self.program, self.tensors(), self._library(backend), hints)
         if backend not in self.tracers:
             if backend not in self.libraries:
-                self.libraries[backend] = Library(decompositions(backend))
+                self.libraries[backend] = self._library(backend)
             library = self.libraries[backend]
             self.tracers[backend] = Tracer(self.program, self.tensors(), library)
         return self.tracers[backend]
+
+    def _library(self, backend: str) -> Library:
+        return Library(decompositions(backend), self.device.gpu)
 
 
 def traced(

@@ -145,9 +145,9 @@ class Tracer:
         self._integers: dict[tuple[str, str], tuple[torch.SymInt, int]] = {}
         self._unused = self._unused_hints()
         self._dims = self._dim_hints()
-        self._device = next(
-            (t.device for t in tensors.values() if not t.is_meta), torch.device("cpu")
-        )
+        # A constant of forward may lie on the CPU beside a model on a GPU.
+        placed = [tensors[name] for name in (*program.parameters, *program.buffers)]
+        self._device = next((t.device for t in placed if not t.is_meta), torch.device("cpu"))
         self._fakes: dict[str, Tensor] = {}
 
     def joint(self, lowered: Lowered) -> Joint:

@@ -1,4 +1,4 @@
-"""Strides of results for which torch's fake kernels tell others than its CPU kernels make.
+"""Strides and dtypes of results for which torch's fake kernels tell others than its kernels make.
 
 A fake kernel is often a decomposition into other ops, whose operands come in another order; the
 graph that is traced then views a result as it does not lie, and fails when it runs.
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+
+from dcpc.fx.gpu_ops import is_asked
 
 aten = torch.ops.aten
 
@@ -89,8 +91,18 @@ _LAID: Mapping[Any, Callable[[Any, Sequence[Any]], Any]] = {
 }
 
 
+def _wide_statistics(value: Any) -> Any:
+    """A norm's result, and its statistics of rows in float32 at least, as a GPU's kernel has it."""
+    first, *rows = value
+    wide = torch.promote_types(first.dtype, torch.float32)
+    return type(value)((first, *(x.to(wide) for x in rows)))
+
+
 def as_laid(func: Any, args: Sequence[Any], value: Any) -> Any:
-    """Returns what a call made on fake tensors, with the strides that the CPU's kernel gives it.
+    """Returns what a call made on fake tensors, as the device's kernel makes it.
+
+    That is with the strides that the CPU's kernel gives it; of one that is captured for a GPU, with
+    the dtypes of a GPU's.
 
     Args:
         func: the op.
@@ -98,6 +110,8 @@ def as_laid(func: Any, args: Sequence[Any], value: Any) -> Any:
         value: what the fake kernel returned.
     """
     # Meta tensors stand for the CPU's; a GPU's kernels are not looked at.
+    if func is aten.native_layer_norm.default and is_asked():
+        value = _wide_statistics(value)
     if func not in _LAID or any(isinstance(x, Tensor) and x.is_cuda for x in args):
         return value
     return _LAID[func](value, args)

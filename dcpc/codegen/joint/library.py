@@ -35,13 +35,15 @@ class Library:
 
     Args:
         table: op -> decomposition, for a backend that wants smaller ops.
+        gpu: whether calls are those of a GPU, whatever device the tensors are on, see `gpu_ops`.
 
     Attributes:
         env: of all sizes.
         mode: of all fake tensors.
     """
 
-    def __init__(self, table: Mapping[Any, Any]) -> None:
+    def __init__(self, table: Mapping[Any, Any], gpu: bool = False) -> None:
+        self._gpu = gpu
         self.env = AskingEnv()
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # a hit compares symbols, and no call is traced twice here
@@ -126,7 +128,7 @@ class Library:
 
         def traced() -> Piece:
             with _named(call, values):
-                return Piece(self.mode, self._table, call, *values, wants)
+                return Piece(self.mode, self._table, call, *values, wants, self._gpu)
 
         pattern = _Pattern()
         alike = self._alike.setdefault((call, pattern.of(values), *wants), [])

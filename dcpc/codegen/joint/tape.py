@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from dcpc.codegen.joint.asking import Answers, asking
 from dcpc.codegen.joint.memories import Memories, Ref, run, tensors_in
 from dcpc.errors import CodegenError
+from dcpc.fx.gpu_ops import as_on_gpu, stays_whole
 from dcpc.fx.writes import (
     APART,
     PLAIN,
@@ -103,6 +104,7 @@ class Piece:
         args: its arguments; FakeTensors, SymInts and constants.
         kwargs: the same.
         wants: for each tensor of the arguments, in order, whether it has a gradient.
+        gpu: whether the call is that of a GPU, see `gpu_ops`.
 
     Attributes:
         call: the op.
@@ -120,8 +122,9 @@ class Piece:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         wants: Sequence[bool],
+        gpu: bool = False,
     ) -> None:
-        self._mode, self.call = mode, call
+        self._mode, self.call, self._gpu = mode, call, gpu
         self._tape = _Tape(table)
         self._memories = self._tape.memories
         wanted = iter(wants)
@@ -137,7 +140,7 @@ class Piece:
 
         with asking(mode).noting() as self.asked:
             args, kwargs = map_aggregate((args, dict(kwargs)), operand)
-            with mode, enable_python_dispatcher(), torch.enable_grad(), self._tape:
+            with mode, enable_python_dispatcher(), torch.enable_grad(), as_on_gpu(gpu), self._tape:
                 self._value = call(*args, **kwargs)
         self.ops = self._tape.taken()
         self.result = self._memories.refs(self._value)
@@ -171,7 +174,7 @@ class Piece:
             given = [
                 self._memories.root(t, self._mode) for t in (*tangents.values(), *sums.values())
             ]
-            with self._mode, enable_python_dispatcher(), self._tape:
+            with self._mode, enable_python_dispatcher(), as_on_gpu(self._gpu), self._tape:
                 found = torch.autograd.grad(
                     outputs, self._leaves, given, allow_unused=True, retain_graph=True
                 )
@@ -240,7 +243,8 @@ class _Tape(TorchDispatchMode):
                 result = self._table[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if autograd_would_have_decomposed(func, tree_leaves((args, kwargs))):
+        flat = tree_leaves((args, kwargs))
+        if not stays_whole(func) and autograd_would_have_decomposed(func, flat):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcpc.fx.fakes.made import empty, is_told
 from dcpc.fx.fakes.views import VIEW_OPS, view_result
+from dcpc.fx.gpu_ops import is_asked
 from dcpc.fx.leaves import leaf_key, size_key
 
 aten = torch.ops.aten
@@ -258,7 +259,26 @@ def _is_norm(x: Any, *others: Any) -> bool:
     """Whether operands are of one dtype that the kernel keeps; None is no operand."""
     if not _are_alike(x, *(t for t in others if t is not None)):
         return False
-    return x.dtype in (torch.float32, torch.float64) or x.device.type == "cpu"
+    kept = x.device.type == "cpu" and not is_asked()  # a GPU's statistics are float32 at least
+    return x.dtype in (torch.float32, torch.float64) or kept
+
+
+def _rms_norm(x: Any, normalized: Sequence[Any], weight: Any, _: float | None) -> Any:
+    """The root mean square's norm: its result, and one number a row, in float32 at least."""
+    if not _are_alike(x, *[] if weight is None else [weight]):
+        return None
+    rows = [*x.shape[: x.ndim - len(normalized)], *[1] * len(normalized)]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return empty(x.shape, x.dtype, *_place(x)), empty(rows, wide, *_place(x))
+
+
+def _rms_norm_backward(
+    gradient: Any, x: Any, normalized: Any, row: Any, weight: Any, wanted: Sequence[bool]
+) -> Any:
+    if not is_told(row) or not _are_alike(x, gradient, *[] if weight is None else [weight]):
+        return None
+    shapes = zip(wanted, (x.shape, normalized), strict=True)
+    return tuple(empty(s, x.dtype, *_place(x)) if wants else None for wants, s in shapes)
 
 
 def _spread(gradient: Any, sizes: Sequence[Any], *_: Any) -> Tensor | None:
@@ -296,6 +316,8 @@ _DENSE: Mapping[Any, Callable[..., Any]] = {
     aten.rms_norm.default: _whole_norm,
     aten.native_layer_norm.default: _norm,
     aten.native_layer_norm_backward.default: _norm_backward,
+    aten._fused_rms_norm.default: _rms_norm,
+    aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.select_backward.default: _spread,
     aten.slice_backward.default: _spread,
 }

@@ -137,6 +137,10 @@ GPU_TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "aten::native_layer_norm_backward": _copies("grad_out", "input"),
     "aten::convolution": gpu_convolution,
     "aten::convolution_backward": gpu_convolution_backward,
+    # Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu (`_fused_rms_norm_cuda` and backward);
+    # not modelled: of many narrow rows a 32nd of the input, for sums of the weight's gradient.
+    "aten::_fused_rms_norm": _copies("input"),
+    "aten::_fused_rms_norm_backward": _copies("grad_out", "input"),
     "aten::bmm": _batch("self", "mat2"),
     "aten::baddbmm": _batch("batch1", "batch2"),
     "aten::embedding_dense_backward": _embedding_backward,
