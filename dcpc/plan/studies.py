@@ -287,7 +287,7 @@ def structure_of(
     """
     names, nodes = lowering.joint.names, [*lowering.joint.gm.graph.nodes]
     fuses = lowering.backend == "inductor"
-    ledger = Ledger(names, degree, fuses=fuses, gpu=device.gpu, like=like, stays=stays)
+    ledger = Ledger(names, degree, fuses=fuses, gpu=device.kernels_of, like=like, stays=stays)
     meter = Meter(ledger, nodes)
     decided, needed = lowering.choices()
     sizes = {i.name: i.value(reference, degree, 0) for i in lowering.lowered.integers}

@@ -16,6 +16,7 @@ from torch import fx
 from dcpc.errors import ProfileError
 from dcpc.fx.leaves import leaf_key, tree_key
 from dcpc.ir import Fold, Partition, Profile, Schedule, Work
+from dcpc.ops.attention import Capability
 from dcpc.symbolic_profile.memory.lifetimes import Numbered
 from dcpc.symbolic_profile.memory.memory import MemoryTimeline, live_rows, timeline_of
 from dcpc.symbolic_profile.memory.run import RankRun
@@ -76,7 +77,7 @@ class Ledger:
         sp: ranks of the group of every collective, or group name -> ranks.
         threads: threads an op runs on; default: torch's.
         fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
-        gpu: whether ops run a GPU's kernels.
+        gpu: capability of the GPU whose kernels ops run; None: they run the CPU's.
         like: of another graph of the same tracer on the same device: calls on the same fake tensors
             cost the same there.
         stays: numbers of the gradients that live to the end of backward, see `timeline_of`.
@@ -88,7 +89,7 @@ class Ledger:
         sp: GroupSize = 1,
         threads: int | None = None,
         fuses: bool = False,
-        gpu: bool = False,
+        gpu: Capability | None = None,
         like: Ledger | None = None,
         stays: frozenset[int] | None = None,
     ) -> None:

@@ -63,7 +63,7 @@ class Blocks:
         self.mine, self.placement = mine, placement
         self.lowering = mine.traced.lowering(placement)
         names, fuses = self.lowering.joint.names, mine.traced.backend == "inductor"
-        self.ledger = Ledger(names, placement.sp, fuses=fuses, gpu=mine.traced.device.gpu)
+        self.ledger = Ledger(names, placement.sp, fuses=fuses, gpu=mine.traced.device.kernels_of)
         self.meter = Meter(self.ledger, [*self.lowering.joint.gm.graph.nodes])
         dims = mine.traced.program.dims(at)
         integers = self.lowering.lowered.integers

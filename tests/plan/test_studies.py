@@ -80,7 +80,7 @@ def check(mine: Priced, sizes: dict[str, int], sp: int, share: float) -> None:
     study = mine.at(placement)
     recompute = round(share * study.steps)
     lowering = mine.traced.lowering(placement)
-    ledger = Ledger(lowering.joint.names, sp, gpu=mine.traced.device.gpu)
+    ledger = Ledger(lowering.joint.names, sp, gpu=mine.traced.device.kernels_of)
     schedule = lowering.schedule(mine.made_again(placement, recompute))
     costs = ledger.costs(schedule)
     own, meter = evaluator(ledger.profile(costs)), Meter(ledger, [*lowering.joint.gm.graph.nodes])

@@ -96,7 +96,7 @@ class ProgramCosts:
         self._placement: Placement = self._priced.placement(self._program.hints, sp)
         self._lowering: LoweredPair = self._traced.lowering(self._placement)
         device = self._traced.device
-        self._ledger = Ledger(self._lowering.joint.names, sp, gpu=device.gpu)
+        self._ledger = Ledger(self._lowering.joint.names, sp, gpu=device.kernels_of)
         self._meter = Meter(self._ledger, [*self._lowering.joint.gm.graph.nodes])
         self._fixed = frozenset(chain.calls)
         self._block_of = _blocks_of(self._program, chain)

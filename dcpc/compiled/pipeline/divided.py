@@ -153,7 +153,7 @@ class StageParts:
         key = traced.id_of(placement)
         if key not in self._priced:
             lowering = traced.lowering(placement)
-            ledger = Ledger(lowering.joint.names, placement.sp, gpu=traced.device.gpu)
+            ledger = Ledger(lowering.joint.names, placement.sp, gpu=traced.device.kernels_of)
             meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
             self._priced[key] = _Priced(lowering, meter, ledger, {})
         return self._priced[key]

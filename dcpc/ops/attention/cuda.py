@@ -1,7 +1,8 @@
-"""Attention by a GPU's fused kernels: flash-attn where it is installed, else torch's own flash.
+"""Attention by a GPU's fused kernels: flash attention, and the memory-efficient one of torch.
 
-Half precision, causal or not, windows with flash-attn. The tests have no GPU: they run this with a
-plain function that does as flash-attn's documentation says of windows, and not the kernels.
+`kernels.GPU_KERNELS` says which computes what. Flash attention is flash-attn's where that is
+installed, else torch's copy of it. The tests have no GPU: they run this with plain functions that
+do as the kernels' documentation says of windows, and not the kernels.
 
 A window is counted from the last query and the last key, and a limit below 0 is none at all. So
 keys that no query sees are left out first: then the last query's limit is a key that is there.
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpc.ops.attention.kernels import check_sizes, laid, takes
-from dcpc.ops.attention.spec import Attended, Sight, empty_gradient, empty_outputs
+from dcpc.ops.attention.kernels import Capability, OnGpu, check_sizes, gpu_kernel, laid
+from dcpc.ops.attention.spec import Attended, Sight, accumulated, empty_gradient, empty_outputs
 
 try:
     from flash_attn import flash_attn_interface as installed
@@ -24,30 +25,31 @@ except ImportError:
 
 aten = torch.ops.aten
 
+# Masks of the efficient kernel: none, and causal where the last query sees the last key.
+_ALL, _CAUSAL_FROM_LAST = 0, 2
+ROWS = 32  # its logsumexp has so many rows or a multiple
+
 
 def able(q: Tensor, k: Tensor, sight: Sight) -> bool:
     """Returns whether a fused kernel computes this attention without a mask.
 
     Not where positions hide all keys from a query: kernels differ in what they give it.
     """
-    if not takes("cuda", q) or not recent(q.device):
-        return False
+    return kernel_of(q, k, sight) != "blocks"
+
+
+def kernel_of(q: Tensor, k: Tensor, sight: Sight) -> str:
+    """Returns what computes an attention without a mask: see `gpu_kernel`."""
     if sight.misses(sight.start + q.shape[2], k.shape[2]):
-        return False
-    if installed is not None:
-        return True
-    if sight.before is not None:
-        return False
-    return sight.after is None or _square(q, *_seen(q, k, sight))
+        return "blocks"
+    name = gpu_kernel(OnGpu(q.dtype, q.shape[3], sight, capability(q.device)))
+    beyond = sight.after is not None and sight.start + q.shape[2] > k.shape[2]
+    return "blocks" if name == "efficient" and beyond else name
 
 
-def recent(device: torch.device) -> bool:
-    """Returns whether flash attention has kernels for a GPU: Ampere's generation or a later one."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _square(q: Tensor, k: Tensor, sight: Sight) -> bool:
-    return sight.after == 0 and sight.start == 0 and q.shape[2] == k.shape[2]
+def capability(device: torch.device) -> Capability:
+    """Returns the capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
 
 
 def _seen(q: Tensor, k: Tensor, sight: Sight) -> tuple[Tensor, Sight]:
@@ -70,21 +72,58 @@ def _window(q: Tensor, k: Tensor, sight: Sight) -> tuple[int, int]:
 def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
     """Returns out `[b, h, s, d]` and logsumexp `[b, h, s]`."""
     check_sizes(q, k, v)
-    given = q
+    given, name = q, kernel_of(q, k, sight)
     q, k, v = laid("cuda", q), laid("cuda", k), laid("cuda", v)
     v, _ = _seen(q, v, sight)
     k, sight = _seen(q, k, sight)
+    if name == "efficient":
+        return _efficient(q, k, v, sight, (given, v))
+    left, right = _window(q, k, sight)
+    tensors = [x.transpose(1, 2) for x in (q, k, v)]
+    result: Any
     if installed is not None:
-        left, right = _window(q, k, sight)
-        tensors = [x.transpose(1, 2) for x in (q, k, v)]
-        result: Any = installed._flash_attn_forward(
+        result = installed._flash_attn_forward(
             *tensors, 0.0, sight.scale, False, left, right, 0.0, None, False
         )
-        return _laid_out(result[0].transpose(1, 2), result[1], (given, v))
-    result = aten._scaled_dot_product_flash_attention.default(
-        q, k, v, 0.0, sight.after is not None, False, scale=sight.scale
+    else:
+        result = aten._flash_attention_forward.default(
+            *tensors, None, None, q.shape[2], k.shape[2], 0.0, False, False,
+            scale=sight.scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+    return _laid_out(result[0].transpose(1, 2), result[1], (given, v))
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, given: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """What `forward` returns: of shared keys by a call for each query of a group."""
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1:
+        return _laid_out(*_efficient_outputs(q, k, v, sight), given)
+    made, of_rows = empty_outputs(*given)
+    for mine in _of_groups(groups):
+        out, lse = _efficient_outputs(q[:, mine], k, v, sight)
+        made[:, mine].copy_(out)
+        of_rows[:, mine].copy_(lse)
+        del out, lse
+    return made, of_rows
+
+
+def _efficient_outputs(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    tensors = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse, *_ = aten._efficient_attention_forward.default(
+        *tensors, None, None, None, None, None, 0.0, _mask_type(sight), True, scale=sight.scale
     )
-    return _laid_out(result[0], result[1], (given, v))
+    return out.transpose(1, 2), lse[..., : q.shape[2]]
+
+
+def _of_groups(groups: int) -> list[slice]:
+    """Returns the query heads of each call: the first of each key head, the second, and so on."""
+    return [slice(i, None, groups) for i in range(groups)]
+
+
+def _mask_type(sight: Sight) -> int:
+    return _ALL if sight.after is None else _CAUSAL_FROM_LAST
 
 
 def _laid_out(out: Tensor, lse: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -96,39 +135,76 @@ def _laid_out(out: Tensor, lse: Tensor, given: tuple[Tensor, Tensor]) -> tuple[T
 def backward(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, laid out (b, s, h, d)."""
     check_sizes(given.q, given.k, given.v)
+    name = kernel_of(given.q, given.k, sight)
+    differentiate = _efficient_backward if name == "efficient" else _flash_backward
     grad, q, k, v, out = (laid("cuda", x) for x in given[:5])
     given = Attended(grad, q, k, v, out, given.lse.contiguous())
     low, high = sight.keys(0, q.shape[2], k.shape[2])
     if (low, high) == (0, k.shape[2]):
-        return _backward(given, sight)
+        return differentiate(given, sight)
     seen_v, _ = _seen(q, v, sight)
     seen_k, sight = _seen(q, k, sight)
-    dq, *of_seen = _backward(given._replace(k=seen_k, v=seen_v), sight)
+    dq, *of_seen = differentiate(given._replace(k=seen_k, v=seen_v), sight)
     dk, dv = (empty_gradient(x).zero_() for x in (k, v))
     for whole, part in zip((dk, dv), of_seen, strict=True):
         whole[:, :, low:high].copy_(part)
     return dq, dk, dv
 
 
-def _backward(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out, lse = given
+    left, right = _window(q, k, sight)
+    tensors = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
+    found: list[Tensor]
     if installed is not None:
-        left, right = _window(q, k, sight)
-        tensors = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
         found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[1:4]]
         installed._flash_attn_backward(
             *tensors, lse, *found, 0.0, sight.scale, False, left, right, 0.0, None, False
         )
-        dq, dk, dv = (x.transpose(1, 2) for x in found)
-        return dq, dk, dv
-    unused = torch.empty((), dtype=torch.uint64, device=q.device)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward.default(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0,
-        sight.after is not None, unused, unused, scale=sight.scale,
-    )  # fmt: skip
-    pairs = ((q, dq), (k, dk), (v, dv))
-    dq, dk, dv = (
-        g if g.stride() == empty_gradient(x).stride() else empty_gradient(x).copy_(g)
-        for x, g in pairs
-    )
+    else:
+        unused = torch.empty((), dtype=torch.uint64, device=q.device)  # nothing is dropped
+        found = aten._flash_attention_backward.default(
+            *tensors, lse, None, None, q.shape[2], k.shape[2], 0.0, False, unused, unused,
+            scale=sight.scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+    dq, dk, dv = map(_as_gradient, (q, k, v), (x.transpose(1, 2) for x in found))
     return dq, dk, dv
+
+
+def _as_gradient(x: Tensor, found: Tensor) -> Tensor:
+    """Returns a gradient in its tensor's dtype, laid out as the op's fake values promise."""
+    wanted = empty_gradient(x)
+    same = found.dtype == x.dtype and found.stride() == wanted.stride()
+    return found if same else wanted.copy_(found)
+
+
+def _efficient_backward(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
+    _, q, k, v, _, _ = given
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1:
+        found = _efficient_gradients(given, sight)
+    else:
+        wide = (empty_gradient(x, accumulated(x.dtype)).zero_() for x in (k, v))
+        found = [empty_gradient(q), *wide]
+        for mine in _of_groups(groups):
+            part = _efficient_gradients(given.heads(mine), sight)
+            found[0][:, mine].copy_(part[0])
+            found[1].add_(part[1])
+            found[2].add_(part[2])
+            del part
+    dq, dk, dv = map(_as_gradient, (q, k, v), found)
+    return dq, dk, dv
+
+
+def _efficient_gradients(given: Attended, sight: Sight) -> list[Tensor]:
+    grad, q, k, v, out, lse = given
+    rows = q.shape[2]
+    padded = lse.new_full((*lse.shape[:2], -(-rows // ROWS) * ROWS), torch.inf)
+    padded[..., :rows] = lse
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # nothing is dropped
+    *found, _ = aten._efficient_attention_backward.default(
+        grad, q, k, v, None, out, None, None, rows, k.shape[1], padded, 0.0, unused, unused,
+        _mask_type(sight), False, scale=sight.scale,
+    )  # fmt: skip
+    return [x.transpose(1, 2) for x in found]

@@ -2,13 +2,15 @@
 
 Fused kernels are called below torch's dispatch, which is where torch checks what they are given: a
 kernel reads other memory than its tensors', or says not a number, where it is given anything else.
-So whoever calls one goes by the table here: what a call asks for that no copy brings decides
-`kernel_name` and `cuda.able`, how tensors lie `laid`.
+So whoever calls one goes by the tables here: what a call asks for that no copy brings decides
+`kernel_name` and, of a GPU's kernels, `gpu_kernel`, by which the profile counts bytes as well; how
+tensors lie decides `laid`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,10 +51,89 @@ DEMANDS = {
     # attention fills scores with -inf, and scales them then. Gradients, logsumexp and masks may lie
     # in any way; rows that overlap are refused in half precision by oneDNN.
     "flash": Demands((torch.float64, torch.float32, *HALVES), None, 1, 1, False),
-    # Source: flash-attention, csrc/flash_attn (flash_api.cpp; softmax.h: the largest score is
-    # looked for before scaling), of which torch has a copy. Loads are of 16 bytes.
-    "cuda": Demands(HALVES, 256, 8, 16, True),
+    # What all of `GPU_KERNELS` ask for: loads are of 16 bytes.
+    "cuda": Demands((torch.float32, *HALVES), None, 1, 16, True),
 }
+
+Capability = tuple[int, int]  # of a GPU, as NVIDIA counts its generations
+
+
+class OnGpu(NamedTuple):
+    """What decides which of a GPU's kernels computes an attention without a mask.
+
+    Attributes:
+        dtype: of queries, keys and values.
+        width: elements of a head, of queries, keys and values alike.
+        sight: of the queries.
+        capability: of the GPU.
+    """
+
+    dtype: torch.dtype
+    width: int
+    sight: Sight
+    capability: Capability
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKernel:
+    """One of a GPU's fused kernels of attention.
+
+    Attributes:
+        name: "flash" or "efficient".
+        demands: what it asks of tensors.
+        windows: whether a query may see some keys before it alone, or some after it.
+        since: the least capability.
+        untrained: widths, the first and the last, for which some GPUs lack its backward.
+        lacking: capabilities of these, the first and the last.
+    """
+
+    name: str
+    demands: Demands
+    windows: bool
+    since: Capability
+    untrained: tuple[int, int] = (0, 0)
+    lacking: tuple[tuple[Capability, Capability], ...] = ()
+
+    def takes(self, asked: OnGpu) -> bool:
+        """Returns whether it computes an attention and its gradients."""
+        sight, asks, width = asked.sight, self.demands, asked.width
+        bytes_of_head = width * asked.dtype.itemsize
+        fits = asks.widest is None or width <= asks.widest
+        fits = fits and width % asks.multiple == 0 and bytes_of_head % asks.aligned_bytes == 0
+        seen = self.windows or (sight.before is None and sight.after in (None, 0))
+        first, last = self.untrained
+        lacks = any(low <= asked.capability <= high for low, high in self.lacking)
+        trains = not (first <= width <= last and lacks)
+        new = asked.capability >= self.since
+        return asked.dtype in asks.dtypes and fits and seen and new and trains
+
+
+# THE table: the first row that takes an attention computes it, else blocks do. cuDNN's kernel is
+# not among them: whether it is faster, and as exact, no card has shown yet.
+GPU_KERNELS = (
+    # Source: flash-attention, csrc/flash_attn (flash_api.cpp; softmax.h: the largest score is
+    # looked for before scaling), of which torch has a copy; widths without a backward: torch's
+    # sdp_utils.cpp (`head_dim_gt192_constraints_on_sm86_89_or_120`).
+    GpuKernel(
+        "flash", Demands(HALVES, 256, 8, 16, True), windows=True, since=(8, 0),
+        untrained=(193, 224), lacking=(((8, 6), (8, 9)), ((12, 0), (99, 0))),
+    ),
+    # Source: aten/src/ATen/native/transformers/cuda/mem_eff_attention (kernel_forward.h,
+    # kernel_backward.h): products of float32 by three of TF32; causal counted from the last query.
+    GpuKernel(
+        "efficient", Demands((torch.float32, *HALVES), None, 4, 16, True),
+        windows=False, since=(8, 0),
+    ),
+)  # fmt: skip
+
+
+def gpu_kernel(asked: OnGpu) -> str:
+    """Returns "flash", "efficient" or "blocks": what computes attention on a GPU.
+
+    Where queries see no key at all, and where causal ones lie beyond the last key, `cuda.py` leaves
+    an attention to the blocks besides; no piece of a split does.
+    """
+    return next((row.name for row in GPU_KERNELS if row.takes(asked)), "blocks")
 
 
 def kernel_name(
@@ -65,7 +146,7 @@ def kernel_name(
 ) -> str:
     """Returns "flash", "cuda" or "blocks": what computes attention, told without any size.
 
-    "flash" is the CPU's; "cuda" falls back to blocks where `cuda.able` says no. Of packed sequences
+    "flash" is the CPU's; "cuda" is what `gpu_kernel` says, blocks among them. Of packed sequences
     "flash" and "cuda" compute one at a time, but blocks where these are very short.
 
     Args:

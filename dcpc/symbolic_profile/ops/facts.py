@@ -13,6 +13,7 @@ from torch import fx
 
 from dcpc.errors import ProfileError
 from dcpc.fx.integers import of_some
+from dcpc.ops.attention import Capability
 
 Shape: TypeAlias = tuple[sympy.Expr, ...]
 # Ranks of every group, or group name -> ranks.
@@ -275,11 +276,13 @@ class CallFacts:
         node: an ATen or collective call.
         facts: reads its values.
         threads: threads an op runs on; some ops have a buffer for each.
+        gpu: capability of the GPU whose kernels ops run; None: they run the CPU's.
     """
 
     node: fx.Node
     facts: Facts
     threads: int
+    gpu: Capability | None = None
 
     def tensor(self, name: str) -> TensorFacts:
         """Returns the tensor argument of this name."""

@@ -1,10 +1,10 @@
 """What an op allocates and frees again on a GPU, where that is not what the CPU's does.
 
-Read in the kernels' sources, not measured: the tests have no GPU; `benchmarks.gpu` compares. Flash
-attention is taken for granted wherever `dcpc/ops/attention/cuda.py` can use it, flash-attn's or
-torch's copy of it. The caching allocator's blocks are those of `allocator.py`. Not modelled:
-workspaces of cuBLAS (a constant: 32 MiB on Hopper, 8 MiB before), of cuDNN's convolutions (its
-choice; copies of all operands stand for it), and of sums over a whole tensor (small).
+Read in the kernels' sources, not measured: the tests have no GPU; `benchmarks.gpu` compares. Which
+kernel computes an attention is what `dcpc.ops.attention` runs (`gpu_kernel`). The caching
+allocator's blocks are those of `allocator.py`. Not modelled: workspaces of cuBLAS (a constant: 32
+MiB on Hopper, 8 MiB before), of cuDNN's convolutions (its choice; copies of all operands stand for
+it), and of sums over a whole tensor (small).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import sympy
 from torch.utils._sympy.functions import CeilDiv
 
-from dcpc.ops.attention import DEMANDS, kernel_name
+from dcpc.ops.attention import OnGpu, gpu_kernel, kernel_name
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.convolutions import gpu_convolution, gpu_convolution_backward
 from dcpc.symbolic_profile.ops.facts import CallFacts, argument
@@ -25,27 +25,26 @@ from dcpc.symbolic_profile.ops.kernel_transients import (
 )
 
 ZERO = sympy.Integer(0)
-WIDEST = DEMANDS["cuda"].widest or 0  # of a head
-ROWS = 128  # queries are rounded up to a multiple of this
+ROWS = 128  # flash attention rounds queries up to a multiple of this
+EFFICIENT_ROWS = 32  # and the efficient kernel its logsumexp
 
 
-def _fused(call: CallFacts) -> bool:
-    """Whether a fused kernel computes an attention, as `dcpc/ops/attention/cuda.py` decides."""
+def _kernel(call: CallFacts) -> str:
+    """Returns what computes an attention: "blocks", or what `dcpc.ops.attention` says of a GPU."""
     query, value, mask = call.tensor("query"), call.tensor("value"), call.given("mask")
-    width, asks = query.shape[3], DEMANDS["cuda"]
-    if query.dtype not in asks.dtypes or not width.is_Integer:
-        return False
-    if width > WIDEST or width % asks.multiple:
-        return False
+    width, sight = query.shape[3], attention.sight_of(call)
     name = kernel_name(
         "cuda",
         width == value.shape[3],
         None if mask is None else mask.dtype,
         call.given("keep") is not None,
-        attention.sight_of(call),
+        sight,
         call.given("segment") is not None,
     )
-    return name == "cuda"
+    if name != "cuda" or not width.is_Integer:
+        return "blocks"
+    assert call.gpu is not None, "a GPU is planned for"
+    return gpu_kernel(OnGpu(query.dtype, int(width), sight, call.gpu))
 
 
 def _in_parts(call: CallFacts) -> bool:
@@ -57,12 +56,51 @@ def _forward(call: CallFacts) -> sympy.Expr:
 
     In parts as on the CPU, which is an upper bound.
     """
-    if not _fused(call):
+    name = _kernel(call)
+    if name == "blocks":
         return attention.blocks(call)
+    query, groups = call.tensor("query"), attention.groups_of(call)
+    made = ZERO
+    if name == "efficient":
+        made = _rounded(call) / groups
     if _in_parts(call):
-        return attention.forward_bound(call)
-    query = call.tensor("query")
-    return ZERO if query.contiguous(attention.BSHD) else query.size_bytes
+        return attention.forward_bound(call) + made
+    if name == "efficient" and groups != 1:
+        return query.size_bytes / groups + made  # what a call gives, until it is copied
+    return made + (ZERO if query.contiguous(attention.BSHD) else query.size_bytes)
+
+
+def _rounded(call: CallFacts) -> sympy.Expr:
+    """Bytes of the efficient kernel's logsumexp."""
+    batch, heads, rows, _ = call.tensor("query").shape
+    return 4 * batch * heads * EFFICIENT_ROWS * CeilDiv(rows, EFFICIENT_ROWS)
+
+
+def _own(call: CallFacts) -> sympy.Expr:
+    """Returns what a fused kernel's backward holds besides its results."""
+    if _kernel(call) == "flash":
+        return _accumulators(call)
+    return _efficient_accumulators(call)
+
+
+def _efficient_accumulators(call: CallFacts) -> sympy.Expr:
+    """Logsumexp and a number a row, rounded up; in half precision gradients in float32.
+
+    Of shared keys a call's gradients, and the sums in float32. Source: torch's
+    mem_eff_attention/kernel_backward.h (`workspace_size`, an upper bound) and attention_backward.cu
+    (`delta`).
+    """
+    tensors = [call.tensor(name) for name in ("query", "key", "value")]
+    groups = attention.groups_of(call)
+    held = 2 * _rounded(call) / groups
+    query, *of_keys = tensors
+    own = [sympy.sympify(query.numel) / groups, *(x.numel for x in of_keys)]
+    if query.dtype.itemsize < 4:
+        held += 4 * sympy.Add(*own)
+    if groups != 1:
+        held += query.dtype.itemsize * sympy.Add(*own)
+        held += 4 * sympy.Add(*own[1:]) if query.dtype.itemsize < 4 else ZERO
+    return held
 
 
 def _accumulators(call: CallFacts) -> sympy.Expr:
@@ -74,23 +112,23 @@ def _accumulators(call: CallFacts) -> sympy.Expr:
     query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
     batch, heads, rows, width = query.shape
     rounded = ROWS * CeilDiv(rows, ROWS)
-    wide = WIDEST if width > 192 else 32 * (-(-int(width) // 32))
+    wide = 256 if width > 192 else 32 * (-(-int(width) // 32))
     held = batch * heads * rounded * (wide + 1) * 4
     groups = sympy.sympify(heads) / key.shape[1]
     return held if groups == 1 else held + groups * (key.size_bytes + value.size_bytes)
 
 
 def _backward(call: CallFacts) -> sympy.Expr:
-    if not _fused(call):
+    if _kernel(call) == "blocks":
         return attention.blocks_backward(call)
-    held = _accumulators(call)
+    held = _own(call)
     return held + attention.backward_bound(call) if _in_parts(call) else held
 
 
 def _ring_backward(call: CallFacts) -> sympy.Expr:
     """As on the CPU, and the kernel's own: an upper bound."""
     held = attention.ring_backward_bound(call)
-    return held + _accumulators(call) if _fused(call) else held
+    return held if _kernel(call) == "blocks" else held + _own(call)
 
 
 def _copies(*names: str) -> Callable[[CallFacts], sympy.Expr]:

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
+from dcpc.ops.attention import Capability
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.convolutions import convolution, convolution_backward
 from dcpc.symbolic_profile.ops.facts import (
@@ -235,15 +236,23 @@ def _compared(given: Sequence[Any]) -> torch.dtype:
     return torch.result_type(*values) if known else torch.bool
 
 
-def transient_bytes(node: fx.Node, facts: Facts, threads: int, gpu: bool = False) -> sympy.Expr:
+def transient_bytes(
+    node: fx.Node, facts: Facts, threads: int, gpu: Capability | None = None
+) -> sympy.Expr:
     """Returns the bytes a call holds beyond its inputs and outputs while it runs.
 
     Those of a collective may hold `ranks_of` its group, see `at_ranks`.
+
+    Args:
+        node: an ATen or collective call.
+        facts: reads its values.
+        threads: threads an op runs on.
+        gpu: capability of the GPU whose kernels ops run; None: they run the CPU's.
     """
     name = op_name(node)
-    formula = (GPU_TRANSIENTS.get(name) if gpu else None) or TRANSIENTS.get(name)
+    formula = (GPU_TRANSIENTS.get(name) if gpu is not None else None) or TRANSIENTS.get(name)
     if formula is not None:
-        return formula(CallFacts(node, facts, threads))
-    if gpu or not isinstance(node.target, torch._ops.OpOverload):
+        return formula(CallFacts(node, facts, threads, gpu))
+    if gpu is not None or not isinstance(node.target, torch._ops.OpOverload):
         return ZERO
     return _promoted(CallFacts(node, facts, threads))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dcpc.errors import ProfileError
+from dcpc.ops.attention import Capability
 from dcpc.symbolic_profile.memory.allocator import BLOCK_BYTES
 from dcpc.symbolic_profile.seconds.fits import Fits
 
@@ -49,6 +50,7 @@ class Device:
         across: link between nodes.
         overlaps: whether it sends while it computes, as a GPU does.
         gpu: whether ops run a GPU's kernels, which need other memory than the CPU's.
+        capability: of a GPU, as NVIDIA counts: which kernels there are for it.
         fits: what `dcpc calibrate` measured on it; None: seconds are the figures' roofline.
         communicator_bytes: memory that each process group of a rank takes beside torch's.
     """
@@ -64,6 +66,7 @@ class Device:
     across: Link
     overlaps: bool = True
     gpu: bool = False
+    capability: Capability = (9, 0)
     fits: Fits | None = None
     communicator_bytes: int = 0
 
@@ -71,6 +74,11 @@ class Device:
     def block_bytes(self) -> int:
         """What a tensor's bytes are rounded up to; of a CPU's memory what is asked for counts."""
         return BLOCK_BYTES if self.gpu else 1
+
+    @property
+    def kernels_of(self) -> Capability | None:
+        """The GPU's capability whose kernels ops run; None: they run the CPU's."""
+        return self.capability if self.gpu else None
 
     @property
     def seconds_error(self) -> float | None:
@@ -163,6 +171,7 @@ A100_80GB = Device(
     inside=_AMPERE_LINKS[0],
     across=_AMPERE_LINKS[1],
     gpu=True,
+    capability=(8, 0),
     communicator_bytes=COMMUNICATOR_BYTES,
 )
 A100_40GB = replace(

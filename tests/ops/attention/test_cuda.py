@@ -1,4 +1,8 @@
-"""dcpc.ops.attention.cuda: who sees whom, by a plain function that counts as flash-attn does."""
+"""dcpc.ops.attention.cuda: which kernel runs, and who sees whom, by plain functions.
+
+These do as the kernels' documentation says: flash-attn's README, torch's varlen attention (which
+calls the same op with windows), and kernel_forward.h.
+"""
 
 import math
 from types import SimpleNamespace
@@ -6,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dcpc.ops.attention import blocks, cuda
-from dcpc.ops.attention.spec import Attended, Sight
+from dcpc.ops.attention import OnGpu, blocks, cuda, gpu_kernel
+from dcpc.ops.attention.spec import Attended, Sight, empty_gradient, empty_outputs
 
 
 def hidden(q, k, left, right):
@@ -46,11 +50,117 @@ def backward(
         place.copy_(found)
 
 
+def flash_forward(
+    q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale=None,
+    window_size_left=None, window_size_right=None, **more,
+):  # fmt: skip
+    """aten._flash_attention_forward, which counts windows as flash-attn does; -1 and None: all."""
+    assert (cum_q, cum_k, dropout, causal, debug) == (None, None, 0.0, False, False)
+    assert (max_q, max_k) == (q.shape[1], k.shape[1])
+    out, lse = plain(q, k, v, scale, window_size_left, window_size_right)
+    unused = torch.empty((), dtype=torch.uint64)
+    return out.contiguous(), lse.contiguous(), unused, unused.clone(), out.new_empty(0)
+
+
+def plain_backward(grad, q, k, v, out, lse, scale, left, right):
+    """The gradients of `plain`, of out and logsumexp: kernels run where autograd is left."""
+    groups = q.shape[2] // k.shape[2]
+    wide_k, wide_v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * scale
+    scores = scores.masked_fill(hidden(q, k, left, right), -math.inf)
+    weights = (scores - lse.unsqueeze(-1)).exp()
+    inner = torch.einsum("bqhd,bkhd->bhqk", grad, wide_v)
+    inner = weights * (inner - torch.einsum("bqhd,bqhd->bhq", grad, out).unsqueeze(-1)) * scale
+    dq = torch.einsum("bhqk,bkhd->bqhd", inner, wide_k)
+    dk, dv = (
+        torch.einsum("bhqk,bqhd->bkhd", inner, q),
+        torch.einsum("bhqk,bqhd->bkhd", weights, grad),
+    )
+    dk, dv = (x.unflatten(2, (k.shape[2], groups)).sum(3) for x in (dk, dv))
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def flash_backward(
+    grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, unused, *,
+    scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    assert (cum_q, cum_k, dropout, causal) == (None, None, 0.0, False)
+    assert (max_q, max_k) == (q.shape[1], k.shape[1])
+    return plain_backward(grad, q, k, v, out, lse, scale, window_size_left, window_size_right)
+
+
+def efficient(q, k, v, mask_type, scale):
+    """kernel_forward.h: no mask (0), or causal counted from the last query and key (2)."""
+    assert q.shape[2] == k.shape[2], "query heads that share keys"
+    assert mask_type in (0, 2)
+    return plain(q, k, v, scale, -1, -1 if mask_type == 0 else 0)
+
+
+def efficient_forward(
+    q,
+    k,
+    v,
+    bias,
+    cum_q,
+    cum_k,
+    max_q,
+    max_k,
+    dropout,
+    mask_type,
+    compute_lse,
+    *,
+    scale=None,
+    **more,
+):
+    assert (bias, cum_q, cum_k, dropout, compute_lse) == (None, None, None, 0.0, True)
+    out, lse = efficient(q, k, v, mask_type, scale)
+    padded = lse.new_full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), math.inf)
+    padded[..., : lse.shape[2]] = lse
+    seed = torch.empty((), dtype=torch.int64)
+    return out.contiguous(), padded, seed, seed.clone(), q.shape[1], k.shape[1]
+
+
+def efficient_backward(
+    grad, q, k, v, bias, out, cum_q, cum_k, max_q, max_k, lse, dropout, seed, offset, mask_type,
+    learns, *, scale=None, **more,
+):  # fmt: skip
+    assert (bias, cum_q, cum_k, dropout, learns) == (None, None, None, 0.0, False)
+    assert (max_q, max_k) == (q.shape[1], k.shape[1])
+    assert lse.shape[2] % 32 == 0
+    rows = q.shape[1]
+    assert bool((lse[..., rows:] == math.inf).all())
+    right = -1 if mask_type == 0 else 0
+    found = plain_backward(grad, q, k, v, out, lse[..., :rows], scale, -1, right)
+    return *found, q.new_empty(0)
+
+
+KERNELS = {
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_backward": flash_backward,
+    "_efficient_attention_forward": efficient_forward,
+    "_efficient_attention_backward": efficient_backward,
+}
+
+
 @pytest.fixture
-def flash_attn(monkeypatch):
+def gpu(monkeypatch):
+    """Plain functions in the place of a GPU's kernels, which take float64; a new GPU."""
+    monkeypatch.setattr(cuda, "capability", lambda device: (9, 0))
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in KERNELS.items():
+        library.impl(name, function, "CPU")
+    yield monkeypatch
+    library._destroy()
+
+
+@pytest.fixture(params=["flash-attn", "flash", "efficient"])
+def kernel(request, gpu):
+    """Which kernel runs, whatever the dtype is."""
     made = SimpleNamespace(_flash_attn_forward=forward, _flash_attn_backward=backward)
-    monkeypatch.setattr(cuda, "installed", made)
-    monkeypatch.setattr(cuda, "recent", lambda device: True)
+    gpu.setattr(cuda, "installed", made if request.param == "flash-attn" else None)
+    name = "efficient" if request.param == "efficient" else "flash"
+    gpu.setattr(cuda, "kernel_of", lambda q, k, sight: name)
+    return name
 
 
 CASES = [
@@ -71,34 +181,106 @@ CASES = [
 
 @pytest.mark.parametrize(("before", "after", "start", "queries", "keys"), CASES)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_every_query_sees_what_it_should(flash_attn, before, after, start, queries, keys, groups):
+def test_every_query_sees_what_it_should(kernel, before, after, start, queries, keys, groups):
     torch.manual_seed(0)
     sight = Sight(0.3, before, after, start)
+    if kernel == "efficient" and (before is not None or after not in (None, 0)):
+        pytest.skip("the efficient kernel has no windows")
     q = torch.randn(2, 2 * groups, queries, 8, dtype=torch.float64)
     k, v = (torch.randn(2, 2, keys, 8, dtype=torch.float64) for _ in range(2))
     grad = torch.randn_like(q)
-    assert cuda.able(q.bfloat16(), k.bfloat16(), sight)
     out, lse = cuda.forward(q, k, v, sight)
     expected = blocks.forward(q, k, v, None, None, sight)
     torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-12)
+    wanted, _ = empty_outputs(q, v)
+    assert out.stride() == wanted.stride()
     given = Attended(grad, q, k, v, out, lse)
     found = cuda.backward(given, sight)
     wanted = blocks.backward(given, None, None, sight)[:3]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert [x.stride() for x in found] == [empty_gradient(x).stride() for x in (q, k, v)]
 
 
-def test_what_a_kernel_does_not_do_is_left_to_the_blocks(flash_attn, monkeypatch):
-    q, k = (torch.zeros(1, 4, n, 8, dtype=torch.bfloat16) for n in (4, 6))
-    causal = Sight(1.0, None, 0, 0)
-    assert cuda.able(q, k, causal)
-    assert not cuda.able(q.float(), k.float(), causal)
-    assert not cuda.able(q[..., :7], k[..., :7], causal)
+HALF, SINGLE = torch.bfloat16, torch.float32
+ALL, CAUSAL, LATER = Sight(1.0), Sight(1.0, None, 0, 0), Sight(1.0, None, 0, 2)
+WINDOW, AHEAD = Sight(1.0, 2, 0, 0), Sight(1.0, None, 1, 0)
+# dtype, width, sight, capability -> kernel
+TABLE = [
+    (HALF, 64, ALL, (8, 0), "flash"),
+    (HALF, 64, CAUSAL, (9, 0), "flash"),
+    (HALF, 64, LATER, (9, 0), "flash"),
+    (torch.float16, 64, WINDOW, (9, 0), "flash"),
+    (HALF, 256, AHEAD, (10, 0), "flash"),
+    (HALF, 200, CAUSAL, (9, 0), "flash"),
+    (HALF, 200, CAUSAL, (8, 6), "efficient"),
+    (HALF, 224, CAUSAL, (8, 9), "efficient"),
+    (HALF, 200, WINDOW, (12, 0), "blocks"),
+    (HALF, 256, CAUSAL, (8, 6), "flash"),
+    (HALF, 192, CAUSAL, (8, 6), "flash"),
+    (HALF, 264, CAUSAL, (9, 0), "efficient"),
+    (HALF, 63, CAUSAL, (9, 0), "blocks"),
+    (HALF, 60, CAUSAL, (9, 0), "blocks"),  # rows of 120 bytes
+    (HALF, 64, CAUSAL, (7, 5), "blocks"),
+    (SINGLE, 64, ALL, (8, 0), "efficient"),
+    (SINGLE, 64, LATER, (9, 0), "efficient"),
+    (SINGLE, 4, CAUSAL, (9, 0), "efficient"),
+    (SINGLE, 6, CAUSAL, (9, 0), "blocks"),
+    (SINGLE, 64, WINDOW, (9, 0), "blocks"),
+    (SINGLE, 64, AHEAD, (9, 0), "blocks"),
+    (torch.float64, 64, CAUSAL, (9, 0), "blocks"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "width", "sight", "capability", "expected"), TABLE)
+def test_the_table_says_which_kernel_runs(gpu, dtype, width, sight, capability, expected):
+    assert gpu_kernel(OnGpu(dtype, width, sight, capability)) == expected
+    gpu.setattr(cuda, "capability", lambda device: capability)
+    q, k = (torch.zeros(1, 4, n, width, dtype=dtype) for n in (4, 9))
+    assert cuda.kernel_of(q, k, sight) == expected
+
+
+def test_what_no_kernel_says_alike_is_left_to_the_blocks(gpu):
+    q, k = (torch.zeros(1, 4, n, 8, dtype=HALF) for n in (4, 6))
     assert not cuda.able(q, k, Sight(1.0, None, -1, 0))  # the first query sees no key
     assert not cuda.able(q, k, Sight(1.0, 1, None, 6))  # the last ones see none
-    monkeypatch.setattr(cuda, "installed", None)  # torch's own: no windows, causal if square
-    assert cuda.able(q, k, causal)
-    assert cuda.able(q, k[:, :2], causal)
-    assert not cuda.able(q, k, Sight(1.0, None, 0, 2))
-    assert not cuda.able(q, k, Sight(1.0, 2, 0, 0))
-    monkeypatch.setattr(cuda, "recent", lambda device: False)
-    assert not cuda.able(q, k, causal)
+    assert not cuda.able(q.float(), k.float(), Sight(1.0, None, 0, 4))  # beyond the last key
+    assert cuda.able(q, k, Sight(1.0, None, 0, 4))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 9)])
+def test_a_row_of_the_table_runs_its_kernel(gpu, queries, keys):
+    called = []
+    for name in ("_flash_attention_forward", "_efficient_attention_forward"):
+        op = getattr(torch.ops.aten, name).default
+        gpu.setattr(cuda.aten, name, SimpleNamespace(default=_noting(op, name, called)))
+    gpu.setattr(cuda, "installed", None)
+    for dtype in (HALF, SINGLE):
+        q, k = (torch.ones(1, 2, n, 8, dtype=dtype) for n in (queries, keys))
+        cuda.forward(q, k, k, Sight(1.0, None, 0, keys - queries))
+    assert called == ["_flash_attention_forward", "_efficient_attention_forward"]
+
+
+def _noting(op, name, called):
+    def call(*args, **kwargs):
+        called.append(name)
+        return op(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, and no stub of one")
+@pytest.mark.parametrize(("before", "after", "start", "queries", "keys"), CASES)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_a_gpus_kernels_lay_results_as_promised(before, after, start, queries, keys, groups, dtype):
+    sight = Sight(0.3, before, after, start)
+    place = {"dtype": dtype, "device": "cuda"}
+    q = torch.zeros(2, queries, 2 * groups, 64, **place).transpose(1, 2)
+    k, v = (torch.zeros(2, 2, keys, 64, **place) for _ in range(2))
+    if not cuda.able(q, k, sight):
+        pytest.skip("blocks")
+    out, lse = cuda.forward(q, k, v, sight)
+    made = out, lse, *cuda.backward(Attended(torch.zeros_like(q), q, k, v, out, lse), sight)
+    wanted = *empty_outputs(q, v), *(empty_gradient(x) for x in (q, k, v))
+    facts = [[(x.shape, x.stride(), x.dtype, x.device) for x in each] for each in (made, wanted)]
+    assert facts[0] == facts[1]

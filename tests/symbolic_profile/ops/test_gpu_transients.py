@@ -39,7 +39,7 @@ def attention_bytes(found, seq, batch):
     sizes = {s: {"seq": seq, "batch": batch}[s.name] for s in facts.symbols}
     nodes = [n for gm in (parts.forward, parts.backward) for n in gm.graph.nodes]
     return [
-        int(transient_bytes(n, facts, 1, gpu=True).subs(sizes))
+        int(transient_bytes(n, facts, 1, gpu=(9, 0)).subs(sizes))
         for op in ("dcpc::attention_forward", "dcpc::attention_backward")
         for n in nodes
         if op_name(n) == op
@@ -57,10 +57,24 @@ def test_grouped_heads_have_their_own_gradients():
     assert backward == HEADS * 128 * (96 + 1) * 4 + 2 * HEADS * 128 * WIDTH * 2
 
 
-def test_float32_is_computed_in_blocks():
-    found = planned(torch.float32)
-    forward, backward = attention_bytes(found, 256, 1)
-    scores = HEADS * 128 * 256 * 4
+def test_float32_has_the_efficient_kernel():
+    """Of each row its logsumexp as the kernel rounds it up, and a sum in backward."""
+    forward, backward = attention_bytes(planned(torch.float32), 100, 2)
+    rounded = 2 * HEADS * 128 * 4
+    assert forward in (rounded, rounded + 2 * HEADS * 100 * WIDTH * 4)  # a copy of the output
+    assert backward == 2 * rounded
+
+
+def test_float32_of_shared_keys_is_computed_one_query_of_a_group_at_a_time():
+    forward, backward = attention_bytes(planned(torch.float32, kv_heads=2), 128, 1)
+    rounded, output = HEADS * 128 * 4, HEADS * 128 * WIDTH * 4
+    assert forward == (rounded + output) // 2
+    assert backward == rounded + output // 2 + 2 * 2 * 128 * WIDTH * 4
+
+
+def test_float64_is_computed_in_blocks():
+    forward, backward = attention_bytes(planned(torch.float64), 256, 1)
+    scores = HEADS * 128 * 256 * 8
     assert forward > scores
     assert backward > 2 * scores
 
@@ -87,4 +101,4 @@ def test_a_plan_for_a_gpu_has_the_gpus_peak():
 def test_kernels_that_do_not_widen(function, tensors, expected):
     traced = make_fx(function, tracing_mode="fake")(*tensors)
     *_, node, _ = traced.graph.nodes
-    assert int(transient_bytes(node, Facts({}), 1, gpu=True)) == expected
+    assert int(transient_bytes(node, Facts({}), 1, gpu=(9, 0))) == expected
