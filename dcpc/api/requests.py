@@ -16,6 +16,7 @@ from dcpc.plan.options import (
     memory_of,
 )
 from dcpc.plan.planning import PlanRequest
+from dcpc.runtime.groups.launch import local_device
 from dcpc.runtime.parameters.modes import shares
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.symbolic_profile import (
@@ -83,11 +84,11 @@ def communicators(sps: Sequence[int], world: int) -> int:
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """Returns where the model is; one on the meta device gets its memory on the CPU."""
+    """Returns where the model is; one on the meta device gets its memory where a rank computes."""
     parameter = next(iter(model.parameters()), None)
     if parameter is None:
         return None
-    return torch.device("cpu") if parameter.is_meta else parameter.device
+    return local_device(None) if parameter.is_meta else parameter.device
 
 
 def target_of(device: str | Device) -> Device:

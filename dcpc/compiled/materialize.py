@@ -5,6 +5,8 @@
       └► the store takes its rows    and the whole ones are freed: the next module
     the model holds what has memory
 
+Values are drawn on the CPU, whatever the device: they are the same on each, and on every rank.
+
 Until the end the model stays on the meta device, so an init that reaches into other modules is
 found, and one that fails leaves the model as it was.
 """
@@ -31,6 +33,7 @@ from dcpc.runtime.parameters.modes import STORES, store_of
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.trace.capture.module_state import holding, put_in_place
 
+_CPU = torch.device("cpu")
 Init = Callable[[nn.Module], object] | str | None
 
 
@@ -59,8 +62,8 @@ def made_real(
     """
     modules = [_MetaModule(n, m, own) for n, m in _children_first("", model) if (own := _own(m))]
     _check_init(modules, init)
-    _check_parameters(model)
     device = groups.device
+    _check_parameters(model, device)
     # In rounds the model's own parameters never have memory.
     whole = not STORES[mode].in_rounds
     meta = [p for p in model.parameters() if p.is_meta]
@@ -165,7 +168,7 @@ def _fill(
 
 def _initialise(each: _MetaModule, filling: _Filling, init: Callable[..., object] | None) -> None:
     """Gives the tensors of one module values, and what a rank keeps of them to the store."""
-    real = {id(t): _unset(t, filling.device) for t in each.own.values()}
+    real = {id(t): _unset(t, _CPU) for t in each.own.values()}
     places = {key: t.untyped_storage().data_ptr() for key, t in real.items()}
     module = each.module
     with holding(module, real), WriteLog() as log:
@@ -293,8 +296,18 @@ def _check_init(modules: list[_MetaModule], init: Init) -> None:
         )
 
 
-def _check_parameters(model: nn.Module) -> None:
-    """Refuses parameters of the meta device that stand for more than values of their own."""
+def _check_parameters(model: nn.Module, device: torch.device) -> None:
+    """Refuses parameters of the meta device that stand for more than values of their own.
+
+    Others, and buffers, have to be on the device that these get.
+    """
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if not t.is_meta and t.device != device:
+            raise DispatchError(
+                f"dcpc.materialize: got '{name}' on {t.device} beside tensors of the meta device; "
+                f"expected it on {device}, where a rank computes and those get their memory; move "
+                f"it there before dcpc.compile (.to('{device}'))"
+            )
     seen: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for name, p in model.named_parameters():
         if not p.is_meta:

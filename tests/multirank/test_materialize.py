@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn import functional as F
 
 import dcpc
+from dcpc.compiled.materialize import made_real
 from dcpc.errors import DispatchError, GroupError
+from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.modes import shares
 from examples.allocator import measured_peak_bytes
 from tests.cases.launch import run_ranks
@@ -397,3 +399,29 @@ def test_no_rank_holds_all_of_a_checkpoint_that_it_loads(tmp_path):
     run_ranks(saves_stack, 4, str(tmp_path / "c"), timeout_s=100)
     for found in run_ranks(loads_stack, 2, str(tmp_path / "c"), timeout_s=100):
         assert found["peak"] + found["rows"] < 0.75 * found["every"]
+
+
+def test_values_for_another_device_are_drawn_on_the_cpu():
+    at = torch.device("meta")  # any device beside the CPU
+    with at:
+        model = Layers(torch.float64)
+    drawn: dict[str, Tensor] = {}
+
+    def init(module: nn.Module) -> None:
+        assert {t.device.type for t in module.parameters(recurse=False)} == {"cpu"}
+        module.reset_parameters()
+        drawn.update({f"{type(module).__name__} {n}": p.detach().clone()
+                      for n, p in module.named_parameters(recurse=False)})  # fmt: skip
+
+    made_real(model, "whole", Groups(device=at), init)
+    assert drawn
+    assert not any(value.isnan().any() for value in drawn.values())
+    assert {p.device for p in model.parameters()} == {at}
+
+
+def test_a_tensor_on_another_device_than_those_of_meta_get_is_refused():
+    with torch.device("meta"):
+        model = Layers(torch.float64)
+    model.register_buffer("table", torch.ones(2))
+    with pytest.raises(DispatchError, match=r"got 'table' on cpu beside .* expected it on cuda:1"):
+        made_real(model, "whole", Groups(device=torch.device("cuda", 1)), None)

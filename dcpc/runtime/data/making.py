@@ -13,7 +13,7 @@ from dcpc.errors import DataError, DcpcError
 from dcpc.runtime.data.cuts import PlannedBatch
 from dcpc.runtime.data.packing import RowMaker
 from dcpc.runtime.data.samples import Dataset, Samples
-from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.data.steps import MicroBatch, Step, pinned
 from dcpc.runtime.data.weights import Weight, weighed, weight_function
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan
 from dcpc.runtime.planner.protocol import Compiled
@@ -51,7 +51,7 @@ class StepMaker:
         if compiled.groups.rank == 0:
             for problem in self._problems(compiled, pad or {}):
                 warnings.warn(f"DataLoader(weight={weight!r}): {problem}", stacklevel=3)
-        self._rank = compiled.groups.rank
+        self._rank, self._device = compiled.groups.rank, compiled.groups.device
         self._pads_longer = pads_longer
         self._alone = compiled.groups.control(compiled.groups.world) is None
         self._ranges = compiled.value_ranges if check_values else None
@@ -134,7 +134,7 @@ class StepMaker:
         return MicroBatch(
             bucket=mb.bucket,
             sp=mb.sp,
-            inputs=inputs,
+            inputs=pinned(inputs, self._device),
             weight=weight,
             samples=ids,
             ranks=mb.ranks,

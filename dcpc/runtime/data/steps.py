@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from dcpc.buckets import Bucket
-from dcpc.errors import DcpcError
+from dcpc.errors import DataError, DcpcError
 from dcpc.runtime.planner.plans import StepPlan
+
+
+def pinned(inputs: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns inputs in memory that a GPU copies from while the host goes on; else as they are.
+
+    The loader's thread asks for it: a copy into such memory takes it time, and the step none.
+
+    Args:
+        inputs: on the CPU.
+        device: where they will be.
+
+    Raises:
+        DataError: the host does not give such memory.
+    """
+    if device.type != "cuda":
+        return dict(inputs)
+    try:
+        # A thread begins with GPU 0 as its own: there a second process would take memory.
+        with torch.cuda.device(device):
+            return {name: x.pin_memory() for name, x in inputs.items()}
+    except RuntimeError as e:
+        size = sum(x.nbytes for x in inputs.values())
+        raise DataError(
+            f"loader: got {(str(e).splitlines() or ['no reason'])[0]} for {size} bytes of pinned "
+            "memory; expected the host to give them; raise its limit (ulimit -l), leave it more "
+            "memory, or pass lookahead=1 to keep fewer steps ready"
+        ) from e
 
 
 @dataclass(frozen=True)
@@ -19,7 +46,7 @@ class MicroBatch:
     Attributes:
         bucket: shape of the samples.
         sp: number of ranks that get this same micro-batch.
-        inputs: the model's arguments, on the CPU.
+        inputs: the model's arguments, on the CPU; pinned where the model is on a GPU.
         weight: how much it counts in the step's loss.
         samples: indices in the dataset; packed: of all rows, one row after the other.
         ranks: the ranks that get it, consecutive.
@@ -37,6 +64,15 @@ class MicroBatch:
     micro_batch: int
     menu_step: int
     number: int
+
+    def inputs_on(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Returns the inputs on a device; on a GPU they arrive before what is asked for next.
+
+        Nobody waits for the copy. Pinned memory is not used again before it has ended, though this
+        step may be gone by then: torch's allocator of such memory has an event of each copy's
+        stream.
+        """
+        return {name: x.to(device, non_blocking=True) for name, x in self.inputs.items()}
 
 
 @dataclass(frozen=True)

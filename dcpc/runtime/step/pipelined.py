@@ -95,9 +95,11 @@ def pipelined_step(
         part, clock, schedule = None, Clock(groups.device), schedule.only(counted)
         if counted:
             part = run_schedule(own.settings, shares, schedule, grid, clock.mark)
-        ran_s = time.perf_counter()
+        sums = Clock(groups.device)
+        sums.mark()
         reduced_bytes = grid.sum_gradients(own.parameters.items())
-        reduction_s = time.perf_counter() - ran_s
+        sums.mark()
+        (reduction_s,) = sums.spans_s()
         micro_batch_s = [0.0] * len(batches)
         order = schedule.orders[grid.stage]
         for action, took_s in zip(order, clock.spans_s()[::2], strict=True):
@@ -175,6 +177,6 @@ def _batch(step: Step, mb: MicroBatch, seed: int, own: OwnStage) -> PipelineBatc
     """Returns a micro-batch as the executor takes it, on this rank's device."""
     rows = len(step.plan.micro_batches[mb.number].sample_ids)
     device = own.grid.groups.device
-    inputs = {name: x.to(device, non_blocking=True) for name, x in mb.inputs.items()}
+    inputs = mb.inputs_on(device)
     sizes = {**mb.bucket.sizes, BATCH: rows}
     return PipelineBatch(inputs, sizes, mb.weight, seed)

@@ -140,7 +140,7 @@ def run_turns(
         attempt.running = mb
         last_or_all = reduction.takes_all or i == last
         early = delivering if last_or_all and groups.world > 1 else None
-        inputs = {k: x.to(groups.device, non_blocking=True) for k, x in mb.inputs.items()}
+        inputs = mb.inputs_on(groups.device)
         with nullcontext() if early is None else early(reduction.deliver):
             loss = call(mb, inputs)
         if not loss.requires_grad:
