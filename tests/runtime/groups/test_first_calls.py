@@ -19,6 +19,7 @@ from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.layout import PipelineLayout
 from dcpc.runtime.pipeline.schedule import one_f_one_b
 from tests.cases.blocking import run_blocking
+from tests.fuzz.pipelines import drawn_schedule
 
 LAZY_OR_EAGER = pytest.mark.parametrize("eager", [False, True])
 
@@ -58,11 +59,13 @@ def alone_with_control(rank: int, world: int) -> Groups:
     return Groups(world, rank, global_ranks=every, _data=data, _control={world: control})
 
 
-def a_step(rank: int, stages: int, count: int) -> float:
+def a_step(rank: int, stages: int, count: int, seed: int | None = None) -> float:
     grid = PipelineGrid.make(alone_with_control(rank, stages), stages, ())
     batches = [PipelineBatch({"x": torch.full((2,), i + 1.0).double()}, {}, 0.5)
                for i in range(count)]  # fmt: skip
     schedule = one_f_one_b(range(count), ((0,) * count,) * stages)
+    if seed is not None:
+        schedule = drawn_schedule(seed, stages, count, split=False)
     loss = run_schedule([Doubling(grid.stage, stages)], batches, schedule, grid)
     return -1.0 if loss is None else float(loss)
 
@@ -73,6 +76,13 @@ def test_a_pipelines_first_step_ends(stages, count, eager):
     found, _ = run_blocking(a_step, stages, stages, count, eager=eager)
     whole = sum(0.5 * 2 * (i + 1) * 2 ** (stages - 1) for i in range(count))
     assert found == [-1.0] * (stages - 1) + [whole]
+
+
+@LAZY_OR_EAGER
+@pytest.mark.parametrize("seed", range(6))
+def test_a_drawn_schedule_ends(seed, eager):
+    found, _ = run_blocking(a_step, 3, 3, 4, seed, eager=eager)
+    assert found[2] == sum(0.5 * 2 * (i + 1) * 4 for i in range(4))
 
 
 def ring_of_two_rows(rank: int) -> Tensor:
