@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,8 @@ class CompiledModel(TrainedModel):
         self.plans = cast(dict[Bucket, BucketPlan], planned.plans)
         self.tables = dict(planned.tables)
         self.groups = groups
+        groups.number("users")
+        self._closed = False
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
         self._store: WholeStore = UnmadeStore(groups)
@@ -97,6 +99,30 @@ class CompiledModel(TrainedModel):
         self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
         self._output_settings = {}
         self._calls = 0
+
+    def close(self) -> None:
+        """Gives back the process groups, with their threads and connections; collective.
+
+        All compiled models of the same ranks share them: they are closed with the last that is
+        open. One that was closed runs no more; parameters stay.
+
+        Raises:
+            GroupError: a rank does not close it, or closes another one.
+        """
+        if self._closed:
+            return
+        agree(self.groups, self.groups.world, "close", "")
+        self._closed = True
+        self.groups.leave()
+
+    def __enter__(self) -> Self:
+        """Returns it, to be closed at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes it; not after an error, of which other ranks may not know."""
+        if kind is None:
+            self.close()
 
     def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
         """Returns the model's loss, computed by the variant of these inputs' shape.

@@ -15,7 +15,7 @@ numbers in the default group, which a launcher's logs show.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,9 @@ TIMEOUT_S = 600.0
 # Data groups of ranges that are no aligned block, over all ranks: each costs connections.
 MOST_RANGES = 64
 _CPU = torch.device("cpu")
+# Name of the parent, device, time limit -> groups, for good: whether the last user of one rank is
+# gone is not known on the others (Python frees an object when it likes), who would make new ones.
+_kept: dict[tuple[str, str, float], Groups] = {}
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Groups:
     timeout_s: float = TIMEOUT_S
     global_ranks: tuple[int, ...] = (0,)
     _data: dict[int, dist.ProcessGroup] = field(default_factory=dict, repr=False)
-    _control: Mapping[int, dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    _control: dict[int, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     whole: bool = True
     # (first rank, degree) -> group, None on other ranks; every rank has all, the last used last.
     _ranges: dict[tuple[int, int], dist.ProcessGroup | None] = field(
@@ -68,6 +71,10 @@ class Groups:
     _broken: set[tuple[int, int]] = field(default_factory=set, repr=False, compare=False)
     _across: dict[int, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     _separate: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
+    # (what for, ranks) -> group, None on other ranks.
+    _shared: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     watch: Watch = field(default_factory=Watch, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +92,7 @@ class Groups:
     ) -> Groups:
         """Returns the groups of `group`, of the default group, or of one rank alone.
 
+        Those of one group are made once, and are the same each time, unless a connection broke.
         Where the default group is not initialised and a launcher's environment is there, it is
         initialised from it (gloo, with nccl for a CUDA device) and destroyed at exit. A CUDA device
         becomes this process's current one.
@@ -116,7 +124,14 @@ class Groups:
         refuse_one_queue(device)
         whole = len(ranks) == dist.get_world_size()
         fake = dist.get_backend(parent) == "fake"
-        watch = Watch() if fake else watched(parent, ranks, rank, timeout_s, silence_s)
+        key = str(parent.group_name), str(device), timeout_s
+        kept = _kept.get(key)
+        has = kept is not None and kept._data.get(kept.world) is parent and not kept.watch.broke
+        watch, all_have = Watch(), False
+        if not fake:
+            watch, all_have = watched(parent, ranks, rank, timeout_s, silence_s, has)
+        if kept is not None and all_have:
+            return kept
         make = GroupMaker(ranks, rank, whole, device, timeout_s)
         make.connect(parent)
         data = {len(ranks): parent}
@@ -128,6 +143,8 @@ class Groups:
             for degree in found.degrees:
                 found.of(degree)
             found.of_gradients()
+        if not fake:
+            _kept[key] = found
         return found
 
     @property
@@ -214,9 +231,46 @@ class Groups:
         self._separate.append(made)
         return made
 
+    def shared(
+        self, members: Sequence[int], desc: str, connected: bool = True
+    ) -> dist.ProcessGroup | None:
+        """Returns the data group of some ranks, None on others; made once for each `desc`.
+
+        Collective over all ranks.
+
+        Args:
+            members: their places among all ranks.
+            desc: what it is for.
+            connected: whether its collectives are made ready.
+        """
+        key = desc, tuple(members)
+        if key not in self._shared:
+            self._shared[key] = self.maker.some(members, desc, connected)
+        return self._shared[key]
+
+    def leave(self) -> None:
+        """Takes down that a user is gone; the last one's call closes all groups but the parent.
+
+        Collective over all ranks, each of which counts its users by `number("users")`.
+        """
+        self._numbers["users"] -= 1
+        if self._numbers["users"] or not self._data:
+            return
+        for key in [key for key, groups in _kept.items() if groups is self]:
+            del _kept[key]
+        parent = self._data.pop(self.world)
+        for pg in {id(pg): pg for pg in self.every() if pg is not parent}.values():
+            dist.destroy_process_group(pg)
+        for made in (self._data, self._control, self._ranges, self._across, self._shared):
+            made.clear()
+        self._separate.clear()
+        self._gradients.clear()
+        self._numbers["closed"] = 1
+
     def every(self) -> list[dist.ProcessGroup]:
         """Returns all process groups that this rank is in."""
-        named = (*self._data.values(), *self._control.values(), *self._ranges.values())
+        named = (*self._data.values(), *self._control.values(), *self._ranges.values(),
+                 *self._shared.values())  # fmt: skip
         more = (*self._across.values(), *self._separate, *self._gradients)
         return [pg for pg in (*named, *more) if pg is not None]
 
@@ -368,6 +422,11 @@ class Groups:
         return self.maker.some(range(first, first + degree), desc)
 
     def _check(self, sp: int) -> None:
+        if self._numbers.get("closed"):
+            raise GroupError(
+                f"process group of degree {sp}: got a closed one; expected a compiled model that "
+                "is open; compile again, or call close() after the last step"
+            )
         if sp < 1 or self.world % sp:
             raise GroupError(
                 f"process group of degree {sp}: got a world of {self.world} ranks; expected a "

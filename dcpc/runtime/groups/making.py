@@ -22,30 +22,51 @@ _watches: dict[str, tuple[dist.ProcessGroup, Watch]] = {}
 
 
 def watched(
-    parent: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float, silence_s: float
-) -> Watch:
-    """Returns who watches the ranks of a group, once all of them are here."""
+    parent: dist.ProcessGroup,
+    ranks: tuple[int, ...],
+    rank: int,
+    timeout_s: float,
+    silence_s: float,
+    has: bool = False,
+) -> tuple[Watch, bool]:
+    """Returns who watches the ranks of a group, once all are here; whether all have groups of it.
+
+    Args:
+        parent: the group.
+        ranks: number in the default group of each.
+        rank: this one's place among them.
+        timeout_s: how long a rank waits for another.
+        silence_s: how long a rank may be without a sign of life.
+        has: whether this rank has groups that it may go on with.
+    """
     known, watch = _watches.get(parent.group_name, (None, Watch(ranks, rank)))
-    if known is parent:
-        watch.silence_s = silence_s
-        with watch.naming():
-            _await_all(parent, ranks, rank, timeout_s, watch)
-        return watch
-    watch = Watch(ranks, rank)
+    if known is not parent:
+        watch = Watch(ranks, rank)
     watch.silence_s = silence_s
-    _await_all(parent, ranks, rank, timeout_s, watch)
-    watch.start(parent.get_group_store())
-    _watches[parent.group_name] = parent, watch
-    return watch
+    with watch.naming():
+        all_have = _await_all(parent, ranks, rank, timeout_s, watch, has)
+    if known is not parent:
+        watch.start(parent.get_group_store())
+        _watches[parent.group_name] = parent, watch
+    return watch, all_have
 
 
 def _await_all(
-    parent: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float, watch: Watch
-) -> None:
-    """Waits until every rank is here, so that making groups cannot hang on an absent one."""
+    parent: dist.ProcessGroup,
+    ranks: tuple[int, ...],
+    rank: int,
+    timeout_s: float,
+    watch: Watch,
+    has: bool,
+) -> bool:
+    """Returns whether all ranks have what this one has, once every rank is here.
+
+    So making groups cannot hang on an absent one.
+    """
     store = PrefixStore("dcpc/groups", parent.get_group_store())
     turn = store.add(f"turn/{rank}", 1)
     store.set(f"{turn}/{rank}", "here")
+    store.add(f"{turn}/have", int(has))
     if store.add(f"{turn}/count", 1) == len(ranks):
         store.set(f"{turn}/all", "here")
     deadline = time.monotonic() + timeout_s
@@ -60,6 +81,7 @@ def _await_all(
             )
         watch.look()
         time.sleep(_POLL_S)
+    return bool(store.add(f"{turn}/have", 0) == len(ranks))
 
 
 def connects_at_once(pg: dist.ProcessGroup) -> bool:

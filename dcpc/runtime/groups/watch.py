@@ -153,6 +153,11 @@ class Watch:
         self._thread = None
         _at_work.remove(self)
 
+    @property
+    def broke(self) -> bool:
+        """Whether this rank broke its connections, as it waited in vain."""
+        return self._broken
+
     def follow(self, connected: Connected) -> None:
         """Breaks these connections, too, when this rank waits in vain."""
         self._connected.append(weakref.ref(connected))

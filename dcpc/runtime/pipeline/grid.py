@@ -179,7 +179,7 @@ def _made(
 ) -> dict[Any, dist.ProcessGroup]:
     """Returns the process groups that this rank is in; every rank makes all, in one order."""
     made = {
-        key: groups.maker.some(members, f"dcpc pipeline {key}", connected)
+        key: groups.shared(members, f"dcpc pipeline {key}", connected)
         for key, members in ranks.items()
     }
     return {key: pg for key, pg in made.items() if pg is not None}
