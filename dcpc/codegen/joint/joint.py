@@ -145,9 +145,12 @@ class Tracer:
         self._integers: dict[tuple[str, str], tuple[torch.SymInt, int]] = {}
         self._unused = self._unused_hints()
         self._dims = self._dim_hints()
-        # A constant of forward may lie on the CPU beside a model on a GPU.
-        placed = [tensors[name] for name in (*program.parameters, *program.buffers)]
-        self._device = next((t.device for t in placed if not t.is_meta), torch.device("cpu"))
+        # Where forward was captured; a constant of it may lie on the CPU beside a model on a GPU.
+        self._device = next(
+            (val.device for n in program.gm.graph.nodes if n.op == "placeholder"
+             and isinstance(val := n.meta.get("val"), Tensor) and n.name not in program.constants),
+            torch.device("cpu"),
+        )  # fmt: skip
         self._fakes: dict[str, Tensor] = {}
 
     def joint(self, lowered: Lowered) -> Joint:
@@ -216,7 +219,9 @@ class Tracer:
         if not held.is_meta:
             return self.mode.from_tensor(held, static_shapes=True)
         with self.mode:  # of a model that is planned for and not run
-            return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype)
+            return torch.empty_strided(
+                held.shape, held.stride(), dtype=held.dtype, device=self._device
+            )
 
     def tangent(self, number: int, output: Tensor) -> Tensor:
         """Returns the fake gradient of what is returned, dense.

@@ -111,7 +111,7 @@ def trace(
     """Returns the model's forward graph, captured once for all buckets.
 
     No memory is used for activations: the trace runs on fake tensors; nor for parameters and
-    buffers that are on the meta device, which stand for tensors of the CPU.
+    buffers that are on the meta device, which stand for tensors of the GPU, or else of the CPU.
 
     Args:
         model: any module whose forward takes the buckets' inputs as keyword arguments and returns a
@@ -162,15 +162,22 @@ def _traced(
 
 
 def _meta_as_fake(model: nn.Module) -> nn.Module:
-    """Returns the model, or a copy with fake CPU tensors in place of those on the meta device."""
+    """Returns the model, or a copy with fake tensors in place of those on the meta device.
+
+    They are where `dcpc.materialize` puts the real ones: on this process's GPU if it has one.
+    """
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_meta]
     if not tensors:
         return model
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     copies: dict[int, Any] = {}
     for tensor in tensors:
         with mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
         is_parameter = isinstance(tensor, nn.Parameter)
         copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     return copy.deepcopy(model, copies)
