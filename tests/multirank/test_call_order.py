@@ -85,8 +85,8 @@ def steps(rank: int, options: dict[str, Any]) -> tuple[list[Made], int, set[int]
     "options",
     [
         {},
-        {"attention": "ring"},
-        {"parameters": "step"},
+        pytest.param({"attention": "ring"}, marks=pytest.mark.slow),
+        pytest.param({"parameters": "step"}, marks=pytest.mark.slow),
         {"parameters": "rounds", "block": 2, "sp": [1, 2, 4]},
     ],
     ids=str,

@@ -96,6 +96,7 @@ def ring_of_two_rows(rank: int) -> Tensor:
     q, k, v = (torch.ones(1, 1, mine, 4, dtype=torch.float64) * (rank + 1) for _ in range(3))
     how = RingCall.of(Sight(0.5, None, 0), rows, rows, 1, f"ring {rank}")
     out: Tensor = torch.ops.dcpc.ring_attention(q, k, v, None, None, None, **how._asdict())
+    groups.watch.leave()
     return out
 
 
@@ -117,6 +118,7 @@ def mixed(rank: int, ranges: list[tuple[int, int]]) -> float:
         if rank in ranks:
             dist.all_reduce(x, group=groups.over(ranks))
     dist.all_reduce(x, group=groups.of_gradients())
+    groups.watch.leave()
     return float(x)
 
 
@@ -133,6 +135,7 @@ def apart(rank: int) -> str:
     groups = Groups.default(device="cpu")
     with pytest.raises(GroupError) as error:
         groups.prepare([(1, 2)])
+    groups.watch.leave()
     return str(error.value)
 
 
