@@ -145,12 +145,11 @@ class Tracer:
         self._integers: dict[tuple[str, str], tuple[torch.SymInt, int]] = {}
         self._unused = self._unused_hints()
         self._dims = self._dim_hints()
-        # Where forward was captured; a constant of it may lie on the CPU beside a model on a GPU.
-        self._device = next(
-            (val.device for n in program.gm.graph.nodes if n.op == "placeholder"
-             and isinstance(val := n.meta.get("val"), Tensor) and n.name not in program.constants),
-            torch.device("cpu"),
-        )  # fmt: skip
+        # A constant of forward may lie on the CPU beside a model on a GPU. Of the meta device: where
+        # forward was captured.
+        placed = [tensors[name] for name in (*program.parameters, *program.buffers)]
+        devices = [t.device for t in placed if not t.is_meta] or _captured_on(program)
+        self._device = next(iter(devices), torch.device("cpu"))
         self._fakes: dict[str, Tensor] = {}
 
     def joint(self, lowered: Lowered) -> Joint:
@@ -457,6 +456,13 @@ class _Assembly:
         if gradient is not None or name not in self.program.zero_gradients:
             return gradient
         return _detached(self._add(name, aten.zeros_like.default, (primal,), {})[1])
+
+
+def _captured_on(program: Program) -> list[torch.device]:
+    """Returns the devices of what forward was captured with, its constants left out."""
+    given = [n for n in program.gm.graph.nodes if n.op == "placeholder"]
+    values = [n.meta.get("val") for n in given if n.name not in program.constants]
+    return [value.device for value in values if isinstance(value, Tensor)]
 
 
 def _enter(node: fx.Node, value: Tensor, storage: int) -> fx.Node:
