@@ -145,7 +145,7 @@ class Tracer:
         self._integers: dict[tuple[str, str], tuple[torch.SymInt, int]] = {}
         self._unused = self._unused_hints()
         self._dims = self._dim_hints()
-        # A constant of forward may lie on the CPU beside a model on a GPU. Of the meta device: where
+        # A constant of forward may lie on the CPU beside a model on a GPU. Of the meta device: as
         # forward was captured.
         placed = [tensors[name] for name in (*program.parameters, *program.buffers)]
         devices = [t.device for t in placed if not t.is_meta] or _captured_on(program)
