@@ -268,6 +268,36 @@ def private_imports(file: Path, root: Path = ROOT) -> list[str]:
     return errors
 
 
+# Where names of torch's are replaced: `dcpc/fx/torch_api/`, each with a probe. Public ones may be
+# elsewhere.
+PATCH_ELSEWHERE = {"dcpc/trace/capture/own_backward.py"}
+
+
+def patching_errors(file: Path, root: Path = ROOT) -> list[str]:
+    """Returns what replaces a name of torch's outside of the folder for that."""
+    if file.is_relative_to(root / "dcpc" / "fx" / "torch_api"):
+        return []
+    tree = ast.parse(file.read_text())
+    theirs = {
+        (name or module).split(".")[0]
+        for _, module, name in imported(tree, file, root)
+        if module.split(".")[0] == "torch"
+    }
+    errors = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            patches = called in ("patch", "patch.object", "patch.dict")
+            sets = called in ("setattr", "delattr") and ast.unparse(node.args[0]) in theirs
+            if sets or (patches and file.relative_to(root).as_posix() not in PATCH_ELSEWHERE):
+                errors.append(f"{file}:{node.lineno}: {called} outside of dcpc/fx/torch_api/")
+        for target in node.targets if isinstance(node, ast.Assign | ast.Delete) else []:
+            text = ast.unparse(target)
+            if isinstance(target, ast.Attribute) and text.split(".")[0] in theirs:
+                errors.append(f"{file}:{node.lineno}: writes {text}")
+    return errors
+
+
 def sharing_errors(file: Path, root: Path = ROOT) -> list[str]:
     """Returns imports of a test module, of a benchmark by a test, of tests by a benchmark.
 
@@ -324,6 +354,10 @@ def test_no_test_imports_another_test_or_a_benchmark():
 
 def test_no_underscore_name_crosses_modules():
     assert errors_of(private_imports, *OURS) == ""
+
+
+def test_torch_is_patched_in_one_folder():
+    assert not [error for file in python_files("dcpc") for error in patching_errors(file)]
 
 
 def test_arrows_point_down():
@@ -454,3 +488,23 @@ def test_nested_and_private_imports_are_found(tmp_path):
         "imports the underscore name dcpc.ir._secret",
         "reads the underscore name ir._more",
     ]
+
+
+@pytest.mark.parametrize(
+    ("unit", "source", "wrong"),
+    [
+        ("trace/some", "import torch\ntorch._flag = True", 1),
+        ("trace/some", "from torch._export import Verifier\nVerifier.allowed = 1", 1),
+        ("trace/some", "from torch import nn\nsetattr(nn, 'x', 1)", 1),
+        ("trace/some", "patch.object(x, 'y', 1)", 1),
+        ("trace/some", "import torch\ny = torch.ones(1)\ny.grad = None", 0),
+        ("trace/some", "setattr(self, 'y', 1)", 0),
+        ("fx/torch_api/some", "import torch\ntorch._flag = True", 0),
+        ("trace/capture/own_backward", "patch.object(x, 'y', 1)", 0),
+    ],
+)
+def test_patching_errors_hit_and_miss(tmp_path, unit, source, wrong):
+    file = tmp_path / "dcpc" / f"{unit}.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    assert len(patching_errors(file, tmp_path)) == wrong

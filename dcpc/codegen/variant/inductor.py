@@ -6,9 +6,8 @@ import logging
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import sympy
@@ -30,6 +29,7 @@ from torch._subclasses import FakeTensorMode
 from dcpc.codegen.variant.boxed import Boxed
 from dcpc.codegen.variant.flash_calls import FLASH, FLASH_BACKWARD, spell_attention
 from dcpc.errors import CodegenError
+from dcpc.fx.torch_api.inductor import CAN_FUSE, LAYOUTS, LOWERINGS, SUMS, WAIT, settings
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def compile_graph(
     while True:
         edited = _copied(gm, mode, present)
         try:
-            with patch.dict(lowering.lowerings, own):
+            with LOWERINGS.extended(own):
                 sizes, all_known = _add_sizes(edited)
                 compiled = _Inductor(_compiled(edited, mode, cached=all_known), sizes)
             return compiled, tuple(g.expr for g in env.guards[known:])
@@ -118,19 +118,17 @@ def _add_sizes(gm: fx.GraphModule) -> tuple[tuple[tuple[int, int], ...], bool]:
 
 def _compiled(gm: fx.GraphModule, mode: FakeTensorMode, cached: bool) -> Any:
     examples = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    in_order = config.patch(IN_ORDER), V.set_choices_handler(InOrder())
-    as_they_lie = patch.dict(lowering._maybe_layout_constraints, LAYOUTS)
-    any_size = patch.object(CppKernel, "need_use_acc_helper", _sums_in_parts)
-    caching = config.patch(fx_graph_cache=config.fx_graph_cache and cached)
-    with (
-        mode,
-        tracing(TracingContext(mode)),
-        in_order[0],
-        in_order[1],
-        as_they_lie,
-        any_size,
-        caching,
-    ):
+    order = dict(IN_ORDER)
+    with ExitStack() as stack:
+        if CAN_FUSE.usable():
+            order["inductor_choices_class"] = InOrder
+            stack.enter_context(V.set_choices_handler(InOrder()))
+        caching = {"fx_graph_cache": config.fx_graph_cache and cached}
+        stack.enter_context(config.patch(settings(order) | caching))
+        stack.enter_context(LAYOUTS.extended(AS_THEY_LIE))
+        stack.enter_context(SUMS.put(_sums_in_parts))
+        stack.enter_context(mode)
+        stack.enter_context(tracing(TracingContext(mode)))
         return compile_fx_inner(gm, examples)
 
 
@@ -172,7 +170,7 @@ def together() -> Iterator[None]:
     def later(kernels: AsyncCompile, module: dict[str, Any]) -> None:
         waiting.append((kernels, module))
 
-    with patch.object(AsyncCompile, "wait", later):
+    with WAIT.put(later):
         yield
     for kernels, module in waiting:
         kernels.wait(module)
@@ -192,7 +190,7 @@ def _fix_layouts(graph: fx.Graph) -> None:
 
 # Inductor copies what torch's attention is given if its last dim is not the innermost one, as the
 # logsumexp's never is. The kernel reads that as it lies.
-LAYOUTS = dict.fromkeys((FLASH, FLASH_BACKWARD), lowering.constrain_to_fx_strides)
+AS_THEY_LIE = dict.fromkeys((FLASH, FLASH_BACKWARD), lowering.constrain_to_fx_strides)
 
 _calls: WeakKeyDictionary[Scheduler, list[int]] = WeakKeyDictionary()
 
@@ -238,12 +236,11 @@ class InOrder(InductorChoices):
 # others' attention, and the peak grew by up to 62% where everything is made again.
 # What forward saves lies as its graph says, for backward's is compiled for that: by itself Inductor
 # lays what convolutions make out with channels last, and pads rows on a GPU.
-IN_ORDER = {
+IN_ORDER: Mapping[str, Any] = {
     "allow_buffer_reuse": False,
     "reorder_for_peak_memory": False,
     "layout_optimization": False,
     "comprehensive_padding": False,
-    "inductor_choices_class": InOrder,
 }
 
 

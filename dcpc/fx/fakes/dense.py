@@ -22,6 +22,7 @@ from dcpc.fx.fakes.made import empty, is_told
 from dcpc.fx.fakes.views import VIEW_OPS, view_result
 from dcpc.fx.gpu_ops import is_asked
 from dcpc.fx.leaves import leaf_key, size_key
+from dcpc.fx.torch_api.tags import is_pointwise
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ def _is_pointwise(func: torch._ops.OpOverload) -> bool:
     """Whether an op makes one new tensor of its operands' broadcast shape."""
     schema = func._schema
     aliased = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-    listed = torch.Tag.pointwise in func.tags and func.overloadpacket not in _OTHERWISE
+    listed = is_pointwise(func) and func.overloadpacket not in _OTHERWISE
     listed = listed and not schema.name.startswith("aten::special_")  # not looked at
     listed = listed or func in _ALSO_POINTWISE
     return listed and [str(r.type) for r in schema.returns] == ["Tensor"] and not aliased

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from dcpc.fx.fakes.dense import dense_result
+from dcpc.fx.torch_api.tracing import DISPATCH
 
 _own = FakeTensorMode.dispatch
 
@@ -22,12 +23,8 @@ def telling() -> Iterator[None]:
     made functional, and for the ops that it is made of. It makes these modes itself, so they are
     told through their class.
     """
-    before = FakeTensorMode.dispatch
-    FakeTensorMode.dispatch = _told  # type: ignore[method-assign, assignment]
-    try:
+    with DISPATCH.put(_told):
         yield
-    finally:
-        FakeTensorMode.dispatch = before  # type: ignore[method-assign]
 
 
 def _told(

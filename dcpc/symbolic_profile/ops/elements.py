@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
+from dcpc.fx.torch_api.tags import is_pointwise
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -121,5 +123,6 @@ def elementwise(op: torch._ops.OpOverload) -> tuple[str, int]:
         return "copy", 0
     if name in ELEMENTS:
         return "reduction", ELEMENTS[name]
-    known = (c for c in ("pointwise", "reduction") if getattr(torch.Tag, c) in op.tags)
-    return next(known, "unpriced"), 1
+    if is_pointwise(op):
+        return "pointwise", 1
+    return "reduction" if torch.Tag.reduction in op.tags else "unpriced", 1

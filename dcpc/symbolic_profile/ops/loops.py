@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dcpc.fx.torch_api import tags
 from dcpc.symbolic_profile.ops.facts import Facts, argument, op_name
 
 # Library kernels and ops that Inductor does not generate code for; those of dcpc are too, and what
@@ -174,4 +175,4 @@ def is_pointwise(node: fx.Node) -> bool:
     """Returns whether each element is computed by itself."""
     assert isinstance(node.target, torch._ops.OpOverload)
     name = op_name(node).split("::")[1]
-    return torch.Tag.pointwise in node.target.tags or name in _LAZY
+    return tags.is_pointwise(node.target) or name in _LAZY

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
+from dcpc.fx.torch_api.tags import is_pointwise
 from dcpc.ops.attention import Capability
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.convolutions import convolution, convolution_backward
@@ -213,7 +214,7 @@ def _promoted(call: CallFacts) -> sympy.Expr:
     node, target = call.node, call.node.target
     assert isinstance(target, torch._ops.OpOverload), f"{node}: {target} has no schema"
     adding = target._schema.name in _ADDING
-    if not adding and torch.Tag.pointwise not in target.tags:
+    if not adding and not is_pointwise(target):
         return ZERO
     names = [a.name for a in target._schema.arguments if a.name not in _AS_THEY_ARE]
     given = [argument(node, name) for name in names]

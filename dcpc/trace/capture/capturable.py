@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, Self
 
@@ -37,6 +38,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dcpc.fx.torch_api.tracing import L1_CODE, drops_weights
 from dcpc.ops.positions import linspace
 from dcpc.trace.formulas.lookups import LOOKUPS
 from dcpc.trace.formulas.made_of_sizes import FORMULAS
@@ -331,15 +333,15 @@ class Capturable(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         """Begins; `F.l1_loss` drops its weight before it asks a mode, whatever name it has."""
-        self._torchs = F.l1_loss.__code__
-        F.l1_loss.__code__ = _l1.__code__
+        self._swapped = L1_CODE.put(_l1.__code__) if drops_weights() else nullcontext()
+        self._swapped.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         """Ends."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        F.l1_loss.__code__ = self._torchs
+        self._swapped.__exit__(None, None, None)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

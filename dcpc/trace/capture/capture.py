@@ -10,27 +10,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import logging
 import math
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import sympy
 import torch
-import torch.utils._sympy.reference
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import DimConstraints, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dcpc.buckets import Buckets
 from dcpc.errors import TraceError
 from dcpc.fx.fakes import telling
 from dcpc.fx.garbage import without_collection
+from dcpc.fx.torch_api.tracing import PRINT, QUOTIENTS, SUGGESTIONS, try_names
 from dcpc.ir import Program, TensorInfo
 from dcpc.trace.canonical.canonical import canonicalise
 from dcpc.trace.canonical.losses import spread_row_losses
@@ -88,12 +88,14 @@ class _WantedOf(nn.Module):
         self.returned: Callable[[Mapping[str, Tensor]], Any]
         self.returned = lambda inputs: returned(model, inputs, loss)
         self.noted = _Noted()
+        self.refuse_functions: Callable[[Iterable[Tensor]], None] = lambda tensors: None
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         before = ModuleState(self.model)
         output = self.returned(dict(zip(self.names, args, strict=True)))
         wanted = find_outputs(output)
         refuse_strangers(wanted)
+        self.refuse_functions(wanted)
         after = ModuleState(self.model)
         tensors = {"", *before.kinds, *after.kinds}  # "" is the model itself
         self.noted.changes = before.changes(after, besides=tensors)
@@ -126,6 +128,7 @@ def trace(
     """
     # A hit in torch's cache of fake results costs more than the op: its symbolic sizes and strides
     # are compared and multiplied anew, twice for a view. Without it a trace takes a quarter less.
+    try_names()
     uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     with uncached, without_collection(), telling():
         return _traced(model, buckets, autocast, loss)
@@ -204,7 +207,7 @@ def _export(
                 torch.enable_grad(),
                 Capturable(),
                 math_of_sizes(model),
-                own_backwards(),
+                own_backwards() as wrapped.refuse_functions,
                 _suggestions(),
             ):
                 exported = torch.export.export(
@@ -266,10 +269,9 @@ def _quotients() -> Iterator[None]:
         "ceil_to_int": node(math.ceil),
         "round_to_int": node(round),
     }
-    analysis = torch.utils._sympy.reference.PythonReferenceAnalysis
     with ExitStack() as stack:
         for name, handler in handlers.items():
-            stack.enter_context(patch.object(analysis, name, handler, create=True))
+            stack.enter_context(QUOTIENTS[name].put(handler))
         yield
 
 
@@ -281,28 +283,34 @@ def _suggestions() -> Iterator[None]:
     padded to pairs it makes a `Dim` of the pairs, which refuses a range of one value: from 10 to 12
     rows the odd number that is traced has 6 pairs.
     """
-    suggest = DimConstraints.prettify_results
 
-    def suggested(*args: Any, **kwargs: Any) -> str:
-        try:
-            return suggest(*args, **kwargs)
-        except AssertionError as error:
-            return f"{error}"
+    def tolerant(suggest: Callable[..., str]) -> Callable[..., str]:
+        def suggested(*args: Any, **kwargs: Any) -> str:
+            try:
+                return suggest(*args, **kwargs)
+            except AssertionError as error:
+                return f"{error}"
 
-    with patch.object(DimConstraints, "prettify_results", suggested):
+        return suggested
+
+    with SUGGESTIONS.replaced(tolerant):
         yield
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
     """Keeps torch.export from printing the graph so far, pages of it, where it fails."""
-    import torch.export._trace
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
-    torch.export._trace.print = lambda *_, **__: None  # type: ignore[attr-defined]
+    def told(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Unable to find user code")
+
+    logger.addFilter(told)
     try:
-        yield
+        with PRINT.put(lambda *_, **__: None):
+            yield
     finally:
-        del torch.export._trace.print  # type: ignore[attr-defined]
+        logger.removeFilter(told)
 
 
 def _cached_by_autocast(exported: ExportedProgram) -> set[str]:

@@ -13,45 +13,46 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from dcpc.errors import TraceError
+from dcpc.fx.torch_api.functions import functions_behind, watching
+from dcpc.fx.torch_api.tracing import CHECKPOINT, ENGINE
 
 _GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _NOT_USERS = ("/torch/", "/dcpc/", "/contextlib.py", "/unittest/")
 
 
 @contextmanager
-def own_backwards() -> Iterator[None]:
+def own_backwards() -> Iterator[Callable[[Iterable[Tensor]], None]]:
     """Sees to it that no gradient of its own is lost while a model is captured.
+
+    Yields:
+        What refuses tensors of forward whose gradient goes through an autograd function: where this
+        torch does not say which ones run, none may.
 
     Raises:
         TraceError: forward runs what a graph cannot say: see the module's docstring.
     """
     with ExitStack() as stack:
-        # Below `Function.apply`, which users keep under names of their own (`ste = STE.apply`).
-        stack.enter_context(
-            patch.object(_SingleLevelFunction, "apply", classmethod(_apply), create=True)
-        )
-        run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-        stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", _run_by(run)))
+        watched = stack.enter_context(watching(_refuse_function))
+        stack.enter_context(CHECKPOINT.replaced(_called))
+        stack.enter_context(ENGINE.replaced(_run_by))
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
             stack.enter_context(patch.object(Tensor, name, _refused_hook(name)))
         stack.enter_context(_refused_packing())
         stack.enter_context(_NoGraph())
-        yield
+        yield lambda tensors: None if watched else _refuse_functions(tensors)
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:
@@ -107,24 +108,40 @@ def _refused_packing() -> AbstractContextManager[object]:
     return patch.object(saved_tensors_hooks, "__enter__", entered)
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    learns = torch.is_grad_enabled() and any(
-        isinstance(a, Tensor) and a.requires_grad for a in args
-    )
+def _called(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what calls the function of a reentrant checkpoint, where a graph is written."""
+
+    def call(function: Callable[..., Any], preserve: bool, *operands: Any) -> Any:
+        if get_proxy_mode() is not None and torch.is_grad_enabled() and _learn(operands):
+            return function(*operands)
+        return apply(function, preserve, *operands)
+
+    return call
+
+
+def _learn(operands: Iterable[Any]) -> bool:
+    return any(isinstance(a, Tensor) and a.requires_grad for a in operands)
+
+
+def _refuse_function(cls: type, operands: tuple[Any, ...]) -> None:
     # Without a mode that writes down calls this is the backward of a call that was written down.
-    learns = learns and get_proxy_mode() is not None
-    if learns and cls is CheckpointFunction:
-        function, _, *operands = args
-        return function(*operands)
-    if learns:
-        raise TraceError(
-            f"forward runs the autograd function {cls.__module__}.{cls.__qualname__}{_where()}: "
-            "got a backward of its own; expected calls whose derivative torch knows: a captured "
-            "graph has the calls of its forward, and would have their gradient; make it a custom "
-            "op (torch.library.custom_op, register_fake, register_autograd), or write it with "
-            "detach(): `x + (x.round() - x).detach()`"
-        )
-    return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+    if get_proxy_mode() is not None and _learn(operands):
+        raise _of_its_own(cls, _where())
+
+
+def _refuse_functions(tensors: Iterable[Tensor]) -> None:
+    for cls in functions_behind(tensors):
+        raise _of_its_own(cls, "")
+
+
+def _of_its_own(cls: type, where: str) -> TraceError:
+    return TraceError(
+        f"forward runs the autograd function {cls.__module__}.{cls.__qualname__}{where}: "
+        "got a backward of its own; expected calls whose derivative torch knows: a captured "
+        "graph has the calls of its forward, and would have their gradient; make it a custom "
+        "op (torch.library.custom_op, register_fake, register_autograd), or write it with "
+        "detach(): `x + (x.round() - x).detach()`"
+    )
 
 
 def _run_by(run: Callable[..., Any]) -> Callable[..., Any]:

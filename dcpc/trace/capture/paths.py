@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dcpc.buckets import Buckets
+from dcpc.fx.torch_api.tracing import COMPILING, EXPORTING
 from dcpc.trace.capture.autocast import casting
 from dcpc.trace.capture.capturable import Capturable
 from dcpc.trace.capture.dims import example_inputs
@@ -246,14 +247,12 @@ class _Recorder(TorchDispatchMode):
 def _exporting() -> Iterator[None]:
     """Has forward ask in its block what it is run for, and keeps torch from logging failures."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled, torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    logger.disabled = True
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    before, logger.disabled = logger.disabled, True
     try:
-        yield
+        with COMPILING.put(True), EXPORTING.put(True):
+            yield
     finally:
-        logger.disabled, torch.compiler._is_compiling_flag = before[:2]
-        torch.compiler._is_exporting_flag = before[2]
+        logger.disabled = before
 
 
 def _memory(x: Tensor) -> int:

@@ -64,7 +64,9 @@ def test_an_op_with_a_rule_has_a_price():
             known = own in flops.MATMULS or op.overloadpacket in flop_registry
             if not known and elements.elementwise(op)[0] == "unpriced":
                 unpriced.add(own)
-    assert unpriced == NO_CONSTANT | ELSEWHERE
+    libraries = (torch.ops.aten, torch.ops.dcpc)
+    there = {n for n in NO_CONSTANT if any(hasattr(library, n) for library in libraries)}
+    assert unpriced == there | ELSEWHERE  # some releases lack `cholesky`
 
 
 def test_an_op_has_one_price():

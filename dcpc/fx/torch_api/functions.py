@@ -1,0 +1,94 @@
+"""Autograd functions that are applied, and those that gradients would go through.
+
+`Function.apply` is Python in some releases and C in others, and users keep it under names of their
+own. Each release asks the class for its backward and then for its forward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from dcpc.fx.torch_api.patched import TorchName
+
+Applied = Callable[[type, tuple[Any, ...]], None]
+
+
+@contextmanager
+def watching(applied: Applied) -> Iterator[bool]:
+    """Has a function called before an autograd function runs its forward; yields whether it is.
+
+    Args:
+        applied: gets the class and what its forward gets, where gradients are on.
+    """
+    with ASKED.put(_telling(applied)) as done:
+        yield done
+
+
+def functions_behind(tensors: Iterable[Tensor]) -> list[type]:
+    """Returns the autograd functions that gradients of tensors go through, each once."""
+    with torch._C.DisableTorchFunction():
+        todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        further = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        seen |= further
+        todo += further
+    kinds = (type(node) for node in seen if isinstance(node, BackwardCFunction))
+    return [*dict.fromkeys(getattr(kind, "_forward_cls", kind) for kind in kinds)]
+
+
+def _telling(applied: Applied) -> Callable[[type, str], Any]:
+    begun = threading.local()  # the class whose backward was asked for last, gradients being on
+
+    def read(cls: type, name: str) -> Any:
+        found = type.__getattribute__(cls, name)
+        if name == "_backward_cls":
+            begun.by = cls if torch.is_grad_enabled() else None
+        elif name == "forward" and getattr(begun, "by", None) is cls:
+            begun.by = None
+            return _announced(cls, found, applied)
+        return found
+
+    return read
+
+
+def _announced(cls: type, found: Callable[..., Any], applied: Applied) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        applied(cls, args)
+        return found(*args, **kwargs)
+
+    return forward
+
+
+def _asks(name: TorchName) -> str:
+    class Probed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0]
+
+    seen: list[type] = []
+    apply = Probed.apply
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        with name.holding(_telling(lambda cls, args: seen.append(cls))):
+            apply(x)  # type: ignore[no-untyped-call]
+        return "" if seen == [Probed] else "no question for its forward"
+
+
+ASKED = TorchName(
+    "torch.autograd.function",
+    "FunctionMeta.__getattribute__",
+    _asks,
+    "a model is refused whose gradient goes through any autograd function, those of ops included",
+)
