@@ -291,7 +291,7 @@ def test_lora_with_a_frozen_base_is_exact(tmp_path):
     assert (tmp_path / "adapter_config.json").exists()
 
 
-@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize("sp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_lora_with_a_frozen_base_is_exact_on_two_ranks(tmp_path, sp):
     for found in run_ranks(lora_errors, 2, 2, sp, tmp_path):
         assert max(found) < 1e-9

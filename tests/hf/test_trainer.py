@@ -57,7 +57,9 @@ def test_parameters_losses_and_norms_are_those_of_the_trainer(tmp_path):
     assert ours.get_total_train_batch_size(ours.args) == STEP
 
 
-@pytest.mark.parametrize("seeds", [{}, {"seed": 7}, {"seed": 7, "data_seed": 3}])
+@pytest.mark.parametrize(
+    "seeds", [pytest.param({}, marks=pytest.mark.slow), {"seed": 7, "data_seed": 3}]
+)
 def test_shuffled_steps_are_those_of_the_trainer(tmp_path, seeds):
     kinds = {"train_sampling_strategy": "random", **seeds}
     plain, ours = (trained(kind, tmp_path, **kinds) for kind in (Trainer, Ours))
@@ -144,7 +146,12 @@ def random_order(options):
 
 @pytest.mark.parametrize(
     ("stop", "options"),
-    [(1, {}), (4, {}), (3, {"tokens_per_step": 40}), (6, {"tokens_per_step": 40})],
+    [
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        (4, {}),
+        (3, {"tokens_per_step": 40}),
+        pytest.param(6, {"tokens_per_step": 40}, marks=pytest.mark.slow),
+    ],
 )
 def test_resumed_it_is_as_if_it_had_never_stopped(tmp_path, whole, stop, options):
     kinds = random_order(options)

@@ -67,7 +67,7 @@ def recorded(rank, cases):
 
 @torch.no_grad()
 @pytest.mark.multirank
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
 def test_collectives_of_all_operands_are_what_gloo_makes(world):
     found = run_ranks(recorded, world, drawn(world, 30))
     unused = {"dcpc.swap.default"} if world == 3 else set()  # 3 ranks have no two with one piece

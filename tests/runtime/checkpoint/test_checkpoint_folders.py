@@ -276,8 +276,10 @@ def an_epoch(folder: Path, name: str, options: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("SGD", {"momentum": 0.9}), ("SGD", {}), ("Adafactor", {}), ("Adam", {"amsgrad": True}),
-     ("RMSprop", {"centered": True}), ("LBFGS", {"max_iter": 2})],
+    [("SGD", {}), ("Adafactor", {}), ("LBFGS", {"max_iter": 2}),
+     *(pytest.param(*case, marks=pytest.mark.slow)
+       for case in (("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}),
+                    ("RMSprop", {"centered": True})))],
 )  # fmt: skip
 def test_optimizers_go_on(name, options, tmp_path):
     first = an_epoch(tmp_path, name, options)

@@ -25,8 +25,22 @@ class Recurrent(nn.Module):
         return (out - x).square().mean() + state[0].square().mean()
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("settings", [{"dropout": 0.3}, {"num_layers": 2}])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (nn.LSTM, {"num_layers": 2}),
+        (nn.RNN, {"dropout": 0.3}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (nn.LSTM, {"dropout": 0.3}),
+                (nn.GRU, {"dropout": 0.3}),
+                (nn.GRU, {"num_layers": 2}),
+                (nn.RNN, {"num_layers": 2}),
+            )
+        ),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout")
 def test_recurrent_layers_run_where_nothing_is_dropped_between_them(kind, settings):
     torch.manual_seed(0)

@@ -51,7 +51,9 @@ class Calls(nn.Module):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 def test_parts_are_cast_as_autocast_casts_them(name, dtype):
     torch.manual_seed(0)
     own = Calls(*CALLS[name])

@@ -255,7 +255,7 @@ WRITES = (
 READS = (lambda t: t.sum(), lambda t: (t * t).mean(), lambda t: t.clone().max())
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     st.lists(
         st.tuples(st.sampled_from("vwr"), st.integers(0, 50), st.integers(0, 50)),
