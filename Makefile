@@ -12,7 +12,7 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 # Each process of the tests imports torch and dcpc: compiled once, not every time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-video test test-exact test-slow zoo fuzz lint docs clean
+.PHONY: help demo demo-video test test-exact test-slow zoo gpu fuzz lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## prints this
@@ -37,6 +37,15 @@ test-exact: $(STAMP)  ## the slow tests that hold numbers
 # The named models of transformers and diffusers against the plain ones; exit 1 where one differs.
 zoo: $(STAMP)  ## named models of two libraries against the plain ones
 	$(PY) -m benchmarks.zoo --quick
+
+# At most 11 minutes: docs/results/gpu.md. No venv is made where the system's torch has a GPU and is 2.11 or newer.
+GPU_PYTHON := python3
+HAS_GPU = import sys, torch; v = torch.__version__.split(".")[:2]; \
+	sys.exit(not torch.cuda.is_available() or [*map(int, v)] < [2, 11])
+gpu:  ## kernels, gradients, peaks and seconds on this machine's GPU
+	@python=$(GPU_PYTHON); $$python -c '$(HAS_GPU)' 2>/dev/null || \
+		{ $(MAKE) --no-print-directory $(STAMP) && python=$(PY); }; \
+	exec $$python -m benchmarks.gpu_checks --json build/gpu.json $(ARGS)
 
 # Everything that is slow.
 test-slow: $(STAMP)  ## everything that is slow: hours

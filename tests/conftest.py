@@ -12,7 +12,7 @@ from dcpc.runtime.groups import local_ranks
 # File -> why its slow tests are run by hand (`make test-slow`), not by `.ci/run`. None of them
 # holds a loss or a gradient that no other test holds.
 BY_HAND = {
-    "benchmarks/test_gpu.py": "a benchmark for a GPU, here that it runs",
+    "benchmarks/test_gpu_checks.py": "checks of a GPU, here that all of them run",
     "benchmarks/test_hf_race.py": "benchmarks.hf_race --quick; tests/hf/ holds the losses",
     "benchmarks/test_memory.py": "benchmarks.memory --quick; single points are quick tests",
     "benchmarks/test_model_flops.py": "FLOPs",

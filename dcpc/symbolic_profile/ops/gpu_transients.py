@@ -1,6 +1,6 @@
 """What an op allocates and frees again on a GPU, where that is not what the CPU's does.
 
-Read in the kernels' sources, not measured: the tests have no GPU; `benchmarks.gpu` compares. Which
+Read in the kernels' sources, not measured: the tests have no GPU; `make gpu` compares. Which
 kernel computes an attention is what `dcpc.ops.attention` runs (`gpu_kernel`). The caching
 allocator's blocks are those of `allocator.py`. Not modelled: workspaces of cuBLAS (a constant: 32
 MiB on Hopper, 8 MiB before), of cuDNN's convolutions (its choice; copies of all operands stand for

@@ -1,10 +1,13 @@
-"""Attention on one device: dcpc's op beside those of torch and flash-attn, both directions."""
+"""Attention on one device: dcpc's op beside those of torch and flash-attn, both directions.
+
+On an H100 plain `scaled_dot_product_attention` takes cuDNN's kernel first; it has a row of its own.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_machine import Machine
+from benchmarks.gpu_checks.machine import Machine
+from benchmarks.gpu_checks.rows import Row, Setting, not_run, tried
 from dcpc.ops.attention import blocks
 from dcpc.ops.attention.spec import Attended, Sight
 
@@ -36,33 +40,18 @@ class Shape:
     width: int
 
     @property
+    def text(self) -> str:
+        """The shape as a row has it."""
+        return f"attention {self.batch} x {self.heads} x {self.length} x {self.width}"
+
+    @property
     def flops(self) -> float:
         """Of forward: half of all pairs."""
         return 2.0 * self.batch * self.heads * self.length**2 * self.width
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """One way to compute one shape; None where it cannot.
-
-    Attributes:
-        name: of the way.
-        shape: what was computed.
-        forward: FLOP/s.
-        backward: FLOP/s.
-    """
-
-    name: str
-    shape: Shape
-    forward: float | None
-    backward: float | None
-
-    def row(self) -> tuple[str | float | None, ...]:
-        """A line of the table, in TFLOP/s."""
-        s = self.shape
-        given = f"{s.batch} x {s.heads} x {s.length} x {s.width}"
-        rates = (None if r is None else r / 1e12 for r in (self.forward, self.backward))
-        return (f"{given} {self.name}", *rates)
+SHAPES = tuple(Shape(16_384 // n, 16, n, 128) for n in (1024, 4096, 16_384))
+TINY = (Shape(1, 2, 128, 16),)
 
 
 def _torchs(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -114,28 +103,29 @@ def ways(device: torch.device) -> dict[str, Attend]:
     return found
 
 
-def speeds(
-    machine: Machine, shapes: tuple[Shape, ...], dtype: torch.dtype, rounds: int
-) -> list[Speed]:
-    """Returns the FLOP/s of each way at each shape, medians of rounds in which all take turns."""
-    found = []
+def speeds(setting: Setting) -> Iterator[Row]:
+    """Yields the FLOP/s of each way at each shape, medians of rounds in which all take turns."""
+    shapes, dtype = (SHAPES if setting.card else TINY), setting.dtypes[-1]
     for shape in shapes:
-        given = [_drawn(shape, dtype, machine.device) for _ in range(4)]
-        runs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
-        for name, attend in ways(machine.device).items():
-            run = _runs(attend, given)
-            if run is not None:
-                runs[name] = run
-        each = [call for pair in runs.values() for call in pair]
-        seconds = iter(machine.medians_s(each, rounds))
-        for name in ways(machine.device):
-            if name not in runs:
-                found.append(Speed(name, shape, None, None))
-                continue
-            forward_s, backward_s = next(seconds), next(seconds)
-            rates = shape.flops / forward_s, BACKWARD * shape.flops / backward_s
-            found.append(Speed(name, shape, *rates))
-    return found
+        yield from tried(shape.text, partial(_speeds_of, setting, shape, dtype))
+
+
+def _speeds_of(setting: Setting, shape: Shape, dtype: torch.dtype) -> Iterator[Row]:
+    machine = Machine(setting.device)
+    given = [_drawn(shape, dtype, machine.device) for _ in range(4)]
+    runs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
+    for name, attend in ways(machine.device).items():
+        run = _runs(attend, given)
+        if run is None:
+            yield not_run(f"{shape.text}, {name}", "torch has no such kernel here")
+        else:
+            runs[name] = run
+    each = [call for pair in runs.values() for call in pair]
+    seconds = iter(machine.medians_s(each, 9 if setting.card else 1))
+    for name in runs:
+        forward, backward = shape.flops / next(seconds), BACKWARD * shape.flops / next(seconds)
+        rates = {"forward_flops_per_s": forward, "backward_flops_per_s": backward}
+        yield setting.measured(f"{shape.text}, {name}", **rates)
 
 
 def _drawn(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:

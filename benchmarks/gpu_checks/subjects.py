@@ -1,4 +1,4 @@
-"""The models of `benchmarks.gpu`, their inputs and lengths: full ones, and tiny ones for a CPU."""
+"""The models of `benchmarks.gpu_checks`, their inputs and lengths: full ones, and tiny ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 import dcpc
@@ -18,6 +19,7 @@ TEXT = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 # 1.0e9 parameters
 GPT_1B = GPTConfig(vocab_size=32_000, dim=2048, n_layers=18, n_heads=16)
 GPT_TINY = GPTConfig(vocab_size=258, dim=64, n_layers=2, n_heads=4)
+GPT_COMPARED = GPTConfig(vocab_size=258, dim=128, n_layers=2, n_heads=2)  # heads of 64: fused
 STDIT_TINY = STDiTConfig(depth=2, dim=96, heads=4, text_dim=48, text_len=12)
 
 
@@ -63,6 +65,16 @@ def _lengths(sizes: Sizes) -> dict[str, int]:
 def _gpt(config: GPTConfig, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     return GPT(config).to(dtype)
+
+
+def _llama(dtype: torch.dtype) -> nn.Module:
+    """Returns a small Llama of transformers, two query heads to a key head of 64."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=258, hidden_size=256, intermediate_size=352, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(dtype)
 
 
 def _stdit(config: STDiTConfig, dtype: torch.dtype) -> nn.Module:
@@ -149,14 +161,9 @@ def _stdit_subject(
 
 
 def full() -> tuple[Subject, ...]:
-    """Returns the models for a GPU, in bfloat16: eight lengths each."""
-    texts = (
-        (32, 512), (15, 1000), (8, 2048), (5, 3333), (4, 4096), (2, 8192), (1, 16384), (1, 32768),
-    )  # fmt: skip
-    clips = (
-        (8, 5, 18, 32), (3, 15, 18, 32), (2, 15, 30, 52), (1, 15, 45, 80), (1, 30, 30, 52),
-        (1, 30, 45, 80), (1, 60, 30, 52), (1, 15, 90, 160),
-    )  # fmt: skip
+    """Returns the models for a GPU, in bfloat16: short, balanced and long ones of each."""
+    texts = ((15, 1000), (5, 3333), (2, 8192), (1, 16384))
+    clips = ((3, 15, 18, 32), (1, 15, 45, 80), (1, 30, 45, 80))
     lengths, sizes = (600, 2400, 6000, 24000), ((6, 20, 30), (14, 32, 50), (28, 46, 78))
     return (
         _gpt_subject("GPT 1B", GPT_1B, torch.bfloat16, texts, lengths, 40_000_000_000),
@@ -164,18 +171,22 @@ def full() -> tuple[Subject, ...]:
     )
 
 
-def quick(subjects: tuple[Subject, ...]) -> tuple[Subject, ...]:
-    """Returns the first model at two of its lengths."""
-    first = subjects[0]
-    return (replace(first, shapes=first.shapes[2:8:4]),)
+def compared(name: str, dtype: torch.dtype, layers: int = 2) -> Subject:
+    """Returns a small model whose numbers are compared: "gpt", "llama" or "stdit"."""
+    texts = ((2, 100), (1, 257), (3, 513))
+    clips = ((1, 3, 12, 14), (2, 5, 12, 14), (1, 8, 11, 14))
+    if name == "stdit":
+        return _stdit_subject(name, STDIT_TINY, dtype, clips, ((4, 10, 16),), 10**9)
+    config = replace(GPT_COMPARED, n_layers=layers)
+    subject = _gpt_subject(name, config, dtype, texts, (50,), 10**9)
+    return subject if name == "gpt" else replace(subject, make=partial(_llama, dtype))
 
 
-def tiny() -> tuple[Subject, ...]:
-    """Returns models of seconds, for a CPU: they show that the program works and nothing else."""
-    texts = ((4, 60), (2, 100), (2, 150), (1, 200), (1, 300), (1, 450), (1, 600), (1, 900))
-    clips = [(1, frames, 12, 14) for frames in (3, 5, 8, 11)]
-    sizes = [(frames, 10, 16) for frames in (4, 7, 10)]
+def tiny(dtype: torch.dtype) -> tuple[Subject, ...]:
+    """Returns models of seconds: they show that the program works and nothing else."""
+    texts, clips = ((2, 100), (1, 300), (1, 900)), ((1, 3, 12, 14), (1, 9, 12, 14))
+    sizes = [(frames, 10, 16) for frames in (4, 10)]
     return (
-        _gpt_subject("tiny GPT", GPT_TINY, torch.float32, texts, (50, 250, 800), 7_000_000),
-        _stdit_subject("tiny STDiT", STDIT_TINY, torch.float32, clips, sizes, 40_000_000),
+        _gpt_subject("tiny GPT", GPT_TINY, dtype, texts, (50, 800), 7_000_000),
+        _stdit_subject("tiny STDiT", STDIT_TINY, dtype, clips, sizes, 20_000_000),
     )

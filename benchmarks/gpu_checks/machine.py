@@ -1,4 +1,4 @@
-"""The device that `benchmarks.gpu` measures on: bytes and seconds of a run."""
+"""The device that `benchmarks.gpu_checks` measures on: bytes and seconds of a run."""
 
 from __future__ import annotations
 
