@@ -1,7 +1,9 @@
 # Each target makes .venv and installs what it needs by itself; a second run starts at once.
 
 SHELL  := /bin/bash
-VENV   := .venv
+# Another release of torch has a venv of its own: make test TORCH=2.14.1
+TORCH  :=
+VENV   := .venv$(TORCH:%=-torch%)
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 # The first interpreter that runs, is 3.11 or newer and has venv (a pyenv shim may be there and not run).
@@ -12,7 +14,7 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 # Each process of the tests imports torch and dcpc: compiled once, not every time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-video test test-exact test-slow zoo gpu fuzz lint docs clean
+.PHONY: help demo demo-video installed test smoke test-exact test-slow zoo gpu fuzz lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## prints this
@@ -24,10 +26,18 @@ demo: $(STAMP)  ## trains on text over two ranks, and races baselines
 demo-video: $(STAMP)  ## trains on images and clips
 	$(PY) -m examples.demo_video $(if $(CODEC),--codec $(CODEC))
 
-# Ruff and mypy run inside pytest (tests/test_style.py). A process a core, each with one thread: many
-# tests wait for ranks.
-test: $(STAMP)  ## ruff, mypy and the quick tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
+# Ruff and mypy run inside pytest (tests/test_style.py), with the pinned torch alone. A process a core,
+# each with one thread: many tests wait for ranks.
+TESTS :=
+test: $(STAMP)  ## ruff, mypy and the quick tests; TORCH=2.14.1: those of that release
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal \
+		$(TORCH:%=--ignore=tests/test_style.py) $(TESTS)
+
+# What tells soonest whether a release of torch does: docs/torch-versions.md.
+smoke:  ## the tests that tell most of a release: TORCH=2.14.1
+	$(MAKE) --no-print-directory zoo
+	$(MAKE) --no-print-directory test TESTS="tests/test_tiny.py tests/fx/torch_api tests/trace \
+		tests/passes/placement tests/codegen tests/runtime/checkpoint"
 
 # The slow tests that hold numbers: the zoo over ranks, all modes, Inductor. Which slow ones are left
 # out, and why, is in tests/conftest.py.
@@ -66,14 +76,17 @@ docs: $(STAMP)  ## the documents as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "open build/site/index.html; with search: $(PY) -m http.server -d build/site"
 
+installed: $(STAMP)  ## the venv alone, as each target makes it
+
 # torch goes first and alone: so pip takes the CPU build where one lies at hand, and no CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || { python=$$($(FIND_PYTHON)); \
 		test -n "$$python" || { echo "needs Python 3.11 or newer with venv: make PYTHON=/path/to/python" >&2; exit 1; }; \
 		"$$python" -m venv $(VENV); }
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@sed -e '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt torch
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test]'
 	@touch $@
 
-clean:  ## removes .venv, build and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## removes the venvs, build and caches
+	rm -rf .venv .venv-torch* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

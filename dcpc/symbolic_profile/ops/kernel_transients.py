@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import sympy
+import torch
 
 from dcpc.symbolic_profile.ops.facts import CallFacts, TensorFacts, argument, op_name
 from dcpc.symbolic_profile.polynomials import larger
@@ -327,13 +328,15 @@ def _cumprod_backward(call: CallFacts) -> sympy.Expr:
     return 3 * x.size_bytes + x.numel
 
 
+# `grad` or `grad_output`, as the release has it.
+_DISTANCES_GRADIENT = torch.ops.aten._cdist_backward.default._schema.arguments[0].name
 _grad = copies("grad_output")
 _own = copies("self")
 
 # op -> bytes allocated while it runs and freed before it returns.
 KERNELS: Mapping[str, Callable[[CallFacts], sympy.Expr]] = {
     "aten::_adaptive_avg_pool2d_backward": _pool_backward(),
-    "aten::_cdist_backward": copies("grad", "x1", "x2"),
+    "aten::_cdist_backward": copies(_DISTANCES_GRADIENT, "x1", "x2"),
     "aten::_cdist_forward": copies("x1", "x2"),
     "aten::_embedding_bag": _bags,
     "aten::_embedding_bag_backward": _bags_backward,

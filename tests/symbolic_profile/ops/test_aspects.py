@@ -3,6 +3,7 @@
 An op that has a sharding rule has a row in each aspect, or stands here with the reason.
 """
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,7 @@ from dcpc.passes.sharding.op_kinds import VIEW_KINDS
 from dcpc.passes.sharding.rules import rule_table
 from dcpc.symbolic_profile.ops import elements, flops
 from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
+from dcpc.symbolic_profile.ops.kernel_transients import KERNELS
 from dcpc.symbolic_profile.ops.transients import TRANSIENTS
 
 # Products whose FLOPs are no constant an element: a report names them, with what to register.
@@ -97,3 +99,14 @@ def test_rules_of_views_are_of_torchs_views():
     kinds = {name for name, rule in rule_table().items() if rule.kind in VIEW_KINDS}
     made = {op for name in kinds for op in overloads(name) if not op._schema.is_mutable}
     assert {op for op in made if not op.is_view} <= APART
+
+
+def test_arguments_that_a_transient_copies_are_the_ops():
+    """Releases name some anew: `grad` of distances is `grad_output` in others."""
+    strange = []
+    for op, formula in KERNELS.items():
+        names = inspect.getclosurevars(formula).nonlocals.get("names", ())
+        for overload in overloads(op.replace("::", ".")) if names else ():
+            there = {argument.name for argument in overload._schema.arguments}
+            strange += [f"{overload}: {name}" for name in names if name not in there]
+    assert strange == []
