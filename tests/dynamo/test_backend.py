@@ -369,7 +369,8 @@ def test_a_write_to_an_input_is_refused(write):
     def adds(x: Tensor, y: Tensor) -> Tensor:
         return (y.add_(1) if write else y + 1) * x
 
-    compiled = torch.compile(adds, backend=backend, dynamic=True, options={"fallback": "eager"})
+    options = {"backend": "eager", "fallback": "eager"}
+    compiled = torch.compile(adds, backend=backend, dynamic=True, options=options)
     x, y = torch.randn(4, 6), torch.zeros(4, 6)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
