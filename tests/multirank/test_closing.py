@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dcpc
 from dcpc.errors import GroupError
+from dcpc.runtime.groups.groups import Groups
 from tests.cases.launch import run_ranks
 
 pytestmark = pytest.mark.multirank
@@ -71,6 +73,23 @@ def several(rank: int, options: dict[str, Any]) -> list[tuple[int, int]]:
 def test_six_compiles_hold_what_two_hold(options):
     for after_two, after_six in run_ranks(several, 2, options, timeout_s=200.0):
         assert after_six == after_two
+
+
+def again(rank: int) -> list[bool]:
+    """Returns whether groups are those of before: as they are, and once one rank's were spoiled."""
+    first = Groups.default(device="cpu", timeout_s=60)
+    same = Groups.default(device="cpu", timeout_s=60) is first
+    if rank == 1:
+        first.watch.spoil()
+    other = Groups.default(device="cpu", timeout_s=60)
+    x = torch.ones(1)
+    dist.all_reduce(x, group=other.of(2))
+    kept = Groups.default(device="cpu", timeout_s=60) is other
+    return [same, other is first, bool(x == 2), kept]
+
+
+def test_groups_that_one_rank_found_broken_are_made_anew_on_all():
+    assert run_ranks(again, 2, timeout_s=60.0) == [[True, False, True, True]] * 2
 
 
 def closed(rank: int) -> tuple[list[int], str, str]:

@@ -82,6 +82,8 @@ def agree(groups: Groups, sp: int, what: str, value: str, problem: DcpcError | N
         if problem is not None:
             raise problem
         return
+    if broken is not None:
+        groups.watch.spoil()
     message = talk.explain(text, broken)
     raise talk.problem or GroupError(message)
 

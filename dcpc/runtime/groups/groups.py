@@ -126,12 +126,13 @@ class Groups:
         fake = dist.get_backend(parent) == "fake"
         key = str(parent.group_name), str(device), timeout_s
         kept = _kept.get(key)
-        has = kept is not None and kept._data.get(kept.world) is parent and not kept.watch.broke
+        has = kept is not None and kept._data.get(kept.world) is parent and not kept.watch.spoiled
         watch, all_have = Watch(), False
         if not fake:
             watch, all_have = watched(parent, ranks, rank, timeout_s, silence_s, has)
         if kept is not None and all_have:
             return kept
+        watch.mend()
         make = GroupMaker(ranks, rank, whole, device, timeout_s)
         make.connect(parent)
         data = {len(ranks): parent}

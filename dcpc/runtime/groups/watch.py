@@ -112,7 +112,8 @@ class Watch:
         self._section, self._inside = 0, 0
         self._raised: dict[tuple[int, int], DcpcError] = {}
         self._connected: list[weakref.ref[Connected]] = []
-        self._broken = self._aborted = self._urgent = self._asked = self._over = False
+        self._broken = self._spoiled = self._aborted = False
+        self._urgent = self._asked = self._over = False
         self._gone = ""  # why the store does not answer
         self._beats: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and since when
         self._thread: threading.Thread | None = None
@@ -154,9 +155,17 @@ class Watch:
         _at_work.remove(self)
 
     @property
-    def broke(self) -> bool:
-        """Whether this rank broke its connections, as it waited in vain."""
-        return self._broken
+    def spoiled(self) -> bool:
+        """Whether a connection of this rank broke, by whomever: its groups are of no more use."""
+        return self._broken or self._spoiled
+
+    def mend(self) -> None:
+        """Takes down that other groups are made in place of those that broke."""
+        self._broken = self._spoiled = self._aborted = False
+
+    def spoil(self) -> None:
+        """Takes down that a connection broke, or that a wait for a rank was given up."""
+        self._spoiled = True
 
     def follow(self, connected: Connected) -> None:
         """Breaks these connections, too, when this rank waits in vain."""
@@ -206,6 +215,7 @@ class Watch:
         except BaseException as e:
             if self._follows(e) or not self._of_connection(e):
                 raise
+            self.spoil()
             found = self.explained()
             if found is None:
                 raise
