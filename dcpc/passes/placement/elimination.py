@@ -434,10 +434,10 @@ class _Elimination:
     def _too_wide(self, v: int, scope: Scope, entries: int) -> PlanError:
         shown = ", ".join(self.names[u] for u in scope)
         return PlanError(
-            f"removing variable {self.names[v]} joins it with its {len(scope)} neighbours ({shown})"
-            f" in a table of {entries:.3g} entries (width {len(scope)}), the limit is"
-            f" {self.limit:.3g}; give these variables fewer labels, or split a hub that many"
-            " variables share into one copy a group"
+            f"the splits of {self.names[v]} and of the {len(scope)} values that it shares readers "
+            f"with ({shown}) have to be chosen together: got {entries:.3g} combinations; expected "
+            f"at most {self.limit:.3g}; compile with sp=1, which splits nothing, and report this "
+            "with the model: it is a limit of dcpc's placement"
         )
 
 

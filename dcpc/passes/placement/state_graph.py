@@ -13,6 +13,7 @@ paid once. With the edges of a value counted by operand:
   change to e is paid once, between node and mode).
 * n >= 3: a state is an option and a set of at most n // 2 *extra* labels whose changes it pays. A
   larger set would have a label that one consumer alone wants, which costs the same on its edge.
+* a parameter of `MANY_READERS`: each reader pays for itself.
 
 So the sum of all tables at its best is the cost with every changed value paid exactly once: as many
 yes/no variables as there are (value, label) pairs would give the same, in wider tables.
@@ -43,6 +44,12 @@ T = TypeVar("T", bound=Hashable)
 
 # Labels as integers: hashing them is most of the work. A sharded one is FIRST_SHARDED and more.
 REPLICATED, PARTIAL, FIRST_SHARDED = 0, 1, 2
+
+# From so many readers on, each reader of a parameter pays for its own slice of it. The change is
+# local, so a reader's share of it is small, and the sum is too large, never too small. Paid once it
+# would make all readers of the parameter neighbours: of a block that is applied many times (ALBERT)
+# that is every layer, and no order of elimination has small tables.
+MANY_READERS = 4
 
 # A value that many consumers want in many forms: above this many states only one extra label each
 # is tried. No model seen comes near it; where it binds, a change may be counted twice (never left
@@ -373,7 +380,9 @@ class _Builder:
         kind, kept = self.usable[usable]
         options = self.kinds[kind].options
         made = [options[o].output for o in kept]
-        shared = self._wanted_twice(consumers)
+        is_parameter = all(not options[o].operands for o in kept)
+        alone = is_parameter and len(consumers) >= MANY_READERS
+        shared = [] if alone else self._wanted_twice(consumers)
         ways = {
             h: [w for w in shared if self.changes.step(kind, h, w) not in (FREE, FORBIDDEN)]
             for h in made
