@@ -4,6 +4,16 @@ Every message has three parts: what (node, op, bucket, rank), got / expected wit
 A broken invariant of dcpc's own is an `assert` with a message, never one of these.
 """
 
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_LIBRARIES = ("/torch/", "/sympy/")
+
 
 class DcpcError(Exception):
     """Base of every error that dcpc raises for a user's mistake or an unmet request."""
@@ -51,3 +61,58 @@ class CheckpointError(DcpcError):
 
 class DataError(DcpcError):
     """A dataset or a sample cannot be dealt out as asked."""
+
+
+class DefectError(DcpcError):
+    """Something failed that dcpc neither refuses nor explains: a defect of dcpc."""
+
+
+def users_line(error: BaseException) -> str:
+    """Returns ` at FILE:LINE: code` of the innermost line of the user's in a traceback, or ""."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
+
+
+@contextmanager
+def explaining(doing: str) -> Iterator[None]:
+    """Turns an error of torch's or Python's that comes out of dcpc into a `DefectError`.
+
+    Errors that code of the user's raises, called by dcpc (a dataset, a logger, `weight=`), pass as
+    they are, and so does running out of memory.
+
+    Args:
+        doing: name of the call and where training is, for the message.
+
+    Raises:
+        DefectError: with the first line of the error, and the line of the user's that it is about.
+    """
+    try:
+        yield
+    except (DcpcError, MemoryError, Warning):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [i for i, f in enumerate(frames) if _is_ours(f.filename)]
+        below = frames[ours[-1] + 1 :] if ours else frames
+        called_back = any(_is_users(f.filename) for f in below)
+        if called_back or type(error).__name__ == "OutOfMemoryError":
+            raise
+        first = next((x.strip() for x in str(error).splitlines() if x.strip()), "no message")
+        at = f" ({Path(frames[ours[-1]].filename).name}:{frames[ours[-1]].lineno})" if ours else ""
+        raise DefectError(
+            f"{doing}: got {type(error).__name__}: {first}{users_line(error)}{at}; expected no "
+            "error of torch's or Python's; if the plain model runs with the same inputs, report "
+            "this with the model and the whole traceback: it is a defect of dcpc"
+        ) from error
+
+
+def _is_ours(filename: str) -> bool:
+    return _HERE in Path(filename).parents
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a file is neither dcpc's, nor generated, nor of a library that dcpc stands on."""
+    parts = filename.replace("\\", "/")
+    if parts.startswith("<") or "/lib/python" in parts or _is_ours(filename):
+        return False
+    return not any(library in parts for library in _LIBRARIES)

@@ -24,7 +24,7 @@ from dcpc.compiled.pipeline import (
     stage_degree,
     stages_problem,
 )
-from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError
+from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, explaining
 from dcpc.ir import Program
 from dcpc.plan.following import state_tensors
 from dcpc.plan.options import (
@@ -89,7 +89,7 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
     """
     start_s = time.perf_counter()
     groups = Groups.default(group=options.group, device=device_of(model), silence_s=options.timeout)
-    with groups.watch.section("dcpc.compile"):
+    with explaining("dcpc.compile"), groups.watch.section("dcpc.compile"):
         return _compiled(model, buckets, options, groups, start_s)
 
 
@@ -101,10 +101,11 @@ def _compiled(
     cut, why = None, ""
     try:
         speeds = checked_speeds(options.speeds, groups.world)
-        if options.pipeline is None:
-            planned = plan_with(model, buckets, told)
-        else:
-            planned, cut, why = _staged(model, buckets, options, told, speeds)
+        with explaining("dcpc.compile"):
+            if options.pipeline is None:
+                planned = plan_with(model, buckets, told)
+            else:
+                planned, cut, why = _staged(model, buckets, options, told, speeds)
     except DcpcError as error:  # on all ranks, as they wait for this one's plan
         agree(groups, groups.world, "plan", "", error)
         raise

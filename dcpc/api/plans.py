@@ -20,7 +20,7 @@ from dcpc.compiled.pipeline import (
     refuse_beside_stages,
     stage_degree,
 )
-from dcpc.errors import PlanError, TraceError
+from dcpc.errors import PlanError, TraceError, explaining
 from dcpc.ir import Program
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
@@ -97,7 +97,8 @@ def plan(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Planned:
         PlanError: a bucket fits with no setting, or a forced value is impossible.
         ProfileError: the calibration is of another model, device, number of ranks or dtype.
     """
-    return plan_with(model, buckets, options)
+    with explaining("dcpc.api.plan"):
+        return plan_with(model, buckets, options)
 
 
 def plan_with(

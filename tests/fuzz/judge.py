@@ -18,7 +18,7 @@ import dcpc
 from dcpc.buckets import Sizes
 from dcpc.codegen import Variant, run_in_step, summed
 from dcpc.commands.check import SplitModel, gradient_errors, loss_error, nan_as_infinite, plain
-from dcpc.errors import CodegenError, DcpcError
+from dcpc.errors import CodegenError, DcpcError, DefectError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import Partition
 from dcpc.trace.loss import find_loss
@@ -116,6 +116,8 @@ def judge(
             return Outcome("void", "the plain model does not run")
         try:
             found = _judged(model, inputs, points, tried, random.Random(seed), now)
+        except DefectError as error:
+            return Outcome("crash", traceback.format_exc(limit=-4), _alike(error), now[0])
         except DcpcError as error:
             return Outcome("refused", f"{type(error).__name__}: {error}", _alike(error), now[0])
         except Exception as error:

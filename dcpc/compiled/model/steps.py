@@ -15,7 +15,7 @@ from dcpc.compiled.model.insight import ModelInsight
 from dcpc.compiled.outputs.settings import OutputSettings
 from dcpc.compiled.outputs.step_run import StepRun
 from dcpc.compiled.outputs.wanted import WithOutputs, output_kind
-from dcpc.errors import DataError, DcpcError, DispatchError
+from dcpc.errors import DataError, DcpcError, DispatchError, explaining
 from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import agree
@@ -34,6 +34,7 @@ class TrainedModel(ModelInsight):
     _loggers: list[Callable[[Step, StepResult], None]]
     _output_settings: dict[Dispatch, OutputSettings]
 
+    @explaining("train_step")
     def train_step(
         self,
         step: Step,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
 from dcpc.buckets import path_of
-from dcpc.errors import DataError, DcpcError, PlanError
+from dcpc.errors import DataError, DcpcError, PlanError, explaining
 from dcpc.runtime.data.ahead import LoaderStats, ahead
 from dcpc.runtime.data.arguments import (
     allowed_steps,
@@ -260,6 +260,10 @@ class DataLoader:
             DataError: a sample contradicts the specs or is longer than every bucket.
             PlanError: rank 0 sent no plan in time, or one of another plan table.
         """
+        with explaining("dcpc.DataLoader"):
+            yield from self._epoch()
+
+    def _epoch(self) -> Iterator[Step]:
         progress = self._progress
         progress.begin()
         self._skipped = ()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dcpc.errors import DispatchError
 from dcpc.runtime.data.steps import MicroBatch
 from dcpc.runtime.planner.plans import imbalance
 
@@ -63,6 +64,10 @@ class StepResult:
     every_s: tuple[float, ...] = ()
     outputs: tuple[MicroBatchOutputs, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Has `loss.backward()` say that the gradients are there."""
+        self.loss.backward = _refuse_backward  # type: ignore[method-assign]
+
     @property
     def imbalance(self) -> float:
         """Measured mean idle share of the ranks, 0 to 1."""
@@ -72,3 +77,11 @@ class StepResult:
     def idle_s(self) -> tuple[float, ...]:
         """Measured seconds of each rank from its last micro-batch to that of the last rank."""
         return tuple(max(self.busy_s) - t for t in self.busy_s)
+
+
+def _refuse_backward(*args: object, **kwargs: object) -> None:
+    raise DispatchError(
+        "train_step(step).loss.backward(): got a backward of a step's loss; expected none, as "
+        "train_step has run it and has summed the gradients over the ranks; leave it out: "
+        "optimizer.step() comes next"
+    )

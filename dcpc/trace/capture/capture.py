@@ -39,7 +39,7 @@ from dcpc.trace.capture import dims as named
 from dcpc.trace.capture.autocast import casting, share_casts
 from dcpc.trace.capture.branches import refuse_batch_of_one, refuse_branches
 from dcpc.trace.capture.capturable import Capturable
-from dcpc.trace.capture.explain import explained
+from dcpc.trace.capture.explain import explained, refuse_numbers
 from dcpc.trace.capture.functional import functional
 from dcpc.trace.capture.gradients import (
     detach_without_grad,
@@ -391,6 +391,7 @@ def _program(
             shape = tuple(_size(size, env, mapping, cache) for size in value.shape)
             info[node.name] = TensorInfo(shape, value.dtype, node in flows)
     _assert_all_named(info, symbols)
+    refuse_numbers(gm.graph)
     scalars = {
         node.name: _size(node.meta["val"], env, mapping, cache)
         for node in gm.graph.nodes

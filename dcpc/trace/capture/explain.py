@@ -2,15 +2,13 @@
 
 import math
 import re
-import traceback
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from dcpc.buckets import BATCH, Buckets
-
-OURS = Path(__file__).parents[2]
+from dcpc.errors import TraceError, users_line
+from dcpc.fx.graphs import op_name, source_line
 
 
 def explained(
@@ -28,8 +26,7 @@ def explained(
     reason = next(
         (line.strip() for line in text.splitlines() if line.strip()), type(error).__name__
     )
-    ours = [f for f in traceback.extract_tb(error.__traceback__) if _is_user_code(f.filename)]
-    where = f" at {ours[-1].filename}:{ours[-1].lineno}: `{ours[-1].line}`" if ours else ""
+    where = users_line(error)
     kind = type(error).__name__
     if "Constraints violated" in text or "ConstraintViolation" in kind:
         fixes = [line.strip() for line in text.splitlines() if " = Dim(" in line or " = " in line]
@@ -149,8 +146,22 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), value
 
 
-def _is_user_code(filename: str) -> bool:
-    parts = filename.replace("\\", "/")
-    if parts.startswith("<") or OURS in Path(filename).parents:
-        return False
-    return not any(other in parts for other in ("/torch/", "/sympy/"))
+
+def refuse_numbers(graph: fx.Graph) -> None:
+    """Refuses Python numbers that forward took out of a tensor and computes with.
+
+    Args:
+        graph: the captured forward graph.
+
+    Raises:
+        TraceError: it has such a number, which the message names with its line.
+    """
+    for node in graph.nodes:
+        if op_name(node) in ("item", "_local_scalar_dense") and node.users:
+            line = source_line(node)
+            raise TraceError(
+                f"node '{node.name}'{f' ({line})' if line else ''} is a Python number made of the "
+                "values in a tensor (.item(), float() or int() of one); expected numbers that "
+                "follow from lengths alone, as forward is captured once, without values; leave "
+                ".item() out: a tensor without dims takes the number's place"
+            )

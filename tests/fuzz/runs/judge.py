@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import dcpc
 from dcpc.commands.check import SPLITTING
-from dcpc.errors import DataError, DcpcError
+from dcpc.errors import DataError, DcpcError, DefectError
 from dcpc.trace.loss import find_loss
 from tests.fuzz.judge import Outcome
 from tests.fuzz.runs.draw import Data, Declared, Options, Run, sample
@@ -71,6 +71,8 @@ def judge(run: Run) -> Outcome:
                     compiled_of.cache_clear()
         except WrongError as error:
             return Outcome("wrong", str(error), str(error).split(":")[0])
+        except DefectError as error:
+            return Outcome("crash", traceback.format_exc(limit=-5), repr(error)[:40])
         except DcpcError as error:
             text = f"{type(error).__name__}: {error}"
             return Outcome("refused", text, text[:60])

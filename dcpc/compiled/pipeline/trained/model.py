@@ -18,7 +18,7 @@ from dcpc.compiled.model import CompiledModel
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.compiled.pipeline.trained.ownership import StageStore
 from dcpc.compiled.pipeline.trained.report import stages_report
-from dcpc.errors import DataError, DcpcError, DispatchError, GroupError
+from dcpc.errors import DataError, DcpcError, DispatchError, GroupError, explaining
 from dcpc.ir import Profile
 from dcpc.plan.choose import TriedRow
 from dcpc.runtime.checkpoint.parts import Parts, Stateful
@@ -82,6 +82,7 @@ class PipelinedModel(CompiledModel):
             if not p.is_meta:
                 yield name, p
 
+    @explaining("train_step")
     def train_step(
         self,
         step: Step,
