@@ -17,6 +17,7 @@ from dcpc.ir import BucketPlan, Placement, Profile, Program
 from dcpc.plan.choose import FASTER, TriedRow, choose, crossover_lines, least_recompute
 from dcpc.plan.notes.attention import attention_lines
 from dcpc.plan.notes.gathers import gather_lines
+from dcpc.plan.notes.kernels import kernel_lines
 from dcpc.plan.placements import NEAR
 from dcpc.plan.priced import Priced
 from dcpc.plan.progress import tracked
@@ -122,6 +123,7 @@ class Planned:
         notes = [first + f" (and {len(m)} more like it)" * bool(m) for first, *m in alike.values()]
         priced = {bucket: v.priced for bucket, v in self.by_bucket.items()}
         notes += gather_lines(priced, self.plans)
+        notes += kernel_lines(self.device, (v.traced.program for v in self.traces))
         if self.sum_s:
             request = self.request
             notes.append(

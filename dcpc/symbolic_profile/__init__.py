@@ -4,6 +4,7 @@ from dcpc.symbolic_profile.evaluate import Evaluator, Meter, Prediction, evaluat
 from dcpc.symbolic_profile.memory.allocator import LARGE_SEGMENT_BYTES, Usage, rounded
 from dcpc.symbolic_profile.memory.optimizer import OptimizerLike, state_bytes, step_bytes
 from dcpc.symbolic_profile.memory.sizes import bytes_of
+from dcpc.symbolic_profile.ops.onednn import halves
 from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, with_constants, work_of
 from dcpc.symbolic_profile.report import (
     ReportRow,
@@ -61,6 +62,7 @@ __all__ = [
     "evaluator",
     "find",
     "formula",
+    "halves",
     "machine",
     "profile_partition",
     "render_report",

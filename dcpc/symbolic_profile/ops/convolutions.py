@@ -8,15 +8,13 @@ it, which the library is asked once. Of oneDNN there is an upper bound for all x
 
 from __future__ import annotations
 
-import functools
-
 import sympy
 import torch
 from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.symbolic_profile.ops.facts import CallFacts, TensorFacts, argument
 from dcpc.symbolic_profile.ops.kernel_transients import copies, half
-from dcpc.symbolic_profile.ops.onednn import ConvolutionBytes
+from dcpc.symbolic_profile.ops.onednn import ConvolutionBytes, multiplies
 from dcpc.symbolic_profile.polynomials import larger
 
 CHANNELS = 16  # of a block of a GPU's layouts
@@ -29,7 +27,7 @@ def convolution(call: CallFacts) -> sympy.Expr:
     x, out = call.tensor("input"), call.facts.of(call.node)[0]
     bias = int(call.given("bias") is not None)
     onednn = _onednn(call, out, bias, grads=0)
-    return _by_dtype(call, onednn, _forward_columns(call, x, out)) + copies("input")(call)
+    return _by_dtype(call, onednn, _forward_columns(call, x, out)) + _relaid(call, "input")
 
 
 def convolution_backward(call: CallFacts) -> sympy.Expr:
@@ -41,7 +39,7 @@ def convolution_backward(call: CallFacts) -> sympy.Expr:
     of_input, *of_weight = argument(call.node, "output_mask")
     onednn = _onednn(call, grad, int(of_weight[1]), grads=int(of_input) + 2 * any(of_weight))
     slow = _backward_columns(call, x, grad)
-    return _by_dtype(call, onednn, slow) + copies("grad_output", "input")(call)
+    return _by_dtype(call, onednn, slow) + _relaid(call, "grad_output", "input")
 
 
 def gpu_convolution(call: CallFacts) -> sympy.Expr:
@@ -62,7 +60,7 @@ def gpu_convolution_backward(call: CallFacts) -> sympy.Expr:
 
 
 def _onednn(call: CallFacts, out: TensorFacts, bias: int, grads: int) -> sympy.Expr:
-    """The bound of oneDNN, and the weight's copy beside an input with its channels last."""
+    """The bound of oneDNN, at given sizes."""
     node, x, weight = call.node, call.tensor("input"), call.tensor("weight")
     groups = call.facts.size(argument(node, "groups"))
     numbers = (argument(node, name) for name in ("stride", "padding", "dilation"))
@@ -82,31 +80,35 @@ def _onednn(call: CallFacts, out: TensorFacts, bias: int, grads: int) -> sympy.E
         *weight.shape[2:],
         *(call.facts.size(n) for each in numbers for n in (each * dims)[:dims]),
     )
-    own = sympy.Integer(0) if x.contiguous() else weight.size_bytes
-    return ConvolutionBytes(*map(sympy.sympify, found)) + own
+    return ConvolutionBytes(*map(sympy.sympify, found))
+
+
+def _relaid(call: CallFacts, *names: str) -> sympy.Expr:
+    """Copies of operands: all lie with their channels last if input or weight do, or densely."""
+    operands = [call.tensor(name) for name in (*names, "weight")]
+    order = (0, *range(2, len(operands[0].shape)), 1)
+    last = any(
+        not x.contiguous() and x.contiguous(order) for x in map(call.tensor, ("input", "weight"))
+    )
+    wanted = order if last else None
+    return sympy.Add(*(x.size_bytes for x in operands if not x.contiguous(wanted)))
 
 
 def _forward_columns(call: CallFacts, x: TensorFacts, out: TensorFacts) -> sympy.Expr:
+    if _in_volumes(call):
+        return _columns(call, out) * argument(call.node, "groups")
     return _each_group(call, _columns(call, out, every=True) + _groups_copied(call, x))
 
 
 def _backward_columns(call: CallFacts, x: TensorFacts, grad: TensorFacts) -> sympy.Expr:
+    if _in_volumes(call):
+        return _columns(call, grad) * argument(call.node, "groups")
     return _each_group(call, _columns(call, grad) + _groups_copied(call, x, grad))
 
 
 def _by_dtype(call: CallFacts, onednn: sympy.Expr, slow: sympy.Expr) -> sympy.Expr:
     """What this processor's kernel for the dtype holds."""
-    return _of_either(call, onednn, slow, _multiplies(call.tensor("input").dtype))
-
-
-@functools.cache
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether torch has oneDNN compute convolutions of a dtype in half precision here."""
-    asked = {
-        torch.bfloat16: "_is_mkldnn_bf16_supported",
-        torch.float16: "_is_mkldnn_fp16_supported",
-    }
-    return dtype in asked and bool(getattr(torch.ops.mkldnn, asked[dtype])())
+    return _of_either(call, onednn, slow, multiplies(call.tensor("input").dtype))
 
 
 def _blocked(x: TensorFacts) -> sympy.Expr:
@@ -138,11 +140,21 @@ def _each_group(call: CallFacts, one: sympy.Expr) -> sympy.Expr:
     return one if argument(call.node, "groups") == 1 else larger(one, call.output_bytes)
 
 
+def _dilated(call: CallFacts) -> bool:
+    return any(d != 1 for d in argument(call.node, "dilation"))
+
+
+def _in_volumes(call: CallFacts) -> bool:
+    """Whether torch's own kernel is that of three spatial dims, which computes groups together."""
+    transposed = argument(call.node, "transposed")
+    return len(call.tensor("input").shape) == 5 and not transposed and not _dilated(call)
+
+
 def _columns(call: CallFacts, out: TensorFacts, every: bool = False) -> sympy.Expr:
     """The windows of the input, side by side, that torch's own kernel multiplies.
 
-    None where a window is one element; of a dilated convolution, and in backward of a transposed
-    one, one sample's.
+    None where a window is one element, but for a dilated convolution, which has one sample's of
+    any window, and for a transposed one, which has all samples' forward and one's backward.
 
     Args:
         call: a convolution, or its backward.
@@ -152,12 +164,14 @@ def _columns(call: CallFacts, out: TensorFacts, every: bool = False) -> sympy.Ex
     x, weight = call.tensor("input"), call.tensor("weight")
     one = all(size == 1 for size in weight.shape[2:])
     strides, pads = (argument(call.node, name) for name in ("stride", "padding"))
-    if one and all(s == 1 for s in strides) and all(p == 0 for p in pads):
+    plain = one and all(s == 1 for s in strides) and all(p == 0 for p in pads)
+    transposed = argument(call.node, "transposed")
+    if plain and not _dilated(call) and not (transposed and every):
         return sympy.Integer(0)
     window = weight.numel / weight.shape[0] * x.dtype.itemsize
-    if argument(call.node, "transposed"):
+    if transposed:
         return x.numel / (x.shape[1] * (1 if every else x.shape[0])) * window
-    samples = out.shape[0] if any(d != 1 for d in argument(call.node, "dilation")) else 1
+    samples = out.shape[0] if _dilated(call) else 1
     return out.numel / (samples * out.shape[1]) * window
 
 

@@ -11,8 +11,11 @@ A transposed convolution is the gradient of a convolution whose input is its out
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
+
+import torch
 
 from dcpc.symbolic_profile.polynomials import FUNCTIONS, OfIntegers, each_point
 
@@ -23,6 +26,30 @@ PAGE_BYTES = 4096
 FEW_CHANNELS = 16  # fewer are laid out with all elements of a window
 WIDEST_BLOCK = 64  # channels of the widest block of outputs
 FLOAT_BYTES = 4
+
+
+@functools.cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Returns whether oneDNN multiplies in a dtype of half precision here, as torch asks it."""
+    asked = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
+    return dtype in asked and bool(getattr(torch.ops.mkldnn, asked[dtype])())
+
+
+@functools.cache
+def multiplies_tiles() -> bool:
+    """Returns whether it multiplies tiles of bfloat16 here: the processor has AMX."""
+    return multiplies(torch.bfloat16) and bool(torch.cpu._is_amx_tile_supported())
+
+
+def halves() -> str:
+    """Returns in words what oneDNN computes in half precision here."""
+    tiles = " by tiles of AMX" if multiplies_tiles() else ""
+    known = {"bfloat16" + tiles: torch.bfloat16, "float16": torch.float16}
+    found = [name for name, dtype in known.items() if multiplies(dtype)]
+    return f"computes {' and '.join(found)}" if found else "computes none"
 
 
 class ConvolutionBytes(OfIntegers):

@@ -253,7 +253,8 @@ def transient_bytes(
     name = op_name(node)
     formula = (GPU_TRANSIENTS.get(name) if gpu is not None else None) or TRANSIENTS.get(name)
     if formula is not None:
-        return formula(CallFacts(node, facts, threads, gpu))
+        # What stands for a GPU's kernels must not depend on the machine that plans.
+        return formula(CallFacts(node, facts, threads if gpu is None else 1, gpu))
     if gpu is not None or not isinstance(node.target, torch._ops.OpOverload):
         return ZERO
     return _promoted(CallFacts(node, facts, threads))

@@ -5,14 +5,15 @@ Measured as the lines of `transients.py` are.
 
 from __future__ import annotations
 
-import functools
 from typing import Protocol
 
 import sympy
 import torch
 from torch.utils._sympy.functions import CeilDiv
 
+from dcpc.ops.attention import Capability
 from dcpc.symbolic_profile.ops.facts import TensorFacts
+from dcpc.symbolic_profile.ops.onednn import multiplies, multiplies_tiles
 from dcpc.symbolic_profile.polynomials import Packs, QueryBlock
 
 BSHD = (0, 2, 1, 3)  # the order of dims in memory in which kernels take and give gradients
@@ -25,6 +26,10 @@ class KernelCall(Protocol):
     @property
     def threads(self) -> int:
         """Threads that it runs on."""
+
+    @property
+    def gpu(self) -> Capability | None:
+        """Of the GPU whose kernel it stands for, which no processor's instructions change."""
 
     def tensor(self, name: str) -> TensorFacts:
         """Returns the tensor argument of this name."""
@@ -88,7 +93,7 @@ def _packed(
     Source: torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (`need_pack`).
     """
     query, key = call.tensor("query"), call.tensor("key")
-    if query.dtype != torch.bfloat16 or not _multiplies_tiles():
+    if query.dtype != torch.bfloat16 or call.gpu is not None or not multiplies_tiles():
         return ZERO
     batch, heads, queries, width = query.shape
     queries, keys = queries if rows is None else rows, key.shape[2] if keys is None else keys
@@ -101,16 +106,6 @@ def _packed(
 
 def _even(size: sympy.Expr) -> sympy.Expr:
     return 2 * CeilDiv(size, 2)
-
-
-@functools.cache
-def _multiplies_tiles() -> bool:
-    return bool(torch.cpu._is_amx_tile_supported())
-
-
-@functools.cache
-def _multiplies_halves() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def kernel_backward(
@@ -143,13 +138,15 @@ def backward_buffers(
 def _gemm(call: KernelCall, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
     """An upper bound: what oneDNN takes for a block's products in half precision.
 
-    Measured on processors with AVX-512 for bfloat16 and float16; one without may take none.
+    Measured with AVX-512 and with AMX. Where oneDNN has no instructions for a dtype, torch's own
+    loops multiply, which take none.
     """
     query = call.tensor("query")
-    if query.dtype == torch.float16 and _multiplies_halves():
-        return 4 * queries * keys + 256 * (queries + keys) + 17_540
-    if query.dtype != torch.bfloat16:
+    bfloat16 = query.dtype == torch.bfloat16
+    if not (multiplies(query.dtype) if call.gpu is None else bfloat16):
         return ZERO
+    if not bfloat16:
+        return 4 * queries * keys + 256 * (queries + keys) + 17_540
     width = query.shape[3]
     packed = 2 * 64 * 64 * CeilDiv(keys, 64) * CeilDiv(width, 64)
     return 4 * (queries + keys) * width + 2 * queries * keys + packed + 5248

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import sympy
 import torch
 
-from dcpc.ops.attention import Sight
+from dcpc.ops.attention import Capability, Sight
 from dcpc.symbolic_profile.ops.attention.kernels import backward_buffers, kernel, lies_badly
 from dcpc.symbolic_profile.ops.facts import CallFacts, TensorFacts
 
@@ -111,6 +111,7 @@ class _PartCall:
     query: TensorFacts
     key: TensorFacts
     threads: int
+    gpu: Capability | None = None
 
     def tensor(self, name: str) -> TensorFacts:
         return self.query if name == "query" else self.key
