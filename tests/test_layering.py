@@ -89,7 +89,7 @@ TABLE = {
         "profile": "polynomials ops memory seconds",
         "evaluate": "polynomials ops memory seconds profile",
         "report": "polynomials evaluate",
-        "__init__": "memory seconds profile evaluate report",
+        "__init__": "memory ops seconds profile evaluate report",
     },
     "dcpc.codegen": {
         "collectives": "",
