@@ -6,9 +6,10 @@ TORCH  :=
 VENV   := .venv$(TORCH:%=-torch%)
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
-# The first interpreter that runs, is 3.11 or newer and has venv (a pyenv shim may be there and not run).
+# The first interpreter that runs, has venv (a pyenv shim may be there and not run) and is new enough for
+# what constraints.txt pins.
 FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
-	if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11, 5))' 2>/dev/null; \
 	then echo $$p; break; fi; done
 
 # Each process of the tests imports torch and dcpc: compiled once, not every time.
@@ -89,7 +90,7 @@ installed: $(STAMP)  ## the venv alone, as each target makes it
 # torch goes first and alone: so pip takes the CPU build where one lies at hand, and no CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || { python=$$($(FIND_PYTHON)); \
-		test -n "$$python" || { echo "needs Python 3.11 or newer with venv: make PYTHON=/path/to/python" >&2; exit 1; }; \
+		test -n "$$python" || { echo "needs Python 3.11.5 or newer with venv: make PYTHON=/path/to/python" >&2; exit 1; }; \
 		"$$python" -m venv $(VENV); }
 	@sed -e '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt torch

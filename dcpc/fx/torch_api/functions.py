@@ -12,11 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from dcpc.fx.torch_api.patched import TorchName
 
+# torch's own, by which a checkpoint without reentrance keeps what it is given: no gradient goes
+# through it. Some releases have it.
+_KEEPS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
 Applied = Callable[[type, tuple[Any, ...]], None]
 
 
@@ -51,7 +55,7 @@ def _telling(applied: Applied) -> Callable[[type, str], Any]:
         found = type.__getattribute__(cls, name)
         if name == "_backward_cls":
             begun.by = cls if torch.is_grad_enabled() else None
-        elif name == "forward" and getattr(begun, "by", None) is cls:
+        elif name == "forward" and getattr(begun, "by", None) is cls and cls is not _KEEPS:
             begun.by = None
             return _announced(cls, found, applied)
         return found
