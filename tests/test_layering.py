@@ -29,7 +29,7 @@ TABLE = {
         "passes": "errors buckets ir ops fx symbolic_profile",
         "codegen": "errors buckets ir ops fx",
         "plan": "errors buckets ir ops fx trace passes symbolic_profile codegen",
-        "verify": "errors buckets ir fx trace codegen plan",
+        "verify": "errors buckets ir ops fx trace codegen plan",
         "runtime": "errors buckets ir fx",
         "compiled": (
             "errors buckets ir ops fx trace passes symbolic_profile codegen plan verify runtime"

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import sympy
 import torch
 from torch import Tensor, nn
 
-from dcpc.codegen import LoweredPair, run_in_step, summed
+from dcpc.codegen import (
+    LoweredPair,
+    Variant,
+    broken_guards,
+    integers_of,
+    run_in_step,
+    summed,
+)
 from dcpc.codegen.lower.output_pieces import joined_outputs
+from dcpc.fx.graphs import op_name
 from dcpc.ir import Partition, Program
+from dcpc.ops.attention import has_no_wide_kernel
+from dcpc.plan.runnable import RewrittenCall
 from dcpc.trace import casting
 from dcpc.trace.loss import gradient_of, one_number
+from dcpc.verify.draws import KnownParts
 from dcpc.verify.exactness import Gradients, loss_error, relative_errors
 from dcpc.verify.reference import (
     LossAndGradients,
@@ -33,6 +45,15 @@ LIMIT = 1e-7
 ROUNDINGS = 64
 
 
+# Beside float64, in a lower dtype: times what the plain model itself loses in it. Two ways to round
+# the same numbers differ by at most twice that, on average; a wrong kernel by far more.
+OWN_TIMES = 4.0
+# A gradient smaller than this share of the largest one is compared with that share of it: what is
+# left of sums that cancel is rounding.
+FINELY, ROUGHLY = 1e-3, 0.1
+PART = 0.5  # of the loss that is differentiated, as training scales it: a power of 2 is exact
+
+
 @dataclass(frozen=True, slots=True)
 class Error:
     """How far an outcome is from the plain model's.
@@ -48,6 +69,15 @@ class Error:
     where: str
     got: float
     expected: float
+
+    @property
+    def gap(self) -> str:
+        """Got and expected, as text."""
+        if self.where == "loss":
+            return f"loss: got {self.got:.6g}, expected {self.expected:.6g}"
+        return (
+            f"{self.where}: largest difference {self.got:.6g}, largest element {self.expected:.6g}"
+        )
 
 
 def error_of(found: LossAndGradients, expected: LossAndGradients, floor: float) -> Error:
@@ -67,6 +97,52 @@ def error_of(found: LossAndGradients, expected: LossAndGradients, floor: float) 
     size = 0.0 if want is None else float(want.abs().max())
     gap = size if got is None else float((got - (0 if want is None else want)).abs().max())
     return Error(worst, f"gradient of {where}", gap, size)
+
+
+def own_error(
+    found: LossAndGradients, plain: LossAndGradients, exact: LossAndGradients, dtype: torch.dtype
+) -> tuple[Error, float]:
+    """Returns the error in a lower dtype that is worst beside what is allowed, and that.
+
+    Allowed is `OWN_TIMES` what the plain model loses in this dtype against float64, of the same
+    gradient or, if that is more, of all of them (root mean square).
+
+    Args:
+        found: what is judged, in this dtype.
+        plain: the plain model's, in this dtype.
+        exact: the plain model's in float64.
+        dtype: the floating dtype that rounds most.
+    """
+    off, lost = (
+        relative_errors(x.gradients, exact.gradients, FINELY, none_is_zero=True)
+        for x in (found, plain)
+    )
+    least = float(torch.finfo(dtype).eps)
+    usual = math.sqrt(sum(e * e for e in lost.values()) / max(len(lost), 1))
+    off["loss"], lost["loss"] = (loss_error(x.loss.double(), exact.loss) for x in (found, plain))
+    allowed = {n: OWN_TIMES * max(lost[n], least, 0.0 if n == "loss" else usual) for n in off}
+
+    def beside(name: str) -> float:
+        return math.inf if off[name] != off[name] else off[name] / allowed[name]
+
+    where = max(off, key=beside)
+    worst = math.inf if off[where] != off[where] else off[where]
+    if where == "loss":
+        return Error(worst, where, float(found.loss), float(exact.loss)), allowed[where]
+    got, want = found.gradients[where], exact.gradients[where]
+    size = 0.0 if want is None else float(want.abs().max())
+    gap = size if got is None else float((got - (0 if want is None else want)).abs().max())
+    return Error(worst, f"gradient of {where}", gap, size), allowed[where]
+
+
+_ATTENTIONS = ("attention_forward", "attention_of_rows_forward", "ring_attention_forward")
+
+
+def runs_own_kernels(parts: Partition) -> bool:
+    """Returns whether graphs run kernels in their own dtypes that float64 has not: attention's."""
+    made = (n for n in parts.forward.graph.nodes if n.op == "call_function")
+    asked = (n.args[0].meta["val"] for n in made if op_name(n) in _ATTENTIONS)
+    return any(map(has_no_wide_kernel, asked))
 
 
 class Given:
@@ -157,3 +233,59 @@ class Given:
         if placeholder in self.program.inputs:
             return input_name(self.program.inputs[placeholder])
         return self.leaf[self.program.parameters[placeholder]]
+
+
+Make = Callable[[Given], LossAndGradients]
+
+
+def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAndGradients:
+    """Returns the loss of a variant of one rank, and the gradients that a backward of it leaves.
+
+    Args:
+        given: tensors in the model's own dtypes.
+        variant: that draws no random numbers.
+        integers: of the call.
+    """
+    wanted = {n: p for n, p in given.leaves.items() if p.requires_grad}
+    with torch.enable_grad(), casting(given.device.type, None):
+        tensors = [given.tensors[n] for n in variant.placeholders]
+        loss = one_number(variant.outputs(tensors, integers))
+        found = gradients_of(loss * PART, [*wanted.values()])
+    gradients = (None if g is None else g / PART for g in found)
+    return LossAndGradients(loss.detach(), dict(zip(wanted, gradients, strict=True)))
+
+
+def known_run(call: RewrittenCall) -> Make | None:
+    """Returns what runs a call with known random numbers, on one rank or on all ranks of a group.
+
+    None: what draws numbers is compiled, or the graphs are not for the call's sizes.
+    """
+    what, other = call.runs
+    if isinstance(what, LoweredPair):
+        assert isinstance(other, Partition), "graphs are of a lowering and its partition"
+        dims = call.program.dims(call.sizes)
+        integers = integers_of(what.lowered, dims)
+        if any(is_broken(what, each) for each in integers):
+            return None
+        return partial(Given.of_partition, lowering=what, parts=other, integers=integers, dims=dims)
+    assert isinstance(other, tuple), "a variant takes integers"
+    if what.draws and what.backend != "eager":
+        return None
+
+    def alone(given: Given) -> LossAndGradients:
+        with KnownParts(alike=False):
+            return called(given, what, other)
+
+    return alone
+
+
+def is_broken(lowering: LoweredPair, integers: Mapping[str, int]) -> bool:
+    """Whether graphs are not for some sizes."""
+    sizes = {i.symbol: integers[i.name] for i in lowering.lowered.integers}
+    return bool(broken_guards(lowering.joint.guards, sizes))
+
+
+def lowest(program: Program) -> torch.dtype:
+    """Returns the floating dtype of a program that rounds most."""
+    found = {i.dtype for i in program.info.values() if i.dtype.is_floating_point}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps)

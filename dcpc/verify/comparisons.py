@@ -6,38 +6,44 @@ A difference is a `VerifyError`; what was compared, and how far it was off, beco
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from dcpc.codegen import LoweredPair, Variant, broken_guards, integers_of
+from dcpc.codegen import LoweredPair, Variant, integers_of
 from dcpc.errors import DcpcError, VerifyError
 from dcpc.ir import Partition, Placement, Program
 from dcpc.plan.runnable import RewrittenCall
 from dcpc.plan.traced import Traced
-from dcpc.trace import casting
-from dcpc.trace.loss import one_number
-from dcpc.verify.compare import LIMIT, ROUNDINGS, Error, Given, error_of
+from dcpc.verify.compare import (
+    FINELY,
+    LIMIT,
+    OWN_TIMES,
+    ROUGHLY,
+    ROUNDINGS,
+    Error,
+    Given,
+    Make,
+    called,
+    error_of,
+    is_broken,
+    known_run,
+    lowest,
+    own_error,
+    runs_own_kernels,
+)
 from dcpc.verify.culprit import first_difference, reader
 from dcpc.verify.draws import KnownParts
 from dcpc.verify.points import Point
-from dcpc.verify.reference import LossAndGradients, gradients_of
+from dcpc.verify.reference import LossAndGradients
 from dcpc.verify.references import Reference, References
 
 # In float64 throughout a constant that the trace rounded to the model's dtype is another number
 # than the plain model's, which never rounded it. Such differences are smaller than this.
 LIFTED = 1e-3
-# A gradient smaller than this share of the largest one is compared with that share of it: what is
-# left of sums that cancel is rounding.
-FINELY, ROUGHLY = 1e-3, 0.1
-
-PART = 0.5  # of the loss that is differentiated, as training scales it: a power of 2 is exact
-
 _REPORT = "report this with the model, it is a defect of dcpc; verify='off' trains on all the same"
-
-Make = Callable[[Given], LossAndGradients]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +63,6 @@ class Compared:
     def __str__(self) -> str:
         own = "" if self.reference.wide else " (own dtype)"
         return f"{self.reference.point} to {self.error.worst:.0e}{own}"
-
-    @property
-    def gap(self) -> str:
-        """Got and expected, as text."""
-        e = self.error
-        if e.where == "loss":
-            return f"loss: got {e.got:.6g}, expected {e.expected:.6g}"
-        return f"{e.where}: largest difference {e.got:.6g}, largest element {e.expected:.6g}"
 
 
 class Comparisons:
@@ -104,7 +102,8 @@ class Comparisons:
                     continue
                 raise VerifyError(
                     "the captured graph does not compute what the model computes at "
-                    f"{reference.point}: {found.gap}{reader(program, found.error.where)}; {_REPORT}"
+                    f"{reference.point}: {found.error.gap}{reader(program, found.error.where)}; "
+                    f"{_REPORT}"
                 )
             done.append(str(found))
         many = len(self.references.planned.traces) > 1
@@ -141,6 +140,7 @@ class Comparisons:
         """
         if variant.draws:
             return
+        compiled = variant.backend != "eager" and lowest(traced.program).itemsize < 4
         done: list[str] = []
         for reference in self.references.of(traced, alike=False):
             if done and not reference.point.lone:
@@ -151,11 +151,14 @@ class Comparisons:
                 continue
             own = self.references.rounded(reference)
             make = partial(called, variant=variant, integers=values)
+            if compiled and reference.wide:
+                done += self._own_dtype(traced.program, make, reference, name)
+                continue
             found = self._compare(traced.program, make, own)
             if found is not None and own.outcome.finite and not found.right:
                 raise VerifyError(
                     f"a call of the compiled model does not give what the model gives at "
-                    f"{own.point}: {found.gap}, though its graphs do; {_REPORT}"
+                    f"{own.point}: {found.error.gap}, though its graphs do; {_REPORT}"
                 )
             done.append(str(found))
             if reference.point.lone:
@@ -187,7 +190,7 @@ class Comparisons:
             if not found.right:
                 raise VerifyError(
                     f"{name}, run in turn, do not compute what the model computes at {own.point}: "
-                    f"{found.gap}; {_REPORT}"
+                    f"{found.error.gap}; {_REPORT}"
                 )
             self._note(name, traced, [str(found)])
             return
@@ -200,7 +203,7 @@ class Comparisons:
             traced: the trace.
             call: its first one.
         """
-        run, alike = _known(call), isinstance(call.runs[0], LoweredPair)
+        run, alike = known_run(call), isinstance(call.runs[0], LoweredPair)
         if run is None or not self.references.fits():
             self.lines.append(f"{call.name}: NOT compared with the model")
             return
@@ -219,8 +222,8 @@ class Comparisons:
             return
         if not found.right:
             raise VerifyError(
-                f"{call.name} does not give what the model gives at {own.point}: {found.gap}; "
-                f"{_REPORT}"
+                f"{call.name} does not give what the model gives at {own.point}: "
+                f"{found.error.gap}; {_REPORT}"
             )
         self._note(call.name, traced, [str(found)])
 
@@ -260,7 +263,7 @@ class Comparisons:
                 break
             dims = traced.program.dims(reference.point.sizes)
             integers = integers_of(lowering.lowered, dims)
-            if any(_broken(lowering, each) for each in integers):
+            if any(is_broken(lowering, each) for each in integers):
                 continue
             make = partial(
                 Given.of_partition, lowering=lowering, parts=parts, integers=integers, dims=dims
@@ -271,6 +274,7 @@ class Comparisons:
             if not found.right:
                 raise VerifyError(self._graphs_text(traced, found, lowering, parts))
             done.append(str(found))
+            done += self._own_dtype(traced.program, make, reference, name, parts)
             if reference.point.lone and not self._thorough:
                 break
         self._note(name, traced, done)
@@ -286,8 +290,47 @@ class Comparisons:
             where = first_difference(program, given, lowering, parts, own) or where
         return (
             f"forward and backward at sp {sp} do not compute what the model computes at "
-            f"{at.point}: {found.gap}{where}; {_REPORT}"
+            f"{at.point}: {found.error.gap}{where}; {_REPORT}"
         )
+
+    def _own_dtype(
+        self,
+        program: Program,
+        make: Make,
+        reference: Reference,
+        name: str,
+        parts: Partition | None = None,
+    ) -> list[str]:
+        """Compares something in the model's own dtypes, by what the plain model loses in them.
+
+        Args:
+            program: of the trace.
+            make: computes loss and gradients.
+            reference: the plain model's; nothing is compared if not in float64.
+            name: of what is compared.
+            parts: graphs, compared if they run kernels there that float64 has not; None: others.
+        """
+        if not reference.wide or (parts is not None and not runs_own_kernels(parts)):
+            return []
+        own = self.references.rounded(reference)
+        if not own.outcome.finite:
+            return []
+        made = self._made(program, make, own)
+        if isinstance(made, Exception):
+            raise VerifyError(
+                f"{name} runs in float64, not in the model's own dtypes at {own.point}: {made}; "
+                f"{_REPORT}"
+            ) from made
+        dtype = lowest(program)
+        error, allowed = own_error(made, own.outcome, reference.outcome, dtype)
+        found = Compared(own, error, error.worst <= allowed)
+        if not found.right:
+            raise VerifyError(
+                f"{name} does not compute in {dtype} what it does in float64, where it runs other "
+                f"kernels, at {own.point}: {found.error.gap}; expected at most {OWN_TIMES:g} times "
+                f"what the plain model loses in {dtype}; {_REPORT}"
+            )
+        return [str(found)]
 
     def _compare(self, program: Program, make: Make, reference: Reference) -> Compared | None:
         """Returns how far something is from the plain model; None where that says nothing.
@@ -310,7 +353,7 @@ class Comparisons:
                 return found
             again = self._differ(program, make, self.references.rounded(reference))
             return again if isinstance(again, Compared) and again.right else found
-        if reference.wide and _lowest(program) != torch.float64:
+        if reference.wide and lowest(program) != torch.float64:
             again = self._differ(program, make, self.references.rounded(reference))
             if isinstance(again, Compared):
                 return again
@@ -324,16 +367,22 @@ class Comparisons:
         ) from found
 
     def _differ(self, program: Program, make: Make, reference: Reference) -> Compared | Exception:
-        given = self._given(program, reference)
+        found = self._made(program, make, reference)
+        if isinstance(found, Exception):
+            return found
+        error = error_of(found, reference.outcome, FINELY if reference.wide else ROUGHLY)
+        limit = LIMIT if reference.wide else ROUNDINGS * torch.finfo(lowest(program)).eps
+        return Compared(reference, error, error.worst <= limit)
+
+    def _made(
+        self, program: Program, make: Make, reference: Reference
+    ) -> LossAndGradients | Exception:
         try:
-            found = make(given)
+            return make(self._given(program, reference))
         except (DcpcError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as failed:
             return failed
-        error = error_of(found, reference.outcome, FINELY if reference.wide else ROUGHLY)
-        limit = LIMIT if reference.wide else ROUNDINGS * torch.finfo(_lowest(program)).eps
-        return Compared(reference, error, error.worst <= limit)
 
     def _given(self, program: Program, reference: Reference) -> Given:
         """Returns what a program's graphs take to be compared with an outcome."""
@@ -345,56 +394,3 @@ class Comparisons:
             alike=reference.alike,
             wanted=tuple(reference.outcome.gradients),
         )
-
-
-def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAndGradients:
-    """Returns the loss of a variant of one rank, and the gradients that a backward of it leaves.
-
-    Args:
-        given: tensors in the model's own dtypes.
-        variant: that draws no random numbers.
-        integers: of the call.
-    """
-    wanted = {n: p for n, p in given.leaves.items() if p.requires_grad}
-    with torch.enable_grad(), casting(given.device.type, None):
-        tensors = [given.tensors[n] for n in variant.placeholders]
-        loss = one_number(variant.outputs(tensors, integers))
-        found = gradients_of(loss * PART, [*wanted.values()])
-    gradients = (None if g is None else g / PART for g in found)
-    return LossAndGradients(loss.detach(), dict(zip(wanted, gradients, strict=True)))
-
-
-def _known(call: RewrittenCall) -> Make | None:
-    """Returns what runs a call with known random numbers, on one rank or on all ranks of a group.
-
-    None: what draws numbers is compiled, or the graphs are not for the call's sizes.
-    """
-    what, other = call.runs
-    if isinstance(what, LoweredPair):
-        assert isinstance(other, Partition), "graphs are of a lowering and its partition"
-        dims = call.program.dims(call.sizes)
-        integers = integers_of(what.lowered, dims)
-        if any(_broken(what, each) for each in integers):
-            return None
-        return partial(Given.of_partition, lowering=what, parts=other, integers=integers, dims=dims)
-    assert isinstance(other, tuple), "a variant takes integers"
-    if what.draws and what.backend != "eager":
-        return None
-
-    def alone(given: Given) -> LossAndGradients:
-        with KnownParts(alike=False):
-            return called(given, what, other)
-
-    return alone
-
-
-def _broken(lowering: LoweredPair, integers: Mapping[str, int]) -> bool:
-    """Whether graphs are not for some sizes."""
-    sizes = {i.symbol: integers[i.name] for i in lowering.lowered.integers}
-    return bool(broken_guards(lowering.joint.guards, sizes))
-
-
-def _lowest(program: Program) -> torch.dtype:
-    """Returns the floating dtype of a program that rounds most."""
-    found = {i.dtype for i in program.info.values() if i.dtype.is_floating_point}
-    return max(found, key=lambda dtype: torch.finfo(dtype).eps)

@@ -18,6 +18,7 @@ from torch import Tensor
 from dcpc.ops.attention.spec import Sight
 
 HALVES = (torch.bfloat16, torch.float16)
+GPU_DEVICE = "cuda"  # type of the devices that `GPU_KERNELS` are for
 # Of so many queries and keys at most the CPU's kernel, with a mask of the window, takes less time
 # than blocks: a third less for 34, as long for 160, of heads of 64 (both ways, one thread).
 SHORT = 128
@@ -136,6 +137,11 @@ def gpu_kernel(asked: OnGpu) -> str:
     return next((row.name for row in GPU_KERNELS if row.takes(asked)), "blocks")
 
 
+def has_no_wide_kernel(q: Tensor) -> bool:
+    """Returns whether attention of these queries may run another kernel than that of float64."""
+    return q.device.type == GPU_DEVICE and any(q.dtype in r.demands.dtypes for r in GPU_KERNELS)
+
+
 def kernel_name(
     device: str,
     same_widths: bool,
@@ -158,7 +164,7 @@ def kernel_name(
         has_segment: whether rows hold several sequences.
     """
     scale, before, after = sight.scale, sight.before, sight.after
-    if device == "cuda" and mask is None and not has_keep and same_widths:
+    if device == GPU_DEVICE and mask is None and not has_keep and same_widths:
         return "cuda" if _scales("cuda", scale, sight.banded) else "blocks"
     if device != "cpu" or not same_widths or before is not None or after not in (None, 0):
         return "blocks"
