@@ -68,6 +68,7 @@ def test_language_models(name, autocast):
     assert_alike(language_models.make(name), buckets, autocast)
 
 
+@pytest.mark.slow
 def test_video():
     model = RectifiedFlow(STDiT(STDiTConfig(depth=1, dim=48, heads=4, text_dim=20, text_len=6)))
     buckets = Buckets(CLIPS, [{"frames": f, "tokens": t} for f in (2, 16) for t in (16, 256)])

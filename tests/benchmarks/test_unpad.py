@@ -39,6 +39,7 @@ def test_llama_runs_without_padding():
     assert made.stats().unpadded == 1
 
 
+@pytest.mark.slow  # tests/test_unpad.py has smaller ones
 def test_t5_runs_without_padding_on_both_sides():
     model = t5(TINY.width, TINY.layers, TINY.heads, TINY.vocabulary).double()
     inputs = t5_batch(TINY.vocabulary, TINY.seq, lengths_of(TINY, 0.4))

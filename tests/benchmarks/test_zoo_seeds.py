@@ -5,6 +5,7 @@ import pytest
 from benchmarks.zoo_seeds import SEEDS, run
 
 
+@pytest.mark.slow
 def test_every_hash_seed_makes_the_same_graphs_and_plans():
     each = [run(["tests.benchmarks.seeded"], seed, 300.0) for seed in SEEDS[:2]]
     assert {*each[0]} == {"alternating"}

@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -37,6 +38,12 @@ def gpt(layers: int, tied: bool = False) -> GPT:
                          tie_embeddings=tied))  # fmt: skip
 
 
+@cache
+def gpt_of(layers: int, tied: bool = False) -> Runnable:
+    """Returns a planned GPT, which several tests read."""
+    return planned(gpt(layers, tied))
+
+
 def names(runnable: Runnable) -> tuple[GatherUnits, list[list[str]]]:
     units, program = runnable.traced.units, runnable.traced.program
     assert units is not None
@@ -45,7 +52,7 @@ def names(runnable: Runnable) -> tuple[GatherUnits, list[list[str]]]:
 
 @pytest.mark.parametrize("layers", [3, 7])  # as blocks of the names, and as a repeated run
 def test_units_are_blocks_and_what_is_between_them(layers):
-    units, found = names(planned(gpt(layers)))
+    units, found = names(gpt_of(layers))
     assert found[0] == ["embedding.weight"]
     for k in range(layers):
         assert {n.rpartition(f"blocks.{k}.")[0] for n in found[1 + k]} == {""}
@@ -56,7 +63,7 @@ def test_units_are_blocks_and_what_is_between_them(layers):
 
 
 def test_a_parameter_of_two_names_is_in_one_unit_and_stays():
-    units, found = names(planned(gpt(3, tied=True)))
+    units, found = names(gpt_of(3, tied=True))
     # torch.export has one placeholder for both names.
     assert found[0] in (["embedding.weight"], ["head.weight"])
     assert sum(map(len, found)) == len(dict(gpt(3, tied=True).named_parameters()))
@@ -109,7 +116,7 @@ def turns(parts: Partition) -> tuple[list[tuple[str, int]], ...]:
 
 
 def test_nodes_of_both_graphs_are_called_as_in_the_schedule():
-    runnable = planned(gpt(3))
+    runnable = gpt_of(3)
     placement = runnable.priced.placement(SIZES, 2)
     study = runnable.priced.at(placement)
     for step in (0, study.steps):
@@ -130,7 +137,7 @@ def test_nodes_of_both_graphs_are_called_as_in_the_schedule():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_all_graphs_of_a_program_gather_and_sum_in_one_order(tied):
-    runnable = planned(gpt(3, tied))
+    runnable = gpt_of(3, tied)
     assert runnable.traced.units is not None
     seen: dict[frozenset[int], set[str]] = {}
     some = frozenset({2})
@@ -243,7 +250,7 @@ def test_units_wanted_at_one_call_are_gathered_in_their_order():
 
 
 def test_a_graph_in_another_order_is_refused():
-    runnable = planned(gpt(3))
+    runnable = gpt_of(3)
     lowering = runnable.traced.lowering(runnable.priced.placement(SIZES, 1))
     first, second, *others = lowering.joint.gathers
     swapped = (replace(first, number=1), replace(second, number=0), *others)
