@@ -107,8 +107,7 @@ def test_math_attention_is_torchs_with_a_mask_made_pair_by_pair(name):
             alike = "segment" not in hides or hides["segment"][0, i] == hides["segment"][0, j]
             seen[i, j] = j <= at and near and alike
     q, k, v = (
-        torch.randn(2, 4, n, 8, dtype=torch.float64)
-        for n in (case.queries, case.keys, case.keys)
+        torch.randn(2, 4, n, 8, dtype=torch.float64) for n in (case.queries, case.keys, case.keys)
     )
     want = F.scaled_dot_product_attention(q, k, v, seen, scale=0.3)
     got = attention.math_attention(q, k, v, 0.3, case.sight, hides)

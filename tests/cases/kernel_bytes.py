@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.ops.onednn import multiplies_tiles
 from dcpc.symbolic_profile.ops.transients import transient_bytes
 from tests.cases.joint_graphs import measure_call
 
@@ -24,6 +26,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 H200 = (9, 0)  # as NVIDIA counts generations
 MASKS = ((True, True), (True, False), (False, True))  # which gradients are asked for
 MOST_PRODUCTS = 3e7  # of numbers, of a convolution
+
+
+def tiles_may_be_hidden() -> bool:
+    """Returns whether a setting may keep oneDNN from what the processor has, which nothing tells.
+
+    What attention takes in bfloat16 is a bound then, and exact else.
+    """
+    return multiplies_tiles() and "ONEDNN_MAX_CPU_ISA" in os.environ
 
 
 class Bytes(NamedTuple):

@@ -10,6 +10,7 @@ from dcpc.symbolic_profile.ops.facts import Facts
 from dcpc.symbolic_profile.ops.transients import transient_bytes
 from tests.cases.attention_calls import LEARNED, SETTINGS, Setting, make, segment_of
 from tests.cases.joint_graphs import measure_call
+from tests.cases.kernel_bytes import tiles_may_be_hidden
 
 NAMES = (
     *("plain", "causal", "grouped", "one key head", "cross", "padding", "causal padding"),
@@ -66,4 +67,5 @@ def test_attention_holds_no_more_than_the_table_says(name):
 @pytest.mark.parametrize("name", ["learned bias", "shared bias"])
 def test_a_bias_of_half_precision_has_its_gradient_added_up_in_float32(name):
     for measured, predicted in transients(replace(SETTINGS[name], dtype=torch.bfloat16)):
-        assert measured == predicted
+        assert measured <= predicted
+        assert measured == predicted or tiles_may_be_hidden()

@@ -1,14 +1,13 @@
 """What the CPU's flash attention takes, against the table that predicts it."""
 
-import os
-
 import pytest
 import torch
 
 from dcpc.symbolic_profile.ops.facts import Facts
-from dcpc.symbolic_profile.ops.onednn import multiplies, multiplies_tiles
+from dcpc.symbolic_profile.ops.onednn import multiplies
 from dcpc.symbolic_profile.ops.transients import transient_bytes
 from tests.cases.joint_graphs import measure_call
+from tests.cases.kernel_bytes import tiles_may_be_hidden
 
 aten = torch.ops.aten
 SCALARS_BYTES = 24
@@ -19,11 +18,7 @@ SCALARS_BYTES = 24
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_takes_what_the_table_says(dtype, shape):
-    """Exact, but for products that oneDNN makes in half precision: its scratch has a bound.
-
-    A processor with AMX whose oneDNN is told not to use it (ONEDNN_MAX_CPU_ISA) packs nothing:
-    no library says so, and what is predicted is a bound.
-    """
+    """Exact, but for products that oneDNN makes in half precision: its scratch has a bound."""
     heads, rows, keys, width = shape
 
     def both(q, k, v, grad):
@@ -38,7 +33,7 @@ def test_half_precision_takes_what_the_table_says(dtype, shape):
     predicted = [int(transient_bytes(m.node, facts, threads).doit()) for m in (forward, backward)]
     assert forward.transient_bytes <= predicted[0] + SCALARS_BYTES
     assert backward.transient_bytes <= predicted[1] + SCALARS_BYTES
-    if not (multiplies_tiles() and "ONEDNN_MAX_CPU_ISA" in os.environ):
+    if not tiles_may_be_hidden():
         assert abs(predicted[0] - forward.transient_bytes) <= SCALARS_BYTES
     if not multiplies(dtype):
         assert abs(predicted[1] - backward.transient_bytes) <= SCALARS_BYTES
