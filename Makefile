@@ -15,7 +15,7 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 # Each process of the tests imports torch and dcpc: compiled once, not every time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-video installed test smoke test-exact test-slow test-processors zoo gpu fuzz lint docs clean
+.PHONY: help demo demo-video installed test smoke test-exact test-slow test-processors zoo gpu gpu-stub fuzz lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## prints this
@@ -57,6 +57,11 @@ gpu:  ## kernels, gradients, peaks and seconds on this machine's GPU
 	@python=$(GPU_PYTHON); $$python -c '$(HAS_GPU)' 2>/dev/null || \
 		{ $(MAKE) --no-print-directory $(STAMP) && python=$(PY); }; \
 	exec $$python -m benchmarks.gpu_checks --json build/gpu.json $(ARGS)
+
+# Needs a CUDA build of torch, some GB: tests/gpu_stub/README.md.
+GPU_STUB_PYTHON :=
+gpu-stub: $(STAMP)  ## code for a GPU without one: TORCH=2.14.1, or GPU_STUB_PYTHON=/path/to/python
+	GPU_STUB_PYTHON=$(or $(GPU_STUB_PYTHON),$(PY)) OMP_NUM_THREADS=1 $(PY) -m pytest tests/gpu_stub
 
 # Everything that is slow.
 test-slow: $(STAMP)  ## everything that is slow: hours

@@ -101,6 +101,10 @@ def _be(args: argparse.Namespace) -> None:
     torch.backends.cudnn.allow_tf32 = False
     if args.device == "cpu":
         torch.set_num_threads(1)
+    if args.no_numbers:
+        # No stub has cuDNN: convolutions and the plain model's attention take torch's own.
+        torch.backends.cudnn.enabled = False
+        torch.backends.cuda.enable_cudnn_sdp(False)
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     step = next(step for step in STEPS if step.name == args.step)
     be_step(step, Setting(device, args.quick, not args.no_numbers), args.rows)

@@ -186,6 +186,21 @@ def _meta_as_fake(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, copies)
 
 
+@contextmanager
+def _cudnn_not_asked() -> Iterator[None]:
+    """Leaves cuDNN out where torch chooses attention's kernel for a GPU.
+
+    torch 2.14 asks it first for half precision, and its check keeps `batch` below 65536: a guard of
+    a kernel that the graph does not have.
+    """
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
+
+
 def _export(
     wrapped: _WantedOf,
     buckets: Buckets,
@@ -199,7 +214,13 @@ def _export(
     args = tuple(named.example_inputs(buckets, hints, device))
     shapes = tuple(named.dynamic_shape(spec, dims) or None for spec in buckets.inputs.values())
     try:
-        with warnings.catch_warnings(), casting(device.type, autocast), _silent(), _quotients():
+        with (
+            warnings.catch_warnings(),
+            casting(device.type, autocast),
+            _silent(),
+            _quotients(),
+            _cudnn_not_asked(),
+        ):
             warnings.simplefilter("ignore")
             # Within a caller's no_grad the graph would not say which parts of forward have none.
             with (
