@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from dcpc.ops.attention import Capability
 from dcpc.symbolic_profile import profile as profiling
 from dcpc.symbolic_profile.ops.facts import Facts, op_name, tensors
 from dcpc.symbolic_profile.ops.transients import TRANSIENTS, transient_bytes
@@ -143,7 +144,9 @@ class Probes:
     runs: int = 0
     refused: dict[str, int] = field(default_factory=dict)
 
-    def transient(self, node: fx.Node, facts: Facts, threads: int, gpu: bool = False) -> sympy.Expr:
+    def transient(
+        self, node: fx.Node, facts: Facts, threads: int, gpu: Capability | None = None
+    ) -> sympy.Expr:
         """Returns what `transient_bytes` of the tables does, by probing where it can be."""
         start_s = process_time()
         table = transient_bytes(node, facts, threads, gpu)

@@ -76,8 +76,6 @@ def test_graphs_are_compared_with_one_sample_and_with_two(monkeypatch, wrong_wit
     # A loaded machine may leave no time for what "auto" compares besides.
     monkeypatch.setattr(Budget, "has_spare_time", True)
     monkeypatch.setattr(Budget, "allows", lambda self, seconds_s, extra: True)
-    # A busy machine leaves no time for it when compiling: it would be compared at the first run.
-    monkeypatch.setattr("dcpc.verify.verifier.SHARE", 1e3)
     buckets = dcpc.Buckets({"x": "float32[batch, seq, 4]"}, [{"seq": 6}])
     with pytest.raises(VerifyError, match=rf"forward and backward at sp 1.*batch: {wrong_with}"):
         dcpc.compile(Bent(), buckets, backend="eager")
