@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch import fx
 
@@ -24,10 +25,11 @@ def _resize(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
 
 def _fill(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
     """full, zeros, new_ones, ...: the size argument becomes the local shape."""
+    shape = on.shape(node.name, on.label(node))  # its nodes go before the call that takes them
     copied = on.copy(node, operands)
     position = 1 if operands else 0
     args = list(copied.args)
-    args[position] = on.shape(node.name, on.label(node))
+    args[position] = shape
     copied.args = tuple(args)
     return copied
 
@@ -65,18 +67,25 @@ def _cut(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | No
 
 
 def _grouped(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-    """Convolution and norm in groups: of a piece of them a rank has so many."""
+    """Convolution and norm in groups: of a piece of them a rank has so many.
+
+    Groups may be several factors of the channels, where another op takes these apart otherwise: of
+    the one that is split a rank has a piece, of the others all.
+    """
     chosen = on.placement.nodes[node.name]
     if chosen.name != "g":
         is_norm = node.target is aten.group_norm.default
         return (local_group_norm if is_norm else local_convolution)(on, node, operands)
-    local = on.integers.emit(on.integers.length(on.factor(node.name, chosen.output)))
-    fixed = on.integers.any_degree or isinstance(local, int)
-    if node.target is aten.group_norm.default and not fixed:
-        return _groups_as_samples(on, node, operands)
-    copied = on.copy(node, operands)
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     at = next(i for i, name in enumerate(names) if name in ("groups", "num_groups"))
+    groups = node.args[at] if at < len(node.args) else node.kwargs[names[at]]
+    kept = on.factor(node.name, chosen.output)
+    count = sympy.sympify(groups) * on.integers.length(kept) / kept.size
+    local = on.integers.emit(count)
+    fixed = on.integers.any_degree or isinstance(local, int)
+    if node.target is aten.group_norm.default and not fixed:
+        return _groups_as_samples(on, node, operands, count, sympy.sympify(groups))
+    copied = on.copy(node, operands)
     if at < len(copied.args):
         copied.args = (*copied.args[:at], local, *copied.args[at + 1 :])
     else:
@@ -84,15 +93,24 @@ def _grouped(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node 
     return copied
 
 
-def _groups_as_samples(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
+def _groups_as_samples(
+    on: LocalGraph, node: fx.Node, operands: list[fx.Node], count: sympy.Expr, groups: sympy.Expr
+) -> fx.Node:
     """A norm of as many groups as a rank happens to have: each is a sample of one group.
 
     The kernel takes their number as a number, which is another one on another rank.
+
+    Args:
+        on: the rank's graph.
+        node: the norm in the program.
+        operands: values of this rank.
+        count: groups of this rank.
+        groups: of all ranks.
     """
     emit, label = on.integers.emit, on.label(node)
-    kept, shape = on.factor(node.name, label), on.shape(node.name, label)
-    samples = emit(on.dim_size(node.name, 0, label) * on.integers.length(kept))
-    channels = on.program.info[node.name].shape[1] / kept.size
+    shape = on.shape(node.name, label)
+    samples = emit(on.dim_size(node.name, 0, label) * count)
+    channels = on.program.info[node.name].shape[1] / groups
     copied = on.copy(node, operands)
     names = [a.name for a in aten.group_norm.default._schema.arguments]
     given = {**dict(zip(names, copied.args, strict=False)), **copied.kwargs}
