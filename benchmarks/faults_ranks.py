@@ -270,7 +270,7 @@ def resumed(rank: int, mode: str, folders: Sequence[str]) -> list[tuple[int, Tra
     every = []
     for folder in folders:
         found = Trained()
-        done = made.compiled.load(folder, **made.parts).step
+        done = made.compiled.load(folder, **made.parts, missing="start").step
         if done < STEPS:
             made.run(found, done)
         every.append((done, found))

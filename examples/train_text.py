@@ -35,7 +35,10 @@ def main(steps: int = 20, folder: str | None = None) -> list[float]:
     loader = dcpc.DataLoader(Paragraphs(), compiled, tokens_per_step=8192, pad=pad, weight="labels")
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=2e-3)
     losses = []
-    done = compiled.load(folder, optimizer=optimizer, loader=loader).step if folder else 0
+    done = 0
+    if folder:  # one command starts and goes on
+        parts = {"optimizer": optimizer, "loader": loader}
+        done = compiled.load(folder, **parts, missing="start").step
     for n, step in zip(range(done + 1, steps + 1), loader, strict=False):
         losses.append(float(compiled.train_step(step).loss))  # the same on every rank
         optimizer.step()

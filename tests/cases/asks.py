@@ -169,7 +169,8 @@ def next_after_checkpoint(
         The plain model's loss, and how far loss and parameters are from its.
     """
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
-    assert compiled.load(folder, optimizer=optimizer, loader=loader).step == number
+    found = compiled.load(folder, optimizer=optimizer, loader=loader, missing="start")
+    assert found.step == number
     step = next(iter(loader))
     loss = step_of([i for mb in step.plan.micro_batches for i in mb.sample_ids])
     found = [far(compiled.train_step(step).loss, loss)]

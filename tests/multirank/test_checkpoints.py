@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+import dcpc
 from dcpc.errors import CheckpointError, GroupError
 from tests.cases.launch import run_ranks
 from tests.cases.resuming import EPOCHS, Samples, Training
@@ -99,6 +101,29 @@ def fails(rank: int, folder: str) -> list[str]:
     texts.append(str(other.value))
     texts.append(str(compiled.load(folder, **made.parts).step))
     compiled.save(folder, 6, wait=True)
+    return texts + sees_alone(rank, compiled, Path(folder))
+
+
+def sees_alone(rank: int, compiled: dcpc.CompiledModel, folder: Path) -> list[str]:
+    """Loads from folders of one name, of which one rank alone sees a checkpoint in its own."""
+    own, texts, before = folder / f"disk {rank}", [], Path.cwd()
+    own.mkdir()
+    os.chdir(own)
+    try:
+        for where in range(2):
+            if rank == where:
+                shutil.copytree(folder / "step-00000006", own / "runs" / "step-00000006")
+            for missing in ("error", "start"):
+                with pytest.raises(CheckpointError) as told:
+                    compiled.load("runs", missing=missing)
+                texts.append(str(told.value))
+            shutil.rmtree(own / "runs", ignore_errors=True)
+        with pytest.raises(CheckpointError) as told:
+            compiled.load("runs")
+        texts.append(str(told.value))
+        assert compiled.load("runs", missing="start").step == 0
+    finally:
+        os.chdir(before)
     return texts
 
 
@@ -109,7 +134,11 @@ def test_what_one_rank_cannot_write_is_an_error_on_every_rank(tmp_path):
         assert "save step 4" in texts[2]
         assert "extra: got a value that is no plain one" in texts[3]
         assert texts[4] == "2"
-    names = {p.name for p in tmp_path.iterdir()}
+        assert all("rank 1 does not see it" in t for t in texts[5:7])
+        assert all("got step-00000006 on rank 1, and no checkpoint on" in t for t in texts[7:9])
+        assert "got no such folder" in texts[9]
+        assert "disk 0" in texts[9], "what rank 0 found is told on both"
+    names = {p.name for p in tmp_path.glob("*step*")}
     assert names == {"step-00000001", "step-00000002", "step-00000006"}
 
 
@@ -143,7 +172,7 @@ from tests.cases.resuming import Training
 folder, log = sys.argv[1:]
 rank, restarts = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 made = Training("rounds", seed=7 * restarts)
-done = made.compiled.load(folder, **made.parts).step
+done = made.compiled.load(folder, **made.parts, missing="start").step
 train_step = made.compiled.train_step
 calls = []
 

@@ -16,8 +16,9 @@ from dcpc.compiled.seeds import Seeds
 from dcpc.errors import CheckpointError, DispatchError
 from dcpc.plan.following import Followed
 from dcpc.plan.planning import Planned
-from dcpc.runtime.checkpoint.checkpoints import Checkpoints, Saving
+from dcpc.runtime.checkpoint.checkpoints import Checkpoints
 from dcpc.runtime.checkpoint.parts import Checkpoint, Parts, Stateful
+from dcpc.runtime.checkpoint.saving import Saving
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.unmade import UnmadeStore
@@ -113,29 +114,33 @@ class SavedModel(OwnState):
         optimizer: Optimizer | None = None,
         loader: Stateful | None = None,
         scheduler: Stateful | None = None,
+        missing: str = "error",
     ) -> Checkpoint:
         """Goes on from the newest checkpoint that is whole; a damaged one is named in a warning.
 
-        At any world size and in any mode of parameters. Without a checkpoint it changes nothing,
-        so that one script starts and goes on. Reads no pickle. Collective over all ranks.
+        At any world size and in any mode of parameters. Reads no pickle. Logs what was found, at
+        INFO. Collective over all ranks, which see one folder.
 
         Args:
             folder: as in `save`.
             optimizer: made as the one that was saved; its state is replaced.
             loader: goes on after the last step that was yielded before.
             scheduler: goes on as it was.
+            missing: effect of a folder that is not there or has no checkpoint: "error", or "start",
+                which changes nothing and returns step 0, so that one script starts and goes on.
 
         Returns:
             Its step (0: there is none), `extra` and folder.
 
         Raises:
-            CheckpointError: it is of another model or optimizer, or lacks a part, or all
-                checkpoints are damaged.
+            CheckpointError: there is none, or it is of another model or optimizer, or lacks a part,
+                or all checkpoints are damaged.
             DataError: the loader's data or order are others.
         """
         path = path_of(folder, CheckpointError, "load")
         with self.groups.watch.section("load"):
-            return self._checkpoints.load(path, self._parts(optimizer, loader, scheduler))
+            parts = self._parts(optimizer, loader, scheduler)
+            return self._checkpoints.load(path, parts, missing)
 
     def _parts(
         self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None

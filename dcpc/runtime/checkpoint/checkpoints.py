@@ -2,16 +2,16 @@
 
 save    state copied to the CPU ─► thread: files, checksums ─► manifest ─► renamed ─► old removed
 load    rank 0 names the newest ─► every rank checks a share of its files ─► all read
-              └ the next older one, if it is damaged
+              ├ the next older one, if it is damaged
+              └ none: an error, or training starts
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from dcpc.runtime.checkpoint.folders import (
     final_folder,
     fingerprint,
     found_in,
+    in_place_of_one,
     prune,
     publish,
     read_manifest,
@@ -37,62 +38,14 @@ from dcpc.runtime.checkpoint.folders import (
 )
 from dcpc.runtime.checkpoint.optimizers import by_number
 from dcpc.runtime.checkpoint.parts import Checkpoint, Parts
+from dcpc.runtime.checkpoint.saving import Saving, reason_of
 from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.groups.groups import Groups
 
 LOG = logging.getLogger("dcpc")
 _STATE = "state.pt"
-
-
-class Saving:
-    """A checkpoint that is written in a thread.
-
-    Attributes:
-        folder: where it is once it is whole.
-    """
-
-    def __init__(self, folder: Path, write: Callable[[], None]) -> None:
-        """Begins to write.
-
-        Args:
-            folder: where it will be.
-            write: returns once the checkpoint is whole; raises why it is not.
-        """
-        self.folder = folder
-        self._write = write
-        self._problem: CheckpointError | None = None
-        # The process waits for it at its end: it is no daemon.
-        self._thread = threading.Thread(target=self._run, name=f"dcpc save {folder.name}")
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is written any more."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """Returns the folder once the checkpoint is whole there.
-
-        Raises:
-            CheckpointError: it could not be written; those before it are as they were.
-        """
-        self._thread.join()
-        if self._problem is not None:
-            raise self._problem
-        return self.folder
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        # torch.distributed.checkpoint's own error, which has those of all ranks, is no Exception.
-        except BaseException as e:
-            self._problem = CheckpointError(
-                f"checkpoint {self.folder}: got {_reason(e)}; expected to write it; look at the "
-                "disk's space and rights, or at the ranks that it names: the checkpoints before it "
-                "are as they were"
-            )
-            self._problem.__cause__ = e
-            LOG.error("%s", self._problem)
+# What becomes of a folder without a checkpoint.
+MISSING = ("error", "start")
 
 
 class Checkpoints:
@@ -217,22 +170,23 @@ class Checkpoints:
 
     # --------------------------------------------------------------------------------------- load
 
-    def load(self, directory: Path, parts: Parts) -> Checkpoint:
+    def load(self, directory: Path, parts: Parts, missing: str) -> Checkpoint:
         """Returns what a checkpoint has that has no part; see `CompiledModel.load`."""
         problem: DcpcError | None = None
         listed: list[Path] = []
         try:
             self.wait()
+            _check_missing(missing)
             parts.parameters()  # those of the meta device are refused
             listed = found_in(directory)
         except DcpcError as e:
             problem = e
         except OSError as e:
             problem = _unreadable(directory, e)
-        self._agree(f"load from {directory}", problem)
+        self._agree(f"load from {directory}, missing {missing}", problem)
         folder, manifest = self._newest(directory, listed)
         if folder is None:
-            return Checkpoint()
+            return self._started(directory, listed, missing)
         small: dict[str, Any] = {}
         into: dict[str, Any] = {}
         try:
@@ -251,6 +205,8 @@ class Checkpoints:
             problem = _unreadable(folder, e)
         self._agree(f"read {folder}", problem)
         self._apply(parts, manifest, into, small)
+        if self._groups.rank == 0:
+            LOG.info("load: training goes on from %s, step %d", folder, manifest["step"])
         return Checkpoint(manifest["step"], small["extra"], folder)
 
     def _newest(self, directory: Path, listed: list[Path]) -> tuple[Path | None, dict[str, Any]]:
@@ -265,6 +221,8 @@ class Checkpoints:
             manifest, fault = self._told(_manifest(folder) if self._groups.rank == 0 else None)
             names = sorted(manifest.get("files", ()))[self._groups.rank :: self._groups.world]
             own = fault or fault_of(folder, manifest["files"], names)
+            if own and not folder.is_dir():
+                own = f"rank {self._groups.rank} does not see it, and all ranks need one folder"
             fault = next(filter(None, self._from_all(own)), "")
             if not fault:
                 self._warn_of(faults)
@@ -278,6 +236,31 @@ class Checkpoints:
                 "remove them to start from the beginning"
             )
         return None, {}
+
+    def _started(self, directory: Path, listed: list[Path], missing: str) -> Checkpoint:
+        """Returns what training starts from where rank 0 sees no checkpoint.
+
+        Raises:
+            CheckpointError: on every rank: it is not to start, or another rank sees a checkpoint.
+        """
+        named = f"load({str(directory)!r})"
+        seen = self._from_all(listed[0].name if listed else "")
+        other = next(((rank, name) for rank, name in enumerate(seen) if name), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{named}: got {other[1]} on rank {other[0]}, and no checkpoint on rank 0; "
+                "expected one folder that all ranks see; put it on a shared file system"
+            )
+        found, usable = self._told(in_place_of_one(directory) if self._groups.rank == 0 else None)
+        if missing == "error" or not usable:
+            start = ", or pass missing='start' to begin at step 0 where there is none" * usable
+            raise CheckpointError(
+                f"{named}: got {found}; expected a folder in which save has written a checkpoint; "
+                f"correct the name{start}"
+            )
+        if self._groups.rank == 0:
+            LOG.info("%s: got %s: training starts at step 0", named, found)
+        return Checkpoint()
 
     def _warn_of(self, faults: list[str]) -> None:
         if faults and self._groups.rank == 0:
@@ -345,20 +328,19 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
 
 def _unreadable(folder: Path, e: Exception) -> CheckpointError:
     problem = CheckpointError(
-        f"load {folder}: got {_reason(e)}; expected to read it; see whether every rank has the "
+        f"load {folder}: got {reason_of(e)}; expected to read it; see whether every rank has the "
         "folder, and whether the loader and the scheduler are those that were saved"
     )
     problem.__cause__ = e
     return problem
 
 
-def _reason(e: BaseException) -> str:
-    """Returns an error in one line; of torch's own the errors of its ranks."""
-    failures = getattr(e, "failures", None)
-    if isinstance(failures, dict) and failures:
-        return "; ".join(f"rank {rank}: {_reason(each)}" for rank, (each, _) in failures.items())
-    lines = str(e).strip().splitlines()
-    return f"{type(e).__name__}: {lines[0] if lines else 'no text'}"
+def _check_missing(missing: str) -> None:
+    if missing not in MISSING:
+        raise CheckpointError(
+            f"load: missing: got {missing!r}; expected one of {', '.join(map(repr, MISSING))}; "
+            "pass one"
+        )
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

@@ -10,6 +10,7 @@ DIR/.step-00000130-tmp/             not whole, and never read
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ MANIFEST = "checkpoint.json"
 FORMAT = 1
 _WHOLE = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.step-(\d{8,})-(?:tmp|old)")
+_SHOWN = 5  # names beside a folder that is not there
 _FIELDS = {"format", "step", "world", "parameters", "optimizer", "files", "tensors"}
 
 
@@ -56,6 +58,38 @@ def found_in(directory: Path) -> list[Path]:
         elif entry.name.endswith("-old") and (found := _LEFT.fullmatch(entry.name)):
             steps.setdefault(int(found[1]), entry)
     return [steps[n] for n in sorted(steps, reverse=True)]
+
+
+def in_place_of_one(directory: Path) -> tuple[str, bool]:
+    """Returns what is found in place of a folder with checkpoints, and whether one may be made.
+
+    Args:
+        directory: that is not there, or has no checkpoint in it.
+    """
+    if (directory / MANIFEST).is_file():
+        return f"a checkpoint, which {str(directory.parent)!r} holds", False
+    whole = directory.absolute()
+    place = next(folder for folder in (whole, *whole.parents) if folder.is_dir())
+    there = place == whole
+    try:
+        entries = {e.name: e for e in sorted(place.iterdir()) if there or e.is_dir()}
+    except OSError:
+        entries = {}  # it may be read no further
+    near = [*entries][:_SHOWN]
+    if not there:
+        wanted = whole.parts[len(place.parts)]
+        near = difflib.get_close_matches(wanted, entries, n=_SHOWN, cutoff=0.0)
+    told = [_with_newest(entries[name]) for name in near]
+    told += [f"{len(entries) - len(near)} more"] * (len(entries) > len(near))
+    head = "a folder without a whole checkpoint" if there else "no such folder"
+    return f"{head} ({str(place)!r} holds {', '.join(told) or 'nothing'})", True
+
+
+def _with_newest(entry: Path) -> str:
+    with contextlib.suppress(CheckpointError, OSError):
+        if inside := found_in(entry):
+            return f"{entry.name!r} with {inside[0].name}"
+    return repr(entry.name)
 
 
 def begin(directory: Path, step: int) -> Path:

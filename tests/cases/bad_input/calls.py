@@ -79,6 +79,12 @@ def _saved(ground: Ground) -> Path:
     return folder
 
 
+def _mistyped(ground: Ground) -> None:
+    folder = ground.folder / "every run"
+    ground.compiled.save(folder / "lr 3e-4", 120, wait=True)
+    ground.compiled.load(folder / "lr 3e4")
+
+
 def _load(name: str, **options: Any) -> Kind:
     return Kind(name, CheckpointError, lambda g: g.compiled.load(_saved(g), **options))
 
@@ -176,6 +182,8 @@ CALLS = {
         _save("a function to save", extra=len),
         Kind("no folder", CheckpointError, lambda g: g.compiled.save(None, 1)),
         Kind("a file for a folder", CheckpointError, lambda g: g.compiled.load(g.file("x"))),
+        Kind("a folder that is not there", CheckpointError, _mistyped),
+        _load("an unknown missing=", missing="begin"),
         _load("a part that was not saved", scheduler=torch.optim.lr_scheduler.ConstantLR(
             torch.optim.SGD([torch.zeros(1)], 0.1))),
         _load("an optimizer that was not saved",

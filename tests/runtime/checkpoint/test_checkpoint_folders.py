@@ -159,11 +159,33 @@ def test_the_last_ones_stay(made, tmp_path):
     assert len([*tmp_path.iterdir()]) == 3
 
 
-def test_without_a_checkpoint_training_starts(made, tmp_path):
+def test_without_a_checkpoint_training_starts_only_where_that_is_asked_for(made, tmp_path, caplog):
+    caplog.set_level("INFO", "dcpc")
     shake(made, 4.0)
-    for folder in (tmp_path, tmp_path / "none"):
-        found = made.compiled.load(folder, **made.parts)
+    made.compiled.save(tmp_path / "lr 3e-4", 7, wait=True)
+    (tmp_path / "lr 3e-4" / ".step-00000009-tmp").mkdir()  # of a crash
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "other").mkdir()
+    for name, text in {
+        "lr 3e4": rf"no such folder \({str(tmp_path)!r} holds 'lr 3e-4' with step-00000007, 'o",
+        "lr 3e4/a/b": rf"no such folder \({str(tmp_path)!r} holds 'lr 3e-4' with step-00000007",
+        "other": "a folder without a whole checkpoint .*/other' holds nothing",
+        "": r"a folder without a whole checkpoint .*lr 3e-4' with step-00000007, 'notes.txt', 'o",
+    }.items():
+        with pytest.raises(CheckpointError, match=f"got {text}.* pass missing='start' to begin"):
+            made.compiled.load(tmp_path / name, **made.parts)
+        found = made.compiled.load(tmp_path / name, **made.parts, missing="start")
         assert (found.step, found.extra, found.folder) == (0, None, None)
+        assert "training starts at step 0" in caplog.records[-1].message
+    for missing in ("error", "start"):
+        one = tmp_path / "lr 3e-4" / "step-00000007"
+        with pytest.raises(CheckpointError, match=r"a checkpoint, which .*4' holds; .*name$"):
+            made.compiled.load(one, missing=missing)
+        assert made.compiled.load(tmp_path / "lr 3e-4", missing=missing).step == 7
+    assert "goes on from" in caplog.records[-1].message
+    assert len(caplog.records) == 6, "each is logged once"
+    with pytest.raises(CheckpointError, match="missing: got 'begin'; expected one of 'error', 's"):
+        made.compiled.load(tmp_path, missing="begin")
     assert value(made) == 4.0
 
 
@@ -261,7 +283,8 @@ def an_epoch(folder: Path, name: str, options: dict[str, Any]) -> list[float]:
     """Returns losses; saves after the second step, or goes on from there."""
     one, losses = Training(rate=0.0), []
     made = getattr(torch.optim, name)(one.compiled.parameters(), lr=1e-2, **options)
-    done = one.compiled.load(folder, optimizer=made, loader=one.loader).step
+    parts = {"optimizer": made, "loader": one.loader}
+    done = one.compiled.load(folder, **parts, missing="start").step
 
     def closure(step: Any) -> torch.Tensor:
         made.zero_grad()

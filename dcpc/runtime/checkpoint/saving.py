@@ -1,0 +1,72 @@
+"""A checkpoint that is written in a thread, while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from dcpc.errors import CheckpointError
+
+LOG = logging.getLogger("dcpc")
+
+
+class Saving:
+    """A checkpoint that is written in a thread.
+
+    Attributes:
+        folder: where it is once it is whole.
+    """
+
+    def __init__(self, folder: Path, write: Callable[[], None]) -> None:
+        """Begins to write.
+
+        Args:
+            folder: where it will be.
+            write: returns once the checkpoint is whole; raises why it is not.
+        """
+        self.folder = folder
+        self._write = write
+        self._problem: CheckpointError | None = None
+        # The process waits for it at its end: it is no daemon.
+        self._thread = threading.Thread(target=self._run, name=f"dcpc save {folder.name}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is written any more."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Returns the folder once the checkpoint is whole there.
+
+        Raises:
+            CheckpointError: it could not be written; those before it are as they were.
+        """
+        self._thread.join()
+        if self._problem is not None:
+            raise self._problem
+        return self.folder
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        # torch.distributed.checkpoint's own error, which has those of all ranks, is no Exception.
+        except BaseException as e:
+            self._problem = CheckpointError(
+                f"checkpoint {self.folder}: got {reason_of(e)}; expected to write it; look at the "
+                "disk's space and rights, or at the ranks that it names: the checkpoints before it "
+                "are as they were"
+            )
+            self._problem.__cause__ = e
+            LOG.error("%s", self._problem)
+
+
+def reason_of(e: BaseException) -> str:
+    """Returns an error in one line; of torch's own the errors of its ranks."""
+    failures = getattr(e, "failures", None)
+    if isinstance(failures, dict) and failures:
+        return "; ".join(f"rank {rank}: {reason_of(each)}" for rank, (each, _) in failures.items())
+    lines = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {lines[0] if lines else 'no text'}"
