@@ -129,7 +129,7 @@ def trained(
         expected = {n: plain[n] for n in got}  # in stages a rank has some of them
         dense = {n: None if g is None else whole(g) for n, g in got.items()}
         errors = relative_errors(dense, expected).values()
-        found.worst = max(found.worst, *map(nan_as_infinite, errors))
+        found.worst = max([found.worst, *map(nan_as_infinite, errors)])
         found.counts.append(ran(step))
         found.samples += ids
         for optimizer in optimizers:

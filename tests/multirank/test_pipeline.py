@@ -207,6 +207,63 @@ def resumed(rank: int, folder: str) -> list[float]:
     return found
 
 
+class Untrained(nn.Module):
+    """All of its parameters are in its first call, by the hook of torch's old `weight_norm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.Linear(2, 32, bias=False, dtype=torch.float64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.layer = nn.utils.weight_norm(layer)  # its weight is no leaf: it has no deepcopy
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = self.layer(x)
+        h = nn.functional.scaled_dot_product_attention(h, h, h)
+        return (h.mean(-1) - labels).square().mean()
+
+
+class Points:
+    """Four samples of 8 points."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(i)
+        x = torch.randn(8, 3, generator=draw, dtype=torch.float64)
+        return {"x": x[:, :2], "labels": x[:, 2]}
+
+
+def untrained(rank: int, folder: str) -> tuple[list[list[int]], float, float, int, list[str]]:
+    """Returns the shapes of a stage's parameters, errors, and what its checkpoint is of."""
+    model, alone = Untrained(), Untrained()
+    inputs = {"x": "float64[batch, seq, 2]", "labels": "float64[batch, seq]"}
+    buckets = dcpc.Buckets(inputs, sizes=[{"seq": 8, "batch": 2}])
+    compiled = dcpc.compile(model, buckets, pipeline=2, backend="eager", device=SPLITTING,
+                            verify="off")  # fmt: skip
+    loader = dcpc.DataLoader(Points(), compiled, samples_per_step=4,
+                             pad=dict.fromkeys(inputs, 0.0), weight="labels")  # fmt: skip
+    worst = trained(compiled, loader, alone, Points(), lambda sample: 1).worst
+    batch = {n: torch.stack([Points()[i][n] for i in range(2)]) for n in inputs}
+    evaluated = far(compiled.evaluate(batch), alone(**batch).detach())
+    adagrad = torch.optim.Adagrad(compiled.parameters())  # its state is there from the start
+    compiled.save(folder, step=3, optimizer=adagrad)
+    step = compiled.load(folder, optimizer=adagrad).step
+    shapes = [list(p.shape) for p in compiled.parameters()]
+    return shapes, worst, evaluated, step, sorted(model.state_dict())
+
+
+def test_a_stage_that_trains_nothing_has_an_optimizer(tmp_path):
+    found = run_ranks(untrained, 2, str(tmp_path), timeout_s=60.0)
+    assert [shapes for shapes, *_ in found] == [[[32, 1], [32, 2]], [[0, 0]]]
+    for _, worst, evaluated, step, names in found:
+        assert max(worst, evaluated) < 1e-10
+        assert step == 3
+        assert names == ["layer.weight_g", "layer.weight_v"]
+
+
 @pytest.mark.slow
 def test_checkpoints_go_on_in_any_number_of_stages_and_in_none(tmp_path):
     for errors in run_ranks(resumed, 4, str(tmp_path), timeout_s=240.0):

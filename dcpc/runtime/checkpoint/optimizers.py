@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,9 @@ from dcpc.errors import CheckpointError
 
 
 def names_in(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Returns the names of each group's parameters.
+    """Returns the names of each group's parameters; not of one without elements or a name.
+
+    A pipeline's stage that trains nothing has such a one.
 
     Args:
         optimizer: of some parameters.
@@ -24,13 +26,13 @@ def names_in(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> li
     names = {id(p): name for name, p in parameters.items()}
     for n, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            if id(p) not in names:
+            if id(p) not in names and p.numel():
                 raise CheckpointError(
                     f"{type(optimizer).__name__}: got a parameter of shape {tuple(p.shape)} in "
                     f"group {n} that the compiled model has not; expected its own; make the "
                     "optimizer of compiled.parameters()"
                 )
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return [[names[id(p)] for p in g["params"] if id(p) in names] for g in optimizer.param_groups]
 
 
 def by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
@@ -41,8 +43,9 @@ def by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dic
             texts.
     """
     names, own = names_in(optimizer, parameters), optimizer.state_dict()
-    numbered = dict(zip(_numbers(own), [n for group in names for n in group], strict=True))
-    state = {numbered.get(key, key): value for key, value in own["state"].items()}
+    numbered = dict(_numbered(optimizer, own, parameters))
+    nameless = {n for group in own["param_groups"] for n in group["params"]} - numbered.keys()
+    state = {numbered.get(k, k): v for k, v in own["state"].items() if k not in nameless}
     odd = [f"{name}: {key!r}" for name, v in state.items() if isinstance(v, Mapping)
            for key in v if not isinstance(key, str)]  # fmt: skip
     if odd:
@@ -58,8 +61,8 @@ def by_number(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], named: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns what an optimizer loads: the reverse of `by_name`."""
-    names, own = names_in(optimizer, parameters), optimizer.state_dict()
-    numbers = dict(zip([n for group in names for n in group], _numbers(own), strict=True))
+    own = optimizer.state_dict()
+    numbers = {name: n for n, name in _numbered(optimizer, own, parameters)}
     state = {numbers.get(key, key): value for key, value in named.get("state", {}).items()}
     groups = [{**g, "params": o["params"]}
               for g, o in zip(named["param_groups"], own["param_groups"], strict=True)]  # fmt: skip
@@ -91,5 +94,12 @@ def misfit(
     return ""
 
 
-def _numbers(own: Mapping[str, Any]) -> list[int]:
-    return [n for group in own["param_groups"] for n in group["params"]]
+def _numbered(
+    optimizer: Optimizer, own: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[int, str]]:
+    """Yields each named parameter's number in the optimizer's own state, and its name."""
+    names = {id(p): name for name, p in parameters.items()}
+    for group, saved in zip(optimizer.param_groups, own["param_groups"], strict=True):
+        for p, number in zip(group["params"], saved["params"], strict=True):
+            if id(p) in names:
+                yield number, names[id(p)]

@@ -48,7 +48,7 @@ from dcpc.trace.capture.gradients import (
     refuse_writes,
     trainable,
 )
-from dcpc.trace.capture.module_state import ModuleState
+from dcpc.trace.capture.module_state import ModuleState, holding, untouched
 from dcpc.trace.capture.order import order_preparations
 from dcpc.trace.capture.own_backward import own_backwards, refuse_backward_hooks
 from dcpc.trace.capture.paths import Paths
@@ -130,7 +130,7 @@ def trace(
     # are compared and multiplied anew, twice for a view. Without it a trace takes a quarter less.
     try_names()
     uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    with uncached, without_collection(), telling():
+    with uncached, without_collection(), telling(), _meta_as_fake(model):
         return _traced(model, buckets, autocast, loss)
 
 
@@ -140,7 +140,6 @@ def _traced(
     check_names(model, buckets.inputs, loss)
     refuse_backward_hooks(model)
     named.refuse_names(buckets)
-    model = _meta_as_fake(model)
     dims = named.named_dims(buckets)
     hints = named.choose_hints(buckets, dims)
     wrapped = _WantedOf(model, tuple(buckets.inputs), loss)
@@ -164,26 +163,27 @@ def _traced(
     return dataclasses.replace(program, zero_gradients=dropped & program.parameters.keys())
 
 
-def _meta_as_fake(model: nn.Module) -> nn.Module:
-    """Returns the model, or a copy with fake tensors in place of those on the meta device.
+@contextmanager
+def _meta_as_fake(model: nn.Module) -> Iterator[None]:
+    """Has the model hold fake tensors in place of those on the meta device, in its block.
 
-    They are where `dcpc.materialize` puts the real ones: on this process's GPU if it has one.
+    They are where `dcpc.materialize` puts the real ones: on this process's GPU if it has one. The
+    model is not copied: no tensor that autograd made (`weight_norm`'s weight) can be, and no lock.
     """
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_meta]
     if not tensors:
-        return model
+        yield
+        return
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    copies: dict[int, Any] = {}
-    for tensor in tensors:
-        with mode:
-            fake = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-            )
-        is_parameter = isinstance(tensor, nn.Parameter)
-        copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-    return copy.deepcopy(model, copies)
+    fakes: dict[int, Tensor] = {}
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        for t in tensors:
+            fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+            is_parameter = isinstance(t, nn.Parameter)
+            fakes[id(t)] = nn.Parameter(fake, t.requires_grad) if is_parameter else fake
+    with untouched(model), holding(model, fakes):
+        yield
 
 
 @contextmanager

@@ -62,6 +62,9 @@ class PipelinedModel(CompiledModel):
         self._dispatch.bind_blocks()  # the ranks of a stage have a group now
         rows = [stage.in_lane(grid.lane) for stage in cut.planner.cost.rows[own.index]]
         self._own = OwnStage(grid, rows, {})
+        dtype = next((p.dtype for p in self.model.parameters()), None)
+        empty = torch.empty(0, 0, dtype=dtype, device=self.groups.device)
+        self._untrained = [nn.Parameter(empty)]  # in a list: it is not in the model's state
         self._shared = 0  # place of the first tensor that the next step compares
 
     @property
@@ -81,6 +84,17 @@ class PipelinedModel(CompiledModel):
         for name, p in self.model.named_parameters(prefix, True, remove_duplicate):
             if not p.is_meta:
                 yield name, p
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yields the parameters of this rank's stage, for its optimizer.
+
+        Of a stage that trains none also one without elements, which no step changes: optimizers
+        refuse an empty list, and the other ranks would wait for this one.
+        """
+        own = [p for _, p in self.named_parameters("", recurse)]
+        yield from own
+        if not any(p.requires_grad for p in own):
+            yield from self._untrained
 
     @explaining("train_step")
     def train_step(
