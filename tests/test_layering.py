@@ -125,9 +125,10 @@ TABLE = {
     },
     "dcpc.dynamo": {
         "numbers": "",
+        "regions": "",
         "graph": "numbers",
         "family": "graph",
-        "entry": "family numbers",
+        "entry": "family numbers regions",
         "__init__": "entry",
     },
     "dcpc.hf": {

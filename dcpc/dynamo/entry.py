@@ -11,6 +11,7 @@ from torch import fx
 
 from dcpc.dynamo.family import Family
 from dcpc.dynamo.numbers import fix_numbers
+from dcpc.dynamo.regions import without_regions
 from dcpc.errors import DcpcError, PlanError
 from dcpc.plan.options import CompileOptions, check_choice
 
@@ -43,9 +44,10 @@ def backend(
     fallback, buckets = given.pop("fallback", "inductor"), given.pop("buckets", None)
     check_choice("torch.compile(backend='dcpc'): got fallback", fallback, FALLBACKS)
     chosen = _compile_options(given)
-    fix_numbers(gm)
+    plain = without_regions(gm)
+    fix_numbers(plain)
     try:
-        family = Family(gm, examples, chosen, buckets)
+        family = Family(plain, examples, chosen, buckets)
         family.call(examples)
     except DcpcError as error:
         if fallback == "error":
