@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_FROZEN: list[bool] = []  # one entry once objects of others were seen frozen
+
 
 @contextmanager
 def without_collection() -> Iterator[None]:
@@ -23,7 +25,18 @@ def without_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # what others froze stays frozen
+        if not _others_froze():
             gc.freeze()
             gc.unfreeze()
         gc.enable()
+
+
+def _others_froze() -> bool:
+    """True if another library froze objects, which must stay frozen: asked until it is once so.
+
+    Python counts by a walk over all that is frozen: 40 ms where the server of forked ranks froze what
+    it had imported.
+    """
+    if not _FROZEN:
+        _FROZEN.extend([True] * bool(gc.get_freeze_count()))
+    return bool(_FROZEN)
