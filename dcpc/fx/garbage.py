@@ -34,8 +34,8 @@ def without_collection() -> Iterator[None]:
 def _others_froze() -> bool:
     """True if another library froze objects, which must stay frozen: asked until it is once so.
 
-    Python counts by a walk over all that is frozen: 40 ms where the server of forked ranks froze what
-    it had imported.
+    Python counts by a walk over all that is frozen: 40 ms where the server of forked ranks froze
+    what it had imported.
     """
     if not _FROZEN:
         _FROZEN.extend([True] * bool(gc.get_freeze_count()))

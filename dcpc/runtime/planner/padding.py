@@ -13,8 +13,7 @@ import numpy as np
 
 from dcpc.buckets import Bucket
 from dcpc.ir import PlanRow
-from dcpc.runtime.planner.batch import PaddedCost, microbatch
-from dcpc.runtime.planner.batch.costs import FloatArray, IntArray
+from dcpc.runtime.planner.microbatch import FloatArray, IntArray, PaddedCost, microbatch
 from dcpc.runtime.planner.plans import PlannedMicroBatch
 from dcpc.runtime.planner.table import PlanTable, holds
 

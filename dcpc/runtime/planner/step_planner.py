@@ -23,7 +23,7 @@ from math import inf
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
-from dcpc.runtime.planner.batch import lower_bound, tabulate
+from dcpc.runtime.planner.bound import step_bound
 from dcpc.runtime.planner.deal import Price, assign, cuts, deal
 from dcpc.runtime.planner.fit import fitted
 from dcpc.runtime.planner.padding import share_padding
@@ -83,18 +83,17 @@ def plan_step(
     if not samples:
         raise PlanError("the global batch: got 0 samples, expected at least 1; fill the batch")
     keys = [table.key(bucket) for _, bucket in samples]
-    work = tabulate(keys, table.padded_cost if allowed.pads else table.cost, table.speeds)
-    bound_s = lower_bound(work)
+    bound = step_bound(keys, table, allowed.pads)
     if mode == "auto":
-        found = _auto(samples, table, allowed.pads, bound_s)
-        best = _best(map(partial(_timed, table), found), allowed, bound_s)
+        found = _auto(samples, table, allowed.pads, bound.seconds_s)
+        best = _best(map(partial(_timed, table), found), allowed, bound.seconds_s)
     else:
         best = _timed(
             table, deal(samples, _first_rows(table), table.world, allowed.most, table.speeds)
         )
-    bound_s = min(bound_s, best.makespan_s)
+    bound_s = min(bound.seconds_s, best.makespan_s)  # but for rounding it is
     named = replace(best, bound_s=bound_s, mode=mode, table=table.hash, speeds=table.speeds)
-    return replace(named, binds=_binds(named, float(work.area @ work.counts) / work.power))
+    return replace(named, binds=_binds(named, bound.work_s))
 
 
 def _best(candidates: Iterator[StepPlan], allowed: Allowed, bound_s: float) -> StepPlan:

@@ -9,14 +9,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import inf
 from typing import Any
 
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan, PlanRow
-from dcpc.runtime.planner.batch import TableCost
 from dcpc.runtime.planner.deal import check_setting
 from dcpc.runtime.planner.protocol import Source
 from dcpc.runtime.planner.speeds import Speeds
@@ -30,14 +28,13 @@ class PlanTable:
     """What the planner chooses from.
 
     Attributes:
-        buckets: every bucket; its number here is its key in `cost`.
+        buckets: every bucket; its number here is its key.
         rows: of each bucket.
         world: number of ranks.
         node_ranks: ranks of a node: a group of at most so many is never spread over two.
         aligned: groups may only be aligned blocks whose size divides `world`.
         block: ranks that wait for each other after each micro-batch, consecutive; 0: none do.
         speeds: of the ranks; none: equal.
-        cost: the same for the lower bound.
         hash: a short text, equal for equal tables.
     """
 
@@ -48,31 +45,13 @@ class PlanTable:
     aligned: bool = False
     block: int = 0
     speeds: Speeds = ()
-    cost: TableCost = field(init=False, repr=False, compare=False)
     hash: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Makes the planner's cost and the hash."""
-        rows = dict(enumerate(self.rows))
-        cost = TableCost(self.world, rows, node_ranks=self.node_ranks)
-        object.__setattr__(self, "cost", cost)
+        """Makes the hash."""
         text = json.dumps(self.to_json(), sort_keys=True)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         object.__setattr__(self, "hash", digest)
-
-    @cached_property
-    def padded_cost(self) -> TableCost:
-        """The cost where a sample may also run as one of any bucket that holds it."""
-        rows = {
-            key: tuple(
-                row
-                for longer, own in zip(self.buckets, self.rows, strict=True)
-                if holds(longer, bucket)
-                for row in own
-            )
-            for key, bucket in enumerate(self.buckets)
-        }
-        return TableCost(self.world, rows, node_ranks=self.node_ranks)
 
     def key(self, bucket: Bucket) -> int:
         """Returns the number of a bucket.

@@ -13,15 +13,15 @@ from math import inf
 
 import numpy as np
 
+from dcpc.commands.simulate.barriers.bound import lower_bound
+from dcpc.commands.simulate.barriers.costs import GroupCost
 from dcpc.commands.simulate.barriers.packing.finish import finish
 from dcpc.commands.simulate.barriers.packing.pack import Draft
 from dcpc.commands.simulate.barriers.packing.ranks import FreeRanks
 from dcpc.commands.simulate.barriers.packing.rooms import Rooms
 from dcpc.commands.simulate.barriers.plan import BatchPlan
+from dcpc.commands.simulate.barriers.workload import Workload, tabulate
 from dcpc.errors import PlanError
-from dcpc.runtime.planner.batch.bound import lower_bound
-from dcpc.runtime.planner.batch.costs import GroupCost
-from dcpc.runtime.planner.batch.workload import Workload, tabulate
 
 
 def fixed_sp(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcpc.runtime.planner.batch.costs import FloatArray, IntArray
-from dcpc.runtime.planner.batch.workload import Workload
+from dcpc.commands.simulate.barriers.costs import FloatArray, IntArray
+from dcpc.commands.simulate.barriers.workload import Workload
 
 HEAD_SHARE = 0.12  # of a rank's mean load: a larger sequence is a head
 MAX_HEADS = 80

@@ -5,7 +5,7 @@ from math import inf
 
 import numpy as np
 
-from dcpc.runtime.planner.batch.costs import FloatArray, IntArray, check_degrees
+from dcpc.commands.simulate.barriers.costs import FloatArray, IntArray, check_degrees
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dcpc.commands.simulate.barriers.costs import FloatArray, IntArray
 from dcpc.commands.simulate.barriers.fluid import Fluid, Losses, losses
-from dcpc.runtime.planner.batch.costs import FloatArray, IntArray
 
 GIANTS = 14  # heads placed one by one under the limit of ranks; the others by least loss
 SPARE = 1.004  # bulk is not quite a liquid

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcpc.commands.simulate.barriers.baselines import first_fit_draft, homogeneous_draft
+from dcpc.commands.simulate.barriers.bound import lower_bound
+from dcpc.commands.simulate.barriers.costs import GroupCost
 from dcpc.commands.simulate.barriers.fluid import Fluid, Stack, fluid
 from dcpc.commands.simulate.barriers.levels import Candidate, grid, search_levels
 from dcpc.commands.simulate.barriers.packing.finish import finish
@@ -13,9 +15,7 @@ from dcpc.commands.simulate.barriers.packing.pack import Draft, Packer
 from dcpc.commands.simulate.barriers.packing.polish import polish
 from dcpc.commands.simulate.barriers.packing.resize import exact, partitions, resize
 from dcpc.commands.simulate.barriers.plan import BatchPlan
-from dcpc.runtime.planner.batch.bound import lower_bound
-from dcpc.runtime.planner.batch.costs import GroupCost
-from dcpc.runtime.planner.batch.workload import Workload, only, tabulate
+from dcpc.commands.simulate.barriers.workload import Workload, only, tabulate
 
 MAX_STACKED = 4
 SMALL = 128  # sequences

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from dcpc.commands.simulate.barriers import Effort, LinearCost, Recompute, plan_batch
 from dcpc.commands.simulate.barriers.baselines import BASELINES, fixed_sp
+from dcpc.commands.simulate.barriers.bound import lower_bound, simple_bound
+from dcpc.commands.simulate.barriers.workload import tabulate
 from dcpc.errors import PlanError
-from dcpc.runtime.planner.batch import lower_bound, simple_bound, tabulate
 
 
 def linear(ranks=8, tokens=1000, rows=((1.0, 1.0),), fixed_s=0.05, node_ranks=4):

@@ -2,7 +2,7 @@
 
 from dcpc.commands.simulate.barriers.packing.pack import Draft
 from dcpc.commands.simulate.barriers.plan import BatchPlan, Group, MicroStep
-from dcpc.runtime.planner.batch.workload import Workload
+from dcpc.commands.simulate.barriers.workload import Workload
 
 
 def finish(work: Workload, draft: Draft, bound_s: float) -> BatchPlan:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dcpc.commands.simulate.barriers.fluid import Fluid, losses
 from dcpc.commands.simulate.barriers.packing.ranks import FreeRanks
-from dcpc.runtime.planner.batch.workload import Workload
+from dcpc.commands.simulate.barriers.workload import Workload
 
 FEW = 6  # sequences left over that are not worth packing again
 TRIES = 8  # groups that a sequence is offered to before it counts as left over

@@ -10,9 +10,9 @@ from itertools import combinations
 
 import numpy as np
 
+from dcpc.commands.simulate.barriers.costs import FloatArray, IntArray
 from dcpc.commands.simulate.barriers.packing.pack import Draft
-from dcpc.runtime.planner.batch.costs import FloatArray, IntArray
-from dcpc.runtime.planner.batch.workload import Workload
+from dcpc.commands.simulate.barriers.workload import Workload
 
 PARTNERS = 12  # groups with which the slowest may exchange before it counts as stuck
 DISTINCT = 8  # kinds of a group that take part: its shortest

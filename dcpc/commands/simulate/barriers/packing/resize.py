@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from dcpc.commands.simulate.barriers.costs import FloatArray, IntArray
 from dcpc.commands.simulate.barriers.packing.pack import Draft
 from dcpc.commands.simulate.barriers.packing.ranks import FreeRanks
-from dcpc.runtime.planner.batch.costs import FloatArray, IntArray
-from dcpc.runtime.planner.batch.workload import Workload
+from dcpc.commands.simulate.barriers.workload import Workload
 
 TINY = 7  # sequences: all 4,140 set partitions of all subsets are tried
 RETRIES = 6  # further loads at which to look for an arrangement inside nodes

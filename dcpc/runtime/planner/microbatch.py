@@ -31,7 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcpc.errors import PlanError
-from dcpc.runtime.planner.batch.costs import FloatArray, IntArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 _MOST = (1 << 31) - 1  # tokens of a sample
 TOLERANCE = 1e-12  # relative, in the two checks: sums of rounded seconds

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dcpc.commands.simulate.barriers.costs import FloatArray, GroupCost, IntArray
 from dcpc.errors import PlanError
-from dcpc.runtime.planner.batch.costs import FloatArray, GroupCost, IntArray
 from dcpc.runtime.planner.speeds import Speeds, least_slowness, power
 
 

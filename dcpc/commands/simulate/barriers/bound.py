@@ -18,8 +18,8 @@ micro-step cannot hold, others must run.
 
 import numpy as np
 
-from dcpc.runtime.planner.batch.costs import FloatArray
-from dcpc.runtime.planner.batch.workload import Workload
+from dcpc.commands.simulate.barriers.costs import FloatArray
+from dcpc.commands.simulate.barriers.workload import Workload
 
 GRID = 160
 PRICES = (0.7, 0.85, 1.0, 1.15, 1.4, 2.0, 3.0, 5.0)
