@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dcpc.buckets import Buckets, Sizes
 from dcpc.errors import BucketError
 from dcpc.trace.loss import Loss, find_outputs, one_number, returned
+from dcpc.verify.replay import RightKernels
 
 Gradients = dict[str, Tensor | None]
 Example = Callable[[Sizes], Mapping[str, Tensor]]
@@ -50,6 +51,8 @@ def plain(
 ) -> tuple[Tensor, Gradients]:
     """Returns loss and gradients of the model itself, on one device.
 
+    Kernels of backward that misread a layout get one that they read right (`RightKernels`).
+
     Args:
         model: the user's.
         inputs: by name.
@@ -57,7 +60,8 @@ def plain(
     """
     model.zero_grad()
     value = one_number(find_outputs(returned(model, inputs, loss)))
-    value.backward()
+    with RightKernels():
+        value.backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     # An embedding's may be sparse; in dcpc's graphs none is.
     found = {n: None if g is None else g.clone().to_dense() for n, g in grads.items()}

@@ -18,6 +18,7 @@ B, H, W = sympy.symbols("b h w", integer=True, positive=True)
 WIDTH = 4
 INPUTS = {
     "x": ("float64[batch, h, 4]", (B, H, WIDTH), "float"),
+    "z": ("float64[batch, 4, h, 3]", (B, WIDTH, H, 3), "float"),
     "y": ("float64[batch, w, 4]", (B, W, WIDTH), "float"),
     "ids": ("int64[batch, h]", (B, H), "int"),
     "jds": ("int64[batch, w]", (B, W), "int"),
@@ -268,7 +269,9 @@ class Draw:
             used["y"] = INPUTS["y"][0]
         if not any("[batch, h" in spec for spec in used.values()):
             used["x"] = INPUTS["x"][0]
-        return Program(used, dict(self.parameters), tuple(self.steps), self._points(used))
+        points = self._points(used)
+        layout = self.pick("", "", "", "turned", "strided")
+        return Program(used, dict(self.parameters), tuple(self.steps), points, layout)
 
     def _points(self, used: dict[str, str]) -> tuple[dict[str, int], ...]:
         """Sizes on either side of a constant, and one that ranks do not divide."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tests.fuzz.attentions
-import tests.fuzz.templates  # noqa: F401 - both add templates
+import tests.fuzz.layers
+import tests.fuzz.templates  # noqa: F401 - all add templates
 from tests.fuzz.draw import WIDTH, B, Draw, H, Value, W
 from tests.fuzz.losses import term
 from tests.fuzz.program import Program

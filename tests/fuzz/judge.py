@@ -23,6 +23,7 @@ from dcpc.fx.garbage import without_collection
 from dcpc.ir import Partition
 from dcpc.trace.loss import find_loss
 from dcpc.verify.exactness import Difference
+from dcpc.verify.replay import RightKernels
 from tests.fuzz.program import data
 
 LIMIT = 1e-10
@@ -75,13 +76,23 @@ def settings(rng: random.Random, count: int) -> list[Setting]:
     return [rng.choice(alone), *rng.sample(more, count)]
 
 
-def taken(model: nn.Module, inputs: Mapping[str, str], points: Sequence[Sizes]) -> list[Sizes]:
+def taken(
+    model: nn.Module, inputs: Mapping[str, str], points: Sequence[Sizes], layout: str = ""
+) -> list[Sizes]:
     """Returns the sizes at which the plain model has a finite loss and gradients."""
     found = []
     for sizes in points:
         try:
-            loss, gradients = plain(model, data(inputs, sizes))
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, DcpcError):
+            loss, gradients = plain(model, data(inputs, sizes, layout=layout))
+        except (
+            RuntimeError,
+            ValueError,
+            IndexError,
+            TypeError,
+            NameError,
+            AssertionError,
+            DcpcError,
+        ):
             continue
         every = [loss, *(g for g in gradients.values() if g is not None)]
         finite = all(bool(x.isfinite().all()) and float(x.abs().max()) < 1e7 for x in every)
@@ -97,6 +108,7 @@ def judge(
     points: Sequence[Sizes],
     tried: Sequence[Setting],
     seed: int = 0,
+    layout: str = "",
 ) -> Outcome:
     """Returns what dcpc makes of a module, in settings of ranks and recompute.
 
@@ -106,16 +118,17 @@ def judge(
         points: sizes of the buckets, none of them 1 in some of the points only.
         tried: the settings.
         seed: of the values that "some" recompute makes again.
+        layout: of inputs; the module is in it already.
     """
     now: list[Setting | None] = [None]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.manual_seed(0)
-        points = taken(model, inputs, points)
+        points = taken(model, inputs, points, layout)
         if not points:
             return Outcome("void", "the plain model does not run")
         try:
-            found = _judged(model, inputs, points, tried, random.Random(seed), now)
+            found = _judged(model, inputs, points, tried, random.Random(seed), now, layout)
         except DefectError as error:
             return Outcome("crash", traceback.format_exc(limit=-4), _alike(error), now[0])
         except DcpcError as error:
@@ -135,6 +148,7 @@ def _judged(
     tried: Sequence[Setting],
     rng: random.Random,
     now: list[Setting | None],
+    layout: str,
 ) -> Outcome:
     buckets = dcpc.Buckets(dict(inputs), [dict(p) for p in points])
     traced = SplitModel(model, buckets, {**points[-1], "batch": 1}, sp=1)
@@ -142,7 +156,7 @@ def _judged(
         now[0] = setting
         split = traced.of("eager", setting.sp, setting.attention)
         for sizes in points:
-            given = data(inputs, sizes)
+            given = data(inputs, sizes, layout=layout)
             if setting.recompute.startswith("menu"):
                 again = setting.recompute.removeprefix("menu ").replace("0", "none")
                 found = split.difference(sizes, given, again, in_step=True)
@@ -257,8 +271,9 @@ def _nudged(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
             for p in model.parameters():
                 noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
                 p.mul_(1 + NUDGE * noise)
-        loss = find_loss(model(**inputs))
-        loss.backward()
+        with RightKernels():
+            loss = find_loss(model(**inputs))
+            loss.backward()
         errors = gradient_errors(model, gradients)
         model.zero_grad()
         with torch.no_grad():

@@ -31,7 +31,7 @@ def of_numbers(d: Draw, v: Value) -> str:
         f"{x}.sin().sum()", f"{x}.mean()", f"F.l1_loss({x}, {x}.detach() + 0.5, reduction={reduction!r})",
         f"F.binary_cross_entropy_with_logits({x}, ({x}.detach() > 0.1).to({x}.dtype))", f"{x}.pow(2).sum().sqrt()",
         f"F.mse_loss({x}, {x}.detach().cos(), reduction='none').mean()", f"({x}.tanh() + 1).log().mean()",
-        f"F.kl_div(F.log_softmax({x}, -1), {x}.detach().softmax(-1), reduction={d.pick('sum', 'batchmean', 'mean')!r})",
+        f"F.kl_div(F.log_softmax({x}, -1), ({x}.detach() * 0.5).softmax(-1), reduction={d.pick('sum', 'batchmean', 'mean')!r})",
         f"{x}.square().sum() / {x}.numel()", f"{x}.square().sum(-1).mean(0).sum()", f"torch.linalg.vector_norm({x} + 1)",
         f"{x}.var()", f"F.soft_margin_loss({x}, {x}.detach().sign())", f"{x}.abs().max() + {x}.mean()",
     ))  # fmt: skip

@@ -46,12 +46,14 @@ class Program:
         parameters: name -> expression that makes it, after `torch.manual_seed(0)`.
         steps: in order; the loss is the sum of all terms.
         points: sizes of buckets, each of which is run; batch included.
+        layout: of inputs and parameters in memory, see `laid`.
     """
 
     inputs: Mapping[str, str]
     parameters: Mapping[str, str]
     steps: tuple[Step, ...]
     points: tuple[Mapping[str, int], ...]
+    layout: str = ""
 
     @property
     def terms(self) -> list[str]:
@@ -90,13 +92,14 @@ class Program:
             "import math  # noqa: F401\n\nimport torch\nfrom torch import nn\n"
             "from torch.nn import functional as F  # noqa: F401\n\n"
             f"INPUTS = {dict(self.inputs)!r}\n"
-            f"POINTS = {[dict(p) for p in self.points]!r}\n\n\n"
+            f"POINTS = {[dict(p) for p in self.points]!r}\n"
+            f"LAYOUT = {self.layout!r}\n\n\n"
             f"{self.module_source()}"
         )
 
     def model(self) -> nn.Module:
         """Returns the module, in float64, the same at every call."""
-        return made(self.module_source())
+        return relaid(made(self.module_source()), self.layout)
 
 
 HEADER = "import math\nimport torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
@@ -121,8 +124,33 @@ def seeded(factory: Any) -> nn.Module:
         torch.set_default_dtype(before)
 
 
-def data(inputs: Mapping[str, str], sizes: Mapping[str, int], seed: int = 0) -> dict[str, Tensor]:
-    """Returns inputs at some sizes."""
+def laid(x: Tensor, layout: str) -> Tensor:
+    """Returns the same numbers in another layout.
+
+    Args:
+        x: a tensor.
+        layout: "": as a new tensor; "turned": transposed, images with their channels last;
+            "strided": every other element of a tensor twice as long.
+    """
+    if layout == "strided" and x.ndim:
+        return torch.stack([x, x], -1)[..., 0]
+    if layout == "turned" and x.ndim > 1:
+        return x.movedim(1, -1).contiguous().movedim(-1, 1) if x.ndim > 2 else x.T.contiguous().T
+    return x
+
+
+def relaid(model: nn.Module, layout: str) -> nn.Module:
+    """Returns the module, its parameters and buffers in a layout."""
+    with torch.no_grad():
+        for x in (*model.parameters(), *model.buffers()):
+            x.data = laid(x.data, layout)
+    return model
+
+
+def data(
+    inputs: Mapping[str, str], sizes: Mapping[str, int], seed: int = 0, layout: str = ""
+) -> dict[str, Tensor]:
+    """Returns inputs at some sizes, in a layout."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, spec in inputs.items():
@@ -135,4 +163,4 @@ def data(inputs: Mapping[str, str], sizes: Mapping[str, int], seed: int = 0) -> 
             found[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(kind)
         else:
             found[name] = torch.randint(0, HIGH, shape, generator=generator).to(kind)
-    return found
+    return {name: laid(x, layout) for name, x in found.items()}

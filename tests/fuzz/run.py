@@ -27,7 +27,7 @@ def outcome(program: Program, tried: list[Setting], seed: int) -> Outcome:
         model = program.model()
     except Exception as error:  # a step that cannot even be written down is the generator's fault
         return Outcome("void", repr(error))
-    return judge(model, program.inputs, program.points, tried, seed)
+    return judge(model, program.inputs, program.points, tried, seed, program.layout)
 
 
 def smallest(

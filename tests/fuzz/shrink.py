@@ -55,6 +55,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield from _without(program, i)
     for i in range(len(program.steps)):
         yield from _with_less(program, i)
+    if program.layout:
+        yield replace(program, layout="")
     if len(program.points) > 1:
         for i in range(len(program.points)):
             points = (*program.points[:i], *program.points[i + 1 :])

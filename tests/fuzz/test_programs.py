@@ -11,7 +11,7 @@ import torch
 from dcpc.codegen.collectives.lockstep_collectives import COLLECTIVES
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import Setting, judge, settings
-from tests.fuzz.program import seeded
+from tests.fuzz.program import relaid, seeded
 from tests.fuzz.run import outcome
 from tests.fuzz.shrink import shrink
 
@@ -57,8 +57,9 @@ def test_programs_that_were_wrong_are_right(file, request):
     case = loaded(file)
     if hasattr(case, "OPEN"):
         request.applymarker(pytest.mark.xfail(reason=case.OPEN, strict=True))
-    model = seeded(case.Model)
-    found = judge(model, case.INPUTS, case.POINTS, EVERYWHERE)
+    layout = getattr(case, "LAYOUT", "")
+    model = relaid(seeded(case.Model), layout)
+    found = judge(model, case.INPUTS, case.POINTS, EVERYWHERE, layout=layout)
     allowed = {"right", "refused"} if hasattr(case, "REFUSED") else {"right"}
     assert found.kind in allowed, found.text
 

@@ -6,26 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from dcpc.codegen.variant.empty import SAFE
+from dcpc.codegen.variant.empty import SAFE, dense
 
 Boxed = Callable[[list[Any]], Any]
 
 
-def _group_norm(x: Tensor, *args: Any) -> Any:
-    return torch.ops.aten.native_group_norm.default(x.contiguous(), *args)
+def _group_norm(*args: Any) -> Any:
+    return torch.ops.aten.native_group_norm.default(*map(dense, args))
 
 
-def _group_norm_backward(g: Tensor, x: Tensor, *args: Any) -> Any:
-    op = torch.ops.aten.native_group_norm_backward.default
-    return op(g.contiguous(), x.contiguous(), *args)
+def _group_norm_backward(*args: Any) -> Any:
+    return torch.ops.aten.native_group_norm_backward.default(*map(dense, args))
 
 
 # What runs for an op. A kernel may return other strides than torch's fake tensors have (batch norms
 # of a transposed input): what was a view of the fake one may need a copy of the real one.
-# Group norms take memory as it lies only if it is dense in some format; torch copies above its
-# dispatch.
+# Group norms take memory as it lies only if it is dense in some format, and weights that have no
+# strides of their own; torch copies above its dispatch.
 RUN = {
     **SAFE,
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,

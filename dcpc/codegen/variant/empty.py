@@ -7,8 +7,9 @@ number of its blocks (SIGFPE, torch 2.13). What its operands have to look like b
 
 The CPU's backward of a batch norm asks each operand for its memory format twice, and the answers
 differ where a dim of size 1 has an unusual stride: it then reads memory in the wrong order, or
-beyond its end (torch 2.11 to 2.15). `tests/codegen/variant/test_strides.py` tries all kernels that
-look at strides; this one alone is wrong.
+beyond its end (torch 2.11 to 2.15). Where the channels are last, it reads weights and statistics
+that have strides as if they had none. `tests/codegen/variant/test_strides.py` tries all kernels
+that look at strides; this one alone is wrong.
 """
 
 from __future__ import annotations
@@ -74,7 +75,13 @@ def _convolution_backward(
 
 
 def _batch_norm_backward(g: Tensor, x: Tensor, *args: Any) -> Any:
-    return aten.native_batch_norm_backward.default(plain_strides(g), plain_strides(x), *args)
+    op = aten.native_batch_norm_backward.default
+    return op(plain_strides(g), plain_strides(x), *map(dense, args))
+
+
+def dense(x: Any) -> Any:
+    """Returns a tensor without strides of its own, and anything else as it is."""
+    return x.contiguous() if isinstance(x, Tensor) else x
 
 
 def plain_strides(x: Tensor) -> Tensor:

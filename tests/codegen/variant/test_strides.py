@@ -161,6 +161,30 @@ def test_no_kernel_that_runs_misreads_a_dim_of_size_1(calls, operands, ndims):
         assert not wrong(call, operands, ndims, tries=4)
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_no_kernel_that_runs_misreads_weights_with_strides(last):
+    # Of every other element of a tensor, as of `table[:, 0]`.
+    format = torch.channels_last if last else torch.contiguous_format
+    g, x = (torch.randn(2, 4, 3, 5, dtype=F64).contiguous(memory_format=format) for _ in range(2))
+    w, wide = weights(x), torch.full((4, 2), 1e6, dtype=F64)
+    wide[:, 0] = w
+    sizes, n, c = (1e-5, [True] * 3), 2, 4
+    halves = torch.stack([torch.rand(n, 2, dtype=F64)] * 2, -1)
+
+    def every(v, of_groups):
+        norms = (aten.native_batch_norm_backward, aten.native_group_norm_backward)
+        batch, group = (RUN[op.default] for op in norms)
+        for train in (True, False):
+            yield from batch(g, x, v, v, v, v, v, train, *sizes)
+            yield from RUN.get(o := aten.native_batch_norm.default, o)(x, v, v, v, v, False, 0.1, 1)
+        yield from group(g, x, of_groups, of_groups, v, n, c, 15, 2, [True] * 3)
+        yield from RUN[aten.native_group_norm.default](x, v, v, n, c, 15, 2, 1e-5)
+
+    expected = every(w, halves[..., 0].contiguous())
+    for got, want in zip(every(wide[:, 0], halves[..., 0]), expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_kernel_that_is_mended_needs_it():
     # If a later torch reads these layouts right, its entry in MISREAD can go.
     op = aten.native_batch_norm_backward.default
