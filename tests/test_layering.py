@@ -126,8 +126,9 @@ TABLE = {
     "dcpc.dynamo": {
         "numbers": "",
         "regions": "",
-        "graph": "numbers",
-        "family": "graph",
+        "arguments": "numbers",
+        "graph": "arguments numbers",
+        "family": "arguments graph",
         "entry": "family numbers regions",
         "__init__": "entry",
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -15,12 +16,8 @@ from torch._guards import tracing
 from dcpc.api import plan_with
 from dcpc.buckets import Buckets
 from dcpc.codegen import Variant, resolved
-from dcpc.dynamo.graph import (
-    Arguments,
-    Captured,
-    arguments_of,
-    refuse_reads_of_memory,
-)
+from dcpc.dynamo.arguments import Arguments, arguments_of
+from dcpc.dynamo.graph import Captured, refuse_reads_of_memory
 from dcpc.errors import DcpcError, PlanError, TraceError
 from dcpc.plan.options import CompileOptions
 from dcpc.plan.planning import Planned
@@ -82,10 +79,15 @@ class Family:
         tensors = [x for x in examples if isinstance(x, Tensor)]
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         self._arguments: Arguments = arguments_of(gm, examples, learns)
+        # Where a graph of any integer is refused, each value of it has a graph of its own.
+        self._without_counts = self._arguments
+        if self._arguments.counts:
+            self._without_counts = arguments_of(gm, examples, learns, counts=False)
         self._gm, self._learns = gm, learns
         self._options, self._buckets = options, buckets
         self._kind = tensors[0].device.type if tensors else "cpu"
-        self._modules: dict[tuple[int | float, ...], Captured] = {}  # by the numbers in them
+        # By whether integers are dims, and the numbers in a graph.
+        self._modules: dict[tuple[int | float, ...], Captured] = {}
         self._traces: dict[tuple[int | float, ...], list[_RangeTrace]] = {}
         self._calls: dict[tuple[int | float, ...], FamilyCall | DcpcError] = {}
 
@@ -99,7 +101,7 @@ class Family:
         if key not in self._calls:
             try:
                 with tracing(None):  # Dynamo's own capture is not over yet
-                    self._calls[key] = self._call_at(given)
+                    self._calls[key] = self._found(given)
             except DcpcError as error:
                 self._calls[key] = error
         found = self._calls[key]
@@ -124,17 +126,38 @@ class Family:
             found = variant.run(tensors, integers, call.strides)
         return call.module.returned(found, call.numbers)
 
-    def _call_at(self, given: Sequence[Any]) -> FamilyCall:
-        numbers, lengths = self._arguments.numbers(given), self._arguments.lengths(given)
-        if numbers not in self._modules:
-            module = Captured(self._gm, self._arguments, given, self._learns)
-            self._modules[numbers], self._traces[numbers] = module, []
-        module, traces = self._modules[numbers], self._traces[numbers]
+    def _found(self, given: Sequence[Any]) -> FamilyCall:
+        if not self._arguments.countable(given):
+            return self._call_at(given, self._without_counts)
+        try:
+            return self._call_at(given, self._arguments)
+        except DcpcError as error:
+            if not self._arguments.counts:
+                raise
+            refused = error
+        counts = ", ".join(f"'{self._arguments.given_names[i]}'" for i in self._arguments.counts)
+        self._arguments = self._without_counts
+        self._calls.clear()  # by keys of other arguments
+        found = self._call_at(given, self._arguments)
+        warnings.warn(
+            f"torch.compile(backend='dcpc'): each value of argument {counts} takes a trace of its "
+            f"own, as one for all values is refused ({refused}); pass a tensor",
+            stacklevel=2,
+        )
+        return found
+
+    def _call_at(self, given: Sequence[Any], arguments: Arguments) -> FamilyCall:
+        numbers, lengths = arguments.numbers(given), arguments.lengths(given)
+        key = (len(arguments.counts), *numbers)
+        if key not in self._modules:
+            module = Captured(self._gm, arguments, given, self._learns)
+            self._modules[key], self._traces[key] = module, []
+        module, traces = self._modules[key], self._traces[key]
         trace = next((t for t in traces if t.reaches(lengths)), None)
         if trace is None:
             trace = self._traced(module, lengths)
             traces.append(trace)
-        return trace.call(lengths, self._arguments.shape(given))
+        return trace.call(lengths, arguments.shape(given))
 
     def _traced(self, module: Captured, lengths: Mapping[str, int]) -> _RangeTrace:
         """Returns a trace for all lengths that Dynamo allows, or else for some around these.
@@ -142,7 +165,7 @@ class Family:
         Where dims have to be equal, those that are equal here are one: a call in which they are not
         has another trace.
         """
-        ranges = self._arguments.ranges
+        ranges = module.arguments.ranges
         far = {
             n: (low, min(high, max(FAR, REACH * lengths[n]))) for n, (low, high) in ranges.items()
         }
@@ -151,13 +174,13 @@ class Family:
         apart = {n: n for n in lengths}
         equal = {n: next(m for m in lengths if lengths[m] == size) for n, size in lengths.items()}
         ways = ((equal, far), (equal, near), (apart, far), (apart, near), (apart, exact))
-        if not self._arguments.related:
+        if not module.arguments.related:
             ways = ways[2:4] + ways[:2] + ways[4:]
         first: DcpcError | None = None
         for names, allowed in ways:
             if not _within(lengths, allowed):
                 continue
-            for wanted in ([lengths, *self._planned_for(lengths)], [lengths]):
+            for wanted in ([lengths, *self._planned_for(module, lengths)], [lengths]):
                 try:
                     return _RangeTrace(module, self._options, names, allowed, wanted)
                 except PlanError as error:
@@ -168,11 +191,11 @@ class Family:
         assert first is not None, "each try ends in a trace or an error"
         raise first
 
-    def _planned_for(self, lengths: Mapping[str, int]) -> list[dict[str, int]]:
+    def _planned_for(self, module: Captured, lengths: Mapping[str, int]) -> list[dict[str, int]]:
         """Returns other lengths to plan for: the user's, or the largest where there is one."""
         if self._buckets is not None:
-            return self._arguments.renamed(self._buckets, lengths)
-        ranges = self._arguments.ranges.items()
+            return module.arguments.renamed(self._buckets, lengths)
+        ranges = module.arguments.ranges.items()
         return [{n: lengths[n] if high >= UNBOUNDED else high for n, (_, high) in ranges}]
 
 
@@ -239,6 +262,12 @@ class _RangeTrace:
         names = {**program.parameters, **program.inputs}
         sources: dict[str, int | Tensor] = {p: named[n] for p, n in names.items()}
         sources |= program.constants
+        stand_ins = {of.inputs[i]: of.specs[of.inputs[i]] for i in of.counts}
+        sources |= {
+            p: torch.empty(stand_ins[n].renamed(self._names).shape(own), dtype=torch.bool)
+            for p, n in program.inputs.items()
+            if n in stand_ins
+        }
         taken = [sources[p] for p in variant.placeholders]
         constants = tuple(x for x in taken if isinstance(x, Tensor))
         after = iter(range(self._module.count, self._module.count + len(constants)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import SymFloat, Tensor, fx
+from torch import SymFloat, SymInt, Tensor, fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 
@@ -70,7 +70,13 @@ def with_numbers(gm: fx.GraphModule, numbers: Mapping[int, int | float]) -> fx.G
 
 
 def value_of(number: Any) -> int | float:
-    """Returns a number that is passed as a tensor or as it is."""
+    """Returns a number that is passed as a tensor or as it is.
+
+    Args:
+        number: value; a symbol of the first call is not asked for it, as Dynamo would guard on it.
+    """
+    if isinstance(number, SymInt):
+        return int(number.node.hint)
     return float(number) if isinstance(number, Tensor) else int(number)
 
 

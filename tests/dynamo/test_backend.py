@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 import dcpc
 from dcpc.codegen.variant import inductor
 from dcpc.dynamo import backend
-from dcpc.dynamo.graph import arguments_of
+from dcpc.dynamo.arguments import arguments_of
 from dcpc.dynamo.numbers import is_number
 
 EXACT = {"backend": "eager", "fallback": "error"}
