@@ -27,6 +27,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
+from dcpc.buckets.choosing import sizes_for
 from dcpc.buckets.specs import MAX_SIZE, DimExpr, InputSpec, Sizes
 from dcpc.buckets.yaml_lines import FieldPath, path_of, read_yaml
 from dcpc.errors import BucketError, DispatchError
@@ -103,6 +104,44 @@ class Buckets:
             BucketError: names each wrong field, what was got, what is expected, and what to do.
         """
         self._set({"inputs": inputs, "sizes": sizes}, _python_place)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        inputs: Mapping[str, str],
+        lengths: object,
+        *,
+        count: int | None = None,
+        padding: float | None = None,
+        multiple_of: int | Mapping[str, int] = 1,
+        seconds: Callable[[dict[str, int]], float] | None = None,
+    ) -> Self:
+        """Returns the buckets to which samples of these lengths are padded at least cost.
+
+        One dim: no other choice costs less, up to 1,024 different lengths. Several dims: shapes are
+        merged two at a time, and an image (a dim of 1) is not padded to a clip.
+
+        Args:
+            inputs: as for `Buckets`.
+            lengths: one entry a sample: an integer where the inputs have one named dim besides
+                `batch`, else the length of each by name; or a dataset with `dims(i)`.
+            count: most buckets.
+            padding: share of the cost that padding may be, above 0 and below 1: the fewest buckets
+                that keep it are taken. Default: 0.03, where `count` is not given either.
+            multiple_of: what sizes are multiples of; a number for all dims, or one by name.
+            seconds: cost of one sample of some sizes, such as a profile's seconds; it grows with
+                each length. Default: the product of the lengths, in tokens.
+
+        Raises:
+            BucketError: an argument is none of these, or the inputs have no named dim.
+        """
+        names = [n for n in _names(_parse_inputs(inputs, _python_place)) if n != BATCH]
+        if not names:
+            raise BucketError(
+                "Buckets.from_lengths: got inputs without a named dim besides batch; expected one "
+                "that differs between samples; write e.g. int64[batch, seq]"
+            )
+        return cls(inputs, sizes_for(names, lengths, count, padding, multiple_of, seconds))
 
     @classmethod
     def from_yaml(cls, file: str | Path) -> Self:

@@ -155,6 +155,11 @@ class LoaderStats:
     tokens: int = 0
     padding: int = 0
 
+    @property
+    def padding_share(self) -> float:
+        """Padding's share of all tokens that were run, 0 to 1."""
+        return self.padding / max(self.tokens + self.padding, 1)
+
     def timed(
         self, made: Iterator[tuple[PlannedBatch, Step | None]]
     ) -> Iterator[tuple[PlannedBatch, Step | None]]:

@@ -33,7 +33,7 @@ from dcpc.runtime.data.arguments import (
     check_step,
     check_step_size,
 )
-from dcpc.runtime.data.cuts import PlannedBatch, Recipe, count_steps, cut_epoch
+from dcpc.runtime.data.cuts import PlannedBatch, Recipe, count_steps, cut_epoch, padding_advice
 from dcpc.runtime.data.making import StepMaker
 from dcpc.runtime.data.progress import Order, Progress, State
 from dcpc.runtime.data.samples import Dataset
@@ -181,6 +181,7 @@ class DataLoader:
         self._name = f"{groups.number('loader')}"
         self._iterations = 0
         self._stats = LoaderStats()
+        self._told_padding = False
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -295,6 +296,7 @@ class DataLoader:
             if relay is not None:
                 relay.close(used)
         self._report_skipped(nothing_left=fresh and progress.index == 0)
+        self._report_padding()
         progress.go_to(progress.epoch + 1)
 
     def stats(self) -> LoaderStats:
@@ -406,6 +408,16 @@ class DataLoader:
         if nothing_left:
             raise DataError(text)
         warnings.warn(f"{text}: left out", stacklevel=3)
+
+    def _report_padding(self) -> None:
+        """Logs once, after an epoch, what padding cost and which buckets would leave less."""
+        knows = self.compiled.groups.rank == 0 and not self.recipe.packs
+        if knows and not self._told_padding:
+            self._told_padding = True
+            buckets, counts = self.table.buckets, self._maker.samples.counts()
+            advice = padding_advice(self._stats.padding_share, buckets, counts)
+            if advice:
+                LOG.warning("epoch %d: %s", self._progress.epoch, advice)
 
     def _refuse(self, index: int) -> NoReturn:
         samples = self._maker.samples

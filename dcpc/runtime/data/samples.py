@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -126,6 +127,11 @@ class Samples:
             fit = Fit(dims, bucket, prod(size for _, size in dims))
             self._fits[dims] = fit
         return fit
+
+    def counts(self) -> Counter[Dims]:
+        """Returns how many samples of each combination of lengths were seen and have a bucket."""
+        fits = {dims for dims, fit in self._fits.items() if fit.bucket is not None}
+        return Counter(dims for dims in self._dims.values() if dims in fits)
 
     def describe_largest(self) -> str:
         """Returns the longest length of every dim over the buckets, for an error."""
