@@ -41,6 +41,7 @@ class Model(nn.Module):
         logits = self.out(x)
         loss = cross_entropy(logits, labels) if self.own_loss else None
         more = {"best": logits.argmax(-1), "length": x.mean((0, 2)), "name": "tokens", "ids": ids}
+        more |= {"tokens": ids.numel(), "half": ids.shape[1] / 2, "heads": 1}
         return Found(loss, logits, more)
 
 
@@ -74,7 +75,9 @@ def errors(rank, sp, parameters, own_loss):
         with torch.no_grad():
             want = plain(**batch)
         assert type(got) is Found
-        assert got.more["name"] == "tokens"
+        for name in ("name", "tokens", "half", "heads"):  # of sizes, at those of the call
+            assert got.more[name] == want.more[name]
+            assert type(got.more[name]) is type(want.more[name])
         pairs = [(got.logits, want.logits), (loss, cross_entropy(want.logits, batch["labels"]))]
         pairs += [(got.more[n], want.more[n]) for n in ("best", "length", "ids")]
         assert (got.loss is None) == (not own_loss)

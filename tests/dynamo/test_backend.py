@@ -255,13 +255,19 @@ def test_dropout_draws_anew_in_each_call_and_alike_after_the_same_seed():
     assert torch.equal(compiled(x)["logits"], own(x)["logits"])
 
 
-def test_a_second_backward_of_other_outputs_is_refused_as_torch_does():
-    own = Net().double()
+def test_a_graph_is_retained_for_a_second_backward_or_refuses_it():
+    own = Net(p=0.5).double()
     compiled = torch.compile(own, backend=backend, dynamic=True, options=EXACT)
-    loss = compiled(torch.randint(0, 11, (2, 5)))["logits"].sum()
-    loss.backward()
-    with pytest.raises((RuntimeError, dcpc.CodegenError), match="backward"):
-        loss.backward()
+    logits = compiled(torch.randint(0, 11, (2, 5)))["logits"]
+    learning = [*own.parameters()]
+    first, second = (
+        torch.autograd.grad(logits[:, i].sum(), learning, retain_graph=True) for i in range(2)
+    )
+    both = torch.autograd.grad(logits[:, :2].sum(), learning)
+    for a, b, c in zip(first, second, both, strict=True):
+        torch.testing.assert_close(a + b, c, rtol=0, atol=1e-14)
+    with pytest.raises((RuntimeError, dcpc.CodegenError), match="retain"):
+        logits.sum().backward()
 
 
 class Counts(nn.Module):

@@ -15,7 +15,7 @@ from dcpc.errors import CodegenError
 
 @dataclass(slots=True)
 class VariantCall:
-    """A call of a variant between its forward and its backward, which takes what it keeps once.
+    """A call of a variant between its forward and its last backward, which takes what it keeps.
 
     Attributes:
         sp: ranks of the variant's group.
@@ -36,19 +36,21 @@ class VariantCall:
         """Notes how often what it keeps has been written to."""
         self._versions = _versions(self.watched or [])
 
-    def arguments(self, gradients: Sequence[Tensor | None]) -> list[Any]:
-        """Returns what the backward graph takes, and lets go of it.
+    def arguments(self, gradients: Sequence[Tensor | None], *, keeps: bool = False) -> list[Any]:
+        """Returns what the backward graph takes, and lets go of it where none is to follow.
 
         Args:
             gradients: of each of `begins`; None counts as zeros.
+            keeps: whether another backward may follow, which takes the same again.
 
         Raises:
-            CodegenError: it was called before, or what it keeps was written to.
+            CodegenError: it has let go of them, or what it keeps was written to.
         """
         if self.kept is None or self.watched is None:
             raise CodegenError(
-                "backward was called twice on one loss; its activations are gone after the first; "
-                "call compiled(...) again for a second backward"
+                "backward of a compiled loss: got a second one, after one that let go of the "
+                "activations; expected retain_graph=True in each but the last; pass it, or call "
+                "compiled(...) again"
             )
         self._refuse_changed(self.watched)
         # Every rank of the group has the same loss: each differentiates its share of it, and the
@@ -59,7 +61,8 @@ class VariantCall:
             for (_, shape, dtype, device), g in pairs
         ]
         arguments = [*self.kept, *shares]
-        self.kept = self.watched = None
+        if not keeps:
+            self.kept = self.watched = None
         return arguments
 
     def without_casts(self) -> AbstractContextManager[Any]:

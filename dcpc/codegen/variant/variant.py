@@ -252,7 +252,8 @@ class _RunVariant(torch.autograd.Function):
                 "torch.autograd.grad(..., create_graph=True) inside forward"
             )
         call: VariantCall = ctx.call
-        arguments = call.arguments([gradients[i] for i, *_ in call.begins])
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
+        arguments = call.arguments([gradients[i] for i, *_ in call.begins], keeps=keeps)
         with call.without_casts():
             found = _gradients(ctx.variant, arguments, ctx.deliver, ctx.own)
         result: list[Any] = [None] * (ctx.count + 3)

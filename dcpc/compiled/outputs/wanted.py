@@ -6,15 +6,18 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import SymFloat, SymInt, Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from dcpc.codegen.lower.output_pieces import OutputPiece
 from dcpc.errors import DispatchError, TraceError
 from dcpc.trace.loss import AllOutputs, Loss, find_loss, returned
 
-# What a leaf of the outputs is: no tensor, a tensor, or the loss itself.
-TENSOR, LOSS = 1, 2
-_PLAIN = (bool, int, float, str, type(None))
+# What a leaf of the outputs is: what is the same in each call, a tensor, the loss itself, a number.
+CONSTANT, TENSOR, LOSS, NUMBER = range(4)
+_CONSTANTS = (bool, str, type(None))
+_NUMBERS = {int: torch.int64, SymInt: torch.int64, float: torch.float64, SymFloat: torch.float64}
 # How outputs come back: whole on every rank of a group, or this rank's piece.
 KINDS = GATHERED, SHARDED = "gathered", "sharded"
 
@@ -69,7 +72,7 @@ class WithOutputs:
         """
         loss = find_loss(returned(_Returned(outputs), inputs, self._loss))
         leaves, spec = tree_flatten(outputs)
-        odd = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
+        odd = [x for x in leaves if not isinstance(x, (Tensor, *_CONSTANTS, *_NUMBERS))]
         if odd:
             raise TraceError(
                 f"{self._forward}.forward returned a {type(odd[0]).__name__} in its outputs; "
@@ -77,16 +80,17 @@ class WithOutputs:
                 "that torch.utils._pytree knows; leave it out (use_cache=False for a cache of "
                 "keys), or leave outputs= out"
             )
-        plain = [None if isinstance(x, Tensor) else x for x in leaves]
-        tensors = [LOSS if x is loss else TENSOR * isinstance(x, Tensor) for x in leaves]
-        if self._known is not None and self._known != (spec, [plain, tensors]):
+        kinds = [LOSS if x is loss else _kind(x) for x in leaves]
+        plain = [x if kind == CONSTANT else None for x, kind in zip(leaves, kinds, strict=True)]
+        if self._known is not None and self._known != (spec, [plain, kinds]):
             raise TraceError(
                 f"{self._forward}.forward returned {spec}, got {self._known[0]} before; expected "
                 "one structure at all lengths; return the same, or leave outputs= out"
             )
-        self._known = spec, [plain, tensors]
-        others = [x for x, kind in zip(leaves, tensors, strict=True) if kind == TENSOR]
-        return AllOutputs((loss, *(x.detach() for x in others)))
+        self._known = spec, [plain, kinds]
+        pairs = zip(leaves, kinds, strict=True)
+        others = [_as_tensor(x, kind) for x, kind in pairs if kind in (TENSOR, NUMBER)]
+        return AllOutputs((loss, *others))
 
     def restored(self, tensors: Sequence[Any]) -> tuple[Tensor, Any]:
         """Returns the loss, and what forward returns.
@@ -100,8 +104,27 @@ class WithOutputs:
         left = iter(rest)
         leaves = []
         for x, kind in zip(plain, kinds, strict=True):
+            if kind == NUMBER:
+                number = next(left)
+                x = (number.tensor if isinstance(number, OutputPiece) else number).item()
             leaves.append(next(left) if kind == TENSOR else loss if kind == LOSS else x)
         return loss, tree_unflatten(leaves, spec)
+
+
+def _kind(leaf: Any) -> int:
+    """Returns what a leaf is that is not the loss; an integer beyond 64 bits is a constant."""
+    if isinstance(leaf, Tensor):
+        return TENSOR
+    if type(leaf) not in _NUMBERS or (type(leaf) is int and not -(1 << 63) <= leaf < 1 << 63):
+        return CONSTANT
+    return NUMBER
+
+
+def _as_tensor(leaf: Any, kind: int) -> Tensor:
+    """Returns a tensor, detached, or one that holds a number: it may follow from a length."""
+    if kind == TENSOR:
+        return leaf.detach()  # type: ignore[no-any-return]
+    return torch.full((), leaf, dtype=_NUMBERS[type(leaf)], device="cpu")
 
 
 class _Returned(nn.Module):

@@ -146,7 +146,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), value
 
 
-
 def refuse_numbers(graph: fx.Graph) -> None:
     """Refuses Python numbers that forward took out of a tensor and computes with.
 

@@ -110,10 +110,24 @@ def test_forward_and_backward_take_what_the_other_gives(alone):
     assert takes[:-1] == [*parts.saved, *parts.backward_primals]
 
 
-def test_second_backward_is_an_error(alone):
+def test_each_backward_of_a_graph_that_is_retained_has_the_plain_gradient(alone):
+    x = data(2, 16)
+    _, gradients = plain(alone.model, x)
+    _, loss, _ = alone.call(2, 16, 3)
+    found = []
+    for retained in (True, True, False):
+        alone.model.zero_grad()
+        loss.backward(retain_graph=retained)
+        assert gradient_error(alone.model, gradients) < 1e-12
+        found.append(loss.grad_fn.call.kept is None)
+    assert found == [False, False, True]
+    alone.model.zero_grad()
+
+
+def test_a_second_backward_is_an_error_where_the_first_kept_nothing(alone):
     _, loss, _ = alone.call(2, 16)
-    loss.backward(retain_graph=True)
-    with pytest.raises(CodegenError, match="backward was called twice"):
+    loss.backward()
+    with pytest.raises(CodegenError, match="expected retain_graph=True in each but the last"):
         loss.backward()
     alone.model.zero_grad()
 
