@@ -98,7 +98,7 @@ def judged(setting: Setting, mutant: Mutant | None) -> Verdict:
             for sizes, want in zip(_points(setting), expected, strict=True):
                 for sp in _degrees(setting, planned, sizes):
                     found = _outcome(setting, model, planned, sizes, sp)
-                    error = max(error, error_of(found, want[sp > 1], _FLOOR).worst)
+                    error = max(error, error_of(found, want[sp > 1], _FLOOR)[0].worst)
     except MisplantedError as missing:
         return Verdict(mutant, MISPLANTED, 0.0, str(missing), time.perf_counter() - start_s)
     except Exception as failure:  # numbers that nobody sees: a crash, or a refusal

@@ -27,15 +27,17 @@ from dcpc.plan.runnable import RewrittenCall
 from dcpc.trace import casting
 from dcpc.trace.loss import gradient_of, one_number
 from dcpc.verify.draws import KnownParts
-from dcpc.verify.exactness import Gradients, loss_error, relative_errors
+from dcpc.verify.exactness import Gradients, loss_error, nan_as_infinite, relative_errors
 from dcpc.verify.reference import (
     LossAndGradients,
+    gaps_of,
     gradients_of,
     input_name,
     leaves_of,
     state,
     widened,
 )
+from dcpc.verify.references import Reference
 from dcpc.verify.replay import Replay, RightKernels, Watch, calls, in_order
 
 # Two ways to sum the same numbers in float64 differ by far less. More is what torch rounds while it
@@ -48,6 +50,9 @@ ROUNDINGS = 64
 # Beside float64, in a lower dtype: times what the plain model itself loses in it. Two ways to round
 # the same numbers differ by at most twice that, on average; a wrong kernel by far more.
 OWN_TIMES = 4.0
+# Elsewhere, what differs by more than the limits above: times what the plain model moves by if each
+# of its ops rounds once more (`rounding_of`). Softmaxes that are full were off by up to 7 of these.
+MOVES = 16.0
 # A gradient smaller than this share of the largest one is compared with that share of it: what is
 # left of sums that cancel is rounding.
 FINELY, ROUGHLY = 1e-3, 0.1
@@ -80,29 +85,48 @@ class Error:
         )
 
 
-def error_of(found: LossAndGradients, expected: LossAndGradients, floor: float) -> Error:
-    """Returns the largest difference of a loss and gradients.
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How far something is from the plain model.
+
+    Attributes:
+        reference: what it was compared with.
+        error: the largest difference.
+        right: whether that is within what rounding does.
+        rounds: whether it is more than usual, and what the plain model's own rounding does.
+    """
+
+    reference: Reference
+    error: Error
+    right: bool
+    rounds: bool = False
+
+    def __str__(self) -> str:
+        own = "" if self.reference.wide else " (own dtype)"
+        own += " (the model itself rounds so)" * self.rounds
+        return f"{self.reference.point} to {self.error.worst:.0e}{own}"
+
+
+def error_of(
+    found: LossAndGradients, expected: LossAndGradients, floor: float, limit: float = 1.0
+) -> tuple[Error, list[str]]:
+    """Returns the largest difference of a loss and gradients, and all that are above a limit.
 
     Args:
         found: what is judged.
         expected: the plain model's.
         floor: see `relative_errors`.
+        limit: of relative differences.
     """
-    by_name = relative_errors(found.gradients, expected.gradients, floor, none_is_zero=True)
-    by_name["loss"] = loss_error(found.loss, expected.loss)
-    worst, where = max(((math.inf if e != e else e), n) for n, e in by_name.items())
-    if where == "loss":
-        return Error(worst, where, float(found.loss), float(expected.loss))
-    got, want = found.gradients[where], expected.gradients[where]
-    size = 0.0 if want is None else float(want.abs().max())
-    gap = size if got is None else float((got - (0 if want is None else want)).abs().max())
-    return Error(worst, f"gradient of {where}", gap, size)
+    off = relative_errors(found.gradients, expected.gradients, floor, none_is_zero=True)
+    off["loss"] = loss_error(found.loss, expected.loss)
+    return _worst(found, expected, off, dict.fromkeys(off, limit))
 
 
 def own_error(
     found: LossAndGradients, plain: LossAndGradients, exact: LossAndGradients, dtype: torch.dtype
-) -> tuple[Error, float]:
-    """Returns the error in a lower dtype that is worst beside what is allowed, and that.
+) -> tuple[Error, list[str]]:
+    """Returns the error in a lower dtype that is worst beside what is allowed, and all above that.
 
     Allowed is `OWN_TIMES` what the plain model loses in this dtype against float64, of the same
     gradient or, if that is more, of all of them (root mean square).
@@ -121,18 +145,24 @@ def own_error(
     usual = math.sqrt(sum(e * e for e in lost.values()) / max(len(lost), 1))
     off["loss"], lost["loss"] = (loss_error(x.loss.double(), exact.loss) for x in (found, plain))
     allowed = {n: OWN_TIMES * max(lost[n], least, 0.0 if n == "loss" else usual) for n in off}
+    return _worst(found, exact, off, allowed)
 
-    def beside(name: str) -> float:
-        return math.inf if off[name] != off[name] else off[name] / allowed[name]
 
-    where = max(off, key=beside)
-    worst = math.inf if off[where] != off[where] else off[where]
+def _worst(
+    found: LossAndGradients,
+    expected: LossAndGradients,
+    off: Mapping[str, float],
+    allowed: Mapping[str, float],
+) -> tuple[Error, list[str]]:
+    """Returns the error that is worst beside what is allowed of it, and the names of all above."""
+    off = {n: nan_as_infinite(e) for n, e in off.items()}
+    where = max(off, key=lambda n: (off[n] / allowed[n], off[n]))
+    over = [n for n, e in off.items() if e > allowed[n]]
     if where == "loss":
-        return Error(worst, where, float(found.loss), float(exact.loss)), allowed[where]
-    got, want = found.gradients[where], exact.gradients[where]
+        return Error(off[where], where, float(found.loss), float(expected.loss)), over
+    want, gaps = expected.gradients[where], gaps_of(found, expected)
     size = 0.0 if want is None else float(want.abs().max())
-    gap = size if got is None else float((got - (0 if want is None else want)).abs().max())
-    return Error(worst, f"gradient of {where}", gap, size), allowed[where]
+    return Error(off[where], f"gradient of {where}", gaps[where], size), over
 
 
 _ATTENTIONS = ("attention_forward", "attention_of_rows_forward", "ring_attention_forward")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,10 +19,11 @@ from dcpc.plan.traced import Traced
 from dcpc.verify.compare import (
     FINELY,
     LIMIT,
+    MOVES,
     OWN_TIMES,
     ROUGHLY,
     ROUNDINGS,
-    Error,
+    Compared,
     Given,
     Make,
     called,
@@ -44,25 +44,6 @@ from dcpc.verify.references import Reference, References
 # than the plain model's, which never rounded it. Such differences are smaller than this.
 LIFTED = 1e-3
 _REPORT = "report this with the model, it is a defect of dcpc; verify='off' trains on all the same"
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """How far something is from the plain model.
-
-    Attributes:
-        reference: what it was compared with.
-        error: the largest difference.
-        right: whether that is within what rounding does.
-    """
-
-    reference: Reference
-    error: Error
-    right: bool
-
-    def __str__(self) -> str:
-        own = "" if self.reference.wide else " (own dtype)"
-        return f"{self.reference.point} to {self.error.worst:.0e}{own}"
 
 
 class Comparisons:
@@ -322,8 +303,9 @@ class Comparisons:
                 f"{_REPORT}"
             ) from made
         dtype = lowest(program)
-        error, allowed = own_error(made, own.outcome, reference.outcome, dtype)
-        found = Compared(own, error, error.worst <= allowed)
+        error, over = own_error(made, own.outcome, reference.outcome, dtype)
+        rounds = bool(over) and self.references.rounds(made, reference, over, dtype, OWN_TIMES)
+        found = Compared(own, error, not over or rounds, rounds)
         if not found.right:
             raise VerifyError(
                 f"{name} does not compute in {dtype} what it does in float64, where it runs other "
@@ -349,7 +331,7 @@ class Comparisons:
         found = self._differ(program, make, reference)
         if isinstance(found, Compared):
             small = LIMIT < found.error.worst < LIFTED
-            if not (reference.wide and small):
+            if found.right or not (reference.wide and small):
                 return found
             again = self._differ(program, make, self.references.rounded(reference))
             return again if isinstance(again, Compared) and again.right else found
@@ -370,9 +352,12 @@ class Comparisons:
         found = self._made(program, make, reference)
         if isinstance(found, Exception):
             return found
-        error = error_of(found, reference.outcome, FINELY if reference.wide else ROUGHLY)
-        limit = LIMIT if reference.wide else ROUNDINGS * torch.finfo(lowest(program)).eps
-        return Compared(reference, error, error.worst <= limit)
+        floor = FINELY if reference.wide else ROUGHLY
+        dtype = torch.float64 if reference.wide else lowest(program)
+        limit = LIMIT if reference.wide else ROUNDINGS * torch.finfo(dtype).eps
+        error, over = error_of(found, reference.outcome, floor, limit)
+        rounds = bool(over) and self.references.rounds(found, reference, over, dtype, MOVES)
+        return Compared(reference, error, not over or rounds, rounds)
 
     def _made(
         self, program: Program, make: Make, reference: Reference

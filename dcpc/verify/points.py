@@ -1,9 +1,11 @@
-"""The sizes at which a trace is compared with the plain model."""
+"""The sizes at which a trace is compared with the plain model, and the time and room for it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dcpc.buckets import BATCH, Bucket, Buckets
@@ -12,6 +14,7 @@ from dcpc.trace.capture.dims import named_dims
 # Where a trace's own lengths are too long to be run in a moment, it is compared at such ones too:
 # what agrees there is right there, what does not says nothing, as the trace was promised more.
 TINY = 5
+LEAST_ROOM_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,3 +84,51 @@ def _tiny(buckets: Buckets, smallest: Bucket) -> dict[str, int]:
     found = _with_batch(buckets, smallest, 2)
     lengths = [n for n, s in found.items() if n != BATCH and s > 4 * TINY]
     return {**found, **{n: TINY + 2 * k for k, n in enumerate(lengths)}}
+
+
+class Budget:
+    """How long comparisons may take, and in how many bytes.
+
+    Args:
+        unbounded: whether time does not matter.
+
+    Attributes:
+        spent_s: seconds in `within`.
+        room_bytes: for copies of parameters and for gradients.
+    """
+
+    def __init__(self, unbounded: bool) -> None:
+        self._unbounded = unbounded
+        self.spent_s, self.room_bytes = 0.0, 0
+        self._start_s = self._until_s = self._spare_s = 0.0
+
+    @contextmanager
+    def within(self, budget_s: float, spare_s: float, room_bytes: int) -> Iterator[None]:
+        """Sets until when comparisons may start, and adds up what they take.
+
+        Args:
+            budget_s: seconds for comparisons.
+            spare_s: seconds in which extra points may be begun.
+            room_bytes: for copies of parameters and for gradients.
+        """
+        self._start_s = time.perf_counter()
+        self._until_s = math.inf if self._unbounded else self._start_s + budget_s
+        self.spare(spare_s)
+        self.room_bytes = max(room_bytes, LEAST_ROOM_BYTES)
+        try:
+            yield
+        finally:
+            self.spent_s += time.perf_counter() - self._start_s
+
+    def spare(self, spare_s: float) -> None:
+        """Sets in how many seconds of `within` extra points may be begun."""
+        self._spare_s = math.inf if self._unbounded else self._start_s + spare_s
+
+    @property
+    def has_spare_time(self) -> bool:
+        """Whether more than what has to be compared may be begun."""
+        return time.perf_counter() < self._spare_s
+
+    def allows(self, seconds_s: float, extra: bool) -> bool:
+        """Whether something that takes so long may be begun; `extra`: that need not be."""
+        return time.perf_counter() + seconds_s <= (self._spare_s if extra else self._until_s)

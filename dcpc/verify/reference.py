@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dcpc.trace import casting
 from dcpc.trace.capture.module_state import holding, untouched
@@ -17,6 +21,12 @@ from dcpc.verify.draws import KnownDraws
 from dcpc.verify.exactness import Gradients
 from dcpc.verify.float64 import float64_throughout
 from dcpc.verify.replay import RightKernels
+
+# Runs of the plain model at each of two sizes of what its ops' results are moved by, and how many
+# times smaller the second size is.
+RUNS, FINER = 3, 16
+
+Gaps = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +95,7 @@ def plain(
     autocast: torch.dtype | None,
     wanted: Collection[str],
     loss: Loss | None = None,
+    nudged: Nudged | None = None,
 ) -> LossAndGradients:
     """Returns what the model itself computes.
 
@@ -99,6 +110,7 @@ def plain(
         autocast: what it is trained under, where it is not `wide`.
         wanted: names of the parameters, and `input_name` of inputs, whose gradients are compared.
         loss: of what forward returned; None: forward returned it.
+        nudged: moves what each op computes; None: nothing does.
     """
     given = leaves_of(inputs, wide, wanted)
     device = next(iter(given.values())).device
@@ -106,6 +118,7 @@ def plain(
     own = (*model.named_parameters(), *model.named_buffers())
     others = {id(t): {**parameters, **buffers}[n] for n, t in own}
     with (
+        nudged or nullcontext(),  # outermost: it draws numbers that are not the known ones
         untouched(model),
         holding(model, others),
         torch.enable_grad(),
@@ -120,6 +133,86 @@ def plain(
             found = gradients_of(value, [leaves[n] for n in wanted])
     gradients = dict(zip(wanted, found, strict=True))
     return LossAndGradients(value.detach(), gradients, draws.drew, frozenset(kernels.misread))
+
+
+class Nudged(TorchDispatchMode):
+    """Moves each number that an op computes of what has a gradient, or that is one, at random.
+
+    As if each op rounded its result to fewer digits. Masks, positions and other preparations stay
+    as they are, and so does 0.
+
+    Args:
+        share: of a number by which it is moved at most, up or down.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, share: float, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._share, self._seed = share, seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an op."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if any(r.alias_info is not None for r in func._schema.returns):
+            return out  # a view, or written in place
+        if torch.is_grad_enabled():  # in forward
+            operands = tree_leaves((args, kwargs))
+            if not any(isinstance(x, Tensor) and x.requires_grad for x in operands):
+                return out
+        return tree_map_only(Tensor, self._moved, out)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point() or x.layout != torch.strided:
+            return x
+        generator = self._generators.get(x.device)
+        if generator is None:
+            generator = torch.Generator(x.device).manual_seed(self._seed)
+            self._generators[x.device] = generator
+        shares = torch.empty_like(x).uniform_(-self._share, self._share, generator=generator)
+        moved = x + x * shares
+        return torch.where(moved.isfinite(), moved, x)
+
+
+def rounding_of(run: Callable[[Nudged | None], LossAndGradients], dtype: torch.dtype) -> Gaps:
+    """Returns how far loss and gradients move if each op's result moves by an epsilon.
+
+    What is found at a larger share is scaled down to the epsilon: nothing else rounds there, and a
+    decision that flips (the larger of two equal numbers) is told from rounding, as its effect does
+    not shrink with the share. Such a number is left out.
+
+    Args:
+        run: computes them with results moved so.
+        dtype: whose rounding is asked for.
+
+    Returns:
+        "loss" and the name of each gradient -> its largest move.
+    """
+    exact = run(None)
+    wide = torch.finfo(exact.loss.dtype)
+    share = wide.eps**0.5  # as of a finite difference
+    far, near = ([gaps_of(run(Nudged(size, seed)), exact) for seed in range(RUNS)]
+                 for size in (share, share / FINER))  # fmt: skip
+    found = {}
+    for name in far[0]:
+        large, small = (max(gaps[name] for gaps in each) for each in (far, near))
+        if small <= large / FINER**0.5:
+            found[name] = large * torch.finfo(dtype).eps / share
+    return found
+
+
+def gaps_of(found: LossAndGradients, expected: LossAndGradients) -> Gaps:
+    """Returns the largest difference of the loss and of each gradient; none is as good as zeros."""
+
+    def gap(got: Tensor | None, want: Tensor | None) -> float:
+        if got is None or want is None:
+            given = want if got is None else got
+            return 0.0 if given is None else float(given.abs().max())
+        return float((got - want).abs().max())
+
+    gaps = {n: gap(g, expected.gradients[n]) for n, g in found.gradients.items()}
+    return {**gaps, "loss": gap(found.loss.detach(), expected.loss)}
 
 
 def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,11 +16,17 @@ from dcpc.buckets import BATCH, Buckets
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import Traced
 from dcpc.verify.inputs import KINDS, draw
-from dcpc.verify.points import Point, points
-from dcpc.verify.reference import LossAndGradients, input_name, plain
+from dcpc.verify.points import Budget, Point, points
+from dcpc.verify.reference import (
+    LossAndGradients,
+    Nudged,
+    gaps_of,
+    input_name,
+    plain,
+    rounding_of,
+)
 
 LEAST_S = 2.0  # a trace is compared once where that takes no longer, whatever was spent on others
-LEAST_ROOM_BYTES = 1 << 26
 # Below what devices do, so that a guess of the seconds is on the safe side.
 FLOPS_PER_S = {"cpu": 1e10}
 GPU_FLOPS_PER_S = 1e12
@@ -68,54 +74,6 @@ class Asked:
     def differs(self, a: float, b: float) -> bool:
         """Whether two losses differ by more than rounding."""
         return abs(a - b) > (1e-9 if self.wide else 1e-3) * max(abs(a), abs(b), 1e-12)
-
-
-class Budget:
-    """How long comparisons may take, and in how many bytes.
-
-    Args:
-        unbounded: whether time does not matter.
-
-    Attributes:
-        spent_s: seconds in `within`.
-        room_bytes: for copies of parameters and for gradients.
-    """
-
-    def __init__(self, unbounded: bool) -> None:
-        self._unbounded = unbounded
-        self.spent_s, self.room_bytes = 0.0, 0
-        self._start_s = self._until_s = self._spare_s = 0.0
-
-    @contextmanager
-    def within(self, budget_s: float, spare_s: float, room_bytes: int) -> Iterator[None]:
-        """Sets until when comparisons may start, and adds up what they take.
-
-        Args:
-            budget_s: seconds for comparisons.
-            spare_s: seconds in which extra points may be begun.
-            room_bytes: for copies of parameters and for gradients.
-        """
-        self._start_s = time.perf_counter()
-        self._until_s = math.inf if self._unbounded else self._start_s + budget_s
-        self.spare(spare_s)
-        self.room_bytes = max(room_bytes, LEAST_ROOM_BYTES)
-        try:
-            yield
-        finally:
-            self.spent_s += time.perf_counter() - self._start_s
-
-    def spare(self, spare_s: float) -> None:
-        """Sets in how many seconds of `within` extra points may be begun."""
-        self._spare_s = math.inf if self._unbounded else self._start_s + spare_s
-
-    @property
-    def has_spare_time(self) -> bool:
-        """Whether more than what has to be compared may be begun."""
-        return time.perf_counter() < self._spare_s
-
-    def allows(self, seconds_s: float, extra: bool) -> bool:
-        """Whether something that takes so long may be begun; `extra`: that need not be."""
-        return time.perf_counter() + seconds_s <= (self._spare_s if extra else self._until_s)
 
 
 def _filled(x: Tensor, shape: tuple[int, ...], value: int | float) -> Tensor:
@@ -206,6 +164,35 @@ class References:
         """Returns the plain model's outcome at the same point in its own dtypes."""
         outcome = self._plain(reference.inputs, False, reference.alike)
         return replace(reference, outcome=outcome, wide=False)
+
+    def rounds(
+        self,
+        found: LossAndGradients,
+        reference: Reference,
+        over: Sequence[str],
+        dtype: torch.dtype,
+        times: float,
+    ) -> bool:
+        """Whether differences are what the plain model's own rounding does, as in a full softmax.
+
+        Args:
+            found: what is judged.
+            reference: what it is compared with.
+            over: "loss" and names of gradients: those that are judged.
+            dtype: that rounds most in what is judged.
+            times: what rounding does that is allowed.
+        """
+        wide, names = reference.wide or self.fits(wide=True), [n for n in over if n != "loss"]
+
+        def run(nudged: Nudged | None) -> LossAndGradients:
+            return self._plain(reference.inputs, wide, reference.alike, names, nudged)
+
+        try:
+            own = rounding_of(run, dtype)
+        except Exception:  # float64 that it cannot do, or an index that was moved
+            return False
+        gaps = gaps_of(found, reference.outcome)
+        return all(gaps[n] <= times * own.get(n, 0.0) for n in over)
 
     def of_inputs(self, sizes: Mapping[str, int], inputs: Inputs, alike: bool) -> Reference:
         """Returns the plain model's outcome for inputs of the user's, in its own dtypes.
@@ -314,17 +301,7 @@ class References:
         return said or "its loss is no number"
 
     def _loss(self, inputs: Mapping[str, Tensor], wide: bool) -> float:
-        planned = self.planned
-        found = plain(
-            self.model,
-            inputs,
-            wide=wide,
-            alike=True,
-            autocast=planned.autocast,
-            wanted=(),
-            loss=planned.loss,
-        )
-        return float(found.loss)
+        return float(self._plain(inputs, wide, True, ()).loss)
 
     def fits(self, wide: bool = False) -> bool:
         """Whether there is room for two sets of all gradients, and for copies of parameters."""
@@ -370,15 +347,23 @@ class References:
                 break
         return said
 
-    def _plain(self, inputs: Mapping[str, Tensor], wide: bool, alike: bool) -> LossAndGradients:
+    def _plain(
+        self,
+        inputs: Inputs,
+        wide: bool,
+        alike: bool,
+        wanted: Collection[str] | None = None,
+        nudged: Nudged | None = None,
+    ) -> LossAndGradients:
         return plain(
             self.model,
             inputs,
             wide=wide,
             alike=alike,
             autocast=self.planned.autocast,
-            wanted=self._wanted(wide),
+            wanted=self._wanted(wide) if wanted is None else wanted,
             loss=self.planned.loss,
+            nudged=nudged,
         )
 
     def _wanted(self, wide: bool) -> tuple[str, ...]:
