@@ -1,10 +1,13 @@
-"""Python's cyclic garbage collector, held off while graphs are traced."""
+"""Python's cyclic garbage collector, held off while graphs are traced; and what it calls."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 _FROZEN: list[bool] = []  # one entry once objects of others were seen frozen
 
@@ -29,6 +32,16 @@ def without_collection() -> Iterator[None]:
             gc.freeze()
             gc.unfreeze()
         gc.enable()
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Runs its block as if no mode were on: for finalizers, which run in the midst of anything.
+
+    A trace that is on its way would take the ops of a finalizer for the model's own.
+    """
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def _others_froze() -> bool:

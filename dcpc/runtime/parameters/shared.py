@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dcpc.errors import DispatchError, GroupError
+from dcpc.fx.garbage import outside_of_modes
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.hollow import is_hollow, memory_bytes
@@ -311,8 +312,9 @@ class SharedSum(Reduction):
 
 def _own_again(params: list[nn.Parameter]) -> None:
     """Gives parameters that nobody shares out any more memory of this rank."""
-    for p in params:
-        p.data = p.data.clone()
+    with outside_of_modes():
+        for p in params:
+            p.data = p.data.clone()
 
 
 def _padded(size_bytes: int) -> int:

@@ -51,6 +51,7 @@ class Run:
         optimizer: "sgd" or "adamw".
         every: train steps an optimizer step.
         clip: largest norm; None: no limit.
+        outputs: "gathered" or "sharded": steps return logits, which are compared; "": they do not.
         by_hand: calls and `reduce_gradients` instead of `train_step`.
         evaluate: a call without gradients between steps.
         change: what is done to the model on the way: "reload" (`load_state_dict`), "gain" (another
@@ -75,6 +76,7 @@ class Run:
     optimizer: str = "sgd"
     every: int = 1
     clip: float | None = None
+    outputs: str = ""
     by_hand: bool = False
     evaluate: bool = False
     change: str = ""

@@ -22,13 +22,20 @@ TIMEOUT_S = 60.0
 WORLDS = (1, 1, 2, 1, 3)
 
 
-def outcomes(runs: Sequence[Run]) -> list[Outcome]:
-    """Returns what becomes of runs of one world size; a crash of ranks ends the list."""
+def outcomes(runs: Sequence[Run], each_s: float = 3.0) -> list[Outcome]:
+    """Returns what becomes of runs of one world size; a crash of ranks ends the list.
+
+    Args:
+        runs: that the same ranks run one after the other.
+        each_s: seconds that a run may take, on average.
+    """
     world = runs[0].world
     if world == 1:
         return [judge(run) for run in runs]
     try:
-        return list(run_ranks(_judged, world, list(runs), timeout_s=TIMEOUT_S + 3 * len(runs))[0])
+        return list(
+            run_ranks(_judged, world, list(runs), timeout_s=TIMEOUT_S + each_s * len(runs))[0]
+        )
     except RanksError as error:
         told = re.search(r"AssertionError: run (\d+), (wrong|crash): (.*)", str(error))
         if told is None:

@@ -28,6 +28,7 @@ from tests.fuzz.runs.draw import Data, Declared, Options, Run, sample
 from tests.fuzz.runs.models import OF_SAMPLES, Model, Setup, alone
 
 LIMIT = 1e-10
+LOW_LIMIT = 0.1  # of bfloat16, beside the largest of all gradients
 STAYS = ("freeze", "hook", "replace")  # changes after which a model is not as it was compiled
 
 
@@ -47,7 +48,8 @@ def compiled_of(setup: Setup) -> tuple[dcpc.CompiledModel, dict[str, Tensor]]:
     compiled = dcpc.compile(
         model, dcpc.Buckets(setup.inputs, sizes), sp=setup.sp, recompute=setup.recompute,
         attention=setup.attention, device=SPLITTING if setup.splitting else "cpu",
-        backend="eager", verify="off", parameters=setup.parameters,
+        backend=setup.backend, verify="off", parameters=setup.parameters, unpad=setup.unpad,
+        pipeline=setup.pipeline or None, autocast=torch.bfloat16 if setup.autocast else None,
     )  # fmt: skip
     compiled.comm_bucket_bytes = setup.comm
     if setup.head == "late":
@@ -186,10 +188,10 @@ class Training:
         expected, norm = self.expected(ids, total)
         got, got_norm = (self.by_hand if self.run.by_hand else self.by_step)(step, total)
         if got is not None:
-            close("loss", got, expected)
+            self.close("loss", got, expected)
         same("there is a norm", got_norm is None, norm is None)
         if norm is not None:
-            close("norm", got_norm, norm)
+            self.close("norm", got_norm, norm)
         self.compare_gradients()
         self.count += 1
         if self.count % self.run.every == 0:
@@ -207,9 +209,11 @@ class Training:
         own = dict(self.model.named_parameters())
         kept = dict(self.compiled.named_parameters())
         for name, p in self.plain.named_parameters():
+            if self.run.setup.pipeline and name not in kept:  # another stage's
+                continue
             if own[name].is_meta:  # ranks have their rows of it alone
                 own[name] = kept[name].full_tensor()
-            close(f"parameter {name}", own[name], p)
+            self.close(f"parameter {name}", own[name], p)
 
     def change(self) -> None:
         """Does something to both models that dcpc promises to follow."""
@@ -238,17 +242,26 @@ class Training:
             if weight == 0:
                 continue
             batch = {n: x if n == "scale" else x[None] for n, x in own.items()}
-            part = find_loss(self.plain(**batch)) * (weight / total)
+            part = find_loss(self.called(batch)) * (weight / total)
             part.backward()
             loss += part.detach()
         if self.run.clip is None:
             return loss, None
         return loss, float(nn.utils.clip_grad_norm_(self.plain.parameters(), self.run.clip))
 
+    def called(self, batch: Mapping[str, Tensor]) -> Any:
+        """Returns what the plain model makes of a batch."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.run.setup.autocast):
+            return self.plain(**batch)
+
     def by_step(self, step: Any, total: float) -> tuple[Any, float | None]:
-        """Returns the loss and the norm of `train_step`."""
-        result = self.compiled.train_step(step, clip=self.run.clip)
-        close("total weight", result.total_weight, total)
+        """Returns the loss and the norm of `train_step`, whose outputs are compared."""
+        told = {"outputs": self.run.outputs} if self.run.outputs else {}
+        result = self.compiled.train_step(step, clip=self.run.clip, **told)
+        for one in result.outputs if told else ():
+            if one.outputs is not None:
+                self.compare_outputs(one.outputs["logits"], one.micro_batch.inputs)
+        self.close("total weight", result.total_weight, total)
         return result.loss, result.grad_norm
 
     def by_hand(self, step: Any, total: float) -> tuple[Tensor | None, float | None]:
@@ -264,6 +277,13 @@ class Training:
         norm = None if clip is None else self.compiled.clip_grad_norm_(clip)
         return found if self.run.world == 1 else None, norm
 
+    def compare_outputs(self, got: Any, batch: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            expected = self.called(batch)["logits"]
+        if isinstance(got, dcpc.OutputPiece):
+            got, expected = got.tensor, got.of(expected)
+        self.close("logits", got, expected)
+
     def all_ignored(self, step: Any) -> None:
         """A step of which nothing counts is refused and leaves gradients as they were."""
         if self.run.by_hand:
@@ -276,19 +296,27 @@ class Training:
             for old, new in zip(before, after, strict=True):
                 same("gradients after a refused step", *(x is None for x in (old, new)))
                 if old is not None:
-                    close("gradients after a refused step", new, old)
+                    self.close("gradients after a refused step", new, old)
             return
         raise WrongError("a step of which no label counts: there was no error")
 
     def compare_gradients(self) -> None:
-        pairs = zip(self.plain.named_parameters(), self.compiled.parameters(), strict=True)
-        every = [(n, p.grad, q.grad) for (n, p), q in pairs]
-        most = max((float(g.abs().max()) for _, g, _ in every if g is not None), default=0.0)
+        own, alone = dict(self.compiled.named_parameters()), dict(self.plain.named_parameters())
+        if self.run.setup.pipeline:  # of this stage; one that trains nothing has an empty one
+            same(
+                "other parameters", [n for n, p in own.items() if n not in alone and p.numel()], []
+            )
+        else:
+            same("names of parameters", list(own), list(alone))
+        every = [(n, alone[n].grad, q.grad) for n, q in own.items() if n in alone]
+        gradients = [p.grad for p in alone.values() if p.grad is not None]
+        most = max((float(g.abs().max()) for g in gradients), default=0.0)
         for name, expected, got in every:
             same(f"gradient of {name}: there is none", got is None, expected is None)
             if expected is not None:
                 # What is zero but for rounding is compared with the largest of all gradients.
-                close(f"gradient of {name}", got, expected, least=1e-4 * most)
+                least = most * (1.0 if self.run.setup.autocast else 1e-4)
+                self.close(f"gradient of {name}", got, expected, least)
 
     def evaluate(self) -> None:
         """Calls both with one batch of a bucket's size."""
@@ -302,7 +330,11 @@ class Training:
         if self.run.strided:
             batch = {n: torch.stack([x, x], -1)[..., 0] for n, x in batch.items()}
         with torch.no_grad():
-            close("loss of a call", self.compiled(**batch), find_loss(self.plain(**batch)))
+            self.close("loss of a call", self.compiled(**batch), find_loss(self.called(batch)))
+
+    def close(self, what: str, got: Any, expected: Any, least: float = 1e-8) -> None:
+        """Compares two numbers or tensors, as closely as the dtype of the model lets them."""
+        close(what, got, expected, least, LOW_LIMIT if self.run.setup.autocast else LIMIT)
 
 
 def same(what: str, got: Any, expected: Any) -> None:
@@ -310,10 +342,10 @@ def same(what: str, got: Any, expected: Any) -> None:
         raise WrongError(f"{what}: got {got}; expected {expected}")
 
 
-def close(what: str, got: Any, expected: Any, least: float = 1e-8) -> None:
+def close(what: str, got: Any, expected: Any, least: float, limit: float) -> None:
     whole = (x.full_tensor() if isinstance(x, DTensor) else x for x in (got, expected))
     got, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in whole)
     scale = max(float(expected.abs().max()), least, 1e-300)
     error = float((got - expected).abs().max()) / scale
-    if got.shape != expected.shape or not error <= LIMIT:
+    if got.shape != expected.shape or not error <= limit:
         raise WrongError(f"{what}: differs by {error:.1e} of itself")

@@ -26,17 +26,21 @@ class Setup:
     Attributes:
         seed: of the parameters.
         body: what joins tokens: "linear" nothing, "causal" attention, attention by a "masked"
-            key or within "documents" (both ways), or causal between "restarts" of positions.
+            key or within "documents" (both ways), or causal between "restarts" of positions;
+            "looped": causal attention, three times with one block's parameters.
         loss: one of `IGNORED`.
         sizes: length of each named dim, and the most samples a micro-batch (0: free), a bucket.
         fields: inputs beside ids and labels: "types" (int32), "x" (two rows a token), "scale" (one
             for all samples), "position_ids".
         head: "own", "tied" to the embedding, or "frozen" (before compiling) or "late" (after).
         unused: there is a parameter that no loss uses.
-        output: what forward returns: the loss as a "tensor", in a "mapping" or a "tuple".
+        output: what forward returns: the loss as a "tensor", in a "mapping" or a "tuple", or with
+            "logits".
         sp, recompute, attention, splitting, comm: options; `splitting`: the device that is best
             used by splitting all; `comm`: bytes of gradients sent at once.
         parameters: who holds them, as of `dcpc.compile`.
+        pipeline, unpad, backend: of `dcpc.compile`; pipeline 0: none.
+        autocast: the model is float32, under bfloat16.
     """
 
     seed: int = 0
@@ -53,6 +57,10 @@ class Setup:
     splitting: bool = False
     comm: int = 25_000_000
     parameters: str = "whole"
+    pipeline: int = 0
+    unpad: bool | str = False
+    backend: str = "eager"
+    autocast: bool = False
 
     @property
     def grid(self) -> bool:
@@ -146,7 +154,7 @@ class Model(nn.Module):
         self.register_buffer("gain", torch.ones(WIDTH))
         if setup.head == "tied":
             self.head.weight = self.tokens.weight
-        self.double()
+        self.to(torch.float32 if setup.autocast else torch.float64)
         if setup.head == "frozen":
             self.freeze()
 
@@ -155,8 +163,11 @@ class Model(nn.Module):
         self.norm.requires_grad_(False)
 
     def forward(self, **inputs: Tensor) -> Any:
-        loss = self.loss(self.hidden(inputs), inputs)
-        return {"tensor": loss, "mapping": {"loss": loss}, "tuple": (loss,)}[self.setup.output]
+        logits = self.head(self.hidden(inputs))
+        loss = self.loss(logits, inputs)
+        both = {"loss": loss, "logits": logits}
+        every = {"tensor": loss, "mapping": {"loss": loss}, "tuple": (loss,), "logits": both}
+        return every[self.setup.output]
 
     def hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Returns [batch, tokens, WIDTH]."""
@@ -170,7 +181,9 @@ class Model(nn.Module):
         if "scale" in inputs:
             h = h * inputs["scale"]
         h = self.norm(h.flatten(1, -2)).tanh() * self.gain
-        return h if self.setup.body == "linear" else h + self.attended(h, inputs)
+        for _ in range({"linear": 0, "looped": 3}.get(self.setup.body, 1)):
+            h = h + self.attended(h, inputs)
+        return h
 
     def attended(self, h: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(h).chunk(3, -1))
@@ -186,13 +199,13 @@ class Model(nn.Module):
             ids, n = jumps.cumsum(-1), places.shape[1]
             causal = torch.ones(n, n, dtype=torch.bool).tril()
             mask = ((ids[:, :, None] == ids[:, None, :]) & causal)[:, None]
-        causal = self.setup.body == "causal"
+        causal = self.setup.body in ("causal", "looped")
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return y.transpose(1, 2).flatten(2)
 
-    def loss(self, h: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         kind = self.setup.loss
-        logits, labels = self.head(h), inputs["labels"].flatten(1).long()
+        labels = inputs["labels"].flatten(1).long()
         if kind == "shifted":
             logits, labels = logits[:, :-1], labels[:, 1:]
         if kind in ("labels", "shifted", "minus", "bytes"):

@@ -74,5 +74,5 @@ def refuse_beside_stages(options: ModelOptions, stages: int | str, world: int) -
         if why and got != option.default and got not in allowed:
             raise PlanError(
                 f"pipeline={stages!r}: got {option.name}={got!r}; expected "
-                f"{' or '.join(map(repr, (option.default, *allowed)))}: {why}"
+                f"{' or '.join(map(repr, dict.fromkeys((option.default, *allowed))))}: {why}"
             )
