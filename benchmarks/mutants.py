@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.mutants_graphs import ATTENTION, CACHES, DERIVATIVES, RUNTIME, SCHEDULE
+from benchmarks.mutants_layers import LAYERS
 from benchmarks.mutants_plant import PHASES, Mutant
 from benchmarks.mutants_run import (
     CAUGHT,
@@ -33,7 +34,7 @@ from benchmarks.mutants_trace import MASKS, TRACE
 
 MUTANTS: tuple[Mutant, ...] = (
     *TRACE, *MASKS, *RULES, *PLACEMENT, *LOWERING, *DERIVATIVES, *SCHEDULE, *ATTENTION, *CACHES,
-    *RUNTIME,
+    *RUNTIME, *LAYERS,
 )  # fmt: skip
 
 ENDS = (CAUGHT, REFUSED, DROPPED, STOPPED, ESCAPED)

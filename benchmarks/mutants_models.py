@@ -40,6 +40,7 @@ class Setting:
         train: whether the model's dropout is on.
         called: whether a variant is called as `dcpc.compile`'s model does, not its graphs alone.
         degrees: that each bucket is run at; default: its plan's.
+        samples: of a run.
     """
 
     make: Callable[[], nn.Module]
@@ -49,6 +50,7 @@ class Setting:
     train: bool = False
     called: bool = False
     degrees: tuple[int, ...] = ()
+    samples: int = 2
 
     def model(self) -> nn.Module:
         """Returns the model, of the same numbers each time."""

@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
-from benchmarks.mutants_models import SETTINGS, Setting
+from benchmarks.mutants_layers import SETTINGS
+from benchmarks.mutants_models import Setting
 from benchmarks.mutants_plant import MisplantedError, Mutant
 from dcpc import api
 from dcpc.buckets import BATCH
@@ -27,9 +28,9 @@ from dcpc.verify import Verifier
 from dcpc.verify.compare import error_of
 from dcpc.verify.draws import KnownDraws, known_normal, known_uniform
 from dcpc.verify.reference import LossAndGradients
+from dcpc.verify.replay import RightKernels
 
 EFFECTIVE = 1e-6
-SAMPLES = 2
 LOSS_FACTOR = 0.5  # the gradient of the loss that a variant's backward gets
 _FLOOR = 1e-3  # gradients below this share of the largest are compared with that share of it
 
@@ -117,7 +118,7 @@ def _planned(setting: Setting, model: nn.Module) -> Planned:
 
 def _points(setting: Setting) -> list[dict[str, int]]:
     batched = any("batch" in text for text in setting.inputs.values())
-    return [{**sizes, **({BATCH: SAMPLES} if batched else {})} for sizes in setting.sizes]
+    return [{**sizes, **({BATCH: setting.samples} if batched else {})} for sizes in setting.sizes]
 
 
 def _degrees(setting: Setting, planned: Planned, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -134,7 +135,8 @@ def plain_outcome(
     for alike in (False, True):
         with KnownDraws(alike), torch.enable_grad():
             loss = model(**data)
-            gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+            with RightKernels():
+                gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
         found.append(LossAndGradients(loss.detach(), dict(zip(wanted, gradients, strict=True))))
     return found[0], found[1]
 

@@ -124,8 +124,11 @@ def draw(
         value = torch.rand(shape, generator=generator, dtype=torch.float64)
         if "mask" in name or spec.dtype == torch.bool:
             value = value < 0.8 if wide else torch.ones(shape, dtype=torch.bool)
-            if kind == "wide" and value.ndim > 1 and len(value) > 1:
-                value[-1] = False
+            if kind == "wide" and value.ndim > 1:
+                if len(value) > 1:
+                    value[-1] = False
+                else:  # of a lone sample so few are drawn that by chance none is hidden
+                    value[..., value.shape[-1] // 2] = False
             if value.ndim:
                 value[..., 0] = True
         elif spec.dtype.is_floating_point or spec.dtype.is_complex:
