@@ -25,6 +25,7 @@ class Scaled(nn.Module):
 
 def steps(compiled, samples=2, **options):
     data = [{"x": torch.randn(6, 4)} for _ in range(samples)]
+    options["loss_depends_on"] = ("micro_batch", "padding")  # the largest of all
     return dcpc.DataLoader(data, compiled, tokens_per_step=99, pad={"x": 0.0}, **options)
 
 

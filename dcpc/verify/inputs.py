@@ -102,6 +102,21 @@ def _length(user: fx.Node, index: fx.Node, program: Program) -> int | None:
     return int(size) if size.is_Integer and size > 1 else None
 
 
+def counts(inputs: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns how much a micro-batch counts by each `weight=` that can be named, by its text.
+
+    Args:
+        inputs: of the micro-batch, by name.
+    """
+    found = {}
+    for name, x in inputs.items():
+        if x.ndim > 1 and not x.is_floating_point() and x.dtype != torch.bool:
+            labels = x.long() != -100
+            found[repr(name)] = float(labels.sum())
+            found[f"dcpc.CountLabels({name!r}, shift=1)"] = float(labels[..., 1:].sum())
+    return found
+
+
 def draw(
     program: Program, buckets: Buckets, sizes: Mapping[str, int], kind: str, device: torch.device
 ) -> dict[str, Tensor]:

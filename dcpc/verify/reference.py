@@ -20,6 +20,7 @@ from dcpc.trace.loss import Loss, find_outputs, one_number, returned
 from dcpc.verify.draws import KnownDraws
 from dcpc.verify.exactness import Gradients
 from dcpc.verify.float64 import float64_throughout
+from dcpc.verify.points import Point
 from dcpc.verify.replay import RightKernels
 
 # Runs of the plain model at each of two sizes of what its ops' results are moved by, and how many
@@ -27,6 +28,12 @@ from dcpc.verify.replay import RightKernels
 RUNS, FINER = 3, 16
 
 Gaps = dict[str, float]
+
+# Losses that differ by less are alike: relative to the largest of them, and at all (a loss that is
+# 0 but for rounding has no digit that counts). In float64 the first leaves room for an op of the
+# user's that computes in float32 inside; in other dtypes for other kernels at other batches.
+WIDE_LIMITS = (1e-6, 1e-12)
+LEAST_LIMIT, ROUNDINGS = 1e-3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,35 @@ class LossAndGradients:
         """Whether loss and gradients are numbers."""
         values = [self.loss, *(g for g in self.gradients.values() if g is not None)]
         return all(bool(v.isfinite().all()) for v in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the plain model said of some inputs.
+
+    Attributes:
+        point: their lengths.
+        losses: one each.
+        inputs: of each.
+        eps: rounding of the dtype in which they were computed; None: float64 throughout.
+    """
+
+    point: Point
+    losses: tuple[float, ...]
+    inputs: tuple[Mapping[str, Tensor], ...]
+    eps: float | None
+
+    def apart(self, a: float, b: float) -> float:
+        """Returns how far two numbers made of the losses are apart, beside the largest of all.
+
+        0.0 where that may be rounding.
+        """
+        scale, apart = max(map(abs, (a, b, *self.losses))), abs(a - b)
+        share, least = WIDE_LIMITS
+        if self.eps is not None:
+            least = ROUNDINGS * self.eps
+            share = max(LEAST_LIMIT, least)
+        return apart / scale if apart > max(share * scale, least) else 0.0
 
 
 def widened(tensor: Tensor, wide: bool) -> Tensor:

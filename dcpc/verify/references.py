@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Buckets
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import Traced
+from dcpc.verify.compare import lowest
 from dcpc.verify.inputs import KINDS, draw
 from dcpc.verify.points import Budget, Point, points
 from dcpc.verify.reference import (
+    Asked,
     LossAndGradients,
     Nudged,
     gaps_of,
@@ -53,27 +55,6 @@ class Reference:
     outcome: LossAndGradients
     wide: bool
     alike: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the plain model said of some inputs.
-
-    Attributes:
-        point: their lengths.
-        losses: one each.
-        inputs: of each.
-        wide: whether in float64 throughout.
-    """
-
-    point: Point
-    losses: tuple[float, ...]
-    inputs: tuple[Inputs, ...]
-    wide: bool
-
-    def differs(self, a: float, b: float) -> bool:
-        """Whether two losses differ by more than rounding."""
-        return abs(a - b) > (1e-9 if self.wide else 1e-3) * max(abs(a), abs(b), 1e-12)
 
 
 def _filled(x: Tensor, shape: tuple[int, ...], value: int | float) -> Tensor:
@@ -297,7 +278,8 @@ class References:
                     said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
                     continue
                 if all(map(math.isfinite, losses)):
-                    return Asked(Point(sizes), tuple(losses), tuple(given), wide)
+                    eps = None if wide else torch.finfo(lowest(traced.program)).eps
+                    return Asked(Point(sizes), tuple(losses), tuple(given), eps)
         return said or "its loss is no number"
 
     def _loss(self, inputs: Mapping[str, Tensor], wide: bool) -> float:

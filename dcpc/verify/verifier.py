@@ -11,7 +11,7 @@ small sizes; the ranks of a group are run in this process, one step at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ from dcpc.plan.runnable import RewrittenCall, Runnable
 from dcpc.plan.traced import Traced
 from dcpc.verify.compare import Make, lowest
 from dcpc.verify.comparisons import Comparisons
+from dcpc.verify.inputs import counts
 from dcpc.verify.points import Point
 from dcpc.verify.references import LEAST_S, Inputs, References
 
@@ -36,6 +37,12 @@ SHARE = 0.07
 def _longest(buckets: Buckets) -> int:
     """Returns the number of positions of the longest bucket."""
     return max(math.prod(size for _, size in bucket.shape_key) for bucket in buckets)
+
+
+def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """Returns the mean of losses by weight; 0.0 where nothing counts."""
+    total = sum(weights)
+    return sum(w * x for w, x in zip(weights, losses, strict=True)) / (total or 1.0)
 
 
 class Verifier:
@@ -159,7 +166,7 @@ class Verifier:
                 "know that they are"
             )
         short, filled = found.losses
-        if found.differs(short, filled):
+        if found.apart(short, filled):
             return DispatchError(
                 f"evaluate: got pad={dict(pad)}, which changes the loss at {found.point} from "
                 f"{short:g} "
@@ -173,11 +180,11 @@ class Verifier:
 
     def division_problems(
         self, weigh: Callable[[Mapping[str, Tensor]], float] | None, pad: Mapping[str, int | float]
-    ) -> tuple[str, ...]:
-        """Returns why a step's loss would hang on its micro-batches, or on padding; nothing: no.
+    ) -> Mapping[str, str]:
+        """Returns what a sample's loss depends on besides the sample, each with why.
 
-        Looked up with the plain model, on a few drawn samples. Where it cannot be asked nothing is
-        said.
+        "micro_batch": on who shares its micro-batch, "padding": on its bucket. Looked up with the
+        plain model, on a few drawn samples. Where it cannot be asked nothing is said.
 
         Args:
             weigh: of a micro-batch's inputs; None: by its samples.
@@ -185,9 +192,10 @@ class Verifier:
         """
         mine, traced = self.references.groups[0]
         if self.mode == "off" or BATCH not in mine.names or not self.references.fits():
-            return ()
-        problem = self._of_halves(traced, weigh, pad)
-        return tuple(filter(None, (problem, self._of_padding(traced, mine, pad))))
+            return {}
+        halves = self._of_halves(traced, weigh, pad)
+        found = {"micro_batch": halves, "padding": self._of_padding(traced, mine, pad)}
+        return {name: text for name, text in found.items() if text}
 
     def _of_halves(
         self,
@@ -203,17 +211,23 @@ class Verifier:
             weights = [1.0 if weigh is None else float(weigh(x)) for x in found.inputs[1:]]
         except Exception:  # a user's function may be for real samples alone
             return ""
-        total = sum(weights)
-        mean = sum(w * loss for w, loss in zip(weights, halves, strict=True)) / (total or 1.0)
-        if not total or not found.differs(whole, mean):
+        mean = _mean(halves, weights)
+        apart = found.apart(whole, mean)
+        if not any(weights) or not apart:
             return ""
+        of_halves = [{"'samples'": 1.0, **counts(x)} for x in found.inputs[1:]]
+        named = {w: _mean(halves, [own[w] for own in of_halves]) for w in of_halves[0]}
+        right = next((w for w, other in named.items() if not found.apart(whole, other)), "")
+        advice = (
+            f"pass weight={right}, which is what it is a mean over there"
+            if right
+            else "pass the weight that the loss is a mean over, or make a sum a mean"
+        )
         return (
-            f"got a loss of {whole:g} of the samples of {found.point}, and {mean:g} as the mean of "
-            "its halves by weight=; expected the same: a step adds up its micro-batches by weight, "
-            "and the plan says how many there are, so loss and gradient hang on the plan. Pass the "
-            "weight that the loss is a mean over: weight='labels' counts labels that are not -100, "
-            "dcpc.CountLabels('labels', shift=1) those of transformers' decoders. Make a sum a "
-            "mean. What joins samples (a contrastive loss, a batch norm) sees its micro-batch alone"
+            f"got a loss of {whole:g} of drawn samples at {found.point}, and {mean:g} as the mean "
+            f"of their halves by weight= (relative difference {apart:.1e}); expected the same, as "
+            "a step adds up its micro-batches by weight, and the plan says which samples share "
+            f"one; {advice}; a loss that joins samples (contrastive, a batch norm)"
         )
 
     def packing_problem(
@@ -246,15 +260,17 @@ class Verifier:
             return ""
         (of_rows, whole), *alone = zip(filter(None, weights), found.losses, strict=True)
         total = sum(weight for weight, _ in alone)
-        mean = sum(weight * loss for weight, loss in alone) / (total or 1.0)
-        if abs(of_rows - total) <= 1e-6 * total and not found.differs(whole, mean):
+        mean = _mean([loss for _, loss in alone], [weight for weight, _ in alone])
+        apart = found.apart(whole, mean)
+        if abs(of_rows - total) <= 1e-6 * total and not apart:
             return ""
         return (
-            f"got a loss of {whole:g} and a weight of {of_rows:g} of two packed rows of "
+            f"got a loss of {whole:g} and a weight of {of_rows:g} of two drawn packed rows at "
             f"{found.point}, and a mean of {mean:g} and a weight of {total:g} of their sequences, "
-            "each alone; expected the same: else loss and gradient hang on which sequences share a "
-            "row. Make the loss a mean over all that weight= counts in a micro-batch and over "
-            "nothing else (no padding, no ignored labels, no means of rows), or leave packing= out"
+            f"each alone (relative difference of the losses {apart:.1e}); expected the same for "
+            "all ways to share out sequences over rows; make the loss a mean over all that weight= "
+            "counts in a micro-batch and over nothing else (no padding, no ignored labels, no "
+            "means of rows), or leave packing= out; a loss that is something else"
         )
 
     def _of_padding(self, traced: Traced, mine: Buckets, pad: Mapping[str, int | float]) -> str:
@@ -264,14 +280,18 @@ class Verifier:
                 have.setdefault(dim.name or "", set()).add(name)
         names = [d for d, inputs in have.items() if d not in ("", BATCH) and inputs <= pad.keys()]
         found = self.references.padded(traced, names, pad) if names else ""
-        if isinstance(found, str) or not found.differs(*found.losses):
+        if isinstance(found, str):
             return ""
         short, filled = found.losses
+        apart = found.apart(short, filled)
+        if not apart:
+            return ""
         return (
-            f"got pad={dict(pad)}, which changes the loss at {found.point} from {short:g} to "
-            f"{filled:g} where {', '.join(names)} is padded to twice that; expected values that "
-            "the model and its loss ignore (a mask of 0, -100 for labels): else a sample's loss "
-            "hangs on its bucket; pass these, or lengths that need no padding"
+            f"got pad={dict(pad)}, which changes the loss of drawn samples at {found.point} from "
+            f"{short:g} to {filled:g} where {', '.join(names)} is padded to twice that (relative "
+            f"difference {apart:.1e}); expected values that the model and its loss ignore (a mask "
+            "of 0, -100 for labels), so that a sample's loss is the same in all buckets; pass "
+            "these, or leave pad= out for samples of the buckets' own lengths; a loss that changes"
         )
 
     def built(

@@ -34,8 +34,8 @@ class FakeCompiled:
     def value_ranges(self) -> Mapping[Bucket, Mapping[str, tuple[ValueRange, ...]]]:
         return {}
 
-    def division_problems(self, weigh: object, pad: object) -> tuple[str, ...]:
-        return ()
+    def division_problems(self, weigh: object, pad: object) -> Mapping[str, str]:
+        return {}
 
     def packing_problem(self, cases: object, weigh: object) -> str:
         return ""

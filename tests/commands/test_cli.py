@@ -182,7 +182,7 @@ def test_replay_takes_the_options_that_the_model_was_compiled_with(folder):
     )  # fmt: skip
     data = [{"input_ids": torch.ones(20, dtype=torch.int64), "labels": torch.ones(20).long()}] * 4
     pad = {"input_ids": 0, "labels": -100}
-    loader = dcpc.DataLoader(data, compiled, tokens_per_step=80, pad=pad)
+    loader = dcpc.DataLoader(data, compiled, tokens_per_step=80, pad=pad, weight="labels")
     loader.save_plan(next(iter(loader)), "step.json")
 
     def replayed(*options):

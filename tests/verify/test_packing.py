@@ -1,12 +1,11 @@
-"""A loss of packed rows that is not the mean of their sequences' losses is warned of."""
-
-import warnings
+"""A loss of packed rows that is not the mean of their sequences' losses is refused."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import dcpc
+from dcpc.errors import DataError
 from tests.cases.packed_models import NUMBERS, POSITIONS, Documents, Sequences, transformers_model
 
 
@@ -35,15 +34,17 @@ class Losses(Documents):
         return (each * (1 + each.detach())).sum() / count
 
 
-def said(model, inputs, packing, verify="auto", weight="labels", pad=None):
+def said(model, inputs, packing, verify="auto", weight="labels", pad=None, **options):
     buckets = dcpc.Buckets(inputs=inputs, sizes=[{"seq": 12}, {"seq": 41}])
     compiled = dcpc.compile(model, buckets, backend="eager", memory=1e9, verify=verify)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    try:
         dcpc.DataLoader(
-            Sequences([3, 5]), compiled, tokens_per_step=64, packing=packing, weight=weight, pad=pad
-        )
-    return [str(each.message) for each in found]
+            Sequences([3, 5]), compiled, tokens_per_step=64, packing=packing, weight=weight,
+            pad=pad, **options
+        )  # fmt: skip
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -51,21 +52,23 @@ def said(model, inputs, packing, verify="auto", weight="labels", pad=None):
     ["mean over padding", "a power of the mean", "more that is not weighed", "counts what it drops",
      "of one micro-batch"],
 )  # fmt: skip
-def test_a_loss_that_hangs_on_who_shares_a_row_is_told(kind):
-    (text,) = said(Losses(kind), NUMBERS, "segment_ids")
-    assert "of two packed rows of {" in text
-    assert said(Losses(kind), NUMBERS, "segment_ids", verify="off") == []
+def test_a_loss_that_hangs_on_who_shares_a_row_is_refused(kind):
+    text = said(Losses(kind), NUMBERS, "segment_ids")
+    assert "of two drawn packed rows at {" in text
+    assert "is trained as it is with loss_depends_on='row'" in text
+    for options in ({"verify": "off"}, {"loss_depends_on": ["row"]}):
+        assert said(Losses(kind), NUMBERS, "segment_ids", **options) == ""
 
 
 def test_a_mean_over_labels_is_not():
-    assert said(Losses("focal"), NUMBERS, "segment_ids") == []
-    assert said(transformers_model("llama"), POSITIONS, True) == []
+    assert said(Losses("focal"), NUMBERS, "segment_ids") == ""
+    assert said(transformers_model("llama"), POSITIONS, True) == ""
 
 
-def test_a_weight_that_is_not_what_the_loss_divides_by_is_told():
+def test_a_weight_that_is_not_what_the_loss_divides_by_is_refused():
     def tokens(inputs):
         return float(torch.ones_like(inputs["labels"]).sum())
 
     pad = {"input_ids": 0, "labels": -100}
-    (text,) = said(Losses("focal"), NUMBERS, "segment_ids", weight=tokens, pad=pad)
-    assert "a weight of 24 of two packed rows of {seq: 12" in text
+    text = said(Losses("focal"), NUMBERS, "segment_ids", weight=tokens, pad=pad)
+    assert "a weight of 24 of two drawn packed rows at {seq: 12" in text

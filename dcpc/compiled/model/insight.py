@@ -92,8 +92,8 @@ class ModelInsight(SavedModel):
 
     def division_problems(
         self, weigh: Callable[[Mapping[str, Tensor]], float] | None, pad: Mapping[str, int | float]
-    ) -> tuple[str, ...]:
-        """Returns why a step's loss hangs on its micro-batches, or on padding; see `verify/`.
+    ) -> Mapping[str, str]:
+        """Returns what a sample's loss depends on besides the sample, each with why; see `verify/`.
 
         Args:
             weigh: of a micro-batch's inputs; None: its samples.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dcpc.errors import DataError
 from dcpc.runtime.data.steps import Step
@@ -106,6 +106,18 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         named = " or ".join(map(repr, choices))
         raise DataError(f"{name}=: got {value!r}; expected {named}; choose one")
+
+
+def check_choices(name: str, value: object, choices: Sequence[str]) -> tuple[str, ...]:
+    """Returns some of a few names, of which one may be given alone.
+
+    Raises:
+        DataError: with the name of the argument.
+    """
+    given = (value,) if isinstance(value, str) or not isinstance(value, Collection) else [*value]
+    for each in given:
+        check_choice(name, each, choices)
+    return tuple(map(str, given))
 
 
 def check_seconds(name: str, value: object) -> None:

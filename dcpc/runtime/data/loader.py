@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from dcpc.runtime.data.arguments import (
     check_step_size,
 )
 from dcpc.runtime.data.cuts import PlannedBatch, Recipe, count_steps, cut_epoch, padding_advice
-from dcpc.runtime.data.making import StepMaker
+from dcpc.runtime.data.making import StepMaker, agreed_maker
 from dcpc.runtime.data.progress import Order, Progress, State
 from dcpc.runtime.data.samples import Dataset
 from dcpc.runtime.data.steps import Step
@@ -81,8 +81,9 @@ class DataLoader:
         lookahead: int = 1,
         plan_timeout_s: float | None = None,
         check_values: bool = True,
+        loss_depends_on: str | Collection[str] = (),
     ) -> None:
-        """Checks the arguments; loads nothing yet.
+        """Checks the arguments; loads nothing yet. Collective over all ranks.
 
         Args:
             dataset: `len()` and `[i]` -> one tensor for each input, without the `batch` dim. If it
@@ -126,10 +127,14 @@ class DataLoader:
             check_values: refuse samples with numbers that the model has no row of an embedding or
                 no class for, and with NaN, when a step is made: in the loader's thread, so that no
                 step waits for it. False: torch finds out, or the loss is NaN.
+            loss_depends_on: what the loss of a sample may depend on besides the sample, some of
+                "micro_batch" (a loss that joins samples), "padding" and "row" (of `packing`). Else
+                the plain model is asked about a few drawn samples, and what changes its loss is an
+                error, as loss and gradients would follow from the plan.
 
         Raises:
-            DataError: an argument is wrong, the dataset is empty, or the model would mix sequences
-                that are packed.
+            DataError: an argument is wrong, the dataset is empty, the model would mix sequences
+                that are packed, or the loss of a sample depends on more; on all ranks alike.
             PlanError: a bucket has no setting that fits.
         """
         check_compiled(compiled)
@@ -173,9 +178,8 @@ class DataLoader:
         self.recipe = Recipe(most, window, mode, allowed, bool(packing), by_samples, planner)
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
-        self._maker = StepMaker(
-            dataset, compiled, packing, weight, pad, check_values, pad_to_longer
-        )
+        arguments = packing, weight, pad, check_values, pad_to_longer, loss_depends_on
+        self._maker = agreed_maker(groups, partial(StepMaker, dataset, compiled, *arguments))
         self._progress = Progress(len(self._maker.samples), seed, shuffle, order)
         self._skipped: tuple[int, ...] = ()
         self._name = f"{groups.number('loader')}"

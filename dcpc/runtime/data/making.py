@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch
 
 from dcpc.buckets import BATCH, Bucket
 from dcpc.errors import DataError, DcpcError
+from dcpc.runtime.data.arguments import check_choices
 from dcpc.runtime.data.cuts import PlannedBatch
 from dcpc.runtime.data.packing import RowMaker
 from dcpc.runtime.data.samples import Dataset, Samples
 from dcpc.runtime.data.steps import MicroBatch, Step, pinned
 from dcpc.runtime.data.weights import Weight, weighed, weight_function
+from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan
 from dcpc.runtime.planner.protocol import Compiled
 from dcpc.runtime.values import not_numbers, out_of_range
+
+# What a loss may depend on besides its samples, where `loss_depends_on=` says so.
+DEPENDS_ON = ("micro_batch", "padding", "row")
+
+
+def agreed_maker(groups: Groups, make: Callable[[], StepMaker]) -> StepMaker:
+    """Returns what makes steps, once all ranks have one.
+
+    Raises:
+        DcpcError: on every rank, of the first one that cannot make it.
+    """
+    made: StepMaker | None = None
+    problem: DcpcError | None = None
+    try:
+        made = make()
+    except DcpcError as error:
+        problem = error
+    agree(groups, groups.world, "DataLoader", "", problem)
+    assert made is not None, "no rank has a problem"
+    return made
 
 
 class StepMaker:
@@ -36,12 +58,17 @@ class StepMaker:
         pad: Mapping[str, int | float] | None,
         check_values: bool,
         pads_longer: bool,
+        loss_depends_on: str | Collection[str] = (),
     ) -> None:
         """Checks the arguments against the model; they are the loader's.
 
+        Rank 0 alone asks the model about its loss.
+
         Raises:
-            DataError: an argument is wrong, or the model would mix sequences that are packed.
+            DataError: an argument is wrong, the model would mix sequences that are packed, or a
+                sample's loss depends on more than the sample.
         """
+        allowed = check_choices("loss_depends_on", loss_depends_on, DEPENDS_ON)
         buckets = compiled.buckets
         self._inputs = buckets.inputs
         self._rows = RowMaker(buckets, packing, compiled.packable, weight, pad) if packing else None
@@ -49,21 +76,25 @@ class StepMaker:
         self.samples = Samples(dataset, given, pad)
         self._weigh = weight_function(weight, buckets.inputs)
         if compiled.groups.rank == 0:
-            for problem in self._problems(compiled, pad or {}):
-                warnings.warn(f"DataLoader(weight={weight!r}): {problem}", stacklevel=3)
+            for name, problem in self._dependences(compiled, pad or {}).items():
+                if name not in allowed:
+                    raise DataError(
+                        f"DataLoader(weight={weight!r}): {problem} is trained as it is with "
+                        f"loss_depends_on='{name}'"
+                    )
         self._rank, self._device = compiled.groups.rank, compiled.groups.device
         self._pads_longer = pads_longer
         self._alone = compiled.groups.control(compiled.groups.world) is None
         self._ranges = compiled.value_ranges if check_values else None
 
-    def _problems(self, compiled: Compiled, pad: Mapping[str, int | float]) -> tuple[str, ...]:
-        """What the plain model says of its loss: it hangs on how samples are put together."""
+    def _dependences(self, compiled: Compiled, pad: Mapping[str, int | float]) -> Mapping[str, str]:
+        """What a sample's loss depends on besides the sample, each with what the model says."""
         rows, weigh = self._rows, self._weigh
         if rows is None:
             return compiled.division_problems(weigh, pad)
         assert weigh is not None, "a row has any number of samples"
         problem = compiled.packing_problem(rows.examples, lambda x: weigh(rows.counted(x)))
-        return (problem,) if problem else ()
+        return {"row": problem} if problem else {}
 
     def step(
         self, epoch: int, cut: PlannedBatch, again: Callable[[StepPlan], PlannedBatch]

@@ -56,8 +56,8 @@ class Compiled(Source, Protocol):
 
     def division_problems(
         self, weigh: Callable[[Mapping[str, Tensor]], float] | None, pad: Mapping[str, int | float]
-    ) -> tuple[str, ...]:
-        """Returns why a step's loss hangs on its micro-batches, or on padding."""
+    ) -> Mapping[str, str]:
+        """Returns what a sample's loss depends on besides the sample, each with why."""
 
     def packing_problem(
         self,

@@ -138,6 +138,7 @@ DATA = {
         _loader("packing without marks", packing=True),
         _loader("a weight of no input", weight="x"),
         _loader("a weight that cannot be called", weight=3),
+        _loader("an unknown loss_depends_on=", loss_depends_on="batch"),
         _loader("an unknown on_too_long", on_too_long="cut"),
         _loader("lookahead below 0", lookahead=-1),
         _loader("a time limit below 0", plan_timeout_s=-1),

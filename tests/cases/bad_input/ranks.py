@@ -82,6 +82,12 @@ def _infinite(ground: Ground, rank: int) -> None:
         ground.compiled.train_step(next(iter(ground.loader())))
 
 
+def _no_mean(ground: Ground, rank: int) -> None:
+    torch.manual_seed(0)
+    compiled = dcpc.compile(Model(), buckets(), **(QUICK | {"verify": "auto"}))
+    dcpc.DataLoader(samples(), compiled, tokens_per_step=32, pad={"ids": 0, "labels": -100})
+
+
 def _wide() -> Model:
     return Model(16)
 
@@ -118,9 +124,10 @@ RANKS = (
     Kind("another seed on a rank", DataError, _data(lambda rank: None, seed=(0, 1))),
     Kind("another size of steps on a rank", DataError,
          _data(lambda rank: None, tokens_per_step=(24, 32))),
+    Kind("a loss that is no mean over samples", DataError, _no_mean, late=True),
     Kind("an id beyond the vocabulary on a rank", DataError,
          _data(_bad_on_last({"ids": torch.full((8,), 17)} | {"labels": torch.zeros(8).long()}),
-               pad={"ids": 0, "labels": -100})),
+               pad={"ids": 0, "labels": -100}, weight="labels")),
     Kind("a dataset that raises on a rank", DataError,
          _data(lambda rank: samples() if rank == 0 else Fails(samples()))),
     Kind("a sample that is wrong on all ranks", DataError,
