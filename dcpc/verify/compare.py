@@ -313,9 +313,3 @@ def is_broken(lowering: LoweredPair, integers: Mapping[str, int]) -> bool:
     """Whether graphs are not for some sizes."""
     sizes = {i.symbol: integers[i.name] for i in lowering.lowered.integers}
     return bool(broken_guards(lowering.joint.guards, sizes))
-
-
-def lowest(program: Program) -> torch.dtype:
-    """Returns the floating dtype of a program that rounds most."""
-    found = {i.dtype for i in program.info.values() if i.dtype.is_floating_point}
-    return max(found, key=lambda dtype: torch.finfo(dtype).eps)

@@ -30,12 +30,12 @@ from dcpc.verify.compare import (
     error_of,
     is_broken,
     known_run,
-    lowest,
     own_error,
     runs_own_kernels,
 )
 from dcpc.verify.culprit import first_difference, reader
 from dcpc.verify.draws import KnownParts
+from dcpc.verify.inputs import lowest
 from dcpc.verify.points import Point
 from dcpc.verify.reference import LossAndGradients
 from dcpc.verify.references import Reference, References

@@ -159,3 +159,9 @@ def draw(
                 value.view(-1)[1 + place :: SPECIAL_SHARE + place] = number
         found[name] = value.to(spec.dtype).to(device)
     return found
+
+
+def lowest(program: Program) -> torch.dtype:
+    """Returns the floating dtype of a program that rounds most."""
+    found = {i.dtype for i in program.info.values() if i.dtype.is_floating_point}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps)

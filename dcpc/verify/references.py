@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Buckets
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import Traced
-from dcpc.verify.compare import lowest
-from dcpc.verify.inputs import KINDS, draw
+from dcpc.verify.inputs import KINDS, draw, lowest
 from dcpc.verify.points import Budget, Point, points
 from dcpc.verify.reference import (
     Asked,

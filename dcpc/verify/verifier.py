@@ -23,9 +23,9 @@ from dcpc.ir import Partition, Placement
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import RewrittenCall, Runnable
 from dcpc.plan.traced import Traced
-from dcpc.verify.compare import Make, lowest
+from dcpc.verify.compare import Make
 from dcpc.verify.comparisons import Comparisons
-from dcpc.verify.inputs import counts
+from dcpc.verify.inputs import counts, lowest
 from dcpc.verify.points import Point
 from dcpc.verify.references import LEAST_S, Inputs, References
 
