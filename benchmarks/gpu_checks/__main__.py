@@ -19,7 +19,7 @@ import torch
 from benchmarks import harness
 from benchmarks.gpu_checks.page import counted, write
 from benchmarks.gpu_checks.rows import Setting
-from benchmarks.gpu_checks.runner import STEPS, Asked, be_step, run_steps
+from benchmarks.gpu_checks.runner import SLOWER, STEPS, Asked, be_step, run_steps
 
 LIMIT_S = 660.0
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "numpy")
@@ -35,9 +35,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--only", metavar="NAME,...", help=f"steps: {names}")
     p.add_argument(
         "--no-numbers", action="store_true",
-        help="compare and measure nothing, tiny models: for a stub of a GPU (tests/gpu_stub)",
+        help="compare bytes alone, measure nothing: for a stub of a GPU (tests/gpu_stub)",
     )  # fmt: skip
-    p.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds of all steps together")
+    p.add_argument(
+        "--limit-s", type=float,
+        help=f"seconds of all steps together: {LIMIT_S:g}, {SLOWER} times that on a CPU or a stub",
+    )  # fmt: skip
     p.add_argument("--jobs", type=int, help="steps that time nothing beside each other")
     p.add_argument("--commit", help="of the tree, where git is not at hand")
     p.add_argument("--page", type=Path, metavar="FILE", help="write a run's JSON into the page")
@@ -91,23 +94,18 @@ def _asked(args: argparse.Namespace) -> Asked:
     small = args.device == "cpu" or args.no_numbers
     cores = len(os.sched_getaffinity(0))
     jobs = args.jobs or max(1, min(6, cores // 2))
-    return Asked(tuple(arguments), jobs, args.limit_s, bounds=not small)
+    slower = SLOWER if small else 1
+    return Asked(tuple(arguments), jobs, args.limit_s or slower * LIMIT_S, slower)
 
 
 def _be(args: argparse.Namespace) -> None:
     """Runs one step in this process."""
     warnings.simplefilter("ignore")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    if args.no_numbers:
-        # No stub has cuDNN: convolutions and the plain model's attention take torch's own.
-        torch.backends.cudnn.enabled = False
-        torch.backends.cuda.enable_cudnn_sdp(False)
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     step = next(step for step in STEPS if step.name == args.step)
-    be_step(step, Setting(device, args.quick, not args.no_numbers), args.rows)
+    setting = Setting(device, args.quick, not args.no_numbers)
+    setting.choose_kernels()
+    be_step(step, setting, args.rows)
 
 
 def _report(args: argparse.Namespace) -> dict[str, Any]:

@@ -50,6 +50,11 @@ class Machine:
         return "auto" if self._gpu else "cpu"
 
     @property
+    def allocator(self) -> str:
+        """Whose bytes a peak is of."""
+        return "CUDA's allocator" if self._gpu else "the CPU's allocations"
+
+    @property
     def _gpu(self) -> bool:
         return self.device.type == "cuda"
 

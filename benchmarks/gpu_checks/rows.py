@@ -29,7 +29,8 @@ class Setting:
     Attributes:
         device: the CPU, or the first GPU.
         quick: whether fewer sizes are run.
-        numbers: whether numbers are compared and measured; a stub of a GPU computes none.
+        numbers: whether numbers are compared and measured; a stub of a GPU computes none, but its
+            bytes are those of a GPU.
     """
 
     device: torch.device
@@ -53,9 +54,22 @@ class Setting:
             return (torch.float32,)
         return (torch.float32, torch.bfloat16)
 
-    def judged(self, check: str, ok: bool, **figures: Any) -> Row:
-        """Returns the row of a comparison."""
+    def choose_kernels(self) -> None:
+        """Has this process run the kernels that are checked; ranks and steps each call it."""
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        if self.device.type == "cpu":
+            torch.set_num_threads(1)
+        else:
+            torch.cuda.set_device(self.device)
         if not self.numbers:
+            # No stub has cuDNN: convolutions and the plain model's attention take torch's own.
+            torch.backends.cudnn.enabled = False
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def judged(self, check: str, ok: bool, *, of_bytes: bool = False, **figures: Any) -> Row:
+        """Returns the row of a comparison; one of bytes is made without numbers, too."""
+        if not self.numbers and not of_bytes:
             return {"check": check, "status": "ran"}
         return {"check": check, "status": "passed" if ok else "failed", **figures}
 

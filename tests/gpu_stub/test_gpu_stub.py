@@ -5,17 +5,12 @@ gradients that are missing; numbers are not compared, as there are none.
 """
 
 import json
-import os
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.gpu_stub.build import environment
-
-ROOT = Path(__file__).parents[2]
-PYTHON = os.environ.get("GPU_STUB_PYTHON") or str(ROOT / ".venv-torch2.14.1" / "bin" / "python")
+from tests.gpu_stub.run import PYTHON, ROOT, card
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,13 +20,6 @@ pytestmark = [
         "there, make gpu-stub GPU_STUB_PYTHON=/path/to/python takes one that is at hand",
     ),
 ]
-
-
-@cache
-def card() -> dict[str, str]:
-    """Returns the environment in which torch sees the card."""
-    made = environment(PYTHON, ROOT / "build" / "gpu_stub")
-    return made | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def run(folder: Path, *command: str) -> str:
@@ -55,7 +43,8 @@ def checked(folder: Path, *steps: str) -> dict[str, list[dict]]:
     assert report["device"] == "NVIDIA H100 80GB HBM3 (a stub)"
     found = {step["name"]: step["rows"] for step in report["steps"]}
     assert found.keys() == {*steps}
-    assert {row["status"] for rows in found.values() for row in rows} <= {"ran", "not run"}
+    ended = {row["status"] for rows in found.values() for row in rows}
+    assert ended <= {"ran", "passed", "not run"}
     return found
 
 
@@ -86,6 +75,24 @@ def test_variants_of_a_gpt_run_and_inductor_makes_code_for_the_card(tmp_path):
 def test_variants_of_a_video_model_run(tmp_path):
     rows = checked(tmp_path, "exact_stdit")["exact_stdit"]
     assert sum(row["status"] == "ran" for row in rows) == 6
+
+
+def test_two_ranks_train_on_the_card(tmp_path):
+    assert [row["status"] for row in checked(tmp_path, "sp2")["sp2"]] == ["ran"] * 3
+
+
+def test_peaks_of_a_billion_parameters_are_those_of_torchs_allocator(tmp_path):
+    rows = [row for row in checked(tmp_path, "peaks")["peaks"] if "predicted_bytes" in row]
+    assert [row["status"] for row in rows] == ["passed"] * 12  # four lengths, three of recompute
+    for row in rows:  # the allocator cuts blocks of up to 1 MiB more
+        assert row["requested_bytes"] == pytest.approx(row["predicted_bytes"], rel=1e-4)
+
+
+def test_the_other_measurements_run(tmp_path):
+    rows = checked(tmp_path, "pyramid", "compiled")
+    peaks = [row for row in rows["pyramid"] if "predicted_bytes" in row]
+    assert [row["status"] for row in peaks] == ["passed"] * 4
+    assert [row["status"] for row in rows["compiled"]] == ["ran"]
 
 
 def test_mixed_lengths_train_beside_padding_and_packing(tmp_path):
