@@ -60,7 +60,7 @@ def errors(case: str, backend: str = "eager", **options: object) -> dict[str, fl
     for step in loader:
         for optimizer in both:
             optimizer.zero_grad()
-        ids = [i for row in step.rows for i in row]
+        ids = [i for mb in step.plan.micro_batches for i in mb.sample_ids]
         result = compiled.train_step(step)
         expected = alone(plain, data, ids, list(inputs))
         expected.backward()

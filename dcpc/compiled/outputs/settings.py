@@ -89,7 +89,7 @@ class OutputSettings:
     def output_bytes(self, mb: PlannedMicroBatch) -> int:
         """Returns the bytes of what a micro-batch gives back besides its loss."""
         program = self._planned.by_bucket[mb.bucket].traced.program
-        sizes = {**mb.bucket.sizes, BATCH: len(mb.sample_ids)}
+        sizes = {**mb.bucket.sizes, BATCH: mb.batch}
         dims = program.dims(sizes)
         whole = {n: int(program.info[n].size_bytes.subs(dims)) for n in program.outputs[1:]}
         if not program.pieces or mb.sp == 1:

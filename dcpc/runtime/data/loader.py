@@ -317,7 +317,7 @@ class DataLoader:
             check_stages(save_plan=True)
         path = path_of(file, PlanError, "save_plan")
         samples = self._maker.own_buckets(step)
-        PlanFile(step.plan, self.table, self.recipe.allowed, samples).write(path)
+        PlanFile(step.plan.by_rows(step.rows), self.table, self.recipe.allowed, samples).write(path)
 
     def _telling(self, steps: Iterator[T]) -> Iterator[T]:
         """Yields what it is given; tells the other ranks why there is no more."""

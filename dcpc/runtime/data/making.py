@@ -129,7 +129,8 @@ class StepMaker:
 
         A row of packed sequences has that of its micro-batch.
         """
-        placed = {i: mb.bucket for mb in step.plan.micro_batches for i in mb.sample_ids}
+        plan = step.plan.by_rows(step.rows)
+        placed = {i: mb.bucket for mb in plan.micro_batches for i in mb.sample_ids}
         own = {} if step.rows else {i: self.samples.fit(i).bucket for i in placed}
         return tuple((i, own.get(i) or placed[i]) for i in sorted(placed))
 
@@ -145,12 +146,13 @@ class StepMaker:
                 raise
             problem = error
         return Step(
-            epoch, cut.index, plan, made, total, cut.tokens, cut.samples, cut.plan_s, cut.rows,
-            problem,
+            epoch, cut.index, plan.packed(cut.rows), made, total, cut.tokens, cut.samples,
+            cut.plan_s, cut.rows, problem,
         )  # fmt: skip
 
     def _micro_batch(self, cut: PlannedBatch, number: int, mb: PlannedMicroBatch) -> MicroBatch:
         ids = cut.ids([mb.sample_ids])
+        rows = tuple(cut.rows[row] for row in mb.sample_ids) if cut.rows else ()
         if self._rows is None:
             if not self._alone:
                 for i in ids:
@@ -158,7 +160,6 @@ class StepMaker:
                 self.samples.refuse_other(ids, mb.bucket, self._pads_longer)
             inputs = self.samples.collate(ids, mb.bucket)
         else:
-            rows = [cut.rows[row] for row in mb.sample_ids]
             inputs = self._rows.collate(self.samples, rows, mb.bucket)
         self._check_values(inputs, cut, mb)
         weight = float(len(ids)) if self._weigh is None else weighed(self._weigh, inputs, ids)
@@ -172,6 +173,7 @@ class StepMaker:
             micro_batch=mb.micro_batch,
             menu_step=mb.menu_step,
             number=number,
+            rows=rows,
         )
 
     def _check_values(

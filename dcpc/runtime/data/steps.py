@@ -53,6 +53,7 @@ class MicroBatch:
         micro_batch: samples of the row of the plan table that it runs.
         menu_step: steps of recompute that the row takes.
         number: its place in the step's global order.
+        rows: packed: the samples of each row of `inputs`, in the order of the row.
     """
 
     bucket: Bucket
@@ -64,6 +65,7 @@ class MicroBatch:
     micro_batch: int
     menu_step: int
     number: int
+    rows: tuple[tuple[int, ...], ...] = ()
 
     def inputs_on(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Returns the inputs on a device; on a GPU they arrive before what is asked for next.
@@ -88,7 +90,7 @@ class Step:
         tokens: tokens of all ranks' samples, padding left out.
         samples: number of all ranks' samples.
         plan_s: seconds that forming and planning the batch took, on the rank that did.
-        rows: packed: the samples of each row; what the plan calls samples are numbers of rows.
+        rows: packed: the samples of each row of the step; a micro-batch has `rows` of its own.
         problem: why this rank has no micro-batches, such as a sample that is wrong: `train_step`
             raises it on every rank.
         again: plans the same samples again with the table of the moment, and loads what this rank

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dcpc.buckets import Bucket
@@ -41,10 +41,11 @@ class PlannedMicroBatch:
         bucket: shape of the samples.
         sp: number of ranks that share them.
         ranks: these ranks, consecutive.
-        sample_ids: the samples, in order.
+        sample_ids: the samples, in order; packed: those of all rows, one row after the other.
         seconds_s: predicted seconds, forward and backward, on these ranks.
         micro_batch: samples of the row of the plan table that it runs; it may have fewer.
         menu_step: steps of recompute that the row takes.
+        rows: packed: the samples of each row of its tensors, in the order of the row.
     """
 
     bucket: Bucket
@@ -54,6 +55,12 @@ class PlannedMicroBatch:
     seconds_s: float
     micro_batch: int = 0
     menu_step: int = 0
+    rows: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+
+    @property
+    def batch(self) -> int:
+        """Size of the dim `batch` of its tensors: rows where it is packed, else samples."""
+        return len(self.rows or self.sample_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +131,38 @@ class StepPlan:
     @property
     def fingerprint(self) -> str:
         """A short text that is equal for equal plans."""
-        text = f"{self.micro_batches!r}{''.join(self.pipelines)}"
+        rows = [mb.rows for mb in self.micro_batches if mb.rows]
+        text = f"{self.micro_batches!r}{''.join(self.pipelines)}{rows or ''}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def packed(self, rows: Sequence[tuple[int, ...]]) -> StepPlan:
+        """Returns the plan by samples, of one by the numbers of rows; without rows itself.
+
+        Args:
+            rows: the samples of each row.
+        """
+        if not rows:
+            return self
+        found = []
+        for mb in self.micro_batches:
+            own = tuple(rows[number] for number in mb.sample_ids)
+            found.append(replace(mb, sample_ids=tuple(i for row in own for i in row), rows=own))
+        return replace(self, micro_batches=tuple(found))
+
+    def by_rows(self, rows: Sequence[tuple[int, ...]]) -> StepPlan:
+        """Returns the plan by the numbers of rows, as it was before `packed`.
+
+        Args:
+            rows: the samples of each row.
+        """
+        if not rows:
+            return self
+        numbers = {row: number for number, row in enumerate(rows)}
+        found = (
+            replace(mb, sample_ids=tuple(numbers[row] for row in mb.rows), rows=())
+            for mb in self.micro_batches
+        )
+        return replace(self, micro_batches=tuple(found))
 
     def of(self, rank: int) -> tuple[PlannedMicroBatch, ...]:
         """Returns the micro-batches of one rank, in order."""

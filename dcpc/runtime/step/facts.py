@@ -55,9 +55,9 @@ def refuse_different(step: Step, groups: Groups) -> None:
     for at, (most, least) in enumerate(found.t().tolist()):
         if most != -least:
             mb = step.plan.micro_batches[shared[at]]
-            what = f"rows {list(mb.sample_ids)[:8]}" if step.rows else f"{list(mb.sample_ids)[:8]}"
+            ids = list(mb.sample_ids)[:8]
             raise DataError(
-                f"step {step.index} of epoch {step.epoch}, samples {what}: ranks "
+                f"step {step.index} of epoch {step.epoch}, samples {ids}: ranks "
                 f"{','.join(map(str, mb.ranks))} take them together and got different inputs or "
                 "weights; expected the same on each; have the dataset give a sample the same "
                 "values on every rank: draw from a generator seeded by its index and the epoch"

@@ -175,7 +175,7 @@ def _schedule(own: OwnStage, step: Step) -> PipelineSchedule:
 
 def _batch(step: Step, mb: MicroBatch, seed: int, own: OwnStage) -> PipelineBatch:
     """Returns a micro-batch as the executor takes it, on this rank's device."""
-    rows = len(step.plan.micro_batches[mb.number].sample_ids)
+    rows = step.plan.micro_batches[mb.number].batch
     device = own.grid.groups.device
     inputs = mb.inputs_on(device)
     sizes = {**mb.bucket.sizes, BATCH: rows}

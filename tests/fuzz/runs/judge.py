@@ -157,8 +157,7 @@ class Training:
 
     def ids(self, step: Any) -> list[int]:
         """Returns the samples of all ranks."""
-        planned = [i for mb in step.plan.micro_batches for i in mb.sample_ids]
-        return [i for row in planned for i in step.rows[row]] if step.rows else planned
+        return [i for mb in step.plan.micro_batches for i in mb.sample_ids]
 
     def check_step(self, step: Any, ids: list[int], left: list[int]) -> None:
         """Holds a step to what the loader says of steps."""

@@ -47,7 +47,7 @@ def loader_for(lengths=LENGTHS, made=None, **options) -> DataLoader:
 
 
 def trained(step) -> list[int]:
-    return [i for mb in step.plan.micro_batches for row in mb.sample_ids for i in step.rows[row]]
+    return [i for mb in step.plan.micro_batches for i in mb.sample_ids]
 
 
 @settings(deadline=None)
@@ -102,8 +102,8 @@ def test_epoch_has_every_sample_once(lengths, tokens, mode, window):
         assert own <= tokens or step.samples == 1
         assert step.samples == len(trained(step))
         for mb in step.plan.micro_batches:
-            for row in mb.sample_ids:
-                assert sum(lengths[i] for i in step.rows[row]) <= mb.bucket["seq"]
+            assert mb.sample_ids == tuple(i for row in mb.rows for i in row)
+            assert all(sum(lengths[i] for i in row) <= mb.bucket["seq"] for row in mb.rows)
         if mode == "intra":
             assert len({mb.bucket for mb in step.plan.micro_batches}) == 1
 
@@ -124,6 +124,9 @@ def test_rows_begin_anew_with_each_sequence_and_end_in_one_of_padding():
     data = RaggedWithDims([5, 3, 6])
     assert step.rows == ((2, 0, 1),)
     assert mb.samples == (2, 0, 1)
+    (planned,) = step.plan.micro_batches
+    assert (planned.sample_ids, planned.rows, planned.batch) == ((2, 0, 1), step.rows, 1)
+    assert mb.rows == step.rows
     x = {name: value[0] for name, value in mb.inputs.items()}
     ids = torch.cat([data[i]["input_ids"] for i in (2, 0, 1)])
     assert torch.equal(x["input_ids"][:14], ids)
@@ -151,7 +154,7 @@ def test_a_label_is_kept_where_the_model_does_not_shift_and_padding_has_a_number
 def test_tokens_and_padding_are_counted():
     loader = loader_for()
     steps = list(loader)
-    sizes = [len(mb.sample_ids) * mb.bucket["seq"] for s in steps for mb in s.plan.micro_batches]
+    sizes = [mb.batch * mb.bucket["seq"] for s in steps for mb in s.plan.micro_batches]
     stats = loader.stats()
     assert (stats.tokens, stats.padding) == (sum(LENGTHS), sum(sizes) - sum(LENGTHS))
     unpacked = compiled(("input_ids", "labels"))
@@ -165,7 +168,7 @@ def test_a_recorded_plan_is_one_of_rows(tmp_path):
     step = next(iter(loader))
     loader.save_plan(step, tmp_path / "plan.json")
     recorded = PlanFile.read(tmp_path / "plan.json")
-    assert recorded.plan.micro_batches == step.plan.micro_batches
+    assert recorded.plan.packed(step.rows).micro_batches == step.plan.micro_batches
     assert [i for i, _ in recorded.samples] == list(range(len(step.rows)))
 
 
