@@ -31,7 +31,7 @@ from dcpc.trace.loss import by_position
 
 # A bucket, ranks of the group, and samples of a row of the plan table.
 SettingKey = tuple[Bucket, int, int]
-_VariantKey = tuple[Bucket, int, Setting, int, frozenset[int] | None]
+_VariantKey = tuple[Bucket, tuple[tuple[str, int], ...], Setting, int, frozenset[int] | None]
 
 
 class Dispatch:
@@ -41,8 +41,8 @@ class Dispatch:
         store: who holds what of the parameters.
         stats: counts of what has run.
         value_ranges: what ops need of integer inputs, by bucket and input.
-        variants: what runs a bucket, a batch, a setting, a place in the group and a way to gather
-            parameters, with its integers; filled on first use.
+        variants: what runs some lengths of a bucket, a setting, a place in the group and a way to
+            gather parameters, with its integers; filled on first use.
         menu_steps: steps of recompute that take the place of those in a step's plan.
     """
 
@@ -175,6 +175,44 @@ class Dispatch:
         shapes = {n: tuple(t.shape) for n, t in inputs.items()}
         return self._buckets.match(shapes, {n: t.dtype for n, t in inputs.items()})
 
+    def _sizes_of(self, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+        """Returns the length of every dim of a micro-batch: its bucket's, or shorter.
+
+        Raises:
+            DispatchError: the bucket's graphs are not for these lengths.
+        """
+        shapes = {n: tuple(t.shape) for n, t in inputs.items()}
+        sizes = self._buckets.lengths(shapes, {n: t.dtype for n, t in inputs.items()})
+        own = {n: size for n, size in sizes.items() if n != BATCH}
+        if own == dict(mb.bucket.shape_key):
+            return self.match(inputs)[1]
+        if not self.runs_at(mb.bucket, own):
+            raise DispatchError(
+                f"a micro-batch of {mb.bucket}: got {Bucket.of(own)}; expected lengths at which "
+                "the bucket's graphs are right: from those of the smallest bucket on, where the "
+                "trace takes none for granted; pad to the bucket"
+            )
+        return sizes
+
+    def least_lengths(self, bucket: Bucket) -> dict[str, int]:
+        """Returns the shortest length of each dim that the graphs of a bucket are traced for."""
+        runnable = self._planned.by_bucket[bucket]
+        alike = [b for b, other in self._planned.by_bucket.items() if other is runnable]
+        return {name: min(b[name] for b in alike) for name, _ in bucket.shape_key}
+
+    def runs_at(self, bucket: Bucket, sizes: Mapping[str, int]) -> bool:
+        """Whether the graphs of a bucket are right at some lengths.
+
+        Args:
+            bucket: as long in each dim, or longer.
+            sizes: length of each named dim, the batch left out.
+        """
+        if sizes == dict(bucket.shape_key):
+            return True
+        least = self.least_lengths(bucket)
+        within = all(least[n] <= size <= bucket[n] for n, size in sizes.items())
+        return within and self._planned.by_bucket[bucket].traced.program.holds_at(sizes)
+
     def input_problem(self, bucket: Bucket, inputs: Mapping[str, Tensor]) -> DispatchError | None:
         """Returns what is wrong with where inputs are, or with their values; None: nothing.
 
@@ -224,8 +262,8 @@ class Dispatch:
 
     def prepare(self, mb: MicroBatch) -> None:
         """Compiles what a micro-batch needs."""
-        bucket, sizes = self.match(mb.inputs)
-        self._variant(bucket, sizes, self.setting_of(mb), mb.ranks.index(self._groups.rank))
+        sizes = self._sizes_of(mb, mb.inputs)
+        self._variant(mb.bucket, sizes, self.setting_of(mb), mb.ranks.index(self._groups.rank))
 
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
         """Begins a round: what runs from now on gathers again what any of its micro-batches does.
@@ -255,7 +293,7 @@ class Dispatch:
             mb: with its setting and its ranks.
             inputs: of it, on the device.
         """
-        bucket, sizes = self.match(inputs)
+        bucket, sizes = mb.bucket, self._sizes_of(mb, inputs)
         pg = self._groups.over(mb.ranks)
         if pg is not None:
             # Backward follows before the next micro-batch binds the name to its own group.
@@ -407,7 +445,7 @@ class Dispatch:
     ) -> tuple[Variant, tuple[int, ...]]:
         """Returns what runs these sizes with a setting, compiled on first use, and its integers."""
         again = self._gathering
-        key = (bucket, sizes.get(BATCH, 1), setting, place, again)
+        key = (bucket, tuple(sorted(sizes.items())), setting, place, again)
         if key not in self.variants:
             runnable = self._planned.by_bucket[bucket]
             placement = self.placement(bucket, sizes, setting)

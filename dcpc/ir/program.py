@@ -64,6 +64,8 @@ class Program:
             depends on them, what is left of the graph does not.
         notes: what a user should know of it, such as masks that were not recognised, a line each.
         pieces: whether outputs besides the loss stay split over the ranks as they are made.
+        assumptions: relations of the dims that the trace took for granted; it was looked up that
+            the graph is right at every bucket.
     """
 
     gm: fx.GraphModule
@@ -81,6 +83,7 @@ class Program:
     zero_gradients: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     pieces: bool = False
+    assumptions: tuple[sympy.Basic, ...] = ()
 
     @property
     def whole_outputs(self) -> tuple[str, ...]:
@@ -100,6 +103,15 @@ class Program:
     def dims(self, sizes: Sizes) -> dict[sympy.Symbol, int]:
         """Returns symbol -> length; a model without a batch has no symbol for it."""
         return {self.symbols[n]: size for n, size in sizes.items() if n in self.symbols}
+
+    def holds_at(self, sizes: Sizes) -> bool:
+        """Whether all that the trace took for granted is so at some lengths, for any batch.
+
+        Args:
+            sizes: length of each named dim, within the range of the buckets; the batch left out.
+        """
+        dims = {self.symbols[n]: sympy.Integer(s) for n, s in sizes.items() if n in self.symbols}
+        return all(each.subs(dims) == sympy.true for each in self.assumptions)
 
 
 def call_of(node: fx.Node) -> fx.Node:

@@ -11,12 +11,15 @@ from dcpc.codegen import wire_log
 from dcpc.compiled.model.saving import SavedModel
 from dcpc.compiled.tighter import TighterPlans
 from dcpc.errors import DispatchError
-from dcpc.ir import BucketPlan, Packable, Profile, Program, ValueRange
+from dcpc.ir import BucketPlan, Packable, PlanRow, Profile, Program, ValueRange
 from dcpc.passes.masks.packable import packable
 from dcpc.plan.runnable import Runnable
+from dcpc.runtime.planner.own_lengths import OwnLengths
 from dcpc.runtime.planner.speeds import LearnedSpeeds, speeds_line
 from dcpc.runtime.step.stats import Stats
 from dcpc.symbolic_profile import Prediction
+
+_GPU_MULTIPLE = 64  # of a row of tokens: the tiles of matrix products on a GPU
 
 
 class ModelInsight(SavedModel):
@@ -74,6 +77,26 @@ class ModelInsight(SavedModel):
         placement = self._dispatch.placement(bucket, sizes, self._dispatch.setting(bucket))
         priced = self.planned.by_bucket[bucket].priced
         return priced.at(placement).predict(plan.menu_step, sizes)
+
+    def own_lengths(self, multiple: int | None) -> OwnLengths:
+        """Returns at which lengths besides the buckets' the graphs run, and what that saves.
+
+        Args:
+            multiple: what lengths are rounded up to. Default: 64 on a GPU where the inputs have one
+                named dim besides `batch`, else 1.
+        """
+        one = len([n for n in self.buckets.names if n != BATCH]) == 1
+        chosen = multiple or (_GPU_MULTIPLE if one and self.groups.device.type == "cuda" else 1)
+        dispatch = self._dispatch
+        return OwnLengths(dispatch.runs_at, self._seconds_at, dispatch.least_lengths, chosen)
+
+    def _seconds_at(
+        self, bucket: Bucket, row: PlanRow, sizes: Mapping[str, int], count: int
+    ) -> float:
+        """Returns the predicted seconds of some samples of some lengths by a row."""
+        priced = self.planned.by_bucket[bucket].priced
+        placement = priced.placement({**bucket.sizes, BATCH: row.micro_batch}, row.sp)
+        return priced.at(placement).predict(row.menu_step, {**sizes, BATCH: count}).seconds_s
 
     @property
     def packable(self) -> Packable:

@@ -14,6 +14,7 @@ from dcpc.errors import DataError
 from dcpc.runtime.data.packing import pack
 from dcpc.runtime.data.samples import Dims, Fit
 from dcpc.runtime.data.window import Batch, Position, take
+from dcpc.runtime.planner.own_lengths import BatchLengths, OwnLengths
 from dcpc.runtime.planner.plan_file import plan_json, plan_of
 from dcpc.runtime.planner.plans import Mode, StepPlan
 from dcpc.runtime.planner.protocol import BatchPlanner
@@ -41,6 +42,7 @@ class Recipe:
         packs: samples follow each other in rows, which are what is planned.
         by_samples: `most` counts samples.
         planner: plans batches, of a model in stages; None: `plan_step` does.
+        own: micro-batches run at the lengths of their samples; None: at their buckets'.
     """
 
     most: int
@@ -50,17 +52,26 @@ class Recipe:
     packs: bool = False
     by_samples: bool = False
     planner: BatchPlanner | None = None
+    own: OwnLengths | None = None
 
-    def plan(self, samples: Sequence[tuple[int, Bucket]], table: PlanTable) -> StepPlan:
+    def plan(
+        self,
+        samples: Sequence[tuple[int, Bucket]],
+        table: PlanTable,
+        dims: Callable[[int], Dims],
+    ) -> StepPlan:
         """Returns the plan of a batch.
 
         Args:
             samples: id and bucket of each.
             table: the rows to choose from.
+            dims: lengths of a sample, asked for where micro-batches run at those.
         """
         if self.planner is not None:
             return self.planner.plan(samples, table.hash)
-        return plan_step(samples, table, self.mode, self.allowed)
+        own = self.own
+        lengths = None if own is None else BatchLengths(own, {i: dims(i) for i, _ in samples})
+        return plan_step(samples, table, self.mode, self.allowed, lengths)
 
     def take(
         self,
@@ -80,7 +91,7 @@ class Recipe:
         return (
             f"{what}_per_step={self.most}, window={self.window}, mode={self.mode}, "
             f"{self.allowed}, packs={self.packs}"
-        )
+        ) + (f", own lengths, multiples of {self.own.multiple}" if self.own else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +128,7 @@ class PlannedBatch:
         """Tokens of all ranks' micro-batches that are no sample's."""
         micro_batches = self.plan.micro_batches if self.plan else ()
         sizes = (
-            len(mb.sample_ids) * prod(n for _, n in mb.bucket.shape_key) for mb in micro_batches
+            len(mb.sample_ids) * prod(n for _, n in mb.shape.shape_key) for mb in micro_batches
         )
         return sum(sizes) - self.tokens
 
@@ -300,7 +311,7 @@ def _planned(
 ) -> tuple[StepPlan, Rows]:
     """Returns the plan of a batch, and the rows that it is of."""
     if not recipe.packs:
-        return recipe.plan(batch.samples, table), ()
+        return recipe.plan(batch.samples, table, lambda i: fit(i).dims), ()
 
     def row_s(bucket: Bucket) -> float:
         rows = table.rows[table.key(bucket)]
@@ -310,4 +321,9 @@ def _planned(
     one = recipe.mode == "intra"
     packed = pack(batch.samples, lambda i: fit(i).tokens, table.buckets, row_s, one)
     numbered = list(enumerate(packed.buckets))
-    return recipe.plan(numbered, table), packed.rows
+
+    def row_dims(number: int) -> Dims:
+        ((name, _),) = packed.buckets[number].shape_key
+        return ((name, sum(fit(i).tokens for i in packed.rows[number])),)
+
+    return recipe.plan(numbered, table, row_dims), packed.rows

@@ -74,6 +74,8 @@ class DataLoader:
         shuffle: bool = True,
         order: Order | None = None,
         pad: Mapping[str, int | float] | None = None,
+        pad_to: Literal["bucket", "longest"] = "bucket",
+        pad_to_multiple_of: int | None = None,
         pad_to_longer: bool = False,
         packing: bool | str = False,
         weight: Weight = SAMPLES,
@@ -108,6 +110,13 @@ class DataLoader:
             order: instead of both: epoch -> the samples in its order, each once, alike on all ranks
                 (a sampler of your own, or `torch.randperm(n, generator=...)` of your seed).
             pad: input name -> what fills up the end of a sample shorter than its bucket.
+            pad_to: "bucket": each sample is padded to its bucket; "longest": to the longest one of
+                its micro-batch, which the planner forms of samples of like length. The bucket's
+                degree, placement and recompute run it, within the bucket's memory. Samples shorter
+                than the smallest bucket are padded to that one, and a model whose trace holds for
+                the buckets' lengths alone pads to these.
+            pad_to_multiple_of: with "longest", what lengths are rounded up to, as far as the bucket
+                has room. Default: 64 on a GPU where samples have one named dim, else 1.
             pad_to_longer: in mode "auto", short samples may be padded to longer buckets than their
                 own where that ends the step earlier (many small kernels, few samples a bucket).
                 Only for models whose result padding does not change: causal ones with ignored
@@ -146,6 +155,9 @@ class DataLoader:
         check_count("seed", seed, 0)
         check_choice("on_too_long", on_too_long, ("error", "skip"))
         check_choice("mode", mode, MODES)
+        check_choice("pad_to", pad_to, ("bucket", "longest"))
+        if pad_to_multiple_of is not None:
+            check_count("pad_to_multiple_of", pad_to_multiple_of, 1)
         check_flags(
             shuffle=shuffle, calculate_imbalance=calculate_imbalance, pad_to_longer=pad_to_longer,
             check_values=check_values,
@@ -174,8 +186,11 @@ class DataLoader:
         self.calculate_imbalance = calculate_imbalance
         planner = compiled.batch_planner
         if planner is not None:
-            check_stages(mode=mode != "auto", pad_to_longer=pad_to_longer)
-        self.recipe = Recipe(most, window, mode, allowed, bool(packing), by_samples, planner)
+            check_stages(
+                mode=mode != "auto", pad_to_longer=pad_to_longer, pad_to=pad_to != "bucket"
+            )
+        own = None if pad_to == "bucket" else compiled.own_lengths(pad_to_multiple_of)
+        self.recipe = Recipe(most, window, mode, allowed, bool(packing), by_samples, planner, own)
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
         arguments = packing, weight, pad, check_values, pad_to_longer, loss_depends_on
@@ -356,8 +371,12 @@ class DataLoader:
         Each rank makes it for itself, alike: it follows from the plan and the table.
         """
         table, recipe = self.table, self.recipe
-        samples = [(i, mb.bucket) for mb in plan.micro_batches for i in mb.sample_ids]
-        return replace(cut, plan=recipe.plan(samples, table), table=table)
+        placed = {i: mb for mb in plan.micro_batches for i in mb.sample_ids}
+        samples = [(i, mb.bucket) for i, mb in placed.items()]
+        if recipe.own is not None:  # seconds at other lengths are rank 0's alone to predict
+            recipe = replace(recipe, own=replace(recipe.own, seconds_at=None))
+        found = recipe.plan(samples, table, lambda i: placed[i].shape.shape_key)
+        return replace(cut, plan=found, table=table)
 
     def _received(
         self, relay: Relay, table: PlanTable, job: str

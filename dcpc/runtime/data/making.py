@@ -157,10 +157,10 @@ class StepMaker:
             if not self._alone:
                 for i in ids:
                     self.samples.load(i)
-                self.samples.refuse_other(ids, mb.bucket, self._pads_longer)
-            inputs = self.samples.collate(ids, mb.bucket)
+                self.samples.refuse_other(ids, mb.bucket, mb.shape, self._pads_longer)
+            inputs = self.samples.collate(ids, mb.shape)
         else:
-            inputs = self._rows.collate(self.samples, rows, mb.bucket)
+            inputs = self._rows.collate(self.samples, rows, mb.shape)
         self._check_values(inputs, cut, mb)
         weight = float(len(ids)) if self._weigh is None else weighed(self._weigh, inputs, ids)
         return MicroBatch(

@@ -143,7 +143,7 @@ class Samples:
 
         Args:
             ids: the samples.
-            bucket: a bucket that holds each of them.
+            bucket: a bucket, or other lengths, that holds each of them.
 
         Raises:
             DataError: a sample contradicts the specs, or needs a pad value that was not given.
@@ -155,22 +155,24 @@ class Samples:
             for name, spec in self.inputs.items()
         }
 
-    def refuse_other(self, ids: Sequence[int], bucket: Bucket, longer: bool) -> None:
+    def refuse_other(self, ids: Sequence[int], bucket: Bucket, shape: Bucket, longer: bool) -> None:
         """Refuses samples that are not what rank 0 planned with.
 
         Args:
             ids: the samples, loaded.
             bucket: that rank 0 has them in.
+            shape: to which rank 0 has them padded.
             longer: whether it may be longer than their own.
 
         Raises:
-            DataError: their own bucket is another.
+            DataError: their own bucket is another, or they are longer.
         """
         for i in ids:
             fit = self.fit(i)
-            if fit.bucket != bucket and not (longer and _holds(bucket, fit.dims)):
+            same = fit.bucket == bucket or (longer and _holds(bucket, fit.dims))
+            if not same or not _holds(shape, fit.dims):
                 raise DataError(
-                    f"sample {i}: got lengths {_text(fit.dims)}; expected some of bucket {bucket}, "
+                    f"sample {i}: got lengths {_text(fit.dims)}; expected some of bucket {shape}, "
                     "as rank 0 has this sample; give every rank the same dataset in the same order"
                 )
 

@@ -18,12 +18,14 @@ others, in rounds or in a group, only adds to T.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from dcpc.runtime.planner.own_lengths import Dims, OwnLengths
 from dcpc.runtime.planner.speeds import least_slowness, power
 from dcpc.runtime.planner.table import PlanTable, holds
 
@@ -48,15 +50,23 @@ class StepBound:
     work_s: float
 
 
-def step_bound(keys: Sequence[int], table: PlanTable, pads: bool = False) -> StepBound:
+def step_bound(
+    keys: Sequence[int],
+    table: PlanTable,
+    pads: bool = False,
+    lengths: Sequence[Dims] = (),
+    own: OwnLengths | None = None,
+) -> StepBound:
     """Returns a lower bound of the step of a global batch.
 
     Args:
         keys: number in the table of each sample's bucket; at least one.
         table: rows to choose from.
         pads: a sample may also run as one of any bucket that holds it.
+        lengths: what each sample is padded to by itself; none: its bucket's lengths.
+        own: what shorter lengths save, where there are any.
     """
-    work = _Work(keys, table, pads)
+    work = _Work(keys, table, pads, lengths, own)
     least_s = work.least_s()
     if not work.fits(least_s):
         least_s = work.halved(least_s)
@@ -64,19 +74,31 @@ def step_bound(keys: Sequence[int], table: PlanTable, pads: bool = False) -> Ste
 
 
 class _Work:
-    """The samples of a batch by bucket, with what one takes at each degree, [degree, bucket]."""
+    """The samples of a batch by kind, with what one takes at each degree, [degree, kind].
 
-    def __init__(self, keys: Sequence[int], table: PlanTable, pads: bool) -> None:
-        kinds, counts = np.unique(np.asarray(keys, dtype=np.int64), return_counts=True)
+    Samples of one kind have a bucket and lengths in common.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[int],
+        table: PlanTable,
+        pads: bool,
+        lengths: Sequence[Dims],
+        own: OwnLengths | None,
+    ) -> None:
+        of_bucket = Counter(keys)
+        by_kind = Counter(zip(keys, lengths or [()] * len(keys), strict=True))
+        kinds, counts = sorted(by_kind), np.array([by_kind[k] for k in sorted(by_kind)])
         degrees = sorted({row.sp for rows in table.rows for row in rows if row.sp <= table.world})
         alone = np.full((len(degrees), len(kinds)), np.inf)
         share = alone.copy()
-        for k, (kind, count) in enumerate(zip(kinds.tolist(), counts.tolist(), strict=True)):
-            own = table.buckets[kind]
-            within = [j for j, b in enumerate(table.buckets) if pads and holds(b, own)] or [kind]
-            most = len(keys) if pads else count
+        for k, (key, dims) in enumerate(kinds):
+            bucket = table.buckets[key]
+            within = [j for j, b in enumerate(table.buckets) if pads and holds(b, bucket)] or [key]
+            most = len(keys) if pads else of_bucket[key]
             for d, degree in enumerate(degrees):
-                curves = [_curve(table, j, degree) for j in within]
+                curves = [_curve(table, j, degree, dims, own, most) for j in within]
                 alone[d, k] = min((_least(c) for c in curves if c), default=np.inf)
                 share[d, k] = min((_least_share(c, most) for c in curves if c), default=np.inf)
         slow = np.array([least_slowness(table.speeds, d) for d in degrees])
@@ -125,9 +147,14 @@ class _Work:
         return float(area @ self._counts) / self._power
 
 
-def _curve(table: PlanTable, key: int, degree: int) -> list[tuple[int, float]]:
+def _curve(
+    table: PlanTable, key: int, degree: int, dims: Dims, own: OwnLengths | None, most: int
+) -> list[tuple[int, float]]:
     """Samples and seconds of the rows of a degree, ascending: what `PlanTable.run` goes along."""
-    return sorted((r.micro_batch, r.seconds_s) for r in table.rows[key] if r.sp == degree)
+    bucket, rows = table.buckets[key], [r for r in table.rows[key] if r.sp == degree]
+    if own is None:
+        return sorted((r.micro_batch, r.seconds_s) for r in rows)
+    return own.points(bucket, rows, dims, most)
 
 
 def _least(curve: Sequence[tuple[int, float]]) -> float:

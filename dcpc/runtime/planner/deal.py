@@ -23,6 +23,7 @@ _GAIN = 0.03
 _PIECES = (1, 2, 4)
 
 Price = Callable[[PlannedMicroBatch], PlannedMicroBatch]
+SampleSeconds = Callable[[int, Bucket, PlanRow], float]
 
 
 def deal(
@@ -65,6 +66,7 @@ def cuts(
     price: Price | None = None,
     pieces: Sequence[float] = _PIECES,
     speeds: Speeds = (),
+    each: SampleSeconds | None = None,
 ) -> Iterator[StepPlan]:
     """Yields plans of ever finer micro-batches, the coarsest that fits memory first.
 
@@ -76,16 +78,32 @@ def cuts(
             seconds in proportion to the samples.
         pieces: into how many micro-batches a rank's share of the step is cut, in turn.
         speeds: of the ranks; none: equal.
+        each: rank-seconds of a sample of some length, of which those of a bucket come longest
+            first; None: samples of a bucket cost alike.
     """
     by_bucket: dict[Bucket, list[int]] = {}
     for sample_id, bucket in samples:
         by_bucket.setdefault(bucket, []).append(sample_id)
+    ranks = power(speeds, world)
     total_s = sum(
-        len(ids) * _sample_s(plans[b]) * plans[b].sp / power(speeds, world)
+        (
+            len(ids) * _sample_s(plans[b]) * plans[b].sp
+            if each is None
+            else sum(each(i, b, plans[b]) for i in ids)
+        )
+        / ranks
         for b, ids in by_bucket.items()
     )
     for limit_s in (float("inf"), *(total_s / n for n in pieces)):
-        cut = [mb for b, ids in by_bucket.items() for mb in _cut(b, ids, plans[b], limit_s)]
+        cut = [
+            mb
+            for b, ids in by_bucket.items()
+            for mb in (
+                _cut(b, ids, plans[b], limit_s)
+                if each is None
+                else _cut_by_length(b, ids, plans[b], limit_s, each)
+            )
+        ]
         yield assign([price(mb) for mb in cut] if price else cut, world, speeds)
 
 
@@ -139,6 +157,27 @@ def _cut(
         )
         for a, b in zip([0, *ends], ends, strict=False)
     ]
+
+
+def _cut_by_length(
+    bucket: Bucket, ids: Sequence[int], plan: PlanRow, limit_s: float, each: SampleSeconds
+) -> list[PlannedMicroBatch]:
+    """Returns micro-batches within memory and `limit_s`, each padded to its first sample."""
+    found = []
+    begin = 0
+    while begin < len(ids):
+        first_s = each(ids[begin], bucket, plan) / plan.sp
+        within = (
+            int(limit_s / first_s) if first_s * plan.micro_batch > limit_s else plan.micro_batch
+        )
+        own = tuple(ids[begin : begin + max(1, within)])
+        found.append(
+            PlannedMicroBatch(
+                bucket, plan.sp, (), own, len(own) * first_s, plan.micro_batch, plan.menu_step
+            )
+        )
+        begin += len(own)
+    return found
 
 
 def assign(cut: Sequence[PlannedMicroBatch], world: int, speeds: Speeds = ()) -> StepPlan:

@@ -1,19 +1,24 @@
-"""Short samples padded to a longer bucket, to share its micro-batches: DynaPipe's split.
+"""Samples padded to the longest beside them: DynaPipe's split, of one bucket or of several.
 
-Where launches cost more than work, a few samples of each of many buckets run faster together. Only
-rows of one rank take part; a sample is padded at most to the longest bucket of its micro-batch.
+Of one bucket: samples of like length share a micro-batch, which runs at the longest of them. Of
+several: where launches cost more than work, a few samples of each of many buckets run faster
+together. Then only rows of one rank take part; a sample is padded at most to the longest bucket of
+its micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
 from dcpc.buckets import Bucket
 from dcpc.ir import PlanRow
 from dcpc.runtime.planner.microbatch import FloatArray, IntArray, PaddedCost, microbatch
+from dcpc.runtime.planner.own_lengths import BatchLengths
 from dcpc.runtime.planner.plans import PlannedMicroBatch
 from dcpc.runtime.planner.table import PlanTable, holds
 
@@ -57,6 +62,45 @@ def share_padding(
         ids = tuple(samples[i][0] for i in batch)
         found.append(
             PlannedMicroBatch(chain[longest], 1, (), ids, seconds_s, row.micro_batch, row.menu_step)
+        )
+    return tuple(found)
+
+
+def split_by_length(
+    ids: Sequence[int],
+    bucket: Bucket,
+    rows: Sequence[PlanRow],
+    lengths: BatchLengths,
+    world: int,
+) -> tuple[PlannedMicroBatch, ...] | None:
+    """Returns micro-batches of a bucket, without ranks, each at the length of its longest sample.
+
+    None where there are too many samples.
+
+    Args:
+        ids: samples of the bucket.
+        bucket: whose rows are run.
+        rows: of one degree.
+        lengths: of the samples.
+        world: number of ranks.
+    """
+    if len(ids) > MOST_SAMPLES:
+        return None
+    padded = {i: lengths.padded(bucket, [i]) for i in ids}
+    ladder = sorted(set(padded.values()), key=lambda dims: (prod(n for _, n in dims), dims))
+    most = max(row.micro_batch for row in rows)
+    points = [lengths.own.points(bucket, rows, dims, most) for dims in ladder]
+    priced = [[replace(rows[0], micro_batch=n, seconds_s=s) for n, s in own] for own in points]
+    cost = _Cost(priced, len(ids))
+    place = {dims: i for i, dims in enumerate(ladder)}
+    longest = [place[padded[i]] + 1 for i in ids]
+    split = microbatch(longest, cost, 1.0, stages=2, replicas=world // rows[0].sp)
+    found = []
+    for batch, seconds_s in zip(split.batches, split.seconds_s, strict=True):
+        own = tuple(ids[k] for k in batch)
+        row = min((r for r in rows if r.micro_batch >= len(own)), key=lambda r: r.micro_batch)
+        found.append(
+            PlannedMicroBatch(bucket, row.sp, (), own, seconds_s, row.micro_batch, row.menu_step)
         )
     return tuple(found)
 

@@ -90,7 +90,7 @@ def plan_json(plan: StepPlan, table: PlanTable) -> dict[str, Any]:
         "binds": plan.binds,
         "micro_batches": [
             [table.key(mb.bucket), mb.ranks[0], mb.sp, mb.micro_batch, mb.menu_step, mb.seconds_s,
-             list(mb.sample_ids)]
+             list(mb.sample_ids), *([dict(mb.dims)] if mb.dims else [])]
             for mb in plan.micro_batches
         ],
         **({"pipelines": [*plan.pipelines], "busy_s": [*plan.busy_s], "end_s": plan.makespan_s}
@@ -144,7 +144,7 @@ def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
 def _micro_batch(
     entry: Sequence[Any], table: PlanTable, rows: set[tuple[int, int, int, int]], where: str
 ) -> PlannedMicroBatch:
-    key, first, sp, most, menu_step, seconds_s, ids = entry
+    key, first, sp, most, menu_step, seconds_s, ids, *shorter = entry
     if (
         (key, sp, most, menu_step) not in rows
         or not 0 <= first <= table.world - sp
@@ -163,6 +163,7 @@ def _micro_batch(
         float(seconds_s),
         most,
         menu_step,
+        dims=tuple(sorted((str(n), int(s)) for n, s in shorter[0].items())) if shorter else (),
     )
 
 

@@ -46,6 +46,7 @@ class PlannedMicroBatch:
         micro_batch: samples of the row of the plan table that it runs; it may have fewer.
         menu_step: steps of recompute that the row takes.
         rows: packed: the samples of each row of its tensors, in the order of the row.
+        dims: lengths that the samples are padded to; none: the bucket's.
     """
 
     bucket: Bucket
@@ -56,11 +57,17 @@ class PlannedMicroBatch:
     micro_batch: int = 0
     menu_step: int = 0
     rows: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    dims: tuple[tuple[str, int], ...] = ()
 
     @property
     def batch(self) -> int:
         """Size of the dim `batch` of its tensors: rows where it is packed, else samples."""
         return len(self.rows or self.sample_ids)
+
+    @property
+    def shape(self) -> Bucket:
+        """What the samples are padded to: the bucket, or shorter lengths."""
+        return Bucket(self.dims) if self.dims else self.bucket
 
 
 @dataclass(frozen=True, slots=True)

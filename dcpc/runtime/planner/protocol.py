@@ -8,6 +8,7 @@ from torch import Tensor
 from dcpc.buckets import Bucket, Buckets
 from dcpc.ir import BucketPlan, Packable, PlanRow, ValueRange
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.planner.own_lengths import OwnLengths
 from dcpc.runtime.planner.plans import StepPlan
 
 
@@ -65,6 +66,13 @@ class Compiled(Source, Protocol):
         weigh: Callable[[Mapping[str, Tensor]], float],
     ) -> str:
         """Returns how packed rows have another loss than their sequences; "": they have not."""
+
+    def own_lengths(self, multiple: int | None) -> OwnLengths:
+        """Returns at which lengths besides its buckets' its graphs run, and how long that takes.
+
+        Args:
+            multiple: what lengths are rounded up to; None: what suits the device.
+        """
 
     @property
     def groups(self) -> Groups:

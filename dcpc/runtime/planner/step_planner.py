@@ -18,15 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from math import inf
 
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
-from dcpc.runtime.planner.bound import step_bound
+from dcpc.runtime.planner.bound import StepBound, step_bound
 from dcpc.runtime.planner.deal import Price, assign, cuts, deal
 from dcpc.runtime.planner.fit import fitted
-from dcpc.runtime.planner.padding import share_padding
+from dcpc.runtime.planner.own_lengths import BatchLengths
+from dcpc.runtime.planner.padding import share_padding, split_by_length
 from dcpc.runtime.planner.plans import Mode, PlannedMicroBatch, StepPlan, better, step_plan
 from dcpc.runtime.planner.speeds import power, speeds_text
 from dcpc.runtime.planner.table import PlanTable
@@ -67,6 +69,7 @@ def plan_step(
     table: PlanTable,
     mode: Mode = "auto",
     allowed: Allowed | None = None,
+    lengths: BatchLengths | None = None,
 ) -> StepPlan:
     """Returns the plan of a global batch, every sample in exactly one micro-batch.
 
@@ -75,6 +78,7 @@ def plan_step(
         table: the rows to choose from; for "intra" and "inter" the first of each bucket is taken.
         mode: see the module.
         allowed: what else holds; the number of micro-batches where some candidate keeps it.
+        lengths: what samples are padded to; None: their buckets' lengths.
 
     Raises:
         PlanError: no samples, or a bucket that is not in the table.
@@ -82,18 +86,37 @@ def plan_step(
     allowed = allowed or Allowed()
     if not samples:
         raise PlanError("the global batch: got 0 samples, expected at least 1; fill the batch")
-    keys = [table.key(bucket) for _, bucket in samples]
-    bound = step_bound(keys, table, allowed.pads)
+    if lengths is not None:
+        samples = lengths.ordered(samples)
+    bound = _bound(samples, table, allowed.pads, lengths)
     if mode == "auto":
-        found = _auto(samples, table, allowed.pads, bound.seconds_s)
+        found = _auto(samples, table, allowed.pads, bound.seconds_s, lengths)
+        best = _best(map(partial(_timed, table), found), allowed, bound.seconds_s)
+    elif lengths is not None:
+        present = sorted({table.key(bucket) for _, bucket in samples})
+        found = _Tried(samples, table, False, lengths).plans(
+            tuple((k, table.rows[k][0]) for k in present)
+        )
         best = _best(map(partial(_timed, table), found), allowed, bound.seconds_s)
     else:
-        best = _timed(
-            table, deal(samples, _first_rows(table), table.world, allowed.most, table.speeds)
-        )
+        rows = _first_rows(table)
+        best = _timed(table, deal(samples, rows, table.world, allowed.most, table.speeds))
     bound_s = min(bound.seconds_s, best.makespan_s)  # but for rounding it is
     named = replace(best, bound_s=bound_s, mode=mode, table=table.hash, speeds=table.speeds)
     return replace(named, binds=_binds(named, bound.work_s))
+
+
+def _bound(
+    samples: Sequence[tuple[int, Bucket]],
+    table: PlanTable,
+    pads: bool,
+    lengths: BatchLengths | None,
+) -> StepBound:
+    keys = [table.key(bucket) for _, bucket in samples]
+    if lengths is None:
+        return step_bound(keys, table, pads)
+    alone = [lengths.padded(bucket, [i]) for i, bucket in samples]
+    return step_bound(keys, table, pads, alone, lengths.own)
 
 
 def _best(candidates: Iterator[StepPlan], allowed: Allowed, bound_s: float) -> StepPlan:
@@ -119,19 +142,25 @@ def _first_rows(table: PlanTable) -> dict[Bucket, PlanRow]:
 
 
 def _auto(
-    samples: Sequence[tuple[int, Bucket]], table: PlanTable, pads: bool, bound_s: float
+    samples: Sequence[tuple[int, Bucket]],
+    table: PlanTable,
+    pads: bool,
+    bound_s: float,
+    lengths: BatchLengths | None,
 ) -> Iterator[StepPlan]:
     keys = [table.key(bucket) for _, bucket in samples]
     present = sorted(set(keys))
     least = {k: min(table.rows[k], key=lambda row: row.rank_seconds) for k in present}
-    floor_s = sum(least[k].rank_seconds for k in keys) / power(table.speeds, table.world)
-    tried = _Tried(samples, table, pads)
+    tried = _Tried(samples, table, pads, lengths)
+    each_s = (tried.sample_s(i, bucket, least[table.key(bucket)]) for i, bucket in samples)
+    floor_s = sum(each_s) / power(table.speeds, table.world)
     for share in (inf, *_SHARES):
         limit_s = share * floor_s
         rows = tuple((k, _row_within(table.rows[k], limit_s)) for k in present)
         yield from tried.plans(rows)
     settings, speeds = tried.settings(tuple(least.items())), table.speeds
-    coarse = next(cuts(samples, settings, table.world, tried.price, speeds=speeds))
+    cut = cuts(samples, settings, table.world, tried.price, speeds=speeds, each=tried.each)
+    coarse = next(cut)
     for start in (coarse, tried.best):
         yield fitted(start, table, tried.price, bound_s)
     for _ in range(_CLIMBS):
@@ -153,10 +182,27 @@ class _Tried:
 
     best: StepPlan
 
-    def __init__(self, samples: Sequence[tuple[int, Bucket]], table: PlanTable, pads: bool) -> None:
+    def __init__(
+        self,
+        samples: Sequence[tuple[int, Bucket]],
+        table: PlanTable,
+        pads: bool,
+        lengths: BatchLengths | None,
+    ) -> None:
         self._samples, self._table, self._pads = samples, table, pads
-        self.price: Price = partial(_priced, cache(table.run))
+        self._lengths = lengths
+        self.price: Price = partial(_priced, cache(table.run), lengths)
+        self.each = None if lengths is None else self.sample_s
         self.ends_s: dict[Rows, float] = {}
+        self._splits: dict[tuple[Bucket, int], tuple[PlannedMicroBatch, ...] | None] = {}
+
+    def sample_s(self, sample_id: int, bucket: Bucket, row: PlanRow) -> float:
+        """Returns the rank-seconds of one sample in a full micro-batch of its own length."""
+        if self._lengths is None:
+            return row.rank_seconds
+        dims = self._lengths.padded(bucket, [sample_id])
+        full_s = self._lengths.own.seconds_s(bucket, row, dims, row.micro_batch)
+        return full_s * row.sp / row.micro_batch
 
     def settings(self, rows: Rows) -> dict[Bucket, PlanRow]:
         """Returns the setting of each bucket."""
@@ -169,24 +215,50 @@ class _Tried:
         self.ends_s[rows] = inf
         settings = self.settings(rows)
         world, speeds = self._table.world, self._table.speeds
-        for plan in cuts(self._samples, settings, world, self.price, _PIECES, speeds):
+        cut = cuts(self._samples, settings, world, self.price, _PIECES, speeds, self.each)
+        split = self._split(settings)
+        for plan in chain([] if split is None else [assign(split, world, speeds)], cut):
             if plan.makespan_s < min(self.ends_s.values()):
                 self.best = plan
             self.ends_s[rows] = min(self.ends_s[rows], plan.makespan_s)
             yield plan
         if self._pads:
-            yield from _padded(self._samples, settings, self._table, self.price)
+            yield from _padded(self._samples, settings, self._table, self.price, self._lengths)
+
+    def _split(self, settings: Mapping[Bucket, PlanRow]) -> list[PlannedMicroBatch] | None:
+        """Returns micro-batches of samples of like length; None: all are padded to buckets."""
+        if self._lengths is None:
+            return None
+        of_bucket: dict[Bucket, list[int]] = {}
+        for sample_id, bucket in self._samples:
+            of_bucket.setdefault(bucket, []).append(sample_id)
+        found: list[PlannedMicroBatch] = []
+        for bucket, ids in of_bucket.items():
+            sp = settings[bucket].sp
+            if (bucket, sp) not in self._splits:
+                own = [r for r in self._table.rows[self._table.key(bucket)] if r.sp == sp]
+                self._splits[bucket, sp] = split_by_length(
+                    ids, bucket, own, self._lengths, self._table.world
+                )
+            split = self._splits[bucket, sp]
+            if split is None:
+                return None
+            found += split
+        return [self.price(mb) for mb in found]
 
 
 def _priced(
-    run: Callable[[Bucket, int, int], tuple[PlanRow, float]], mb: PlannedMicroBatch
+    run: Callable[[Bucket, int, int], tuple[PlanRow, float]],
+    lengths: BatchLengths | None,
+    mb: PlannedMicroBatch,
 ) -> PlannedMicroBatch:
     """The micro-batch on the smallest row of its degree that holds it."""
     row, seconds_s = run(mb.bucket, mb.sp, len(mb.sample_ids))
     ids = mb.sample_ids
-    return PlannedMicroBatch(
+    found = PlannedMicroBatch(
         mb.bucket, mb.sp, mb.ranks, ids, seconds_s, row.micro_batch, row.menu_step
     )
+    return found if lengths is None else lengths.at_length(found, row)
 
 
 def _neighbours(rows: Rows, table: PlanTable) -> Iterator[Rows]:
@@ -204,11 +276,14 @@ def _padded(
     settings: Mapping[Bucket, PlanRow],
     table: PlanTable,
     price: Price,
+    lengths: BatchLengths | None,
 ) -> Iterator[StepPlan]:
     """The same with the samples that run on one rank padded together."""
     single = [sample for sample in samples if settings[sample[1]].sp == 1]
     together = share_padding(single, table) if single else None
     if together is not None:
+        if lengths is not None:
+            together = tuple(lengths.at_length(mb, table.row_of(mb)) for mb in together)
         wide = [sample for sample in samples if settings[sample[1]].sp > 1]
         for plan in cuts(wide, settings, table.world, price, _PIECES, table.speeds):
             anew = [price(mb) for mb in plan.micro_batches]  # seconds of the fastest rank

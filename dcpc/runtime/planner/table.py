@@ -16,6 +16,7 @@ from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan, PlanRow
 from dcpc.runtime.planner.deal import check_setting
+from dcpc.runtime.planner.plans import PlannedMicroBatch
 from dcpc.runtime.planner.protocol import Source
 from dcpc.runtime.planner.speeds import Speeds
 
@@ -109,6 +110,12 @@ class PlanTable:
                 return row, few_s + share * (row.seconds_s - few_s)
             few, few_s = row.micro_batch, row.seconds_s
         raise AssertionError(f"bucket {bucket}: no row of sp {sp} holds {count} samples")
+
+    def row_of(self, mb: PlannedMicroBatch) -> PlanRow:
+        """Returns the row that a micro-batch runs."""
+        setting = mb.sp, mb.micro_batch, mb.menu_step
+        rows = self.rows[self.key(mb.bucket)]
+        return next(r for r in rows if (r.sp, r.micro_batch, r.menu_step) == setting)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the table as plain data."""

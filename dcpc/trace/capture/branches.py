@@ -33,8 +33,8 @@ def refuse_branches(
     symbols: Mapping[str, sympy.Symbol],
     mapping: Mapping[sympy.Symbol, sympy.Expr],
     difference: Callable[[Mapping[str, int]], str],
-) -> None:
-    """Raises where the trace holds for some of the buckets only.
+) -> tuple[sympy.Basic, ...]:
+    """Returns the relations of dims that the trace took for granted; raises where it must not.
 
     An equation or an inequality that does not hold is an error. That two sizes differ, or that one
     does not divide another, torch assumes all the time (of strides, of positions that are
@@ -55,8 +55,9 @@ def refuse_branches(
             not and the graph differs from forward there.
     """
     compared: set[tuple[tuple[str, int], ...]] = set()
-    for assertion in (a for found in env.deferred_runtime_asserts.values() for a in found):
-        expr = _in_dims(assertion.expr, env, mapping)
+    every = (a for found in env.deferred_runtime_asserts.values() for a in found)
+    found = [_in_dims(assertion.expr, env, mapping) for assertion in every]
+    for expr in found:
         differ = isinstance(expr, sympy.Ne) or _is_remainder(expr)
         for sizes in _sizes(buckets, expr if differ else None, symbols):
             at = {symbols[n]: sympy.Integer(size) for n, size in sizes.items() if n in symbols}
@@ -74,6 +75,7 @@ def refuse_branches(
             if key not in compared:
                 compared.add(key)
                 _compare(_advised(what, expr, buckets, symbols), sizes, difference)
+    return tuple(dict.fromkeys(expr for expr in found if expr != sympy.true))
 
 
 def refuse_batch_of_one(buckets: Buckets, difference: Callable[[Mapping[str, int]], str]) -> None:

@@ -149,8 +149,9 @@ def _traced(
     gm = copy.deepcopy(exported.graph_module)
     symbols = {n: sympy.Symbol(n, integer=True, positive=True) for n in buckets.names}
     mapping = _symbol_mapping(exported, buckets, symbols, dims)
+    assumptions: tuple[sympy.Basic, ...] = ()
     if (env := _shape_env(gm)) is not None:
-        refuse_branches(env, buckets, symbols, mapping, paths.difference)
+        assumptions = refuse_branches(env, buckets, symbols, mapping, paths.difference)
         refuse_batch_of_one(buckets, paths.difference)
     reached = depends_on(gm.graph)
     canonicalise(gm)
@@ -160,7 +161,9 @@ def _traced(
     program = _program(gm, exported, buckets, symbols, mapping, hints)
     refuse_short_tables(program, buckets)
     dropped = frozenset(reached - depends_on(gm.graph))
-    return dataclasses.replace(program, zero_gradients=dropped & program.parameters.keys())
+    return dataclasses.replace(
+        program, zero_gradients=dropped & program.parameters.keys(), assumptions=assumptions
+    )
 
 
 @contextmanager

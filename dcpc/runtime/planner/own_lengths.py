@@ -1,0 +1,159 @@
+"""Micro-batches at the length of their longest sample, in place of their bucket's.
+
+A bucket says how a micro-batch is run: degree, recompute and placement, within the bucket's memory.
+Its graphs are right at any lengths down to those of its trace's smallest bucket, so samples need no
+padding to the bucket; they are padded to the longest beside them, or to the next multiple of a
+number. Where the trace holds for the bucket's lengths alone, padding stays.
+
+Samples of like length go together: within a bucket they are dealt longest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from dcpc.buckets import Bucket, Sizes
+from dcpc.ir import PlanRow
+from dcpc.runtime.planner.plans import PlannedMicroBatch
+
+# Seconds are predicted at every so manieth part of a bucket's lengths.
+_PARTS = 32
+
+Dims = tuple[tuple[str, int], ...]
+RunsAt = Callable[[Bucket, Sizes], bool]
+SecondsAt = Callable[[Bucket, PlanRow, Sizes, int], float]
+
+
+@dataclass(slots=True)
+class OwnLengths:
+    """What samples are padded to, and what that saves.
+
+    Attributes:
+        runs_at: tells whether a bucket's graphs are right at some lengths.
+        seconds_at: predicts what a row takes for some samples of some lengths; None: as many full
+            ones of the bucket's.
+        least: the shortest lengths that each bucket's graphs are for.
+        multiple: what lengths are multiples of, where the bucket has room.
+    """
+
+    runs_at: RunsAt
+    seconds_at: SecondsAt | None
+    least: Callable[[Bucket], Sizes]
+    multiple: int = 1
+    _padded: dict[tuple[Bucket, Dims], Dims] = field(default_factory=dict)
+    _shares: dict[tuple[Bucket, PlanRow, Dims, int], float] = field(default_factory=dict)
+
+    def padded(self, bucket: Bucket, dims: Dims) -> Dims:
+        """Returns the lengths at which samples of at most these lengths are run.
+
+        Args:
+            bucket: of the samples.
+            dims: the largest length of each dim.
+        """
+        key = bucket, dims
+        if key not in self._padded:
+            self._padded[key] = self._found(bucket, dict(dims))
+        return self._padded[key]
+
+    def _found(self, bucket: Bucket, dims: Sizes) -> Dims:
+        """The least lengths from these on that the graphs are right at; one dim is looked along."""
+        most, least, step = bucket.shape_key, self.least(bucket), self.multiple
+        found = {n: min(size, max(least[n], -(-dims[n] // step) * step)) for n, size in most}
+        if len(found) == 1:
+            ((name, first),) = found.items()
+            for length in range(first, bucket[name], step):
+                if self.runs_at(bucket, {name: length}):
+                    return ((name, length),)
+            return most
+        return tuple(sorted(found.items())) if self.runs_at(bucket, found) else most
+
+    def seconds_s(self, bucket: Bucket, row: PlanRow, dims: Dims, count: int) -> float:
+        """Returns the seconds of a micro-batch, on a line between one sample and the row's most.
+
+        Args:
+            bucket: whose row it is.
+            row: that the micro-batch runs.
+            dims: what its samples are padded to.
+            count: of samples, up to the row's.
+        """
+        full_s = row.seconds_s * self._share(bucket, row, dims, row.micro_batch)
+        if count == row.micro_batch:
+            return full_s
+        one_s = row.seconds_s * self._share(bucket, row, dims, 1)
+        return one_s + (full_s - one_s) * (count - 1) / (row.micro_batch - 1)
+
+    def points(
+        self, bucket: Bucket, rows: Sequence[PlanRow], dims: Dims, most: int
+    ) -> list[tuple[int, float]]:
+        """Returns samples and seconds of micro-batches of some lengths, ascending, on rows.
+
+        One sample, as many as each row takes, and as many as there are.
+
+        Args:
+            bucket: whose rows they are.
+            rows: of one degree.
+            dims: what the samples are padded to.
+            most: samples that there are.
+        """
+        ascending = sorted(rows, key=lambda row: (row.micro_batch, row.seconds_s))
+        found: dict[int, float] = {}
+        for row in ascending:
+            for count in (*([] if found else [1]), min(row.micro_batch, most)):
+                found.setdefault(count, self.seconds_s(bucket, row, dims, count))
+        return sorted(found.items())
+
+    def _share(self, bucket: Bucket, row: PlanRow, dims: Dims, count: int) -> float:
+        """What some samples at these lengths take of the row's seconds, up to 1."""
+        if self.seconds_at is None:
+            return count / row.micro_batch
+        parts = {n: -(-size // _PARTS) for n, size in bucket.shape_key}
+        coarse = tuple((n, min(bucket[n], -(-size // parts[n]) * parts[n])) for n, size in dims)
+        key = bucket, row, coarse, count
+        if key not in self._shares:
+            full_s = self.seconds_at(bucket, row, bucket.sizes, row.micro_batch)
+            own_s = self.seconds_at(bucket, row, dict(coarse), count)
+            self._shares[key] = min(1.0, own_s / full_s) if full_s > 0 else 1.0
+        return self._shares[key]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLengths:
+    """The lengths of a global batch's samples.
+
+    Attributes:
+        own: what they are padded to.
+        dims: sample id -> its lengths.
+    """
+
+    own: OwnLengths
+    dims: Mapping[int, Dims]
+
+    def ordered(self, samples: Sequence[tuple[int, Bucket]]) -> list[tuple[int, Bucket]]:
+        """Returns samples, those of a bucket longest first."""
+
+        def size(sample: tuple[int, Bucket]) -> tuple[int, Dims]:
+            dims = self.padded(sample[1], [sample[0]])
+            return -prod(n for _, n in dims), dims
+
+        return sorted(samples, key=size)
+
+    def padded(self, bucket: Bucket, ids: Sequence[int]) -> Dims:
+        """Returns the lengths at which some samples of a bucket are run together."""
+        longest: dict[str, int] = {}
+        for i in ids:
+            for name, size in self.dims[i]:
+                longest[name] = max(size, longest.get(name, 0))
+        return self.own.padded(bucket, tuple(sorted(longest.items())))
+
+    def at_length(self, mb: PlannedMicroBatch, row: PlanRow) -> PlannedMicroBatch:
+        """Returns a micro-batch at the lengths of its samples, with its seconds there.
+
+        Args:
+            mb: of any seconds.
+            row: that it runs.
+        """
+        dims = self.padded(mb.bucket, mb.sample_ids)
+        seconds_s = self.own.seconds_s(mb.bucket, row, dims, len(mb.sample_ids))
+        return replace(mb, dims=() if dims == mb.bucket.shape_key else dims, seconds_s=seconds_s)
