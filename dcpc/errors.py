@@ -88,6 +88,8 @@ def explaining(doing: str) -> Iterator[None]:
     """
     try:
         yield
+    except GeneratorExit:  # of a loop that was left, maybe as Python ends and our names are gone
+        raise
     except (DcpcError, MemoryError, Warning):
         raise
     except Exception as error:

@@ -14,7 +14,11 @@ from models.gpt import GPT
 
 
 def compared(
-    compiled: CompiledModel, step: Step, data: Dataset, samples: Sequence[int] = ()
+    compiled: CompiledModel,
+    step: Step,
+    data: Dataset,
+    samples: Sequence[int] = (),
+    plain: GPT | None = None,
 ) -> float:
     """Runs a step and returns how far loss and gradients are from the plain model's, relative.
 
@@ -23,8 +27,9 @@ def compared(
         step: of `data`, its samples in no rows.
         data: samples of ids and labels.
         samples: that the step must have; none: those of its plan.
+        plain: the plain model, where the compiled one keeps its parameters elsewhere.
     """
-    model = compiled.model
+    model = plain or compiled.model
     assert isinstance(model, GPT)
     alone = copy.deepcopy(model)
     compiled.zero_grad()

@@ -42,8 +42,10 @@ class OwnLengths:
     seconds_at: SecondsAt | None
     least: Callable[[Bucket], Sizes]
     multiple: int = 1
-    _padded: dict[tuple[Bucket, Dims], Dims] = field(default_factory=dict)
-    _shares: dict[tuple[Bucket, PlanRow, Dims, int], float] = field(default_factory=dict)
+    _padded: dict[tuple[Bucket, Dims], Dims] = field(default_factory=dict, init=False)
+    _shares: dict[tuple[Bucket, PlanRow, Dims, int], float] = field(
+        default_factory=dict, init=False
+    )
 
     def padded(self, bucket: Bucket, dims: Dims) -> Dims:
         """Returns the lengths at which samples of at most these lengths are run.

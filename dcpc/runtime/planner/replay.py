@@ -31,8 +31,11 @@ def replay(recorded: PlanFile, table: PlanTable | None = None) -> str:
             "a new plan, or replay the file alone"
         )
     plan = recorded.plan
-    again = plan_step(recorded.samples, recorded.table, plan.mode, recorded.allowed)
-    verdict = f"planned again: {_compared(plan, again)}"
+    if any(mb.dims for mb in plan.micro_batches):
+        verdict = "not planned again: the file does not say how long the samples are"
+    else:
+        again = plan_step(recorded.samples, recorded.table, plan.mode, recorded.allowed)
+        verdict = f"planned again: {_compared(plan, again)}"
     return "\n".join([*_lines(plan, recorded.table.world), verdict]) + "\n"
 
 
@@ -65,7 +68,7 @@ def _lines(plan: StepPlan, world: int) -> list[str]:
         ranks = str(mb.ranks[0]) if mb.sp == 1 else f"{mb.ranks[0]}-{mb.ranks[-1]}"
         lines.append(
             f"{begin_s:9.4f} {begin_s + mb.seconds_s:9.4f}  {ranks:9} {len(mb.sample_ids)} of "
-            f"{mb.bucket}, sp {mb.sp}, recompute {mb.menu_step}"
+            f"{mb.bucket}, sp {mb.sp}, recompute {mb.menu_step}" + _shorter(mb)
         )
     lines += ["", *_chart(plan, begins, world), ""]
     for rank in range(world):
@@ -80,6 +83,10 @@ def _lines(plan: StepPlan, world: int) -> list[str]:
         f"what binds: {plan.binds}",
     ]
     return lines
+
+
+def _shorter(mb: PlannedMicroBatch) -> str:
+    return f", padded to {mb.shape}" if mb.dims else ""
 
 
 def _chart(plan: StepPlan, begins: tuple[float, ...], world: int) -> list[str]:

@@ -1,0 +1,120 @@
+"""Micro-batches at the lengths of their samples: these hold them, and end no later than buckets."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpc.buckets import Bucket
+from dcpc.ir import PlanRow
+from dcpc.runtime.planner.own_lengths import BatchLengths, OwnLengths
+from dcpc.runtime.planner.plan_file import plan_json, plan_of
+from dcpc.runtime.planner.plans import timeline
+from dcpc.runtime.planner.step_planner import Allowed, plan_step
+from dcpc.runtime.planner.table import PlanTable
+
+SIZES = (8, 32, 100)
+BUCKETS = tuple(Bucket.of({"seq": n}) for n in SIZES)
+LAUNCH_S = 5.0
+
+
+def seconds(bucket, row, sizes, count):
+    return LAUNCH_S + count * sizes["seq"] * (1 + sizes["seq"] / 50) / row.sp**0.9
+
+
+def table(world, batches=(1, 2, 4)):
+    rows = [
+        tuple(
+            PlanRow(sp, m, 0, seconds(b, PlanRow(sp, m, 0, 0.0), b.sizes, m))
+            for sp, m in product([d for d in (1, 2) if d <= world], batches)
+        )
+        for b in BUCKETS
+    ]
+    return PlanTable(BUCKETS, tuple(rows), world, node_ranks=8)
+
+
+def own(runs_at=lambda bucket, sizes: True, multiple=1, seconds_at=seconds):
+    return OwnLengths(runs_at, seconds_at, lambda bucket: {"seq": SIZES[0]}, multiple)
+
+
+def batch(lengths):
+    samples = [(i, next(b for b in BUCKETS if b["seq"] >= n)) for i, n in enumerate(lengths)]
+    return samples, {i: (("seq", n),) for i, n in enumerate(lengths)}
+
+
+lengths_of_batches = st.lists(st.integers(2, 100), min_size=1, max_size=20)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths_of_batches,
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 8]),
+    st.sampled_from(["auto", "inter"]),
+    st.booleans(),
+)
+def test_every_sample_runs_once_at_a_length_that_holds_it(lengths, world, multiple, mode, pads):
+    chosen = own(lambda bucket, sizes: sizes["seq"] % 7 != 0, multiple)
+    samples, dims = batch(lengths)
+    made = table(world) if mode == "auto" else table(1, (4,))
+    allowed = Allowed(pads=pads and mode == "auto")
+    plan = plan_step(samples, made, mode, allowed, BatchLengths(chosen, dims))
+    assert sorted(i for mb in plan.micro_batches for i in mb.sample_ids) == [*range(len(lengths))]
+    for mb in plan.micro_batches:
+        longest = max(lengths[i] for i in mb.sample_ids)
+        size = mb.shape["seq"]
+        assert longest <= size <= mb.bucket["seq"]
+        assert size in SIZES or (size % 7 and size % multiple == 0)
+        if pads or size == mb.bucket["seq"]:
+            continue
+        between = range(-(-longest // multiple) * multiple, size, multiple)
+        assert all(n % 7 == 0 or n < SIZES[0] for n in between)  # the least that is right
+    assert 0 < plan.bound_s <= plan.makespan_s * (1 + 1e-9)
+    assert plan.makespan_s == max(timeline(plan.micro_batches, made.world)[2])
+    assert plan_of(plan_json(plan, made), made, "here").micro_batches == plan.micro_batches
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(lengths_of_batches, st.sampled_from([1, 2]))
+def test_own_lengths_end_no_later_than_buckets(lengths, world):
+    samples, dims = batch(lengths)
+    made = table(world)
+    at_own = plan_step(samples, made, "auto", None, BatchLengths(own(), dims))
+    assert at_own.makespan_s <= plan_step(samples, made).makespan_s * 1.01
+
+
+def test_samples_of_like_length_go_together():
+    samples, dims = batch([33, 100, 35, 98, 34, 99, 33, 100])
+    plan = plan_step(samples, table(1, (4,)), "inter", None, BatchLengths(own(), dims))
+    assert sorted((len(mb.sample_ids), mb.shape["seq"]) for mb in plan.micro_batches) == [
+        (4, 35),
+        (4, 100),
+    ]
+
+
+def test_where_the_trace_holds_for_buckets_alone_padding_stays():
+    samples, dims = batch([9, 20, 40, 70])
+    never = own(lambda bucket, sizes: False)
+    plan = plan_step(samples, table(1), "auto", None, BatchLengths(never, dims))
+    assert {mb.shape for mb in plan.micro_batches} == {*BUCKETS[1:]}
+    assert all(not mb.dims for mb in plan.micro_batches)
+
+
+def test_several_dims_are_all_right_together_or_the_buckets():
+    bucket = Bucket.of({"frames": 16, "height": 64})
+    chosen = OwnLengths(
+        lambda b, sizes: sizes["frames"] % 2 == 0, None, lambda b: {"frames": 2, "height": 32}, 4
+    )
+    assert chosen.padded(bucket, (("frames", 5), ("height", 33))) == (("frames", 8), ("height", 36))
+    odd = replace(chosen, multiple=1)
+    assert odd.padded(bucket, (("frames", 6), ("height", 8))) == (("frames", 6), ("height", 32))
+    assert odd.padded(bucket, (("frames", 5), ("height", 33))) == bucket.shape_key
+
+
+def test_without_predictions_seconds_are_those_of_full_samples():
+    row = PlanRow(1, 4, 0, 8.0)
+    without = own(seconds_at=None)
+    assert without.seconds_s(BUCKETS[2], row, (("seq", 40),), 1) == pytest.approx(2.0)
+    assert without.seconds_s(BUCKETS[2], row, (("seq", 40),), 4) == 8.0
