@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.lengths import SHARED, read
 from dcpc.runtime.pipeline.schedule import Hop, StageCost
-from dcpc.runtime.planner.microbatch import microbatch
+from dcpc.runtime.planner.splits.microbatch import microbatch
 
 FLOPS_PER_S = 0.5 * 312e12  # half of an A100's bf16 peak. Source: its data sheet
 BYTES_PER_S = 1.555e12  # of an A100-40GB's memory. Source: its data sheet

@@ -26,7 +26,7 @@ from dcpc.passes.sharding.rules import register_sharding_rule
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.settings import Settings
 from dcpc.runtime.data.weights import CountLabels
-from dcpc.runtime.planner.microbatch import microbatch
+from dcpc.runtime.planner.splits.microbatch import microbatch
 from dcpc.runtime.step.tensorboard import TensorBoardLogger
 
 __version__ = "0.1.0"

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from dcpc.errors import PlanError
-from dcpc.runtime.planner.microbatch import PaddedCost
+from dcpc.runtime.planner.splits.microbatch import PaddedCost
 
 Parts = tuple[tuple[int, ...], ...]  # positions of samples, by micro-batch
 

@@ -24,7 +24,7 @@ from dcpc.runtime.pipeline.schedule import (
     lower_bound,
     search,
 )
-from dcpc.runtime.planner.microbatch import PaddedCost, microbatch
+from dcpc.runtime.planner.splits.microbatch import PaddedCost, microbatch
 
 Batches = tuple[tuple[int, ...], ...]  # positions of samples, by micro-batch
 

@@ -28,9 +28,9 @@ from dcpc.runtime.planner.bound import StepBound, step_bound
 from dcpc.runtime.planner.deal import Price, assign, cuts, deal
 from dcpc.runtime.planner.fit import fitted
 from dcpc.runtime.planner.own_lengths import BatchLengths
-from dcpc.runtime.planner.padding import share_padding, split_by_length
 from dcpc.runtime.planner.plans import Mode, PlannedMicroBatch, StepPlan, better, step_plan
 from dcpc.runtime.planner.speeds import power, speeds_text
+from dcpc.runtime.planner.splits.padding import share_padding, split_by_length
 from dcpc.runtime.planner.table import PlanTable
 
 # A plan of another kind must end this much earlier to be taken: it brings more variants.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpc.errors import PlanError
-from dcpc.runtime.planner.microbatch import microbatch
+from dcpc.runtime.planner.splits.microbatch import microbatch
 
 
 @dataclass(frozen=True)

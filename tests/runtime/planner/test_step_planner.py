@@ -10,8 +10,8 @@ from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
 from dcpc.runtime.planner.deal import deal
-from dcpc.runtime.planner.padding import share_padding
 from dcpc.runtime.planner.plans import timeline
+from dcpc.runtime.planner.splits.padding import share_padding
 from dcpc.runtime.planner.step_planner import Allowed, plan_step
 from dcpc.runtime.planner.table import PlanTable, holds, make_table, own_settings
 from tests.cases.best_plan import brute_force

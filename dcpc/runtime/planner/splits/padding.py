@@ -17,9 +17,9 @@ import numpy as np
 
 from dcpc.buckets import Bucket
 from dcpc.ir import PlanRow
-from dcpc.runtime.planner.microbatch import FloatArray, IntArray, PaddedCost, microbatch
 from dcpc.runtime.planner.own_lengths import BatchLengths
 from dcpc.runtime.planner.plans import PlannedMicroBatch
+from dcpc.runtime.planner.splits.microbatch import FloatArray, IntArray, PaddedCost, microbatch
 from dcpc.runtime.planner.table import PlanTable, holds
 
 # A split of more samples takes longer to find than it saves.
