@@ -225,6 +225,11 @@ TEXT_MODELS: dict[str, ZooModel] = {
     "ALBERT": language_model(
         "Albert:AlbertForMaskedLM", True, **common(embedding_size=16, **NO_DROPOUT)
     ),
+    "ALBERT of 12": language_model(
+        "Albert:AlbertForMaskedLM",
+        True,
+        **common(embedding_size=16, **NO_DROPOUT, num_hidden_layers=12),
+    ),
     "DistilBERT": language_model(
         "DistilBert:DistilBertForMaskedLM",
         True,

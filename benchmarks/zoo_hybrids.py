@@ -1,0 +1,83 @@
+"""Convolutions and attention in one model: a Conformer, and models of timm where it is installed.
+
+XCiT attends over channels of pixels that a batch norm in eval() made, the others of timm over
+blocks, over patches, or over channels again. None of the tests' packages needs timm:
+
+    pip install --no-deps timm torchvision
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from benchmarks.zoo_media import SumOfSquares
+from benchmarks.zoo_models import ZooModel, float64
+
+
+class Classified(nn.Module):
+    """A classifier's cross-entropy; its batch norms keep to the statistics that they have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keeps the model, which stays in eval()."""
+        super().__init__()
+        self.model = model.eval()
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        """Returns the loss, one number."""
+        return F.cross_entropy(self.model(image), label)
+
+
+def classifier(name: str, pixels: int, **fields: Any) -> ZooModel:
+    """A classifier of square images of one size, of which the batch alone is symbolic."""
+
+    def make() -> nn.Module:
+        timm: Any = importlib.import_module("timm")
+        return Classified(timm.create_model(name, num_classes=10, **fields))
+
+    return ZooModel(
+        float64(make),
+        {"image": f"float64[batch, 3, {pixels}, {pixels}]", "label": "int64[batch]"},
+        ({"batch": 1},),
+        {"batch": 1},
+    )
+
+
+def _conformer() -> nn.Module:
+    """A Conformer whose convolutions are normed in groups, in the place of batch norms."""
+    config = transformers.Wav2Vec2ConformerConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, hidden_dropout=0.0,
+        attention_dropout=0.0, feat_proj_dropout=0.0, layerdrop=0.0, mask_time_prob=0.0,
+        apply_spec_augment=False, conformer_conv_dropout=0.0, conv_depthwise_kernel_size=5,
+        activation_dropout=0.0, position_embeddings_type="relative",
+    )  # fmt: skip
+    model = transformers.Wav2Vec2ConformerModel(config)
+    for module in model.modules():
+        if isinstance(getattr(module, "batch_norm", None), nn.BatchNorm1d):
+            module.batch_norm = nn.GroupNorm(4, 32)
+    return SumOfSquares(model)
+
+
+CONFORMER = ZooModel(
+    float64(_conformer),
+    {"input_values": "float64[batch, samples]"},
+    ({"batch": 1, "samples": 333}, {"batch": 1, "samples": 401}),
+    {"batch": 1, "samples": 640},
+)
+TIMM: dict[str, ZooModel] = {
+    "XCiT": classifier("xcit_nano_12_p16_224", 48, depth=2, img_size=48, embed_dim=32, num_heads=4),
+    "CoAtNet": classifier("coatnet_pico_rw_224", 64, img_size=64),
+    "MobileViT": classifier("mobilevitv2_050", 64),
+    "EdgeNeXt": classifier("edgenext_xx_small", 64),
+}
+HYBRIDS = {
+    "Conformer with group norms": CONFORMER,
+    **(TIMM if importlib.util.find_spec("timm") else {}),
+}
