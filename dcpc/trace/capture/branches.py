@@ -18,6 +18,7 @@ from torch.utils._sympy.functions import Mod, PythonMod
 
 from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import TraceError
+from dcpc.trace.capture.dims import ExampleError
 from dcpc.trace.capture.paths import TAKEN, UnknownPathError
 
 # What an assertion is tried at where a bucket names no batch: the planner takes some of these.
@@ -70,7 +71,7 @@ def refuse_branches(
                 "does not"
             )
             if not differ:
-                raise TraceError(_advised(what, expr, buckets, symbols))
+                raise ExampleError(_advised(what, expr, buckets, symbols))
             key = tuple(sorted(sizes.items()))
             if key not in compared:
                 compared.add(key)
@@ -102,7 +103,7 @@ def _compare(
     what: str, sizes: Mapping[str, int], difference: Callable[[Mapping[str, int]], str]
 ) -> None:
     if found := _difference(what, sizes, difference):
-        raise TraceError(f"{what} ({found})")
+        raise ExampleError(f"{what} ({found})")
 
 
 def _difference(

@@ -39,7 +39,7 @@ from dcpc.trace.capture import dims as named
 from dcpc.trace.capture.autocast import casting, share_casts
 from dcpc.trace.capture.branches import refuse_batch_of_one, refuse_branches
 from dcpc.trace.capture.capturable import Capturable
-from dcpc.trace.capture.explain import explained, refuse_numbers
+from dcpc.trace.capture.explain import explained, of_sizes, refuse_numbers
 from dcpc.trace.capture.functional import functional
 from dcpc.trace.capture.gradients import (
     detach_without_grad,
@@ -140,10 +140,29 @@ def _traced(
     check_names(model, buckets.inputs, loss)
     refuse_backward_hooks(model)
     named.refuse_names(buckets)
+    refused: dict[str, named.ExampleError] = {}  # by the sizes of the trace
+    for hints in named.example_sizes(buckets, named.named_dims(buckets)):
+        wrapped = _WantedOf(model, tuple(buckets.inputs), loss)
+        wrapped.training = model.training
+        try:
+            return _traced_at(hints, wrapped, buckets, autocast)
+        except named.ExampleError as error:
+            refused[" ".join(f"{n} {size}" for n, size in hints.items())] = error
+    first, *others = refused.values()
+    also = f"; traces at {' and at '.join([*refused][1:])} are refused, too" if others else ""
+    raise TraceError(f"{first}{also}") from first
+
+
+def _traced_at(
+    hints: Mapping[str, int], wrapped: _WantedOf, buckets: Buckets, autocast: torch.dtype | None
+) -> Program:
+    """Returns the graph of a trace at some sizes.
+
+    Raises:
+        ExampleError: the trace takes something for granted that does not hold at every bucket.
+        TraceError: the model is refused, whatever the sizes.
+    """
     dims = named.named_dims(buckets)
-    hints = named.choose_hints(buckets, dims)
-    wrapped = _WantedOf(model, tuple(buckets.inputs), loss)
-    wrapped.training = model.training
     exported, paths = _export(wrapped, buckets, dims, hints, autocast)
     _refuse_mutation(exported)
     gm = copy.deepcopy(exported.graph_module)
@@ -258,7 +277,8 @@ def _export(
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(explained(error, model, buckets, hints)) from error
+        kind = named.ExampleError if of_sizes(error, buckets, hints) else TraceError
+        raise kind(explained(error, model, buckets, hints)) from error
     if changes := wrapped.noted.changes:
         warnings.warn(
             f"forward changes its own module ({'; '.join(changes[:4])}): a compiled model does "

@@ -1,7 +1,8 @@
 """Named dims as torch.export sees them: ranges, hints, and the way back from torch's symbols."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -33,6 +34,12 @@ SMALLEST = 2
 # A range for batch has room for a hint of its own; else it is what the buckets ask for, as a model
 # may run other code from some batch on.
 LEAST_BATCH_IN_TRACE = 7
+# Elements of the inputs in a trace at a bucket's own sizes, which are made for it.
+MOST_ELEMENTS = 1 << 24
+
+
+class ExampleError(TraceError):
+    """A trace at some example sizes is refused; one at others may be right."""
 
 
 def refuse_names(buckets: Buckets) -> None:
@@ -64,12 +71,46 @@ def named_dims(buckets: Buckets) -> dict[str, Any]:
     return dims
 
 
-def choose_hints(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
+def example_sizes(buckets: Buckets, dims: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """Yields the sizes of named dims to trace at: first ones, and others if a trace is refused.
+
+    A size may equal a constant by chance, as two strides are equal where a length is 2; or one may
+    be the larger of two, and in the buckets be the smaller. Others are not, such as a bucket's own.
+    """
+    first = _chosen(buckets, dims, {})
+    yield first
+    others = [_chosen(buckets, dims, first), _own_sizes(buckets, dims)]
+    yield from (sizes for i, sizes in enumerate(others) if sizes not in (first, *others[:i]))
+
+
+def _own_sizes(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sizes of the largest bucket that can be traced at; of none the first sizes."""
+    found = [(0, _chosen(buckets, dims, {}))]
+    for bucket in buckets:
+        sizes = {n: bucket.sizes[n] for n in dims if n in bucket.sizes}
+        if BATCH in dims and BATCH not in sizes:
+            sizes[BATCH] = next(n for n in (3, 5, 7, *range(8, 999)) if n not in sizes.values())
+        whole = {n: sizes.get(n, 1) for n in buckets.names}
+        elements = sum(math.prod(spec.shape(whole)) for spec in buckets.inputs.values())
+        apart = len({*sizes.values()}) == len(dims)  # torch takes equal sizes for one
+        if apart and min(sizes.values(), default=1) >= SMALLEST and elements <= MOST_ELEMENTS:
+            found.append((elements, whole))
+    return max(found, key=lambda pair: pair[0])[1]
+
+
+def _chosen(
+    buckets: Buckets, dims: Mapping[str, Any], besides: Mapping[str, int]
+) -> dict[str, int]:
     """Returns the size of each named dim in the trace: small, in range, all different, and prime.
 
     Different, because torch merges two symbols of one size without a word. Prime if the range has
     one, else odd: at an even height a model that pads to a multiple of 2 has nothing to pad, and
     torch would hold on to that; what it does at an odd one serves every height.
+
+    Args:
+        buckets: buckets of the trace.
+        dims: names that can be larger than 1, with their ranges.
+        besides: sizes not to take where the range has others.
     """
     hints: dict[str, int] = {}
     taken: set[int] = set()
@@ -81,6 +122,7 @@ def choose_hints(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
         want = max(low, 3 if name == BATCH else 11)
         choices = [size for size in range(want, min(high, want + 64) + 1) if size not in taken]
         choices += [size for size in range(low, high + 1)[:64] if size not in taken]
+        choices = [size for size in choices if size != besides.get(name)] or choices
         odd = [size for size in choices if size % 2] or choices or [low]
         hints[name] = next(filter(isprime, choices), odd[0])
         taken.add(hints[name])
@@ -133,7 +175,7 @@ def solve_symbols(
         expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
         free = expr.free_symbols - mapping.keys()
         if not expr.free_symbols:
-            raise TraceError(
+            raise ExampleError(
                 f"dim '{dim}' of {place} was fixed to {size} by the trace; expected it to stay "
                 "symbolic; look for a Python int(), .item(), list length or comparison on this "
                 "size in forward, or declare the dim as a number"

@@ -10,6 +10,9 @@ from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import TraceError, users_line
 from dcpc.fx.graphs import op_name, source_line
 
+# How torch says that it would have to know the values in a tensor.
+_OF_VALUES = ("DataDependent", "data-dependent", "unbacked", "GuardOnData")
+
 
 def explained(
     error: Exception, model: nn.Module, buckets: Buckets, hints: Mapping[str, int]
@@ -33,9 +36,7 @@ def explained(
         reason += "; torch suggests " + "; ".join(fixes[:4]) if fixes else ""
         hint = "keep every bucket within that limit, or change the model's limit on this dim"
         hint = _limit_of(text, model) + _recurrent(model) + _numbers(text) + hint
-    elif any(
-        s in text + kind for s in ("DataDependent", "data-dependent", "unbacked", "GuardOnData")
-    ):
+    elif any(s in text + kind for s in _OF_VALUES):
         hint = (
             "control flow that depends on a tensor's values cannot be captured: rewrite it with "
             "torch.where / masking, or move it out of forward"
@@ -72,6 +73,20 @@ def explained(
         f"the model cannot be captured: got {kind}: {reason}{where}; expected a forward that is "
         f"one graph at all sizes; {hint}"
     )
+
+
+def of_sizes(error: Exception, buckets: Buckets, hints: Mapping[str, int]) -> bool:
+    """Returns whether torch's refusal may hang on the sizes of the capture.
+
+    Args:
+        error: of torch, while it captured the model.
+        buckets: that it is captured for.
+        hints: length of each dim in the capture.
+    """
+    said = str(error) + type(error).__name__
+    if isinstance(error, TypeError) or any(word in said for word in _OF_VALUES):
+        return False
+    return not (_of_shapes(error) and _multiples(buckets, hints))
 
 
 def _of_shapes(error: Exception) -> bool:

@@ -369,3 +369,56 @@ def test_lengths_that_forward_divides_are_told_how_to_be_declared():
         program(halves, {"x": "float32[batch, seq, 8]"}, *sizes)
     p = program(halves, {"x": "float32[batch, seq*2, 8]"}, *sizes)
     assert list(shapes(p).values()) == ["(batch, 2*seq, 8)"]
+
+
+def compiled_at(function, inputs, sizes):
+    """Returns the sizes of the trace of a model that dcpc compiles with the plain numbers."""
+    model = Function(function).double()
+    buckets = Buckets(inputs=inputs, sizes=sizes)
+    compiled = dcpc.compile(model, buckets, backend="eager", verify="full")
+    for bucket in buckets:
+        shapes = {n: s.shape({**bucket.sizes, "batch": 2}) for n, s in buckets.inputs.items()}
+        given = {n: torch.randn(shape, dtype=torch.float64) for n, shape in shapes.items()}
+        assert compiled_error(compiled, model, given) < 1e-12
+    return compiled.planned.traces[0].traced.program.hints
+
+
+def at_eleven(w, x):
+    return (w * (x * 2 if x.shape[1] == 11 else x.sin())).mean()
+
+
+def shorter(w, x, y):
+    """Needs two rows of x for each of y, as each bucket has: no example of primes does."""
+    return (w * x[:, : 2 * y.shape[1] : 2] * y).mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "sizes"),
+    [
+        (at_eleven, {"x": "float64[batch, n]"}, [{"n": 8}, {"n": 32}]),
+        (
+            shorter,
+            {"x": "float64[batch, n]", "y": "float64[batch, m]"},
+            [{"n": 8, "m": 3}, {"n": 64, "m": 30}],
+        ),
+    ],
+)
+def test_what_one_example_assumes_by_chance_is_traced_again_at_others(function, inputs, sizes):
+    compiled_at(function, inputs, sizes)
+
+
+def test_what_every_example_refuses_is_an_error_that_names_them():
+    inputs, sizes = {"x": "float64[batch, n]"}, [{"n": 8}, {"n": 11}, {"n": 32}]
+    with pytest.raises(TraceError, match="traces at batch 5 n 13 and at batch 3 n 32 are refused"):
+        program(at_eleven, inputs, *sizes)
+
+
+def test_a_trace_that_is_not_refused_is_the_only_one(monkeypatch):
+    calls = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *a, **k: calls.append(1) or export(*a, **k))
+    program(lambda w, x: (w * x).mean(), {"x": "float64[batch, n]"}, {"n": 8}, {"n": 32})
+    assert len(calls) == 1
+    with pytest.raises(TraceError):  # nor is one that no sizes make right
+        program(lambda w, x: (w * x[x > 0]).mean(), {"x": "float64[batch, n]"}, {"n": 8}, {"n": 32})
+    assert len(calls) == 2
