@@ -148,6 +148,21 @@ def test_what_is_no_loss_is_refused_by_name(loss, message):
         dcpc.compile(model_of(), BUCKETS, backend="eager", loss=loss)
 
 
+class PassedOn(Logits):
+    """Passes on whatever there is to what does not take it."""
+
+    def forward(self, **inputs):
+        return super().forward(**inputs)
+
+
+def test_an_input_that_a_forward_of_kwargs_passes_on_is_explained():
+    message = (
+        r"PassedOn.forward takes \*\*kwargs.*'labels' too.*a loss=fn that names 'labels' still"
+    )
+    with pytest.raises(dcpc.TraceError, match=message):
+        dcpc.compile(model_of(PassedOn), BUCKETS, backend="eager", loss=weighted)
+
+
 def test_model_without_a_loss_is_told_of_the_option():
     with pytest.raises(dcpc.TraceError, match="or compile with loss="):
         dcpc.compile(nn.Linear(DIM, 2), dcpc.Buckets({"input": "float32[n, 12]"}, [{"n": 3}]))

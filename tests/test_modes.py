@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -263,6 +264,35 @@ def test_length_at_which_forward_does_something_else_is_refused():
         assert evaluation_error(compiled, model, data(seq), between="compile") < 1e-10
 
 
+def random_numbers(compiled, rank=0):
+    """Returns 0 for what calls by hand draw of torch's seed: again the same, then other numbers."""
+    first, second, again = (
+        float(compiled(**data(12)).detach())
+        for seed in (5, None, 5)
+        if seed is None or torch.manual_seed(seed)
+    )
+    found = [abs(first - again), float(first == second)]
+    if dist.is_initialized():  # ranks of a group that were seeded apart draw alike
+        torch.manual_seed(rank)
+        loss = compiled(**data(12)).detach()
+        mean = loss.clone()
+        dist.all_reduce(mean)
+        found.append(abs(float(mean) / dist.get_world_size() - float(loss)))
+    return found
+
+
+def test_a_seed_of_torch_repeats_a_call_and_leaves_train_steps_alone():
+    steps = []
+    for seed in (0, 1):
+        compiled = compiled_of(model_of())
+        assert random_numbers(compiled) == [0, 0]
+        samples = [{n: x[0] for n, x in data(4, 1, i).items()} for i in range(2)]
+        (step,) = dcpc.DataLoader(samples, compiled, tokens_per_step=100)
+        torch.manual_seed(seed)
+        steps.append(compiled.train_step(step).loss)
+    assert steps[0] == steps[1]
+
+
 def evaluate_apart(rank, sp, parameters):
     model = model_of()
     compiled = compiled_of(model, sp=sp, parameters=parameters)
@@ -279,6 +309,8 @@ def evaluate_apart(rank, sp, parameters):
         compiled.eval()
         found.append(compiled_error(compiled, model, data(4), sp / 2))
         compiled.train()
+    if parameters == "whole" and sp == 2:
+        found += random_numbers(compiled, rank)
     if sp == 1 and rank == 0:  # by itself
         found.append(evaluation_error(compiled, model, data(9), between="compile"))
     return found

@@ -346,7 +346,7 @@ class Dispatch:
     ) -> tuple[Any, ...]:
         """Returns the loss, then other outputs.
 
-        Without a seed random numbers are those of the degree's next call.
+        Without a seed torch's generator gives that of a call by hand.
         """
         traced = self._planned.by_bucket[bucket].traced
         # The graph was traced for dense inputs; a slice or an expanded tensor has other strides.
@@ -358,8 +358,7 @@ class Dispatch:
         named = {**own, **given}
         self.stats.called(bucket, sizes.get(BATCH, 1))
         if seed is None:
-            sp = variant.sp
-            seed = self._seeds.of_call(sp, self._groups.ranks(sp)[0]) if variant.draws else 0
+            seed = self._seeds.of_call(variant.sp) if variant.draws else 0
         found = variant.outputs([named[p] for p in variant.placeholders], integers, seed)
         return (found[0], *self._pieces(bucket, sizes, setting, place, found[1:]))
 

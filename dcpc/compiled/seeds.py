@@ -1,13 +1,16 @@
-"""Seeds of a compiled model's random numbers: they follow from the place in training alone."""
+"""Seeds of a compiled model's random numbers: of steps by their place, of calls by torch's seed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from dcpc.ops.random import mix
+import torch
 
-# Keeps the random numbers of train steps apart from those of calls, which count up from 1.
+from dcpc.ops.random import mix
+from dcpc.runtime.groups.agreement import largest
+from dcpc.runtime.groups.groups import Groups
+
 _STEPS = 1 << 40
 
 
@@ -15,49 +18,39 @@ class Seeds:
     """Seeds of train steps and of calls by hand.
 
     Attributes:
-        base: of all of them, the same on every rank.
+        base: of train steps, the same on every rank.
     """
 
-    def __init__(self, base: int, rank: int, world: int) -> None:
-        """Begins with the first call of each degree.
+    def __init__(self, base: int, groups: Groups) -> None:
+        """Takes a base down.
 
         Args:
-            base: of all random numbers.
-            rank: this one.
-            world: how many there are.
+            base: of train steps.
+            groups: process groups, whose ranks make calls by hand together.
         """
         self.base = base
-        self._rank, self._world = rank, world
-        self._calls: dict[int, int] = {}
+        self._groups = groups
 
     def of_micro_batch(self, epoch: int, step: int, number: int) -> int:
         """Returns the seed of a micro-batch of a train step, by its place in training."""
         return mix(self.base, _STEPS, epoch, step, number) >> 1
 
-    def of_call(self, sp: int, first: int) -> int:
-        """Returns the seed of the next call at a degree, the same on every rank of its group.
+    def of_call(self, sp: int) -> int:
+        """Returns the seed of a call by hand, the same on every rank of its group.
 
-        The ranks of a group make the same calls at its degree, so counting them needs no message.
+        Torch's own generator gives it, as it gives those of the plain model: after the same
+        `torch.manual_seed` on these ranks come the same numbers. Collective over the group.
 
         Args:
-            sp: the degree.
-            first: rank of the group.
+            sp: degree of the call.
         """
-        self._calls[sp] = self._calls.get(sp, 0) + 1
-        return mix(self.base, sp, first, self._calls[sp]) >> 1
+        drawn = int(torch.randint(1 << 62, (), device="cpu"))
+        return mix(self._groups.ranks(sp)[0], largest(self._groups, sp, drawn)) >> 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the base, and how many calls there were at each degree, as plain values."""
-        return {"base": self.base, "calls": dict(self._calls)}
+        """Returns the base, as plain values."""
+        return {"base": self.base}
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Goes on from the states of all ranks that there were.
-
-        With as many ranks as there are now each goes on from its own. Else calls are counted from
-        the largest of all on, so that no number comes twice.
-        """
+        """Goes on from the states of all ranks that there were."""
         self.base = states[0]["base"]
-        counted = [state["calls"] for state in states]
-        if len(states) == self._world:
-            counted = [counted[self._rank]]
-        self._calls = {sp: max(c.get(sp, 0) for c in counted) for sp in set().union(*counted)}

@@ -83,7 +83,7 @@ class CompiledModel(TrainedModel):
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._learned = learned
 
-        self._seeds = Seeds(base_seed, groups.rank, groups.world)
+        self._seeds = Seeds(base_seed, groups)
         self._checkpoints = Checkpoints(groups)
         self._tighter = TighterPlans(planned, self.plans, self.tables, groups)
 

@@ -88,6 +88,22 @@ def agree(groups: Groups, sp: int, what: str, value: str, problem: DcpcError | N
     raise talk.problem or GroupError(message)
 
 
+def largest(groups: Groups, sp: int, number: int) -> int:
+    """Returns the largest number that a rank of this rank's block of `sp` has.
+
+    Args:
+        groups: process groups, whose ranks have agreed that they call this.
+        sp: degree of the block.
+        number: integer of 63 bits at most.
+    """
+    pg = groups.control(sp)
+    if pg is None:
+        return number
+    found = torch.tensor(number)
+    dist.all_reduce(found, dist.ReduceOp.MAX, pg)
+    return int(found)
+
+
 def from_first(groups: Groups, text: str) -> str:
     """Returns the text that the first rank gives; collective over all ranks.
 

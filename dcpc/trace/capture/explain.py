@@ -1,5 +1,6 @@
 """Why torch cannot capture a module: what it said, at which line, and what to write instead."""
 
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -54,7 +55,7 @@ def explained(
     elif "ufunc" in text:
         hint = "numpy cannot compute with a length: take math, as in math.sqrt(n)"
     elif isinstance(error, TypeError) and "argument" in text:
-        hint = (
+        hint = _passed_on(text, model, buckets) or (
             "make the buckets' inputs match forward's keyword arguments; what a loss outside of "
             "forward takes, such as labels, is passed to it: loss=fn, with fn(outputs, labels)"
         )
@@ -72,6 +73,21 @@ def explained(
     return (
         f"the model cannot be captured: got {kind}: {reason}{where}; expected a forward that is "
         f"one graph at all sizes; {hint}"
+    )
+
+
+def _passed_on(text: str, model: nn.Module, buckets: Buckets) -> str:
+    """Returns what to do with an input that forward passes on to what does not take it, as text."""
+    match = re.search(r"unexpected keyword argument '(\w+)'", text)
+    takes = inspect.signature(model.forward).parameters
+    every = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if not match or not every or match[1] in takes or match[1] not in buckets.inputs:
+        return ""
+    return (
+        f"{type(model).__name__}.forward takes **kwargs, so each input is passed to it, "
+        f"'{match[1]}' too, and what it calls does not take that: name the inputs that forward "
+        f"takes instead of **kwargs (a loss=fn that names '{match[1]}' still gets it), or take "
+        f"'{match[1]}' out of them in forward"
     )
 
 

@@ -20,6 +20,7 @@ from dcpc.compiled.pipeline.trained.ownership import StageStore
 from dcpc.compiled.pipeline.trained.report import stages_report
 from dcpc.errors import DataError, DcpcError, DispatchError, GroupError, explaining
 from dcpc.ir import Profile
+from dcpc.ops.random import DRAWS
 from dcpc.plan.choose import TriedRow
 from dcpc.runtime.checkpoint.parts import Parts, Stateful
 from dcpc.runtime.data.arguments import check_choice, check_step
@@ -248,7 +249,9 @@ class PipelinedModel(CompiledModel):
             except DcpcError as error:
                 problem = problem or error
             agree(groups, layout.ranks, what, text, problem)
-            seed = self._seeds.of_call(layout.ranks, groups.ranks(layout.ranks)[0])
+            drawn = first.planned.by_bucket[bucket].traced.program.gm.graph.nodes
+            draws = any(n.target in DRAWS for n in drawn)
+            seed = self._seeds.of_call(layout.ranks) if draws else 0
             (stage, *_), grid = self._own.settings, self._own.grid
             made = self._cut.plan.stages[-1].at(sizes).sent(sizes)[0]
             return loss_of(stage.at(sizes), inputs, sizes, seed, grid, made)
