@@ -339,19 +339,12 @@ def pairs(w, x):
     return (w * both.flip(2)).flatten(1)[:, :rows].square().mean()
 
 
-SMALL = pytest.mark.xfail(
-    strict=True, raises=TraceError,
-    reason="no odd number is left for the trace, or 2: half of that is 1, which torch fixes",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [(10, 12), (8, 9), (6, 7), pytest.param((4, 4), marks=SMALL),
-     pytest.param((3, 4), marks=SMALL)],
-)  # fmt: skip
+@pytest.mark.parametrize("sizes", [(10, 12), (8, 9), (6, 7), (4, 4), (3, 4)])
 def test_few_sizes_that_are_padded_to_pairs_trace(sizes):
-    """torch has a range of one value for the pairs of 10 to 12, and of 8 and 9 none is prime."""
+    """torch has a range of one value for the pairs of 10 to 12, and of 8 and 9 none is prime.
+
+    Of 3 and 4 the odd number is refused, as half of 2 is 1, which torch fixes; 4 is not.
+    """
     buckets = Buckets(inputs={"x": "float64[batch, rows]"}, sizes=[{"rows": n} for n in {*sizes}])
     model = Function(pairs).double()
     compiled = dcpc.compile(model, buckets, backend="eager")
