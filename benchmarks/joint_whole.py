@@ -26,6 +26,9 @@ from dcpc.fx.fakes import telling
 from dcpc.fx.graphs import LazyGraphModule, without_unused
 
 
+SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # their operand
+
+
 class _Tagging(fx.Interpreter):
     """Notes which node of the lowered graph a forward node was made for, and its autograd nodes."""
 
@@ -125,7 +128,7 @@ def said(joint: Joint) -> list[tuple[str, ...]]:
 
     Integers are expressions of dims and pieces, wherever they are made. A write to what a call made
     itself is the call that makes a new tensor. `detach`, which torch leaves out where it traces the
-    whole, is its operand. The stride of a dim of size 1 says nothing.
+    whole, and `alias`, which torch 2.14 adds there, are their operands. The stride of a dim of size 1 says nothing.
     """
 
     def told(leaf: Any) -> Any:
@@ -146,7 +149,7 @@ def said(joint: Joint) -> list[tuple[str, ...]]:
         is_output = node.op == "output"
         if not is_output and not any(isinstance(x, Tensor) for x in tree_leaves(node.meta["val"])):
             continue
-        if node.target is torch.ops.aten.detach.default:
+        if node.target in SAME:
             places[node] = places[node.args[0]]
             continue
         args = (*node.args[0],) if is_output else node.args

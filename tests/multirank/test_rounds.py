@@ -52,6 +52,7 @@ def gathered_again(planned: Planned) -> list[frozenset[int]]:
 def memory_of_some() -> float:
     """Bytes of a rank at which the long bucket gathers some units again and the short one none."""
     plan = partial(dcpc.api.plan, world=2, backend="eager", device="cpu", parameters="rounds", sp=1)
+    torch.set_num_threads(1)  # as on a rank: some scratch has a part for each thread
     for memory in range(300_000, 60_000, -4_000):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
