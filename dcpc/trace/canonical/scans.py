@@ -30,8 +30,8 @@ def cumprod_backward(grad: Tensor, x: Tensor, dim: int, out: Tensor) -> Tensor:
     other dims are taken in pieces.
     """
     dim %= x.ndim
-    if x.shape[dim] <= 1:
-        return grad.clone(memory_format=torch.contiguous_format)  # torch would return `grad` itself
+    if x.shape[dim] <= 1 or not x.numel():  # torch would return `grad` itself
+        return grad.clone(memory_format=torch.contiguous_format)
     others = [d for d in range(x.ndim) if d != dim]
     if not others or not bool((x == 0).any()):
         found: Tensor = aten.cumprod_backward.default(grad, x, dim, out)
