@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import torch
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 import dcpc
 from models.gpt import GPT, GPTConfig
@@ -31,16 +32,30 @@ def stdit() -> tuple[nn.Module, dcpc.Buckets, float]:
     return RectifiedFlow(STDiT(CLIPS)), dcpc.Buckets(inputs, sizes), 40e6
 
 
+def t5() -> tuple[nn.Module, dcpc.Buckets, float]:
+    """Returns an encoder-decoder with learned biases, its buckets and a rank's bytes."""
+    config = T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    names = {"input_ids": "source", "attention_mask": "source", "labels": "target"}
+    inputs = {n: f"int64[batch, {length}]" for n, length in names.items()}
+    buckets = dcpc.Buckets(inputs, [{"source": 48, "target": 24}])
+    return T5ForConditionalGeneration(config), buckets, 25e6
+
+
 def planned(device: str) -> dict[str, list[dict[str, object]]]:
     """Returns what the plans of each model's buckets say in numbers, for two ranks."""
     found = {}
-    for make in (gpt, stdit):
+    for make in (gpt, stdit, t5):
         with torch.device(device):
             model, buckets, memory = make()
         options = {"memory": memory, "world": 2, "device": "h100", "backend": "eager"}
-        plans = dcpc.api.plan(model.bfloat16(), buckets, **options).plans.values()
+        plans = dcpc.api.plan(model.bfloat16(), buckets, **options)
         found[make.__name__] = [
-            {n: v for n, v in asdict(plan).items() if isinstance(v, int | float)} for plan in plans
+            {n: v for n, v in asdict(plan).items() if isinstance(v, int | float)}
+            | {"graph": plans.by_bucket[bucket].traced.program.graph_hash}
+            for bucket, plan in plans.plans.items()
         ]
     return found
 

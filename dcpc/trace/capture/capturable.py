@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -242,8 +243,18 @@ def _attention(
     scale: Any = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Returns attention: in full precision alone, as other forms round elsewhere."""
+    """Returns attention: in full precision alone, as other forms round elsewhere.
+
+    With a learned bias the CPU takes torch's math, and a GPU a kernel whose result lies otherwise:
+    what reshapes it would be captured otherwise. The call stays whole, so both take math here.
+    """
     full = query.dtype in (torch.float32, torch.float64)
+    if query.is_cuda and attn_mask is not None and attn_mask.requires_grad and not full:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal,
+                scale=scale, enable_gqa=enable_gqa,
+            )  # fmt: skip
     if not full or torch.is_autocast_enabled(query.device.type):
         return NotImplemented
     if isinstance(scale, torch.SymFloat):
