@@ -6,13 +6,19 @@ A broken invariant of dcpc's own is an `assert` with a message, never one of the
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 _HERE = Path(__file__).parent
 _LIBRARIES = ("/torch/", "/sympy/")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class DcpcError(Exception):
@@ -65,6 +71,45 @@ class DataError(DcpcError):
 
 class DefectError(DcpcError):
     """Something failed that dcpc neither refuses nor explains: a defect of dcpc."""
+
+
+def refuse_unknown(
+    what: str, given: Iterable[str], known: Sequence[str], error: type[DcpcError]
+) -> None:
+    """Refuses names of arguments that a function does not have, with the name that is near.
+
+    Args:
+        what: function, for the message.
+        given: names of the arguments that it was called with.
+        known: names that it has.
+        error: class to raise.
+
+    Raises:
+        DcpcError: of class `error`.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}=?" if near else "leave it out"
+            raise error(f"{what}: got {name}=; expected some of {', '.join(known)}; {hint}")
+
+
+def refusing_unknown(
+    what: str, error: type[DcpcError]
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Has a function refuse names of arguments that it does not have, see `refuse_unknown`."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def run(*args: P.args, **given: P.kwargs) -> T:
+            refuse_unknown(what, given, known, error)
+            return function(*args, **given)
+
+        return run
+
+    return decorate
 
 
 def users_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import dcpc
 from dcpc.api import plan, rank_memory_bytes
 from dcpc.commands.cli import app
-from dcpc.errors import PlanError
+from dcpc.errors import DataError, PlanError
 from dcpc.plan.options import (
     MOST_COMMUNICATORS,
     CompileOptions,
@@ -69,8 +69,12 @@ def test_names_and_defaults_are_what_users_write(function, kind, own):
 
 
 def test_unknown_option_is_refused_before_anything_runs():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'memry'"):
+    with pytest.raises(PlanError, match=r"^dcpc.compile: got memry=;.*did you mean memory=\?$"):
         dcpc.compile(None, None, memry=3)
+    with pytest.raises(DataError, match=r"DataLoader: got weigth=;.*did you mean weight=\?$"):
+        dcpc.DataLoader([], None, weigth="labels")
+    with pytest.raises(PlanError, match=r"got xyz=;.*, memory, .*; leave it out$"):
+        plan(None, None, xyz=3)
     with pytest.raises(TypeError, match="too many positional"):
         plan(None, None, 8)
 

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from torch import nn
 
 from dcpc.buckets import Buckets
-from dcpc.errors import DcpcError
+from dcpc.errors import DcpcError, PlanError, refuse_unknown
 from dcpc.plan.options.declared import CommandOption, OptionFacts, facts
 from dcpc.plan.options.kinds import ModelOptions, PlanOptions
 from dcpc.plan.options.values import check_given
@@ -55,10 +55,12 @@ def taking(
         told = inspect.signature(function)
         own = [p for p in told.parameters.values() if p.name != "options"]
         signature = told.replace(parameters=[*own, *keywords])
+        known = [*signature.parameters]
 
         @functools.wraps(function)
         def run(*args: Any, **given: Any) -> Result_co:
-            bound = signature.bind(*args, **given)  # refuses unknown names as any call does
+            refuse_unknown(f"dcpc.{function.__name__}", given, known, PlanError)
+            bound = signature.bind(*args, **given)  # refuses what is missing as any call does
             model, buckets = bound.args
             try:
                 check_given(model, buckets)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
 from dcpc.buckets import path_of
-from dcpc.errors import DataError, DcpcError, PlanError, explaining
+from dcpc.errors import DataError, DcpcError, PlanError, explaining, refusing_unknown
 from dcpc.runtime.data.ahead import LoaderStats, ahead
 from dcpc.runtime.data.arguments import (
     allowed_steps,
@@ -58,6 +58,7 @@ class DataLoader:
     afresh.
     """
 
+    @refusing_unknown("dcpc.DataLoader", DataError)
     def __init__(
         self,
         dataset: Dataset,

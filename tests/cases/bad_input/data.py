@@ -120,6 +120,7 @@ DATA = {
     "dcpc.DataLoader": (
         Kind("a model that is not compiled", DataError,
              lambda g: dcpc.DataLoader(samples(), torch.nn.Linear(1, 1), tokens_per_step=4)),
+        _loader("an argument that is mistyped", weigth="labels"),
         _loader("no tokens", tokens_per_step=0),
         _loader("a fraction of tokens", tokens_per_step=1.5),
         _loader("a numpy integer of tokens", tokens_per_step=np.int64(32)),

@@ -157,6 +157,7 @@ OPTIONS = {
              "[train](train.md#start-without-the-whole-model)"),
     ),
     "Options of compile and plan": (
+        _option("an option that is mistyped", PlanError, memry=1e9),
         _option("memory below 0", PlanError, memory=-1),
         _option("memory that is no number", PlanError, memory="lots"),
         _option("memory that is NaN", PlanError, memory=math.nan),
