@@ -35,6 +35,23 @@ def test_a_number_taken_out_of_a_tensor_is_refused_at_its_line():
     dcpc.compile(Scaled(), BUCKETS, backend="eager")  # what the message says to do
 
 
+class Classes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.linear(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_labels_in_a_dtype_that_torchs_losses_refuse_are_refused_at_their_line(backend):
+    inputs = {"x": "float32[batch, seq, 4]", "labels": "int32[batch, seq]"}
+    text = r"test_defects\.py:\d+\) has labels '.*' of torch.int32; expected torch.int64"
+    with pytest.raises(dcpc.TraceError, match=text):
+        dcpc.compile(Classes(), dcpc.Buckets(inputs, [{"seq": 6}]), backend=backend)
+
+
 def test_backward_of_a_steps_loss_says_that_the_gradients_are_there():
     compiled = dcpc.compile(Scaled(), BUCKETS, backend="eager")
     (step,) = steps(compiled)

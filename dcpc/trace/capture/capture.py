@@ -39,7 +39,7 @@ from dcpc.trace.capture import dims as named
 from dcpc.trace.capture.autocast import casting, share_casts
 from dcpc.trace.capture.branches import refuse_batch_of_one, refuse_branches
 from dcpc.trace.capture.capturable import Capturable
-from dcpc.trace.capture.explain import explained, of_sizes, refuse_numbers
+from dcpc.trace.capture.explain import explained, of_sizes, refuse_labels, refuse_numbers
 from dcpc.trace.capture.functional import functional
 from dcpc.trace.capture.gradients import (
     detach_without_grad,
@@ -436,6 +436,7 @@ def _program(
             info[node.name] = TensorInfo(shape, value.dtype, node in flows)
     _assert_all_named(info, symbols)
     refuse_numbers(gm.graph)
+    refuse_labels(gm.graph)
     scalars = {
         node.name: _size(node.meta["val"], env, mapping, cache)
         for node in gm.graph.nodes

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, fx, nn
 
 from dcpc.buckets import BATCH, Buckets
@@ -13,6 +14,7 @@ from dcpc.fx.graphs import op_name, source_line
 
 # How torch says that it would have to know the values in a tensor.
 _OF_VALUES = ("DataDependent", "data-dependent", "unbacked", "GuardOnData")
+_CLASS_LOSSES = ("nll_loss", "nll_loss2d", "nll_loss_nd", "cross_entropy_loss")
 
 
 def explained(
@@ -195,3 +197,26 @@ def refuse_numbers(graph: fx.Graph) -> None:
                 "follow from lengths alone, as forward is captured once, without values; leave "
                 ".item() out: a tensor without dims takes the number's place"
             )
+
+
+def refuse_labels(graph: fx.Graph) -> None:
+    """Refuses classes in a dtype that torch's losses do not take; Inductor's kernels would.
+
+    Args:
+        graph: the captured forward graph.
+
+    Raises:
+        TraceError: a loss has such labels, which the message names with its line.
+    """
+    for node in graph.nodes:
+        if op_name(node) not in _CLASS_LOSSES or not isinstance(node.args[1], fx.Node):
+            continue
+        dtype = node.args[1].meta["val"].dtype
+        if dtype.is_floating_point or dtype in (torch.int64, torch.uint8):
+            continue
+        line = source_line(node)
+        raise TraceError(
+            f"node '{node.name}'{f' ({line})' if line else ''} has labels "
+            f"'{node.args[1].name}' of {dtype}; expected torch.int64, as the plain model does; "
+            "declare them as int64 in the buckets' inputs, or pass labels.long() to the loss"
+        )
