@@ -113,11 +113,15 @@ class Tried:
                 yield pair, seed, kind, text
                 counts[pair] += kind != "void"
 
-    def figures(self, seconds: float) -> dict[str, Cell]:
-        """Returns the figures of random programs, and prints what failed."""
+    def figures(self, end_s: float) -> dict[str, Cell]:
+        """Returns the figures of random programs, and prints what failed.
+
+        Args:
+            end_s: as of `outcomes`.
+        """
         counts: Counter[str] = Counter()
         pairs = 0
-        for pair, seed, kind, text in self.outcomes(time.monotonic() + seconds):
+        for pair, seed, kind, text in self.outcomes(end_s):
             counts[kind] += 1
             pairs += pair
             if kind in ("wrong", "crash"):
@@ -146,12 +150,13 @@ def main() -> None:
     print(f"seeds from {first} on")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    end_s = time.monotonic() + args.seconds
     # Forked before this process runs anything of torch: they need not import it again.
     forked = ProcessPoolExecutor(args.processes, mp_context=get_context("fork"))
     with timed() as watch, forked as pool:
         tried = Tried.by(pool, first, args.quick)
         caught = plant_all(chosen(args.quick)[:: 2 if args.quick else 1]).figures()
-        figures = tried.figures(args.seconds)
+        figures = tried.figures(end_s)
     figures |= {"first_seed": first, "fuzz_and_plant_s": watch.elapsed_s}
     # As a user's process would: what ran here before has warmed torch's caches for the compile.
     one = {"initializer": torch.set_num_threads, "initargs": (1,)}
