@@ -72,6 +72,8 @@ class Dispatch:
         # The units that this round gathers again in backward.
         self._gathering: frozenset[int] | None = None
         self._again: dict[tuple[Bucket, Setting], frozenset[int]] = {}
+        # Lengths at which a bucket's graphs are right, or not, as far as it was looked up.
+        self._right: dict[tuple[Bucket, tuple[tuple[str, int], ...]], bool] = {}
         self._unpad = unpad
         self._unpadding: dict[int, Unpadding] = {}
         self._buckets = buckets
@@ -207,11 +209,15 @@ class Dispatch:
             bucket: as long in each dim, or longer.
             sizes: length of each named dim, the batch left out.
         """
-        if sizes == dict(bucket.shape_key):
-            return True
-        least = self.least_lengths(bucket)
-        within = all(least[n] <= size <= bucket[n] for n, size in sizes.items())
-        return within and self._planned.by_bucket[bucket].traced.program.holds_at(sizes)
+        key = bucket, tuple(sorted(sizes.items()))
+        if key not in self._right:
+            least, program = (
+                self.least_lengths(bucket),
+                self._planned.by_bucket[bucket].traced.program,
+            )
+            within = all(least[n] <= size <= bucket[n] for n, size in sizes.items())
+            self._right[key] = key[1] == bucket.shape_key or (within and program.holds_at(sizes))
+        return self._right[key]
 
     def input_problem(self, bucket: Bucket, inputs: Mapping[str, Tensor]) -> DispatchError | None:
         """Returns what is wrong with where inputs are, or with their values; None: nothing.
