@@ -119,7 +119,7 @@ def train(rank: int, world: int, mode: str) -> dict[str, Any]:
         "states": states,
         "hook": calls,
         "own": sum(p.numel() for p in shares(compiled.model.parameters(), world)),
-        "lines": lines,
+        "lines": [line for line in lines if line.startswith("step ")],
         "times": (stats.busy_s, stats.idle_s),
     }
 
