@@ -25,7 +25,6 @@ from dcpc.codegen.lower.lower import Lowered
 from dcpc.fx.fakes import telling
 from dcpc.fx.graphs import LazyGraphModule, without_unused
 
-
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # their operand
 
 
@@ -128,7 +127,8 @@ def said(joint: Joint) -> list[tuple[str, ...]]:
 
     Integers are expressions of dims and pieces, wherever they are made. A write to what a call made
     itself is the call that makes a new tensor. `detach`, which torch leaves out where it traces the
-    whole, and `alias`, which torch 2.14 adds there, are their operands. The stride of a dim of size 1 says nothing.
+    whole, and `alias`, which torch 2.14 adds there, are their operands. The stride of a dim of size
+    1 says nothing.
     """
 
     def told(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ CLOCKS = {f"time.{name}{unit}" for name in READS for unit in ("", "_ns")}
 CLOCKS |= {"datetime.now", "datetime.utcnow", "datetime.today", "timeit"}
 CLOCKS |= {"benchmarks.harness.timed"}
 # They make programs and runs for as long as they are asked to, and are no tests.
-MAY = {"tests/fuzz/run.py", "tests/fuzz/runs/hunt.py"}
+MAY = {"tests/fuzz/run.py", "tests/fuzz/runs/hunt.py", "tests/fuzz/pairs/hunt.py"}
 
 
 def clocks_in(source: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,9 +49,15 @@ class Seeds:
         return mix(self._groups.ranks(sp)[0], largest(self._groups, sp, drawn)) >> 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the base, as plain values."""
-        return {"base": self.base}
+        """Returns the base and, of the first rank, the state of torch's generator; plain values."""
+        if self._groups.rank:
+            return {"base": self.base}
+        state = torch.get_rng_state().numpy().tobytes()
+        return {"base": self.base, "generator": base64.b64encode(state).decode()}
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Goes on from the states of all ranks that there were."""
+        """Goes on from the states of all ranks that there were: torch's generator does, too."""
         self.base = states[0]["base"]
+        if "generator" in states[0]:
+            state = bytearray(base64.b64decode(states[0]["generator"]))
+            torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
