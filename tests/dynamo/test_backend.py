@@ -19,15 +19,6 @@ from dcpc.dynamo.numbers import is_number
 EXACT = {"backend": "eager", "fallback": "error"}
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
-
-
 class Net(nn.Module):
     """Returns tensors, a size, a list and None."""
 

@@ -15,15 +15,6 @@ from dcpc.dynamo import backend, family
 EXACT = {"backend": "eager", "fallback": "error"}
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def traces(monkeypatch):
     """Collects one entry for each trace."""

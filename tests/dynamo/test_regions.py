@@ -15,15 +15,6 @@ from dcpc.dynamo.regions import without_regions
 EXACT = {"backend": "eager", "fallback": "error"}
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
-
-
 class Block(nn.Module):
     """A norm whose epsilon, and a dropout whose probability, are numbers of the region."""
 

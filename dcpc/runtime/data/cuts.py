@@ -12,9 +12,9 @@ from dcpc.buckets import Bucket
 from dcpc.buckets.choosing import DEFAULT_PADDING, best_shapes
 from dcpc.errors import DataError
 from dcpc.runtime.data.packing import pack
-from dcpc.runtime.data.samples import Dims, Fit
+from dcpc.runtime.data.samples import Fit
 from dcpc.runtime.data.window import Batch, Position, take
-from dcpc.runtime.planner.own_lengths import BatchLengths, OwnLengths
+from dcpc.runtime.planner.own_lengths import BatchLengths, Dims, OwnLengths
 from dcpc.runtime.planner.plan_file import plan_json, plan_of
 from dcpc.runtime.planner.plans import Mode, StepPlan
 from dcpc.runtime.planner.protocol import BatchPlanner

@@ -16,8 +16,7 @@ import torch
 from dcpc.buckets import BATCH, Bucket, Buckets, DimExpr, InputSpec
 from dcpc.errors import DataError, DcpcError
 from dcpc.runtime.data.arguments import check_dataset
-
-Dims = tuple[tuple[str, int], ...]
+from dcpc.runtime.planner.own_lengths import Dims
 
 
 class Dataset(Protocol):
