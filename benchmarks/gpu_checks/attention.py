@@ -35,7 +35,8 @@ class Case:
         queries: how many.
         keys: how many.
         sight: fields of `dcpc.ops.attention.spec.Sight` but the scale.
-        hides: "" or "keep", "bias", "segment": the tensor that hides keys or adds to scores.
+        hides: "" or "keep", "bias", "segment", "segments": the tensor that hides keys or adds to
+            scores; segments are short, and each sample has its own.
     """
 
     name: str
@@ -54,6 +55,9 @@ class Case:
             return {"mask": torch.randn(size, device=device, dtype=dtype)}
         if self.hides == "segment":
             return {"segment": torch.arange(self.keys, device=device)[None] // 70}
+        if self.hides == "segments":
+            lengths = torch.tensor([[30], [7]], device=device)
+            return {"segment": torch.arange(self.keys, device=device) // lengths}
         return {}
 
 
@@ -74,6 +78,8 @@ CASES = (
     Case("hidden keys", (4, 4), 128, 128, hides="keep"),
     Case("bias", (4, 4), 96, 128, hides="bias"),
     Case("packed", (4, 4), 210, 210, CAUSAL, hides="segment"),
+    Case("packed, window", (4, 4), 210, 210, {"before": 9, "after": 5}, hides="segment"),
+    Case("packed, grouped heads", (8, 2), 211, 211, CAUSAL, hides="segments"),
 )
 
 
@@ -154,7 +160,8 @@ def math_attention(
     if "keep" in hides:
         seen = seen & hides["keep"]
     if "segment" in hides:
-        seen = seen & (hides["segment"][0] == hides["segment"][0, positions][:, None])
+        of_keys = hides["segment"][:, None, None]
+        seen = seen & (of_keys == of_keys[..., positions].mT)
     scores = scale * (q @ k.transpose(2, 3))
     if "mask" in hides:
         scores = scores + hides["mask"].double()

@@ -1,6 +1,7 @@
 """Tokens a second on texts of very different lengths: dcpc, padding, and packing.
 
-    dcpc      the loader's steps: a micro-batch and a recompute for each length, one rank
+    dcpc      the loader's steps: a micro-batch and a recompute for each length, one rank; samples
+              are padded to their buckets, or to the longest of their micro-batch, or packed
     padding   the plain model on the same samples, sorted by length, as many as fit into `CAP`
               tokens with their padding
     packing   the plain model's layers on rows of up to `CAP` tokens, best fit first, attention by
@@ -13,9 +14,11 @@ quantiles where that is not there; longer ones than `CAP` are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +30,20 @@ import dcpc
 from benchmarks.gpu_checks.costs import rounds
 from benchmarks.gpu_checks.machine import Machine
 from benchmarks.gpu_checks.rows import Row, Setting, not_run, tried
-from benchmarks.gpu_checks.subjects import GPT_1B, GPT_TINY, TEXT
+from benchmarks.gpu_checks.subjects import GPT_1B, GPT_TINY, TEXT, drawn_tokens
 from benchmarks.lengths import SHARED, generate, read
+from dcpc.buckets import BATCH, Sizes
+from dcpc.commands.calibrate import calibrate
 from dcpc.commands.simulate.barriers.packing.rooms import best_fit
 from dcpc.runtime.data.steps import Step
+from dcpc.symbolic_profile import Calibration
 from dcpc.symbolic_profile.seconds.hardware import detect
 from models.gpt import GPT, Attention, GPTConfig, rope_tables, rotate
 
 IGNORE = -100
+PACKED = dict.fromkeys(
+    ("input_ids", "position_ids", "segment_ids", "labels"), "int64[batch, seq]"
+)
 # Largest relative difference of two systems' losses of all steps.
 LOSS_OFF = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -46,27 +55,32 @@ class Amount:
     Attributes:
         config: of the GPT.
         cap: tokens of the longest sample, of a padded batch and of a packed row.
+        least: tokens of the smallest bucket.
         shrink: by which lengths are divided.
         step_tokens: of a global batch.
         steps: of a round.
+        budget_s: seconds of the calibration's measurements.
     """
 
     config: GPTConfig
     cap: int
+    least: int
     shrink: int
     step_tokens: int
     steps: int
+    budget_s: float
 
-    @property
-    def buckets(self) -> dcpc.Buckets:
-        """Two lengths an octave, from a 64th of the longest."""
-        lengths = [self.cap >> i for i in range(7)]
-        lengths += [3 * n // 4 for n in lengths[:-1]]
-        return dcpc.Buckets(dict(TEXT), [{"seq": n} for n in sorted(lengths)])
+    def buckets(self, inputs: Mapping[str, str]) -> dcpc.Buckets:
+        """Returns two lengths an octave, the longest last."""
+        lengths, size = [self.cap], self.cap // 2
+        while size >= self.least:
+            lengths += [3 * size // 2, size]
+            size //= 2
+        return dcpc.Buckets(dict(inputs), [{"seq": n} for n in sorted(lengths)])
 
 
-CARD = Amount(GPT_1B, 32_768, 1, 65_536, 3)
-SMALL = Amount(GPT_TINY, 512, 64, 2048, 1)
+CARD = Amount(GPT_1B, 32_768, 64, 1, 65_536, 2, 6.0)
+SMALL = Amount(GPT_TINY, 512, 8, 64, 2048, 1, 1.0)
 
 
 class Texts:
@@ -86,6 +100,38 @@ class Texts:
         drawn = torch.Generator().manual_seed(index)
         row = torch.randint(self.vocabulary, (self.lengths[index] + 1,), generator=drawn)
         return {"input_ids": row[:-1], "labels": row[1:]}
+
+
+class PackableGPT(GPT):
+    """The GPT with positions, and rows of several texts that do not see each other."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor, labels: Tensor
+    ) -> Tensor:
+        """Returns the mean loss over the labels that are not ignored."""
+        x, length = self.embedding(input_ids), input_ids.shape[1]
+        width, device = self.config.head_dim, x.device
+        powers = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+        angles = position_ids[:, None, :, None].float() * self.config.rope_theta**-powers
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        own = segment_ids[:, :, None] == segment_ids[:, None, :]
+        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        mask = (own & causal).unsqueeze(1)
+        for block in self.blocks:
+            x = x + _masked(block.attention, block.attention_norm(x), cos, sin, mask)
+            x = x + block.ffn(block.ffn_norm(x))
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+
+
+def _masked(layer: Attention, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = (
+        p(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
+        for p in (layer.q, layer.k, layer.v)
+    )
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return layer.out(out.transpose(1, 2).flatten(2))
 
 
 class Padded:
@@ -183,18 +229,31 @@ def _race(setting: Setting, amount: Amount) -> Iterator[Row]:
     texts, origin = _texts(amount)
     torch.manual_seed(0)
     with setting.device:
-        model = GPT(amount.config).to(dtype)
-    compiled = dcpc.compile(
-        model, amount.buckets, backend="eager", verify="off", device=machine.target,
-        memory=0.9 * machine.memory_bytes if setting.card else 400e6,
-    )  # fmt: skip
-    pad = {"input_ids": 0, "labels": IGNORE}
-    options = {"tokens_per_step": amount.step_tokens, "pad": pad, "weight": "labels"}
-    steps = list(islice(dcpc.DataLoader(texts, compiled, **options), amount.steps))
+        model = PackableGPT(amount.config).to(dtype)
+        plain = GPT(amount.config).to(dtype)
+    for name, parameter in model.named_parameters():
+        plain.get_submodule(name.rpartition(".")[0])._parameters[name.rpartition(".")[2]] = parameter
+    options = {
+        "backend": "eager", "verify": "off", "device": machine.target,
+        "memory": 0.9 * machine.memory_bytes if setting.card else 400e6,
+    }  # fmt: skip
+    padding, packing = (
+        dcpc.compile(
+            given, amount.buckets(inputs), calibration=_calibrated(given, inputs, amount), **options
+        )
+        for given, inputs in ((plain, TEXT), (model, PACKED))
+    )
+    ways: dict[str, tuple[dcpc.CompiledModel, dict[str, Any]]] = {
+        "dcpc": (padding, {"pad_to": "bucket"}),
+        "dcpc, own lengths": (padding, {"pad_to": "longest"}),
+        "dcpc, packing": (packing, {"packing": "segment_ids"}),
+    }
+    ours = {name: _steps(texts, amount, *way) for name, way in ways.items()}
+    steps = ours["dcpc"]
     samples = [sorted({i for mb in step.micro_batches for i in mb.samples}) for step in steps]
-    padded, packed = (kind(model, texts, amount.cap, setting.device) for kind in (Padded, Packed))
+    padded, packed = (kind(plain, texts, amount.cap, setting.device) for kind in (Padded, Packed))
     systems: dict[str, Callable[[], list[float]]] = {
-        "dcpc": lambda: [float(compiled.train_step(step).loss) for step in steps],
+        **{name: partial(_trained, ways[name][0], mine) for name, mine in ours.items()},
         "padding": lambda: [padded.run(step) for step in samples],
         "packing": lambda: [packed.run(step) for step in samples],
     }
@@ -207,7 +266,7 @@ def _race(setting: Setting, amount: Amount) -> Iterator[Row]:
         clear()
         losses[name] = run()
         machine.clear()
-    for name in ("padding", "packing"):
+    for name in losses.keys() - {"dcpc"}:
         pairs = zip(losses[name], losses["dcpc"], strict=True)
         off = max(abs(a / b - 1) if b else 0.0 for a, b in pairs)
         limit = LOSS_OFF[dtype]
@@ -217,8 +276,36 @@ def _race(setting: Setting, amount: Amount) -> Iterator[Row]:
     yield from _rates(setting, model, dtype, dict(zip(systems, spent, strict=True)), lengths)
     yield setting.measured(
         "mixed lengths, data", texts=len(lengths), tokens=sum(lengths), longest=max(lengths),
-        padding_of_dcpc=_padding(steps), lengths_are=origin,
+        lengths_are=origin, **{f"padding_of_{name}": _padding(mine) for name, mine in ours.items()},
+        **{f"micro_batches_of_{name}": _runs(mine) for name, mine in ours.items()},
+        **{f"predicted_s_of_{name}": _predicted_s(mine) for name, mine in ours.items()},
     )  # fmt: skip
+
+
+def _calibrated(model: GPT, inputs: Mapping[str, str], amount: Amount) -> Calibration:
+    lengths = dcpc.Buckets(dict(inputs), [{"seq": amount.cap >> i} for i in (2, 4, 6, 8)])
+    example = partial(_example, inputs, amount.config.vocab_size)
+    return calibrate(model, lengths, backend="eager", example=example, budget_s=amount.budget_s)
+
+
+def _example(inputs: Mapping[str, str], vocabulary: int, sizes: Sizes) -> dict[str, Tensor]:
+    batch, length = sizes[BATCH], sizes["seq"]
+    made = drawn_tokens(vocabulary, sizes)
+    counted = torch.arange(length).expand(batch, -1).contiguous()
+    made |= {"position_ids": counted, "segment_ids": torch.ones_like(counted)}
+    return {name: made[name] for name in inputs}
+
+
+def _steps(
+    texts: Texts, amount: Amount, compiled: dcpc.CompiledModel, own: dict[str, Any]
+) -> list[Step]:
+    pad = {"input_ids": 0, "labels": IGNORE}
+    options = {"tokens_per_step": amount.step_tokens, "pad": pad, "weight": "labels"}
+    return list(islice(dcpc.DataLoader(texts, compiled, **options, **own), amount.steps))
+
+
+def _trained(compiled: dcpc.CompiledModel, steps: Sequence[Step]) -> list[float]:
+    return [float(compiled.train_step(step).loss) for step in steps]
 
 
 def _rates(
@@ -261,6 +348,16 @@ def _texts(amount: Amount) -> tuple[Texts, str]:
     lengths = [max(2, n // amount.shrink) for n in batch.lens]
     kept = [n for n in lengths if n <= amount.cap]
     return Texts(kept, amount.config.vocab_size), f"{batch.name}{'' if there else ', drawn'}"
+
+
+def _runs(steps: Sequence[Step]) -> int:
+    """Returns how many micro-batches steps have."""
+    return sum(len(step.micro_batches) for step in steps)
+
+
+def _predicted_s(steps: Sequence[Step]) -> float:
+    """Returns what the plans say of all steps."""
+    return sum(step.plan.makespan_s for step in steps)
 
 
 def _padding(steps: Sequence[Step]) -> float:

@@ -1,4 +1,4 @@
-"""The table of `docs/results/gpu.md`, made from the JSON of a run: `--page FILE`."""
+"""The tables of `docs/results/gpu.md`, made from the JSON of runs: `--page FILE ...`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def page(report: Mapping[str, Any]) -> str:
     """Returns a run as Markdown: what it ran on, a line a step, and each step's rows."""
     versions = ", ".join(f"{n} {v}" for n, v in report["versions"].items() if v is not None)
     lines = [
-        f"{report['device']}, {report['date']}, commit {report['commit']}, {versions}; "
+        f"### {report['device']}, {report['date']}",
+        "",
+        f"Commit {report['commit']}, {versions}; "
         f"`{report['command']}`, {report['seconds_s']:.0f} s.",
         "",
     ]
@@ -32,7 +34,7 @@ def page(report: Mapping[str, Any]) -> str:
     for step in report["steps"]:
         lines.append(f"| {step['about']} | {step['seconds_s']:.0f} | {counted(step['rows'])} |")
     for step in report["steps"]:
-        lines += ["", f"### {step['about'].capitalize()}", "", *_rows(step["rows"])]
+        lines += ["", f"#### {step['about'].capitalize()}", "", *_rows(step["rows"])]
     return "\n".join(lines) + "\n"
 
 
@@ -62,19 +64,21 @@ def _text(value: Any) -> str:
     return "-" if value is None else str(value).replace("\n", " ").replace("|", "\\|")
 
 
-def write(report: Mapping[str, Any], file: Path = PAGE) -> None:
-    """Puts a run's tables into the page, in place of what stands between its two marks.
+def write(reports: Sequence[Mapping[str, Any]], file: Path = PAGE) -> None:
+    """Puts runs' tables into the page, in place of what stands between its two marks.
 
     Raises:
-        SystemExit: the run was not on a GPU, or its numbers are none.
+        SystemExit: a run was not on a GPU, or its numbers are none.
     """
-    if not report["gpu"] or not report["numbers"]:
-        raise SystemExit(
-            f"--page: got a run on {report['device']!r}"
-            f"{'' if report['numbers'] else ' with --no-numbers'}; {file.name} holds figures of a "
-            "GPU: pass the JSON of a run with --device cuda on one"
-        )
+    for report in reports:
+        if not report["gpu"] or not report["numbers"]:
+            raise SystemExit(
+                f"--page: got a run on {report['device']!r}"
+                f"{'' if report['numbers'] else ' with --no-numbers'}; {file.name} holds figures of "
+                "a GPU: pass the JSON of runs with --device cuda on one"
+            )
     text = file.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    file.write_text(f"{before}{BEGIN}\n\n{page(report)}\n{END}{after}")
+    pages = "\n".join(map(page, reports))
+    file.write_text(f"{before}{BEGIN}\n\n{pages}\n{END}{after}")

@@ -82,7 +82,8 @@ def _stdit(config: STDiTConfig, dtype: torch.dtype) -> nn.Module:
     return RectifiedFlow(STDiT(config)).to(dtype)
 
 
-def _tokens(vocab: int, sizes: Sizes) -> dict[str, Tensor]:
+def drawn_tokens(vocab: int, sizes: Sizes) -> dict[str, Tensor]:
+    """Returns a batch of random tokens and labels."""
     return {name: torch.randint(vocab, (sizes[BATCH], sizes["seq"])) for name in TEXT}
 
 
@@ -131,7 +132,7 @@ def _gpt_subject(
         name,
         partial(_gpt, config, dtype),
         TEXT,
-        partial(_tokens, config.vocab_size),
+        partial(drawn_tokens, config.vocab_size),
         tuple({BATCH: batch, "seq": seq} for batch, seq in texts),
         tuple({"seq": seq} for seq in calibrated),
         _length,
@@ -160,14 +161,20 @@ def _stdit_subject(
     )
 
 
-def full() -> tuple[Subject, ...]:
-    """Returns the models for a GPU, in bfloat16: short, balanced and long ones of each."""
+def full(shallow: bool = False) -> tuple[Subject, ...]:
+    """Returns the models for a GPU, in bfloat16: short, balanced and long ones of each.
+
+    Args:
+        shallow: whether they have few of their layers, for what takes its time for each layer.
+    """
+    gpt, stdit = (replace(GPT_1B, n_layers=3), replace(XL, depth=2)) if shallow else (GPT_1B, XL)
+    named = [f"{n}{' of few layers' * shallow}" for n in ("GPT 1B", "STDiT3-XL/2")]
     texts = ((15, 1000), (5, 3333), (2, 8192), (1, 16384))
     clips = ((3, 15, 18, 32), (1, 15, 45, 80), (1, 30, 45, 80))
     lengths, sizes = (600, 2400, 6000, 24000), ((6, 20, 30), (14, 32, 50), (28, 46, 78))
     return (
-        _gpt_subject("GPT 1B", GPT_1B, torch.bfloat16, texts, lengths, 40_000_000_000),
-        _stdit_subject("STDiT3-XL/2", XL, torch.bfloat16, clips, sizes, 80_000_000_000),
+        _gpt_subject(named[0], gpt, torch.bfloat16, texts, lengths, 40_000_000_000),
+        _stdit_subject(named[1], stdit, torch.bfloat16, clips, sizes, 80_000_000_000),
     )
 
 

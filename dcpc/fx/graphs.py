@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import torch.fx._lazy_graph_module
 from torch import fx
+from torch.fx.node import map_aggregate
 
 # Its Python is made when it is called.
 LazyGraphModule = torch.fx._lazy_graph_module._LazyGraphModule
@@ -39,3 +42,16 @@ def source_line(node: fx.Node) -> str:
         return ""
     file, line = ours[-1]
     return f"{'/'.join(file.split('/')[-2:])}:{line}"
+
+
+def called_on_cpu(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    """Returns what a node's call gives for values on the CPU, whatever device it names itself."""
+
+    def given(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return known[x]
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    assert callable(node.target), f"{node} is no call"
+    args, kwargs = map_aggregate((node.args, {**node.kwargs}), given)
+    return node.target(*args, **kwargs)

@@ -194,8 +194,8 @@ def test_page_holds_the_run_between_its_marks(tmp_path):
     assert "| a | measured | 0.00123 | x, y |" in text
     file = tmp_path / "gpu.md"
     file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write(_report(), file)
-    write(_report(), file)
+    write([_report()], file)
+    write([_report()], file)
     assert file.read_text() == f"before\n{BEGIN}\n\n{text}\n{END}\nafter\n"
 
 
@@ -204,7 +204,7 @@ def test_page_takes_no_figures_but_a_gpus(changed, tmp_path):
     file = tmp_path / "gpu.md"
     file.write_text("as it was")
     with pytest.raises(SystemExit, match="holds figures of a GPU"):
-        write(_report(**changed), file)
+        write([_report(**changed)], file)
     assert file.read_text() == "as it was"
 
 

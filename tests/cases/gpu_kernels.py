@@ -7,6 +7,7 @@ the same op with windows), and kernel_forward.h. Half precision is computed in f
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,14 +54,26 @@ def backward(
         place.copy_(found)
 
 
+def _each(ends, *tensors):
+    """The sequences of `[rows, h, d]`, each as a batch of one; gradients of a kernel read so."""
+    for start, stop in pairwise(ends.tolist()):
+        yield tuple(x[None, start:stop] for x in tensors)
+
+
 def flash_forward(
     q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale=None,
     window_size_left=None, window_size_right=None, **more,
 ):  # fmt: skip
     """aten._flash_attention_forward, which counts windows as flash-attn does; -1 and None: all."""
-    assert (cum_q, cum_k, dropout, causal, debug) == (None, None, 0.0, False, False)
-    assert (max_q, max_k) == (q.shape[1], k.shape[1])
-    out, lse = plain(q, k, v, scale, window_size_left, window_size_right)
+    assert (dropout, causal, debug) == (0.0, False, False)
+    limits = scale, window_size_left, window_size_right
+    if cum_q is None:
+        assert (cum_k, max_q, max_k) == (None, q.shape[1], k.shape[1])
+        out, lse = plain(q, k, v, *limits)
+    else:
+        _check_ends(cum_q, cum_k, max_q, max_k, q)
+        found = [plain(*one, *limits) for one in _each(cum_q, q, k, v)]
+        out, lse = torch.cat([x[0] for x, _ in found]), torch.cat([x[0] for _, x in found], 1)
     unused = torch.empty((), dtype=torch.uint64)
     return out.contiguous(), lse.contiguous(), unused, unused.clone(), out.new_empty(0)
 
@@ -88,9 +101,24 @@ def flash_backward(
     grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, unused, *,
     scale=None, window_size_left=None, window_size_right=None,
 ):  # fmt: skip
-    assert (cum_q, cum_k, dropout, causal) == (None, None, 0.0, False)
-    assert (max_q, max_k) == (q.shape[1], k.shape[1])
-    return plain_backward(grad, q, k, v, out, lse, scale, window_size_left, window_size_right)
+    assert (dropout, causal) == (0.0, False)
+    limits = scale, window_size_left, window_size_right
+    if cum_q is None:
+        assert (cum_k, max_q, max_k) == (None, q.shape[1], k.shape[1])
+        return plain_backward(grad, q, k, v, out, lse, *limits)
+    _check_ends(cum_q, cum_k, max_q, max_k, q)
+    each = zip(_each(cum_q, grad, q, k, v, out), _each(cum_q, lse.T), strict=True)
+    found = [plain_backward(*one, of_rows.mT, *limits) for one, (of_rows,) in each]
+    return tuple(torch.cat([x[0] for x in of_all]) for of_all in zip(*found, strict=True))
+
+
+def _check_ends(cum_q, cum_k, max_q, max_k, q):
+    lengths = cum_q.diff()
+    assert cum_q is cum_k
+    assert cum_q.dtype == torch.int32
+    assert (int(cum_q[0]), int(cum_q[-1])) == (0, q.shape[0])
+    assert max_q == max_k == int(lengths.max())
+    assert int(lengths.min()) > 0
 
 
 def efficient(q, k, v, mask_type, scale):

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from dcpc.buckets import BATCH
+from dcpc.fx.graphs import called_on_cpu
 from dcpc.ir import MaskDecision, MaskPlan, Program
 from dcpc.ops.attention import hiding
 
@@ -232,11 +233,7 @@ class Values:
             return self._drawn(node)
         if node.name in self.program.scalars:
             return int(self.program.scalars[node.name].subs(self._at))
-        assert callable(node.target), f"{node} is no call"
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._known[n.name])
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        return node.target(*args, **kwargs)
+        return called_on_cpu(node, {n: self._known[n.name] for n in node.all_input_nodes})
 
     def _drawn(self, node: fx.Node) -> Tensor:
         """An input, a parameter or a buffer; of constants the values are known."""

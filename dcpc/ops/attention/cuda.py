@@ -90,7 +90,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tens
             *tensors, None, None, q.shape[2], k.shape[2], 0.0, False, False,
             scale=sight.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-    return _laid_out(result[0].transpose(1, 2), result[1], (given, v))
+    return laid_out(result[0].transpose(1, 2), result[1], (given, v))
 
 
 def _efficient(
@@ -99,7 +99,7 @@ def _efficient(
     """What `forward` returns: of shared keys by a call for each query of a group."""
     groups = q.shape[1] // k.shape[1]
     if groups == 1:
-        return _laid_out(*_efficient_outputs(q, k, v, sight), given)
+        return laid_out(*_efficient_outputs(q, k, v, sight), given)
     made, of_rows = empty_outputs(*given)
     for mine in _of_groups(groups):
         out, lse = _efficient_outputs(q[:, mine], k, v, sight)
@@ -126,7 +126,7 @@ def _mask_type(sight: Sight) -> int:
     return _ALL if sight.after is None else _CAUSAL_FROM_LAST
 
 
-def _laid_out(out: Tensor, lse: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def laid_out(out: Tensor, lse: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the outputs in the layout that the op's fake values promise."""
     wanted, _ = empty_outputs(*given)
     return out if out.stride() == wanted.stride() else wanted.copy_(out), lse.contiguous()

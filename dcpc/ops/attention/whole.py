@@ -6,7 +6,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from dcpc.ops.attention import blocks, cuda, flash
+from dcpc.ops.attention import blocks, cuda, flash, varlen
 from dcpc.ops.attention.ids import Ids
 from dcpc.ops.attention.kernels import SHORT, kernel_name, masks_window, takes
 from dcpc.ops.attention.partial import Backward, Forward, Operands
@@ -41,6 +41,10 @@ def forward(
     """Returns out `[b, h, s, e]` and logsumexp `[b, h, s]`."""
     kernel = _kernel(q, v, mask, keep, segment, sight)
     runs = sight.runs(q.shape[2])
+    if kernel == "cuda" and segment is not None:
+        ends = varlen.ends_of(q, k, segment, sight)
+        if ends is not None:
+            return varlen.forward(q, k, v, ends, sight)
     if kernel != "blocks" and segment is not None:
         given = _operands(q, k, keep, segment, sight)
         if not _in_blocks(given, q):
@@ -92,6 +96,10 @@ def backward(
     _, q, k, v, _, _ = given
     kernel = _kernel(q, v, mask, keep, segment, sight)
     runs = sight.runs(q.shape[2])
+    if kernel == "cuda" and segment is not None:
+        ends = varlen.ends_of(q, k, segment, sight)
+        if ends is not None:
+            return varlen.backward(given, ends, sight)
     if kernel != "blocks" and segment is not None:
         operands = _operands(q, k, keep, segment, sight)
         if not _in_blocks(operands, q):

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
 from dcpc.buckets import BATCH
-from dcpc.fx.graphs import op_name
+from dcpc.fx.graphs import called_on_cpu, op_name
 from dcpc.passes.masks.row_graph import MixedError, RowGraph, is_segment
 
 _SIZE, _SAMPLES = 11, 2  # of the rows that are computed
@@ -166,10 +165,8 @@ class InputAlone:
                 and row.sources[node.name] <= self._mine
                 and all(n in known for n in node.all_input_nodes)
             ):
-                given = (node.args, {**node.kwargs})
-                args, kwargs = tree_map(lambda x: known[x] if isinstance(x, fx.Node) else x, given)
                 try:
-                    known[node] = node.target(*args, **kwargs)
+                    known[node] = called_on_cpu(node, known)
                 except (RuntimeError, IndexError, ValueError, TypeError) as e:
                     raise _FailedError(
                         f"{row.where(node)} cannot be looked into: {e}, at {_SIZE} positions"

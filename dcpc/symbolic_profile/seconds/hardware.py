@@ -136,11 +136,10 @@ _HOPPER_LINKS = (Link(10e-6, 450 * GB), Link(20e-6, 50 * GB))
 _AMPERE_LINKS = (Link(10e-6, 300 * GB), Link(20e-6, 25 * GB))
 
 # launch_s of GPUs: assumed, 4 us, the order of one eager kernel launch from Python-free code.
-# Assumed: buffers of 4 MiB (NCCL_BUFFSIZE) for each of some 24 channels. Reports differ: an
-# all-to-all among 8 H100 over all channels took 3.3 GB (NVIDIA/nccl#1685). On a GPU `gpu_check.py
-# nccl1` counts it; `dataclasses.replace(device, communicator_bytes=...)` sets what it finds.
-# Source: docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html (NCCL_BUFFSIZE).
-COMMUNICATOR_BYTES = 100_000_000
+# Measured: 408 MB each, of one rank on an H100, the second to the eighth (docs/results/gpu.md).
+# Reports of more differ: an all-to-all among 8 H100 over all channels took 3.3 GB
+# (NVIDIA/nccl#1685). `dataclasses.replace(device, communicator_bytes=...)` sets what you find.
+COMMUNICATOR_BYTES = 410_000_000
 H200 = Device(
     name="h200",
     flops_per_s=_HOPPER_FLOPS_PER_S,

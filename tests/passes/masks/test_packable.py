@@ -271,6 +271,22 @@ class ByDistances(Small):
         return (positions[:, :, None] - positions[:, None] == back) & (back >= 0)
 
 
+class Angles(Small):
+    def embed(self, ids, segments, positions):
+        powers = torch.arange(8, device=ids.device)
+        return self.table(ids) + (positions[..., None] * powers).cos()
+
+
+def test_a_model_on_another_device_is_looked_into_on_the_cpu():
+    program = without_masks(trace(Angles(), BUCKETS))
+    rules = analyse(program).rules
+    named = [n for n in program.gm.graph.nodes if n.kwargs.get("device") is not None]
+    assert named
+    for node in named:
+        node.update_kwarg("device", torch.device("meta"))  # as "cuda" stands in a GPU's graph
+    assert packable(program, rules).reason == ""
+
+
 def looked_at(model: nn.Module) -> Packable:
     torch.manual_seed(0)
     program = without_masks(trace(model, BUCKETS))
