@@ -49,7 +49,7 @@ test-exact: $(STAMP)  ## the slow tests that hold numbers
 zoo: $(STAMP)  ## named models of two libraries against the plain ones
 	$(PY) -m benchmarks.zoo --quick
 
-# At most 12 minutes: docs/results/gpu.md. No venv is made where the system's torch has a GPU and is 2.11 or newer.
+# At most 11 minutes: docs/results/gpu.md. No venv is made where the system's torch has a GPU and is 2.11 or newer.
 GPU_PYTHON := python3
 HAS_GPU = import sys, torch; v = torch.__version__.split(".")[:2]; \
 	sys.exit(not torch.cuda.is_available() or [*map(int, v)] < [2, 11])

@@ -21,7 +21,7 @@ from benchmarks.gpu_checks.page import counted, write
 from benchmarks.gpu_checks.rows import Setting
 from benchmarks.gpu_checks.runner import SLOWER, STEPS, Asked, be_step, run_steps
 
-LIMIT_S = 720.0
+LIMIT_S = 660.0
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "numpy")
 
 

@@ -128,9 +128,7 @@ def _compared(
     yield setting.judged(name, ok, **told, limit=LIMITS[dtype], kernels=_kernels(seen))
 
 
-def _drawn(
-    heads: int, length: int, width: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _drawn(heads: int, length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns `[2, heads, length, width]`, laid out as models have it: heads after positions."""
     x = torch.randn(2, length, heads, width, device=device, dtype=dtype)
     return x.transpose(1, 2).requires_grad_()

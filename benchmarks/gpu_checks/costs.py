@@ -140,9 +140,7 @@ def pyramid(setting: Setting) -> Iterator[Row]:
     yield from tried(subject.name, run)
 
 
-def peaks_of(
-    mine: OnDevice, setting: Setting, shares: tuple[float, ...] = SHARES
-) -> Iterator[Row]:
+def peaks_of(mine: OnDevice, setting: Setting, shares: tuple[float, ...] = SHARES) -> Iterator[Row]:
     """Yields the peak and the seconds of each length and share of recompute."""
     kept = []
     yield setting.measured(f"{mine.subject.name}, calibration", seconds_s=mine.calibration_s)

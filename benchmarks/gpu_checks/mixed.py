@@ -41,9 +41,7 @@ from dcpc.symbolic_profile.seconds.hardware import detect
 from models.gpt import GPT, Attention, GPTConfig, rope_tables, rotate
 
 IGNORE = -100
-PACKED = dict.fromkeys(
-    ("input_ids", "position_ids", "segment_ids", "labels"), "int64[batch, seq]"
-)
+PACKED = dict.fromkeys(("input_ids", "position_ids", "segment_ids", "labels"), "int64[batch, seq]")
 # Largest relative difference of two systems' losses of all steps.
 LOSS_OFF = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -231,8 +229,7 @@ def _race(setting: Setting, amount: Amount) -> Iterator[Row]:
     with setting.device:
         model = PackableGPT(amount.config).to(dtype)
         plain = GPT(amount.config).to(dtype)
-    for name, parameter in model.named_parameters():
-        plain.get_submodule(name.rpartition(".")[0])._parameters[name.rpartition(".")[2]] = parameter
+    plain.load_state_dict(model.state_dict(keep_vars=True), assign=True)  # the same parameters
     options = {
         "backend": "eager", "verify": "off", "device": machine.target,
         "memory": 0.9 * machine.memory_bytes if setting.card else 400e6,

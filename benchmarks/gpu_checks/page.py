@@ -74,8 +74,8 @@ def write(reports: Sequence[Mapping[str, Any]], file: Path = PAGE) -> None:
         if not report["gpu"] or not report["numbers"]:
             raise SystemExit(
                 f"--page: got a run on {report['device']!r}"
-                f"{'' if report['numbers'] else ' with --no-numbers'}; {file.name} holds figures of "
-                "a GPU: pass the JSON of runs with --device cuda on one"
+                f"{'' if report['numbers'] else ' with --no-numbers'}; {file.name} holds figures "
+                "of a GPU: pass the JSON of runs with --device cuda on one"
             )
     text = file.read_text()
     before, _, rest = text.partition(BEGIN)

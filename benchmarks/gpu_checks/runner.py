@@ -52,19 +52,19 @@ class CheckStep:
     alone: bool = False
 
 
-# With all of the first six beside each other at most 700 s.
+# With all of the first six beside each other at most 590 s.
 STEPS = (
-    CheckStep("exact_stdit", "STDiT against float64", partial(exact, "stdit"), 180),
+    CheckStep("exact_stdit", "STDiT against float64", partial(exact, "stdit"), 170),
     CheckStep("exact_gpt", "GPT against float64", partial(exact, "gpt"), 150),
     CheckStep("exact_llama", "transformers' Llama against float64", partial(exact, "llama"), 150),
     CheckStep("attention", "attention kernels against float64", attention, 90),
     CheckStep("sp2", "two ranks on one device, gloo", sp2, 120),
     CheckStep("nccl", "NCCL, one rank", nccl, 60),
-    CheckStep("peaks", "peaks and seconds of a GPT", costs.peaks, 100, alone=True),
+    CheckStep("peaks", "peaks and seconds of a GPT", costs.peaks, 80, alone=True),
     CheckStep("pyramid", "peaks, seconds, pyramid of an STDiT", costs.pyramid, 100, alone=True),
     CheckStep("compiled", "Inductor and torch.compile", costs.compiled, 100, alone=True),
-    CheckStep("speeds", "speed of attention", speeds, 40, alone=True),
-    CheckStep("mixed", "mixed lengths: dcpc, padding, packing", mixed, 120, alone=True),
+    CheckStep("speeds", "speed of attention", speeds, 30, alone=True),
+    CheckStep("mixed", "mixed lengths: dcpc, padding, packing", mixed, 110, alone=True),
 )
 
 

@@ -166,9 +166,37 @@ def efficient_backward(
     return *found, q.new_empty(0)
 
 
+def cudnn_forward(
+    q, k, v, bias, compute_lse, dropout=0.0, causal=False, debug=False, *, scale=None
+):
+    """What an H200 gave (docs/results/gpu.md): laid as the queries, a last dim of logsumexp."""
+    assert (bias, compute_lse, dropout, debug) == (None, True, 0.0, False)
+    assert k.shape[2] > 1
+    assert not causal or q.shape[2] == k.shape[2]
+    out, lse = plain(*(x.transpose(1, 2) for x in (q, k, v)), scale, -1, 0 if causal else -1)
+    seed = torch.empty((), dtype=torch.int64)
+    made = torch.empty_like(q).copy_(out.transpose(1, 2))
+    lse = lse.contiguous().unsqueeze(3)
+    return made, lse, None, None, q.shape[2], k.shape[2], seed, seed.clone(), q.new_empty(0)
+
+
+def cudnn_backward(
+    grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *,
+    scale=None,
+):  # fmt: skip
+    assert (bias, cum_q, cum_k, dropout) == (None, None, None, 0.0)
+    assert (max_q, max_k) == (q.shape[2], k.shape[2])
+    given = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    found = plain_backward(*given, lse.squeeze(3), scale, -1, 0 if causal else -1)
+    places = map(torch.empty_like, (q, k, v))
+    return tuple(x.copy_(y.transpose(1, 2)) for x, y in zip(places, found, strict=True))
+
+
 KERNELS = {
     "_flash_attention_forward": flash_forward,
     "_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_cudnn_attention": cudnn_forward,
+    "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     "_efficient_attention_forward": efficient_forward,
     "_efficient_attention_backward": efficient_backward,
 }

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dcpc.ops.attention.ids import Ids
+from dcpc.ops.attention.rectangles import Ids
 from dcpc.ops.attention.spec import Attended, Sight, accumulated, empty_gradient, empty_outputs
 
 ROWS = 128  # queries at a time

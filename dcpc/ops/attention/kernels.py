@@ -109,8 +109,8 @@ class GpuKernel:
         return asked.dtype in asks.dtypes and fits and seen and new and trains
 
 
-# THE table: the first row that takes an attention computes it, else blocks do. cuDNN's kernel is
-# not among them: whether it is faster, and as exact, no card has shown yet.
+# THE table: the first row that takes an attention computes it, else blocks do. "flash" may be
+# cuDNN's kernel (`cuda.by_cudnn`), which holds no more bytes.
 GPU_KERNELS = (
     # Source: flash-attention, csrc/flash_attn (flash_api.cpp; softmax.h: the largest score is
     # looked for before scaling), of which torch has a copy; widths without a backward: torch's

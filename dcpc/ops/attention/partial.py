@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from dcpc.ops.attention import blocks, cuda, flash
-from dcpc.ops.attention.ids import Ids
 from dcpc.ops.attention.kernels import kernel_name
-from dcpc.ops.attention.rectangles import QueryCutter, Rectangle
+from dcpc.ops.attention.rectangles import Ids, QueryCutter, Rectangle
 from dcpc.ops.attention.spec import (
     Attended,
     RunOfRows,

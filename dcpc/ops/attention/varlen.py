@@ -50,7 +50,7 @@ def ends_of(q: Tensor, k: Tensor, segment: Tensor, sight: Sight) -> list[list[in
     return found if len(found) == q.shape[0] else found * q.shape[0]
 
 
-class _Run(NamedTuple):
+class _Sequences(NamedTuple):
     """Sequences that one call computes: some samples, some of their rows, and ends among these."""
 
     samples: slice
@@ -67,18 +67,18 @@ class _Run(NamedTuple):
         return x[self.samples].transpose(1, 2).flatten(0, 1)[self.rows]
 
 
-def _runs(ends: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Iterator[_Run]:
+def _runs(ends: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Iterator[_Sequences]:
     """Yields one run of all samples where their rows follow each other, else one of each."""
     length = ends[0][-1]
     if all(x.shape[0] == 1 or x.stride(0) == length * x.stride(2) for x in tensors):
         joined = [i * length + end for i, own in enumerate(ends) for end in own[:-1]]
-        yield _Run(slice(None), slice(None), [*joined, len(ends) * length])
+        yield _Sequences(slice(None), slice(None), [*joined, len(ends) * length])
         return
     for i, own in enumerate(ends):
-        yield _Run(slice(i, i + 1), slice(None), list(own))
+        yield _Sequences(slice(i, i + 1), slice(None), list(own))
 
 
-def _parts(run: _Run, most_rows: int) -> Iterator[_Run]:
+def _parts(run: _Sequences, most_rows: int) -> Iterator[_Sequences]:
     """Yields a run in parts whose rows, `MORE_ROWS` a sequence added, are few or one sequence's."""
     first, held = 0, 0
     for at, (start, stop) in enumerate(pairwise(run.ends)):
@@ -90,10 +90,10 @@ def _parts(run: _Run, most_rows: int) -> Iterator[_Run]:
     yield _part(run, first, len(run.ends) - 1)
 
 
-def _part(run: _Run, first: int, last: int) -> _Run:
+def _part(run: _Sequences, first: int, last: int) -> _Sequences:
     begin = run.ends[first]
     ends = [end - begin for end in run.ends[first : last + 1]]
-    return _Run(run.samples, slice(begin, run.ends[last]), ends)
+    return _Sequences(run.samples, slice(begin, run.ends[last]), ends)
 
 
 def forward(
@@ -118,7 +118,7 @@ def forward(
     return made
 
 
-def _call(run: _Run, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+def _call(run: _Sequences, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
     """Returns out `[rows, h, d]` and logsumexp `[h, rows]`."""
     ends = torch.tensor(run.ends, dtype=torch.int32, device=q.device)
     left, right = _window(run, sight)
@@ -129,7 +129,7 @@ def _call(run: _Run, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Ten
     return out, lse
 
 
-def _window(run: _Run, sight: Sight) -> tuple[int, int]:
+def _window(run: _Sequences, sight: Sight) -> tuple[int, int]:
     """As `cuda` has it; single positions are causal, too: without limits the kernel decodes."""
     left = -1 if sight.before is None else sight.before
     right = -1 if sight.after is None else sight.after
@@ -158,13 +158,13 @@ def backward(
     return dq, dk, dv
 
 
-def _is_small(run: _Run, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _is_small(run: _Sequences, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Returns whether what a backward holds more is less than the gradients are in float32."""
     more = MORE_ROWS * (len(run.ends) - 1) * q.shape[1] * (q.shape[3] + 1)
     return more <= q.numel() + k.numel() + v.numel()
 
 
-def _differentiate(run: _Run, given: Attended, sight: Sight) -> list[Tensor]:
+def _differentiate(run: _Sequences, given: Attended, sight: Sight) -> list[Tensor]:
     """Returns the gradients `[rows, h or g, d]` of q, k and v."""
     ends = torch.tensor(run.ends, dtype=torch.int32, device=given.q.device)
     lse = given.lse[run.samples].transpose(0, 1).flatten(1)[:, run.rows].contiguous()

@@ -7,9 +7,9 @@ from itertools import islice
 from torch import Tensor
 
 from dcpc.ops.attention import blocks, cuda, flash, varlen
-from dcpc.ops.attention.ids import Ids
 from dcpc.ops.attention.kernels import SHORT, kernel_name, masks_window, takes
 from dcpc.ops.attention.partial import Backward, Forward, Operands
+from dcpc.ops.attention.rectangles import Ids
 from dcpc.ops.attention.spec import (
     Attended,
     RunOfRows,

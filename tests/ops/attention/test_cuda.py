@@ -18,11 +18,12 @@ def gpu(monkeypatch):
         yield monkeypatch
 
 
-@pytest.fixture(params=["flash-attn", "flash", "efficient"])
+@pytest.fixture(params=["flash-attn", "flash", "cuDNN", "efficient"])
 def kernel(request, gpu):
     """Which kernel runs, whatever the dtype is."""
     made = SimpleNamespace(_flash_attn_forward=forward, _flash_attn_backward=backward)
     gpu.setattr(cuda, "installed", made if request.param == "flash-attn" else None)
+    gpu.setattr(cuda, "has_cudnn", lambda device: request.param == "cuDNN")
     name = "efficient" if request.param == "efficient" else "flash"
     gpu.setattr(cuda, "kernel_of", lambda q, k, sight: name)
     return name
@@ -64,6 +65,19 @@ def test_every_query_sees_what_it_should(kernel, before, after, start, queries, 
     wanted = blocks.backward(given, None, None, sight)[:3]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert [x.stride() for x in found] == [empty_gradient(x).stride() for x in (q, k, v)]
+
+
+def test_cudnn_computes_what_torch_has_it_compute(gpu):
+    gpu.setattr(cuda, "has_cudnn", lambda device: True)
+    q, k = (torch.zeros(2, 1, n, 8, dtype=HALF) for n in (4, 6))
+    assert cuda.by_cudnn(q, q, Sight(1.0, None, 0))
+    assert cuda.by_cudnn(q, k, Sight(1.0))
+    assert not cuda.by_cudnn(q, k, Sight(1.0, None, 0, 2))  # causal from the last key
+    assert not cuda.by_cudnn(q, q, Sight(1.0, 3, 0))
+    assert not cuda.by_cudnn(q, k[:, :, :1], Sight(1.0))  # one key
+    assert not cuda.by_cudnn(*[torch.zeros(1, 1, 4, 136, dtype=HALF)] * 2, Sight(1.0))
+    gpu.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert not cuda.by_cudnn(q, q, Sight(1.0))
 
 
 HALF, SINGLE = torch.bfloat16, torch.float32
