@@ -12,7 +12,7 @@ import time
 import warnings
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -65,7 +65,6 @@ def main() -> int:
         )
     if args.step is not None:
         _be(args)
-        return 0
     steps = STEPS
     if args.only is not None:
         asked = args.only.split(",")
@@ -100,14 +99,19 @@ def _asked(args: argparse.Namespace) -> Asked:
     return Asked(tuple(arguments), jobs, args.limit_s or slower * LIMIT_S, slower)
 
 
-def _be(args: argparse.Namespace) -> None:
-    """Runs one step in this process."""
+def _be(args: argparse.Namespace) -> NoReturn:
+    """Runs one step in this process, and ends it."""
     warnings.simplefilter("ignore")
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     step = next(step for step in STEPS if step.name == args.step)
     setting = Setting(device, args.quick, not args.no_numbers)
     setting.choose_kernels()
     be_step(step, setting, args.rows)
+    # torch's autograd thread frees a GPU's graph after `backward` has returned, for which it takes
+    # Python's lock; where Python is ending by then, that aborts the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _report(args: argparse.Namespace) -> dict[str, Any]:
@@ -144,6 +148,7 @@ def _tell(result: dict[str, Any]) -> None:
         if row["status"] == "failed":
             told = {n: v for n, v in row.items() if n not in ("check", "status", "where")}
             print(f"  FAILED {row['check']}: {told}", flush=True)
+    print(result.get("log", ""), end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,8 +56,9 @@ def build(python: str, folder: Path) -> dict[str, str]:
     driver = {n for n in looked_up if _DRIVER.fullmatch(n.encode())}
     built = _library("driver", driver, folder, [*include, "-Wl,-soname,libcuda.so.1"])
     for name in ("libcuda.so.1", "libcuda.so"):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(built.name)
+        link = folder / f"{name}.{os.getpid()}"
+        link.symlink_to(built.name)
+        link.replace(folder / name)
     return {
         "LD_PRELOAD": str(runtime),
         "LD_LIBRARY_PATH": str(folder),
@@ -85,14 +87,18 @@ def _names(library: Path, which: str) -> list[str]:
 
 
 def _library(name: str, called: Iterable[str], folder: Path, options: list[str]) -> Path:
-    """Returns the library of a source and of the functions that are called and not in it."""
-    source, rest, built = HERE / f"{name}.c", folder / f"{name}_rest.c", folder / f"lib{name}.so"
-    compiler = ["gcc", "-shared", "-fPIC", "-O1", "-w", "-o", str(built), str(source)]
-    subprocess.run([*compiler, *options], check=True)
-    missing = sorted(set(called) - set(_names(built, "--defined-only")))
-    rest.write_text("".join(f"int {n}(void) {{ return 0; }}\n" for n in missing))
-    subprocess.run([*compiler, str(rest), *options], check=True)
-    return built
+    """Returns the library of a source and of the functions that are called and not in it.
+
+    It takes its place once it is whole: processes of another build may begin meanwhile.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made, rest = Path(scratch) / "made.so", Path(scratch) / "rest.c"
+        compiler = ["gcc", "-shared", "-fPIC", "-O1", "-w", "-o", made, HERE / f"{name}.c"]
+        subprocess.run([*compiler, *options], check=True)
+        missing = sorted(set(called) - set(_names(made, "--defined-only")))
+        rest.write_text("".join(f"int {n}(void) {{ return 0; }}\n" for n in missing))
+        subprocess.run([*compiler, rest, *options], check=True)
+        return made.replace(folder / f"lib{name}.so")
 
 
 def environment(python: str, folder: Path) -> dict[str, str]:

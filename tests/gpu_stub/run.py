@@ -11,7 +11,14 @@ from pathlib import Path
 from tests.gpu_stub.build import environment
 
 ROOT = Path(__file__).parents[2]
-PYTHON = os.environ.get("GPU_STUB_PYTHON") or str(ROOT / ".venv-torch2.14.1" / "bin" / "python")
+VENV = ROOT / ".venv-torch2.14.1"
+GIVEN = os.environ.get("GPU_STUB_PYTHON")
+PYTHON = GIVEN or str(VENV / "bin" / "python")
+
+
+def is_there() -> bool:
+    """Returns whether the interpreter is there; an installation that was ended halfway is not."""
+    return Path(PYTHON).exists() if GIVEN else (VENV / ".installed").exists()
 
 
 @cache

@@ -6,16 +6,18 @@ gradients that are missing; numbers are not compared, as there are none.
 
 import json
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.gpu_stub.run import PYTHON, ROOT, card
+from tests.gpu_stub.build import build
+from tests.gpu_stub.run import PYTHON, ROOT, card, is_there
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not Path(PYTHON).exists(),
+        not is_there(),
         reason=f"there is no {PYTHON}: make gpu-stub TORCH=2.14.1 installs a CUDA build of torch "
         "there, make gpu-stub GPU_STUB_PYTHON=/path/to/python takes one that is at hand",
     ),
@@ -98,6 +100,25 @@ def test_the_other_measurements_run(tmp_path):
 def test_mixed_lengths_train_beside_padding_and_packing(tmp_path):
     rows = checked(tmp_path, "mixed")["mixed"]
     assert sum(row["status"] == "ran" for row in rows) == 6
+
+
+def test_a_step_ends_well_while_torchs_autograd_thread_works(tmp_path):
+    rows = tmp_path / "rows"
+    options = ["--device", "cuda", "--no-numbers", "--step", "ending", "--rows", str(rows)]
+    run(tmp_path, "tests.benchmarks.ending_step", *options)
+    assert json.loads(rows.read_text())["status"] == "ran"
+
+
+def test_two_builds_at_once_hide_no_library(tmp_path):
+    folder = tmp_path / "stub"
+    libraries = [Path(build(PYTHON, folder)["LD_PRELOAD"]), folder / "libcuda.so.1"]
+    whole = {library: library.stat().st_size for library in libraries}
+    with ThreadPoolExecutor() as pool:
+        built = pool.submit(build, PYTHON, folder)
+        while not built.done():
+            assert {library: library.stat().st_size for library in libraries} == whole
+    built.result()
+    assert len([*folder.iterdir()]) == 4  # two libraries and two names
 
 
 def test_plans_for_a_gpu_are_the_same_on_it_and_on_a_cpu(tmp_path):
