@@ -67,6 +67,15 @@ class Setting:
             torch.backends.cudnn.enabled = False
             torch.backends.cuda.enable_cudnn_sdp(False)
 
+    def take_new_blocks(self) -> None:
+        """Has each tensor of a stub be zeros, as its kernels write nothing.
+
+        Blocks that are used again hold what was in them: other weights on each rank, which dcpc
+        refuses, and sequences of a row without an end.
+        """
+        if self.device.type == "cuda" and not self.numbers:
+            torch.cuda.caching_allocator_enable(False)
+
     def judged(self, check: str, ok: bool, *, of_bytes: bool = False, **figures: Any) -> Row:
         """Returns the row of a comparison; one of bytes is made without numbers, too."""
         if not self.numbers and not of_bytes:

@@ -99,7 +99,7 @@ def test_the_other_measurements_run(tmp_path):
 
 def test_mixed_lengths_train_beside_padding_and_packing(tmp_path):
     rows = checked(tmp_path, "mixed")["mixed"]
-    assert sum(row["status"] == "ran" for row in rows) == 6
+    assert sum(row["status"] == "ran" for row in rows) == 10
 
 
 def test_a_step_ends_well_while_torchs_autograd_thread_works(tmp_path):
@@ -119,6 +119,12 @@ def test_two_builds_at_once_hide_no_library(tmp_path):
             assert {library: library.stat().st_size for library in libraries} == whole
     built.result()
     assert len([*folder.iterdir()]) == 4  # two libraries and two names
+
+
+def test_models_train_with_each_option_on_the_card(tmp_path):
+    found = json.loads(run(tmp_path, "tests.gpu_stub.options").splitlines()[-1])
+    assert len(found) == 15 + 2 * 6
+    assert {name: error for name, error in found.items() if error} == {}
 
 
 def test_plans_for_a_gpu_are_the_same_on_it_and_on_a_cpu(tmp_path):
