@@ -198,7 +198,8 @@ def _tried(cases: Mapping[str, Callable[[], None]]) -> dict[str, str]:
     warnings.simplefilter("ignore")
     torch.backends.cudnn.enabled = False  # the stub has none
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.cuda.caching_allocator_enable(False)  # a block that is used again holds other bytes
+    # Blocks that are used again hold other bytes; read at the first allocation.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     found = {}
     for name, run in cases.items():
         try:
