@@ -26,6 +26,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from multiprocessing import get_context
+from resource import RUSAGE_SELF, getrusage
 
 import torch
 
@@ -41,6 +42,7 @@ from tests.fuzz.run import outcome, tried_at
 QUICK, FULL = 280, 2600
 QUICK_PAIRS, FULL_PAIRS = 20, 400
 CHUNK = 10  # programs a task
+MUCH_KB = 500_000  # of memory, by which a program that raises the process's most is told
 MOST_SPARE = 1.2  # programs drawn for each that is to be counted: some are void
 
 
@@ -49,6 +51,7 @@ def judged(first: int, count: int, quick: bool) -> list[tuple[int, str, str]]:
     torch.set_num_threads(1)
     found = []
     for seed in range(first, first + count):
+        before_kb = getrusage(RUSAGE_SELF).ru_maxrss
         deep = not quick and seed % 2 == 0  # every other one: a program costs half its trace
         program = generate(seed, 1 if quick else 5 if deep else 3)
         tried = tried_at(seed) if deep else settings(random.Random(seed), 1)
@@ -56,6 +59,9 @@ def judged(first: int, count: int, quick: bool) -> list[tuple[int, str, str]]:
             tried = random.Random(seed).sample(tried, 1)
         result = outcome(program, tried, seed)
         found.append((seed, result.kind, result.text))
+        more_kb = getrusage(RUSAGE_SELF).ru_maxrss - before_kb
+        if more_kb > MUCH_KB:
+            print(f"seed {seed}: {result.kind}, took {more_kb / 1e6:.1f} GB more", flush=True)
     return found
 
 
