@@ -49,6 +49,7 @@ class OnDevice:
 
     def __init__(self, subject: Subject, setting: Setting) -> None:
         self.subject, self.machine = subject, Machine(setting.device)
+        torch.cuda.caching_allocator_enable()  # a stub's is off, and its bytes are to be seen here
         with setting.device:
             self.model = subject.make()
         found = calibrate(

@@ -223,7 +223,6 @@ def mixed(setting: Setting) -> Iterator[Row]:
 
 
 def _race(setting: Setting, amount: Amount) -> Iterator[Row]:
-    setting.take_new_blocks()
     machine, dtype = Machine(setting.device), setting.dtypes[-1]
     texts, origin = _texts(amount)
     torch.manual_seed(0)

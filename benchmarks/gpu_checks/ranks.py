@@ -46,7 +46,6 @@ def sp2(setting: Setting) -> Iterator[Row]:
 def _on_rank(setting: Setting) -> list[Row]:
     os.environ["LOCAL_RANK"] = "0"  # both ranks take the one card
     setting.choose_kernels()
-    setting.take_new_blocks()
     rows: list[Row] = []
     for dtype in (torch.float64, *setting.dtypes):
         check = f"train_step, sp 2 over gloo, {str(dtype).removeprefix('torch.')}"

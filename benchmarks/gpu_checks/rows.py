@@ -66,15 +66,11 @@ class Setting:
             # No stub has cuDNN: convolutions and the plain model's attention take torch's own.
             torch.backends.cudnn.enabled = False
             torch.backends.cuda.enable_cudnn_sdp(False)
-
-    def take_new_blocks(self) -> None:
-        """Has each tensor of a stub be zeros, as its kernels write nothing.
-
-        Blocks that are used again hold what was in them: other weights on each rank, which dcpc
-        refuses, and sequences of a row without an end.
-        """
-        if self.device.type == "cuda" and not self.numbers:
-            torch.cuda.caching_allocator_enable(False)
+            if self.device.type == "cuda":
+                # A stub's kernels write nothing: a tensor is what lies in its block, zeros in a
+                # new one. One that is used again has other weights on each rank, which dcpc
+                # refuses, and sequences of a row without an end.
+                torch.cuda.caching_allocator_enable(False)
 
     def judged(self, check: str, ok: bool, *, of_bytes: bool = False, **figures: Any) -> Row:
         """Returns the row of a comparison; one of bytes is made without numbers, too."""

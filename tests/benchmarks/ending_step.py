@@ -1,4 +1,7 @@
-"""Run with the stub: a step of the checks ends while torch's autograd thread still needs Python."""
+"""Run with the stub: a step of the checks reads zeros, and ends while torch's autograd works.
+
+Zeros are what a kernel writes there: no bytes of what was in a block before.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,8 @@ class Slow(torch.autograd.Function):
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Yields a row once the backward has begun."""
+    torch.ones(1000).to(setting.device)
+    assert not torch.empty(1000, device=setting.device).cpu().any(), "a block is used again"
     x = torch.zeros(1, device=setting.device, requires_grad=True)
     threading.Thread(target=Slow.apply(x).backward, daemon=True).start()
     BEGUN.wait()

@@ -102,7 +102,7 @@ def test_mixed_lengths_train_beside_padding_and_packing(tmp_path):
     assert sum(row["status"] == "ran" for row in rows) == 10
 
 
-def test_a_step_ends_well_while_torchs_autograd_thread_works(tmp_path):
+def test_a_step_reads_zeros_and_ends_well_while_torchs_autograd_thread_works(tmp_path):
     rows = tmp_path / "rows"
     options = ["--device", "cuda", "--no-numbers", "--step", "ending", "--rows", str(rows)]
     run(tmp_path, "tests.benchmarks.ending_step", *options)
