@@ -56,6 +56,7 @@ def kernel_of(q: Tensor, k: Tensor, sight: Sight) -> str:
     return "blocks" if name == "efficient" and beyond else name
 
 
+@functools.cache
 def capability(device: torch.device) -> Capability:
     """Returns the capability of a GPU."""
     return torch.cuda.get_device_capability(device)
@@ -69,7 +70,12 @@ def has_cudnn(device: torch.device) -> bool:
     return (torch.backends.cudnn.version() or 0) >= CUDNN_SINCE and capability(device) in CUDNN_ON
 
 
-def by_cudnn(q: Tensor, k: Tensor, sight: Sight) -> bool:
+def _repeats(x: Tensor) -> bool:
+    """Returns whether elements of several indices are one in memory, as `expand` makes them."""
+    return any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> bool:
     """Returns whether cuDNN computes what flash attention does of these queries and seen keys."""
     if not has_cudnn(q.device) or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
@@ -78,7 +84,8 @@ def by_cudnn(q: Tensor, k: Tensor, sight: Sight) -> bool:
         return False
     square = sight.start == 0 and q.shape[2] == k.shape[2]
     seen = sight.before is None and (sight.after is None or (sight.after == 0 and square))
-    return seen and k.shape[2] > 1 and q.shape[3] <= CUDNN_WIDEST and q.shape[0] <= CUDNN_SAMPLES
+    fits = k.shape[2] > 1 and q.shape[3] <= CUDNN_WIDEST and q.shape[0] <= CUDNN_SAMPLES
+    return seen and fits and not any(map(_repeats, (q, k, v)))
 
 
 def _seen(q: Tensor, k: Tensor, sight: Sight) -> tuple[Tensor, Sight]:
@@ -107,7 +114,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tens
     k, sight = _seen(q, k, sight)
     if name == "efficient":
         return _efficient(q, k, v, sight, (given, v))
-    if by_cudnn(q, k, sight):
+    if by_cudnn(q, k, v, sight):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, sight.after is not None, scale=sight.scale
         )
@@ -187,7 +194,7 @@ def backward(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
 
 def _flash_backward(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out, lse = given
-    if by_cudnn(q, k, sight):
+    if by_cudnn(q, k, v, sight):
         return _cudnn_backward(given, sight)
     left, right = _window(q, k, sight)
     tensors = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
@@ -209,6 +216,7 @@ def _flash_backward(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tens
 
 def _cudnn_backward(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out, lse = given
+    grad = grad.contiguous() if _repeats(grad) else grad
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # nothing is dropped
     found = aten._scaled_dot_product_cudnn_attention_backward.default(
         grad, q, k, v, out, lse.unsqueeze(3), unused, unused, None, None, None, q.shape[2],

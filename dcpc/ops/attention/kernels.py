@@ -10,6 +10,7 @@ tensors lie decides `laid`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -128,6 +129,7 @@ GPU_KERNELS = (
 )  # fmt: skip
 
 
+@lru_cache(4096)
 def gpu_kernel(asked: OnGpu) -> str:
     """Returns "flash", "efficient" or "blocks": what computes attention on a GPU.
 

@@ -69,15 +69,20 @@ def test_every_query_sees_what_it_should(kernel, before, after, start, queries, 
 
 def test_cudnn_computes_what_torch_has_it_compute(gpu):
     gpu.setattr(cuda, "has_cudnn", lambda device: True)
+
+    def by_cudnn(q, k, sight):
+        return cuda.by_cudnn(q, k, k, sight)
+
     q, k = (torch.zeros(2, 1, n, 8, dtype=HALF) for n in (4, 6))
-    assert cuda.by_cudnn(q, q, Sight(1.0, None, 0))
-    assert cuda.by_cudnn(q, k, Sight(1.0))
-    assert not cuda.by_cudnn(q, k, Sight(1.0, None, 0, 2))  # causal from the last key
-    assert not cuda.by_cudnn(q, q, Sight(1.0, 3, 0))
-    assert not cuda.by_cudnn(q, k[:, :, :1], Sight(1.0))  # one key
-    assert not cuda.by_cudnn(*[torch.zeros(1, 1, 4, 136, dtype=HALF)] * 2, Sight(1.0))
+    assert by_cudnn(q, q, Sight(1.0, None, 0))
+    assert by_cudnn(q, k, Sight(1.0))
+    assert not by_cudnn(q, k, Sight(1.0, None, 0, 2))  # causal from the last key
+    assert not by_cudnn(q, q, Sight(1.0, 3, 0))
+    assert not by_cudnn(q, k[:, :, :1], Sight(1.0))  # one key
+    assert not by_cudnn(q, k[:1].expand(2, -1, -1, -1), Sight(1.0))
+    assert not by_cudnn(*[torch.zeros(1, 1, 4, 136, dtype=HALF)] * 2, Sight(1.0))
     gpu.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
-    assert not cuda.by_cudnn(q, q, Sight(1.0))
+    assert not by_cudnn(q, q, Sight(1.0))
 
 
 HALF, SINGLE = torch.bfloat16, torch.float32
