@@ -161,7 +161,7 @@ ATTENTION = [
         "ops.attention.rectangles:_trimmed",
         "low - first, empty", "low - first + 1, empty")),
     _attention("blocks do not tell sequences apart", setting="marked", plant=edited(
-        "ops.attention.ids:Ids.hidden", "!= mine", "< mine")),
+        "ops.attention.rectangles:Ids.hidden", "!= mine", "< mine")),
     _attention("a block's gradient without delta", setting="marked", quick=True, plant=edited(
         "ops.attention.blocks:_backward",
         "scores.sub_(delta).mul_(weights)", "scores.mul_(weights)")),

@@ -175,7 +175,11 @@ def test_layout_is_torchs_and_the_kernels(call):
         assert not asked
         if found is None:
             pytest.skip("torch has to tell")
-        theirs = func(*args, **kwargs)
+        try:
+            theirs = func(*args, **kwargs)
+        except RuntimeError as e:  # 2.11's own linear, of a wide input that repeats rows
+            assert "Cannot call numel() on tensor with symbolic sizes" in str(e)
+            pytest.skip("torch itself cannot tell")
     reals = func(*given(SIZES, torch.ones), **kwargs)
     assert type(found) is type(theirs) or isinstance(theirs, torch.Tensor)
     of_each = zip(*map(listed, (found, theirs, reals, args[:1])), strict=False)
