@@ -194,7 +194,8 @@ class Planned:
             text += (
                 f"{self.request.communicators} communicators of a rank take "
                 f"{bytes_text(self.request.communicators * each_bytes)} of the device beside that "
-                f"({bytes_text(each_bytes)} each, assumed); memory= in bytes is without them\n"
+                f"({bytes_text(each_bytes)} each, as an H100 had); memory= in bytes is without "
+                "them\n"
             )
         text += "".join(f"\n{line}" for line in changes) + "\n"
         text += "".join(f"\n{line}" for line in self.attention) + "\n" * bool(self.attention)

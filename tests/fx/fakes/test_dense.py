@@ -178,7 +178,8 @@ def test_layout_is_torchs_and_the_kernels(call):
         try:
             theirs = func(*args, **kwargs)
         except RuntimeError as e:  # 2.11's own linear, of a wide input that repeats rows
-            assert "Cannot call numel() on tensor with symbolic sizes" in str(e)
+            if "Cannot call numel() on tensor with symbolic sizes" not in str(e):
+                raise
             pytest.skip("torch itself cannot tell")
     reals = func(*given(SIZES, torch.ones), **kwargs)
     assert type(found) is type(theirs) or isinstance(theirs, torch.Tensor)
