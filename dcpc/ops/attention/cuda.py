@@ -96,12 +96,21 @@ def _seen(q: Tensor, k: Tensor, sight: Sight) -> tuple[Tensor, Sight]:
     return k[:, :, low:high], sight._replace(start=sight.start - low)
 
 
-def _window(q: Tensor, k: Tensor, sight: Sight) -> tuple[int, int]:
-    """flash-attn counts from the last query and key: shifts of the band, -1 without a limit."""
-    ahead = k.shape[2] - q.shape[2] - sight.start
+def _ahead(q: Tensor, k: Tensor, sight: Sight) -> int:
+    """Returns how many keys lie after the last query."""
+    return k.shape[2] - q.shape[2] - sight.start
+
+
+def window(sight: Sight, ahead: int) -> tuple[int, int]:
+    """Returns the shifts of flash-attn's band, -1 without a limit.
+
+    Args:
+        sight: limits by position.
+        ahead: number of keys after the last query, from which flash-attn counts.
+    """
     left = -1 if sight.before is None else sight.before + ahead
     right = -1 if sight.after is None else sight.after - ahead
-    assert min(left, right) >= -1, f"a query sees no key: {sight}, {q.shape[2]} of {k.shape[2]}"
+    assert min(left, right) >= -1, f"a query sees no key: {sight}, {ahead} keys after the last"
     return left, right
 
 
@@ -119,7 +128,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tens
             q, k, v, None, True, 0.0, sight.after is not None, scale=sight.scale
         )
         return laid_out(out, lse.squeeze(3), (given, v))
-    left, right = _window(q, k, sight)
+    left, right = window(sight, _ahead(q, k, sight))
     tensors = [x.transpose(1, 2) for x in (q, k, v)]
     result: Any
     if installed is not None:
@@ -196,7 +205,7 @@ def _flash_backward(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tens
     grad, q, k, v, out, lse = given
     if by_cudnn(q, k, v, sight):
         return _cudnn_backward(given, sight)
-    left, right = _window(q, k, sight)
+    left, right = window(sight, _ahead(q, k, sight))
     tensors = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
     found: list[Tensor]
     if installed is not None:

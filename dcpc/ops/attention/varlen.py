@@ -27,10 +27,10 @@ aten = torch.ops.aten
 
 
 def ends_of(q: Tensor, k: Tensor, segment: Tensor, sight: Sight) -> list[list[int]] | None:
-    """Returns for each sample where its sequences end, 0 first; None where this is no way.
+    """Returns for each sample where its sequences end, 0 first; None where no call takes them all.
 
-    That is: another kernel than flash attention, a piece of the queries, or a sequence whose
-    positions do not follow each other.
+    That is where another kernel than flash attention computes them, of a piece of the queries, and
+    where the positions of a sequence do not follow each other.
 
     Args:
         q: queries `[b, h, s, d]`.
@@ -51,7 +51,13 @@ def ends_of(q: Tensor, k: Tensor, segment: Tensor, sight: Sight) -> list[list[in
 
 
 class _Sequences(NamedTuple):
-    """Sequences that one call computes: some samples, some of their rows, and ends among these."""
+    """Sequences that one call computes.
+
+    Attributes:
+        samples: slice of the batch.
+        rows: slice of the rows of these samples, one sample after the other.
+        ends: positions among these rows at which the sequences end, 0 first.
+    """
 
     samples: slice
     rows: slice
@@ -102,38 +108,34 @@ def forward(
     """Returns out `[b, h, s, d]` and logsumexp `[b, h, s]`."""
     given = q
     q, k, v = laid("cuda", q), laid("cuda", k), laid("cuda", v)
-    runs = list(_runs(ends, (q, k, v)))
-    length, whole = q.shape[2], len(runs) == 1
-    made = None if whole else empty_outputs(given, v)
-    for run in runs:
-        out, lse = _call(run, q, k, v, sight)
-        out = out.unflatten(0, (-1, length)).transpose(1, 2)
-        lse = lse.unflatten(1, (-1, length)).transpose(0, 1)
-        if made is None:
-            return cuda.laid_out(out, lse, (given, v))
-        made[0][run.samples].copy_(out)
-        made[1][run.samples].copy_(lse)
-        del out, lse
-    assert made is not None, "a sample, at least"
+    first, *others = _runs(ends, (q, k, v))
+    if not others:
+        return cuda.laid_out(*_call(first, q, k, v, sight), (given, v))
+    made = empty_outputs(given, v)
+    for run in (first, *others):
+        for whole, mine in zip(made, _call(run, q, k, v, sight), strict=True):
+            whole[run.samples].copy_(mine)
     return made
 
 
 def _call(run: _Sequences, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
-    """Returns out `[rows, h, d]` and logsumexp `[h, rows]`."""
+    """Returns out `[b, h, s, d]` and logsumexp `[b, h, s]` of whole samples, views of results."""
     ends = torch.tensor(run.ends, dtype=torch.int32, device=q.device)
     left, right = _window(run, sight)
     out, lse, *_ = aten._flash_attention_forward.default(
         run.of(q), run.of(k), run.of(v), ends, ends, run.longest, run.longest, 0.0, False, False,
         scale=sight.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return out, lse
+    length = q.shape[2]
+    return (
+        out.unflatten(0, (-1, length)).transpose(1, 2),
+        lse.unflatten(1, (-1, length)).transpose(0, 1),
+    )
 
 
 def _window(run: _Sequences, sight: Sight) -> tuple[int, int]:
-    """As `cuda` has it; single positions are causal, too: without limits the kernel decodes."""
-    left = -1 if sight.before is None else sight.before
-    right = -1 if sight.after is None else sight.after
-    return (left, right) if run.longest > 1 else (-1, 0)
+    """Single positions are causal, whatever the limits: without any the kernel decodes."""
+    return cuda.window(sight, 0) if run.longest > 1 else (-1, 0)
 
 
 def backward(
