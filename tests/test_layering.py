@@ -146,7 +146,8 @@ TABLE = {
         "check": "shared",
         "calibrate": "shared",
         "simulate": "shared",
-        "cli": "shared report check calibrate simulate",
+        "replay": "",
+        "cli": "shared report check calibrate simulate replay",
     },
 }
 ROOMS = {folder: {u: set(may.split()) for u, may in rows.items()} for folder, rows in TABLE.items()}

@@ -23,6 +23,7 @@ from dcpc import __version__
 from dcpc.api import rank_memory_bytes
 from dcpc.commands.calibrate import calibrate_command
 from dcpc.commands.check.check import CheckRequest, check_model
+from dcpc.commands.replay import replay as replayed
 from dcpc.commands.report import (
     Needs,
     crossing_lines,
@@ -63,7 +64,6 @@ from dcpc.plan.options import PlanOptions
 from dcpc.plan.planning import Planned
 from dcpc.plan.progress import during, tracked
 from dcpc.runtime.planner.plan_file import PlanFile
-from dcpc.runtime.planner.replay import replay as replayed
 from dcpc.runtime.planner.table import mode_table
 
 app = typer.Typer(

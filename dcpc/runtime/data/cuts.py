@@ -15,10 +15,11 @@ from dcpc.runtime.data.packing import pack
 from dcpc.runtime.data.samples import Fit
 from dcpc.runtime.data.window import Batch, Position, take
 from dcpc.runtime.planner.own_lengths import BatchLengths, Dims, OwnLengths
+from dcpc.runtime.planner.packed.planning import PackedPrices
 from dcpc.runtime.planner.plan_file import plan_json, plan_of
 from dcpc.runtime.planner.plans import Mode, StepPlan
 from dcpc.runtime.planner.protocol import BatchPlanner
-from dcpc.runtime.planner.step_planner import Allowed, plan_step
+from dcpc.runtime.planner.step_planner import Allowed, plan_rows, plan_step
 from dcpc.runtime.planner.table import PlanTable
 
 # Other buckets are told where they leave at most this share of the padding; what sizes told are
@@ -43,6 +44,7 @@ class Recipe:
         by_samples: `most` counts samples.
         planner: plans batches, of a model in stages; None: `plan_step` does.
         own: micro-batches run at the lengths of their samples; None: at their buckets'.
+        prices: seconds of packed micro-batches; None: `planner` plans, or samples are not packed.
     """
 
     most: int
@@ -53,6 +55,7 @@ class Recipe:
     by_samples: bool = False
     planner: BatchPlanner | None = None
     own: OwnLengths | None = None
+    prices: PackedPrices | None = None
 
     def plan(
         self,
@@ -310,6 +313,10 @@ def _planned(
     batch: Batch, fit: Callable[[int], Fit], table: PlanTable, recipe: Recipe
 ) -> tuple[StepPlan, Rows]:
     """Returns the plan of a batch, and the rows that it is of."""
+    if recipe.prices is not None:
+        sequences = [(i, fit(i).tokens) for i, _ in batch.samples]
+        only = batch.samples[0][1] if recipe.mode == "intra" else None
+        return plan_rows(sequences, table, recipe.prices, only, recipe.mode)
     if not recipe.packs:
         return recipe.plan(batch.samples, table, lambda i: fit(i).dims), ()
 

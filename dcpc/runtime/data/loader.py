@@ -41,6 +41,7 @@ from dcpc.runtime.data.steps import Step
 from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.data.window import Position
 from dcpc.runtime.groups.relay import Relay
+from dcpc.runtime.planner.packed.planning import PackedPrices
 from dcpc.runtime.planner.plan_file import PlanFile
 from dcpc.runtime.planner.plans import MODES, Mode, StepPlan, step_plan
 from dcpc.runtime.planner.protocol import Compiled
@@ -191,7 +192,13 @@ class DataLoader:
                 mode=mode != "auto", pad_to_longer=pad_to_longer, pad_to=pad_to != "bucket"
             )
         own = None if pad_to == "bucket" else compiled.own_lengths(pad_to_multiple_of)
-        self.recipe = Recipe(most, window, mode, allowed, bool(packing), by_samples, planner, own)
+        prices = None
+        if packing and planner is None:
+            lengths = own or compiled.own_lengths(pad_to_multiple_of)
+            prices = PackedPrices(lengths, to_bucket=own is None)
+        self.recipe = Recipe(
+            most, window, mode, allowed, bool(packing), by_samples, planner, own, prices
+        )
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
         arguments = packing, weight, pad, check_values, pad_to_longer, loss_depends_on

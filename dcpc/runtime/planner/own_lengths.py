@@ -86,6 +86,33 @@ class OwnLengths:
         one_s = row.seconds_s * self._share(bucket, row, dims, 1)
         return one_s + (full_s - one_s) * (count - 1) / (row.micro_batch - 1)
 
+    def parts_s(self, bucket: Bucket, row: PlanRow, dims: Dims, count: int) -> tuple[float, float]:
+        """Returns the seconds of a micro-batch of one named dim: attention's apart.
+
+        Twice as many sequences of half the length have as many tokens and half the pairs of them,
+        so they save half of what attention takes.
+
+        Args:
+            bucket: whose row it is.
+            row: that the micro-batch runs.
+            dims: what its rows are padded to.
+            count: of rows, up to the row's.
+
+        Returns:
+            Seconds of all but attention, and of attention where each row is one sequence.
+        """
+        whole_s = self.seconds_s(bucket, row, dims, count)
+        ((name, length),) = dims
+        if self.seconds_at is None:
+            return whole_s, 0.0
+        *_, at = self._grid(bucket[name], length)
+        even = at + at % 2
+        whole = self._known_share(bucket, row, ((name, even),), count)
+        halves = self._known_share(bucket, row, ((name, even // 2),), 2 * count)
+        pairs_s = 2 * row.seconds_s * max(0.0, whole - halves)
+        attention_s = min(whole_s, pairs_s * (length / even) ** 2)
+        return whole_s - attention_s, attention_s
+
     def points(
         self, bucket: Bucket, rows: Sequence[PlanRow], dims: Dims, most: int
     ) -> list[tuple[int, float]]:
@@ -107,16 +134,36 @@ class OwnLengths:
         return sorted(found.items())
 
     def _share(self, bucket: Bucket, row: PlanRow, dims: Dims, count: int) -> float:
-        """What some samples at these lengths take of the row's seconds, up to 1."""
+        """What some samples at these lengths take of the row's seconds, up to 1.
+
+        Of one dim it lies on the line between two lengths whose seconds are known; of several it is
+        that of the next ones.
+        """
         if self.seconds_at is None:
             return count / row.micro_batch
-        parts = {n: -(-size // _PARTS) for n, size in bucket.shape_key}
-        coarse = tuple((n, min(bucket[n], -(-size // parts[n]) * parts[n])) for n, size in dims)
-        key = bucket, row, coarse, count
+        grid = [(n, self._grid(bucket[n], size)) for n, size in dims]
+        share = self._known_share(bucket, row, tuple((n, at[-1]) for n, at in grid), count)
+        if len(grid) == 1:
+            ((name, (before, after)),) = grid
+            if before < after:
+                less = self._known_share(bucket, row, ((name, before),), count)
+                share -= (share - less) * (after - dims[0][1]) / (after - before)
+        return min(1.0, share)
+
+    @staticmethod
+    def _grid(most: int, length: int) -> tuple[int, int]:
+        """The lengths around one at which seconds are predicted, of a bucket's length."""
+        part = -(-most // _PARTS)
+        after = min(most, -(-length // part) * part)
+        return min(after, max(1, (length // part) * part)), after
+
+    def _known_share(self, bucket: Bucket, row: PlanRow, dims: Dims, count: int) -> float:
+        assert self.seconds_at is not None
+        key = bucket, row, dims, count
         if key not in self._shares:
             full_s = self.seconds_at(bucket, row, bucket.sizes, row.micro_batch)
-            own_s = self.seconds_at(bucket, row, dict(coarse), count)
-            self._shares[key] = min(1.0, own_s / full_s) if full_s > 0 else 1.0
+            own_s = self.seconds_at(bucket, row, dict(dims), count)
+            self._shares[key] = own_s / full_s if full_s > 0 else 1.0
         return self._shares[key]
 
 

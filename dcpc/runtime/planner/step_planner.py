@@ -28,6 +28,8 @@ from dcpc.runtime.planner.bound import StepBound, step_bound
 from dcpc.runtime.planner.deal import Price, assign, cuts, deal
 from dcpc.runtime.planner.fit import fitted
 from dcpc.runtime.planner.own_lengths import BatchLengths
+from dcpc.runtime.planner.packed.planning import PackedPrices, plan_packed
+from dcpc.runtime.planner.packed.planning import Rows as PackedRows
 from dcpc.runtime.planner.plans import Mode, PlannedMicroBatch, StepPlan, better, step_plan
 from dcpc.runtime.planner.speeds import power, speeds_text
 from dcpc.runtime.planner.splits.padding import share_padding, split_by_length
@@ -104,6 +106,40 @@ def plan_step(
     bound_s = min(bound.seconds_s, best.makespan_s)  # but for rounding it is
     named = replace(best, bound_s=bound_s, mode=mode, table=table.hash, speeds=table.speeds)
     return replace(named, binds=_binds(named, bound.work_s))
+
+
+def plan_rows(
+    sequences: Sequence[tuple[int, int]],
+    table: PlanTable,
+    prices: PackedPrices,
+    bucket: Bucket | None = None,
+    mode: Mode = "auto",
+) -> tuple[StepPlan, PackedRows]:
+    """Returns the plan of a global batch whose rows hold several sequences, and its rows.
+
+    What the plan calls samples are numbers of rows. All modes choose among the table's rows.
+
+    Args:
+        sequences: id and tokens of each.
+        table: the rows to choose from.
+        prices: seconds of micro-batches.
+        bucket: the only one to use; None: any.
+        mode: name for the plan.
+
+    Raises:
+        PlanError: no sequences, or one that is longer than every bucket.
+    """
+    if not sequences:
+        raise PlanError("the global batch: got 0 sequences, expected at least 1; fill the batch")
+    keys = range(len(table.buckets)) if bucket is None else [table.key(bucket)]
+    packed = plan_packed(sequences, table, keys, prices)
+    if table.speeds:
+        best = assign(packed.micro_batches, table.world, table.speeds)
+    else:
+        best = step_plan(packed.micro_batches, table.world, table.block)
+    bound_s = min(packed.bound_s, best.makespan_s)
+    named = replace(best, bound_s=bound_s, mode=mode, table=table.hash, speeds=table.speeds)
+    return replace(named, binds=_binds(named, packed.work_s)), packed.rows
 
 
 def _bound(

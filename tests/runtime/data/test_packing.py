@@ -16,6 +16,7 @@ from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.packing import fill_rows, pack
 from dcpc.runtime.data.weights import CountLabels
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.planner.own_lengths import OwnLengths
 from dcpc.runtime.planner.plan_file import PlanFile
 from tests.cases.fakes import FakeCompiled, RaggedWithDims, plan_for
 
@@ -28,6 +29,12 @@ LENGTHS = [4, 2, 16, 7, 5, 1, 30, 12, 4, 4, 3, 7, 9, 2, 2, 1, 11]
 @dataclass
 class FakePacked(FakeCompiled):
     packable: Packable = field(default=PACKABLE)
+
+    def own_lengths(self, multiple: int | None) -> OwnLengths:
+        def seconds_at(bucket, row, sizes, count):
+            return 1e-6 * count * sizes["seq"] / row.sp
+
+        return OwnLengths(lambda b, s: True, seconds_at, lambda b: {"seq": 1}, multiple or 1)
 
 
 def compiled(names=("input_ids", "position_ids", "labels"), packable=PACKABLE, world=2):

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from dcpc.buckets import Bucket
 from dcpc.commands.cli import app
+from dcpc.commands.replay import replay
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.planner.plan_file import PlanFile, plan_json, plan_of
-from dcpc.runtime.planner.replay import replay
 from dcpc.runtime.planner.step_planner import Allowed, plan_step
 from dcpc.runtime.planner.table import make_table
 from tests.cases.fakes import RaggedWithDims, compiled_for

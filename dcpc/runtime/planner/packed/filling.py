@@ -1,0 +1,197 @@
+"""From a layout to micro-batches: the short sequences, the longest first, where most room is."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from dcpc.runtime.planner.packed.fluid import ShortFluid
+from dcpc.runtime.planner.packed.kinds import Floats, PackedWork
+from dcpc.runtime.planner.packed.layout import Layout
+
+# Micro-batches that are offered a sequence before it counts as left over.
+_OFFERS = 8
+_ROUNDING = 1e-9
+
+
+@dataclass(slots=True)
+class Bin:
+    """A micro-batch under construction.
+
+    Attributes:
+        kind: number of its kind.
+        first: first rank.
+        rows: the sequences of each row.
+        rooms: tokens that each row has left.
+        load_s: seconds of its sequences.
+    """
+
+    kind: int
+    first: int
+    rows: list[list[int]]
+    rooms: list[float]
+    load_s: float = 0.0
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no sequence."""
+        return not any(self.rows)
+
+    def add(self, work: PackedWork, sequence: int) -> bool:
+        """Lays a sequence into the row with least room for it; False: no row has enough."""
+        tokens = float(work.lengths[sequence])
+        fitting = [(room, r) for r, room in enumerate(self.rooms) if room >= tokens]
+        if not fitting:
+            return False
+        _, row = min(fitting)
+        self.rows[row].append(sequence)
+        self.rooms[row] -= tokens
+        self.load_s += float(work.load_s[self.kind, sequence])
+        return True
+
+
+@dataclass(slots=True)
+class PackedDraft:
+    """The micro-batches of a step, in the order in which ranks run them.
+
+    Attributes:
+        work: the batch.
+        bins: every micro-batch; an empty one does not run.
+    """
+
+    work: PackedWork
+    bins: list[Bin] = field(default_factory=list)
+
+    def ends_s(self) -> Floats:
+        """Returns when each rank ends."""
+        work = self.work
+        free_s = np.zeros(work.ranks)
+        for own in self.bins:
+            if not own.empty:
+                ranks = slice(own.first, own.first + work.kinds[own.kind].degree)
+                free_s[ranks] = free_s[ranks].max() + work.fixed_s[own.kind] + own.load_s
+        return free_s
+
+
+def filled(layout: Layout) -> PackedDraft:
+    """Returns the micro-batches of a layout with every short sequence in one.
+
+    What finds no room within the layout's seconds goes where it ends earliest.
+    """
+    work, filling = layout.work, _ShortFilling(layout)
+    short = range(work.long, len(work.lengths))
+    _squeeze(filling.draft, [s for s in short if not filling.offer(s)])
+    return filling.draft
+
+
+class _ShortFilling:
+    """The micro-batches of a layout, which take short sequences where there is most room.
+
+    Those that the same ranks run one after the other share the seconds that are left for these.
+
+    Attributes:
+        draft: the micro-batches so far.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._work = layout.work
+        self.draft = PackedDraft(layout.work)
+        self._left_s: list[float] = []  # of micro-batches that share them
+        self._shared: list[int] = []  # number in `_left_s`, of each micro-batch
+        self._open(layout)
+        bins = range(len(self.draft.bins))
+        self._most = [(-self._room(number), number) for number in bins]
+        heapq.heapify(self._most)
+
+    def offer(self, sequence: int) -> bool:
+        """Offers a sequence to the micro-batches with most room; returns whether one took it."""
+        refused: list[tuple[float, int]] = []
+        took = False
+        while self._most and not took and len(refused) < _OFFERS:
+            told, number = heapq.heappop(self._most)
+            now = -self._room(number)
+            if now > told + _ROUNDING:
+                heapq.heappush(self._most, (now, number))
+                continue
+            own, shared = self.draft.bins[number], self._shared[number]
+            load_s = float(self._work.load_s[own.kind, sequence])
+            in_time = self._left_s[shared] >= load_s - _ROUNDING
+            took = in_time and own.add(self._work, sequence)
+            if took:
+                self._left_s[shared] -= load_s
+                heapq.heappush(self._most, (-self._room(number), number))
+            else:
+                refused.append((told, number))
+        for entry in refused:
+            heapq.heappush(self._most, entry)
+        return took
+
+    def _room(self, number: int) -> float:
+        """Tokens of short sequences that a micro-batch can still take, in time."""
+        own = self.draft.bins[number]
+        in_time = self._left_s[self._shared[number]] / self._work.pace_s[own.kind]
+        return float(min(in_time, sum(own.rooms)))
+
+    def _open(self, layout: Layout) -> None:
+        """Makes the groups' micro-batches, then those of ranks that are free at the end."""
+        work = self._work
+        free = [(s.first, s.size, s.left_s) for s in layout.segments]
+        for group in layout.groups:
+            taken_s = float(group.taken * work.pace_s[group.kind])
+            bins = []
+            for rows, rooms in zip(group.rows, group.rooms, strict=True):
+                load_s = sum(float(work.load_s[group.kind, s]) for row in rows for s in row)
+                own = [[*row] for row in rows]
+                bins.append(Bin(group.kind, group.first, own, [*rooms], load_s))
+            self._share(bins, taken_s)
+            if group.open:
+                free.append((group.first, int(work.degree[group.kind]), group.left_s - taken_s))
+        for first, size, left_s in free:
+            self._stack(layout.fluid, first, size, left_s)
+
+    def _stack(self, fluid: ShortFluid, first: int, size: int, left_s: float) -> None:
+        """Makes the micro-batches of groups of the base degree on free ranks."""
+        count, number = fluid.bins(left_s)
+        if not count:
+            return
+        kind = self._work.kinds[number]
+        begin = -(-first // kind.degree) * kind.degree if self._work.aligned else first
+        for at in range(begin, first + size - kind.degree + 1, kind.degree):
+            bins = [_empty(self._work, number, at) for _ in range(count)]
+            self._share(bins, left_s - count * kind.fixed_s)
+
+    def _share(self, bins: list[Bin], left_s: float) -> None:
+        self._shared += [len(self._left_s)] * len(bins)
+        self._left_s.append(left_s)
+        self.draft.bins += bins
+
+
+def _empty(work: PackedWork, number: int, first: int) -> Bin:
+    kind = work.kinds[number]
+    return Bin(number, first, [[] for _ in range(kind.rows)], [float(kind.room)] * kind.rows)
+
+
+def _squeeze(draft: PackedDraft, left: list[int]) -> None:
+    """Puts each sequence where it ends earliest, in a micro-batch with room or in a new one."""
+    work = draft.work
+    base = work.kinds[work.base]
+    for sequence in left:
+        ends_s, tokens = draft.ends_s(), float(work.lengths[sequence])
+        best: tuple[float, int] = (inf, -1)
+        for number, own in enumerate(draft.bins):
+            if max(own.rooms) < tokens:
+                continue
+            ranks = slice(own.first, own.first + work.kinds[own.kind].degree)
+            more_s = work.load_s[own.kind, sequence] + own.empty * work.fixed_s[own.kind]
+            best = min(best, (float(ends_s[ranks].max() + more_s), number))
+        starts = range(0, work.ranks - base.degree + 1, base.degree)
+        kind = min(work.bases, key=lambda j: work.load_s[j, sequence] + work.fixed_s[j])
+        alone_s = float(work.load_s[kind, sequence] + work.fixed_s[kind])
+        at = min(starts, key=lambda r: (ends_s[r : r + base.degree].max(), r))
+        if float(ends_s[at : at + base.degree].max()) + alone_s < best[0]:
+            draft.bins.append(_empty(work, kind, at))
+            best = (0.0, len(draft.bins) - 1)
+        draft.bins[best[1]].add(work, sequence)

@@ -1,0 +1,160 @@
+"""The ways to run a packed micro-batch, with its seconds as a formula, and a batch's work by them.
+
+A micro-batch of `tokens` tokens whose sequences have lengths l takes
+
+    fixed_s + token_s * tokens + square_s * sum(l^2)
+
+seconds on its ranks: what a launch costs, what each token costs, and attention, which works through
+each sequence by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+# A sequence of more than this share of a cheapest micro-batch is placed before the others; the most
+# that are, but for those that fit in none.
+_LONG, _MOST_LONG = 0.25, 140
+# The shorter share of a batch whose cheapest degree is that of the others.
+_SHORT = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class BinKind:
+    """A row of the plan table as a bin that sequences are laid into.
+
+    Attributes:
+        key: number of the bucket in the table.
+        number: of the row among the bucket's.
+        degree: ranks of the group.
+        rows: most rows of the micro-batch.
+        room: tokens of a row.
+        fixed_s: seconds of a micro-batch before its first token.
+        token_s: seconds of a token.
+        square_s: seconds of a token beside each other of its sequence.
+    """
+
+    key: int
+    number: int
+    degree: int
+    rows: int
+    room: int
+    fixed_s: float
+    token_s: float
+    square_s: float
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a micro-batch."""
+        return self.rows * self.room
+
+    def seconds_s(self, tokens: float, squares: float) -> float:
+        """Returns the seconds of a micro-batch.
+
+        Args:
+            tokens: of all its sequences.
+            squares: sum of the squares of their lengths.
+        """
+        return self.fixed_s + self.token_s * tokens + self.square_s * squares
+
+
+def worthwhile(kinds: Sequence[BinKind]) -> list[BinKind]:
+    """Returns the kinds that no other of their degree holds more than and is faster than."""
+    found: list[BinKind] = []
+    for kind in sorted(kinds, key=lambda k: (k.degree, -k.room, -k.tokens, _full_s(k))):
+        if not any(_covers(other, kind) for other in found):
+            found.append(kind)
+    return found
+
+
+def _full_s(kind: BinKind) -> float:
+    return kind.seconds_s(kind.tokens, kind.rows * kind.room**2)
+
+
+def _covers(other: BinKind, kind: BinKind) -> bool:
+    return (
+        other.degree == kind.degree
+        and other.room >= kind.room
+        and other.tokens >= kind.tokens
+        and other.fixed_s <= kind.fixed_s
+        and other.token_s <= kind.token_s
+        and other.square_s <= kind.square_s
+    )
+
+
+class PackedWork:
+    """A global batch against the kinds of bins: its sequences, longest first.
+
+    Attributes:
+        lengths: tokens of each sequence.
+        kinds: bins to choose from.
+        ranks: how many there are.
+        node_ranks: ranks of a node.
+        aligned: groups are blocks that begin at a multiple of their size.
+        degree, fixed_s, tokens, room: of each kind.
+        load_s: seconds that a sequence adds to a micro-batch, [kind, sequence]; inf: does not fit.
+        long: number of sequences that are placed one by one, the first ones.
+        base: number of the kind that runs the others most cheaply.
+        bases: numbers of the kinds of its degree.
+        pace_s: seconds that a token of the others takes, by kind.
+        short_tokens: tokens of the others.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        kinds: Sequence[BinKind],
+        ranks: int,
+        node_ranks: int = 8,
+        aligned: bool = False,
+    ) -> None:
+        self.lengths: Floats = np.sort(np.asarray(lengths, dtype=np.float64))[::-1].copy()
+        self.kinds, self.ranks, self.aligned = tuple(kinds), ranks, aligned
+        self.node_ranks = max(1, min(node_ranks, ranks))
+        self.degree: Integers = np.array([k.degree for k in kinds])
+        self.fixed_s: Floats = np.array([k.fixed_s for k in kinds])
+        self.tokens: Floats = np.array([k.tokens for k in kinds], dtype=np.float64)
+        self.room: Floats = np.array([k.room for k in kinds], dtype=np.float64)
+        token_s = np.array([k.token_s for k in kinds])
+        square_s = np.array([k.square_s for k in kinds])
+        n = self.lengths
+        self.load_s: Floats = token_s[:, None] * n + square_s[:, None] * n * n
+        self.load_s[self.room[:, None] < n] = inf
+        self.base = self._cheapest()
+        self.bases = [j for j, k in enumerate(kinds) if k.degree == self.degree[self.base]]
+        self.long = self._count_long()
+        short = n[self.long :]
+        self.short_tokens = float(short.sum())
+        mean = float((short**2).sum()) / self.short_tokens if len(short) else 0.0
+        self.pace_s: Floats = token_s + square_s * mean
+
+    def shares_s(self) -> Floats:
+        """Returns rank-seconds of each sequence in a full micro-batch, [kind, sequence]."""
+        part = self.fixed_s[:, None] * self.lengths / self.tokens[:, None]
+        return np.asarray(self.degree[:, None] * (part + self.load_s))
+
+    def alone_s(self) -> Floats:
+        """Returns seconds of each sequence by itself, [kind, sequence]."""
+        return np.asarray(self.fixed_s[:, None] + self.load_s)
+
+    def _cheapest(self) -> int:
+        short = self.lengths <= np.quantile(self.lengths, _SHORT)
+        cost_s = self.shares_s()[:, short].sum(axis=1)
+        if not np.isfinite(cost_s).any():  # no kind holds all of them: that which holds most
+            return int(self.room.argmax())
+        return int(cost_s.argmin())
+
+    def _count_long(self) -> int:
+        longest = self.room[self.bases].max()
+        least = min(_LONG * self.tokens[self.base], longest)
+        count = min(_MOST_LONG, int((self.lengths > least).sum()))
+        return max(count, int((self.lengths > longest).sum()))

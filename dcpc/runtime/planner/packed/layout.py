@@ -1,0 +1,249 @@
+"""Long sequences on groups of ranks, in a step of given seconds.
+
+The longest first, each where it displaces least of the short sequences' tokens (`fluid.py`):
+
+    fresh   a new group on ranks that have run nothing since some second
+    join    a micro-batch that a group has launched and that has room
+    launch  one more micro-batch on a group's ranks
+    inside  a new, smaller group on ranks of a group, after what that runs
+
+A smaller group ends what the larger one takes up: that becomes fixed, and its ranks are free from
+then on. So ranks run groups from the largest to the smallest, each within the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dcpc.runtime.planner.packed.fluid import ShortFluid
+from dcpc.runtime.planner.packed.kinds import Bools, Floats, Integers
+
+# Of two places that displace as much the one of fewer rank-seconds; counts as much beside tokens.
+_THRIFT = 1e-3
+# Fresh ranks are tried in so many places, by what is displaced there.
+_TRIED = 24
+_ROUNDING = 1e-9
+
+
+@dataclass(slots=True)
+class Segment:
+    """Consecutive ranks that are free for the last seconds of the step."""
+
+    first: int
+    size: int
+    left_s: float
+
+
+@dataclass(slots=True)
+class LaidGroup:
+    """Ranks that run micro-batches of one kind.
+
+    Attributes:
+        first: first rank.
+        kind: number of the kind.
+        rows: of each micro-batch, the sequences of each row.
+        rooms: of each micro-batch, the tokens that each row has left.
+        left_s: seconds until the end of the step.
+        taken: tokens of short sequences that are to go into its micro-batches.
+        open: whether all its ranks are free after it.
+    """
+
+    first: int
+    kind: int
+    rows: list[list[list[int]]] = field(default_factory=list)
+    rooms: list[list[float]] = field(default_factory=list)
+    left_s: float = 0.0
+    taken: float = 0.0
+    open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a sequence could go: one entry of each array a place.
+
+    Attributes:
+        what: name of the place, see the module.
+        where: number of the segment or group.
+        kind: of the group that runs it.
+        left_s: what that has left then.
+        room: tokens of room that it has then.
+        before: tokens that these ranks would take up without it.
+        cost_s: rank-seconds that it takes.
+    """
+
+    what: str
+    where: Integers
+    kind: Integers
+    left_s: Floats
+    room: Floats
+    before: Floats
+    cost_s: Floats
+
+
+class Layout:
+    """The long sequences of a batch placed in a step of given seconds.
+
+    Attributes:
+        step_s: seconds of the step.
+        spare: tokens that could be taken up besides the short sequences; < 0: it is too short, by
+            about so many.
+        groups: in the order in which ranks run them.
+        segments: ranks without a group, or after one.
+    """
+
+    def __init__(self, fluid: ShortFluid, step_s: float) -> None:
+        self.fluid, self.work, self.step_s = fluid, fluid.work, step_s
+        work = self.work
+        self.segments = [Segment(0, work.ranks, step_s)]
+        self.groups: list[LaidGroup] = []
+        count = work.long
+        self._kind: Integers = np.zeros(count, dtype=np.int64)
+        self._left_s, self._room, self._row = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._value, self._taken = np.zeros(count), np.zeros(count)
+        self._open = np.zeros(count, dtype=bool)
+        most = work.ranks * float(fluid.rank_tokens(np.array(step_s)))
+        self.spare = most - work.short_tokens
+        for sequence in range(count):
+            if self.spare < 0 or not self._place(sequence):
+                self.spare = min(self.spare, -float(work.lengths[sequence:].sum()))
+                break
+
+    def _place(self, sequence: int) -> bool:
+        """Places one sequence; False: it fits nowhere."""
+        places = [p for p in self._places(sequence) if len(p.where)]
+        if not places:
+            return False
+        left_s = np.concatenate([p.left_s for p in places])
+        room = np.concatenate([p.room for p in places])
+        kind = np.concatenate([p.kind for p in places])
+        value, taken = self.fluid.group_tokens(left_s, room, kind)
+        displaced = np.concatenate([p.before for p in places]) - value
+        thrift = _THRIFT / self.work.pace_s[self.work.base]
+        cost = displaced + thrift * np.concatenate([p.cost_s for p in places])
+        ends = np.cumsum([len(p.where) for p in places])
+        for at in np.argsort(cost, kind="stable")[:_TRIED].tolist():
+            if not np.isfinite(cost[at]):
+                return False
+            part = int(np.searchsorted(ends, at, side="right"))
+            own = at - int(ends[part]) + len(places[part].where)
+            group = self._enter(places[part], own, sequence)
+            if group is not None:
+                self._left_s[group], self._room[group] = left_s[at], room[at]
+                self._value[group], self._taken[group] = value[at], taken[at]
+                self.groups[group].left_s = float(left_s[at])
+                self.groups[group].taken = float(taken[at])
+                self.spare -= float(displaced[at])
+                return True
+        return False
+
+    def _places(self, sequence: int) -> list[_Places]:
+        work, count = self.work, len(self.groups)
+        tokens, load_s = work.lengths[sequence], work.load_s[:, sequence]
+        kinds = np.nonzero(np.isfinite(load_s))[0]
+        degree, alone_s = work.degree, load_s + work.fixed_s
+
+        def anew(what: str, left_s: Floats, fits: Bools) -> _Places:
+            where, kind = np.nonzero(fits)
+            kind = kinds[kind]
+            then_s = left_s[where] - alone_s[kind]
+            before = degree[kind] * self.fluid.rank_tokens(left_s)[where]
+            cost_s = degree[kind] * alone_s[kind]
+            return _Places(what, where, kind, then_s, work.tokens[kind] - tokens, before, cost_s)
+
+        self.segments.sort(key=lambda s: s.size)
+        size = np.array([s.size for s in self.segments])
+        free_s = np.array([s.left_s for s in self.segments])
+        found = []
+        if len(size):
+            enough = free_s[:, None] >= alone_s[kinds]
+            found.append(anew("fresh", free_s, enough & (degree[kinds] <= size[:, None])))
+        if not count:
+            return found
+        kind, left_s, room = self._kind[:count], self._left_s[:count], self._room[:count]
+        added_s, is_open = load_s[kind], self._open[:count]
+        for what, first_s, more, fits in (
+            ("join", 0.0, 0.0, is_open & (self._row[:count] >= tokens)),
+            ("launch", work.fixed_s[kind], work.tokens[kind], is_open),
+        ):
+            then_s = left_s - added_s - first_s
+            where = np.nonzero(fits & (then_s >= -_ROUNDING))[0]
+            own = kind[where]
+            then = (room + more - tokens)[where]
+            cost_s = degree[own] * (left_s - then_s)[where]
+            found.append(_Places(what, where, own, then_s[where], then, self._value[where], cost_s))
+        after_s = left_s - self._taken[:count] * work.pace_s[kind]
+        smaller = is_open[:, None] & (degree[kinds] < degree[kind][:, None])
+        smaller &= after_s[:, None] >= alone_s[kinds]
+        found.append(anew("inside", after_s, smaller))
+        return found
+
+    def _enter(self, places: _Places, own: int, sequence: int) -> int | None:
+        """Puts a sequence in a place; returns the number of its group, None: ranks do not allow."""
+        where, kind = int(places.where[own]), int(places.kind[own])
+        if places.what in ("join", "launch"):
+            if places.what == "launch":
+                self._launch(where)
+            self._add(where, sequence)
+            return where
+        if places.what == "inside":
+            outer = self.groups[where]
+            outer.open = self._open[where] = False
+            left_s = outer.left_s - outer.taken * self.work.pace_s[outer.kind]
+            degree = int(self.work.degree[outer.kind])
+            self.segments.append(Segment(outer.first, degree, float(left_s)))
+            where = len(self.segments) - 1
+        first = self._first(self.segments[where], int(self.work.degree[kind]))
+        if first is None:
+            return None
+        self._split(self.segments.pop(where), first, int(self.work.degree[kind]))
+        number = len(self.groups)
+        self.groups.append(LaidGroup(first, kind))
+        self._kind[number], self._open[number] = kind, True
+        self._launch(number)
+        self._add(number, sequence)
+        return number
+
+    def _launch(self, number: int) -> None:
+        group = self.groups[number]
+        kind = self.work.kinds[group.kind]
+        group.rows.append([[] for _ in range(kind.rows)])
+        group.rooms.append([float(kind.room)] * kind.rows)
+        self._row[number] = kind.room
+
+    def _add(self, number: int, sequence: int) -> None:
+        """Lays a sequence into the row of a group that has least room for it."""
+        group, tokens = self.groups[number], float(self.work.lengths[sequence])
+        _, batch, row = min(
+            (room, batch, row)
+            for batch, rooms in enumerate(group.rooms)
+            for row, room in enumerate(rooms)
+            if room >= tokens
+        )
+        group.rows[batch][row].append(sequence)
+        group.rooms[batch][row] -= tokens
+        self._row[number] = max(max(rooms) for rooms in group.rooms)
+
+    def _first(self, segment: Segment, degree: int) -> int | None:
+        """The first of so many ranks of a segment; small groups stay inside a node."""
+        work, end = self.work, segment.first + segment.size
+        if work.aligned:
+            first = -(-segment.first // degree) * degree
+        elif degree >= work.node_ranks:
+            first = -(-segment.first // work.node_ranks) * work.node_ranks
+            if first + degree > end:
+                first = segment.first
+        else:
+            first = segment.first
+            if first // work.node_ranks != (first + degree - 1) // work.node_ranks:
+                first = (first // work.node_ranks + 1) * work.node_ranks
+        return first if first + degree <= end else None
+
+    def _split(self, segment: Segment, first: int, degree: int) -> None:
+        """Leaves the ranks before and after a new group as segments."""
+        after, end = first + degree, segment.first + segment.size
+        if first > segment.first:
+            self.segments.append(Segment(segment.first, first - segment.first, segment.left_s))
+        if after < end:
+            self.segments.append(Segment(after, end - after, segment.left_s))

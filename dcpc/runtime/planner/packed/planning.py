@@ -1,0 +1,196 @@
+"""From a global batch of sequences to packed micro-batches: rows of the plan table as bins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dcpc.buckets import Bucket
+from dcpc.errors import PlanError
+from dcpc.ir import PlanRow
+from dcpc.runtime.planner.own_lengths import Dims, OwnLengths
+from dcpc.runtime.planner.packed.filling import Bin, PackedDraft
+from dcpc.runtime.planner.packed.kinds import BinKind, PackedWork, worthwhile
+from dcpc.runtime.planner.packed.search import search
+from dcpc.runtime.planner.plans import PlannedMicroBatch
+from dcpc.runtime.planner.table import PlanTable
+
+# Seconds of a token are read between a full row and this part of one.
+_PART = 4
+# What a token of a row that is padded to its bucket adds, as a share of what it takes: more than 0.
+_HELD = 1e-3
+
+Rows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrices:
+    """What packed micro-batches take, by the profile.
+
+    Attributes:
+        own: what rows are padded to, and their seconds.
+        to_bucket: rows are padded to their bucket in any case.
+    """
+
+    own: OwnLengths
+    to_bucket: bool = False
+
+    def padded(self, bucket: Bucket, tokens: int) -> Dims:
+        """Returns the length at which rows of at most so many tokens are run."""
+        ((name, _),) = bucket.shape_key
+        return bucket.shape_key if self.to_bucket else self.own.padded(bucket, ((name, tokens),))
+
+    def kind(self, key: int, number: int, bucket: Bucket, row: PlanRow) -> BinKind:
+        """Returns a row of the table as a bin, its seconds as a formula.
+
+        Args:
+            key: number of the bucket.
+            number: of the row among the bucket's.
+            bucket: whose row it is.
+            row: of the table.
+        """
+        ((name, room),) = bucket.shape_key
+        count = row.micro_batch
+        rest_s, attention_s = self.own.parts_s(bucket, row, bucket.shape_key, count)
+        part = max(1, room // _PART)
+        less_s, _ = self.own.parts_s(bucket, row, ((name, part),), count)
+        token_s = max(0.0, rest_s - less_s) / max(1, count * (room - part))
+        if token_s * count * room <= 0:
+            token_s = rest_s / (count * room)
+        if self.to_bucket:  # a row takes as long whatever it holds
+            token_s *= _HELD
+        fixed_s = max(0.0, rest_s - token_s * count * room)
+        square_s = attention_s / (count * room**2)
+        return BinKind(key, number, row.sp, count, room, fixed_s, token_s, square_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """Micro-batches without a step around them.
+
+    Attributes:
+        micro_batches: in the order in which ranks run them; what they call samples are rows.
+        rows: the sequences of each row.
+        bound_s: no plan of these sequences ends earlier.
+        work_s: seconds of all ranks if every sequence ran at its cheapest and none waited.
+    """
+
+    micro_batches: tuple[PlannedMicroBatch, ...]
+    rows: Rows
+    bound_s: float
+    work_s: float
+
+
+def plan_packed(
+    sequences: Sequence[tuple[int, int]], table: PlanTable, keys: Sequence[int],
+    prices: PackedPrices,
+) -> PackedPlan:  # fmt: skip
+    """Returns packed micro-batches of a global batch, every sequence in one row.
+
+    Args:
+        sequences: id and tokens of each.
+        table: rows to choose from.
+        keys: numbers of the buckets that may be used.
+        prices: seconds of micro-batches.
+
+    Raises:
+        PlanError: a sequence is longer than every bucket.
+    """
+    kinds = [
+        prices.kind(key, number, table.buckets[key], row)
+        for key in keys
+        for number, row in enumerate(table.rows[key])
+        if row.sp <= table.world
+    ]
+    longest = max(kind.room for kind in kinds)
+    for i, tokens in sequences:
+        if tokens > longest:
+            raise PlanError(
+                f"packing: got sequence {i} of {tokens} tokens; expected at most {longest}, the "
+                "longest row of the plan table; cut it, or compile for a longer bucket"
+            )
+    ordered = sorted(sequences, key=lambda pair: (-pair[1], pair[0]))
+    work = PackedWork(
+        [tokens for _, tokens in ordered], worthwhile(kinds), table.world, table.node_ranks,
+        table.aligned,
+    )  # fmt: skip
+    draft, bound_s = search(work)
+    finish = _Finish(draft, ordered, kinds, table, prices)
+    micro_batches = tuple(finish.micro_batches())
+    work_s = float(work.shares_s().min(axis=0).sum()) / table.world
+    return PackedPlan(micro_batches, tuple(finish.rows), bound_s, work_s)
+
+
+class _Finish:
+    """Bins of a draft as micro-batches of the table.
+
+    Attributes:
+        rows: ids of the sequences of each row so far.
+    """
+
+    def __init__(
+        self,
+        draft: PackedDraft,
+        ordered: Sequence[tuple[int, int]],
+        kinds: Sequence[BinKind],
+        table: PlanTable,
+        prices: PackedPrices,
+    ) -> None:
+        self.rows: list[tuple[int, ...]] = []
+        self._draft, self._ordered, self._prices, self._table = draft, ordered, prices, table
+        self._of_degree: dict[int, list[BinKind]] = {}
+        for kind in kinds:
+            self._of_degree.setdefault(kind.degree, []).append(kind)
+
+    def micro_batches(self) -> Iterator[PlannedMicroBatch]:
+        """Yields the micro-batches, each by the row of its degree that runs it fastest."""
+        for own in self._draft.bins:
+            if own.empty:
+                continue
+            rows = _level(self._draft, own)
+            tokens = [sum(self._ordered[s][1] for s in row) for row in rows]
+            squares = sum(self._ordered[s][1] ** 2 for row in rows for s in row)
+            degree = self._draft.work.kinds[own.kind].degree
+            fits = [
+                kind
+                for kind in self._of_degree[degree]
+                if kind.rows >= len(rows) and kind.room >= max(tokens)
+            ]
+            seconds_s, kind, dims = min(
+                (self._priced(kind, len(rows), max(tokens), squares) for kind in fits),
+                key=lambda found: (found[0], found[1].room, found[1].rows, found[1].number),
+            )
+            numbers = tuple(range(len(self.rows), len(self.rows) + len(rows)))
+            self.rows += [tuple(self._ordered[s][0] for s in row) for row in rows]
+            bucket = self._table.buckets[kind.key]
+            row = self._table.rows[kind.key][kind.number]
+            yield PlannedMicroBatch(
+                bucket, degree, tuple(range(own.first, own.first + degree)), numbers, seconds_s,
+                row.micro_batch, row.menu_step, dims=() if dims == bucket.shape_key else dims,
+            )  # fmt: skip
+
+    def _priced(
+        self, kind: BinKind, count: int, tokens: int, squares: int
+    ) -> tuple[float, BinKind, Dims]:
+        bucket = self._table.buckets[kind.key]
+        dims = self._prices.padded(bucket, tokens)
+        row = self._table.rows[kind.key][kind.number]
+        rest_s, attention_s = self._prices.own.parts_s(bucket, row, dims, count)
+        ((_, length),) = dims
+        return rest_s + attention_s * squares / (count * length**2), kind, dims
+
+
+def _level(draft: PackedDraft, own: Bin) -> list[list[int]]:
+    """The sequences of a micro-batch in as many rows, of tokens as equal as they can be found."""
+    used = [row for row in own.rows if row]
+    if len(used) < 2:
+        return used
+    lengths, kind = draft.work.lengths, draft.work.kinds[own.kind]
+    level: list[list[int]] = [[] for _ in used]
+    tokens = [0.0] * len(used)
+    for sequence in sorted(s for row in used for s in row):  # the longest first
+        at = min(range(len(used)), key=tokens.__getitem__)
+        level[at].append(sequence)
+        tokens[at] += float(lengths[sequence])
+    before = max(float(lengths[row].sum()) for row in used)
+    return level if max(tokens) <= min(before, kind.room) else used

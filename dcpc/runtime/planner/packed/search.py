@@ -1,0 +1,59 @@
+"""The least seconds of a step whose micro-batches are packed: layouts of shorter steps in turn."""
+
+from __future__ import annotations
+
+from dcpc.runtime.planner.packed.bound import averaged_bound, packed_bound
+from dcpc.runtime.planner.packed.filling import PackedDraft, filled
+from dcpc.runtime.planner.packed.fluid import ShortFluid
+from dcpc.runtime.planner.packed.kinds import PackedWork
+from dcpc.runtime.planner.packed.layout import Layout
+
+# The step's seconds are looked for as finely as this, first this far above the bound.
+_FINELY, _FIRST = 0.003, 0.02
+# How much of what a layout has to spare the next one has less, and how near to one that is known.
+_EAGER, _NEAR = 1.1, 0.2
+# Longer steps that are tried for a filling that ends earlier.
+_LONGER = (1.0, 1.004, 1.01, 1.02)
+
+
+def search(work: PackedWork) -> tuple[PackedDraft, float]:
+    """Returns the micro-batches of a batch, and a lower bound of its seconds."""
+    bound_s = averaged_bound(work)
+    # In so long a step one group could run all sequences one by one.
+    longest_s = float(work.alone_s().min(axis=0).sum()) + bound_s
+    fluid = ShortFluid(work, longest_s)
+    layout = _shortest(fluid, bound_s)
+    best, best_s = filled(layout), float("inf")
+    for factor in _LONGER:
+        if layout.step_s * factor >= best_s:
+            break
+        longer = layout if factor == 1 else Layout(fluid, layout.step_s * factor)
+        if longer.spare >= 0:
+            draft = filled(longer)
+            ends_s = float(draft.ends_s().max())
+            if ends_s < best_s:
+                best, best_s = draft, ends_s
+    return best, packed_bound(work, best_s)
+
+
+def _shortest(fluid: ShortFluid, bound_s: float) -> Layout:
+    """The layout of the shortest step that was found to hold the batch, as a liquid."""
+    work = fluid.work
+    tokens_in_s = work.ranks / (work.degree[work.base] * work.pace_s[work.base])
+    low_s, step_s, more = bound_s, bound_s * (1 + _FIRST), _FIRST
+    layout = Layout(fluid, step_s)
+    while layout.spare < 0:
+        low_s, more = step_s, 2 * more
+        guess_s = step_s - _EAGER * layout.spare / tokens_in_s
+        step_s = min(max(guess_s, step_s * (1 + _FIRST)), step_s * (1 + more))
+        layout = Layout(fluid, step_s)
+    while layout.step_s > low_s * (1 + _FINELY):
+        near_s = _NEAR * (layout.step_s - low_s)
+        guess_s = layout.step_s - _EAGER * layout.spare / tokens_in_s
+        step_s = min(max(guess_s, low_s + near_s), layout.step_s - near_s)
+        other = Layout(fluid, step_s)
+        if other.spare >= 0:
+            layout = other
+        else:
+            low_s = step_s
+    return layout

@@ -1,0 +1,115 @@
+"""Packed micro-batches: valid, near the best of all, above their bound."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpc.buckets import Bucket
+from dcpc.ir import PlanRow
+from dcpc.runtime.planner.own_lengths import OwnLengths
+from dcpc.runtime.planner.packed.planning import PackedPrices
+from dcpc.runtime.planner.step_planner import plan_rows
+from dcpc.runtime.planner.table import PlanTable
+
+LAUNCH_S, TOKEN_S, SQUARE_S, WIRE_S = 0.5, 2e-3, 2e-5, 4e-4
+
+
+def seconds_at(bucket, row, sizes, count):
+    """A model's: some seconds a launch, a token, a pair of tokens; a group also sends tokens."""
+    n = sizes["seq"]
+    wire_s = WIRE_S * (row.sp > 1)
+    return LAUNCH_S + count * (n * (TOKEN_S + wire_s) + SQUARE_S * n * n) / row.sp
+
+
+def lengths_of(world=2, multiple=1):
+    return OwnLengths(lambda b, s: True, seconds_at, lambda b: {"seq": 1}, multiple)
+
+
+def table_of(sizes, degrees, world, counts=(1,)):
+    """A table in which each rank of a group holds as many tokens as the shortest bucket."""
+    buckets = tuple(Bucket((("seq", n),)) for n in sizes)
+    rows = tuple(
+        tuple(
+            PlanRow(sp, count, 0, seconds_at(b, PlanRow(sp, count, 0, 0.0), b.sizes, count))
+            for sp in degrees
+            for count in counts
+            if sp * sizes[0] >= count * b["seq"]
+        )
+        for b in buckets
+    )
+    return PlanTable(buckets, rows, world, 8)
+
+
+def planned(lengths, table, **options):
+    return plan_rows(list(enumerate(lengths)), table, PackedPrices(lengths_of(), **options))
+
+
+def check(lengths, table, plan, rows):
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    used = [number for mb in plan.micro_batches for number in mb.sample_ids]
+    assert sorted(used) == list(range(len(rows)))
+    for mb in plan.micro_batches:
+        tokens = [sum(lengths[i] for i in rows[number]) for number in mb.sample_ids]
+        assert len(tokens) <= mb.micro_batch
+        assert max(tokens) <= mb.shape["seq"] <= mb.bucket["seq"]
+        assert len(mb.ranks) == mb.sp
+        assert mb.ranks[-1] < table.world
+        assert table.row_of(mb)
+    assert plan.bound_s <= plan.makespan_s
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=40),
+    st.sampled_from([(1, 1), (2, 1), (3, 1), (8, 1), (4, 3)]),
+    st.booleans(),
+)
+def test_every_sequence_is_in_one_row_that_holds_it(lengths, world_and_counts, to_bucket):
+    world, most = world_and_counts
+    degrees = [d for d in (1, 2, 3, 4, 8) if d <= world]
+    table = table_of([200, *(200 * d for d in degrees[1:])], degrees, world, range(1, most + 1))
+    check(lengths, table, *planned(lengths, table, to_bucket=to_bucket))
+
+
+def partitions(items):
+    if not items:
+        yield []
+        return
+    for parts in partitions(items[1:]):
+        yield [[items[0]], *parts]
+        for i, part in enumerate(parts):
+            yield [*parts[:i], [items[0], *part], *parts[i + 1 :]]
+
+
+def least_s(lengths, room):
+    """The least seconds on two ranks, by trying all: a bin runs on one rank, or on both first."""
+
+    def taken_s(part, sp):
+        tokens, squares = sum(part), sum(n * n for n in part)
+        if tokens > sp * room:
+            return np.inf
+        return LAUNCH_S + (tokens * (TOKEN_S + WIRE_S * (sp > 1)) + SQUARE_S * squares) / sp
+
+    best = np.inf
+    for parts in partitions(list(lengths)):
+        each = [(taken_s(p, 1), taken_s(p, 2)) for p in parts]
+        for where in product((0, 1, 2), repeat=len(parts)):
+            ranks = [0.0, 0.0, 0.0]
+            for at, (one_s, both_s) in zip(where, each, strict=True):
+                ranks[at] += both_s if at == 2 else one_s
+            best = min(best, max(ranks[:2]) + ranks[2])
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bound_is_below_the_best_of_all_plans_and_the_plan_near_it(seed):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(20, 390, random.integers(2, 6)).tolist()
+    table = table_of([200, 400], [1, 2], 2)
+    plan, _ = planned(lengths, table)
+    best_s = least_s(lengths, 200)
+    assert plan.bound_s <= best_s * (1 + 1e-9)
+    assert best_s * (1 - 1e-9) <= plan.makespan_s <= 1.2 * best_s
