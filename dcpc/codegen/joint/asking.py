@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from dcpc.errors import CodegenError
 from dcpc.fx.fakes import Layout, empty, fills_its_memory, layout_of, strided
+from dcpc.fx.torch_api.tracing import open_pools
 
 # A question of sizes -> its answer: true, false or a number.
 Answers: TypeAlias = Mapping[sympy.Basic, sympy.Basic]
@@ -39,7 +40,8 @@ class AskingEnv(ShapeEnv):
         before, self._asked = self._asked, {}
         found = self._asked
         try:
-            yield found
+            with open_pools():
+                yield found
         finally:
             self._asked = before
         for question in [q for q in found if self._is_always_so(q)]:

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from dcpc.fx.fakes.dense import dense_result
-from dcpc.fx.torch_api.tracing import DISPATCH
+from dcpc.fx.torch_api.tracing import DISPATCH, open_pools
 
 _own = FakeTensorMode.dispatch
 
@@ -23,7 +23,7 @@ def telling() -> Iterator[None]:
     made functional, and for the ops that it is made of. It makes these modes itself, so they are
     told through their class.
     """
-    with DISPATCH.put(_told):
+    with DISPATCH.put(_told), open_pools():
         yield
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from dcpc.fx.torch_api.functions import ASKED
-from dcpc.fx.torch_api.patched import TorchName, calls, has_owner, takes
+from dcpc.fx.torch_api.patched import ABSENT, TorchName, calls, has_owner, takes
 
 
 def _ones(*size: int, learns: bool = False) -> torch.Tensor:
@@ -79,6 +82,23 @@ def drops_weights() -> bool:
     with _Asking():
         found = _weighted(_ones(2), _ones(2) * 2, weight=_ones(2) * 3, reduction="sum")
     return float(found) != 6
+
+
+@cache
+def fixes_soft_targets() -> bool:
+    """Whether `F.cross_entropy` of probabilities fixes how many rows there are."""
+    dims = [DimDynamic.DYNAMIC, DimDynamic.STATIC]
+    mode = FakeTensorMode(shape_env=(env := ShapeEnv()))
+    rows = mode.from_tensor(_ones(5, 3), symbolic_context=StatelessSymbolicContext(dims))
+    with mode:
+        F.cross_entropy(rows, rows)
+    return bool(env.guards)
+
+
+def _rounds_down(name: TorchName) -> str:
+    """Returns what is off about a quotient of two integers, "" where torch has none."""
+    found = [-4, 3] if name.own is ABSENT else [name.own(-7, 2), name.own(7, 2)]
+    return "" if found == [-4, 3] else f"{found} for -7 / 2 and 7 / 2"
 
 
 def _swaps_code(name: TorchName) -> str:
@@ -156,6 +176,13 @@ PRINT = TorchName(
     "torch prints a graph where it cannot capture a model",
     added=True,
 )
+POOLED = TorchName(
+    "torch._meta_registrations",
+    "div_rtn",
+    _rounds_down,
+    "a model that pools may be refused",
+    added=True,
+)
 L1_CODE = TorchName(
     "torch.nn.functional",
     "l1_loss.__code__",
@@ -165,6 +192,14 @@ L1_CODE = TorchName(
 )
 
 
+def open_pools() -> AbstractContextManager[bool]:
+    """Has torch find how many places a pool has by a quotient alone.
+
+    torch 2.11 compares the remainder with 0 as well, which fixes whether the length is even.
+    """
+    return POOLED.put(operator.floordiv)
+
+
 def try_names() -> None:
     """Tries each name that a trace replaces, where warnings are still shown.
 
@@ -172,5 +207,5 @@ def try_names() -> None:
         TraceError: one is not as expected, and nothing right remains.
     """
     own = (ENGINE, CHECKPOINT, DISPATCH, COMPILING, EXPORTING, OP_TYPES, SUGGESTIONS, PRINT, ASKED)
-    for name in (*own, *QUOTIENTS.values(), *((L1_CODE,) if drops_weights() else ())):
+    for name in (*own, POOLED, *QUOTIENTS.values(), *((L1_CODE,) if drops_weights() else ())):
         name.usable()

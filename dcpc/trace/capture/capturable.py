@@ -15,6 +15,9 @@
     attention with scale=1 / h        ->  the query by 1 / h, scale=1: torch's fixes the scale
     attention with a mask of numbers  ->  where torch has no fused kernel: matmul, softmax, matmul
     gru_cell and its kin              ->  under autocast: their parts, which it casts, not the whole
+    repeat_interleave's output_size   ->  without, where it is right: torch 2.11 fixes the length
+    cross_entropy of probabilities    ->  plain ops where torch fixes the number of rows (2.11)
+    embedding of ids that are floats  ->  an error on torch 2.11, too
     embedding with sparse=True        ->  without: its gradient is the same, and dense
     einsum, inner, tensordot          ->  under autocast: of its dtype, to which it casts within
     losses of rows, mirrored ends     ->  under autocast: of float32, to which it casts within
@@ -43,6 +46,7 @@ from dcpc.fx.torch_api.tracing import L1_CODE, drops_weights
 from dcpc.ops.positions import linspace
 from dcpc.trace.formulas.lookups import LOOKUPS
 from dcpc.trace.formulas.made_of_sizes import FORMULAS
+from dcpc.trace.formulas.soft_targets import soft_targets
 from dcpc.trace.formulas.under_autocast import apart, einsum, in_float32, product
 
 aten = torch.ops.aten
@@ -211,6 +215,17 @@ def _tensor_split(x: Tensor, indices_or_sections: Any, dim: int = 0) -> Any:
     return tuple(x.narrow(dim, a, n) for a, n in zip(starts, pieces, strict=True))
 
 
+def _repeat_interleave(
+    input: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: Any = None
+) -> Any:
+    if output_size is None or not isinstance(repeats, int | torch.SymInt):
+        return NotImplemented
+    size = input.numel() if dim is None else input.shape[dim]
+    if not statically_known_true(output_size == size * repeats):
+        return NotImplemented  # torch says what is wrong
+    return torch.repeat_interleave(input, repeats, dim)
+
+
 def _linspace(
     start: Any,
     end: Any,
@@ -317,7 +332,7 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch._C._nn.multilabel_margin_loss: _multilabel_margin_of,
     torch.take_along_dim: _take_along,
     Tensor.take_along_dim: _take_along,
-    F.cross_entropy: in_float32(F.cross_entropy),
+    F.cross_entropy: in_float32(F.cross_entropy, soft_targets),
     F.nll_loss: in_float32(F.nll_loss),
     F.max_pool1d: _max_pool,
     F.pad: _padded,
@@ -329,6 +344,8 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.linspace: _linspace,
     torch.lstm_cell: apart(aten.lstm_cell.default),
     torch.max_pool1d: _max_pool,
+    torch.repeat_interleave: _repeat_interleave,
+    Tensor.repeat_interleave: _repeat_interleave,
     torch.rnn_relu_cell: apart(aten.rnn_relu_cell.default),
     torch.rnn_tanh_cell: apart(aten.rnn_tanh_cell.default),
     torch.std_mean: _std_mean,

@@ -1,4 +1,4 @@
-"""Look-ups in tables with `sparse=True`: graphs have no sparse gradients, so theirs are dense."""
+"""Look-ups in tables: no floats for ids; with `sparse=True` their gradients are dense."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 
@@ -14,6 +15,12 @@ def _dense(lookup: Callable[..., Any]) -> Callable[..., Any]:
 
     def dense(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        kind = getattr(given.get("input"), "dtype", torch.int64)
+        if kind not in (torch.int32, torch.int64):  # torch 2.11 captures it, and fails when it runs
+            raise RuntimeError(
+                "Expected tensor for argument #1 'indices' to have one of the following scalar "
+                f"types: Long, Int; but got {kind} instead"
+            )
         return lookup(**{**given, "sparse": False}) if given.get("sparse") else NotImplemented
 
     return dense

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.functional import l1_loss
 
 from dcpc.trace.capture.capturable import Capturable
+from dcpc.trace.formulas import soft_targets
 from tests.fuzz.judge import Setting, judge
 
 POINTS = [{"batch": 2, "h": h} for h in (8, 9, 13)]
@@ -246,3 +247,17 @@ def test_torchs_decompositions_for_autograd_are_the_kernels():
     }
     left = {n for n in names - ELSEWHERE if not n.startswith(tuple(COMPARED.split()))}
     assert not left, left
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("shape", [(7,), (4, 7), (4, 7, 3)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_formula_of_soft_targets_is_torchs_cross_entropy(shape, reduction, smoothing, monkeypatch):
+    monkeypatch.setattr(soft_targets, "fixes_soft_targets", lambda: True)
+    drawn = torch.Generator().manual_seed(0)
+    z, t, w = (torch.rand(s, generator=drawn).double() for s in (shape, shape, 7))
+    for weight in (None, w):
+        rest = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
+        found = soft_targets.soft_targets(z, t, **rest)
+        torch.testing.assert_close(found, F.cross_entropy(z, t, **rest), rtol=1e-12, atol=1e-12)
+    assert soft_targets.soft_targets(z, t, ignore_index=2) is NotImplemented
