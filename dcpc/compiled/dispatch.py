@@ -191,16 +191,16 @@ class Dispatch:
         if not self.runs_at(mb.bucket, own):
             raise DispatchError(
                 f"a micro-batch of {mb.bucket}: got {Bucket.of(own)}; expected lengths at which "
-                "the bucket's graphs are right: from those of the smallest bucket on, where the "
-                "trace takes none for granted; pad to the bucket"
+                f"the bucket's graphs are right: from {Bucket.of(self.least_lengths(mb.bucket))} "
+                "on, where the trace takes none for granted; pad to the bucket"
             )
         return sizes
 
     def least_lengths(self, bucket: Bucket) -> dict[str, int]:
         """Returns the shortest length of each dim that the graphs of a bucket are traced for."""
-        runnable = self._planned.by_bucket[bucket]
-        alike = [b for b, other in self._planned.by_bucket.items() if other is runnable]
-        return {name: min(b[name] for b in alike) for name, _ in bucket.shape_key}
+        least = self._planned.by_bucket[bucket].traced.program.least
+        # A dim that is 1 is so in every bucket of the trace.
+        return {name: least.get(name, size) for name, size in bucket.shape_key}
 
     def runs_at(self, bucket: Bucket, sizes: Mapping[str, int]) -> bool:
         """Whether the graphs of a bucket are right at some lengths.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import sympy
 import torch
@@ -66,6 +66,7 @@ class Program:
         pieces: whether outputs besides the loss stay split over the ranks as they are made.
         assumptions: relations of the dims that the trace took for granted; it was looked up that
             the graph is right at every bucket.
+        least: dim name -> the shortest length that the graph was traced for.
     """
 
     gm: fx.GraphModule
@@ -84,6 +85,12 @@ class Program:
     notes: tuple[str, ...] = ()
     pieces: bool = False
     assumptions: tuple[sympy.Basic, ...] = ()
+    least: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> set[sympy.Expr]:
+        """Every size of a value, and every value that is a size."""
+        return {s for info in self.info.values() for s in info.shape} | {*self.scalars.values()}
 
     @property
     def whole_outputs(self) -> tuple[str, ...]:
@@ -108,7 +115,8 @@ class Program:
         """Whether all that the trace took for granted is so at some lengths, for any batch.
 
         Args:
-            sizes: length of each named dim, within the range of the buckets; the batch left out.
+            sizes: length of each named dim, in its range: `least` up to the largest bucket's; the
+                batch left out.
         """
         dims = {self.symbols[n]: sympy.Integer(s) for n, s in sizes.items() if n in self.symbols}
         return all(each.subs(dims) == sympy.true for each in self.assumptions)

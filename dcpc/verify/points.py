@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.ir import Program
 from dcpc.trace.capture.dims import named_dims
 
-# Where a trace's own lengths are too long to be run in a moment, it is compared at such ones too:
-# what agrees there is right there, what does not says nothing, as the trace was promised more.
+# Where buckets are longer than a few such lengths, a trace is compared at these too. If it is not
+# for them, what agrees there is right there, and what does not says nothing.
 TINY = 5
 LEAST_ROOM_BYTES = 1 << 26
 
@@ -25,11 +26,13 @@ class Point:
         sizes: length of every dim, batch included.
         promised: whether the trace is for such lengths, so that a difference is an error.
         extra: whether it is only tried where there is time to spare.
+        short: whether its lengths are the shortest ones that say enough.
     """
 
     sizes: Mapping[str, int]
     promised: bool = True
     extra: bool = False
+    short: bool = False
 
     @property
     def lone(self) -> bool:
@@ -40,7 +43,7 @@ class Point:
         return f"{{{', '.join(f'{n}: {s}' for n, s in self.sizes.items())}}}"
 
 
-def points(buckets: Buckets, hints: Mapping[str, int]) -> list[Point]:
+def points(buckets: Buckets, program: Program) -> list[Point]:
     """Returns shapes to compare at, those that say most first.
 
     Near the smallest bucket with other lengths than in the trace; that bucket itself with one
@@ -48,13 +51,14 @@ def points(buckets: Buckets, hints: Mapping[str, int]) -> list[Point]:
 
     Args:
         buckets: that share the trace.
-        hints: sizes of the trace.
+        program: the trace.
     """
+    hints = program.hints
     smallest, *others = sorted(buckets, key=lambda b: math.prod(n for _, n in b.shape_key))
     found = [
         Point(_near(buckets, smallest, hints)),
         Point(_with_batch(buckets, smallest, 1)),
-        Point(_tiny(buckets, smallest), promised=False),
+        _tiny(buckets, smallest, program),
         *(Point(_with_batch(buckets, b, 2), extra=True) for b in others),
     ]
     unique = {tuple(sorted(p.sizes.items())): p for p in reversed(found)}
@@ -80,10 +84,14 @@ def _near(buckets: Buckets, smallest: Bucket, hints: Mapping[str, int]) -> dict[
     return found
 
 
-def _tiny(buckets: Buckets, smallest: Bucket) -> dict[str, int]:
+def _tiny(buckets: Buckets, smallest: Bucket, program: Program) -> Point:
+    """Returns lengths far below the smallest bucket's; promised, where the trace is for them."""
     found = _with_batch(buckets, smallest, 2)
     lengths = [n for n, s in found.items() if n != BATCH and s > 4 * TINY]
-    return {**found, **{n: TINY + 2 * k for k, n in enumerate(lengths)}}
+    found |= {n: TINY + 2 * k for k, n in enumerate(lengths)}
+    own = {n: size for n, size in found.items() if n != BATCH}
+    within = all(program.least.get(n, smallest[n]) <= size for n, size in own.items())
+    return Point(found, bool(lengths) and within and program.holds_at(own), short=True)
 
 
 class Budget:

@@ -91,7 +91,7 @@ class References:
         self.device = torch.device("cpu")
         if parameter is not None and not parameter.is_meta:  # else it gets values on the CPU
             self.device = parameter.device
-        self.points = [points(mine, v.program.hints) for mine, v in self.groups]
+        self.points = [points(mine, v.program) for mine, v in self.groups]
         self._longest_s = 0.0  # that a point took
         self._kinds: tuple[str, ...] = KINDS  # of inputs, from the first on that the model took
         self._known: dict[tuple[int, Point, bool], Reference | str] = {}
@@ -267,7 +267,7 @@ class References:
         """
         mine, _ = self.groups[self.number(traced)]
         said = ""
-        for point in sorted(self.points[self.number(traced)], key=lambda p: p.promised):
+        for point in sorted(self.points[self.number(traced)], key=lambda p: not p.short):
             sizes = {**point.sizes, **changed}
             for kind, wide in [(k, w) for k in kinds for w in (True, False)]:
                 given = cases(draw(traced.program, mine, sizes, kind, self.device), sizes)

@@ -90,9 +90,7 @@ def _length(mine: tuple[Run, ...]) -> int:
 
 def quotients_in(program: Program) -> list[sympy.Expr]:
     """Returns each quotient in a program's sizes, such as (height + 1) // 2, in a fixed order."""
-    sizes = {size for info in program.info.values() for size in info.shape}
-    sizes |= {*program.scalars.values()}
-    quotients = {q for size in sizes for q in size.atoms(sympy.floor, sympy.ceiling)}
+    quotients = {q for size in program.sizes for q in size.atoms(sympy.floor, sympy.ceiling)}
     return sorted(quotients, key=sympy.default_sort_key)
 
 

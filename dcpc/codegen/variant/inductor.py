@@ -52,7 +52,7 @@ def compile_graph(
     env = mode.shape_env
     assert env is not None
     known = len(env.guards)
-    own: dict[Any, Any] = {}
+    own = {op: lowering.fallback_handler(op, add_to_fallback_set=False) for op in AT_ONE_SIZE}
     while True:
         edited = _copied(gm, mode, present)
         try:
@@ -192,6 +192,10 @@ def _fix_layouts(graph: fx.Graph) -> None:
 # logsumexp's never is. The kernel reads that as it lies.
 AS_THEY_LIE = dict.fromkeys((FLASH, FLASH_BACKWARD), lowering.constrain_to_fx_strides)
 
+# torch 2.13 looks for a kernel of its own, and fixes the sizes of a graph to those at hand, and
+# calls torch's all the same: a model with convolutions was compiled for each length.
+AT_ONE_SIZE = (torch.ops.aten.convolution_backward.default,)
+
 _calls: WeakKeyDictionary[Scheduler, list[int]] = WeakKeyDictionary()
 
 
@@ -228,7 +232,7 @@ class InOrder(InductorChoices):
 
     def uuid(self) -> str:
         """Returns what stands in the key of Inductor's cache for what is done differently here."""
-        return "dcpc: in order, layouts fixed, sums in parts"
+        return "dcpc: in order, layouts fixed, sums in parts, convolutions at any size"
 
 
 # What Inductor would do to the graph's order and to the lives of its values, left out. A buffer

@@ -39,7 +39,13 @@ from dcpc.trace.capture import dims as named
 from dcpc.trace.capture.autocast import casting, share_casts
 from dcpc.trace.capture.branches import refuse_batch_of_one, refuse_branches
 from dcpc.trace.capture.capturable import Capturable
-from dcpc.trace.capture.explain import explained, of_sizes, refuse_labels, refuse_numbers
+from dcpc.trace.capture.explain import (
+    explained,
+    of_sizes,
+    refuse_labels,
+    refuse_numbers,
+    suggested_least,
+)
 from dcpc.trace.capture.functional import functional
 from dcpc.trace.capture.gradients import (
     detach_without_grad,
@@ -141,28 +147,46 @@ def _traced(
     refuse_backward_hooks(model)
     named.refuse_names(buckets)
     refused: dict[str, named.ExampleError] = {}  # by the sizes of the trace
+    least = named.least_sizes(buckets)
     for hints in named.example_sizes(buckets, named.named_dims(buckets)):
-        wrapped = _WantedOf(model, tuple(buckets.inputs), loss)
-        wrapped.training = model.training
-        try:
-            return _traced_at(hints, wrapped, buckets, autocast)
-        except named.ExampleError as error:
-            refused[" ".join(f"{n} {size}" for n, size in hints.items())] = error
+        at = " ".join(f"{n} {size}" for n, size in hints.items())
+        while at not in refused:
+            wrapped = _WantedOf(model, tuple(buckets.inputs), loss)
+            wrapped.training = model.training
+            try:
+                return _traced_at(hints, wrapped, buckets, autocast, least)
+            except named.ExampleError as error:
+                if least:
+                    least = named.longer_sizes(least, error)
+                else:
+                    refused[at] = error
     first, *others = refused.values()
     also = f"; traces at {' and at '.join([*refused][1:])} are refused, too" if others else ""
     raise TraceError(f"{first}{also}") from first
 
 
 def _traced_at(
-    hints: Mapping[str, int], wrapped: _WantedOf, buckets: Buckets, autocast: torch.dtype | None
+    hints: Mapping[str, int],
+    wrapped: _WantedOf,
+    buckets: Buckets,
+    autocast: torch.dtype | None,
+    least: Mapping[str, int],
 ) -> Program:
     """Returns the graph of a trace at some sizes.
 
+    Args:
+        hints: the sizes.
+        wrapped: the model.
+        buckets: that it is captured for.
+        autocast: what autocast computes in; None: every op in the dtype of its operands.
+        least: shortest length of each dim that the graph is to be right at; none: the buckets'.
+
     Raises:
-        ExampleError: the trace takes something for granted that does not hold at every bucket.
+        ExampleError: the trace takes something for granted that does not hold at every bucket, or
+            from these lengths on.
         TraceError: the model is refused, whatever the sizes.
     """
-    dims = named.named_dims(buckets)
+    dims = named.named_dims(buckets, least)
     exported, paths = _export(wrapped, buckets, dims, hints, autocast)
     _refuse_mutation(exported)
     gm = copy.deepcopy(exported.graph_module)
@@ -179,9 +203,14 @@ def _traced_at(
     gm.recompile()
     program = _program(gm, exported, buckets, symbols, mapping, hints)
     refuse_short_tables(program, buckets)
+    if least and any(size.has(sympy.Max, sympy.Min) for size in program.sizes):
+        raise named.ExampleError("sizes may be simpler from the smallest bucket on")
     dropped = frozenset(reached - depends_on(gm.graph))
     return dataclasses.replace(
-        program, zero_gradients=dropped & program.parameters.keys(), assumptions=assumptions
+        program,
+        zero_gradients=dropped & program.parameters.keys(),
+        assumptions=assumptions,
+        least={name: dim.min for name, dim in dims.items()},
     )
 
 
@@ -277,8 +306,10 @@ def _export(
     except TraceError:
         raise
     except Exception as error:
-        kind = named.ExampleError if of_sizes(error, buckets, hints) else TraceError
-        raise kind(explained(error, model, buckets, hints)) from error
+        text = explained(error, model, buckets, hints)
+        if of_sizes(error, buckets, hints):
+            raise named.ExampleError(text, suggested_least(error)) from error
+        raise TraceError(text) from error
     if changes := wrapped.noted.changes:
         warnings.warn(
             f"forward changes its own module ({'; '.join(changes[:4])}): a compiled model does "

@@ -39,7 +39,16 @@ MOST_ELEMENTS = 1 << 24
 
 
 class ExampleError(TraceError):
-    """A trace at some example sizes is refused; one at others may be right."""
+    """A trace at some example sizes is refused; one at others may be right.
+
+    Attributes:
+        least: the shortest lengths that torch suggests, by dim.
+    """
+
+    def __init__(self, text: str, least: Mapping[str, int] | None = None) -> None:
+        """Says why."""
+        super().__init__(text)
+        self.least = least or {}
 
 
 def refuse_names(buckets: Buckets) -> None:
@@ -57,8 +66,40 @@ def refuse_names(buckets: Buckets) -> None:
         )
 
 
-def named_dims(buckets: Buckets) -> dict[str, Any]:
-    """Returns a torch.export `Dim` for every named dim that can be larger than 1."""
+def least_sizes(buckets: Buckets) -> dict[str, int]:
+    """Returns the shortest length of each named dim that a trace may be for, `batch` apart.
+
+    That is 2, or where a dim of an input (`seq - 1`) is 2; never more than the smallest bucket has.
+    """
+    shapes = [dim for spec in buckets.inputs.values() for dim in spec.dims]
+    found: dict[str, int] = {}
+    for name in buckets.names:
+        low, _ = buckets.range_of(name)
+        mine = [dim for dim in shapes if dim.name == name]
+        sizes = (n for n in range(SMALLEST, low) if all(d.evaluate({name: n}) >= 2 for d in mine))
+        if name != BATCH:
+            found[name] = next(sizes, max(SMALLEST, low))
+    return found
+
+
+def longer_sizes(least: Mapping[str, int], error: ExampleError) -> dict[str, int]:
+    """Returns the shortest lengths of the next trace: what torch suggests, or the buckets' (none).
+
+    Args:
+        least: those of a trace that was refused.
+        error: the refusal.
+    """
+    found = {name: max(size, error.least.get(name, 0)) for name, size in least.items()}
+    return found if found != least else {}
+
+
+def named_dims(buckets: Buckets, least: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Returns a torch.export `Dim` for every named dim that can be larger than 1.
+
+    Args:
+        buckets: with the largest lengths.
+        least: length of a dim -> that its range begins at; default: the smallest bucket's.
+    """
     dims: dict[str, Any] = {}
     for name in buckets.names:
         low, high = buckets.range_of(name)
@@ -67,6 +108,7 @@ def named_dims(buckets: Buckets) -> dict[str, Any]:
         if high < SMALLEST:
             continue  # one in every bucket: a constant
         low = max(SMALLEST, min(low, high - 1, (high + 1) // 2 if low == high else low))
+        low = min(low, (least or {}).get(name, low))
         dims[name] = Dim(name, min=min(low, high), max=max(high, low + 1))
     return dims
 

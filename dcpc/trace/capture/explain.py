@@ -107,6 +107,12 @@ def of_sizes(error: Exception, buckets: Buckets, hints: Mapping[str, int]) -> bo
     return not (_of_shapes(error) and _multiples(buckets, hints))
 
 
+def suggested_least(error: Exception) -> dict[str, int]:
+    """Returns the shortest lengths at which torch says that a capture would be right, by dim."""
+    found = re.findall(r"^\s*(\w+) = Dim\('\1', min=(\d+)", str(error), re.M)
+    return {name: int(size) for name, size in found}
+
+
 def _of_shapes(error: Exception) -> bool:
     """Returns whether torch says that a tensor cannot have a shape: its own forms of a view do."""
     text = str(error)

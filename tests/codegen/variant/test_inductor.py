@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import dcpc
 from tests.codegen.made import Made
 
 
@@ -46,3 +47,21 @@ def test_what_a_call_turned_in_place_has_the_shape_it_was_made_in():
     made = Made(Pools(windows), "inductor")
     for seq in (16, 5):
         assert made.error(2, seq) < 1e-10
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 3, padding=1))
+
+    def forward(self, x):
+        return self.inner(x).square().mean()
+
+
+def test_a_convolution_is_compiled_once_for_all_lengths():
+    buckets = dcpc.Buckets({"x": "float64[batch, 4, seq]"}, [{"seq": 9}, {"seq": 14}])
+    model = Convolved().double()
+    compiled = dcpc.compile(model, buckets, backend="inductor", verify="off")
+    for seq in (9, 14):
+        compiled(x=torch.randn(2, 4, seq, dtype=torch.float64)).backward()
+    assert compiled.stats().variants == 1
