@@ -1,11 +1,12 @@
-"""The global-batch planner on batches of sequence lengths: predicted seconds, bound, solve time.
+"""The planner that trains, on batches of sequence lengths: predicted seconds, bound, solve time.
 
-Model times by the cost table of FlexSP (GPT-7B, 64 A100-40GB), as other planners do.
-`--lengths DIR` reads a folder of {"lens": [tokens, ...], "cost": {overrides}}.
+Packed micro-batches at 24 capacities, and unpacked ones in 24 buckets at their own lengths, beside
+others' planners. Model times by the cost table of FlexSP (GPT-7B, 64 A100-40GB), as other planners
+do. `--lengths DIR` reads a folder of {"lens": [tokens, ...], "cost": {overrides}}.
 """
 
-import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -13,8 +14,21 @@ import numpy as np
 
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.lengths import SHARED, Batch, generate, read
-from dcpc.commands.simulate.barriers import BatchPlan, LinearCost, Recompute, plan_batch
-from dcpc.commands.simulate.barriers.baselines import BASELINES, fixed_sp
+from dcpc.buckets import Bucket
+from dcpc.buckets.choosing import best_shapes
+from dcpc.commands.simulate.formula import (
+    MOST_CAPACITIES,
+    TOKENS,
+    LinearCost,
+    Recompute,
+    dcpc_plan,
+)
+from dcpc.commands.simulate.packers import best_homogeneous, first_fit, fixed_sp, random_fill
+from dcpc.ir import PlanRow
+from dcpc.runtime.planner.own_lengths import BatchLengths
+from dcpc.runtime.planner.plans import StepPlan
+from dcpc.runtime.planner.step_planner import plan_step
+from dcpc.runtime.planner.table import PlanTable, make_table
 
 MIB = 2**20
 # GB/s as FlexSP fitted them, its "GB" being 1000 MiB
@@ -22,13 +36,17 @@ BANDWIDTH = {2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}
 FIXED = Recompute("as FlexSP", 4.480441895 * MIB)
 MORE = Recompute("more recompute", 2.669 * MIB, 1.3)
 DEFAULTS = {"cluster": 64.0, "memory_gib": 30.0, "param_b": 7.8498687744140625}
-MUST_BE_THERE = (
-    "wikipedia_384k_mean_s", "wikipedia_192k_mean_s", "heavytail_1_s", "heavytail_2_s",
-    "heavytail_3_s", "median_solve_s", "max_solve_s", "mean_gap", "solve_1024_ranks_s",
-    "joint_384k_mean_s", "joint_192k_mean_s",
-)  # fmt: skip
+DEGREES = (*range(1, 17), 24, 32, 40, 48, 56, 64)
+# Seconds of FlexSP's own planner on the shared batches, run apart; it takes about 7 s a batch.
+FLEXSP = {"heavytail_192k": 9.80, "wikipedia_192k": 4.15, "wikipedia_384k": 4.85}
 
-Planner = Callable[[Sequence[int], LinearCost], BatchPlan]
+Planner = Callable[[Sequence[int], LinearCost], StepPlan]
+OTHERS: dict[str, Planner] = {
+    "fixed SP, all ranks, best fit": lambda lens, cost: fixed_sp(lens, cost, cost.ranks),
+    "best homogeneous SP per batch": best_homogeneous,
+    "first fit at the least degree": first_fit,
+    "random fill (VideoSys)": random_fill,
+}
 
 
 def flexsp_cost(
@@ -46,8 +64,9 @@ def flexsp_cost(
     if unknown:
         raise SystemExit(f"cost: got {sorted(unknown)}, expected some of {sorted(DEFAULTS)}")
     state_mib = value["param_b"] * 16 * 1024 / 64
+    count = ranks or int(value["cluster"])
     return LinearCost(
-        ranks=ranks or int(value["cluster"]),
+        ranks=count,
         fixed_s=0.6293563,
         quadratic_s=5.128e-9,
         linear_s=0.1839576e-3,
@@ -55,10 +74,13 @@ def flexsp_cost(
         bandwidth_bytes_per_s={d: gb * 1e3 * MIB for d, gb in BANDWIDTH.items()},
         memory_bytes=(value["memory_gib"] * 1024 - state_mib) * MIB,
         recompute=(FIXED, MORE) if joint else (FIXED,),
+        degrees=tuple(sorted({d for d in (*DEGREES, 128, 256, 512, count) if d <= count})),
     )
 
 
-def solve(batches: list[Batch], joint: bool, repeats: int) -> tuple[list[BatchPlan], list[float]]:
+def solve(
+    batches: list[Batch], planner: Planner, joint: bool, repeats: int
+) -> tuple[list[StepPlan], list[float]]:
     """Plans, and the median seconds that each took."""
     plans, seconds = [], []
     for batch in batches:
@@ -66,72 +88,64 @@ def solve(batches: list[Batch], joint: bool, repeats: int) -> tuple[list[BatchPl
         taken = []
         for _ in range(repeats):
             with timed() as watch:
-                plan = plan_batch(batch.lens, cost)
+                plan = planner(batch.lens, cost)
             taken.append(watch.elapsed_s)
         plans.append(plan)
         seconds.append(median(taken))
     return plans, seconds
 
 
-def solve_large(batches: list[Batch]) -> tuple[float, BatchPlan]:
+def unpacked(batches: list[Batch]) -> Planner:
+    """Returns the planner of samples at their own lengths, in 24 buckets of these batches."""
+    counts: dict[tuple[int, ...], int] = {}
+    for batch in batches:
+        for tokens in batch.lens:
+            counts[tokens,] = counts.get((tokens,), 0) + 1
+    shapes = best_shapes(counts, [1], MOST_CAPACITIES, None)
+    assert shapes is not None, "there are lengths"
+    buckets = [Bucket(((TOKENS, n),)) for (n,) in shapes.shapes]
+
+    def plan(lens: Sequence[int], cost: LinearCost) -> StepPlan:
+        table, own = _unpacked_table(buckets, cost), cost.prices().own
+        samples = [
+            (i, next(b for b in buckets if b[TOKENS] >= tokens)) for i, tokens in enumerate(lens)
+        ]
+        dims = {i: ((TOKENS, tokens),) for i, tokens in enumerate(lens)}
+        return plan_step(samples, table, "auto", None, BatchLengths(own, dims))
+
+    return plan
+
+
+def _unpacked_table(buckets: list[Bucket], cost: LinearCost) -> PlanTable:
+    """Rows of each bucket: powers of two, micro-batches two fifths apart up to the memory's."""
+    tables = {}
+    for bucket in buckets:
+        tokens, rows = bucket[TOKENS], []
+        for degree in (d for d in cost.degrees if d & (d - 1) == 0):
+            most = cost.tokens() * degree // tokens
+            sizes = {most, *(int(1.4**k) for k in range(40) if 1.4**k < most)}
+            for count in sorted(m for m in sizes if m > 0):
+                seconds_s = cost.fixed_s + count * cost.load_s(tokens, degree)
+                rows.append(PlanRow(degree, count, 0, seconds_s))
+        tables[bucket] = rows
+    return make_table(tables, cost.ranks, cost.node_ranks)
+
+
+def solve_large(batches: list[Batch]) -> tuple[float, StepPlan]:
     """Seconds for 1,024 ranks and 8,192 sequences drawn from all batches, and the plan."""
     pool = np.concatenate([batch.lens for batch in batches])
     lens = np.random.default_rng(0).choice(pool, 8192).tolist()
     with timed() as watch:
-        plan = plan_batch(lens, flexsp_cost({}, ranks=1024))
+        plan = dcpc_plan(lens, flexsp_cost({}, ranks=1024))
     return watch.elapsed_s, plan
 
 
 def by_family(batches: list[Batch], values: list[float]) -> dict[str, float]:
-    """Mean by family, and heavy-tail batches one by one."""
+    """Mean by family."""
     out: dict[str, list[float]] = {}
     for batch, value in zip(batches, values, strict=True):
         out.setdefault(batch.family, []).append(value)
-        if batch.family.startswith("heavytail"):
-            out.setdefault(f"heavytail {batch.number}", []).append(value)
     return {family: mean(v) for family, v in out.items()}
-
-
-def figures_of(
-    batches: list[Batch], plans: list[BatchPlan], joint: list[BatchPlan], solve_s: list[float]
-) -> dict[str, Cell]:
-    """What issue 5 asks for, and the mean of any further family."""
-    figures: dict[str, Cell] = dict.fromkeys(MUST_BE_THERE)
-    for family, value in by_family(batches, [p.seconds_s for p in plans]).items():
-        name = f"{family}_mean_s" if " " not in family else f"{family.replace(' ', '_')}_s"
-        figures[name] = value
-    for family, value in by_family(batches, [p.seconds_s for p in joint]).items():
-        short = family.removeprefix("wikipedia_").replace(" ", "_")
-        figures[f"joint_{short}{'_s' if ' ' in family else '_mean_s'}"] = value
-    figures["median_solve_s"] = median(solve_s)
-    figures["max_solve_s"] = max(solve_s)
-    figures["mean_gap"] = mean(p.gap for p in plans)
-    return figures
-
-
-def compare(batches: list[Batch], plans: list[BatchPlan], joint: list[BatchPlan]) -> None:
-    """Prints every planner's mean seconds by family."""
-    rows: dict[str, dict[str, float]] = {}
-
-    def add(name: str, found: list[float]) -> None:
-        rows[name] = by_family(batches, found)
-
-    def fixed(lens: Sequence[int], cost: LinearCost) -> BatchPlan:
-        return fixed_sp(lens, cost, cost.ranks)
-
-    planners: dict[str, Planner] = {"fixed SP, all ranks, best fit": fixed, **BASELINES}
-    for name, planner in planners.items():
-        add(name, [planner(b.lens, flexsp_cost(b.cost)).seconds_s for b in batches])
-    add("dcpc", [p.seconds_s for p in plans])
-    add("dcpc, recompute free", [p.seconds_s for p in joint])
-    add("lower bound", [p.bound_s for p in plans])
-    add("lower bound, recompute free", [p.bound_s for p in joint])
-    families = sorted(rows["dcpc"])
-    print_table(
-        "Seconds a step (model), mean of the family",
-        ["planner", *families],
-        [[name, *(row[f] for f in families)] for name, row in rows.items()],
-    )
 
 
 def batches_of(folder: Path | None) -> list[Batch]:
@@ -149,18 +163,42 @@ def main() -> None:
     p.add_argument("--lengths", type=Path, metavar="DIR", help="folder of batches")
     args = p.parse_args()
     batches = batches_of(args.lengths)
-    repeats = 1 if args.quick else 3
-    solve(batches[:1], False, 1)  # first calls import and warm up
-    plans, solve_s = solve(batches, False, repeats)
-    joint, _ = solve(batches, True, 1)
-    compare(batches, plans, joint)
-    figures = figures_of(batches, plans, joint, solve_s)
+    dcpc_plan(batches[0].lens, flexsp_cost(batches[0].cost))  # first calls import and warm up
+    plans, solve_s = solve(batches, dcpc_plan, False, 1 if args.quick else 3)
+    joint, _ = solve(batches, dcpc_plan, True, 1)
+    family_mean = partial(by_family, batches)
+    rows = {name: family_mean([x.makespan_s for x in solve(batches, planner, False, 1)[0]])
+            for name, planner in OTHERS.items()}  # fmt: skip
+    if args.lengths is None and SHARED.is_dir():
+        rows["FlexSP (run apart)"] = FLEXSP
+    rows["dcpc"] = family_mean([plan.makespan_s for plan in plans])
+    rows["dcpc, recompute free"] = family_mean([plan.makespan_s for plan in joint])
+    rows["lower bound"] = family_mean([plan.bound_s for plan in plans])
+    figures: dict[str, Cell] = {f"{f}_mean_s": s for f, s in rows["dcpc"].items()}
+    heavy = [s for f, s in rows["dcpc"].items() if f.startswith("heavytail")]
+    if heavy:
+        figures["heavytail_mean_s"] = mean(heavy)
+    figures |= {f"joint_{f}_mean_s": s for f, s in rows["dcpc, recompute free"].items()}
+    figures |= {f"bound_{f}_mean_s": s for f, s in rows["lower bound"].items()}
+    gaps = [plan.gap for plan in plans]
+    figures |= {"median_solve_s": median(solve_s), "max_solve_s": max(solve_s)}
+    figures |= {"mean_gap": mean(gaps), "worst_gap": max(gaps)}
+    short = [batch for batch in batches if batch.family == "wikipedia_192k"]
+    if short:
+        alone, alone_s = solve(short, unpacked(short), False, 1)
+        figures["unpacked_192k_mean_s"] = mean(plan.makespan_s for plan in alone)
+        figures["unpacked_192k_gap"] = mean(plan.gap for plan in alone)
+        figures["unpacked_192k_solve_s"] = median(alone_s)
     figures["solve_1024_ranks_s"], large = solve_large(batches)
     figures["gap_1024_ranks"] = large.gap
-    missing = math.nan
-    rows: list[list[Cell]] = [[k, v if v is not None else missing] for k, v in figures.items()]
-    print_table("Figures", ["figure", "value"], rows, digits=4)
-    print("slowest batch:", max(plans, key=lambda plan: plan.seconds_s).binds)
+    families = sorted(rows["dcpc"])
+    print_table(
+        "Seconds a step (model), mean of the family",
+        ["planner", *families],
+        [[name, *(row.get(f) for f in families)] for name, row in rows.items()],
+    )
+    print_table("Figures", ["figure", "value"], [[k, v] for k, v in figures.items()], digits=4)
+    print("slowest batch:", max(plans, key=lambda plan: plan.makespan_s).binds)
     write_report("planner", figures, args.json)
 
 

@@ -14,9 +14,10 @@ from statistics import mean
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.lengths import SHARED, read
 from benchmarks.planner import flexsp_cost
-from dcpc.commands.simulate.barriers import BatchPlan, LinearCost, plan_batch
-from dcpc.commands.simulate.barriers.baselines import best_homogeneous, fixed_sp
+from dcpc.commands.simulate.formula import LinearCost, dcpc_plan
 from dcpc.commands.simulate.outcome import of_batches
+from dcpc.commands.simulate.packers import best_homogeneous, fixed_sp
+from dcpc.runtime.planner.plans import StepPlan
 
 # Source: each planner run apart on FlexSP's cost table: mean seconds of the 12 batches of
 # Wikipedia lengths, caps of 384K and 192K.
@@ -29,11 +30,11 @@ FLEXSP = {"wikipedia_384k": 4.85, "wikipedia_192k": 4.15}
 # 192K), and over the best homogeneous SP of each batch (at most 1.41, typically 1.1 to 1.4).
 PUBLISHED = {"fixed SP 64, packing": 1.72, "best homogeneous": 1.41}
 
-Planner = Callable[[Sequence[int], LinearCost], BatchPlan]
+Planner = Callable[[Sequence[int], LinearCost], StepPlan]
 PLANNERS: dict[str, Planner] = {
     "fixed SP 64, packing": lambda lens, cost: fixed_sp(lens, cost, cost.ranks),
     "best homogeneous": best_homogeneous,
-    "dcpc": plan_batch,
+    "dcpc": dcpc_plan,
 }
 
 

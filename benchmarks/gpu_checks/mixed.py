@@ -34,7 +34,7 @@ from benchmarks.gpu_checks.subjects import GPT_1B, GPT_TINY, TEXT, drawn_tokens
 from benchmarks.lengths import SHARED, generate, read
 from dcpc.buckets import BATCH, Sizes
 from dcpc.commands.calibrate import calibrate
-from dcpc.commands.simulate.barriers.packing.rooms import best_fit
+from dcpc.commands.simulate.packers import best_fit
 from dcpc.runtime.data.steps import Step
 from dcpc.symbolic_profile import Calibration
 from dcpc.symbolic_profile.seconds.hardware import detect

@@ -8,16 +8,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dcpc.commands.simulate.barriers import BatchPlan, LinearCost, Recompute, plan_batch
-from dcpc.commands.simulate.barriers.baselines import (
-    best_homogeneous,
-    first_fit,
-    fixed_sp,
-    random_fill,
-)
+from dcpc.commands.simulate.formula import LinearCost, Recompute, dcpc_plan
+from dcpc.commands.simulate.packers import best_homogeneous, first_fit, fixed_sp, random_fill
 from dcpc.errors import PlanError
+from dcpc.runtime.planner.plans import StepPlan
 
-Planner = Callable[[Sequence[int], LinearCost], BatchPlan]
+Planner = Callable[[Sequence[int], LinearCost], StepPlan]
 
 
 class _RecomputeFile(BaseModel):
@@ -78,7 +74,7 @@ def degrees_of(world: int, node_ranks: int) -> tuple[int, ...]:
 
 def longest_that_fits(cost: LinearCost) -> int:
     """Returns the tokens of the longest sequence that all ranks together hold."""
-    return int(cost.capacities().max())
+    return cost.degrees[-1] * max(cost.tokens(i) for i in range(len(cost.recompute)))
 
 
 def planners(cost: LinearCost, batches: Sequence[Sequence[int]]) -> dict[str, Planner]:
@@ -98,13 +94,13 @@ def planners(cost: LinearCost, batches: Sequence[Sequence[int]]) -> dict[str, Pl
         "best homogeneous SP per batch": best_homogeneous,
         "VideoSys random fill": random_fill,
         "first fit": first_fit,
-        "dcpc": plan_batch,
+        "dcpc": dcpc_plan,
     }
 
 
 def plans_of(
     planner: Planner, batches: Sequence[Sequence[int]], cost: LinearCost
-) -> Iterator[tuple[BatchPlan, Sequence[int]]]:
+) -> Iterator[tuple[StepPlan, Sequence[int]]]:
     """Yields the plan of each batch, and the batch."""
     for batch in batches:
         yield planner(batch, cost), batch

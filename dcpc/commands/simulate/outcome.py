@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from rich import box
 from rich.table import Table
 
-from dcpc.commands.simulate.barriers import BatchPlan
 from dcpc.commands.simulate.costs import ModelCosts
-from dcpc.commands.simulate.timeline import StepTimeline, of_batch, of_step
+from dcpc.commands.simulate.timeline import StepTimeline, of_step
 from dcpc.runtime.planner.plans import StepPlan, rounds, step_plan
 from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
 
@@ -137,7 +136,7 @@ def of_steps(
 
 def of_batches(
     name: str,
-    plans: Iterable[tuple[BatchPlan, Sequence[int]]],
+    plans: Iterable[tuple[StepPlan, Sequence[int]]],
     comm_bytes: float,
     shown: int = 4,
 ) -> SimulatedOutcome:
@@ -151,15 +150,14 @@ def of_batches(
     """
     total, tokens, samples = _Sum([]), 0, 0
     for plan, lengths in plans:
-        groups = [g for step in plan.steps for g in step.groups]
-        trained = [i for g in groups for i in g.sequences]
+        trained = [i for mb in plan.micro_batches for i in mb.sample_ids]
         assert sorted(trained) == list(range(len(lengths))), f"{name}: each sequence once"
         sent = sum(
-            comm_bytes * length
-            for g in groups if g.degree > 1
-            for length in g.lengths
+            comm_bytes * lengths[i]
+            for mb in plan.micro_batches if mb.sp > 1
+            for i in mb.sample_ids
         )  # fmt: skip
-        total.add(of_batch(plan), sent, plan.bound_s, shown)
+        total.add(of_step(plan), sent, plan.bound_s, shown)
         tokens += sum(lengths)
         samples += len(lengths)
     return total.outcome(name, tokens, samples, samples)

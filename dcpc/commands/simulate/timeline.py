@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dcpc.commands.simulate.barriers import BatchPlan
 from dcpc.runtime.planner.plans import StepPlan, timeline
 
 MOST_THREADS = 64  # of a process in a trace
@@ -84,30 +83,6 @@ def of_step(plan: StepPlan, reduction_s: float = 0.0) -> StepTimeline:
     if reduction_s:
         spans.append(Span(0, world, plan.makespan_s, end_s, "sum of gradients"))
     return StepTimeline(world, tuple(spans), end_s)
-
-
-def of_batch(plan: BatchPlan) -> StepTimeline:
-    """Returns the timeline of micro-steps that all ranks begin together.
-
-    A micro-step's fixed cost comes first, on every rank.
-    """
-    spans = []
-    begin_s = 0.0
-    for step in plan.steps:
-        fixed_s = step.seconds_s - max(group.load_s for group in step.groups)
-        if fixed_s > 1e-12 * step.seconds_s:
-            spans.append(Span(0, plan.ranks, begin_s, begin_s + fixed_s, "fixed cost"))
-        start_s = begin_s + fixed_s
-        spans += [
-            Span(g.first_rank, g.degree, start_s, start_s + g.load_s,
-                 f"{len(g.sequences)} sequences, "
-                 f"{sum(g.lengths)} tokens, "
-                 f"sp={g.degree}, {g.setting}",
-                 len(g.sequences))
-            for g in step.groups
-        ]  # fmt: skip
-        begin_s += step.seconds_s
-    return StepTimeline(plan.ranks, tuple(spans), begin_s)
 
 
 def chrome_trace(systems: Mapping[str, Sequence[StepTimeline]]) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""Samples put on groups of ranks, and made better there."""

@@ -1,0 +1,162 @@
+"""What a group of ranks costs by a formula: sequences packed end to end, bound by memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from dcpc.buckets import Bucket, Sizes
+from dcpc.errors import PlanError
+from dcpc.ir import PlanRow
+from dcpc.runtime.planner.own_lengths import OwnLengths
+from dcpc.runtime.planner.packed.planning import PackedPrices
+from dcpc.runtime.planner.plans import StepPlan
+from dcpc.runtime.planner.step_planner import plan_rows
+from dcpc.runtime.planner.table import PlanTable
+
+TOKENS = "tokens"
+# Capacities of packed rows that dcpc plans with, at most.
+MOST_CAPACITIES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """A recompute setting of a formula.
+
+    Attributes:
+        name: for the report.
+        token_bytes: activations that a token leaves on the group, over all its ranks.
+        compute_factor: compute seconds over those without recompute.
+    """
+
+    name: str
+    token_bytes: float
+    compute_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """A formula: fixed + sum of (a s^2 + b s)/d + bytes(s)/d/bandwidth(d); tokens bound by memory.
+
+    A degree that `bandwidth_bytes_per_s` does not list has the bandwidth of the smallest listed
+    one above it; degree 1 communicates nothing.
+
+    Attributes:
+        ranks: how many there are.
+        fixed_s: seconds of a micro-batch before the first sequence.
+        quadratic_s: a, seconds a token^2.
+        linear_s: b, seconds a token.
+        comm_bytes: bytes a token sends, over all ranks of its group.
+        bandwidth_bytes_per_s: by degree.
+        memory_bytes: of a rank, for activations alone.
+        recompute: the settings a group chooses between.
+        node_ranks: ranks of a node.
+        degrees: group sizes to choose from, ascending; none: every one from 1 to `ranks`.
+
+    Source: FlexSP (ASPLOS 2025), the cost model of its public code.
+    """
+
+    ranks: int
+    fixed_s: float
+    quadratic_s: float
+    linear_s: float
+    comm_bytes: float
+    bandwidth_bytes_per_s: dict[int, float]
+    memory_bytes: float
+    recompute: tuple[Recompute, ...]
+    node_ranks: int = 8
+    degrees: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Fills in the degrees, or checks them.
+
+        Raises:
+            PlanError: they are not ascending from 1 on.
+        """
+        if not self.degrees:
+            object.__setattr__(self, "degrees", tuple(range(1, self.ranks + 1)))
+        ascending = list(self.degrees) == sorted(set(self.degrees))
+        if not ascending or not 1 <= self.degrees[0] <= self.degrees[-1] <= self.ranks:
+            raise PlanError(
+                f"degrees: got {self.degrees}; expected ascending group sizes from 1 to "
+                f"{self.ranks} ranks; correct them"
+            )
+
+    def tokens(self, setting: int = 0) -> int:
+        """Returns the tokens that fit on one rank."""
+        return int(self.memory_bytes // self.recompute[setting].token_bytes)
+
+    def bandwidth(self, degree: int) -> float:
+        """Returns bytes a second between the ranks of a group; inf for a group of one."""
+        if degree == 1:
+            return inf
+        listed = [d for d in self.bandwidth_bytes_per_s if d >= degree]
+        nearest = min(listed) if listed else max(self.bandwidth_bytes_per_s)
+        return self.bandwidth_bytes_per_s[nearest]
+
+    def load_s(self, tokens: int, degree: int, setting: int = 0) -> float:
+        """Returns the seconds that one sequence adds to a micro-batch."""
+        compute_s = (self.quadratic_s * tokens + self.linear_s) * tokens
+        comm_s = self.comm_bytes * tokens / self.bandwidth(degree)
+        return (self.recompute[setting].compute_factor * compute_s + comm_s) / degree
+
+    def seconds_s(self, bucket: Bucket, row: PlanRow, sizes: Sizes, count: int) -> float:
+        """Returns the seconds of a micro-batch of sequences of one length by a row.
+
+        Args:
+            bucket: whose row it is; not looked at.
+            row: its recompute is the number of the setting.
+            sizes: tokens of each sequence.
+            count: of sequences.
+        """
+        return self.fixed_s + count * self.load_s(sizes[TOKENS], row.sp, row.menu_step)
+
+    def prices(self) -> PackedPrices:
+        """Returns the formula as the planner of packed micro-batches asks for it."""
+        return PackedPrices(OwnLengths(lambda b, s: True, self.seconds_s, lambda b: {TOKENS: 1}))
+
+    def table(self) -> PlanTable:
+        """Returns the rows of packed micro-batches: capacities that some degree fills.
+
+        Where there would be more than `MOST_CAPACITIES` of them, some degrees are left out.
+        """
+        settings = range(len(self.recompute))
+        degrees = _spread(self.degrees, MOST_CAPACITIES // len(self.recompute))
+        rooms = sorted({self.tokens(i) * d for i in settings for d in degrees})
+        buckets = tuple(Bucket(((TOKENS, room),)) for room in rooms)
+        rows = tuple(
+            tuple(
+                PlanRow(d, 1, i, self.fixed_s + self.load_s(room, d, i))
+                for d in degrees
+                for i in settings
+                if self.tokens(i) * d >= room
+            )
+            for room in rooms
+        )
+        return PlanTable(buckets, rows, self.ranks, self.node_ranks)
+
+
+def dcpc_plan(lengths: Sequence[int], cost: LinearCost) -> StepPlan:
+    """Returns dcpc's plan of a global batch; samples are positions in it.
+
+    Raises:
+        PlanError: no sequences, or one that all ranks together cannot hold.
+    """
+    plan, rows = plan_rows(list(enumerate(lengths)), cost.table(), cost.prices())
+    return plan.packed(rows)
+
+
+def _spread(degrees: Sequence[int], most: int) -> list[int]:
+    """At most so many of the degrees, with the first and the last: those nearest a fixed ratio."""
+    if len(degrees) <= most:
+        return list(degrees)
+    ratio = (degrees[-1] / degrees[0]) ** (1 / (most - 1))
+    wanted, found = float(degrees[0]), list[int]()
+    for left in range(most, 0, -1):
+        later = [d for d in degrees if not found or d > found[-1]]
+        found.append(min(later[: len(later) - left + 1], key=lambda d: abs(d - wanted)))
+        rest = degrees[-1] / found[-1]
+        ratio = rest ** (1 / max(1, left - 1))
+        wanted = found[-1] * ratio
+    return found
