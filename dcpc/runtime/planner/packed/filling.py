@@ -83,7 +83,11 @@ def filled(layout: Layout) -> PackedDraft:
     """
     work, filling = layout.work, _ShortFilling(layout)
     short = range(work.long, len(work.lengths))
-    _squeeze(filling.draft, [s for s in short if not filling.offer(s)])
+    left = [s for s in short if not filling.offer(s)]
+    if left:
+        squeezing = _Squeezing(filling.draft)
+        for sequence in left:
+            squeezing.put(sequence)
     return filling.draft
 
 
@@ -174,24 +178,58 @@ def _empty(work: PackedWork, number: int, first: int) -> Bin:
     return Bin(number, first, [[] for _ in range(kind.rows)], [float(kind.room)] * kind.rows)
 
 
-def _squeeze(draft: PackedDraft, left: list[int]) -> None:
-    """Puts each sequence where it ends earliest, in a micro-batch with room or in a new one."""
-    work = draft.work
-    base = work.kinds[work.base]
-    for sequence in left:
-        ends_s, tokens = draft.ends_s(), float(work.lengths[sequence])
-        best: tuple[float, int] = (inf, -1)
-        for number, own in enumerate(draft.bins):
-            if max(own.rooms) < tokens:
-                continue
-            ranks = slice(own.first, own.first + work.kinds[own.kind].degree)
-            more_s = work.load_s[own.kind, sequence] + own.empty * work.fixed_s[own.kind]
-            best = min(best, (float(ends_s[ranks].max() + more_s), number))
-        starts = range(0, work.ranks - base.degree + 1, base.degree)
+class _Squeezing:
+    """Puts what is left where it ends earliest, in a micro-batch with room or in a new one.
+
+    A rank ends what it was given later than before: ranks that wait for it are not asked again.
+    """
+
+    def __init__(self, draft: PackedDraft) -> None:
+        self._work, self._draft = draft.work, draft
+        self._ends_s = draft.ends_s()
+        self._of_rank: list[list[int]] = [[] for _ in range(draft.work.ranks)]
+        count = len(draft.bins)
+        self._kind, self._room = np.zeros(count, dtype=np.int64), np.zeros(count)
+        self._launch_s, self._end_s = np.zeros(count), np.zeros(count)
+        for number in range(count):
+            self._note(number)
+            self._see(number)
+
+    def put(self, sequence: int) -> None:
+        """Puts one sequence where it ends earliest."""
+        work, tokens = self._work, float(self._work.lengths[sequence])
+        found_s = self._end_s + self._launch_s + work.load_s[self._kind, sequence]
+        found_s[self._room < tokens] = inf
+        number = int(found_s.argmin()) if len(found_s) else -1
         kind = min(work.bases, key=lambda j: work.load_s[j, sequence] + work.fixed_s[j])
-        alone_s = float(work.load_s[kind, sequence] + work.fixed_s[kind])
-        at = min(starts, key=lambda r: (ends_s[r : r + base.degree].max(), r))
-        if float(ends_s[at : at + base.degree].max()) + alone_s < best[0]:
-            draft.bins.append(_empty(work, kind, at))
-            best = (0.0, len(draft.bins) - 1)
-        draft.bins[best[1]].add(work, sequence)
+        degree = work.kinds[kind].degree
+        blocks = work.ranks // degree
+        block_s = self._ends_s[: blocks * degree].reshape(blocks, degree).max(axis=1)
+        block = int(block_s.argmin())
+        alone_s = float(block_s[block] + work.load_s[kind, sequence] + work.fixed_s[kind])
+        if number < 0 or alone_s < found_s[number]:
+            number = len(self._draft.bins)
+            self._draft.bins.append(_empty(work, kind, block * degree))
+            for name in ("_kind", "_room", "_launch_s", "_end_s"):
+                setattr(self, name, np.append(getattr(self, name), 0))
+            self._note(number)
+        own = self._draft.bins[number]
+        more_s = own.empty * work.fixed_s[own.kind] + work.load_s[own.kind, sequence]
+        own.add(work, sequence)
+        last = own.first + work.kinds[own.kind].degree
+        self._ends_s[own.first : last] += more_s
+        for other in {n for rank in range(own.first, last) for n in self._of_rank[rank]}:
+            self._see(other)
+
+    def _note(self, number: int) -> None:
+        own = self._draft.bins[number]
+        self._kind[number] = own.kind
+        for rank in range(own.first, own.first + self._work.kinds[own.kind].degree):
+            self._of_rank[rank].append(number)
+
+    def _see(self, number: int) -> None:
+        """Reads a micro-batch's room, end and launch again."""
+        own = self._draft.bins[number]
+        ranks = slice(own.first, own.first + self._work.kinds[own.kind].degree)
+        self._room[number], self._end_s[number] = max(own.rooms), self._ends_s[ranks].max()
+        self._launch_s[number] = own.empty * self._work.fixed_s[own.kind]
