@@ -1,6 +1,5 @@
 """`dcpc simulate`: what dcpc and its baselines would take, on any number of ranks."""
 
-from dcpc.commands.simulate.batches import read_cost
 from dcpc.commands.simulate.command import (
     SimulationRequest,
     default_degrees,
@@ -9,6 +8,7 @@ from dcpc.commands.simulate.command import (
     simulate_stages,
     source_of,
 )
+from dcpc.commands.simulate.formula import read_cost
 
 __all__ = [
     "SimulationRequest",

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from dcpc.buckets import Bucket
 from dcpc.commands.shared.factories import writing
-from dcpc.commands.simulate.batches import longest_that_fits, planners, plans_of
 from dcpc.commands.simulate.costs import of_planned, tokens_of
-from dcpc.commands.simulate.formula import LinearCost
+from dcpc.commands.simulate.formula import LinearCost, longest_that_fits
 from dcpc.commands.simulate.outcome import SimulatedOutcome, of_batches, of_steps, outcomes_text
+from dcpc.commands.simulate.packers import planners, plans_of
 from dcpc.commands.simulate.pipeline import draw_pipeline, pipeline_trace, said
 from dcpc.commands.simulate.png import draw
 from dcpc.commands.simulate.systems import PACKING, SHARDED, SYSTEMS

@@ -10,15 +10,16 @@ import heapq
 import math
 import random
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dcpc.buckets import Bucket
-from dcpc.commands.simulate.formula import TOKENS, LinearCost
+from dcpc.commands.simulate.formula import TOKENS, LinearCost, dcpc_plan
 from dcpc.errors import PlanError
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, step_plan
 
 # Degree, setting and positions in the batch of what runs on a group.
 FormulaGroup = tuple[int, int, list[int]]
+Planner = Callable[[Sequence[int], LinearCost], StepPlan]
 
 
 def fixed_sp(
@@ -151,6 +152,35 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
         bins[chosen].append(i)
         insort(rooms, (room - sizes[i], chosen))
     return bins
+
+
+def planners(cost: LinearCost, batches: Sequence[Sequence[int]]) -> dict[str, Planner]:
+    """Returns each system by name; fixed SP is the smallest power of two at which all fit."""
+    longest = max(max(batch) for batch in batches)
+    fits = [d for d in cost.degrees if d & (d - 1) == 0 and cost.tokens(0) * d >= longest]
+    if not fits:
+        raise PlanError(
+            f"fixed SP: got a sequence of {longest} tokens; expected at most "
+            f"{cost.tokens(0) * cost.degrees[-1]}, which {cost.ranks} ranks hold; leave it out"
+        )
+    sp = min(fits)
+    powers = [1 << i for i in range(7, longest.bit_length()) if 1 << i < longest]
+    return {
+        "padded bucket, fixed SP": lambda lens, c: fixed_sp(lens, c, sp, pad_to=[*powers, longest]),
+        "packing, fixed SP": lambda lens, c: fixed_sp(lens, c, sp),
+        "best homogeneous SP per batch": best_homogeneous,
+        "VideoSys random fill": random_fill,
+        "first fit": first_fit,
+        "dcpc": dcpc_plan,
+    }
+
+
+def plans_of(
+    planner: Planner, batches: Sequence[Sequence[int]], cost: LinearCost
+) -> Iterator[tuple[StepPlan, Sequence[int]]]:
+    """Yields the plan of each batch, and the batch."""
+    for batch in batches:
+        yield planner(batch, cost), batch
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from dcpc.commands.simulate import SimulationRequest, read_cost, simulate_cost, source_of
-from dcpc.commands.simulate.batches import degrees_of, planners, plans_of
+from dcpc.commands.simulate.formula import degrees_of
 from dcpc.commands.simulate.outcome import of_batches
+from dcpc.commands.simulate.packers import planners, plans_of
 from dcpc.commands.simulate.workload import batches_of_lengths, read_histogram, read_lengths
 from dcpc.errors import PlanError
 
