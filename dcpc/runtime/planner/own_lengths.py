@@ -86,32 +86,19 @@ class OwnLengths:
         one_s = row.seconds_s * self._share(bucket, row, dims, 1)
         return one_s + (full_s - one_s) * (count - 1) / (row.micro_batch - 1)
 
-    def parts_s(self, bucket: Bucket, row: PlanRow, dims: Dims, count: int) -> tuple[float, float]:
-        """Returns the seconds of a micro-batch of one named dim: attention's apart.
-
-        Twice as many sequences of half the length have as many tokens and half the pairs of them,
-        so they save half of what attention takes.
+    def uniform_s(self, bucket: Bucket, row: PlanRow, length: int, count: int) -> float:
+        """Returns the seconds of sequences of one length, of a bucket of one named dim.
 
         Args:
             bucket: whose row it is.
-            row: that the micro-batch runs.
-            dims: what its rows are padded to.
-            count: of rows, up to the row's.
-
-        Returns:
-            Seconds of all but attention, and of attention where each row is one sequence.
+            row: by which they are run: it may have fewer sequences, of as many tokens in all.
+            length: of each sequence.
+            count: of sequences.
         """
-        whole_s = self.seconds_s(bucket, row, dims, count)
-        ((name, length),) = dims
+        ((name, most),) = bucket.shape_key
         if self.seconds_at is None:
-            return whole_s, 0.0
-        *_, at = self._grid(bucket[name], length)
-        even = at + at % 2
-        whole = self._known_share(bucket, row, ((name, even),), count)
-        halves = self._known_share(bucket, row, ((name, even // 2),), 2 * count)
-        pairs_s = 2 * row.seconds_s * max(0.0, whole - halves)
-        attention_s = min(whole_s, pairs_s * (length / even) ** 2)
-        return whole_s - attention_s, attention_s
+            return row.seconds_s * count * length / (row.micro_batch * most)
+        return row.seconds_s * self._known_share(bucket, row, ((name, length),), count)
 
     def points(
         self, bucket: Bucket, rows: Sequence[PlanRow], dims: Dims, most: int

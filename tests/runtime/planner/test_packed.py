@@ -113,3 +113,24 @@ def test_bound_is_below_the_best_of_all_plans_and_the_plan_near_it(seed):
     best_s = least_s(lengths, 200)
     assert plan.bound_s <= best_s * (1 + 1e-9)
     assert best_s * (1 - 1e-9) <= plan.makespan_s <= 1.2 * best_s
+
+
+def test_seconds_count_what_each_sequence_costs_by_itself():
+    """As on a CPU, whose attention works through the sequences of a row by single calls."""
+    each_s = 0.05
+
+    def apart_s(bucket, row, sizes, count):
+        return seconds_at(bucket, row, sizes, count) + count * each_s
+
+    bucket = Bucket((("seq", 256),))
+    row = PlanRow(1, 1, 0, apart_s(bucket, PlanRow(1, 1, 0, 0.0), bucket.sizes, 1))
+    table = PlanTable((bucket,), ((row,),), 1, 8)
+    own = OwnLengths(lambda b, s: True, apart_s, lambda b: {"seq": 1})
+    for lengths in ([256], [64] * 4, [16] * 16, [128, 64, 32, 16, 16], [200, 20, 20, 16]):
+        for to_bucket in (False, True):
+            prices = PackedPrices(own, to_bucket=to_bucket)
+            plan, rows = plan_rows(list(enumerate(lengths)), table, prices)
+            squares = sum(n * n for n in lengths)
+            expected_s = LAUNCH_S + 256 * TOKEN_S + SQUARE_S * squares + len(lengths) * each_s
+            assert len(rows) == 1
+            assert plan.makespan_s == pytest.approx(expected_s, rel=0.02)

@@ -1,11 +1,12 @@
 """The ways to run a packed micro-batch, with its seconds as a formula, and a batch's work by them.
 
-A micro-batch of `tokens` tokens whose sequences have lengths l takes
+A micro-batch whose sequences have lengths l takes
 
-    fixed_s + token_s * tokens + square_s * sum(l^2)
+    fixed_s + sum of l * token_s(l)
 
-seconds on its ranks: what a launch costs, what each token costs, and attention, which works through
-each sequence by itself.
+seconds on its ranks: what a launch costs, and what the tokens of each sequence cost. A token of a
+longer one has more others to attend to; that of a very short one pays more for the calls by which
+attention works through each sequence by itself, where it does (on a CPU).
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ class BinKind:
         rows: most rows of the micro-batch.
         room: tokens of a row.
         fixed_s: seconds of a micro-batch before its first token.
-        token_s: seconds of a token.
-        square_s: seconds of a token beside each other of its sequence.
+        curve: (length, seconds of a token of a sequence of this length), ascending.
     """
 
     key: int
@@ -49,22 +49,25 @@ class BinKind:
     rows: int
     room: int
     fixed_s: float
-    token_s: float
-    square_s: float
+    curve: tuple[tuple[int, float], ...]
 
     @property
     def tokens(self) -> int:
         """Most tokens of a micro-batch."""
         return self.rows * self.room
 
-    def seconds_s(self, tokens: float, squares: float) -> float:
-        """Returns the seconds of a micro-batch.
+    def load_s(self, lengths: Floats) -> Floats:
+        """Returns the seconds that sequences add to a micro-batch.
+
+        Between two lengths of the curve a token or a sequence is on a line, whichever is less: the
+        one is right for what grows with the square of a length, the other for what does not grow.
 
         Args:
-            tokens: of all its sequences.
-            squares: sum of the squares of their lengths.
+            lengths: of the sequences.
         """
-        return self.fixed_s + self.token_s * tokens + self.square_s * squares
+        at, token_s = np.array(self.curve).T
+        by_token = lengths * np.interp(lengths, at, token_s)
+        return np.asarray(np.minimum(by_token, np.interp(lengths, at, at * token_s)))
 
 
 def worthwhile(kinds: Sequence[BinKind]) -> list[BinKind]:
@@ -77,17 +80,17 @@ def worthwhile(kinds: Sequence[BinKind]) -> list[BinKind]:
 
 
 def _full_s(kind: BinKind) -> float:
-    return kind.seconds_s(kind.tokens, kind.rows * kind.room**2)
+    return kind.fixed_s + kind.tokens * kind.curve[-1][1]
 
 
 def _covers(other: BinKind, kind: BinKind) -> bool:
+    at = np.array([length for length, _ in kind.curve], dtype=np.float64)
     return (
         other.degree == kind.degree
         and other.room >= kind.room
         and other.tokens >= kind.tokens
         and other.fixed_s <= kind.fixed_s
-        and other.token_s <= kind.token_s
-        and other.square_s <= kind.square_s
+        and bool((other.load_s(at) <= kind.load_s(at)).all())
     )
 
 
@@ -124,18 +127,18 @@ class PackedWork:
         self.fixed_s: Floats = np.array([k.fixed_s for k in kinds])
         self.tokens: Floats = np.array([k.tokens for k in kinds], dtype=np.float64)
         self.room: Floats = np.array([k.room for k in kinds], dtype=np.float64)
-        token_s = np.array([k.token_s for k in kinds])
-        square_s = np.array([k.square_s for k in kinds])
         n = self.lengths
-        self.load_s: Floats = token_s[:, None] * n + square_s[:, None] * n * n
+        self.load_s: Floats = np.stack([k.load_s(n) for k in kinds])
         self.load_s[self.room[:, None] < n] = inf
         self.base = self._cheapest()
         self.bases = [j for j, k in enumerate(kinds) if k.degree == self.degree[self.base]]
         self.long = self._count_long()
         short = n[self.long :]
         self.short_tokens = float(short.sum())
-        mean = float((short**2).sum()) / self.short_tokens if len(short) else 0.0
-        self.pace_s: Floats = token_s + square_s * mean
+        paces_s = [k.curve[0][1] for k in kinds]
+        if len(short):
+            paces_s = [float(k.load_s(short).sum()) / self.short_tokens for k in kinds]
+        self.pace_s: Floats = np.array(paces_s)
 
     def shares_s(self) -> Floats:
         """Returns rank-seconds of each sequence in a full micro-batch, [kind, sequence]."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
 
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
@@ -15,10 +18,13 @@ from dcpc.runtime.planner.packed.search import search
 from dcpc.runtime.planner.plans import PlannedMicroBatch
 from dcpc.runtime.planner.table import PlanTable
 
-# Seconds of a token are read between a full row and this part of one.
+# Seconds of a token are known at a row's length, its half and so on, down to this.
+_SHORTEST = 16
+# What a launch costs is read between a full micro-batch and this part of one.
 _PART = 4
 # What a token of a row that is padded to its bucket adds, as a share of what it takes: more than 0.
 _HELD = 1e-3
+_LEAST_S = 1e-15  # of a token
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -49,19 +55,30 @@ class PackedPrices:
             bucket: whose row it is.
             row: of the table.
         """
-        ((name, room),) = bucket.shape_key
-        count = row.micro_batch
-        rest_s, attention_s = self.own.parts_s(bucket, row, bucket.shape_key, count)
-        part = max(1, room // _PART)
-        less_s, _ = self.own.parts_s(bucket, row, ((name, part),), count)
-        token_s = max(0.0, rest_s - less_s) / max(1, count * (room - part))
-        if token_s * count * room <= 0:
-            token_s = rest_s / (count * room)
+        ((_, room),) = bucket.shape_key
+        tokens = row.micro_batch * room
+        lengths = [room]
+        while lengths[0] // 2 >= _SHORTEST:
+            lengths.insert(0, lengths[0] // 2)
+        counts = [tokens // length for length in lengths]
+        whole_s = [
+            self.own.uniform_s(bucket, row, length, count)
+            for length, count in zip(lengths, counts, strict=True)
+        ]
+        fewer = max(1, counts[0] // _PART)
+        fewer_s = self.own.uniform_s(bucket, row, lengths[0], fewer)
+        each_s = (whole_s[0] - fewer_s) / max(1, counts[0] - fewer)
+        fixed_s = max(0.0, whole_s[0] - each_s * counts[0]) if each_s > 0 else 0.0
+        fixed_s = min(fixed_s, *whole_s)
+        # A longer sequence takes no less.
+        loads = accumulate(((w - fixed_s) / n for w, n in zip(whole_s, counts, strict=True)), max)
+        token_s = [max(_LEAST_S, s / length) for s, length in zip(loads, lengths, strict=True)]
         if self.to_bucket:  # a row takes as long whatever it holds
-            token_s *= _HELD
-        fixed_s = max(0.0, rest_s - token_s * count * room)
-        square_s = attention_s / (count * room**2)
-        return BinKind(key, number, row.sp, count, room, fixed_s, token_s, square_s)
+            held_s = min(token_s) * (1 - _HELD)
+            fixed_s += held_s * tokens
+            token_s = [s - held_s for s in token_s]
+        curve = tuple(zip(lengths, token_s, strict=True))
+        return BinKind(key, number, row.sp, row.micro_batch, room, fixed_s, curve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +166,7 @@ class _Finish:
                 continue
             rows = _level(self._draft, own)
             tokens = [sum(self._ordered[s][1] for s in row) for row in rows]
-            squares = sum(self._ordered[s][1] ** 2 for row in rows for s in row)
+            lengths = [self._ordered[s][1] for row in rows for s in row]
             degree = self._draft.work.kinds[own.kind].degree
             fits = [
                 kind
@@ -157,7 +174,7 @@ class _Finish:
                 if kind.rows >= len(rows) and kind.room >= max(tokens)
             ]
             seconds_s, kind, dims = min(
-                (self._priced(kind, len(rows), max(tokens), squares) for kind in fits),
+                (self._priced(kind, len(rows), max(tokens), lengths) for kind in fits),
                 key=lambda found: (found[0], found[1].room, found[1].rows, found[1].number),
             )
             numbers = tuple(range(len(self.rows), len(self.rows) + len(rows)))
@@ -170,14 +187,18 @@ class _Finish:
             )  # fmt: skip
 
     def _priced(
-        self, kind: BinKind, count: int, tokens: int, squares: int
+        self, kind: BinKind, count: int, tokens: int, lengths: Sequence[int]
     ) -> tuple[float, BinKind, Dims]:
+        """Seconds of so many rows of at most some tokens, their padding's sequences included."""
         bucket = self._table.buckets[kind.key]
         dims = self._prices.padded(bucket, tokens)
         row = self._table.rows[kind.key][kind.number]
-        rest_s, attention_s = self._prices.own.parts_s(bucket, row, dims, count)
         ((_, length),) = dims
-        return rest_s + attention_s * squares / (count * length**2), kind, dims
+        padding = (count * length - sum(lengths)) / count
+        one_each_s, padding_s = count * kind.load_s(np.array([length, padding]))
+        apart_s = float(kind.load_s(np.array(lengths, dtype=np.float64)).sum()) + padding_s
+        whole_s = self._prices.own.seconds_s(bucket, row, dims, count)
+        return max(_LEAST_S, whole_s + apart_s - one_each_s), kind, dims
 
 
 def _level(draft: PackedDraft, own: Bin) -> list[list[int]]:
