@@ -133,4 +133,5 @@ def test_seconds_count_what_each_sequence_costs_by_itself():
             squares = sum(n * n for n in lengths)
             expected_s = LAUNCH_S + 256 * TOKEN_S + SQUARE_S * squares + len(lengths) * each_s
             assert len(rows) == 1
+            assert type(plan.micro_batches[0].seconds_s) is float, "other ranks print it alike"
             assert plan.makespan_s == pytest.approx(expected_s, rel=0.02)

@@ -195,10 +195,11 @@ class _Finish:
         row = self._table.rows[kind.key][kind.number]
         ((_, length),) = dims
         padding = (count * length - sum(lengths)) / count
-        one_each_s, padding_s = count * kind.load_s(np.array([length, padding]))
-        apart_s = float(kind.load_s(np.array(lengths, dtype=np.float64)).sum()) + padding_s
+        alone_s, padding_s = kind.load_s(np.array([length, padding])).tolist()
+        apart_s = float(kind.load_s(np.array(lengths, dtype=np.float64)).sum())
         whole_s = self._prices.own.seconds_s(bucket, row, dims, count)
-        return max(_LEAST_S, whole_s + apart_s - one_each_s), kind, dims
+        found_s = whole_s + apart_s + count * (padding_s - alone_s)
+        return max(_LEAST_S, found_s), kind, dims
 
 
 def _level(draft: PackedDraft, own: Bin) -> list[list[int]]:
