@@ -31,10 +31,11 @@ def replay(recorded: PlanFile, table: PlanTable | None = None) -> str:
             "a new plan, or replay the file alone"
         )
     plan = recorded.plan
-    if any(mb.dims for mb in plan.micro_batches):
-        verdict = "not planned again: the file does not say how long the samples are"
+    if any(mb.dims for mb in plan.micro_batches) and recorded.lengths is None:
+        verdict = "not planned again: the file does not say which sequences a packed row has"
     else:
-        again = plan_step(recorded.samples, recorded.table, plan.mode, recorded.allowed)
+        made_from = recorded.samples, recorded.table, plan.mode, recorded.allowed
+        again = plan_step(*made_from, recorded.lengths)
         verdict = f"planned again: {_compared(plan, again)}"
     return "\n".join([*_lines(plan, recorded.table.world), verdict]) + "\n"
 

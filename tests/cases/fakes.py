@@ -11,6 +11,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.ir import BucketPlan, PlanRow, ValueRange
 from dcpc.runtime.data.steps import MicroBatch
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.planner.own_lengths import OwnLengths
 
 VOCABULARY = 11
 LONG = 8
@@ -39,6 +40,14 @@ class FakeCompiled:
 
     def packing_problem(self, cases: object, weigh: object) -> str:
         return ""
+
+    def own_lengths(self, multiple: int | None) -> OwnLengths:
+        """Graphs that are right at the buckets' lengths alone."""
+
+        def seconds_at(bucket, row, sizes, count):
+            return row.seconds_s * count / row.micro_batch
+
+        return OwnLengths(lambda bucket, sizes: False, seconds_at, lambda bucket: bucket.sizes)
 
     @property
     def tables(self) -> Mapping[Bucket, Sequence[PlanRow]]:

@@ -146,6 +146,7 @@ class LoaderStats:
         first_s: seconds it waited for these first steps.
         tokens: of all ranks' samples.
         padding: tokens that all ranks' micro-batches had beside them.
+        padded_to: "longest" or "bucket": what samples are padded to.
     """
 
     steps: int = 0
@@ -154,6 +155,7 @@ class LoaderStats:
     first_s: float = 0.0
     tokens: int = 0
     padding: int = 0
+    padded_to: str = "longest"
 
     @property
     def padding_share(self) -> float:

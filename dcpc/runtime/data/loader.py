@@ -41,6 +41,7 @@ from dcpc.runtime.data.steps import Step
 from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.data.window import Position
 from dcpc.runtime.groups.relay import Relay
+from dcpc.runtime.planner.own_lengths import BatchLengths
 from dcpc.runtime.planner.packed.planning import PackedPrices
 from dcpc.runtime.planner.plan_file import PlanFile
 from dcpc.runtime.planner.plans import MODES, Mode, StepPlan, step_plan
@@ -76,7 +77,7 @@ class DataLoader:
         shuffle: bool = True,
         order: Order | None = None,
         pad: Mapping[str, int | float] | None = None,
-        pad_to: Literal["bucket", "longest"] = "bucket",
+        pad_to: Literal["longest", "bucket"] = "bucket",
         pad_to_multiple_of: int | None = None,
         pad_to_longer: bool = False,
         packing: bool | str = False,
@@ -112,11 +113,11 @@ class DataLoader:
             order: instead of both: epoch -> the samples in its order, each once, alike on all ranks
                 (a sampler of your own, or `torch.randperm(n, generator=...)` of your seed).
             pad: input name -> what fills up the end of a sample shorter than its bucket.
-            pad_to: "bucket": each sample is padded to its bucket; "longest": to the longest one of
-                its micro-batch, which the planner forms of samples of like length. The bucket's
-                degree, placement and recompute run it, within the bucket's memory. Samples shorter
-                than the smallest bucket are padded to that one, and a model whose trace holds for
-                the buckets' lengths alone pads to these.
+            pad_to: "longest": each sample is padded to the longest one of its micro-batch, which
+                the planner forms of samples of like length. The bucket's degree, placement and
+                recompute run it, within the bucket's memory. Where the model's trace does not hold
+                (`CompiledModel.own_lengths`), and in stages, samples are padded to their buckets.
+                "bucket": they always are.
             pad_to_multiple_of: with "longest", what lengths are rounded up to, as far as the bucket
                 has room. Default: 64 on a GPU where samples have one named dim, else 1.
             pad_to_longer: in mode "auto", short samples may be padded to longer buckets than their
@@ -188,9 +189,8 @@ class DataLoader:
         self.calculate_imbalance = calculate_imbalance
         planner = compiled.batch_planner
         if planner is not None:
-            check_stages(
-                mode=mode != "auto", pad_to_longer=pad_to_longer, pad_to=pad_to != "bucket"
-            )
+            check_stages(mode=mode != "auto", pad_to_longer=pad_to_longer)
+            pad_to = "bucket"  # stages are planned at buckets' lengths
         own = None if pad_to == "bucket" else compiled.own_lengths(pad_to_multiple_of)
         prices = None
         if packing and planner is None:
@@ -207,7 +207,7 @@ class DataLoader:
         self._skipped: tuple[int, ...] = ()
         self._name = f"{groups.number('loader')}"
         self._iterations = 0
-        self._stats = LoaderStats()
+        self._stats = LoaderStats(padded_to="bucket" if own is None else "longest")
         self._told_padding = False
 
     @property
@@ -339,8 +339,12 @@ class DataLoader:
         if self.recipe.planner is not None:
             check_stages(save_plan=True)
         path = path_of(file, PlanError, "save_plan")
-        samples = self._maker.own_buckets(step)
-        PlanFile(step.plan.by_rows(step.rows), self.table, self.recipe.allowed, samples).write(path)
+        samples, own, fit = self._maker.own_buckets(step), self.recipe.own, self._maker.samples.fit
+        lengths = None
+        if own is not None and not step.rows:
+            lengths = BatchLengths(own, {i: fit(i).dims for i, _ in samples})
+        plan, allowed = step.plan.by_rows(step.rows), self.recipe.allowed
+        PlanFile(plan, self.table, allowed, samples, lengths).write(path)
 
     def _telling(self, steps: Iterator[T]) -> Iterator[T]:
         """Yields what it is given; tells the other ranks why there is no more."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
+from dcpc.runtime.planner.own_lengths import BatchLengths
 from dcpc.runtime.planner.plans import MODES, PlannedMicroBatch, StepPlan, step_plan
-from dcpc.runtime.planner.step_planner import Allowed
+from dcpc.runtime.planner.splits.known_lengths import lengths_json, lengths_of
+from dcpc.runtime.planner.step_planner import Allowed, plan_step
 from dcpc.runtime.planner.table import PlanTable
 
 VERSION = 2
@@ -30,12 +33,14 @@ class PlanFile:
         table: the rows that there were to choose from.
         allowed: what else the plan may do.
         samples: id and bucket of each sample of the batch, in order.
+        lengths: what samples are padded to; None: their buckets' lengths.
     """
 
     plan: StepPlan
     table: PlanTable
     allowed: Allowed
     samples: tuple[tuple[int, Bucket], ...]
+    lengths: BatchLengths | None = None
 
     def write(self, file: str | Path) -> None:
         """Writes the file."""
@@ -46,6 +51,9 @@ class PlanFile:
             "samples": [[i, self.table.key(b)] for i, b in self.samples],
             "plan": plan_json(self.plan, self.table),
         }
+        if self.lengths is not None:
+            plan = partial(plan_step, self.samples, self.table, self.plan.mode, self.allowed)
+            data["lengths"] = lengths_json(self.lengths, self.samples, self.table, plan)
         try:
             Path(file).write_text(json.dumps(data), encoding="utf-8")
         except OSError as e:
@@ -67,7 +75,8 @@ class PlanFile:
             table = PlanTable.from_json(data["table"])
             allowed = Allowed(*data["allowed"])
             samples = tuple((int(i), table.buckets[k]) for i, k in data["samples"])
-            return cls(plan_of(data["plan"], table, str(file)), table, allowed, samples)
+            lengths = lengths_of(data["lengths"], samples, table) if "lengths" in data else None
+            return cls(plan_of(data["plan"], table, str(file)), table, allowed, samples, lengths)
         except OSError as e:
             raise PlanError(f"{file}: got {e.strerror}; expected a plan file; name one") from e
         except (

@@ -290,7 +290,8 @@ def test_inputs_of_several_dims_and_of_no_batch():
 
     pad = {"x": 0.0, "size": 0}
     data = Fixed([sample(2, 5), sample(1, 5), sample(3, 4)])
-    loader = DataLoader(data, compiled, tokens_per_step=100, pad=pad, shuffle=False)
+    options = {"tokens_per_step": 100, "pad": pad, "pad_to": "bucket", "shuffle": False}
+    loader = DataLoader(data, compiled, **options)
     (step,) = loader
     assert [mb.samples for mb in step.micro_batches] == [(0, 1), (2,)]
     assert step.micro_batches[0].inputs["x"].shape == (2, 2, 6, 2)

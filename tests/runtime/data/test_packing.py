@@ -48,7 +48,8 @@ def compiled(names=("input_ids", "position_ids", "labels"), packable=PACKABLE, w
 
 def loader_for(lengths=LENGTHS, made=None, **options) -> DataLoader:
     options = {
-        "tokens_per_step": 50, "lookahead": 0, "packing": True, "weight": "labels", **options
+        "tokens_per_step": 50, "lookahead": 0, "packing": True, "weight": "labels",
+        "pad_to": "bucket", **options,
     }  # fmt: skip
     return DataLoader(RaggedWithDims(lengths), made or compiled(), **options)
 

@@ -1,5 +1,6 @@
 """Micro-batches at the lengths of their samples: these hold them, and end no later than buckets."""
 
+import json
 from dataclasses import replace
 from itertools import product
 
@@ -8,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpc.buckets import Bucket
+from dcpc.commands.replay import replay
+from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
 from dcpc.runtime.planner.own_lengths import BatchLengths, OwnLengths
-from dcpc.runtime.planner.plan_file import plan_json, plan_of
+from dcpc.runtime.planner.plan_file import PlanFile, plan_json, plan_of
 from dcpc.runtime.planner.plans import timeline
 from dcpc.runtime.planner.step_planner import Allowed, plan_step
 from dcpc.runtime.planner.table import PlanTable
@@ -118,3 +121,31 @@ def test_without_predictions_seconds_are_those_of_full_samples():
     without = own(seconds_at=None)
     assert without.seconds_s(BUCKETS[2], row, (("seq", 40),), 1) == pytest.approx(2.0)
     assert without.seconds_s(BUCKETS[2], row, (("seq", 40),), 4) == 8.0
+
+
+def test_a_plan_file_says_all_that_the_plan_is_made_of(tmp_path):
+    samples, dims = batch([3, 20, 26, 27, 40, 70, 99, 100])
+    made = table(2)
+    lengths = BatchLengths(own(lambda bucket, sizes: sizes["seq"] % 7 != 0), dims)
+    plan = plan_step(samples, made, "auto", None, lengths)
+    file = tmp_path / "plan.json"
+    PlanFile(plan, made, Allowed(), tuple(samples), lengths).write(file)
+    read = PlanFile.read(file)
+    assert read.plan == plan
+    assert read.lengths is not None
+    assert read.lengths.dims == dims
+    assert "planned again: the same\n" in replay(read)
+
+
+def test_a_plan_file_without_the_seconds_that_are_asked_for_is_refused(tmp_path):
+    samples, dims = batch([20, 40])
+    made = table(1)
+    lengths = BatchLengths(own(), dims)
+    plan = plan_step(samples, made, "auto", None, lengths)
+    file = tmp_path / "plan.json"
+    PlanFile(plan, made, Allowed(), tuple(samples), lengths).write(file)
+    data = json.loads(file.read_text())
+    data["lengths"]["seconds_s"] = []
+    file.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="save the plan again"):
+        replay(PlanFile.read(file))
