@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dcpc.codegen.collectives.collectives import DimSplit, all_to_all
-from dcpc.commands.simulate.barriers.packing.rooms import best_fit
+from dcpc.commands.simulate.packers import best_fit
 from dcpc.ops.pieces import piece
 from dcpc.runtime.planner.plans import StepPlan
 from examples.baselines import Dcpc
