@@ -134,6 +134,45 @@ def test_training_on_packed_rows_over_two_ranks():
         check(found)
 
 
+def losses_of_stores(rank: int, runs: list[tuple[str, dict[str, object]]]) -> dict[str, float]:
+    """Errors of the losses of two epochs, each step's after the updates of those before."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for case, options in runs:
+        make, inputs, packing = CASES[case]
+        model = make()
+        plain = copy.deepcopy(model)
+        data, buckets = Sequences(LENGTHS), dcpc.Buckets(inputs=inputs, sizes=SIZES)
+        compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING, **options)
+        loader = dcpc.DataLoader(
+            data, compiled, tokens_per_step=100, packing=packing, weight="labels", lookahead=0
+        )
+        own = compiled.parameters(), plain.parameters()
+        both = [torch.optim.SGD(parameters, lr=0.1) for parameters in own]
+        for step in (step for _ in range(2) for step in loader):
+            for optimizer in both:
+                optimizer.zero_grad()
+            ids = [i for mb in step.plan.micro_batches for i in mb.sample_ids]
+            loss = compiled.train_step(step).loss
+            expected = alone(plain, data, ids, list(inputs))
+            expected.backward()
+            found[f"{case}, {options}, {len(found)}"] = loss_error(loss, expected.detach())
+            for optimizer in both:
+                optimizer.step()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_packed_rows_with_shared_parameters_and_recompute():
+    runs = [
+        ("llama", {"parameters": "rounds"}), ("documents", {"parameters": "rounds", "sp": 2}),
+        ("llama", {"parameters": "step"}), ("documents, both ways", {"recompute": "all"}),
+    ]  # fmt: skip
+    for found in run_ranks(losses_of_stores, 2, runs, timeout_s=280):
+        check(found)
+
+
 def errors_of_frames(rank: int, causals: tuple[bool, ...]) -> dict[str, float]:
     """A rank's queries are some patches of every frame, and do not follow each other."""
     warnings.simplefilter("ignore")

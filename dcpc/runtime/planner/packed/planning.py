@@ -129,7 +129,7 @@ def plan_packed(
     ordered = sorted(sequences, key=lambda pair: (-pair[1], pair[0]))
     work = PackedWork(
         [tokens for _, tokens in ordered], worthwhile(kinds), table.world, table.node_ranks,
-        table.aligned,
+        table.aligned or table.block > 0,
     )  # fmt: skip
     draft, bound_s = search(work)
     finish = _Finish(draft, ordered, kinds, table, prices)
