@@ -73,7 +73,8 @@ PROCESSORS := ONEDNN_MAX_CPU_ISA=AVX2,ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_IS
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 OMP_NUM_THREADS=4
 test-processors: $(STAMP)  ## memory, attention, ops and the zoo as on other processors and with 2 and 4 threads
 	for settings in $(PROCESSORS); do echo $$settings; env OMP_NUM_THREADS=1 $${settings/,/ } $(PY) -m pytest -q \
-		-m "not slow" tests/symbolic_profile tests/ops tests/verify tests/benchmarks/test_zoo.py || exit 1; done
+		-m "not slow" tests/symbolic_profile tests/ops tests/verify && \
+		env OMP_NUM_THREADS=1 $${settings/,/ } $(PY) -m benchmarks.zoo --quick || exit 1; done
 
 # Fresh random training runs, a fifth of the time, and programs against the plain model; what fails is
 # shrunk, and a program is written to tests/fuzz/cases.

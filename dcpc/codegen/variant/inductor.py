@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InductorError, LoweringException
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, Scheduler
@@ -124,12 +125,23 @@ def _compiled(gm: fx.GraphModule, mode: FakeTensorMode, cached: bool) -> Any:
             order["inductor_choices_class"] = InOrder
             stack.enter_context(V.set_choices_handler(InOrder()))
         caching = {"fx_graph_cache": config.fx_graph_cache and cached}
-        stack.enter_context(config.patch(settings(order) | caching))
+        stack.enter_context(config.patch(settings(order | _width(examples)) | caching))
         stack.enter_context(LAYOUTS.extended(AS_THEY_LIE))
         stack.enter_context(SUMS.put(_sums_in_parts))
         stack.enter_context(mode)
         stack.enter_context(tracing(TracingContext(mode)))
         return compile_fx_inner(gm, examples)
+
+
+def _width(examples: Sequence[Any]) -> dict[str, Any]:
+    """Returns how many bits a register of the CPU has, as the setting of Inductor that says so.
+
+    Inductor takes that width by itself, but its cache's key has the setting alone: code that was
+    written for another processor is compiled for this one, and gives other numbers, or NaN.
+    """
+    if not any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in examples):
+        return {}
+    return {"cpp.simdlen": pick_vec_isa().bit_width()}
 
 
 def _without_kernel(error: InductorError, gm: fx.GraphModule) -> OpOverload | None:

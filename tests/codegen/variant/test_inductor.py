@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._inductor import config
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
 import dcpc
+from dcpc.codegen.variant import inductor
 from tests.codegen.made import Made
 
 
@@ -65,3 +70,21 @@ def test_a_convolution_is_compiled_once_for_all_lengths():
     for seq in (9, 14):
         compiled(x=torch.randn(2, 4, seq, dtype=torch.float64)).backward()
     assert compiled.stats().variants == 1
+
+
+def test_code_of_another_processor_is_not_taken_from_inductors_cache(monkeypatch):
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    gm = fx.symbolic_trace(lambda x: torch.sin(x))
+    next(iter(gm.graph.nodes)).meta["val"] = mode.from_tensor(torch.ones(4))
+    keys = []
+    for capability in ("default", ""):  # no vectors, and what this processor has
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        taken = pick_vec_isa()
+
+        def compiling(gm, examples, taken=taken):
+            assert pick_vec_isa() == taken
+            keys.append(config.save_config_portable())
+
+        monkeypatch.setattr(inductor, "compile_fx_inner", compiling)
+        inductor.compile_graph(gm, mode)
+    assert keys[0] != keys[1]
