@@ -25,6 +25,8 @@ from dcpc.runtime.planner.table import PlanTable
 # Other buckets are told where they leave at most this share of the padding; what sizes told are
 # multiples of, if those of all buckets are.
 _WORTH_TELLING, _LARGEST_STEP = 0.8, 64
+# What packing gains at least, where it is chosen by what it is predicted to.
+LEAST_GAIN = 0.01
 # Batches tried until the number of micro-batches is within its bounds.
 _TRIES = 32
 
@@ -45,6 +47,7 @@ class Recipe:
         planner: plans batches, of a model in stages; None: `plan_step` does.
         own: micro-batches run at the lengths of their samples; None: at their buckets'.
         prices: seconds of packed micro-batches; None: `planner` plans, or samples are not packed.
+        chooses: a batch's rows hold one sample each where packing is not predicted to gain.
     """
 
     most: int
@@ -56,6 +59,7 @@ class Recipe:
     planner: BatchPlanner | None = None
     own: OwnLengths | None = None
     prices: PackedPrices | None = None
+    chooses: bool = False
 
     def plan(
         self,
@@ -93,7 +97,7 @@ class Recipe:
         what = "samples" if self.by_samples else "tokens"
         return (
             f"{what}_per_step={self.most}, window={self.window}, mode={self.mode}, "
-            f"{self.allowed}, packs={self.packs}"
+            f"{self.allowed}, packs={'auto' if self.chooses else self.packs}"
         ) + (f", own lengths, multiples of {self.own.multiple}" if self.own else "")
 
 
@@ -313,12 +317,25 @@ def _planned(
     batch: Batch, fit: Callable[[int], Fit], table: PlanTable, recipe: Recipe
 ) -> tuple[StepPlan, Rows]:
     """Returns the plan of a batch, and the rows that it is of."""
+    if not recipe.packs:
+        return recipe.plan(batch.samples, table, lambda i: fit(i).dims), ()
+    found = _packed(batch, fit, table, recipe)
+    if not recipe.chooses:
+        return found
+    numbered = [(number, bucket) for number, (_, bucket) in enumerate(batch.samples)]
+    alone = recipe.plan(numbered, table, lambda number: fit(batch.samples[number][0]).dims)
+    if found[0].makespan_s < alone.makespan_s * (1 - LEAST_GAIN):
+        return found
+    return alone, tuple((i,) for i, _ in batch.samples)
+
+
+def _packed(
+    batch: Batch, fit: Callable[[int], Fit], table: PlanTable, recipe: Recipe
+) -> tuple[StepPlan, Rows]:
     if recipe.prices is not None:
         sequences = [(i, fit(i).tokens) for i, _ in batch.samples]
         only = batch.samples[0][1] if recipe.mode == "intra" else None
         return plan_rows(sequences, table, recipe.prices, only, recipe.mode)
-    if not recipe.packs:
-        return recipe.plan(batch.samples, table, lambda i: fit(i).dims), ()
 
     def row_s(bucket: Bucket) -> float:
         rows = table.rows[table.key(bucket)]

@@ -33,8 +33,15 @@ from dcpc.runtime.data.arguments import (
     check_step,
     check_step_size,
 )
-from dcpc.runtime.data.cuts import PlannedBatch, Recipe, count_steps, cut_epoch, padding_advice
-from dcpc.runtime.data.making import StepMaker, agreed_maker
+from dcpc.runtime.data.cuts import (
+    LEAST_GAIN,
+    PlannedBatch,
+    Recipe,
+    count_steps,
+    cut_epoch,
+    padding_advice,
+)
+from dcpc.runtime.data.making import AUTO, StepMaker, chosen_maker
 from dcpc.runtime.data.progress import Order, Progress, State
 from dcpc.runtime.data.samples import Dataset
 from dcpc.runtime.data.steps import Step
@@ -128,7 +135,9 @@ class DataLoader:
                 nothing: True where the model takes `position_ids`, which restart in each; the name
                 of the input that gets the sequences' numbers (1, 2, ...) where it takes these. Both
                 are made here: samples have the other inputs alone. Needs a model whose attention
-                keeps sequences apart, and `weight`; see `runtime/data/packing.py`.
+                keeps sequences apart, and `weight`; see `runtime/data/packing.py`. "auto": by the
+                input that the model has for it, each step where that is predicted to gain; where a
+                model or loss cannot be packed it is as False, and the log says why.
             weight: what the model's loss is a mean over: "samples", the name of the input with the
                 labels (those not -100 count), `CountLabels`, or a function of a micro-batch's
                 inputs.
@@ -192,23 +201,26 @@ class DataLoader:
             check_stages(mode=mode != "auto", pad_to_longer=pad_to_longer)
             pad_to = "bucket"  # stages are planned at buckets' lengths
         own = None if pad_to == "bucket" else compiled.own_lengths(pad_to_multiple_of)
-        prices = None
-        if packing and planner is None:
+        arguments = weight, pad, check_values, pad_to_longer, loss_depends_on
+        self._maker = chosen_maker(
+            compiled, packing, lambda packs: StepMaker(dataset, compiled, packs, *arguments)
+        )
+        packs, prices = self._maker.packs, None
+        if packs and planner is None:
             lengths = own or compiled.own_lengths(pad_to_multiple_of)
             prices = PackedPrices(lengths, to_bucket=own is None)
         self.recipe = Recipe(
-            most, window, mode, allowed, bool(packing), by_samples, planner, own, prices
-        )
+            most, window, mode, allowed, packs, by_samples, planner, own, prices,
+            chooses=packs and packing == AUTO,
+        )  # fmt: skip
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
-        arguments = packing, weight, pad, check_values, pad_to_longer, loss_depends_on
-        self._maker = agreed_maker(groups, partial(StepMaker, dataset, compiled, *arguments))
         self._progress = Progress(len(self._maker.samples), seed, shuffle, order)
         self._skipped: tuple[int, ...] = ()
         self._name = f"{groups.number('loader')}"
         self._iterations = 0
         self._stats = LoaderStats(padded_to="bucket" if own is None else "longest")
-        self._told_padding = False
+        self._told_padding = self._told_choice = False
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -418,7 +430,18 @@ class DataLoader:
         for cut in cut_epoch(order, fit, now, self.recipe, position, progress.index):
             if cut.skipped and self.on_too_long == "error":
                 self._refuse(cut.skipped[0])
+            self._tell_choice(cut)
             yield cut
+
+    def _tell_choice(self, cut: PlannedBatch) -> None:
+        """Logs once that a step was not packed, by choice."""
+        alone = len(cut.rows) > 1 and all(len(row) == 1 for row in cut.rows)
+        if self.recipe.chooses and alone and not self._told_choice:
+            self._told_choice = True
+            LOG.info(
+                "packing='auto': step %d has one sample a row, as packing is not predicted to gain "
+                "%.0f%%; others are chosen each by itself", cut.index, 100 * LEAST_GAIN,
+            )  # fmt: skip
 
     def _log(self, step: Step) -> None:
         if self.calculate_imbalance and self.compiled.groups.rank == 0:

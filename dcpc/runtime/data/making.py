@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,7 +13,7 @@ from dcpc.buckets import BATCH, Bucket
 from dcpc.errors import DataError, DcpcError
 from dcpc.runtime.data.arguments import check_choices
 from dcpc.runtime.data.cuts import PlannedBatch
-from dcpc.runtime.data.packing import RowMaker
+from dcpc.runtime.data.packing import POSITIONS, RowMaker
 from dcpc.runtime.data.samples import Dataset, Samples
 from dcpc.runtime.data.steps import MicroBatch, Step, pinned
 from dcpc.runtime.data.weights import Weight, weighed, weight_function
@@ -21,6 +23,8 @@ from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan
 from dcpc.runtime.planner.protocol import Compiled
 from dcpc.runtime.values import not_numbers, out_of_range
 
+LOG = logging.getLogger("dcpc")
+AUTO = "auto"  # `packing=`: where it is exact, and predicted to gain
 # What a loss may depend on besides its samples, where `loss_depends_on=` says so.
 DEPENDS_ON = ("micro_batch", "padding", "row")
 
@@ -40,6 +44,35 @@ def agreed_maker(groups: Groups, make: Callable[[], StepMaker]) -> StepMaker:
     agree(groups, groups.world, "DataLoader", "", problem)
     assert made is not None, "no rank has a problem"
     return made
+
+
+def chosen_maker(
+    compiled: Compiled, packing: bool | str, make: Callable[[bool | str], StepMaker]
+) -> StepMaker:
+    """Returns what makes steps, once all ranks have one; it packs as asked for, if it can be.
+
+    Args:
+        compiled: the compiled model.
+        packing: as for the loader. "auto": by the input that the model tells sequences apart by;
+            where packing is refused there is none, and the log says why.
+        make: returns a rank's maker with that packing, "auto" left out.
+
+    Raises:
+        DcpcError: on every rank, of the first one that cannot make it.
+    """
+    groups = compiled.groups
+    if packing != AUTO:
+        return agreed_maker(groups, partial(make, packing))
+    marks = [name for name in compiled.packable.marks if name != POSITIONS]
+    try:
+        return agreed_maker(groups, partial(make, marks[0] if marks else True))
+    except DataError as refused:
+        made = agreed_maker(groups, partial(make, False))
+        if groups.rank == 0:
+            LOG.warning(
+                "packing='auto': steps are not packed, and samples have all inputs, as: %s", refused
+            )
+        return made
 
 
 class StepMaker:
@@ -86,6 +119,11 @@ class StepMaker:
         self._pads_longer = pads_longer
         self._alone = compiled.groups.control(compiled.groups.world) is None
         self._ranges = compiled.value_ranges if check_values else None
+
+    @property
+    def packs(self) -> bool:
+        """Whether samples are laid into rows."""
+        return self._rows is not None
 
     def _dependences(self, compiled: Compiled, pad: Mapping[str, int | float]) -> Mapping[str, str]:
         """What a sample's loss depends on besides the sample, each with what the model says."""

@@ -200,6 +200,51 @@ def test_what_would_be_wrong_is_refused(options, message):
         loader_for(**options)
 
 
+@dataclass
+class Launching(FakePacked):
+    """A micro-batch costs as much as 20 tokens before its first one."""
+
+    def own_lengths(self, multiple: int | None) -> OwnLengths:
+        def seconds_at(bucket, row, sizes, count):
+            return 1e-6 * (20 + count * sizes["seq"] / row.sp)
+
+        return OwnLengths(lambda b, s: True, seconds_at, lambda b: {"seq": 1}, multiple or 1)
+
+
+def test_auto_packs_the_steps_that_gain_by_it_and_tells_of_the_others(caplog):
+    caplog.set_level("INFO", "dcpc")
+    plain = compiled(world=1)
+    made = Launching(plain.buckets, plain.plans, plain.groups, packable=PACKABLE)
+    found = [[s.rows for s in loader_for(made=made, packing=p)] for p in ("auto", True)]
+    assert found[0] == found[1]
+    assert not caplog.records
+    # Two of 30 tokens fit in no row: there is nothing to gain.
+    steps = list(loader_for([30, 30, 9, 9, 9], made, packing="auto", tokens_per_step=60, window=0,
+                            shuffle=False))  # fmt: skip
+    assert [sorted(step.rows) for step in steps] == [[(0,), (1,)], [(2, 3, 4)]]
+    assert [r.args[0] for r in caplog.records] == [0]
+    assert "step 0 has one sample a row" in caplog.text
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"made": compiled(("input_ids", "labels"))}, "expected one named 'position_ids'"),
+    ({"weight": "samples"}, "got weight='samples'"),
+    ({"made": compiled(packable=replace(PACKABLE, reason="node conv joins"))}, "node conv joins"),
+])  # fmt: skip
+def test_auto_trains_what_cannot_be_packed_without_and_says_why(options, reason, caplog):
+    auto, plain = (loader_for(packing=p, lengths=[4, 4, 16], **options) for p in ("auto", False))
+    assert auto.recipe.text() == plain.recipe.text()
+    (told,) = [text for text in caplog.messages if "steps are not packed" in text]
+    assert reason in told
+
+
+def test_auto_takes_the_numbers_of_sequences_where_the_model_tells_them_apart_by_these():
+    numbered = Packable(("segment_ids",), {}, by_numbers=True)
+    made = compiled(("input_ids", "segment_ids", "labels"), numbered, world=1)
+    (step,) = loader_for([5, 6], made, packing="auto", shuffle=False)
+    assert all((mb.inputs["segment_ids"] > 0).all() for mb in step.micro_batches)
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
