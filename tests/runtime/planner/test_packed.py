@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dcpc.buckets import Bucket
 from dcpc.ir import PlanRow
-from dcpc.runtime.planner.own_lengths import OwnLengths
+from dcpc.runtime.planner.own_lengths import BatchLengths, OwnLengths
 from dcpc.runtime.planner.packed.planning import PackedPrices
-from dcpc.runtime.planner.step_planner import plan_rows
+from dcpc.runtime.planner.step_planner import plan_rows, plan_step
 from dcpc.runtime.planner.table import PlanTable
 
 LAUNCH_S, TOKEN_S, SQUARE_S, WIRE_S = 0.5, 2e-3, 2e-5, 4e-4
@@ -135,3 +135,27 @@ def test_seconds_count_what_each_sequence_costs_by_itself():
             assert len(rows) == 1
             assert type(plan.micro_batches[0].seconds_s) is float, "other ranks print it alike"
             assert plan.makespan_s == pytest.approx(expected_s, rel=0.02)
+
+
+@pytest.mark.parametrize(("world", "count", "most_gap"), [(4, 120, 0.05), (8, 400, 0.03)])
+def test_buckets_that_hold_no_long_sequences_do_not_mislead(world, count, most_gap):
+    """A short bucket takes many rows, and so fewer launches, but not the longer sequences."""
+    random = np.random.default_rng(0)
+    lengths = random.lognormal(4.5, 0.8, count).clip(2, 1600).astype(int).tolist()
+    buckets = tuple(Bucket((("seq", n),)) for n in (100, 400, 800, 1600))
+    rows = tuple(
+        tuple(
+            PlanRow(1, m, 0, seconds_at(b, PlanRow(1, m, 0, 0.0), b.sizes, m))
+            for m in (1, 2, 4, 8, 16, 32, 64)
+            if m <= most
+        )
+        for b, most in zip(buckets, (64, 16, 4, 2), strict=True)
+    )
+    table = PlanTable(buckets, rows, world, 8)
+    samples = [(i, next(b for b in buckets if b["seq"] >= n)) for i, n in enumerate(lengths)]
+    dims = {i: (("seq", n),) for i, n in enumerate(lengths)}
+    padded = plan_step(samples, table, "auto", None, BatchLengths(lengths_of(), dims))
+    plan, packed = planned(lengths, table)
+    check(lengths, table, plan, packed)
+    assert plan.gap < most_gap
+    assert plan.makespan_s < padded.makespan_s

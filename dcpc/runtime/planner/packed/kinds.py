@@ -107,7 +107,7 @@ class PackedWork:
         load_s: seconds that a sequence adds to a micro-batch, [kind, sequence]; inf: does not fit.
         long: number of sequences that are placed one by one, the first ones.
         base: number of the kind that runs the others most cheaply.
-        bases: numbers of the kinds of its degree.
+        bases: numbers of the kinds of its degree that hold each of the others.
         pace_s: seconds that a token of the others takes, by kind.
         short_tokens: tokens of the others.
     """
@@ -131,14 +131,15 @@ class PackedWork:
         self.load_s: Floats = np.stack([k.load_s(n) for k in kinds])
         self.load_s[self.room[:, None] < n] = inf
         self.base = self._cheapest()
-        self.bases = [j for j, k in enumerate(kinds) if k.degree == self.degree[self.base]]
         self.long = self._count_long()
         short = n[self.long :]
         self.short_tokens = float(short.sum())
-        paces_s = [k.curve[0][1] for k in kinds]
-        if len(short):
-            paces_s = [float(k.load_s(short).sum()) / self.short_tokens for k in kinds]
-        self.pace_s: Floats = np.array(paces_s)
+        longest = short.max(initial=0.0)
+        fits = (self.degree == self.degree[self.base]) & (self.room >= longest)
+        self.bases: list[int] = np.nonzero(fits)[0].tolist()
+        if self.base not in self.bases:
+            self.base = min(self.bases, key=lambda j: self.fixed_s[j] / self.tokens[j])
+        self.pace_s: Floats = np.array([_pace_s(k, short) for k in kinds])
 
     def shares_s(self) -> Floats:
         """Returns rank-seconds of each sequence in a full micro-batch, [kind, sequence]."""
@@ -157,7 +158,15 @@ class PackedWork:
         return int(cost_s.argmin())
 
     def _count_long(self) -> int:
-        longest = self.room[self.bases].max()
-        least = min(_LONG * self.tokens[self.base], longest)
+        longest = self.room[self.degree == self.degree[self.base]].max()
+        least = min(_LONG * self.tokens[self.base], self.room[self.base])
         count = min(_MOST_LONG, int((self.lengths > least).sum()))
         return max(count, int((self.lengths > longest).sum()))
+
+
+def _pace_s(kind: BinKind, lengths: Floats) -> float:
+    """Mean seconds of a token of those sequences that a row of this kind holds."""
+    held = lengths[lengths <= kind.room]
+    if not len(held):
+        return kind.curve[-1][1] if len(lengths) else kind.curve[0][1]
+    return float(kind.load_s(held).sum() / held.sum())

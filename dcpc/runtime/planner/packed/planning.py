@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,6 +19,8 @@ from dcpc.runtime.planner.packed.search import search
 from dcpc.runtime.planner.plans import PlannedMicroBatch
 from dcpc.runtime.planner.table import PlanTable
 
+# Numbers of rows that the sequences of a micro-batch are laid into, besides as many as they had.
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Seconds of a token are known at a row's length, its half and so on, down to this.
 _SHORTEST = 16
 # What a launch costs is read between a full micro-batch and this part of one.
@@ -27,6 +30,7 @@ _HELD = 1e-3
 _LEAST_S = 1e-15  # of a token
 
 Rows = tuple[tuple[int, ...], ...]
+_Found = tuple[float, BinKind, Dims, list[list[int]]]  # seconds, kind, length, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,25 +160,17 @@ class _Finish:
         self.rows: list[tuple[int, ...]] = []
         self._draft, self._ordered, self._prices, self._table = draft, ordered, prices, table
         self._of_degree: dict[int, list[BinKind]] = {}
-        for kind in kinds:
+        for kind in sorted(kinds, key=lambda k: (k.room, k.rows)):
             self._of_degree.setdefault(kind.degree, []).append(kind)
 
     def micro_batches(self) -> Iterator[PlannedMicroBatch]:
-        """Yields the micro-batches, each by the row of its degree that runs it fastest."""
+        """Yields the micro-batches, each in the rows and by the setting that are fastest."""
         for own in self._draft.bins:
             if own.empty:
                 continue
-            rows = _level(self._draft, own)
-            tokens = [sum(self._ordered[s][1] for s in row) for row in rows]
-            lengths = [self._ordered[s][1] for row in rows for s in row]
             degree = self._draft.work.kinds[own.kind].degree
-            fits = [
-                kind
-                for kind in self._of_degree[degree]
-                if kind.rows >= len(rows) and kind.room >= max(tokens)
-            ]
-            seconds_s, kind, dims = min(
-                (self._priced(kind, len(rows), max(tokens), lengths) for kind in fits),
+            seconds_s, kind, dims, rows = min(
+                (found for rows in self._ways(own) for found in self._run(degree, rows)),
                 key=lambda found: (found[0], found[1].room, found[1].rows, found[1].number),
             )
             numbers = tuple(range(len(self.rows), len(self.rows) + len(rows)))
@@ -185,6 +181,35 @@ class _Finish:
                 bucket, degree, tuple(range(own.first, own.first + degree)), numbers, seconds_s,
                 row.micro_batch, row.menu_step, dims=() if dims == bucket.shape_key else dims,
             )  # fmt: skip
+
+    def _ways(self, own: Bin) -> Iterator[list[list[int]]]:
+        """Yields rows for the sequences of a micro-batch: as they were laid, and fewer, level ones.
+
+        Rows are padded to the longest of them, so few that are level leave least padding.
+        """
+        used = [row for row in own.rows if row]
+        yield used
+        lengths = self._draft.work.lengths
+        sequences = sorted(s for row in used for s in row)  # the longest first
+        for count in sorted({n for n in _ROWS if n < len(used)} | {len(used)}):
+            level: list[list[int]] = [[] for _ in range(count)]
+            heap = [(0.0, number) for number in range(count)]
+            for sequence in sequences:
+                tokens, number = heap[0]
+                level[number].append(sequence)
+                heapq.heapreplace(heap, (tokens + float(lengths[sequence]), number))
+            yield level
+
+    def _run(self, degree: int, rows: list[list[int]]) -> Iterator[_Found]:
+        """Yields how long rows take: for each setting of recompute by the smallest that holds."""
+        tokens = max(sum(self._ordered[s][1] for s in row) for row in rows)
+        lengths = [self._ordered[s][1] for row in rows for s in row]
+        seen = set()
+        for kind in self._of_degree[degree]:
+            menu_step = self._table.rows[kind.key][kind.number].menu_step
+            if kind.rows >= len(rows) and kind.room >= tokens and menu_step not in seen:
+                seen.add(menu_step)
+                yield (*self._priced(kind, len(rows), tokens, lengths), rows)
 
     def _priced(
         self, kind: BinKind, count: int, tokens: int, lengths: Sequence[int]
@@ -200,19 +225,3 @@ class _Finish:
         whole_s = self._prices.own.seconds_s(bucket, row, dims, count)
         found_s = whole_s + apart_s + count * (padding_s - alone_s)
         return max(_LEAST_S, found_s), kind, dims
-
-
-def _level(draft: PackedDraft, own: Bin) -> list[list[int]]:
-    """The sequences of a micro-batch in as many rows, of tokens as equal as they can be found."""
-    used = [row for row in own.rows if row]
-    if len(used) < 2:
-        return used
-    lengths, kind = draft.work.lengths, draft.work.kinds[own.kind]
-    level: list[list[int]] = [[] for _ in used]
-    tokens = [0.0] * len(used)
-    for sequence in sorted(s for row in used for s in row):  # the longest first
-        at = min(range(len(used)), key=tokens.__getitem__)
-        level[at].append(sequence)
-        tokens[at] += float(lengths[sequence])
-    before = max(float(lengths[row].sum()) for row in used)
-    return level if max(tokens) <= min(before, kind.room) else used
