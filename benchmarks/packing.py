@@ -10,7 +10,7 @@ the same steps from the same weights, one step each in turn, and their losses ar
     padded     DistributedDataParallel, batches of 4 padded to their longest; no memory limit
 
 Then one rank runs packed micro-batches of 12 mixtures of lengths (a quarter as long in `--quick`):
-the lower quartile of their seconds against the plan's. Plans are made after a calibration.
+seconds that the process computes in these against the plan's. Plans are made after a calibration.
 """
 
 from __future__ import annotations
@@ -209,11 +209,12 @@ def mixtures(run: Run) -> tuple[list[list[Cell]], dict[str, Cell]]:
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(run.rounds + 1):
         for name, step in steps.items():
+            begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
             result = made.train_step(step)
+            wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
             if turn:  # the first compiles
-                taken[name].append(sum(result.micro_batch_s))
-    # As the calibration does: other processes only ever add to what a call takes.
-    measured_s = {name: sorted(each)[len(each) // 4] for name, each in taken.items()}
+                taken[name].append(cpu_s * sum(result.micro_batch_s) / wall_s)
+    measured_s = {name: median(each) for name, each in taken.items()}
     planned_s = {name: step.plan.makespan_s for name, step in steps.items()}
     ratios = {name: planned_s[name] / measured_s[name] for name in steps}
     in_order = sorted(steps, key=planned_s.__getitem__)
