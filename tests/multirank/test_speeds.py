@@ -49,7 +49,7 @@ def train(rank: int, speeds: object) -> dict[str, object]:
             plan = step.plan
             PlannedClock.spans = [m.seconds_s / slowness(plan.speeds, rank, 1) for m in own]
             found["errors"].append(compared(compiled, step, Ragged()))
-            found["tokens"].append(sum(m.bucket["seq"] * len(m.sample_ids) for m in own))
+            found["tokens"].append(sum(m.shape["seq"] * len(m.sample_ids) for m in own))
             found["plans"].append((plan.fingerprint, plan.speeds))
     stats = compiled.stats()
     found["speeds"], found["changes"] = stats.speeds, stats.speed_changes
