@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from math import gcd, prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from dcpc.runtime.data.window import Batch, Position, take
 from dcpc.runtime.planner.own_lengths import BatchLengths, Dims, OwnLengths
 from dcpc.runtime.planner.packed.planning import PackedPrices
 from dcpc.runtime.planner.plan_file import plan_json, plan_of
-from dcpc.runtime.planner.plans import Mode, StepPlan
+from dcpc.runtime.planner.plans import FREE_MODES, Mode, StepPlan
 from dcpc.runtime.planner.protocol import BatchPlanner
 from dcpc.runtime.planner.step_planner import Allowed, plan_rows, plan_step
 from dcpc.runtime.planner.table import PlanTable
@@ -27,6 +28,9 @@ from dcpc.runtime.planner.table import PlanTable
 _WORTH_TELLING, _LARGEST_STEP = 0.8, 64
 # What packing gains at least, where it is chosen by what it is predicted to.
 LEAST_GAIN = 0.01
+# Mode "evolve" searches for this part of the seconds of the step that runs meanwhile, at most so
+# many: later turns find little.
+_EVOLVES, _MOST_EVOLVES_S = 0.5, 5.0
 # Batches tried until the number of micro-batches is within its bounds.
 _TRIES = 32
 
@@ -254,8 +258,11 @@ def cut_epoch(
     recipe: Recipe,
     position: Position,
     index: int,
+    evolves: bool = False,
 ) -> Iterator[PlannedBatch]:
     """Yields the planned batches of what is left of an epoch.
+
+    How many turns an evolution has depends on the clock.
 
     Args:
         order: index in the dataset of each place of the epoch.
@@ -264,15 +271,26 @@ def cut_epoch(
         recipe: how to form and plan.
         position: where the epoch is.
         index: number of the next step.
+        evolves: a better plan is searched for while the step before runs.
     """
+    runs_s = 0.0
     while position.start < len(order):
         begin_s = time.perf_counter()
         now = table()
         batch, plan, rows = _bounded(order, fit, now, recipe, position)
+        end_s = begin_s + min(_EVOLVES * runs_s, _MOST_EVOLVES_S)
+        if evolves and plan is not None and time.perf_counter() < end_s:
+            plan, rows = _further(batch, fit, now, recipe, plan, rows, _until(end_s))
+        runs_s = plan.makespan_s if plan is not None else 0.0
         position = batch.after
         took_s = time.perf_counter() - begin_s
         yield PlannedBatch(index, plan, batch.tokens, batch.skipped, position, took_s, now, rows)
         index += 1
+
+
+def _until(end_s: float) -> Iterator[int]:
+    """Yields 0, 1, ... until some moment."""
+    return takewhile(lambda _: time.perf_counter() < end_s, count())
 
 
 def _bounded(
@@ -313,13 +331,37 @@ def _bounded(
     return batch, plan, rows
 
 
+def _further(
+    batch: Batch,
+    fit: Callable[[int], Fit],
+    table: PlanTable,
+    recipe: Recipe,
+    plan: StepPlan,
+    rows: Rows,
+    turns: Iterable[int],
+) -> tuple[StepPlan, Rows]:
+    """Returns a plan that ends earlier and its rows, where an evolution finds one."""
+    if recipe.prices is None or plan.makespan_s <= plan.bound_s:
+        return plan, rows
+    other, other_rows = _planned(batch, fit, table, recipe, turns)
+    allowed = recipe.allowed
+    holds = allowed.holds(other) or not allowed.holds(plan)
+    if holds and other.accumulation >= min(allowed.least, plan.accumulation):
+        return other, other_rows
+    return plan, rows
+
+
 def _planned(
-    batch: Batch, fit: Callable[[int], Fit], table: PlanTable, recipe: Recipe
+    batch: Batch,
+    fit: Callable[[int], Fit],
+    table: PlanTable,
+    recipe: Recipe,
+    turns: Iterable[int] = (),
 ) -> tuple[StepPlan, Rows]:
     """Returns the plan of a batch, and the rows that it is of."""
     if not recipe.packs:
         return recipe.plan(batch.samples, table, lambda i: fit(i).dims), ()
-    found = _packed(batch, fit, table, recipe)
+    found = _packed(batch, fit, table, recipe, turns)
     if not recipe.chooses:
         return found
     numbered = [(number, bucket) for number, (_, bucket) in enumerate(batch.samples)]
@@ -330,16 +372,20 @@ def _planned(
 
 
 def _packed(
-    batch: Batch, fit: Callable[[int], Fit], table: PlanTable, recipe: Recipe
+    batch: Batch,
+    fit: Callable[[int], Fit],
+    table: PlanTable,
+    recipe: Recipe,
+    turns: Iterable[int],
 ) -> tuple[StepPlan, Rows]:
     if recipe.prices is not None:
         sequences = [(i, fit(i).tokens) for i, _ in batch.samples]
         only = batch.samples[0][1] if recipe.mode == "intra" else None
-        return plan_rows(sequences, table, recipe.prices, only, recipe.mode)
+        return plan_rows(sequences, table, recipe.prices, only, recipe.mode, turns)
 
     def row_s(bucket: Bucket) -> float:
         rows = table.rows[table.key(bucket)]
-        usable = rows if recipe.mode == "auto" else rows[:1]
+        usable = rows if recipe.mode in FREE_MODES else rows[:1]
         return min(row.rank_seconds for row in usable)
 
     one = recipe.mode == "intra"

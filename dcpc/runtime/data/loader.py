@@ -51,7 +51,7 @@ from dcpc.runtime.groups.relay import Relay
 from dcpc.runtime.planner.own_lengths import BatchLengths
 from dcpc.runtime.planner.packed.planning import PackedPrices
 from dcpc.runtime.planner.plan_file import PlanFile
-from dcpc.runtime.planner.plans import MODES, Mode, StepPlan, step_plan
+from dcpc.runtime.planner.plans import FREE_MODES, MODES, Mode, StepPlan, step_plan
 from dcpc.runtime.planner.protocol import Compiled
 from dcpc.runtime.planner.table import PlanTable, mode_table
 
@@ -105,8 +105,10 @@ class DataLoader:
             tokens_per_step: most tokens of a global batch (a longer single sample is a step of its
                 own); the tokens of a sample are the product of its named dims.
             samples_per_step: instead: samples of a global batch, the next in the epoch's order.
-            mode: "auto": any row of the plan table for any micro-batch; "inter": each bucket's own
-                setting, buckets mixed and balanced; "intra": one bucket a step, at its own setting.
+            mode: "auto": any row of the plan table for any micro-batch; "evolve": the same, and
+                with `packing` the search goes on while the step before runs; "inter": each bucket's
+                own setting, buckets mixed and balanced; "intra": one bucket a step, at its own
+                setting.
             min_grad_accumulation_steps: micro-batches that the rank with most runs in a step, at
                 least: batches are enlarged beyond `tokens_per_step` until it does. Not in "intra".
             max_grad_accumulation_steps: at most: batches are cut smaller; None: any number.
@@ -176,7 +178,7 @@ class DataLoader:
         )  # fmt: skip
         if plan_timeout_s is not None:
             check_seconds("plan_timeout_s", plan_timeout_s)
-        if pad_to_longer and (pad is None or mode != "auto"):
+        if pad_to_longer and (pad is None or mode not in FREE_MODES):
             raise DataError(
                 f"pad_to_longer: got mode={mode!r} and pad={pad}; expected mode='auto' and a value "
                 "to fill up each input with; give both, or leave it out"
@@ -198,7 +200,7 @@ class DataLoader:
         self.calculate_imbalance = calculate_imbalance
         planner = compiled.batch_planner
         if planner is not None:
-            check_stages(mode=mode != "auto", pad_to_longer=pad_to_longer)
+            check_stages(mode=mode not in FREE_MODES, pad_to_longer=pad_to_longer)
             pad_to = "bucket"  # stages are planned at buckets' lengths
         own = None if pad_to == "bucket" else compiled.own_lengths(pad_to_multiple_of)
         arguments = weight, pad, check_values, pad_to_longer, loss_depends_on
@@ -427,7 +429,11 @@ class DataLoader:
         progress, fit = self._progress, self._maker.samples.fit
         order, position = progress.order(), progress.position
         now = _TableNow(self, table)
-        for cut in cut_epoch(order, fit, now, self.recipe, position, progress.index):
+        groups = self.compiled.groups
+        # Not where each rank plans by itself: the clocks of ranks differ.
+        one = groups.world == 1 or groups.control(groups.world) is not None
+        evolves = one and self.recipe.mode == "evolve" and self.lookahead > 0
+        for cut in cut_epoch(order, fit, now, self.recipe, position, progress.index, evolves):
             if cut.skipped and self.on_too_long == "error":
                 self._refuse(cut.skipped[0])
             self._tell_choice(cut)

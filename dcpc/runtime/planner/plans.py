@@ -14,8 +14,10 @@ from typing import Literal
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 
-Mode = Literal["auto", "intra", "inter"]
-MODES: tuple[Mode, ...] = ("auto", "intra", "inter")
+Mode = Literal["auto", "evolve", "intra", "inter"]
+MODES: tuple[Mode, ...] = ("auto", "evolve", "intra", "inter")
+# Those that choose among all rows of the plan table.
+FREE_MODES: tuple[Mode, ...] = ("auto", "evolve")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class Source(Protocol):
 
     @property
     def tables(self) -> Mapping[Bucket, Sequence[PlanRow]]:
-        """Every setting of each bucket: what the mode "auto" chooses from."""
+        """Every setting of each bucket: what the modes "auto" and "evolve" choose from."""
 
     @property
     def block(self) -> int:

@@ -3,6 +3,7 @@
     intra   the bucket's own setting; the loader gives batches of one bucket
     inter   each bucket's own setting, buckets mixed, dealt longest first
     auto    any row for any micro-batch: the best of several kinds of plan
+    evolve  the same; where samples are packed, the search goes on while there is time
 
 For "auto" the candidates are each bucket's cheapest rows dealt longest first, the same with faster
 rows for what would otherwise take too long, the best of these and the rows of fewest rank-seconds
@@ -15,7 +16,7 @@ Pure: equal arguments give equal plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -30,7 +31,14 @@ from dcpc.runtime.planner.fit import fitted
 from dcpc.runtime.planner.own_lengths import BatchLengths
 from dcpc.runtime.planner.packed.planning import PackedPrices, plan_packed
 from dcpc.runtime.planner.packed.planning import Rows as PackedRows
-from dcpc.runtime.planner.plans import Mode, PlannedMicroBatch, StepPlan, better, step_plan
+from dcpc.runtime.planner.plans import (
+    FREE_MODES,
+    Mode,
+    PlannedMicroBatch,
+    StepPlan,
+    better,
+    step_plan,
+)
 from dcpc.runtime.planner.speeds import power, speeds_text
 from dcpc.runtime.planner.splits.padding import share_padding, split_by_length
 from dcpc.runtime.planner.table import PlanTable
@@ -91,7 +99,7 @@ def plan_step(
     if lengths is not None:
         samples = lengths.ordered(samples)
     bound = _bound(samples, table, allowed.pads, lengths)
-    if mode == "auto":
+    if mode in FREE_MODES:
         found = _auto(samples, table, allowed.pads, bound.seconds_s, lengths)
         best = _best(map(partial(_timed, table), found), allowed, bound.seconds_s)
     elif lengths is not None:
@@ -114,6 +122,7 @@ def plan_rows(
     prices: PackedPrices,
     bucket: Bucket | None = None,
     mode: Mode = "auto",
+    turns: Iterable[int] = (),
 ) -> tuple[StepPlan, PackedRows]:
     """Returns the plan of a global batch whose rows hold several sequences, and its rows.
 
@@ -125,6 +134,8 @@ def plan_rows(
         prices: seconds of micro-batches.
         bucket: the only one to use; None: any.
         mode: name for the plan.
+        turns: of a search that goes on from the plan without any: 0, 1, ...; equal turns find equal
+            plans, and more of them none that ends later.
 
     Raises:
         PlanError: no sequences, or one that is longer than every bucket.
@@ -132,11 +143,12 @@ def plan_rows(
     if not sequences:
         raise PlanError("the global batch: got 0 sequences, expected at least 1; fill the batch")
     keys = range(len(table.buckets)) if bucket is None else [table.key(bucket)]
-    packed = plan_packed(sequences, table, keys, prices)
-    if table.speeds:
-        best = assign(packed.micro_batches, table.world, table.speeds)
-    else:
-        best = step_plan(packed.micro_batches, table.world, table.block)
+    found = [
+        (packed, assign(packed.micro_batches, table.world, table.speeds) if table.speeds
+         else step_plan(packed.micro_batches, table.world, table.block))
+        for packed in plan_packed(sequences, table, keys, prices, turns)
+    ]  # fmt: skip
+    packed, best = min(found, key=lambda plan: plan[1].makespan_s)
     bound_s = min(packed.bound_s, best.makespan_s)
     named = replace(best, bound_s=bound_s, mode=mode, table=table.hash, speeds=table.speeds)
     return replace(named, binds=_binds(named, packed.work_s)), packed.rows

@@ -16,7 +16,7 @@ from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan, PlanRow
 from dcpc.runtime.planner.deal import check_setting
-from dcpc.runtime.planner.plans import PlannedMicroBatch
+from dcpc.runtime.planner.plans import FREE_MODES, PlannedMicroBatch
 from dcpc.runtime.planner.protocol import Source
 from dcpc.runtime.planner.speeds import Speeds
 
@@ -157,7 +157,7 @@ def holds(bucket: Bucket, other: Bucket) -> bool:
 def mode_table(
     source: Source, mode: str, world: int, node_ranks: int, aligned: bool = False
 ) -> PlanTable:
-    """Returns what a mode chooses from: every row for "auto", else each bucket's own setting.
+    """Returns what a mode chooses from: every row, or each bucket's own setting.
 
     Args:
         source: plans and tables of the buckets.
@@ -169,7 +169,7 @@ def mode_table(
     Raises:
         PlanError: a bucket has no row that fits.
     """
-    if mode == "auto":
+    if mode in FREE_MODES:
         found = make_table(source.tables, world, node_ranks, aligned)
     else:
         found = own_settings(source.plans, world, node_ranks)

@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +14,14 @@ from hypothesis import strategies as st
 from dcpc.buckets import Bucket, Buckets
 from dcpc.errors import DataError
 from dcpc.ir import Packable
+from dcpc.runtime.data import cuts
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.packing import fill_rows, pack
 from dcpc.runtime.data.weights import CountLabels
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.planner.own_lengths import OwnLengths
 from dcpc.runtime.planner.plan_file import PlanFile
+from dcpc.runtime.planner.step_planner import plan_rows
 from tests.cases.fakes import FakeCompiled, RaggedWithDims, plan_for
 
 LENGTHS_FILE = Path(__file__).parents[4] / "shared" / "data" / "lengths" / "wikipedia_192k_03.json"
@@ -114,6 +118,30 @@ def test_epoch_has_every_sample_once(lengths, tokens, mode, window):
             assert all(sum(lengths[i] for i in row) <= mb.bucket["seq"] for row in mb.rows)
         if mode == "intra":
             assert len({mb.bucket for mb in step.plan.micro_batches}) == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "lookahead", "mode", "goes_on"),
+    [(1, 1, "evolve", True), (1, 0, "evolve", False), (2, 1, "evolve", False),
+     (1, 1, "auto", False)],
+)  # fmt: skip
+def test_evolve_goes_on_where_a_step_runs_meanwhile_and_one_rank_plans(
+    world, lookahead, mode, goes_on, monkeypatch
+):
+    clock, turned = count(), []
+
+    def plan_counting(*given):
+        *others, turns = given
+        turned.append(list(turns))
+        return plan_rows(*others, turned[-1])
+
+    monkeypatch.setattr(cuts, "time", SimpleNamespace(perf_counter=lambda: 1e-6 * next(clock)))
+    monkeypatch.setattr(cuts, "plan_rows", plan_counting)
+    made = loader_for(made=compiled(world=world), mode=mode, lookahead=lookahead)
+    steps = list(made)
+    assert sorted(i for step in steps for i in trained(step)) == list(range(len(LENGTHS)))
+    assert any(turned) is goes_on
+    assert len(turned) <= 2 * len(steps) - 1  # the first has no step before it
 
 
 def test_state_resumes_in_the_middle_at_another_world_size_and_without_packing():

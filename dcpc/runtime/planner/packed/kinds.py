@@ -22,8 +22,8 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-# A sequence of more than this share of a cheapest micro-batch is placed before the others; the most
-# that are, but for those that fit in none.
+# A sequence of more than this share of a cheapest micro-batch is placed before the others, if no
+# other is given; the most that are, but for those that fit in none.
 _LONG, _MOST_LONG = 0.25, 140
 # The shorter share of a batch whose cheapest degree is that of the others.
 _SHORT = 0.9
@@ -114,12 +114,23 @@ class PackedWork:
 
     def __init__(
         self,
-        lengths: Sequence[int],
+        lengths: Sequence[float],
         kinds: Sequence[BinKind],
         ranks: int,
         node_ranks: int = 8,
         aligned: bool = False,
+        long_share: float = _LONG,
     ) -> None:
+        """Sorts the sequences.
+
+        Args:
+            lengths: tokens of each sequence.
+            kinds: bins to choose from.
+            ranks: how many there are.
+            node_ranks: ranks of a node.
+            aligned: groups are blocks that begin at a multiple of their size.
+            long_share: of a cheapest micro-batch, beyond which a sequence counts as long.
+        """
         self.lengths: Floats = np.sort(np.asarray(lengths, dtype=np.float64))[::-1].copy()
         self.kinds, self.ranks, self.aligned = tuple(kinds), ranks, aligned
         self.node_ranks = max(1, min(node_ranks, ranks))
@@ -131,7 +142,7 @@ class PackedWork:
         self.load_s: Floats = np.stack([k.load_s(n) for k in kinds])
         self.load_s[self.room[:, None] < n] = inf
         self.base = self._cheapest()
-        self.long = self._count_long()
+        self.long = self._count_long(long_share)
         short = n[self.long :]
         self.short_tokens = float(short.sum())
         longest = short.max(initial=0.0)
@@ -150,6 +161,11 @@ class PackedWork:
         """Returns seconds of each sequence by itself, [kind, sequence]."""
         return np.asarray(self.fixed_s[:, None] + self.load_s)
 
+    @property
+    def tokens_in_s(self) -> float:
+        """Tokens of short sequences that all ranks take up in a second."""
+        return float(self.ranks / (self.degree[self.base] * self.pace_s[self.base]))
+
     def _cheapest(self) -> int:
         short = self.lengths <= np.quantile(self.lengths, _SHORT)
         cost_s = self.shares_s()[:, short].sum(axis=1)
@@ -157,9 +173,14 @@ class PackedWork:
             return int(self.room.argmax())
         return int(cost_s.argmin())
 
-    def _count_long(self) -> int:
+    def with_long(self, share: float) -> PackedWork:
+        """Returns the same batch, where a sequence of more than this share counts as long."""
+        lengths = self.lengths.tolist()
+        return PackedWork(lengths, self.kinds, self.ranks, self.node_ranks, self.aligned, share)
+
+    def _count_long(self, share: float) -> int:
         longest = self.room[self.degree == self.degree[self.base]].max()
-        least = min(_LONG * self.tokens[self.base], self.room[self.base])
+        least = min(share * self.tokens[self.base], self.room[self.base])
         count = min(_MOST_LONG, int((self.lengths > least).sum()))
         return max(count, int((self.lengths > longest).sum()))
 

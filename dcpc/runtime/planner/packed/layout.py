@@ -82,6 +82,19 @@ class _Places:
     cost_s: Floats
 
 
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a layout does otherwise than placing each sequence, longest first, where it is cheapest.
+
+    Attributes:
+        order: the long sequences, in the order in which they are placed.
+        against: tokens that a place by some kind costs more, [sequence, kind].
+    """
+
+    order: Integers
+    against: Floats
+
+
 class Layout:
     """The long sequences of a batch placed in a step of given seconds.
 
@@ -93,7 +106,17 @@ class Layout:
         segments: ranks without a group, or after one.
     """
 
-    def __init__(self, fluid: ShortFluid, step_s: float) -> None:
+    def __init__(
+        self, fluid: ShortFluid, step_s: float, wishes: Wishes | None = None, least: float = 0.0
+    ) -> None:
+        """Places the sequences.
+
+        Args:
+            fluid: what the short ones need.
+            step_s: seconds of the step.
+            wishes: order and kinds of the long ones.
+            least: spare tokens below which no more are placed.
+        """
         self.fluid, self.work, self.step_s = fluid, fluid.work, step_s
         work = self.work
         self.segments = [Segment(0, work.ranks, step_s)]
@@ -105,9 +128,12 @@ class Layout:
         self._open = np.zeros(count, dtype=bool)
         most = work.ranks * float(fluid.rank_tokens(np.array(step_s)))
         self.spare = most - work.short_tokens
-        for sequence in range(count):
-            if self.spare < 0 or not self._place(sequence):
-                self.spare = min(self.spare, -float(work.lengths[sequence:].sum()))
+        self._against = None if wishes is None else wishes.against
+        order = np.arange(count) if wishes is None else wishes.order
+        for number, sequence in enumerate(order.tolist()):
+            if self.spare < least or not self._place(sequence):
+                left = float(work.lengths[order[number:]].sum()) + work.short_tokens
+                self.spare = min(self.spare, -left)
                 break
 
     def _place(self, sequence: int) -> bool:
@@ -122,6 +148,8 @@ class Layout:
         displaced = np.concatenate([p.before for p in places]) - value
         thrift = _THRIFT / self.work.pace_s[self.work.base]
         cost = displaced + thrift * np.concatenate([p.cost_s for p in places])
+        if self._against is not None:
+            cost += self._against[sequence][kind]
         ends = np.cumsum([len(p.where) for p in places])
         for at in np.argsort(cost, kind="stable")[:_TRIED].tolist():
             if not np.isfinite(cost[at]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -104,15 +104,19 @@ class PackedPlan:
 
 def plan_packed(
     sequences: Sequence[tuple[int, int]], table: PlanTable, keys: Sequence[int],
-    prices: PackedPrices,
-) -> PackedPlan:  # fmt: skip
+    prices: PackedPrices, turns: Iterable[int] = (),
+) -> list[PackedPlan]:  # fmt: skip
     """Returns packed micro-batches of a global batch, every sequence in one row.
+
+    There are two plans where an evolution found another one, which by the rows' formulas ends
+    earlier.
 
     Args:
         sequences: id and tokens of each.
         table: rows to choose from.
         keys: numbers of the buckets that may be used.
         prices: seconds of micro-batches.
+        turns: of the evolution.
 
     Raises:
         PlanError: a sequence is longer than every bucket.
@@ -135,11 +139,14 @@ def plan_packed(
         [tokens for _, tokens in ordered], worthwhile(kinds), table.world, table.node_ranks,
         table.aligned or table.block > 0,
     )  # fmt: skip
-    draft, bound_s = search(work)
-    finish = _Finish(draft, ordered, kinds, table, prices)
-    micro_batches = tuple(finish.micro_batches())
+    drafts, bound_s = search(work, turns)
     work_s = float(work.shares_s().min(axis=0).sum()) / table.world
-    return PackedPlan(micro_batches, tuple(finish.rows), bound_s, work_s)
+    plans = []
+    for draft in drafts:
+        finish = _Finish(draft, ordered, kinds, table, prices)
+        micro_batches = tuple(finish.micro_batches())
+        plans.append(PackedPlan(micro_batches, tuple(finish.rows), bound_s, work_s))
+    return plans
 
 
 class _Finish:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dcpc.runtime.planner.packed.bound import averaged_bound, packed_bound
+from dcpc.runtime.planner.packed.evolution import evolved
 from dcpc.runtime.planner.packed.filling import PackedDraft, filled
 from dcpc.runtime.planner.packed.fluid import ShortFluid
 from dcpc.runtime.planner.packed.kinds import PackedWork
@@ -14,10 +17,17 @@ _FINELY, _FIRST = 0.003, 0.02
 _EAGER, _NEAR = 1.1, 0.2
 # Longer steps that are tried for a filling that ends earlier.
 _LONGER = (1.0, 1.004, 1.01, 1.02)
+# What chance is drawn from where the search goes on.
+_SEED = 0
 
 
-def search(work: PackedWork) -> tuple[PackedDraft, float]:
-    """Returns the micro-batches of a batch, and a lower bound of its seconds."""
+def search(work: PackedWork, turns: Iterable[int] = ()) -> tuple[list[PackedDraft], float]:
+    """Returns the micro-batches of a batch, and a lower bound of its seconds.
+
+    Args:
+        work: the batch.
+        turns: of an evolution that begins with what was found, and whose best comes last.
+    """
     bound_s = averaged_bound(work)
     # In so long a step one group could run all sequences one by one.
     longest_s = float(work.alone_s().min(axis=0).sum()) + bound_s
@@ -33,13 +43,15 @@ def search(work: PackedWork) -> tuple[PackedDraft, float]:
             ends_s = float(draft.ends_s().max())
             if ends_s < best_s:
                 best, best_s = draft, ends_s
-    return best, packed_bound(work, best_s)
+    bound_s = packed_bound(work, best_s)
+    further = best if best_s <= bound_s else evolved(work, best, turns, _SEED)
+    return [best] if further is best else [best, further], bound_s
 
 
 def _shortest(fluid: ShortFluid, bound_s: float) -> Layout:
     """The layout of the shortest step that was found to hold the batch, as a liquid."""
     work = fluid.work
-    tokens_in_s = work.ranks / (work.degree[work.base] * work.pace_s[work.base])
+    tokens_in_s = work.tokens_in_s
     low_s, step_s, more = bound_s, bound_s * (1 + _FIRST), _FIRST
     layout = Layout(fluid, step_s)
     while layout.spare < 0:
