@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -202,13 +202,19 @@ def longest_that_fits(cost: LinearCost) -> int:
     return cost.degrees[-1] * max(cost.tokens(i) for i in range(len(cost.recompute)))
 
 
-def dcpc_plan(lengths: Sequence[int], cost: LinearCost) -> StepPlan:
+def dcpc_plan(lengths: Sequence[int], cost: LinearCost, turns: Iterable[int] = ()) -> StepPlan:
     """Returns dcpc's plan of a global batch; samples are positions in it.
+
+    Args:
+        lengths: tokens of each sequence.
+        cost: what it costs.
+        turns: of mode "evolve"; none: as mode "auto" plans.
 
     Raises:
         PlanError: no sequences, or one that all ranks together cannot hold.
     """
-    plan, rows = plan_rows(list(enumerate(lengths)), cost.table(), cost.prices())
+    numbered = list(enumerate(lengths))
+    plan, rows = plan_rows(numbered, cost.table(), cost.prices(), turns=turns)
     return plan.packed(rows)
 
 

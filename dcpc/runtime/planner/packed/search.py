@@ -17,22 +17,34 @@ _FINELY, _FIRST = 0.003, 0.02
 _EAGER, _NEAR = 1.1, 0.2
 # Longer steps that are tried for a filling that ends earlier.
 _LONGER = (1.0, 1.004, 1.01, 1.02)
+# Share of a cheapest micro-batch beyond which a sequence counts as long, besides the usual one.
+_FEW_LONG = 1.0
 # What chance is drawn from where the search goes on.
 _SEED = 0
 
 
 def search(work: PackedWork, turns: Iterable[int] = ()) -> tuple[list[PackedDraft], float]:
-    """Returns the micro-batches of a batch, and a lower bound of its seconds.
+    """Returns micro-batches of a batch to choose from, and a lower bound of its seconds.
 
     Args:
         work: the batch.
         turns: of an evolution that begins with what was found, and whose best comes last.
     """
-    bound_s = averaged_bound(work)
+    least_s = averaged_bound(work)
     # In so long a step one group could run all sequences one by one.
-    longest_s = float(work.alone_s().min(axis=0).sum()) + bound_s
+    longest_s = float(work.alone_s().min(axis=0).sum()) + least_s
+    found = [_found(own, least_s, longest_s) for own in (work, work.with_long(_FEW_LONG))]
+    best, best_s = min(found, key=lambda pair: pair[1])
+    bound_s = packed_bound(work, best_s)
+    drafts = [draft for draft, _ in found]
+    further = best if best_s <= bound_s else evolved(work, best, turns, _SEED)
+    return drafts if further is best else [*drafts, further], bound_s
+
+
+def _found(work: PackedWork, least_s: float, longest_s: float) -> tuple[PackedDraft, float]:
+    """The filling that ends earliest, of the shortest layout and some longer ones, and its end."""
     fluid = ShortFluid(work, longest_s)
-    layout = _shortest(fluid, bound_s)
+    layout = _shortest(fluid, least_s)
     best, best_s = filled(layout), float("inf")
     for factor in _LONGER:
         if layout.step_s * factor >= best_s:
@@ -43,9 +55,7 @@ def search(work: PackedWork, turns: Iterable[int] = ()) -> tuple[list[PackedDraf
             ends_s = float(draft.ends_s().max())
             if ends_s < best_s:
                 best, best_s = draft, ends_s
-    bound_s = packed_bound(work, best_s)
-    further = best if best_s <= bound_s else evolved(work, best, turns, _SEED)
-    return [best] if further is best else [best, further], bound_s
+    return best, best_s
 
 
 def _shortest(fluid: ShortFluid, bound_s: float) -> Layout:
