@@ -29,6 +29,7 @@ import dcpc
 from benchmarks.gpu_checks.mixed import PACKED, PackableGPT, Texts
 from benchmarks.gpu_checks.subjects import drawn_tokens
 from benchmarks.harness import Cell, parser, print_table, write_report
+from benchmarks.throughput import Run as TrainingRun
 from dcpc.buckets import BATCH, Sizes
 from dcpc.commands.calibrate import calibrate
 from examples.baselines import Dcpc, PlainDdp, System
@@ -36,7 +37,7 @@ from examples.launch import launch
 from examples.packing import PackedSp
 from examples.race import Entrant, Lap, race, rank0_decides, replica
 from examples.stdlib_source import PAD, StdlibSource
-from examples.workload import DEMO, INPUTS, QUICK, Workload
+from examples.workload import DEMO, INPUTS, QUICK
 
 WORLD, DDP_BATCH = 2, 4
 # Largest relative difference of two systems' losses of a step, in float32.
@@ -58,24 +59,16 @@ MIXTURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Run(TrainingRun):
     """How much is run.
 
     Attributes:
-        workload: model, buckets, memory.
-        steps: the first so many of an epoch.
-        repeats: at most; the steps are the same in each.
-        limit_s: no repeat but the first begins later than this after the ranks have started.
         segments: of the standard library, evenly spread; None: all.
         budget_s: seconds to calibrate for.
         rounds: of the mixtures.
         shrink: by which their lengths are divided.
     """
 
-    workload: Workload
-    steps: int
-    repeats: int
-    limit_s: float
     segments: int | None
     budget_s: float
     rounds: int

@@ -34,6 +34,8 @@ class Recompute:
         compute_factor: compute seconds over those without recompute.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # in a file
+
     name: str
     token_bytes: float
     compute_factor: float = 1.0
@@ -141,13 +143,6 @@ class LinearCost:
         return PlanTable(buckets, rows, self.ranks, self.node_ranks)
 
 
-class _RecomputeFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    name: str
-    token_bytes: float
-    compute_factor: float = 1.0
-
-
 class _CostFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
     fixed_s: float
@@ -156,7 +151,7 @@ class _CostFile(BaseModel):
     comm_bytes: float
     bandwidth_bytes_per_s: dict[int, float]
     memory_bytes: float
-    recompute: list[_RecomputeFile]
+    recompute: list[Recompute]
     node_ranks: int = 8
 
 
@@ -175,15 +170,9 @@ def read_cost(file: Path, world: int) -> LinearCost:
         ) from error
     return LinearCost(
         ranks=world,
-        fixed_s=found.fixed_s,
-        quadratic_s=found.quadratic_s,
-        linear_s=found.linear_s,
-        comm_bytes=found.comm_bytes,
-        bandwidth_bytes_per_s=found.bandwidth_bytes_per_s,
-        memory_bytes=found.memory_bytes,
-        recompute=tuple(Recompute(**r.model_dump()) for r in found.recompute),
-        node_ranks=found.node_ranks,
+        recompute=tuple(found.recompute),
         degrees=degrees_of(world, found.node_ranks),
+        **found.model_dump(exclude={"recompute"}),
     )
 
 
@@ -222,12 +211,9 @@ def _spread(degrees: Sequence[int], most: int) -> list[int]:
     """At most so many of the degrees, with the first and the last: those nearest a fixed ratio."""
     if len(degrees) <= most:
         return list(degrees)
-    ratio = (degrees[-1] / degrees[0]) ** (1 / (most - 1))
     wanted, found = float(degrees[0]), list[int]()
     for left in range(most, 0, -1):
         later = [d for d in degrees if not found or d > found[-1]]
         found.append(min(later[: len(later) - left + 1], key=lambda d: abs(d - wanted)))
-        rest = degrees[-1] / found[-1]
-        ratio = rest ** (1 / max(1, left - 1))
-        wanted = found[-1] * ratio
+        wanted = found[-1] * (degrees[-1] / found[-1]) ** (1 / max(1, left - 1))
     return found

@@ -85,7 +85,7 @@ def filled(layout: Layout) -> PackedDraft:
     short = range(work.long, len(work.lengths))
     left = [s for s in short if not filling.offer(s)]
     if left:
-        squeezing = _Squeezing(filling.draft)
+        squeezing = _Squeezing(filling.draft, len(left))
         for sequence in left:
             squeezing.put(sequence)
     return filling.draft
@@ -184,14 +184,14 @@ class _Squeezing:
     A rank ends what it was given later than before: ranks that wait for it are not asked again.
     """
 
-    def __init__(self, draft: PackedDraft) -> None:
+    def __init__(self, draft: PackedDraft, left: int) -> None:
         self._work, self._draft = draft.work, draft
         self._ends_s = draft.ends_s()
         self._of_rank: list[list[int]] = [[] for _ in range(draft.work.ranks)]
-        count = len(draft.bins)
+        count = len(draft.bins) + left  # each may need one more; until then it has no room
         self._kind, self._room = np.zeros(count, dtype=np.int64), np.zeros(count)
         self._launch_s, self._end_s = np.zeros(count), np.zeros(count)
-        for number in range(count):
+        for number in range(len(draft.bins)):
             self._note(number)
             self._see(number)
 
@@ -200,18 +200,16 @@ class _Squeezing:
         work, tokens = self._work, float(self._work.lengths[sequence])
         found_s = self._end_s + self._launch_s + work.load_s[self._kind, sequence]
         found_s[self._room < tokens] = inf
-        number = int(found_s.argmin()) if len(found_s) else -1
+        number = int(found_s.argmin())
         kind = min(work.bases, key=lambda j: work.load_s[j, sequence] + work.fixed_s[j])
         degree = work.kinds[kind].degree
         blocks = work.ranks // degree
         block_s = self._ends_s[: blocks * degree].reshape(blocks, degree).max(axis=1)
         block = int(block_s.argmin())
         alone_s = float(block_s[block] + work.load_s[kind, sequence] + work.fixed_s[kind])
-        if number < 0 or alone_s < found_s[number]:
+        if alone_s < found_s[number]:
             number = len(self._draft.bins)
             self._draft.bins.append(_empty(work, kind, block * degree))
-            for name in ("_kind", "_room", "_launch_s", "_end_s"):
-                setattr(self, name, np.append(getattr(self, name), 0))
             self._note(number)
         own = self._draft.bins[number]
         more_s = own.empty * work.fixed_s[own.kind] + work.load_s[own.kind, sequence]

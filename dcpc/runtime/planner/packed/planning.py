@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -30,6 +30,7 @@ _HELD = 1e-3
 _LEAST_S = 1e-15  # of a token
 
 Rows = tuple[tuple[int, ...], ...]
+_Kinds = tuple[list[BinKind], list[BinKind]]
 _Found = tuple[float, BinKind, Dims, list[list[int]]]  # seconds, kind, length, rows
 
 
@@ -44,6 +45,27 @@ class PackedPrices:
 
     own: OwnLengths
     to_bucket: bool = False
+    _known: dict[tuple[str, tuple[int, ...]], _Kinds] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def kinds(self, table: PlanTable, keys: Sequence[int]) -> _Kinds:
+        """Returns the rows of a table as bins, all of them and those worth having.
+
+        Args:
+            table: rows to choose from; batches of one table have these in common.
+            keys: numbers of the buckets that may be used.
+        """
+        of_what = table.hash, tuple(keys)
+        if of_what not in self._known:
+            every = [
+                self.kind(key, number, table.buckets[key], row)
+                for key in keys
+                for number, row in enumerate(table.rows[key])
+                if row.sp <= table.world
+            ]
+            self._known[of_what] = every, worthwhile(every)
+        return self._known[of_what]
 
     def padded(self, bucket: Bucket, tokens: int) -> Dims:
         """Returns the length at which rows of at most so many tokens are run."""
@@ -121,12 +143,7 @@ def plan_packed(
     Raises:
         PlanError: a sequence is longer than every bucket.
     """
-    kinds = [
-        prices.kind(key, number, table.buckets[key], row)
-        for key in keys
-        for number, row in enumerate(table.rows[key])
-        if row.sp <= table.world
-    ]
+    kinds, worth_having = prices.kinds(table, keys)
     longest = max(kind.room for kind in kinds)
     for i, tokens in sequences:
         if tokens > longest:
@@ -136,7 +153,7 @@ def plan_packed(
             )
     ordered = sorted(sequences, key=lambda pair: (-pair[1], pair[0]))
     work = PackedWork(
-        [tokens for _, tokens in ordered], worthwhile(kinds), table.world, table.node_ranks,
+        [tokens for _, tokens in ordered], worth_having, table.world, table.node_ranks,
         table.aligned or table.block > 0,
     )  # fmt: skip
     drafts, bound_s = search(work, turns)
