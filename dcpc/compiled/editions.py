@@ -315,12 +315,17 @@ class Editions:
             start_s: since when it is made.
             loss: that it is traced with.
             base: whose graphs these are, which are compared; None: they are new.
+
+        Raises:
+            PlanError: a bucket does not fit.
         """
         first = self.first.planned
         with casting(self._device_type, None):
-            plans, tables = plan_with_degrees(
+            plans, tables, misfits = plan_with_degrees(
                 {b: v.priced for b, v in by_bucket.items()}, first.request, degrees
             )
+        for error in misfits.values():
+            raise error
         for runnable in by_bucket.values():
             runnable.priced.placements.settle()
         planned = replace(first, by_bucket=by_bucket, plans=plans, tables=tables, loss=loss)
