@@ -56,10 +56,9 @@ TABLE = {
     },
     "dcpc.api": {
         "requests": "",
-        "search": "requests",
-        "plans": "requests search",
-        "compiling": "requests search plans",
-        "__init__": "requests search plans compiling",
+        "plans": "requests",
+        "compiling": "requests plans",
+        "__init__": "requests plans compiling",
     },
     "dcpc.trace": {
         "loss": "",
@@ -121,7 +120,7 @@ TABLE = {
         "editions": "dispatch outputs",
         "evaluation": "editions",
         "model": ("agreed_state seeds dispatch editions evaluation materialize outputs tighter"),
-        "pipeline": "model editions evaluation",
+        "pipeline": "agreed_state model editions outputs unpadding",
         "__init__": "model",
     },
     "dcpc.dynamo": {

@@ -94,7 +94,10 @@ class OnDevice:
         resident = STATES * sum(p.nbytes for p in self.model.parameters())
         memory_bytes = min(self.subject.memory_bytes, self.machine.memory_bytes)
         request = PlanRequest((1,), recompute, memory_bytes, resident, 1)
-        return plan_buckets({bucket: self.runnable.priced}, request).plans.get(bucket)
+        try:
+            return plan_buckets({bucket: self.runnable.priced}, request)[0][bucket]
+        except dcpc.PlanError:
+            return None
 
 
 def step(call: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:

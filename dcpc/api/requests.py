@@ -21,23 +21,19 @@ from dcpc.runtime.parameters.modes import shares
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.symbolic_profile import (
     Device,
-    OptimizerLike,
+    OptimizerMemory,
     detect,
     find,
     rounded,
-    state_bytes,
-    step_bytes,
 )
-
-# Adam's two moments, in the parameters' dtype: what a plan counts where it is given no optimizer.
-ADAM_STATES = 2
 
 
 def request_of(
     model: nn.Module, options: PlanOptions, sps: tuple[int, ...], target: Device
 ) -> PlanRequest:
     """Returns what the planner is asked for: the options, with the model's bytes."""
-    world, optimizer = options.world, options.optimizer
+    world = options.world
+    optimizer = OptimizerMemory(options.optimizer, options.optimizer_bytes, target.gpu)
     mode = options.parameters if world > 1 else "whole"
     owners = world  # of a parameter's rows
     if mode == "rounds" or options.block is not None:
@@ -50,9 +46,8 @@ def request_of(
         )
     whole = list(model.parameters())
     own = whole if mode == "whole" else shares(whole, owners)
-    residents = _residents(model, own, options, mode)
+    residents = _residents(model, own, optimizer, mode)
     rows_bytes = sum(p.nbytes for p in own if p.requires_grad)
-    stepped = own if options.optimizer_bytes is None else ()
     among = communicators(sps, world) if target.communicator_bytes else 0
     return PlanRequest(
         sps=sps,
@@ -62,7 +57,7 @@ def request_of(
         world=world,
         residents=tuple(residents),
         step_bytes=max(
-            step_bytes(optimizer or torch.optim.Adam, stepped, target.gpu),
+            optimizer.step_bytes(own),
             # A comm bucket on its way to the other blocks lies beside the gradients.
             min(rows_bytes, COMM_BUCKET_BYTES) if owners < world else 0,
         ),
@@ -70,6 +65,7 @@ def request_of(
         block=owners if mode == "rounds" else 0,
         gradient_bytes=rows_bytes,
         communicators=among,
+        optimizer=optimizer,
     )
 
 
@@ -99,14 +95,14 @@ def target_of(device: str | Device) -> Device:
 
 
 def _residents(
-    model: nn.Module, own: Sequence[nn.Parameter], options: PlanOptions, mode: str
+    model: nn.Module, own: Sequence[nn.Parameter], optimizer: OptimizerMemory, mode: str
 ) -> list[int]:
     """Bytes of each parameter, buffer, gradient and tensor of the optimizer's state.
 
     Args:
         model: the user's.
         own: for each parameter what this rank updates of it.
-        options: as for `plan`.
+        optimizer: what trains the model.
         mode: who holds them.
     """
     whole = list(model.parameters())
@@ -117,33 +113,13 @@ def _residents(
     if mode == "step":  # one comm bucket on its way: what is sent, and what arrives
         trained_bytes = sum(p.nbytes for p in whole if p.requires_grad)
         found += [min(trained_bytes, COMM_BUCKET_BYTES)] * 2
-    if options.optimizer_bytes is not None:
-        return [*found, options.optimizer_bytes]
-    adam = {id(p): ADAM_STATES * p.nbytes for p in own if p.requires_grad}
-    chosen = options.optimizer
-    states = adam if chosen is None else _state_bytes(chosen, whole, own)
+    if optimizer.given_bytes is not None:
+        return [*found, optimizer.given_bytes]
+    states = optimizer.state_bytes(whole, own)
     for p in own:  # what is as large as the parameter, and the rest
         count, rest = divmod(states.get(id(p), 0), max(p.nbytes, 1))
         found += [p.nbytes] * count + [rest]
     return found
-
-
-def _state_bytes(
-    optimizer: OptimizerLike, whole: Sequence[nn.Parameter], own: Sequence[nn.Parameter]
-) -> dict[int, int]:
-    """Returns `id(parameter)` -> bytes of its state.
-
-    Args:
-        optimizer: what trains the model.
-        whole: the model's parameters.
-        own: for each what this rank updates of it.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return state_bytes(optimizer, own)
-    # It knows its parameters; of what it keeps a rank has as much as of them.
-    states = state_bytes(optimizer, whole)
-    pairs = zip(whole, own, strict=True)
-    return {id(q): -(-states.get(id(p), 0) * q.nbytes // max(p.nbytes, 1)) for p, q in pairs}
 
 
 def rank_memory_bytes(

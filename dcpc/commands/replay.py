@@ -31,6 +31,9 @@ def replay(recorded: PlanFile, table: PlanTable | None = None) -> str:
             "a new plan, or replay the file alone"
         )
     plan = recorded.plan
+    if plan.pipelines:
+        verdict = "not planned again: the file does not have the costs of stages"
+        return "\n".join([*_stages(plan), *_predicted(plan), verdict]) + "\n"
     if any(mb.dims for mb in plan.micro_batches) and recorded.lengths is None:
         verdict = "not planned again: the file does not say which sequences a packed row has"
     else:
@@ -77,13 +80,39 @@ def _lines(plan: StepPlan, world: int) -> list[str]:
         lines.append(
             f"rank {rank}: busy {busy_s[rank]:.4f} s, idle {idle_s:.4f} s, ends {end_s[rank]:.4f} s"
         )
-    lines += [
+    predicted, *rest = _predicted(plan)
+    rounds = f"ranks free of each other {plan.free_s:.4g} s, in rounds {plan.lockstep_s:.4g} s"
+    return [*lines, predicted, rounds, *rest]
+
+
+def _predicted(plan: StepPlan) -> list[str]:
+    return [
         f"predicted {plan.makespan_s:.4g} s, imbalance {plan.imbalance:.1%}",
-        f"ranks free of each other {plan.free_s:.4g} s, in rounds {plan.lockstep_s:.4g} s",
         f"lower bound {plan.bound_s:.4g} s, gap {plan.gap:.1%}",
         f"what binds: {plan.binds}",
     ]
-    return lines
+
+
+def _stages(plan: StepPlan) -> list[str]:
+    """Returns the micro-batches of each pipeline, and the actions of its stages."""
+    every = plan.micro_batches
+    samples = sum(len(mb.sample_ids) for mb in every)
+    width = len(plan.busy_s) // len(plan.pipelines)
+    lines = [
+        f"{samples} samples in {len(every)} micro-batches on {len(plan.pipelines)} pipelines of "
+        f"{width} ranks, plan table {plan.table}",
+        "",
+    ]
+    for number, text in enumerate(plan.pipelines):
+        mine = [mb for mb in every if mb.ranks[0] == number * width]
+        lines += [f"pipeline {number}, ranks {number * width} to {(number + 1) * width - 1}"]
+        lines += [f"  {i}: {len(mb.sample_ids)} of {mb.bucket}" for i, mb in enumerate(mine)]
+        for stage, row in enumerate(text.split(";")):
+            order, _, settings = row.partition(":")
+            lines.append(f"  stage {stage}: {order}; recompute {settings}")
+        lines.append("")
+    busy = ", ".join(f"{busy_s:.4g}" for busy_s in plan.busy_s)
+    return [*lines, f"ranks are busy for {busy} s"]
 
 
 def _shorter(mb: PlannedMicroBatch) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.compiled.dispatch import Dispatch
 from dcpc.compiled.outputs.wanted import SHARDED, WithOutputs
-from dcpc.errors import DcpcError, DispatchError
+from dcpc.errors import DcpcError, DispatchError, PlanError
 from dcpc.ir import Program
 from dcpc.plan.following import Followed, stands_for
 from dcpc.plan.planning import Planned, plan_with_degrees
@@ -123,7 +123,7 @@ class Edition:
     ) -> list[str]:
         """Returns what the ranks of a group must have in common for their call of this number."""
         what = [f"{bucket} with batch {sizes.get(BATCH, 1)}, call {number}", self.text]
-        what += [str(self.planned.plans[bucket])]
+        what += [str(self.planned.plans.get(bucket))]  # a model in stages may have none
         # Floats may differ in their last bits, as where each rank ran an encoder before.
         whole = [(n, x) for n, x in sorted(inputs.items()) if not x.is_floating_point()]
         return what + [f"checksum of input '{n}' {checksum(x)}" for n, x in whole]
@@ -142,6 +142,10 @@ class Editions:
         prepare: makes what runs of programs, as `dcpc.compile` did.
         make_dispatch: makes what runs calls.
         device_type: where the model is.
+
+    Attributes:
+        first: the same.
+        partly: whether buckets may fit on no rank alone, as of a model in stages.
     """
 
     def __init__(
@@ -152,7 +156,7 @@ class Editions:
         make_dispatch: MakeDispatch,
         device_type: str,
     ) -> None:
-        self.first = first
+        self.first, self.partly = first, False
         self._device_type = device_type
         self._model = model
         self._prepare, self._make_dispatch = prepare, make_dispatch
@@ -217,8 +221,8 @@ class Editions:
         if self._are_first(programs):
             made = replace(first, modes=modes, followed=Followed(model, first.buckets, planned))
         else:
-            degrees = {bucket: plan.sp for bucket, plan in planned.plans.items()}
             by_bucket = self._prepare(first.buckets, programs, planned.loss)
+            degrees = _degrees(planned)
             made = self._planned(first.buckets, by_bucket, degrees, start_s, planned.loss)
         self._by_modes[modes] = made
         return made
@@ -237,10 +241,10 @@ class Editions:
             return found, None
         start_s = time.perf_counter()
         loss = WithOutputs(self._model, base.planned.loss, kind)
-        degrees = {bucket: plan.sp for bucket, plan in base.planned.plans.items()}
         try:
             programs = self._captured(base.buckets, loss)
             by_bucket = self._prepare(base.buckets, programs, loss)
+            degrees = _degrees(base.planned)
             found = self._planned(base.buckets, by_bucket, degrees, start_s, loss)
         except DcpcError as error:  # TraceError: forward returns more than tensors and numbers
             return base, error
@@ -273,7 +277,7 @@ class Editions:
         inputs = {name: str(spec) for name, spec in base.buckets.inputs.items()}
         only = Buckets(inputs, [own.sizes])
         alike = [b for b in base.buckets if _ones(b) == _ones(own)]
-        degrees = {own: planned.plans[larger].sp}
+        degrees = {own: _degrees(planned)[larger]}
         if alike:
             every = Buckets(inputs, [*(b.sizes for b in alike), own.sizes])
             runnable = planned.by_bucket[alike[0]]
@@ -315,20 +319,17 @@ class Editions:
             start_s: since when it is made.
             loss: that it is traced with.
             base: whose graphs these are, which are compared; None: they are new.
-
-        Raises:
-            PlanError: a bucket does not fit.
         """
         first = self.first.planned
         with casting(self._device_type, None):
-            plans, tables, misfits = plan_with_degrees(
-                {b: v.priced for b, v in by_bucket.items()}, first.request, degrees
-            )
-        for error in misfits.values():
-            raise error
+            priced = {b: v.priced for b, v in by_bucket.items()}
+            misfits: dict[Bucket, PlanError] | None = {} if self.partly else None
+            plans, tables = plan_with_degrees(priced, first.request, degrees, misfits)
         for runnable in by_bucket.values():
             runnable.priced.placements.settle()
-        planned = replace(first, by_bucket=by_bucket, plans=plans, tables=tables, loss=loss)
+        planned = replace(
+            first, by_bucket=by_bucket, plans=plans, tables=tables, loss=loss, misfits=misfits or {}
+        )
         dispatch = self._make_dispatch(buckets, planned)
         if base is not None:
             made = Edition.of(self._model, buckets, planned, base.verifier, dispatch)
@@ -350,6 +351,12 @@ class Editions:
         """Editions that are not the first, in the order in which they were made."""
         kinds = (self._by_modes, self._with_outputs, self._by_length)
         return [edition for kind in kinds for edition in kind.values()][1:]
+
+
+def _degrees(planned: Planned) -> dict[Bucket, int]:
+    """Returns the degree of each bucket: of one that fits on no rank, as in stages, it is 1."""
+    plans = planned.plans
+    return {b: plans[b].sp if b in plans else 1 for b in planned.by_bucket}
 
 
 def _ones(bucket: Bucket) -> frozenset[str]:

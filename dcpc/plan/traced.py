@@ -66,6 +66,7 @@ class Traced:
         hands_over: whether each gradient is taken, and freed, as soon as backward has made it.
         units: parameters that graphs gather, of which a rank has its rows; None: it has all whole.
         libraries: derivatives of calls by backend, which programs of one model may share.
+        attention: how attention may be split, as for `restricted`.
         tracers: what differentiates lowered graphs of the program, by backend.
     """
 
@@ -78,6 +79,7 @@ class Traced:
     hands_over: bool = False
     units: GatherUnits | None = None
     libraries: dict[str, Library] = field(default_factory=dict)
+    attention: str = "auto"
     tracers: dict[str, Tracer] = field(default_factory=dict)
     _ids: dict[tuple[int, int], tuple[Placement, PlacementId]] = field(
         init=False, default_factory=dict
@@ -190,7 +192,7 @@ def traced(
     sharding = restricted(program, analyse(program, derive_rules), attention)
     shared = {} if libraries is None else libraries
     held = Held(program, model)
-    return Traced(program, sharding, device, backend, held, libraries=shared)
+    return Traced(program, sharding, device, backend, held, libraries=shared, attention=attention)
 
 
 def without_masks(program: Program) -> Program:

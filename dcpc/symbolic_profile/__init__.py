@@ -2,7 +2,12 @@
 
 from dcpc.symbolic_profile.evaluate import Evaluator, Meter, Prediction, evaluator
 from dcpc.symbolic_profile.memory.allocator import LARGE_SEGMENT_BYTES, Usage, rounded
-from dcpc.symbolic_profile.memory.optimizer import OptimizerLike, state_bytes, step_bytes
+from dcpc.symbolic_profile.memory.optimizer import (
+    OptimizerLike,
+    OptimizerMemory,
+    state_bytes,
+    step_bytes,
+)
 from dcpc.symbolic_profile.memory.sizes import bytes_of
 from dcpc.symbolic_profile.ops.onednn import halves
 from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, with_constants, work_of
@@ -49,6 +54,7 @@ __all__ = [
     "Link",
     "Meter",
     "OptimizerLike",
+    "OptimizerMemory",
     "Prediction",
     "ReportRow",
     "Usage",

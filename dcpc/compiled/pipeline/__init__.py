@@ -3,7 +3,7 @@
 from dcpc.compiled.pipeline.chain import CallChain, chain_of
 from dcpc.compiled.pipeline.costs import MixedBucket, ProgramCosts, StageDevice
 from dcpc.compiled.pipeline.cut import StagePlan, plan_stages, stage_bytes
-from dcpc.compiled.pipeline.mixed import MixedStage, ModelStage, shared_parameters
+from dcpc.compiled.pipeline.mixed import MixedStage, ModelStage, StageState, shared_parameters
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
 from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
@@ -29,6 +29,7 @@ __all__ = [
     "StageDevice",
     "StagePlan",
     "StageProgram",
+    "StageState",
     "chain_of",
     "choose_stages",
     "cut_model",

@@ -19,6 +19,7 @@ import sympy
 from numpy.typing import NDArray
 
 from dcpc.compiled.pipeline.chain import MOST_BORDERS, CallChain
+from dcpc.errors import PlanError
 from dcpc.plan.traced import Traced
 
 MOST_PAIRS = 16  # ways to take borders of each trace that have the same parameters on their sides
@@ -83,6 +84,40 @@ def common_borders(
         inner = set(sorted(inner, key=lambda way: (width[way], way))[:MOST_BORDERS])
     ends = tuple(len(chain.borders) - 1 for chain in chains)
     return CommonBorders(((0,) * len(chains), *sorted(inner), ends))
+
+
+def borders_like(
+    borders: Sequence[int],
+    cut: tuple[Traced, CallChain],
+    other: tuple[Traced, CallChain],
+    dims: Mapping[sympy.Symbol, int],
+) -> tuple[int, ...]:
+    """Returns where another program of a model is cut so that its stages have the same parameters.
+
+    Args:
+        borders: numbers of the borders at which a program is cut, its ends included.
+        cut: that program and its chain.
+        other: program of the same model, and its chain.
+        dims: lengths of the other program at which bytes are weighed: of several places the
+            narrowest is taken.
+
+    Raises:
+        PlanError: the other program has no such places.
+    """
+    (first, own), (traced, chain) = cut, other
+    known, sides = _sides((first, traced), (own, chain))
+    width, found = _bytes(traced, chain, dims), [0]
+    for border in borders[1:-1]:
+        later = range(found[-1] + 1, len(chain.borders) - 1)
+        same = [number for number in later if sides[number] == known[border]]
+        if not same:
+            raise PlanError(
+                f"stages: got a program of the model that has no place between the parameters of "
+                f"stages {len(found) - 1} and {len(found)}, where the model is cut; expected one: "
+                "a rank has the parameters of its stage alone; take another number of stages"
+            )
+        found.append(min(same, key=lambda number: width[number]))
+    return (*found, len(chain.borders) - 1)
 
 
 def _ways(numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

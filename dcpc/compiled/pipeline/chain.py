@@ -55,15 +55,15 @@ def chain_of(program: Program, sizes: Mapping[sympy.Symbol, int]) -> CallChain:
     """Returns where a program may be cut: where the fewest bytes flow on.
 
     Args:
-        program: the traced model, which returns its loss.
+        program: the traced model, which returns its loss first.
         sizes: length of every dim at which bytes are weighed: those of the largest bucket.
 
     Raises:
-        PlanError: an input learns, or the program returns more than a loss.
+        PlanError: an input learns, or another output than the loss does.
     """
     learning = [name for name in program.inputs if program.info[name].requires_grad]
-    if learning or len(program.outputs) != 1:
-        got = f"an input that learns ({learning[0]})" if learning else "several outputs"
+    if learning or any(program.begins[1:]):
+        got = f"an input that learns ({learning[0]})" if learning else "several losses"
         raise PlanError(
             f"stages: got a model with {got}; expected one whose forward returns a loss and whose "
             "parameters alone learn; compile it without a pipeline"

@@ -11,8 +11,9 @@ recompute  the least of a few settings of the whole program's menu that fits
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +27,12 @@ from dcpc.ir import Placement, Program, Schedule
 from dcpc.passes.stages.costs import CutCosts, Floats
 from dcpc.plan.priced import Priced
 from dcpc.plan.runnable import Runnable
-from dcpc.symbolic_profile import Device, Ledger, Meter
+from dcpc.symbolic_profile import Device, Ledger, Meter, OptimizerMemory
 
 Integers = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 LEVELS = 5  # settings of recompute that are tried of the whole program's menu
-STATE = 4  # bytes of a trained parameter, its gradient and Adam's two states in those of itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,13 @@ class StageDevice:
 
     Attributes:
         speed: how often it does the work that the planned device does once.
-        memory_bytes: that a stage may use.
+        memory_bytes: memory that a stage may use.
+        optimizer: memory of what trains the stage's parameters.
     """
 
     speed: float = 1.0
     memory_bytes: float = inf
+    optimizer: OptimizerMemory = field(default_factory=OptimizerMemory, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +219,25 @@ class ProgramCosts:
         each = np.where(crossing > 0, link.alpha_s + crossing / link.bytes_per_s, 0.0)
         return each[:, None] + each[None, :], crossing
 
-    def residents(self, at: Integers) -> dict[int, tuple[float, Bools]]:
+    def residents(self, at: Integers, optimizer: OptimizerMemory) -> dict[int, tuple[float, Bools]]:
         """Returns the bytes that each parameter takes, and which stages read it.
 
         Args:
             at: number of this chain's border of each place.
+            optimizer: what trains the parameters.
 
         Returns:
             Id of a parameter -> its bytes with what belongs to it, and `[places, places]`.
         """
-        found = {}
-        for readers, factor in ((self._readers, STATE), (self._frozen, 1)):
+        found, held = {}, self._traced.tensors()
+        learning: Any = [held[n] for n in self._program.learning if n in held]
+        states = optimizer.state_bytes(learning)
+        for readers, gradients in ((self._readers, 1), (self._frozen, 0)):
             for key, (size, blocks) in readers.items():
                 every = np.append(sorted(blocks), len(self._chain.borders))
                 first = every[np.searchsorted(every, at)]  # block behind each place
-                found[key] = (size * factor, at > first[:, None])
+                own = size + gradients * (size + states.get(key, 0))
+                found[key] = (own, at > first[:, None])
         return found
 
     def _read_by(self, placeholders: set[str]) -> dict[int, tuple[float, set[int]]]:
@@ -266,7 +272,7 @@ def mixed_costs(
     """
     bounded = any(kind.memory_bytes < inf for kind, _ in kinds)
     depth = sum(count for _, count in kinds) if bounded or all_devices else 1
-    fixed = _resident_bytes(programs, at)
+    fixed = _resident_bytes(programs, at, kinds[0][0].optimizer)
     seconds = np.stack([
         np.stack([programs[b.trace].of_kind(b.sizes, kind, depth, fixed, at[:, b.trace])
                   for kind, _ in kinds])
@@ -277,14 +283,16 @@ def mixed_costs(
     return CutCosts(seconds, tuple(b.share for b in mixture), tuple(n for _, n in kinds))
 
 
-def _resident_bytes(programs: Sequence[ProgramCosts], at: Integers) -> Floats:
+def _resident_bytes(
+    programs: Sequence[ProgramCosts], at: Integers, optimizer: OptimizerMemory
+) -> Floats:
     """Returns the bytes of what every stage has of parameters, `[places, places]`."""
     merged: dict[int, tuple[float, Bools]] = {}
     for number, own in enumerate(programs):
-        for key, (size, reads) in own.residents(at[:, number]).items():
+        for key, (size, reads) in own.residents(at[:, number], optimizer).items():
             had = merged.get(key)
             merged[key] = size, reads if had is None else had[1] | reads
-    found = np.zeros((len(at), len(at)))
+    found = np.full((len(at), len(at)), float(optimizer.given_bytes or 0))
     for size, reads in merged.values():
         found[reads] += size
     return found

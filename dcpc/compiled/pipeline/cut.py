@@ -11,23 +11,22 @@ from torch import nn
 
 from dcpc.buckets import Sizes, ones_of
 from dcpc.compiled.pipeline.borders import common_borders, homes_of
-from dcpc.compiled.pipeline.chain import chain_of
+from dcpc.compiled.pipeline.chain import CallChain, chain_of
 from dcpc.compiled.pipeline.costs import (
-    STATE,
     MixedBucket,
     ProgramCosts,
     StageDevice,
     mixed_costs,
     mixture_dims,
 )
-from dcpc.compiled.pipeline.mixed import ModelStage, stage_of_traces
+from dcpc.compiled.pipeline.mixed import ModelStage, StageState, stage_of_traces
 from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
 from dcpc.errors import PlanError
 from dcpc.passes.stages.costs import StageCut
 from dcpc.passes.stages.mixture import best_cut
 from dcpc.plan.runnable import Runnable
 from dcpc.runtime.pipeline.stage import Shaped
-from dcpc.symbolic_profile import bytes_text
+from dcpc.symbolic_profile import OptimizerMemory, bytes_text
 
 TRIES = 8  # cuts that are made with less memory each, where a stage's own graph needs more
 
@@ -45,6 +44,7 @@ class StagePlan:
         menu_steps: of each stage and each shape of the mixture the steps of recompute that fit.
         needed_bytes: of each stage the most that it needs, with as many micro-batches on their way
             as there are stages from it on.
+        chains: calls of each trace, in which the borders are.
     """
 
     stages: tuple[ModelStage, ...]
@@ -53,6 +53,7 @@ class StagePlan:
     devices: tuple[int, ...]
     menu_steps: tuple[tuple[int, ...], ...]
     needed_bytes: tuple[int, ...]
+    chains: tuple[CallChain, ...] = ()
 
 
 def plan_stages(
@@ -101,8 +102,7 @@ def plan_stages(
         ]
         stages = tuple(stage_of_traces(ones, each) for each in zip(*programs, strict=True))
         fitted = [
-            _fitted(stage, kinds[k].memory_bytes, mixture)
-            for stage, k in zip(stages, cut.kinds, strict=True)
+            _fitted(stage, kinds[k], mixture) for stage, k in zip(stages, cut.kinds, strict=True)
         ]
         over = dict.fromkeys(kinds, 0.0)
         for (_, most), k in zip(fitted, cut.kinds, strict=True):
@@ -110,7 +110,7 @@ def plan_stages(
         if all(bytes_over <= 0 for bytes_over in over.values()):
             steps, needed = zip(*fitted, strict=True)
             numbers = _numbers(devices, kinds, cut)
-            return StagePlan(stages, cut, borders, numbers, steps, needed)
+            return StagePlan(stages, cut, borders, numbers, steps, needed, tuple(chains))
         room = {k: replace(m, memory_bytes=m.memory_bytes - over[k]) for k, m in room.items()}
     least = max(n for _, n in fitted)
     raise PlanError(
@@ -145,10 +145,12 @@ def _numbers(
 
 
 def _fitted(
-    stage: ModelStage, memory_bytes: float, mixture: Sequence[MixedBucket]
+    stage: ModelStage, device: StageDevice, mixture: Sequence[MixedBucket]
 ) -> tuple[tuple[int, ...], int]:
     """Returns the fewest steps of recompute for each shape that fit, and the bytes they need."""
-    steps, most, resident = [], 0, stage.resident_bytes(STATE)
+    state, memory_bytes = StageState.of(stage, device.optimizer), device.memory_bytes
+    resident = state.resident_bytes
+    steps, most = [], resident + state.step_bytes
     for bucket in mixture:
         sizes, low = bucket.sizes, 0
         own = stage.at(sizes)
@@ -168,10 +170,11 @@ def stage_bytes(stage: ProgramStage, sizes: Sizes, resident_bytes: int | None = 
     Args:
         stage: of a pipeline, with its recompute.
         sizes: of every micro-batch.
-        resident_bytes: of parameters and what belongs to them; None: those that it reads itself.
+        resident_bytes: bytes of parameters and what belongs to them; None: of those that it reads
+            itself, trained by Adam.
     """
     if resident_bytes is None:
-        resident_bytes = stage.resident_bytes(STATE)
+        resident_bytes = StageState.of(stage, OptimizerMemory()).resident_bytes
     found = stage.predict(sizes)
     given_bytes = found.input_bytes + handed_on_bytes(stage, sizes)
     held_bytes = found.saved_bytes + found.shared_bytes + given_bytes

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from torch import Tensor, nn
+
 from dcpc.buckets import ones_of
 from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.symbolic_profile import OptimizerMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,17 +56,6 @@ class MixedStage:
         """Returns the same stage as a rank of its group runs it; graphs are shared."""
         return replace(self, programs={k: p.in_lane(lane) for k, p in self.programs.items()})
 
-    def resident_bytes(self, state: int) -> int:
-        """Returns the bytes of its parameters and what belongs to them, see `ProgramStage`.
-
-        Args:
-            state: a parameter that learns counts so often.
-        """
-        merged: dict[int, int] = {}
-        for each in self.by_trace:
-            merged |= each.residents(state)
-        return sum(merged.values())
-
 
 # A stage of a model, with a `ProgramStage` for each of its traces.
 ModelStage: TypeAlias = ProgramStage | MixedStage
@@ -79,6 +71,38 @@ def stage_of_traces(ones: Sequence[frozenset[str]], programs: Sequence[ProgramSt
     if len(programs) == 1:
         return programs[0]
     return MixedStage(dict(zip(ones, programs, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """Memory of a rank that is there whatever its stage runs.
+
+    Attributes:
+        resident_bytes: bytes of parameters, buffers, gradients and the optimizer's state.
+        step_bytes: bytes that the optimizer's step takes besides, when no micro-batch has any.
+    """
+
+    resident_bytes: int
+    step_bytes: int
+
+    @classmethod
+    def of(cls, stage: ModelStage, optimizer: OptimizerMemory) -> StageState:
+        """Returns what a rank keeps for a stage.
+
+        Args:
+            stage: part of the model that the rank runs.
+            optimizer: what trains its parameters.
+        """
+        held: dict[int, Tensor] = {}
+        learning: dict[int, nn.Parameter] = {}
+        for each in stage.by_trace:
+            whole, own = each.tensors()
+            held |= whole
+            learning |= own
+        learned = [*learning.values()]
+        sizes = (sum(t.nbytes for t in every) for every in (held.values(), learned))
+        state = sum(optimizer.state_bytes(learned).values()) + (optimizer.given_bytes or 0)
+        return cls(sum(sizes) + state, optimizer.step_bytes(learned))
 
 
 def shared_parameters(stages: Sequence[ModelStage]) -> dict[str, tuple[int, ...]]:

@@ -93,7 +93,10 @@ def _part(
     own = set(chain.calls[chain.borders[low] : chain.borders[high]])
     received = chain.crossing[low]
     sent = program.outputs if is_last else chain.crossing[high]
-    needed = _needed(program, chain, own) | zero
+    # What is returned and follows from inputs alone is made where the loss is.
+    free = set(sent) & chain.free if is_last else set[str]()
+    needed = _needed(program, chain, own | free) | zero
+    needed |= {n for n in sent if n in program.inputs or n in program.buffers} if is_last else set()
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs = {p: n for p, n in program.inputs.items() if p in needed}
     for node in program.gm.graph.nodes:
@@ -113,7 +116,7 @@ def _part(
         made[node] = graph.create_node(node.op, target, args, kwargs, name=node.name)
         made[node].meta = dict(node.meta)
     by_name = {n.name: n for n in made.values()}
-    outputs = tuple(n for n in sent if n in own)
+    outputs = tuple(n for n in sent if n in own or n in free)
     graph.output(tuple(by_name[n] for n in outputs))
     graph.lint()
     begins = tuple(i for i, n in enumerate(outputs) if program.info[n].requires_grad)
@@ -128,6 +131,7 @@ def _part(
         scalars=_kept(program.scalars, needed),
         outputs=outputs,
         begins=begins,
+        pieces=False,  # stages hand on whole values
         zero_gradients=frozenset(program.zero_gradients & needed),
         graph_hash=f"{program.graph_hash} calls {chain.borders[low]} to {chain.borders[high]}",
     )

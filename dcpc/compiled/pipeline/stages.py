@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,8 @@ from dcpc.compiled.pipeline.chain import CallChain
 from dcpc.compiled.pipeline.divided import PartCosts, StageParts
 from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
 from dcpc.errors import DispatchError
-from dcpc.ir import TensorInfo
+from dcpc.ir import Placement, TensorInfo
+from dcpc.passes.sharding.attention_ways import restricted
 from dcpc.passes.sharding.sharding import analyse
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.studies import Study
@@ -100,6 +101,7 @@ class ProgramStage:
         """
         self.index, self.count, self.part, self.runnable = index, count, part, runnable
         self.menu_step, self.sp, self.lane = 0, sp, 0
+        self._placed_at: Mapping[str, int] | None = None
         self._parts = StageParts(runnable, part)
         first = {id(p): name for name, p in model.named_parameters()}
         held = runnable.traced.tensors()
@@ -119,15 +121,27 @@ class ProgramStage:
 
     def recomputing(self, menu_step: int) -> ProgramStage:
         """Returns the same stage with so many steps of recompute; graphs are shared."""
-        other = copy.copy(self)
-        other.menu_step = menu_step
-        return other
+        return self._with(menu_step=menu_step)
 
     def in_lane(self, lane: int) -> ProgramStage:
         """Returns the same stage as a rank of its group runs it; graphs are shared."""
+        return self._with(lane=lane)
+
+    def placed_at(self, sizes: Mapping[str, int]) -> ProgramStage:
+        """Returns the same stage with one placement, for all sizes; graphs are shared.
+
+        Args:
+            sizes: lengths that the placement is made for.
+        """
+        return self._with(_placed_at=sizes)
+
+    def _with(self, **changed: Any) -> ProgramStage:
         other = copy.copy(self)
-        other.lane = lane
+        vars(other).update(changed)
         return other
+
+    def _placement(self, sizes: Mapping[str, int]) -> Placement:
+        return self.runnable.priced.placement(self._placed_at or sizes, self.sp)
 
     def forward(
         self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
@@ -148,7 +162,8 @@ class ProgramStage:
                 f"stage {self.index}: got {len(received)} values; expected "
                 f"{len(self.part.received)}; pass what stage {self.index - 1} sent"
             )
-        taken = dict(zip(self.part.received, map(self._leaf, received, self._learns), strict=True))
+        learns = (info.requires_grad for info in self._infos(self.part.received))
+        taken = dict(zip(self.part.received, map(self._leaf, received, learns), strict=True))
         missing = [
             n for p, n in program.inputs.items() if p not in self.part.received and n not in inputs
         ]
@@ -163,7 +178,7 @@ class ProgramStage:
         named = {**self.runnable.traced.tensors(), **given, **taken}
         with casting(_device_of(named), None):
             found = variant.outputs([named[p] for p in variant.placeholders], integers, seed)
-        made = {**taken, **dict(zip(program.outputs, found, strict=True))}
+        made = {**named, **dict(zip(program.outputs, found, strict=True))}
         values = [made[n] for n in self.part.sent]
         edges = tuple(get_gradient_edge(v) if v.requires_grad else None for v in values)
         sent = tuple(map(_alone, values))
@@ -256,7 +271,7 @@ class ProgramStage:
 
     def study(self, sizes: Mapping[str, int]) -> Study:
         """Returns what the stage costs at any sizes, of a placement for these."""
-        return self.runnable.priced.at(self.runnable.priced.placement(sizes, self.sp))
+        return self.runnable.priced.at(self._placement(sizes))
 
     def predict(self, sizes: Mapping[str, int]) -> Prediction:
         """Returns seconds and bytes of a micro-batch's forward and backward in the stage."""
@@ -264,28 +279,18 @@ class ProgramStage:
 
     def parts(self, sizes: Mapping[str, int]) -> PartCosts | None:
         """Returns what the parts of a micro-batch's backward take; None: it is not divided."""
-        placement = self.runnable.priced.placement(sizes, self.sp)
-        return self._parts.costs(placement, self.menu_step, sizes)
+        return self._parts.costs(self._placement(sizes), self.menu_step, sizes)
 
-    def resident_bytes(self, state: int) -> int:
-        """Returns the bytes of the stage's parameters and what belongs to them.
-
-        Args:
-            state: a parameter that learns counts so often: with its gradient and the optimizer's.
-        """
-        return sum(self.residents(state).values())
-
-    def residents(self, state: int) -> dict[int, int]:
-        """Returns id of a parameter or buffer -> its bytes, counted as by `resident_bytes`."""
+    def tensors(self) -> tuple[dict[int, Tensor], dict[int, nn.Parameter]]:
+        """Returns the stage's parameters and buffers by id, and those parameters that learn."""
         held, program = self.runnable.traced.tensors(), self.part.program
-        learning = {id(held[n]) for n in program.learning if n in held}
-        whole = {id(held[n]): held[n].nbytes for n in (*program.parameters, *program.buffers)}
-        return {key: size * (state if key in learning else 1) for key, size in whole.items()}
+        whole = {id(held[n]): held[n] for n in (*program.parameters, *program.buffers)}
+        learning: Any = {id(held[n]): held[n] for n in program.learning if n in held}
+        return whole, learning
 
     def variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
         """Returns what its lane runs at these sizes, compiled on first use, and its integers."""
-        placement = self.runnable.priced.placement(sizes, self.sp)
-        return self.runnable.variant(placement, self.menu_step, sizes, self.lane)
+        return self.runnable.variant(self._placement(sizes), self.menu_step, sizes, self.lane)
 
     def sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
         """Returns the length of every dim, as the shapes of inputs and received values say.
@@ -319,10 +324,6 @@ class ProgramStage:
     def sends_learning(self) -> tuple[bool, ...]:
         """Returns of each value that the stage sends whether it has a gradient."""
         return tuple(info.requires_grad for info in self._infos(self.part.sent))
-
-    @property
-    def _learns(self) -> tuple[bool, ...]:
-        return tuple(info.requires_grad for info in self._infos(self.part.received))
 
     def _infos(self, names: Sequence[str]) -> tuple[TensorInfo, ...]:
         return tuple(self.part.flowing[n] for n in names)
@@ -389,12 +390,11 @@ def stages_of(
 
 def _traced(whole: Traced, part: StageProgram, model: nn.Module) -> Traced:
     """Returns what is known of a stage's program; derivatives of calls are those of the whole."""
-    return Traced(
-        part.program,
-        analyse(part.program, derive_rules=False),
-        whole.device,
-        whole.backend,
-        Held(part.program, model),
-        reference=whole.reference,
-        libraries=whole.libraries,
+    return replace(
+        whole,
+        program=part.program,
+        sharding=restricted(part.program, analyse(part.program, False), whole.attention),
+        tensors=Held(part.program, model),
+        hands_over=False,
+        tracers={},
     )

@@ -155,7 +155,7 @@ def check_stages(**given: bool) -> None:
     for name in (name for name, asked in given.items() if asked):
         raise DataError(
             f"{name}: got it for a model that was compiled with pipeline=; expected a loader that "
-            "plans each bucket's samples for the stages, mode='auto', without files of plans; "
+            "plans each bucket's samples for the stages, mode='auto'; "
             "leave it out, or compile without pipeline="
         )
 

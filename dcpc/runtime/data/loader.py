@@ -350,8 +350,6 @@ class DataLoader:
         `dcpc replay FILE` prints it and plans it again.
         """
         check_step(step)
-        if self.recipe.planner is not None:
-            check_stages(save_plan=True)
         path = path_of(file, PlanError, "save_plan")
         samples, own, fit = self._maker.own_buckets(step), self.recipe.own, self._maker.samples.fit
         lengths = None

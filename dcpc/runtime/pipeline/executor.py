@@ -80,6 +80,7 @@ def run_schedule(
     schedule: PipelineSchedule,
     grid: PipelineGrid,
     mark: Callable[[], None] | None = None,
+    returned: Callable[[int, tuple[Tensor, ...]], None] | None = None,
 ) -> Tensor | None:
     """Adds the gradients of a step to this stage's parameters; the same call on all its neighbours.
 
@@ -89,6 +90,8 @@ def run_schedule(
         schedule: of all its stages.
         grid: where this rank is.
         mark: called before and after what each action of this stage computes.
+        returned: called on the last stage with the place of each micro-batch and what its forward
+            returns, the loss first, detached.
 
     Returns:
         The sum of weight * loss, float64, on the last stage; None elsewhere.
@@ -99,7 +102,9 @@ def run_schedule(
     """
     check(schedule, len(batches))
     stages = _stages_of(settings, batches, schedule, grid)
-    return _StageRun(stages, batches, schedule, grid).run(mark or (lambda: None))
+    run = _StageRun(stages, batches, schedule, grid)
+    run.returned = returned
+    return run.run(mark or (lambda: None))
 
 
 def _stages_of(
@@ -155,6 +160,7 @@ class _StageRun:
         self.saved: dict[int, Any] = {}
         self.received: dict[int, tuple[Tensor, ...]] = {}
         self.loss: Tensor | None = None
+        self.returned: Callable[[int, tuple[Tensor, ...]], None] | None = None
 
     def run(self, mark: Callable[[], None]) -> Tensor | None:
         for place, action in enumerate(self.order):
@@ -182,6 +188,8 @@ class _StageRun:
         if self.last:
             part = sends[0].detach().double() * batch.weight
             self.loss = part if self.loss is None else self.loss + part
+            if self.returned is not None:
+                self.returned(i, (sends[0].detach(), *(x.detach() for x in sends[1:])))
         else:
             self._send(self.grid.stage + 1, FORWARD, i, sends)
 
@@ -192,9 +200,10 @@ class _StageRun:
             assert isinstance(stage, SplitStage), "checked before the step"
             return stage.backward_weight(saved)
         if self.last:
-            (_, dtype), *_ = stage.sent(self.batches[i].sizes)
+            (_, dtype), *others = stage.sent(self.batches[i].sizes)
             device = self.grid.groups.device
-            taken = (torch.tensor(self.batches[i].weight, dtype=dtype, device=device),)
+            weight = torch.tensor(self.batches[i].weight, dtype=dtype, device=device)
+            taken = (weight, *[None] * len(others))
         if action.kind == BACKWARD_INPUT:
             assert isinstance(stage, SplitStage), "checked before the step"
             grads, self.saved[i] = stage.backward_input(saved, taken)

@@ -1,8 +1,8 @@
-"""A batch through all stages of a pipeline without gradients, for its loss."""
+"""A batch through all stages of a pipeline without gradients, for what forward returns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,15 +14,15 @@ from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.stage import Shaped, Stage
 
 
-def loss_of(
+def returned_by(
     stage: Stage,
     inputs: Mapping[str, Tensor],
     sizes: Mapping[str, int],
     seed: int,
     grid: PipelineGrid,
-    made: Shaped,
-) -> Tensor:
-    """Returns the loss of a batch; the same call on all ranks of this pipeline.
+    made: Sequence[Shaped],
+) -> tuple[Tensor, ...]:
+    """Returns what forward returns for a batch; the same call on all ranks of this pipeline.
 
     Args:
         stage: this rank's.
@@ -30,20 +30,38 @@ def loss_of(
         sizes: length of every dim, batch included.
         seed: of the random numbers.
         grid: where this rank is.
-        made: shape and dtype of the loss.
+        made: shape and dtype of each tensor, the loss first.
+
+    Raises:
+        GroupError: a rank of this pipeline did not arrive in time.
+    """
+    return from_last(_forward(stage, inputs, sizes, seed, grid), made, grid)
+
+
+def from_last(
+    sent: Sequence[Tensor], made: Sequence[Shaped], grid: PipelineGrid
+) -> tuple[Tensor, ...]:
+    """Returns what the last stage has, on all ranks of this pipeline, which call it together.
+
+    Args:
+        sent: tensors of the last stage; of others they do not matter.
+        made: shape and dtype of each.
+        grid: where this rank is.
 
     Raises:
         GroupError: a rank of this pipeline did not arrive in time.
     """
     groups, layout = grid.groups, grid.layout
     last = layout.rank(0, grid.stages - 1)  # every pipeline's ranks are in one order
-    loss = torch.empty(made[0], dtype=made[1])
-    sent = _forward(stage, inputs, sizes, seed, grid)
-    if grid.stage == grid.stages - 1:
-        loss.copy_(sent[0])
-    with _waiting(grid):
-        dist.broadcast(loss, group=groups.control(layout.ranks), group_src=last)
-    return loss.to(groups.device)
+    found = []
+    for number, (shape, dtype) in enumerate(made):
+        value = torch.empty(shape, dtype=dtype)
+        if grid.stage == grid.stages - 1:
+            value.copy_(sent[number])
+        with _waiting(grid):
+            dist.broadcast(value, group=groups.control(layout.ranks), group_src=last)
+        found.append(value.to(groups.device))
+    return tuple(found)
 
 
 def _forward(

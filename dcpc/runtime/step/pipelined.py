@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dcpc.buckets import BATCH
+from dcpc.buckets import BATCH, Bucket, Sizes
 from dcpc.errors import DcpcError, PlanError
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.pipeline.executor import PipelineBatch, run_schedule
+from dcpc.runtime.pipeline.forward import from_last
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.schedule import PipelineSchedule, check
-from dcpc.runtime.pipeline.stage import StageSetting
+from dcpc.runtime.pipeline.stage import Shaped, StageSetting
 from dcpc.runtime.step.clock import Clock
 from dcpc.runtime.step.facts import gather_facts, refuse_different, total_weight
 from dcpc.runtime.step.gradients import beside_earlier, check_norm
 from dcpc.runtime.step.result import StepResult
 from dcpc.runtime.step.step import not_finite
+
+Inputs = Mapping[str, Tensor]
+# (bucket, inputs, lengths of all dims) -> inputs and lengths that stages take.
+Given = Callable[[Bucket, Inputs, Sizes], tuple[Inputs, Sizes]]
+
+
+class Returned(Protocol):
+    """Takes what the micro-batches of a step return."""
+
+    def shapes(self, mb: MicroBatch, sizes: Sizes) -> Sequence[Shaped]:
+        """Returns shape and dtype of what the last stage returns, the loss first."""
+
+    def take(self, mb: MicroBatch, tensors: Sequence[Tensor]) -> None:
+        """Takes what a micro-batch returned."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +49,15 @@ class OwnStage:
         grid: where it is among the stages and pipelines.
         settings: its stage with each setting of recompute.
         parameters: of the model by name: those that its stage reads.
+        given: returns what stages take of a micro-batch, the same on all ranks of a pipeline.
+        returned: takes what forward returns; None: the loss alone is wanted.
     """
 
     grid: PipelineGrid
     settings: Sequence[StageSetting]
     parameters: Mapping[str, nn.Parameter]
+    given: Given
+    returned: Returned | None = None
 
     @property
     def mine(self) -> list[nn.Parameter]:
@@ -94,7 +114,14 @@ def pipelined_step(
     with beside_earlier(WholeStore(own.parameters.values(), groups)) as put_back:
         part, clock, schedule = None, Clock(groups.device), schedule.only(counted)
         if counted:
-            part = run_schedule(own.settings, shares, schedule, grid, clock.mark)
+            made = dict[int, Sequence[Tensor]]()
+            keep = None if own.returned is None else made.__setitem__
+            part = run_schedule(own.settings, shares, schedule, grid, clock.mark, keep)
+            if own.returned is not None:
+                for place, number in enumerate(counted):
+                    mb, sizes = step.micro_batches[number], shares[place].sizes
+                    shapes = own.returned.shapes(mb, sizes)
+                    own.returned.take(mb, from_last(made.pop(place, ()), shapes, grid))
         sums = Clock(groups.device)
         sums.mark()
         reduced_bytes = grid.sum_gradients(own.parameters.items())
@@ -177,6 +204,5 @@ def _batch(step: Step, mb: MicroBatch, seed: int, own: OwnStage) -> PipelineBatc
     """Returns a micro-batch as the executor takes it, on this rank's device."""
     rows = step.plan.micro_batches[mb.number].batch
     device = own.grid.groups.device
-    inputs = mb.inputs_on(device)
-    sizes = {**mb.bucket.sizes, BATCH: rows}
+    inputs, sizes = own.given(mb.bucket, mb.inputs_on(device), {**mb.bucket.sizes, BATCH: rows})
     return PipelineBatch(inputs, sizes, mb.weight, seed)

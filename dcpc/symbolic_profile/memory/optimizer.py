@@ -103,6 +103,56 @@ STEPS: Mapping[type[Optimizer], StepMemory] = {
 }
 
 
+# Adam's two moments, in the parameters' dtype: what a plan counts where it is given no optimizer.
+ADAM_STATES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMemory:
+    """Memory of what trains a model, on one rank.
+
+    Attributes:
+        optimizer: class, `functools.partial` of one, or optimizer; None: Adam.
+        given_bytes: bytes of its state on a rank, where they are known better; None: they follow
+            from the optimizer.
+        together: whether it steps all parameters at once unless it says otherwise, as on a GPU.
+    """
+
+    optimizer: OptimizerLike | None = None
+    given_bytes: int | None = None
+    together: bool = False
+
+    def state_bytes(
+        self, whole: Sequence[nn.Parameter], own: Sequence[nn.Parameter] = ()
+    ) -> dict[int, int]:
+        """Returns `id(parameter)` -> bytes of its state; empty where `given_bytes` has them all.
+
+        Args:
+            whole: parameters of the model.
+            own: part of each that this rank updates; none: all of it.
+        """
+        own, chosen = own or whole, self.optimizer
+        if self.given_bytes is not None:
+            return {}
+        if chosen is None:
+            return {id(p): ADAM_STATES * p.nbytes for p in own if p.requires_grad}
+        if not isinstance(chosen, Optimizer):
+            return state_bytes(chosen, own)
+        # It knows its parameters; of what it keeps a rank has as much as of them.
+        states = state_bytes(chosen, whole)
+        pairs = zip(whole, own, strict=True)
+        return {id(q): -(-states.get(id(p), 0) * q.nbytes // max(p.nbytes, 1)) for p, q in pairs}
+
+    def step_bytes(self, own: Sequence[nn.Parameter]) -> int:
+        """Returns the most bytes that a step allocates and frees again; see `step_bytes`.
+
+        Args:
+            own: parameters that it steps.
+        """
+        stepped = own if self.given_bytes is None else ()
+        return step_bytes(self.optimizer or torch.optim.Adam, stepped, self.together)
+
+
 def step_bytes(optimizer: OptimizerLike, parameters: Iterable[nn.Parameter], together: bool) -> int:
     """Returns the most bytes that a step allocates and frees again.
 

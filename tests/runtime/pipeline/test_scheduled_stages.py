@@ -2,7 +2,8 @@
 
 import pytest
 
-from dcpc.compiled.pipeline import ScheduledStages, StageDevice, stages_of
+from dcpc.compiled.pipeline import ScheduledStages, StageDevice, StageState, stages_of
+from dcpc.symbolic_profile import OptimizerMemory
 from tests.cases.stages import CASES, captured, evenly
 
 
@@ -14,7 +15,8 @@ def scheduled(memory_bytes):
         [p.recomputing(k) for k in (0, most // 2, most)]
         for p, most in zip(parts, steps, strict=True)
     ]
-    devices = [StageDevice(memory_bytes=memory_bytes + p.resident_bytes(4)) for p in parts]
+    kept = [StageState.of(p, OptimizerMemory()).resident_bytes for p in parts]
+    devices = [StageDevice(memory_bytes=memory_bytes + n) for n in kept]
     return ScheduledStages(rows, lambda n: {"seq": n}, devices)
 
 

@@ -8,6 +8,7 @@ from dcpc.compiled.pipeline import (
     MixedBucket,
     ProgramCosts,
     StageDevice,
+    StageState,
     pipeline_work,
     plan_stages,
     run_in_turn,
@@ -16,6 +17,7 @@ from dcpc.compiled.pipeline import (
 from dcpc.errors import PlanError
 from dcpc.passes.stages.mixture import best_cut
 from dcpc.plan.runnable import Runnable
+from dcpc.symbolic_profile import OptimizerMemory
 from tests.cases.stages import CASES, captured, plain_gradients
 
 MIXTURE = (
@@ -114,4 +116,4 @@ def test_costs_of_micro_batches_are_those_of_the_stages(tied):
         peak = max(fastest.forward_bytes, fastest.backward_bytes)
         assert peak == found.peak_bytes + found.input_bytes - found.returned_bytes
         assert work.hops[0][number].forward_bytes == each["batch"] * each["seq"] * 32 * 8
-    assert work.memory_bytes == (inf, 1e9 - last.resident_bytes(4))
+    assert work.memory_bytes == (inf, 1e9 - StageState.of(last, OptimizerMemory()).resident_bytes)

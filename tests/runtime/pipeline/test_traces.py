@@ -14,6 +14,7 @@ from dcpc.compiled.pipeline import (
     ProgramCosts,
     ProgramStage,
     StageDevice,
+    StageState,
     chain_of,
     cut_model,
     plan_stages,
@@ -29,6 +30,7 @@ from dcpc.errors import PlanError
 from dcpc.plan.options import PlanOptions
 from dcpc.runtime.planner.plan_file import plan_json, plan_of
 from dcpc.runtime.planner.table import make_table
+from dcpc.symbolic_profile import OptimizerMemory
 from dcpc.verify import Verifier
 from tests.cases.clips import CLIPS, ClipsCase
 from tests.cases.stages import plain_gradients
@@ -112,7 +114,9 @@ def test_a_cut_shares_no_parameter_but_the_tied_one_and_each_stage_has_those_of_
         assert sorted({*every}) == sorted(n for n, _ in model.named_parameters())
         held = dict(model.named_parameters())
         for stage in cut.plan.stages:
-            assert stage.resident_bytes(1) == sum(held[n].nbytes for n in stage.parameters)
+            kept = StageState.of(stage, OptimizerMemory()).resident_bytes
+            own = [held[n] for n in stage.parameters]
+            assert kept == sum(p.nbytes * (4 if p.requires_grad else 1) for p in own)
 
 
 def test_costs_of_a_mixture_are_those_of_each_traces_profile(branching):
@@ -143,7 +147,7 @@ def test_a_plan_is_of_about_the_seconds_of_its_own_stages_and_keeps_to_memory(br
     assert max(plan.needed_bytes) <= most
     assert any(any(steps) for steps in plan.menu_steps)
     for stage, steps in zip(plan.stages, plan.menu_steps, strict=True):
-        resident = stage.resident_bytes(4)
+        resident = StageState.of(stage, OptimizerMemory()).resident_bytes
         needed = [
             stage_bytes(stage.at(b.sizes).recomputing(k), b.sizes, resident)
             for b, k in zip(branching.mixture, steps, strict=True)

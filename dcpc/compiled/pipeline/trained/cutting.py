@@ -62,7 +62,8 @@ def cut_model(
     places = PipelineLayout.of(stages, sp)
     every = [[speeds[r] for r in range(world) if places.stage(r) == p] for p in range(stages)
              ] if speeds else [[1.0]] * stages  # fmt: skip
-    devices = [StageDevice(min(each), planned.memory_bytes) for each in every]
+    optimizer = planned.request.optimizer
+    devices = [StageDevice(min(each), planned.memory_bytes, optimizer) for each in every]
     share = 1.0 / len(buckets)
     traces = planned.traces
     mixture = [

@@ -7,31 +7,31 @@ from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcpc.buckets import Bucket
-from dcpc.compiled.editions import ModuleModes
-from dcpc.compiled.evaluation import in_eval, refuse_arguments
+from dcpc.buckets import BATCH, Bucket, Sizes, ones_of
+from dcpc.codegen.lower.output_pieces import OutputPiece
+from dcpc.codegen.lower.unpad import rows_name
+from dcpc.compiled.editions import Edition
 from dcpc.compiled.model import CompiledModel
+from dcpc.compiled.outputs.wanted import WithOutputs
 from dcpc.compiled.pipeline.trained.cutting import CutModel
-from dcpc.compiled.pipeline.trained.ownership import StageStore
+from dcpc.compiled.pipeline.trained.own_stages import OwnSetting, OwnStages, StepOutputs
+from dcpc.compiled.pipeline.trained.ownership import AgreedStages, StageStore
 from dcpc.compiled.pipeline.trained.report import stages_report
-from dcpc.errors import DataError, DcpcError, DispatchError, GroupError, explaining
+from dcpc.compiled.unpadding.sides import CallSetting
+from dcpc.errors import DcpcError, DispatchError
 from dcpc.ir import Profile
 from dcpc.ops.random import DRAWS
 from dcpc.plan.choose import TriedRow
 from dcpc.runtime.checkpoint.parts import Parts, Stateful
-from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import PART, agree
-from dcpc.runtime.groups.same_state import share_of
-from dcpc.runtime.pipeline.forward import loss_of
+from dcpc.runtime.pipeline.forward import returned_by
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.planner.protocol import BatchPlanner
-from dcpc.runtime.step.gradients import check_norm
-from dcpc.runtime.step.pipelined import OwnStage, clip_stages, pipelined_step
+from dcpc.runtime.step.pipelined import Inputs, OwnStage, clip_stages, pipelined_step
 from dcpc.runtime.step.result import StepResult
 from dcpc.runtime.step.stats import Stats
 from dcpc.symbolic_profile import Prediction
@@ -54,19 +54,20 @@ class PipelinedModel(CompiledModel):
         self._cut = cut
         own = cut.plan.stages[cut.layout.stage(self.groups.rank)]
         self._stages = StageStore(self.model, cut.plan.stages, self.groups, cut.layout)
-        self._store = self._stages
+        self._store, self._editions.partly = self._stages, True
         self._editions.first.followed.materialized(self.model)
         # What a loader reads of a row, it has; what follows running out of memory does not come.
         self.tables = cast(dict[Bucket, tuple[TriedRow, ...]], cut.planner.tables)
         grid = PipelineGrid.make(self.groups, cut.layout, own.learning)
         self.groups.watch.follow(grid)
         self._dispatch.bind_blocks()  # the ranks of a stage have a group now
-        rows = [stage.in_lane(grid.lane) for stage in cut.planner.cost.rows[own.index]]
-        self._own = OwnStage(grid, rows, {})
+        self._grid, traces = grid, tuple(v.traced for v in self.planned.traces)
+        mode = self.planned.request.recompute_mode
+        self._own = OwnStages(self.model, cut, traces, mode, own.index, grid.lane)
         dtype = next((p.dtype for p in self.model.parameters()), None)
         empty = torch.empty(0, 0, dtype=dtype, device=self.groups.device)
         self._untrained = [nn.Parameter(empty)]  # in a list: it is not in the model's state
-        self._shared = 0  # place of the first tensor that the next step compares
+        self._agreed = AgreedStages(lambda: self._stages.named(self.model), grid)
 
     @property
     def batch_planner(self) -> BatchPlanner:
@@ -76,7 +77,7 @@ class PipelinedModel(CompiledModel):
     @property
     def stage(self) -> int:
         """Number of this rank's stage."""
-        return self._own.grid.stage
+        return self._grid.stage
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -97,85 +98,55 @@ class PipelinedModel(CompiledModel):
         if not any(p.requires_grad for p in own):
             yield from self._untrained
 
-    @explaining("train_step")
-    def train_step(
-        self,
-        step: Step,
-        *,
-        clip: float | None = None,
-        nonfinite: str = "raise",
-        outputs: bool | str = False,
+    def _attempt(
+        self, step: Step, edition: Edition, check: Callable[[], None], **options: Any
     ) -> StepResult:
-        """Runs a planned step on all stages and sums the gradients over the pipelines.
-
-        Afterwards this rank has the gradient of the whole global batch for each parameter of its
-        stage. Collective over all ranks.
-
-        Args:
-            step: from `dcpc.DataLoader`.
-            clip: largest norm of the whole model's gradient, all stages together.
-            nonfinite: as for every compiled model.
-            outputs: False; what forward returns besides its loss does not come back.
-
-        Raises:
-            DataError: an argument or a sample is wrong on some rank, or the loss is not finite.
-            DispatchError: the model changed since it was compiled.
-            GroupError: the ranks are not in the same step, or one did not arrive.
-            PlanError: a schedule does not end.
-        """
-        check_step(step)
-        problem = step.problem
+        """Returns what comes of a step on all stages, the gradients summed over the pipelines."""
+        made = edition.planned.loss
+        outputs = StepOutputs(edition, made, self._own) if isinstance(made, WithOutputs) else None
         try:
-            check_choice("nonfinite", nonfinite, ("raise", "skip"))
-            if outputs is not False:
-                raise DataError(
-                    f"train_step: got outputs={outputs!r}; expected False: the last stage makes "
-                    "the loss alone; leave outputs= out, or compile without pipeline="
-                )
-            if clip is not None:
-                check_norm(clip)
+            check()
         except DcpcError as error:
-            problem = error
+            options["problem"] = error
         seeds = {
             mb.number: self._seeds.of_micro_batch(step.epoch, step.index, mb.number)
             for mb in step.micro_batches
         }
-        what = f"train_step, step {step.index} of epoch {step.epoch}"
-        with self.groups.watch.section(what), self._dispatch.own_casts():
-            apart = self._trained_apart()  # all ranks take part, whatever is wrong here
-            problem = problem or self._step_edition("")[1] or apart
-            result = pipelined_step(
-                self._now(), step, seeds, clip=clip, nonfinite=nonfinite, problem=problem
-            )
-        self._stepped(step, result)
-        return result
+        del options["state"]  # ranks have the parameters of their stages
+        own = replace(self._running(edition), returned=outputs)
+        result = pipelined_step(own, step, seeds, **options)
+        return result if outputs is None else replace(result, outputs=outputs.of(step))
 
-    def _now(self) -> OwnStage:
-        """Returns what this rank runs, with the model's parameters as they are now."""
-        return replace(self._own, parameters=self._stages.named(self.model))
+    def _running(self, edition: Edition) -> OwnStage:
+        """Returns what this rank runs of an edition, with the model's parameters as they are."""
+        dispatch, by_bucket = edition.dispatch, edition.planned.by_bucket
+        programs = {ones_of(b.sizes): (v, dispatch.unpadding(b)) for b, v in by_bucket.items()}
+        count = self._cut.planner.cost.settings
+        settings = [OwnSetting(self._own, programs, number) for number in range(count)]
 
-    def _trained_apart(self) -> GroupError | None:
-        """Returns which ranks of a stage have other values of its parameters than the first.
+        def given(bucket: Bucket, inputs: Inputs, sizes: Sizes) -> tuple[Inputs, Sizes]:
+            return self._without_padding(edition, bucket, inputs, sizes)
 
-        Collective over all ranks; compares a share of them, another one each time.
-        """
-        grid, groups = self._own.grid, self.groups
-        share, self._shared = share_of(self._stages.named(self.model), self._shared)
-        told: list[str] = [share] * groups.world
-        if groups.world > 1:
-            dist.all_gather_object(told, share, group=groups.control(groups.world))
-        stages = [grid.layout.stage(rank) for rank in range(groups.world)]
-        firsts = [grid.layout.rank(0, stage) for stage in stages]
-        apart = [r for r, first in enumerate(firsts) if told[r] != told[first]]
-        if not apart:
-            return None
-        rank, first = apart[0], firsts[apart[0]]
-        return GroupError(
-            f"stage {stages[rank]}: got other values of its parameters on rank {rank} than "
-            f"on rank {first} ({told[rank]}, {told[first]}); expected "
-            "the same in every pipeline; give each rank's optimizer the same arguments, and load "
-            "the same state"
-        )
+        return OwnStage(self._grid, settings, self._stages.named(self.model), given)
+
+    def _without_padding(
+        self, edition: Edition, bucket: Bucket, inputs: Inputs, sizes: Sizes
+    ) -> tuple[Inputs, Sizes]:
+        """Returns inputs and lengths of a micro-batch, without its padding where that is run."""
+        unpadding = edition.dispatch.unpadding(bucket)
+        if unpadding is None:
+            return inputs, sizes
+        program = edition.planned.by_bucket[bucket].traced.program
+        given = {p: inputs[n].contiguous() for p, n in program.inputs.items()}
+        how = CallSetting(self._grid.layout.sp, 0, self._grid.lane, {**bucket.sizes, BATCH: 1})
+        rows = unpadding.rows(sizes, given, how)
+        if rows is None:
+            return inputs, sizes
+        unpadding.compare(sizes, given, rows, how)
+        self._dispatch.stats.unpadded += 1
+        indices = {name: x for side in rows.sides for name, x in side.indices.items()}
+        counts = {rows_name(i): side.count for i, side in enumerate(rows.sides)}
+        return {**inputs, **indices}, {**sizes, **counts}
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales a gradient of the whole model longer than `max_norm` down to it; collective.
@@ -186,75 +157,50 @@ class PipelinedModel(CompiledModel):
         Returns:
             Its norm before, over all stages.
         """
-        return clip_stages(self._now(), max_norm)
+        return clip_stages(self._running(self._editions.first), max_norm)
 
     def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
         """Returns the loss of a batch, under `torch.no_grad()`; see `evaluate`.
 
         Raises:
-            DispatchError: a gradient is asked for, or outputs.
+            DispatchError: a gradient is asked for.
         """
-        if isinstance(outputs, Tensor):
-            inputs, outputs = {**inputs, "outputs": outputs}, False
-        if torch.is_grad_enabled() or outputs is not False:
-            self._refuse("a call with gradients" if outputs is False else "a call with outputs=")
-        return self._loss("call", lambda: self._dispatch.named(self.model, args, inputs))
+        if torch.is_grad_enabled():
+            self._refuse("a call with gradients")
+        with self.groups.watch.section("call"):
+            return super().forward(*args, outputs=outputs, **inputs)
 
-    def evaluate(
-        self,
-        batch: Mapping[str, Tensor],
-        *,
-        between: str | None = None,
-        pad: Mapping[str, int | float] | None = None,
-        outputs: bool | str = False,
-    ) -> Any:
-        """Returns the loss of a batch in eval() and under no_grad; the model's mode stays.
+    def evaluate(self, batch: Mapping[str, Tensor], **options: Any) -> Any:
+        """Returns what `CompiledModel.evaluate` does; collective over the ranks of a pipeline.
 
-        Collective over the ranks of a pipeline, which pass the same batch; pipelines may pass
-        different ones. The stages are those of training.
-
-        Args:
-            batch: inputs by name, of a bucket's lengths.
-            between: None: lengths between buckets are refused.
-            pad: None.
-            outputs: False.
-
-        Raises:
-            DispatchError: names, dtypes or shapes match no bucket; or the model has other graphs in
-                eval(), as with dropout, or another argument is given.
-            GroupError: ranks of a pipeline passed different batches, or one did not arrive.
+        All of them pass the same batch; pipelines may pass different ones.
         """
-        if outputs is not False or between is not None or pad is not None:
-            self._refuse("evaluate with between=, pad= or outputs=")
-        refuse_arguments(batch, None, None, self.buckets, False)
-        with in_eval(self.model):
-            return self._loss("evaluate", lambda: dict(batch))
+        with self.groups.watch.section("evaluate"):
+            return super().evaluate(batch, **options)
 
-    @torch.no_grad()
-    def _loss(self, what: str, named: Callable[[], dict[str, Tensor]]) -> Tensor:
-        """Returns the loss of a batch that all ranks of this pipeline have, once they agree."""
-        groups, layout = self.groups, self._cut.layout
-        inputs, sizes, text = dict[str, Tensor](), dict[str, int](), ""
-        problem: DcpcError | None = None
+    def _run_call(
+        self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
+    ) -> tuple[Any, ...]:
+        """Returns what forward returns for a batch that all ranks of this pipeline have."""
+        layout, sizes, text = self._grid.layout, dict[str, int](), ""
         self._calls += 1
-        with groups.watch.section(what), self._dispatch.own_casts():
-            try:
-                inputs = named()
-                bucket, sizes = self._dispatch.match(inputs)
-                problem = self._dispatch.input_problem(bucket, inputs)
-                first = self._editions.first
-                text = PART.join(first.call_text(self._calls, bucket, sizes, inputs))
-                if not self._editions.alike():
-                    self._refuse(f"{what} in {ModuleModes.of(self.model)}, where its graphs differ")
-            except DcpcError as error:
-                problem = problem or error
-            agree(groups, layout.ranks, what, text, problem)
-            drawn = first.planned.by_bucket[bucket].traced.program.gm.graph.nodes
-            draws = any(n.target in DRAWS for n in drawn)
-            seed = self._seeds.of_call(layout.ranks) if draws else 0
-            (stage, *_), grid = self._own.settings, self._own.grid
-            made = self._cut.plan.stages[-1].at(sizes).sent(sizes)[0]
-            return loss_of(stage.at(sizes), inputs, sizes, seed, grid, made)
+        try:
+            bucket, sizes = edition.dispatch.match(inputs)
+            problem = problem or edition.dispatch.input_problem(bucket, inputs)
+            text = PART.join(edition.call_text(self._calls, bucket, sizes, inputs))
+        except DcpcError as error:
+            problem = problem or error
+        agree(self.groups, layout.ranks, "call", text, problem)
+        traced = edition.planned.by_bucket[bucket].traced
+        draws = any(n.target in DRAWS for n in traced.program.gm.graph.nodes)
+        seed = self._seeds.of_call(layout.ranks) if draws else 0
+        given, lengths = self._without_padding(edition, bucket, inputs, sizes)
+        stage = self._running(edition).settings[0].at(lengths)
+        shapes = self._own.of(traced).last.sent(sizes)
+        with edition.dispatch.own_casts():
+            found = returned_by(stage, given, lengths, seed, self._grid, shapes)
+        pieces = traced.program.pieces  # of one rank: stages hand on whole values
+        return (found[0], *(OutputPiece(x) if pieces else x for x in found[1:]))
 
     def _parts(
         self, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None
@@ -266,7 +212,7 @@ class PipelinedModel(CompiledModel):
 
     def report(self) -> str:
         """Returns the stages: what each has, takes and needs, at every bucket."""
-        text = stages_report(self._cut, self._own.grid.replicas)
+        text = stages_report(self._cut, self._grid.replicas)
         text += f"{self.staging}\n" * bool(self.staging)
         return f"{text}\n{self.verifier.report()}"
 
@@ -298,7 +244,7 @@ class PipelinedModel(CompiledModel):
     def _refuse(self, what: str) -> NoReturn:
         raise DispatchError(
             f"{what}: got a model that was compiled with pipeline=, of which rank "
-            f"{self.groups.rank} has stage {self.stage} of {self._own.grid.stages}; expected "
+            f"{self.groups.rank} has stage {self.stage} of {self._grid.stages}; expected "
             "train_step(step) or evaluate(batch), which run all stages; for anything else load "
             "compiled.state_dict() into the plain model, or compile it without pipeline="
         )

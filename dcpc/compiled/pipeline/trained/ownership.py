@@ -6,17 +6,20 @@ shape and no memory, and torch refuses whatever would read it. One that no stage
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.pipeline.mixed import ModelStage
-from dcpc.errors import DispatchError
+from dcpc.errors import DcpcError, DispatchError, GroupError
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.groups.same_state import share_of
 from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.layout import PipelineLayout
 
 
@@ -90,6 +93,63 @@ class StageStore(WholeStore):
                     )
                 found[name] = p.detach()
         return found
+
+
+class AgreedStages(AgreedState):
+    """Parameters that must be the same on every rank of a stage; a step compares a share of them.
+
+    Args:
+        parameters: returns those of this rank's stage, by name.
+        grid: where this rank is.
+    """
+
+    def __init__(
+        self, parameters: Callable[[], Mapping[str, nn.Parameter]], grid: PipelineGrid
+    ) -> None:
+        self._parameters, self._grid = parameters, grid
+        self._next_shared = 0  # place of the first tensor that the next step compares
+
+    def loaded(self) -> None:
+        """Does nothing: a step compares the next share as ever."""
+
+    def of_step(self, problem: DcpcError | None) -> tuple[str, Callable[[], None]]:
+        """Returns an empty text, and what raises the first problem; collective over all ranks.
+
+        Args:
+            problem: with this rank's model; None: there is none.
+        """
+        apart = self._apart()  # all ranks take part, whatever is wrong here
+        found = problem or apart
+
+        def check() -> None:
+            if found is not None:
+                raise found
+
+        return "", check
+
+    def _apart(self) -> GroupError | None:
+        """Returns which ranks of a stage have other values of its parameters than the first.
+
+        Collective over all ranks.
+        """
+        grid, groups = self._grid, self._grid.groups
+        share, self._next_shared = share_of(self._parameters(), self._next_shared)
+        told: list[str] = [share] * groups.world
+        if groups.world > 1:
+            with groups.watch.naming():
+                dist.all_gather_object(told, share, group=groups.control(groups.world))
+        stages = [grid.layout.stage(rank) for rank in range(groups.world)]
+        firsts = [grid.layout.rank(0, stage) for stage in stages]
+        apart = [r for r, first in enumerate(firsts) if told[r] != told[first]]
+        if not apart:
+            return None
+        rank, first = apart[0], firsts[apart[0]]
+        return GroupError(
+            f"stage {stages[rank]}: got other values of its parameters on rank {rank} than "
+            f"on rank {first} ({told[rank]}, {told[first]}); expected "
+            "the same in every pipeline; give each rank's optimizer the same arguments, and load "
+            "the same state"
+        )
 
 
 def _leave_to_others(model: nn.Module, held: set[int]) -> None:

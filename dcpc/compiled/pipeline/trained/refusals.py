@@ -15,12 +15,6 @@ _REFUSED = {
         "pipeline=",
     ),
     "block": ((), "a rank has the parameters of its stage, whole; leave block= out"),
-    "attention": ((), "no attention is split within a stage; leave attention= out"),
-    "unpad": ((False,), "stages take whole batches; leave unpad= out"),
-    "optimizer": ((), "the cut counts Adam's state; leave optimizer= out, and raise memory= by "
-                      "what yours has less"),
-    "optimizer_bytes": ((), "the cut counts Adam's state; leave optimizer_bytes= out, and raise "
-                            "memory= by what yours has less"),
     "group": ((), "pipelines are made of all ranks of the job; leave group= out"),
 }  # fmt: skip
 

@@ -1,0 +1,193 @@
+"""This rank's stage of every program of a model: of evaluation, with outputs, without padding.
+
+the programs that were cut        their own stages
+any other program of the model    cut between the same parameters, as a rank has those of its
+stage alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from dcpc.buckets import BATCH, Sizes, ones_of
+from dcpc.codegen.lower.output_pieces import OutputPiece
+from dcpc.codegen.lower.unpad import rows_name
+from dcpc.compiled.editions import Edition
+from dcpc.compiled.outputs.wanted import WithOutputs
+from dcpc.compiled.pipeline.borders import borders_like, homes_of
+from dcpc.compiled.pipeline.chain import chain_of
+from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
+from dcpc.compiled.pipeline.trained.cutting import CutModel
+from dcpc.compiled.pipeline.trained.planner import recomputed
+from dcpc.compiled.unpadding.unpadding import STEPS, Unpadding
+from dcpc.errors import PlanError
+from dcpc.plan.runnable import Runnable
+from dcpc.plan.traced import Traced
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.pipeline.stage import Shaped
+from dcpc.runtime.step.result import MicroBatchOutputs
+
+
+@dataclass(frozen=True, slots=True)
+class StageOfProgram:
+    """A program of the model on this rank.
+
+    Attributes:
+        own: stage that this rank runs.
+        last: stage that returns the loss.
+    """
+
+    own: ProgramStage
+    last: ProgramStage
+
+
+@dataclass(frozen=True)
+class OwnStages:
+    """Cuts programs of a model where it was cut.
+
+    Attributes:
+        model: the user's.
+        cut: its stages.
+        traces: programs that were cut.
+        recompute: "auto", "none" or "all".
+        index: number of this rank's stage.
+        lane: place of this rank among those of its stage.
+    """
+
+    model: nn.Module
+    cut: CutModel
+    traces: tuple[Traced, ...]
+    recompute: str
+    index: int
+    lane: int
+    _known: dict[int, tuple[Traced, StageOfProgram]] = field(default_factory=dict, repr=False)
+
+    def of(self, traced: Traced) -> StageOfProgram:
+        """Returns the stages of a program.
+
+        Args:
+            traced: program of the model.
+
+        Raises:
+            PlanError: it cannot be cut between the same parameters.
+        """
+        if id(traced) not in self._known:
+            self._known[id(traced)] = traced, self._made(traced)
+        return self._known[id(traced)][1]
+
+    def _made(self, traced: Traced) -> StageOfProgram:
+        plan = self.cut.plan
+        if any(traced is one for one in self.traces):
+            number = next(n for n, one in enumerate(self.traces) if one is traced)
+            stages = tuple(stage.by_trace[number] for stage in plan.stages)
+        else:
+            stages = self._like(traced)
+        return StageOfProgram(stages[self.index].in_lane(self.lane), stages[-1])
+
+    def _like(self, traced: Traced) -> tuple[ProgramStage, ...]:
+        program, hints = traced.program, traced.program.hints
+        like = [n for n, one in enumerate(self.traces) if _ones(one) == _ones(traced)] or [0]
+        number = like[0]
+        first, own = self.traces[number], self.cut.plan.chains[number]
+        at = [border[number] for border in self.cut.plan.borders]
+        dims = program.dims({BATCH: 1, **(traced.reference or hints)})
+        chain = chain_of(program, dims)
+        found = borders_like(at, (first, own), (traced, chain), dims)
+        both = [*zip(at, found, strict=True)]
+        homes = homes_of((first, traced), (own, chain), both)[1]
+        stages = stages_of(traced, self.model, chain, found, self.cut.layout.sp, homes)
+        for stage, held in zip(stages, self.cut.plan.stages, strict=True):
+            missing = {*stage.parameters} - {*held.parameters}
+            if missing:
+                raise PlanError(
+                    f"stage {stage.index}: got a program that reads {min(missing)} there; expected "
+                    "the parameters that the stage has; take another number of stages"
+                )
+        return stages
+
+
+def _ones(traced: Traced) -> frozenset[str]:
+    return ones_of(traced.program.hints)
+
+
+@dataclass(frozen=True)
+class OwnSetting:
+    """This rank's stage with one setting of recompute, for the programs of an edition.
+
+    It is a `runtime.pipeline.stage.StageSetting`.
+
+    Attributes:
+        stages: cuts programs.
+        programs: dims that are 1 in a trace -> the trace, and its calls without padding.
+        number: place of the setting among those that a schedule names.
+    """
+
+    stages: OwnStages
+    programs: Mapping[frozenset[str], tuple[Runnable, Unpadding | None]]
+    number: int
+
+    def at(self, sizes: Sizes) -> ProgramStage:
+        """Returns what runs a micro-batch of these sizes."""
+        named = {n: size for n, size in sizes.items() if not n.startswith(rows_name(0))}
+        runnable, unpadding = self.programs[ones_of(named)]
+        padded = self._with_padding(runnable)
+        sides = len(sizes) - len(named)
+        if not sides:
+            return padded
+        assert unpadding is not None, "it has found the rows"
+        whole = unpadding.sides[sides - 1].runnable.traced
+        own = self.stages.of(whole).own.placed_at({BATCH: 1, **(whole.reference or {})})
+        most_bytes = padded.predict(named).peak_bytes
+        every = own.study(sizes).steps
+        steps = sorted({round(share * every) for share in STEPS})
+        fits = (k for k in steps if own.recomputing(k).predict(sizes).peak_bytes <= most_bytes)
+        return own.recomputing(next(fits, every))
+
+    def _with_padding(self, runnable: Runnable) -> ProgramStage:
+        traced, stages = runnable.traced, self.stages
+        for number, one in enumerate(stages.traces):
+            if one is traced:
+                row = stages.cut.planner.cost.rows[stages.index][self.number]
+                return row.by_trace[number].in_lane(stages.lane)
+        own = stages.of(traced).own
+        largest = {BATCH: 1, **(traced.reference or traced.program.hints)}
+        settings = recomputed(own, own.study(largest).steps, self.stages.recompute)
+        return settings[self.number]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Keeps what micro-batches return; it is a `runtime.step.pipelined.Returned`.
+
+    Attributes:
+        edition: graphs that return it.
+        made: restores the structure of what forward returned.
+        stages: cuts programs.
+    """
+
+    edition: Edition
+    made: WithOutputs
+    stages: OwnStages
+    _given: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+
+    def shapes(self, mb: MicroBatch, sizes: Sizes) -> Sequence[Shaped]:
+        """Returns shape and dtype of what the last stage returns, the loss first."""
+        traced = self.edition.planned.by_bucket[mb.bucket].traced
+        return self.stages.of(traced).last.sent(sizes)
+
+    def take(self, mb: MicroBatch, tensors: Sequence[Tensor]) -> None:
+        """Takes what a micro-batch returned."""
+        loss, *others = tensors
+        program = self.edition.planned.by_bucket[mb.bucket].traced.program
+        pieces = [OutputPiece(x) if program.pieces else x for x in others]
+        self._given[mb.number] = self.made.restored([loss, *pieces])
+
+    def of(self, step: Step) -> tuple[MicroBatchOutputs, ...]:
+        """Returns what each micro-batch of this rank's pipeline returned, in order."""
+        none = (None, None)
+        every = step.micro_batches
+        return tuple(MicroBatchOutputs(mb, *self._given.get(mb.number, none)) for mb in every)
