@@ -28,7 +28,7 @@ from benchmarks.plans import LENGTHS, TOKENS
 from benchmarks.stdit_costs import priced_of
 from benchmarks.video import shapes
 from benchmarks.zoo_models import NAMED
-from dcpc.api import plans
+from dcpc.api import plans, search
 from dcpc.buckets import Buckets
 from dcpc.codegen import Library, Tracer
 from dcpc.codegen.joint.joint import Joint
@@ -65,7 +65,7 @@ class Clock:
 @contextmanager
 def clocked() -> Iterator[Clock]:
     """Yields what is spent on planning in its block, traces left out."""
-    clock, planned, made = Clock(), plans.plan_buckets, Tracer.joint
+    clock, planned, made = Clock(), search.plan_buckets, Tracer.joint
 
     def plan_buckets(*args: Any, **kwargs: Any) -> Any:
         start_s = process_time()
@@ -80,7 +80,7 @@ def clocked() -> Iterator[Clock]:
         clock.graphs += 1
         return found
 
-    with patch.object(plans, "plan_buckets", plan_buckets), patch.object(Tracer, "joint", joint):
+    with patch.object(search, "plan_buckets", plan_buckets), patch.object(Tracer, "joint", joint):
         yield clock
 
 
@@ -111,7 +111,7 @@ def stdit() -> None:
     libraries: dict[str, Library] = {}
     videos, images = (priced_of(XL, image, libraries=libraries) for image in (False, True))
     buckets = {s.bucket: images if s.frames == 1 else videos for s in shapes()}
-    plans.plan_buckets(buckets, PlanRequest(degrees("auto", 8), "auto", int(141e9), int(20e9), 8))
+    search.plan_buckets(buckets, PlanRequest(degrees("auto", 8), "auto", int(141e9), int(20e9), 8))
 
 
 def subjects() -> dict[str, Callable[[], None]]:

@@ -135,11 +135,8 @@ class OnTrial:
     def recompute(self, budget_bytes: int) -> int | None:
         """Returns the steps that the planner takes for a budget, None where none fit it."""
         request = PlanRequest((1,), "auto", budget_bytes + self.input_bytes, 0, 1)
-        try:
-            plans, _ = plan_buckets({self.bucket: self.runnable.priced}, request)
-        except dcpc.PlanError:
-            return None
-        return plans[self.bucket].menu_step
+        plan = plan_buckets({self.bucket: self.runnable.priced}, request).plans.get(self.bucket)
+        return None if plan is None else plan.menu_step
 
     def predicted_peak(self, recompute: int) -> int:
         """Returns the peak that the profile says."""

@@ -56,9 +56,10 @@ TABLE = {
     },
     "dcpc.api": {
         "requests": "",
-        "plans": "requests",
-        "compiling": "requests plans",
-        "__init__": "requests plans compiling",
+        "search": "requests",
+        "plans": "requests search",
+        "compiling": "requests search plans",
+        "__init__": "requests search plans compiling",
     },
     "dcpc.trace": {
         "loss": "",

@@ -94,10 +94,7 @@ class OnDevice:
         resident = STATES * sum(p.nbytes for p in self.model.parameters())
         memory_bytes = min(self.subject.memory_bytes, self.machine.memory_bytes)
         request = PlanRequest((1,), recompute, memory_bytes, resident, 1)
-        try:
-            return plan_buckets({bucket: self.runnable.priced}, request)[0][bucket]
-        except dcpc.PlanError:
-            return None
+        return plan_buckets({bucket: self.runnable.priced}, request).plans.get(bucket)
 
 
 def step(call: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:

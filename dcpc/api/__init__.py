@@ -1,8 +1,9 @@
 """`compile`: the phases in order; `plan`: as far as they go without running anything."""
 
 from dcpc.api.compiling import compile, materialize
-from dcpc.api.plans import calibration_key, cut_with, plan, plan_with
+from dcpc.api.plans import cut_with, plan, plan_with
 from dcpc.api.requests import rank_memory_bytes
+from dcpc.api.search import calibration_key
 
 __all__ = [
     "calibration_key",

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dcpc.api.plans import of_one_rank, plan_with, trace_all
+from dcpc.api.plans import of_one_rank, plan_with, whole_plan
 from dcpc.api.requests import device_of
+from dcpc.api.search import Traces, search
 from dcpc.buckets import Bucket, Buckets
 from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
@@ -133,8 +134,11 @@ def _compiled(
     def prepare(
         mine: Buckets, programs: Sequence[Program], loss: Loss | None
     ) -> Mapping[Bucket, Runnable]:
-        same = replace(told, parameters=asked.parameters, block=asked.block or None, loss=loss)
-        return trace_all(model, mine, planned.device, planned.autocast, same, None, programs)
+        same = replace(
+            told, parameters=asked.parameters, block=asked.block or None, loss=loss,
+            device=planned.device, calibration=None, autocast=planned.autocast,
+        )  # fmt: skip
+        return Traces(model, mine, same, programs=programs).held(same)
 
     kind = CompiledModel if cut is None else PipelinedModel
     compiled = kind(
@@ -174,12 +178,15 @@ def _staged(
             f"pipeline={stages!r}: got a model on the meta device; expected one with memory; make "
             "it on the CPU, or compile it without pipeline="
         )
-    single = plan_with(model, buckets, of_one_rank(told), partly=True)
+    one = of_one_rank(told)
     if isinstance(stages, int):
+        single = plan_with(model, buckets, one, partly=True)
         return single, cut_model(model, buckets, single, stages, world, sp, speeds), ""
+    traces = Traces(model, buckets, told)
+    single = search(traces, one, partly=True)
     whole: Planned | PlanError
     try:
-        whole = plan_with(model, buckets, told)
+        whole = whole_plan(search(traces, told, partly=False))
     except PlanError as error:
         whole = error
     chosen = choose_stages(model, buckets, whole, single, world, sp, speeds)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.compiled.dispatch import Dispatch
 from dcpc.compiled.outputs.wanted import SHARDED, WithOutputs
-from dcpc.errors import DcpcError, DispatchError, PlanError
+from dcpc.errors import DcpcError, DispatchError
 from dcpc.ir import Program
 from dcpc.plan.following import Followed, stands_for
 from dcpc.plan.planning import Planned, plan_with_degrees
@@ -319,16 +319,21 @@ class Editions:
             start_s: since when it is made.
             loss: that it is traced with.
             base: whose graphs these are, which are compared; None: they are new.
+
+        Raises:
+            PlanError: a bucket does not fit.
         """
         first = self.first.planned
         with casting(self._device_type, None):
-            priced = {b: v.priced for b, v in by_bucket.items()}
-            misfits: dict[Bucket, PlanError] | None = {} if self.partly else None
-            plans, tables = plan_with_degrees(priced, first.request, degrees, misfits)
+            plans, tables, misfits = plan_with_degrees(
+                {b: v.priced for b, v in by_bucket.items()}, first.request, degrees
+            )
+        for error in () if self.partly else misfits.values():
+            raise error
         for runnable in by_bucket.values():
             runnable.priced.placements.settle()
         planned = replace(
-            first, by_bucket=by_bucket, plans=plans, tables=tables, loss=loss, misfits=misfits or {}
+            first, by_bucket=by_bucket, plans=plans, tables=tables, loss=loss, misfits=misfits
         )
         dispatch = self._make_dispatch(buckets, planned)
         if base is not None:

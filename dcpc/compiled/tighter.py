@@ -207,9 +207,8 @@ class TighterPlans:
         runnable = self.planned.by_bucket[bucket]
         for budget in budgets:
             request = replace(self.planned.request, memory_bytes=budget)
-            misfits: dict[Bucket, PlanError] = {}
             with casting(self.groups.device.type, None):
-                plans, tables = plan_buckets({bucket: runnable.priced}, request, misfits)
+                plans, tables, _ = plan_buckets({bucket: runnable.priced}, request)
             if plans:
                 plain = {"sp", "micro_batch", "menu_step", "seconds_s", "fits", "peak_bytes"}
                 return {

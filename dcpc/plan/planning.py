@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 import torch
 
@@ -90,7 +91,7 @@ class Planned:
         request: what was asked for.
         autocast: what the traces were captured under; None: no autocast.
         misfits: buckets that fit with no setting, and the error that says so; they have rows in
-            `tables` and no plan. `dcpc.api.plan` and `dcpc.compile` raise that error.
+            `tables` and no plan. `dcpc.api.plan` and `dcpc.compile` raise the first such error.
         loss: of what the model's forward returned; None: forward returned it.
     """
 
@@ -253,63 +254,68 @@ class Planned:
         )
 
 
+class BucketPlans(NamedTuple):
+    """The settings of some buckets.
+
+    Attributes:
+        plans: bucket -> its setting, of those that fit.
+        tables: bucket -> the rows it was chosen from.
+        misfits: bucket that fits with no setting -> the error that says so.
+    """
+
+    plans: dict[Bucket, BucketPlan]
+    tables: dict[Bucket, tuple[TriedRow, ...]]
+    misfits: dict[Bucket, PlanError]
+
+
 def plan_buckets(
-    by_bucket: Mapping[Bucket, Priced],
-    request: PlanRequest,
-    misfits: dict[Bucket, PlanError] | None = None,
-) -> tuple[dict[Bucket, BucketPlan], dict[Bucket, tuple[TriedRow, ...]]]:
-    """Returns the setting of every bucket, and the rows each was chosen from.
+    by_bucket: Mapping[Bucket, Priced], request: PlanRequest, *, partly: bool = True
+) -> BucketPlans:
+    """Returns the setting of every bucket, the rows it was chosen from, and what fits with none.
 
     Args:
-        by_bucket: prices of each bucket's trace.
+        by_bucket: bucket -> prices of its trace.
         request: what was asked for.
-        misfits: gets the buckets that fit with no setting, which then have rows and no plan; None:
-            the first of them is an error.
-
-    Raises:
-        PlanError: a bucket fits with no setting.
+        partly: whether to plan the other buckets where one fits with no setting; else that one
+            is the last.
     """
-    plans: dict[Bucket, BucketPlan] = {}
-    tables: dict[Bucket, tuple[TriedRow, ...]] = {}
+    found = BucketPlans({}, {}, {})
     left = [*by_bucket]
     with without_collection():  # graphs are kept, and walked in vain
         for bucket, priced in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
             left.remove(bucket)
             later = [b for b in left if by_bucket[b] is priced]
-            found, tables[bucket] = _plan(priced, bucket, request, later)
-            if isinstance(found, BucketPlan):
-                plans[bucket] = found
-            elif misfits is None:
-                raise found
-            else:
-                misfits[bucket] = found
-    return plans, tables
+            plan, found.tables[bucket] = _plan(priced, bucket, request, later)
+            if isinstance(plan, BucketPlan):
+                found.plans[bucket] = plan
+                continue
+            found.misfits[bucket] = plan
+            if not partly:
+                break
+    return found
 
 
 def plan_with_degrees(
-    by_bucket: Mapping[Bucket, Priced],
-    request: PlanRequest,
-    degrees: Mapping[Bucket, int],
-    misfits: dict[Bucket, PlanError] | None = None,
-) -> tuple[dict[Bucket, BucketPlan], dict[Bucket, tuple[TriedRow, ...]]]:
+    by_bucket: Mapping[Bucket, Priced], request: PlanRequest, degrees: Mapping[Bucket, int]
+) -> BucketPlans:
     """Returns what `plan_buckets` does where each bucket's degree is given.
 
     Args:
         by_bucket: what each bucket costs.
         request: whose degrees do not count.
         degrees: bucket -> ranks.
-        misfits: as for `plan_buckets`.
-
-    Raises:
-        PlanError: a bucket fits with no setting.
     """
     plans: dict[Bucket, BucketPlan] = {}
     tables: dict[Bucket, tuple[TriedRow, ...]] = {}
+    misfits: dict[Bucket, PlanError] = {}
     for sp in sorted(set(degrees.values())):
         mine = {b: priced for b, priced in by_bucket.items() if degrees[b] == sp}
-        found = plan_buckets(mine, replace(request, sps=(sp,)), misfits)
-        plans, tables = plans | found[0], tables | found[1]
-    return {b: plans[b] for b in by_bucket if b in plans}, {b: tables[b] for b in by_bucket}
+        found = plan_buckets(mine, replace(request, sps=(sp,)))
+        plans |= found.plans
+        tables |= found.tables
+        misfits |= found.misfits
+    in_order = {b: plans[b] for b in by_bucket if b in plans}
+    return BucketPlans(in_order, {b: tables[b] for b in by_bucket}, misfits)
 
 
 def _plan(

@@ -14,6 +14,7 @@ from dcpc.runtime.planner.plans import rounds_of
 from dcpc.runtime.planner.step_planner import plan_step
 from dcpc.runtime.planner.table import mode_table
 from dcpc.symbolic_profile import find
+from dcpc.trace import trace
 from models.gpt import GPT, GPTConfig
 
 BUCKETS = dcpc.Buckets(dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
@@ -70,7 +71,7 @@ def test_degrees_are_within_a_block_or_of_whole_blocks():
         planned(5, world=12)
 
 
-def test_auto_takes_the_block_of_least_time_among_those_that_fit():
+def test_auto_takes_the_block_of_least_time_among_those_that_fit(monkeypatch):
     inputs = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
     (bucket,) = buckets = dcpc.Buckets(inputs, sizes=[{"seq": 8, "batch": 1}])
     options = {"sp": 1, "recompute": "none", "device": "cpu", "world": 4, "backend": "eager"}
@@ -87,6 +88,10 @@ def test_auto_takes_the_block_of_least_time_among_those_that_fit():
     seconds = {b: found.plans[bucket].seconds_s + found.sum_s for b, found in every.items()}
     assert needed[2] > needed[4]
     assert wide("auto").block == min(seconds, key=seconds.__getitem__)
+    traces = []
+    monkeypatch.setattr("dcpc.plan.traced.trace", lambda *args: traces.append(args) or trace(*args))
     assert wide("auto", needed[4], parameters="auto").block == 4
+    assert len(traces) == 1  # whole, step, blocks of 2 and of 4: candidates of one trace
+    monkeypatch.undo()
     with pytest.raises(PlanError, match="too little"):
         wide("auto", needed[4] / 2)

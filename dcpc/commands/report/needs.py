@@ -11,7 +11,6 @@ from rich.table import Table
 
 from dcpc.buckets import Bucket
 from dcpc.commands.report.what_if import as_traced
-from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan
 from dcpc.plan.choose import TriedRow, choice_text, least_needed
 from dcpc.plan.options import block_of, degrees
@@ -175,10 +174,8 @@ def _least(planned: Planned, rows: Sequence[TriedRow]) -> TriedRow:
 def _plan(
     planned: Planned, bucket: Bucket, request: PlanRequest
 ) -> tuple[BucketPlan | None, tuple[TriedRow, ...]]:
-    misfits: dict[Bucket, PlanError] = {}
-    by_bucket = {bucket: planned.by_bucket[bucket].priced}
-    plans, tables = plan_buckets(by_bucket, request, misfits)
-    return plans.get(bucket), tables[bucket]
+    found = plan_buckets({bucket: planned.by_bucket[bucket].priced}, request)
+    return found.plans.get(bucket), found.tables[bucket]
 
 
 def round_up(size_bytes: int) -> int:

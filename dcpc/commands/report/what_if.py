@@ -10,7 +10,6 @@ from rich import box
 from rich.table import Table
 
 from dcpc.buckets import Bucket
-from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan
 from dcpc.plan.choose import degree_changes
 from dcpc.plan.options import degrees
@@ -75,10 +74,7 @@ def _plan(planned: Planned, bucket: Bucket, request: PlanRequest, like: Bucket |
     priced = planned.by_bucket[bucket if like is None else like].priced
     if not any(request.world % sp == 0 for sp in request.sps):
         return None
-    try:
-        return plan_buckets({bucket: priced}, request)[0][bucket]
-    except PlanError:
-        return None
+    return plan_buckets({bucket: priced}, request).plans.get(bucket)
 
 
 @contextmanager

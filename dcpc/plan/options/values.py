@@ -189,14 +189,25 @@ def block_of(block: int | None, sps: Sequence[int], world: int) -> tuple[int, tu
             f"({', '.join(str(d) for d in range(2, world + 1) if world % d == 0) or 'none'}); "
             "choose one, or leave it out for all ranks"
         )
-    fitting = [sp for sp in sps if world % sp == 0 and (block % sp == 0 or sp % block == 0)]
+    fitting = fitting_degrees(block, sps, world)
     if not fitting:
         raise PlanError(
             f"got sp={', '.join(map(str, sps))} with block={block}; expected a degree that divides "
             "the block or is a multiple of it, and divides the ranks: ranks of a block gather "
             "parameters together; choose another of them"
         )
-    return block, tuple(fitting)
+    return block, fitting
+
+
+def fitting_degrees(block: int, sps: Sequence[int], world: int) -> tuple[int, ...]:
+    """Returns the degrees whose groups lie within a block of ranks or are whole blocks.
+
+    Args:
+        block: ranks of a block.
+        sps: degrees to choose from.
+        world: number of ranks.
+    """
+    return tuple(sp for sp in sps if world % sp == 0 and (block % sp == 0 or sp % block == 0))
 
 
 def parse_block(text: str | None) -> int | str | None:

@@ -150,7 +150,7 @@ def test_crossing_is_where_the_planner_changes_the_degree(planned):
     ((low, high),) = degree_crossings(planned).values()
     assert 2048 < low["seq"] < high["seq"] < 32768
     assert high["seq"] - low["seq"] <= 0.01 * low["seq"]
-    plans, _ = plan_buckets(dict.fromkeys((low, high), planned.runnable.priced), planned.request)
+    plans, *_ = plan_buckets(dict.fromkeys((low, high), planned.runnable.priced), planned.request)
     assert [plan_.sp for plan_ in plans.values()] == [1, 2]
 
 
