@@ -1,7 +1,7 @@
-"""What is wanted of what a model's forward returned: one rule, for trace and plain model.
+"""Finds the loss, or all tensors, in a model's output: one rule for the trace and the plain model.
 
-returned(model, inputs, loss)   forward's outputs; with `loss=` what that makes of them
-find_outputs                    the loss in these, or all tensors
+returned(model, inputs, loss)   the output of forward, or of `loss=` called with it
+find_outputs                    the loss in that output, or all its tensors
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ Loss = Callable[..., Any]
 
 
 def returned(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None = None) -> Any:
-    """Returns that in which `find_loss` finds the loss.
+    """Runs the model, and `loss` on its output, and returns the result that holds the loss.
 
     Args:
-        model: whose forward is called with the inputs; with a `loss` only with those it takes.
-        inputs: by name.
-        loss: called with what forward returned and, by name, the inputs that it takes; None:
-            forward's own outputs have the loss.
+        model: module to call. Without `loss` it gets all inputs, with one only those that forward
+            names.
+        inputs: tensors by argument name.
+        loss: function called with forward's output and, by name, the inputs that it takes. None:
+            forward's output already holds the loss.
 
     Raises:
-        TraceError: `loss` returned none.
+        TraceError: the result of `loss` holds no floating scalar.
     """
     if loss is None:
         return model(**inputs)
@@ -42,10 +43,10 @@ def returned(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None = No
 
 
 def check_loss(loss: Loss | None) -> None:
-    """Refuses what is no loss of a model's outputs.
+    """Refuses a `loss=` that is not a function of a model's outputs.
 
     Raises:
-        TraceError: it cannot be called, or has parameters of its own.
+        TraceError: `loss` is a class, cannot be called, or is a module with parameters.
     """
     if loss is None:
         return
@@ -66,15 +67,16 @@ def check_loss(loss: Loss | None) -> None:
 
 
 def check_names(model: nn.Module, names: Collection[str], loss: Loss | None) -> None:
-    """Refuses inputs that nobody takes, and what `loss` asks for that is no input.
+    """Refuses inputs that neither forward nor `loss` takes, and unknown arguments of `loss`.
 
     Args:
-        model: the user's.
-        names: of the buckets' inputs.
-        loss: as for `returned`; None: forward takes all of them, and says itself what it lacks.
+        model: user's module.
+        names: names of the buckets' inputs.
+        loss: function as in `returned`. None: nothing is checked, as forward gets all inputs and
+            reports missing ones itself.
 
     Raises:
-        TraceError: there is one.
+        TraceError: an input is not taken, or an argument of `loss` without a default is missing.
     """
     if loss is None:
         return
@@ -97,11 +99,11 @@ def check_names(model: nn.Module, names: Collection[str], loss: Loss | None) -> 
 
 
 def by_position(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Returns inputs in the order in which a call may pass them: forward's own, then others.
+    """Returns the inputs in positional order: forward's positional arguments, then the others.
 
     Args:
-        model: the user's.
-        names: of the buckets' inputs, in their order.
+        model: user's module.
+        names: names of the buckets' inputs, in the order of the buckets.
     """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     own = [p.name for p in _parameters(model.forward) or [] if p.kind in kinds]
@@ -110,7 +112,7 @@ def by_position(model: nn.Module, names: Collection[str]) -> list[str]:
 
 
 def modules_in(loss: Loss | None) -> list[nn.Module]:
-    """Returns the modules that a loss is, closes over or reads as globals: a teacher."""
+    """Returns the modules that a loss is, closes over or reads as globals, such as a teacher."""
     found: list[nn.Module] = []
     todo: list[Any] = [loss]
     seen: set[int] = set()
@@ -143,7 +145,7 @@ def _name(loss: Loss) -> str:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Returns what a function takes; None where it does not say."""
+    """Returns a function's parameters, or None where Python cannot tell its signature."""
     try:
         return [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):
@@ -156,9 +158,9 @@ def _taken(
     """Returns the inputs that a function takes by name.
 
     Args:
-        function: to be called.
-        inputs: by name.
-        given: arguments that it gets by position.
+        function: callable whose signature is read.
+        inputs: values by name.
+        given: number of leading parameters that are passed by position.
     """
     takes = _parameters(function)
     if takes is None or any(p.kind is p.VAR_KEYWORD for p in takes):
@@ -168,35 +170,35 @@ def _taken(
 
 
 def _needed(loss: Callable[..., Any]) -> list[str]:
-    """Returns the arguments behind the first that have no default."""
+    """Returns the names of the parameters after the first that have no default."""
     various = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     takes = [p for p in _parameters(loss) or [] if p.kind not in various]
     return [p.name for p in takes[1:] if p.default is p.empty]
 
 
 class AllOutputs(tuple[Tensor, ...]):
-    """What a forward returns of which every tensor is wanted, not a loss alone."""
+    """A forward's outputs when all of its tensors are wanted, and not a loss alone."""
 
     __slots__ = ()
 
 
 def find_outputs(output: Any) -> tuple[Tensor, ...]:
-    """Returns what is wanted of what a model's forward returned: the loss, or all tensors.
+    """Returns the tensors that a compiled model computes: the loss alone, or all outputs.
 
     Args:
-        output: `AllOutputs`; or what `find_loss` takes.
+        output: `AllOutputs`, or any output in which `find_loss` finds a loss.
 
     Raises:
-        TraceError: there is no loss.
+        TraceError: the output holds no loss.
     """
     return tuple(output) if isinstance(output, AllOutputs) else (find_loss(output),)
 
 
 def one_number(outputs: Sequence[Tensor]) -> Tensor:
-    """Returns one number that depends on all of what is returned, with its gradients; of a loss it.
+    """Returns the loss, or one scalar that depends on every element of several outputs.
 
     Args:
-        outputs: tensors; of one of integers the values count, and no gradient.
+        outputs: output tensors. Integer ones add their values and have no gradient.
     """
     if len(outputs) == 1 and _is_scalar(outputs[0]):
         return outputs[0]
@@ -205,11 +207,11 @@ def one_number(outputs: Sequence[Tensor]) -> Tensor:
 
 
 def gradient_of(position: int, output: Tensor) -> Tensor:
-    """Returns what a value is multiplied with in `one_number`: the gradient that backward gets.
+    """Returns the weights of an output in `one_number`, which are the gradient it gets in backward.
 
     Args:
-        position: of the value among those returned.
-        output: the value.
+        position: index of the output among all outputs.
+        output: the output tensor. The weights have its shape.
     """
     if not output.dim():
         return torch.full_like(output, position + 1)
@@ -226,15 +228,15 @@ def _real(x: Tensor) -> Tensor:
 
 
 def find_loss(output: Any, who: str = "the model's forward") -> Tensor:
-    """Returns the scalar loss in what a model's forward, or its `loss=`, returned.
+    """Returns the scalar loss in the output of a model's forward or of its `loss=`.
 
     Args:
-        output: a floating scalar tensor; or a mapping or dataclass with a `loss`; or a sequence
-            whose first floating scalar is the loss.
-        who: returned it.
+        output: a floating scalar tensor, a mapping or dataclass with the entry `loss`, or a
+            sequence whose first floating scalar is the loss.
+        who: name of the function that returned it, for the error's text.
 
     Raises:
-        TraceError: there is none.
+        TraceError: the output holds no floating scalar loss.
     """
     if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
         candidates = [output[place] for place in _scalars(output)]
@@ -252,10 +254,10 @@ def find_loss(output: Any, who: str = "the model's forward") -> Tensor:
 
 
 def loss_choice(output: Any) -> str:
-    """Returns which of a sequence's floating scalars is taken as the loss; "" if it has just one.
+    """Returns a warning if a sequence has several floating scalars, as the first is taken; else "".
 
     Args:
-        output: in which `find_loss` finds one.
+        output: output in which `find_loss` finds a loss.
     """
     if not isinstance(output, (tuple, list)) or isinstance(output, AllOutputs):
         return ""

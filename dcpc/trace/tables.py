@@ -1,4 +1,4 @@
-"""Tables that forward reads by positions, such as learned positions: each bucket needs its rows."""
+"""Checks that tables indexed by position (position embeddings) have a row for each position."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _MOVES = {
 
 
 def refuse_short_tables(program: Program, buckets: Buckets) -> None:
-    """Refuses an embedding of positions 0, 1, ... that has fewer rows than some bucket is long.
+    """Refuses an embedding table of positions 0, 1, ... with fewer rows than a bucket needs.
 
-    torch would say so in a step of that bucket, and by an index alone.
+    Without this check torch raises an index error in the first step of that bucket.
 
     Args:
-        program: the traced model.
-        buckets: it was traced for.
+        program: traced model.
+        buckets: buckets that the model was traced for.
 
     Raises:
-        TraceError: there is one.
+        TraceError: a table is shorter than a bucket needs.
     """
     for table, end in _reads(program):
         (of,) = tensor_operands(table, program.info)[:1]
@@ -52,7 +52,7 @@ def refuse_short_tables(program: Program, buckets: Buckets) -> None:
 
 
 def _reads(program: Program) -> Iterator[tuple[fx.Node, sympy.Expr]]:
-    """Yields embeddings that are read by positions, and the number that these stay below."""
+    """Yields the embeddings that are indexed by an `arange`, each with the end of its positions."""
     for node in program.gm.graph.nodes:
         if node.target in _ARANGES:
             yield from _readers(node, _end(node, program.scalars))

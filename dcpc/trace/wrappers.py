@@ -1,4 +1,4 @@
-"""Modules that already do what dcpc does, or that nothing can be captured of: refused by name."""
+"""Refuses, by class name, models that are wrapped for another system or cannot be captured."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _WRAPPERS = {
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuses a model that is, or holds, a wrapper of another system.
+    """Refuses a model that is, or contains, a wrapper of another system (DDP, FSDP, TorchScript).
 
-    A part that `torch.compile` has wrapped is captured as the part itself.
+    A submodule wrapped by `torch.compile` is accepted: it is captured as the module inside.
 
     Raises:
-        TraceError: it is, or its parameters are `DTensor`s.
+        TraceError: there is such a module, or a parameter is a `DTensor`.
     """
     for name, module in model.named_modules():
         for kind in type(module).__mro__:

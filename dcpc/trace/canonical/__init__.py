@@ -1,1 +1,1 @@
-"""One spelling for each op: the few forms that the sharding rules speak of."""
+"""Rewrites each op to one spelling, so that the sharding rules need only a few forms."""

@@ -26,7 +26,7 @@ from dcpc.trace.canonical.editor import Editor
 
 aten = torch.ops.aten
 
-# Numbers as low as this are meant to hide keys, even if they are not certain to.
+# A fill value below this is meant to hide keys, even if it need not always do so.
 REMARKABLE = -1e3
 
 PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.mm.default}
@@ -36,17 +36,18 @@ SOFTMAXES = {aten.softmax.int, aten._softmax.default, SAFE}
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """An attention in the graph, its tensors of any rank.
+    """An attention that was found in the graph. Its tensors may have any number of dims.
 
     Attributes:
         q: `[..., s, d]`.
         k: `[..., t, d]`.
         v: `[..., t, e]`.
-        scale: of the scores; None: one by the root of the width, which is a named dim.
-        mask: makes what is added to the scores or says which are seen; None: nothing.
+        scale: factor of the scores. None: one by the square root of the width, which is a named
+            dim.
+        mask: function that emits the mask, additive or boolean (true: visible). None: no mask.
         causal: whether query i sees keys 0 to i.
-        grouped: whether key heads may be fewer than query heads.
-        empty: see `dcpc.ops.attention.spec.EMPTY`.
+        grouped: whether there may be fewer key heads than query heads.
+        empty: result of a query that sees no key, see `dcpc.ops.attention.spec.EMPTY`.
     """
 
     q: fx.Node
@@ -60,7 +61,7 @@ class _Found:
 
 
 def replace_attention(graph: fx.Graph) -> None:
-    """Rewrites every attention of the graph in place."""
+    """Rewrites every attention of the graph to a `dcpc::attention` call, in place."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -91,7 +92,7 @@ def _fused(node: fx.Node) -> _Found | None:
 
 
 def scale_of(scale: Any, q: fx.Node) -> float | None:
-    """Returns what scores are scaled by; None if that is the root of a width with a symbol."""
+    """Returns the factor of the scores, or None if it is 1 / sqrt(width) of a symbolic width."""
     width = q.meta["val"].shape[-1]
     if scale is None:
         return float(width) ** -0.5 if isinstance(width, int) else None
@@ -104,7 +105,7 @@ def scale_of(scale: Any, q: fx.Node) -> float | None:
 
 
 def scaled_by_width(edit: Editor, q: fx.Node) -> fx.Node:
-    """Returns queries divided by the root of their width, whatever symbol that is."""
+    """Emits the queries divided by the square root of their width, which may be symbolic."""
     dtype = q.meta["val"].dtype
     ones = edit.call(aten.ones_like.default, q, dtype=accumulated(dtype))
     root = edit.call(aten.rsqrt.default, edit.call(aten.sum.dim_IntList, ones, [-1], True))
@@ -119,14 +120,14 @@ def scaled_by_width(edit: Editor, q: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """Scores on their way from the product of queries and keys to the softmax.
+    """Attention scores, from the product of queries and keys to the softmax.
 
     Attributes:
-        q: queries.
-        k: keys, transposed: `[..., d, t]`.
-        scale: what the product is multiplied by.
-        added: masks added to the scores, each with the factor it is multiplied by afterwards.
-        fills: (mask, whether true means seen, number) of scores that are replaced.
+        q: queries `[..., s, d]`.
+        k: transposed keys `[..., d, t]`.
+        scale: factor of the product.
+        added: masks that are added to the scores, each with the factor that follows the addition.
+        fills: (mask, whether true means visible, number) of each op that overwrites scores.
     """
 
     q: fx.Node
@@ -171,7 +172,7 @@ def _last_dim(softmax: fx.Node) -> bool:
 
 
 def _scores(x: Any) -> _Scores | None:
-    """Returns what makes a softmax's input; None if that is not a product, scaled and masked."""
+    """Returns the scores that enter a softmax, or None if they are no scaled, masked product."""
     if not isinstance(x, fx.Node) or len(x.users) != 1 or x.op != "call_function":
         return None
     if x.target in PRODUCTS:
@@ -201,7 +202,7 @@ def _baddbmm(x: fx.Node) -> _Scores | None:
 
 
 def _steps(x: fx.Node) -> Iterator[tuple[Any, Callable[[_Scores], _Scores]]]:
-    """Yields (the operand that may be the scores, what this op does to them)."""
+    """Yields (operand that may be the scores, function that applies this op to their record)."""
     args = x.args
     if x.target is aten._to_copy.default:
         source = args[0]
@@ -223,7 +224,7 @@ def _steps(x: fx.Node) -> Iterator[tuple[Any, Callable[[_Scores], _Scores]]]:
 
 
 def _fill(x: fx.Node) -> Iterator[tuple[Any, Callable[[_Scores], _Scores]]]:
-    """Ops that replace some scores by a number."""
+    """Yields the same for ops that overwrite some scores by a number."""
     args = x.args
     kinds: dict[Any, tuple[int, int, int, bool]] = {  # scores, mask, number, true is seen
         aten.masked_fill.Scalar: (0, 1, 2, False),
@@ -242,7 +243,7 @@ def _fill(x: fx.Node) -> Iterator[tuple[Any, Callable[[_Scores], _Scores]]]:
 
 
 def _number(x: Any) -> float | None:
-    """Returns a number, or the one that fills a tensor."""
+    """Returns a number, or the fill value of a constant tensor; None for anything else."""
     if isinstance(x, int | float):
         return float(x)
     if isinstance(x, fx.Node):
@@ -259,7 +260,7 @@ def _scaled(s: _Scores, factor: float) -> _Scores:
 
 
 def _masked(scores: _Scores) -> tuple[Callable[[Editor], fx.Node] | None, str] | None:
-    """Returns how to make the mask, and what rows without a key give; None if it cannot be one."""
+    """Returns (function that emits the mask, `empty` rule), or None if it cannot be a mask."""
     numbers = {number for _, _, number in scores.fills}
     dtype = scores.q.meta["val"].dtype
     low = [number for number in numbers if not hides(number, dtype)]
@@ -298,7 +299,7 @@ def _masked(scores: _Scores) -> tuple[Callable[[Editor], fx.Node] | None, str] |
 
 
 def _untransposed(k: fx.Node) -> fx.Node:
-    """Returns keys `[..., t, d]` of transposed ones: what was transposed, or a new transpose."""
+    """Returns keys `[..., t, d]`: the operand of the transpose, or a new transpose of `k`."""
     ndim = k.meta["val"].ndim
     source = k.args[0] if k.args else None
     if isinstance(source, fx.Node):
@@ -316,7 +317,7 @@ def _untransposed(k: fx.Node) -> fx.Node:
 
 
 def _emit(found: _Found, edit: Editor, node: fx.Node) -> fx.Node:
-    """Emits the call on tensors of rank 4, and what brings its result to the old one's shape."""
+    """Emits the call on tensors of 4 dims, and the ops that restore the shape of the old result."""
     k, v, repeats = _unrepeated(found)
     q, mask = found.q, found.mask(edit) if found.mask is not None else None
     if found.scale is None:
@@ -344,7 +345,7 @@ def _emit(found: _Found, edit: Editor, node: fx.Node) -> fx.Node:
 
 
 def _unrepeated(found: _Found) -> tuple[fx.Node, fx.Node, bool]:
-    """Returns keys and values before they were repeated for each query head of a group."""
+    """Returns keys and values before they were repeated for the query heads of each group."""
     k, v = _repeated(found.k), _repeated(found.v)
     if k is None or v is None or found.grouped or not _same_size(k, v, 1):
         return found.k, found.v, False
@@ -352,7 +353,7 @@ def _unrepeated(found: _Found) -> tuple[fx.Node, fx.Node, bool]:
 
 
 def _repeated(x: fx.Node) -> fx.Node | None:
-    """`[b, g, t, d]` of its reshape(expand(unsqueeze(x, 2))) or repeat_interleave(x, r, 1)."""
+    """Returns `[b, g, t, d]` of reshape(expand(unsqueeze(x, 2))) or repeat_interleave(x, r, 1)."""
     if x.target is aten.repeat_interleave.self_int and x.meta["val"].ndim == 4:
         times, dim = x.args[1], x.args[2] if len(x.args) > 2 else x.kwargs.get("dim")
         fixed = isinstance(times, int) and dim in (1, -3)
@@ -375,7 +376,7 @@ def _repeated(x: fx.Node) -> fx.Node | None:
 
 
 def _ranked(edit: Editor, x: fx.Node, rank: int) -> fx.Node:
-    """Returns x with dims of size 1 in front."""
+    """Returns x with dims of size 1 added in front, `rank` dims in all."""
     for _ in range(rank - x.meta["val"].ndim):
         x = edit.call(aten.unsqueeze.default, x, 0)
     return x
@@ -384,7 +385,7 @@ def _ranked(edit: Editor, x: fx.Node, rank: int) -> fx.Node:
 def _broadcast(
     edit: Editor, tensors: tuple[fx.Node, ...], grouped: bool
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Returns q, k, v with equal leading dims; key heads may stay fewer than query heads."""
+    """Returns q, k, v with equal leading dims. There may stay fewer key heads than query heads."""
     q, k, v = tensors
     rank = q.meta["val"].ndim
     widest = [max(tensors, key=lambda x, d=d: _is_not_1(x, d)) for d in range(rank - 2)]  # type: ignore[misc]
@@ -413,10 +414,10 @@ def _rank_4(edit: Editor, x: fx.Node) -> fx.Node:
 
 
 def _mask_of_rank_4(edit: Editor, mask: fx.Node, q: fx.Node) -> fx.Node:
-    """Returns a mask `[m, h, s, t]`, of which samples that follow each other share a row.
+    """Returns a mask `[m, h, s, t]`, in which consecutive samples share a row.
 
-    Dims that become the samples, after the last one that the mask has, are not repeated:
-    [a, 1, h, s, t] -> [a, h, s, t] for queries [a, b, h, s, d].
+    A leading dim of size 1 after the mask's last larger one is not expanded: [a, 1, h, s, t] -> [a,
+    h, s, t] for queries [a, b, h, s, d].
     """
     rank = mask.meta["val"].ndim
     if rank <= 4:
@@ -433,9 +434,9 @@ def _mask_of_rank_4(edit: Editor, mask: fx.Node, q: fx.Node) -> fx.Node:
 
 
 def _unrepeated_mask(edit: Editor, mask: fx.Node) -> fx.Node:
-    """Returns `[m, h, s, t]` of a mask `[b, h, s, t]` that repeats each row for several samples.
+    """Returns the mask `[m, h, s, t]` that was repeated to `[b, h, s, t]` for consecutive samples.
 
-    It was reshape(expand(unsqueeze(x, 1))) or repeat_interleave(x, r, 0).
+    The repetition was reshape(expand(unsqueeze(x, 1))) or repeat_interleave(x, r, 0).
     """
     if mask.meta["val"].ndim != 4:
         return mask
@@ -457,7 +458,7 @@ def _unrepeated_mask(edit: Editor, mask: fx.Node) -> fx.Node:
 
 
 def _is_tensor(x: Any) -> bool:
-    """Returns whether x is a node of a tensor, and not of a size."""
+    """Returns whether x is a node whose value is a tensor, and not a size."""
     return isinstance(x, fx.Node) and isinstance(x.meta["val"], torch.Tensor)
 
 

@@ -1,4 +1,4 @@
-"""Brings an exported forward graph into the few forms that the sharding rules speak of.
+"""Rewrites an exported forward graph into the few op forms that the sharding rules know.
 
     _assert_*(...)                          ->  gone (shapes are checked at dispatch)
     alias(x), clone(x), dropout(x, p, off)  ->  x
@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 
 def canonicalise(gm: fx.GraphModule) -> None:
-    """Rewrites the graph in place, node by node, until no rule of this file applies."""
+    """Rewrites the graph in place: one pass over its nodes by `_RULES`, then attention."""
     replace_random(gm.graph)
     read_by_position(gm.graph)
     join_row_losses(gm.graph)
@@ -79,7 +79,7 @@ def _dropout(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def _reshape(node: fx.Node, edit: Editor) -> fx.Node:
-    """`view` promises no copy, which a sharded input may not keep; `reshape` copies if it must."""
+    """Replaces `view` by `reshape`: a rank's piece need not be viewable, and `reshape` may copy."""
     return edit.call(aten.reshape.default, node.args[0], node.args[1])
 
 
@@ -91,7 +91,7 @@ def _to_copy(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def _squeeze(node: fx.Node, edit: Editor) -> fx.Node:
-    """Drops dims whose size is the number 1; a symbolic one stays, also where it is 1 in a call."""
+    """Squeezes the dims whose size is the number 1. A symbolic dim stays, even where it is 1."""
     source: Any = node.args[0]
     shape = source.meta["val"].shape
     given: Any = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
@@ -102,10 +102,10 @@ def _squeeze(node: fx.Node, edit: Editor) -> fx.Node:
 
 
 def _batch_norm(node: fx.Node, edit: Editor) -> fx.Node:
-    """Eval batch norm -> (x - mean) / sqrt(var + eps) * weight + bias, channels in dim 1.
+    """Rewrites eval batch norm to (x - mean) / sqrt(var + eps) * weight + bias, channels in dim 1.
 
-    Elementwise it may be split along any dim; and the CPU kernel's strides are not those its fake
-    value has, which its neighbours' kernels rely on.
+    Elementwise ops may be split along any dim. Also, the CPU kernel's result has other strides than
+    its fake value, on which later kernels rely.
     """
     source: Any
     source, weight, bias, mean, var, _, eps = node.args
@@ -129,7 +129,7 @@ def _batch_norm(node: fx.Node, edit: Editor) -> fx.Node:
 
 
 def _copy(node: fx.Node, edit: Editor) -> fx.Node:
-    """What a write into a slice leaves: the source in the target's dtype and shape."""
+    """Replaces a functional `copy` by its source, in the dtype and shape of the target."""
     target, source = node.args[:2]
     assert isinstance(target, fx.Node)
     assert isinstance(source, fx.Node)
@@ -143,7 +143,7 @@ def _copy(node: fx.Node, edit: Editor) -> fx.Node:
 
 
 def _cat(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Drops parts without elements, such as the empty cache a library concatenates its keys to."""
+    """Drops parts without elements, such as an empty key cache that a library concatenates to."""
     parts: Any = node.args[0]
     kept = [p for p in parts if not _is_empty(p.meta["val"])]
     if len(kept) == len(parts) or not kept:
@@ -156,7 +156,7 @@ def _is_empty(value: Tensor) -> bool:
 
 
 def _split(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """`getitem(split(x), i)` -> `slice(x)`; the split itself becomes dead."""
+    """Replaces `getitem(split(x), i)` by `slice(x)`. The split itself becomes dead code."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
@@ -193,7 +193,7 @@ def _unbind(node: fx.Node, edit: Editor) -> fx.Node:
 
 
 def _mean(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """A mean over symbolic dims is a sum over their global count; over fixed dims it stays."""
+    """Replaces a mean over symbolic dims by a sum over their global count; other means stay."""
     source: Any = node.args[0]
     value = source.meta["val"]
     if not value.is_floating_point():

@@ -1,4 +1,4 @@
-"""Inserts calls into a captured graph, each with its fake value."""
+"""Inserts calls into a captured graph, each with its fake value in `meta["val"]`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ aten = torch.ops.aten
 
 
 class Editor:
-    """Inserts calls before a node and gives each its fake value."""
+    """Inserts calls before a node, each with its fake value in `meta["val"]`."""
 
     def __init__(self, node: fx.Node) -> None:
-        """Insert before this node."""
+        """Takes the node before which calls are inserted."""
         self.node = node
         self.graph = node.graph
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Returns a new call, with the value it has for the arguments' fake values."""
+        """Inserts a call, computes its fake value, and returns its node."""
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)
         new.meta["val"] = _evaluated(new)
@@ -34,7 +34,7 @@ class Editor:
         return new
 
     def sizes(self, source: fx.Node, dims: list[int]) -> list[Any]:
-        """Returns the sizes of some dims: numbers, or calls that read them."""
+        """Returns the sizes of some dims: numbers, or `sym_size` calls."""
         shape = source.meta["val"].shape
         return [
             shape[d] if isinstance(shape[d], int) else self.call(aten.sym_size.int, source, d)
@@ -42,7 +42,7 @@ class Editor:
         ]
 
     def product(self, sizes: list[Any]) -> Any:
-        """Returns a product of sizes: a number, or a call that makes it."""
+        """Returns the product of sizes: a number, or the call that computes it."""
         count: Any = 1
         for size in sizes:
             if isinstance(count, int) and (count == 1 or isinstance(size, int)):
@@ -52,7 +52,7 @@ class Editor:
         return count
 
     def shape(self, source: fx.Node) -> list[Any]:
-        """Returns the sizes of all dims."""
+        """Returns the sizes of all dims: numbers, or `sym_size` calls."""
         return self.sizes(source, list(range(source.meta["val"].ndim)))
 
     def mean(
@@ -62,10 +62,10 @@ class Editor:
         keepdim: bool = False,
         dtype: torch.dtype | None = None,
     ) -> fx.Node:
-        """Returns a mean over some dims as a sum over their global count.
+        """Emits a mean over some dims as a sum divided by their global count.
 
-        Values of 16 bits are added up in float32, as torch does: their sum may be too large for
-        float16 where their mean is not.
+        Values of 16 bits are summed in float32, as torch does: a float16 sum may overflow where the
+        mean does not.
         """
         dtype = dtype or source.meta["val"].dtype
         narrow = dtype in (torch.float16, torch.bfloat16)
@@ -77,7 +77,7 @@ class Editor:
 
 
 def _evaluated(node: fx.Node) -> Any:
-    """Returns the value that a call has for its arguments' fake values."""
+    """Returns the fake result of a call, from its arguments' fake values."""
     target: Any = node.target
     args, kwargs = tree_map(_value, (node.args, dict(node.kwargs)))
     graph_values = [n.meta.get("val") for n in node.graph.find_nodes(op="placeholder")]

@@ -1,4 +1,4 @@
-"""Takes reduced losses apart: one loss an element or a row, which may be sharded, and a reduction.
+"""Splits reduced losses into one loss an element or row, which may be sharded, and a reduction.
 
     mse_loss(mean) and its kin                ->  mse_loss(none), sum / a global count
     cross_entropy_loss(mean) of classes       ->  cross_entropy_loss(none), nll_loss of the rows
@@ -22,7 +22,7 @@ from dcpc.trace.canonical.editor import Editor
 aten = torch.ops.aten
 
 MEAN, SUM = 1, 2  # values of ATen's `reduction` argument; 0 is none
-SKIPPED = -100  # what stands for an ignored row; no number of a class, unlike the user's own
+SKIPPED = -100  # class of an ignored row: never a real class, unlike the user's ignore_index
 
 # Losses that without a reduction have one value an element or a row, and the position of
 # `reduction` in their schema.
@@ -57,10 +57,10 @@ _OF_ROWS: dict[Any, tuple[list[str], list[Any]]] = {
 
 
 def spread_row_losses(graph: fx.Graph) -> None:
-    """Has losses of `[rows, classes]` that are not reduced computed as of `[rows, classes, 1]`.
+    """Rewrites unreduced losses of `[rows, classes]` to losses of `[rows, classes, 1]`.
 
-    Functionalising, torch takes the result of the former for one number; `join_row_losses` has it
-    back afterwards.
+    While making the graph functional, torch takes the result of the former for a scalar.
+    `join_row_losses` restores it afterwards.
     """
     for node in list(graph.nodes):
         if node.target not in _OF_ROWS:
@@ -93,7 +93,7 @@ def join_row_losses(graph: fx.Graph) -> None:
 
 
 def _is_column(operand: Any) -> bool:
-    """Whether an operand has one position a row."""
+    """Whether an operand is `[rows, 1]` or `[rows, classes, 1]`, made by an unsqueeze."""
     assert isinstance(operand, fx.Node), f"got {operand}; expected a node"
     value = operand.meta["val"]
     if operand.target != aten.unsqueeze.default or value.ndim > 3:
@@ -151,14 +151,14 @@ def _given(node: fx.Node, names: list[str], defaults: list[Any]) -> list[Any]:
 def _reduced(
     edit: Editor, rows: fx.Node, target: fx.Node, weight: Any, reduction: int, ignored: int
 ) -> fx.Node:
-    """The sum or mean of one loss a row, in the order of torch's kernel.
+    """Emits the sum or mean of one loss a row, added in the order of torch's kernel.
 
-    The rows are what may be sharded; the reduction of one number a row is not, so that the loss is
-    the plain model's to the last bit even where a library computes it in float32. A weighted mean
-    is over the sum of the rows' weights.
+    The rows may be sharded, but not the reduction of one number a row. So the loss equals the plain
+    model's to the last bit, even where a library computes it in float32. A weighted mean divides by
+    the sum of the rows' weights.
 
-    Each row's loss is its only class, 0, and an ignored row's class is SKIPPED: the user's
-    `ignored` may be 0 itself.
+    The reduction is an `nll_loss` with one class, 0; ignored rows get the class SKIPPED, as the
+    user's `ignored` may be 0 itself.
     """
     flat = edit.call(aten.reshape.default, target, [-1])
     kept = edit.call(aten.ne.Scalar, flat, ignored)

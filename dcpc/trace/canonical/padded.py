@@ -1,4 +1,4 @@
-"""Zeros around a convolution's input become its own padding, where both ends have as many.
+"""Turns zeros padded around a convolution's input into its `padding`, where both ends are equal.
 
     conv(pad(x, [a, a, b, b, 2, 0]), w)  ->  conv(pad(x, [0, 0, 0, 0, 2, 0]), w, padding=[0, b, a])
 
@@ -22,7 +22,7 @@ _PADS = {aten.pad.default, aten.constant_pad_nd.default}
 
 
 def padded_convolution(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Returns the convolution with its own padding; None where there is nothing to take over."""
+    """Returns the convolution with a larger `padding`, or None where no zeros can be moved."""
     given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     source, weight = given["input"], given["weight"]
     if not isinstance(source, fx.Node) or not isinstance(weight, fx.Node):
@@ -53,7 +53,7 @@ def padded_convolution(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def _zeros(source: fx.Node, count: int) -> list[Any] | None:
-    """Returns how many zeros are at both ends of the last `count` dims, and of any before."""
+    """Returns `pad` of a zero padding, extended to the last `count` dims; None for any other op."""
     if source.target not in _PADS:
         return None
     names = [a.name for a in source.target._schema.arguments]

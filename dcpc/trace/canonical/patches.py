@@ -1,4 +1,4 @@
-"""A convolution whose step is its window, as a product: each window is a row.
+"""Rewrites a convolution whose stride equals its kernel to a linear: each window is a row.
 
     conv(x, w), stride == kernel   ->   linear(rows of x, w as a matrix)
 
@@ -23,7 +23,7 @@ _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "group
 
 
 def patch_convolution(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Returns the product that a convolution of patches is; None for any other convolution."""
+    """Returns the linear that equals a convolution of patches; None for other convolutions."""
     given: dict[str, Any] = dict.fromkeys(_ARGUMENTS)
     given |= {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
     source, weight, bias = given["input"], given["weight"], given["bias"]
@@ -72,14 +72,14 @@ def _is_patch(source: fx.Node, kernel: list[Any], given: dict[str, Any]) -> bool
 
 
 def _count(edit: Editor, size: Any, k: int) -> Any:
-    """Number of windows in a dim."""
+    """Returns the number of windows in a dim."""
     if k == 1:
         return size
     return size // k if isinstance(size, int) else edit.call(operator.floordiv, size, k)
 
 
 def _cut(edit: Editor, source: fx.Node, dim: int, count: Any, k: int) -> fx.Node:
-    """Drops what is left over after the last window of a dim."""
+    """Drops the positions after the last whole window of a dim."""
     size = source.meta["val"].shape[dim]
     covered = (count.meta["val"] if isinstance(count, fx.Node) else count) * k
     if _expression(covered) == _expression(size):

@@ -71,7 +71,7 @@ def _draw(edit: Editor, op: Any, shape: list[Any], index: int, like: torch.Tenso
 
 
 def _kept(edit: Editor, x: fx.Node, p: float, index: int) -> tuple[fx.Node, fx.Node]:
-    """Returns x after dropout, and the mask of what was kept."""
+    """Returns x after dropout, and the boolean mask of the elements that were kept."""
     value = x.meta["val"]
     drawn = _draw(edit, torch.ops.dcpc.uniform.default, edit.shape(x), index, value)
     kept = edit.call(aten.ge.Scalar, drawn, p)
@@ -99,7 +99,7 @@ def _dropout(node: fx.Node, edit: Editor, index: int) -> None:
 
 
 def _like(op: Any) -> Callable[[fx.Node, Editor, int], None]:
-    """rand_like, randn_like, rand, randn: numbers of the output's shape and dtype."""
+    """Returns the rule of rand(_like) and randn(_like): draws of the output's shape and dtype."""
 
     def rule(node: fx.Node, edit: Editor, index: int) -> None:
         value = node.meta["val"]
@@ -128,7 +128,7 @@ def _bernoulli(node: fx.Node, edit: Editor, index: int) -> None:
 
 
 def _attention(node: fx.Node, edit: Editor, index: int) -> None:
-    """Attention with dropout on its weights, spelled out: flash kernels take no seed."""
+    """Spells out attention with dropout on its weights, as flash kernels take no seed."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     q, k, v, mask = (given.get(n) for n in names[:4])
@@ -150,7 +150,7 @@ def _attention(node: fx.Node, edit: Editor, index: int) -> None:
         scores = edit.call(aten.where.ScalarOther, mask, scores, float("-inf"))
     elif isinstance(mask, fx.Node):
         scores = edit.call(aten.add.Tensor, scores, mask)
-    # Of a query that sees no key torch's own are 0: a plain softmax has no number for it.
+    # For a query that sees no key torch's weights are 0, where a plain softmax gives NaN.
     softmax = aten.softmax.int if mask is None else aten._safe_softmax.default
     weights = edit.call(softmax, scores, -1)
     if weights.meta["val"].dtype != queries.dtype:  # a float32 mask of half precision
@@ -160,7 +160,7 @@ def _attention(node: fx.Node, edit: Editor, index: int) -> None:
 
 
 def repeat_heads(edit: Editor, x: fx.Node, groups: int) -> fx.Node:
-    """Returns keys or values `[..., heads, length, width]` with each head `groups` times."""
+    """Returns keys or values `[..., heads, length, width]`, each head repeated `groups` times."""
     *batch, heads, length, width = edit.shape(x)
     wide = edit.call(aten.unsqueeze.default, x, -3)
     wide = edit.call(aten.expand.default, wide, [*batch, heads, groups, length, width])
@@ -174,7 +174,8 @@ def _causal(edit: Editor, q: fx.Node, k: fx.Node) -> fx.Node:
     return edit.call(aten.le.Tensor, columns, edit.call(aten.unsqueeze.default, rows, 1))
 
 
-# Layers that draw numbers for the dropout between them alone; the arguments from their number on.
+# Recurrent ops, which draw numbers only for dropout between layers: how far from the end of the
+# arguments the number of layers stands.
 _RECURRENT = {
     getattr(getattr(aten, name), overload): behind
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")

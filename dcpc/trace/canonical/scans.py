@@ -1,4 +1,4 @@
-"""`dcpc::cumprod`: as torch's, with a derivative whose graph is the same at every length.
+"""`dcpc::cumprod`: torch's cumprod, with a backward whose graph is the same at every length.
 
 torch differentiates `cumprod` on fake tensors one position after the other: a graph of thousands of
 calls for one length alone. Here backward is one call, which runs torch's own formula.
@@ -18,16 +18,16 @@ PIECES = 4
 
 @torch.library.custom_op("dcpc::cumprod", mutates_args=())
 def cumprod(x: Tensor, dim: int) -> Tensor:
-    """Returns the products of the elements up to each one along a dim."""
+    """Returns the cumulative products along a dim."""
     return torch.cumprod(x, dim)
 
 
 @torch.library.custom_op("dcpc::cumprod_backward", mutates_args=())
 def cumprod_backward(grad: Tensor, x: Tensor, dim: int, out: Tensor) -> Tensor:
-    """Returns the gradient of x, dense, from that of the products `out`.
+    """Returns the gradient of x, contiguous, from the gradient of the cumulative products `out`.
 
-    Where an element is 0 torch takes more than twice the memory, and no plan knows that: there the
-    other dims are taken in pieces.
+    Where an element is 0 torch needs more than twice the memory, which no plan contains. So such
+    tensors are handled in pieces along another dim.
     """
     dim %= x.ndim
     if x.shape[dim] <= 1 or not x.numel():  # torch would return `grad` itself
@@ -68,7 +68,7 @@ cumprod.register_autograd(_backward, setup_context=_setup)
 
 
 def cumprod_of_any_length(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Torch's cumprod, of numbers that may have a gradient."""
+    """Rewrites torch's cumprod of floating or complex numbers to `dcpc::cumprod`."""
     source, dim, *_ = node.args
     assert isinstance(source, fx.Node)
     dtype: Any = node.kwargs.get("dtype") or source.meta["val"].dtype

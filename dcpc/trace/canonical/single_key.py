@@ -1,4 +1,4 @@
-"""Attention over one key is its value: drops the scores, and what only they were made of.
+"""Replaces attention over one key by its value, and drops the scores and unused projections.
 
     attention(q, k, v), one key            ->  v, for every query
     linear whose users take one part of it ->  linear of that part of the weight's rows
@@ -23,9 +23,9 @@ aten = torch.ops.aten
 
 
 def attention_of_one_key(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Returns the value, repeated for every query, where there is one key and no mask.
+    """Returns the value, repeated for every query, where there is one key and no mask; else None.
 
-    The softmax of one score is 1 whatever the score, so queries and keys have a gradient of zero.
+    The softmax of a single score is 1, so queries and keys have a gradient of zero.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -48,7 +48,7 @@ def attention_of_one_key(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def narrow_projections(graph: fx.Graph) -> None:
-    """Makes of each linear only the rows that someone takes, where that is one part of several."""
+    """Reduces each linear of which only one part is used to the weight rows of that part."""
     for node in list(graph.nodes):
         if node.target is not aten.linear.default or node.kwargs:
             continue
@@ -64,11 +64,11 @@ class _Chain:
     """The views between a linear and the `select` of one of its `parts`, in order.
 
     Attributes:
-        views: reshape, permute, transpose calls.
-        split: position among them of the reshape that makes a dim of the parts.
-        dim: that dim in its result.
-        parts: its size.
-        select: the call that takes one.
+        views: reshape, permute and transpose calls.
+        split: index in `views` of the reshape that splits the last dim into parts.
+        dim: dim of the parts in that reshape's result.
+        parts: number of parts, the size of `dim`.
+        select: call that takes one part.
     """
 
     views: tuple[fx.Node, ...]
@@ -79,7 +79,7 @@ class _Chain:
 
 
 def _one_part(linear: fx.Node) -> _Chain | None:
-    """Returns how one part of a linear's output is taken, None if it is not that simple."""
+    """Returns the views by which one part of a linear's output is taken; None for other uses."""
     views: list[fx.Node] = []
     split = at = -1
     dim = parts = 0
@@ -112,7 +112,7 @@ def _one_part(linear: fx.Node) -> _Chain | None:
 
 
 def _parts_dim(before: Sequence[Any], after: Sequence[Any]) -> int:
-    """The dim of the outermost part where a reshape only takes the last dim apart; -1 if not."""
+    """Returns the outermost new dim if a reshape only splits the last dim; else -1."""
     lead = len(before) - 1
     whole = len(after) > len(before) and all(isinstance(s, int) for s in after[lead:])
     same = list(map(str, after[:lead])) == list(map(str, before[:lead]))
@@ -120,7 +120,7 @@ def _parts_dim(before: Sequence[Any], after: Sequence[Any]) -> int:
 
 
 def _rows(linear: fx.Node, start: int, stop: int) -> fx.Node:
-    """Returns a linear of some rows of the weight alone."""
+    """Emits a linear with the weight rows `start` to `stop` alone."""
     edit = Editor(linear)
     source, *weights = (a for a in linear.args if a is not None)
     parts = [edit.call(aten.slice.Tensor, w, 0, start, stop) for w in weights]
@@ -128,7 +128,7 @@ def _rows(linear: fx.Node, start: int, stop: int) -> fx.Node:
 
 
 def _narrow_slice(linear: fx.Node, user: fx.Node) -> None:
-    """The same where the part is a slice of the last dim."""
+    """Narrows a linear whose only user is a slice of the last dim."""
     width = linear.meta["val"].shape[-1]
     if user.target is not aten.slice.Tensor or len(user.args) > 4:
         return
@@ -165,7 +165,7 @@ def _narrow(linear: fx.Node, chain: _Chain) -> None:
 
 
 def depends_on(graph: fx.Graph) -> set[str]:
-    """Returns the names of the placeholders that a gradient of the output flows to."""
+    """Returns the names of the placeholders that a gradient of the output reaches."""
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     found: set[fx.Node] = set()
     stack = list(output.all_input_nodes)

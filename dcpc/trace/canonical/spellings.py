@@ -1,4 +1,4 @@
-"""Ops that say in one call what several plain ones say: the canonical form has the plain ones.
+"""Rewrites ops that combine several plain ops into these, which have sharding rules.
 
     type_as(x, y)                 ->  _to_copy(x, y's dtype)
     broadcast_tensors, getitem    ->  expand
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def type_as(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """A cast to another tensor's dtype is a cast to a dtype that is known."""
+    """Rewrites a cast to another tensor's dtype as a cast to that dtype."""
     source, other = node.args[:2]
     assert isinstance(source, fx.Node)
     assert isinstance(other, fx.Node)
@@ -43,7 +43,7 @@ def type_as(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def broadcast_tensors(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Each result is one operand, expanded to the shape of all."""
+    """Rewrites each result as an expand of one operand to the common shape."""
     operands: Any = node.args[0]
     values: Any = node.meta["val"]
     shape: list[Any] = []
@@ -62,7 +62,7 @@ def _has(operand: fx.Node, dim: int, ndim: int, size: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two sizes are one expression; asks nothing that would become a guard."""
+    """Whether two sizes are the same expression. The comparison adds no guard."""
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
     return bool(a.node.expr == b.node.expr)
@@ -77,7 +77,7 @@ def _expanded(edit: Editor, source: fx.Node, shape: list[Any]) -> fx.Node:
 
 
 def meshgrid(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Each result is one list of positions along a dim of its own, expanded along the others."""
+    """Rewrites each result as a reshape of one operand and an expand along the other dims."""
     operands: Any = node.args[0]
     indexing = node.args[1] if len(node.args) > 1 else node.kwargs.get("indexing", "ij")
     lengths = [1 if x.meta["val"].ndim == 0 else edit.sizes(x, [0])[0] for x in operands]
@@ -95,7 +95,7 @@ def meshgrid(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def _instead(node: fx.Node, values: list[fx.Node]) -> fx.Node | None:
-    """Puts each value where its getitem stood; the caller erases the node."""
+    """Replaces each getitem of `node` by a value. The caller erases the node."""
     users = list(node.users)
     if not all(u.target is operator.getitem for u in users):
         return None
@@ -107,7 +107,7 @@ def _instead(node: fx.Node, values: list[fx.Node]) -> fx.Node | None:
 
 
 def slices(node: fx.Node, edit: Editor, source: fx.Node, dim: int, sizes: list[Any]) -> fx.Node:
-    """Pieces of one dim whose lengths are sizes of the graph, as slices."""
+    """Rewrites a split into pieces, whose lengths may be symbolic, as slices of one dim."""
     starts: list[Any] = [0]
     for size in sizes[:-1]:
         last = starts[-1]
@@ -126,7 +126,7 @@ def slices(node: fx.Node, edit: Editor, source: fx.Node, dim: int, sizes: list[A
 
 
 def split_with_sizes(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Pieces of given lengths, some of them symbolic."""
+    """Rewrites a split into given lengths, some of them symbolic, as slices."""
     source, sizes = node.args[:2]
     assert isinstance(source, fx.Node)
     given: Any = sizes
@@ -137,7 +137,7 @@ def split_with_sizes(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def repeat_interleave(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Each element of a dim several times: the dim becomes (old, copies)."""
+    """Repeats each element of a dim: the dim becomes (old, copies)."""
     source, repeats = node.args[:2]
     dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     assert isinstance(source, fx.Node)
@@ -152,7 +152,7 @@ def repeat_interleave(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def repeat(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Every dim several times, one copy after the other: the dim becomes (copies, old)."""
+    """Repeats each dim as a whole: the dim becomes (copies, old)."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     counts: Any = list(node.args[1])  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def repeat(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def _repeated(edit: Editor, source: fx.Node, counts: list[Any], outer: bool) -> fx.Node:
-    """A dim (copies, old) or (old, copies), made by expand: no size of it is an op's argument."""
+    """Repeats dims by reshape, expand, reshape: (copies, old) if `outer`, else (old, copies)."""
     sizes = edit.shape(source)
     if all(isinstance(c, int) and c == 1 for c in counts):
         return source
@@ -197,7 +197,7 @@ def _product(edit: Editor, a: Any, b: Any) -> Any:
 
 
 def masked_put(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """Where all that a mask picks gets the same value, their number is of no matter."""
+    """Rewrites `x[mask] = value` as a `where`, if all selected elements get the same value."""
     source: Any = node.args[0]
     indices: Any = node.args[1]
     value: Any = node.args[2]
@@ -225,12 +225,12 @@ def masked_put(node: fx.Node, edit: Editor) -> fx.Node | None:
 
 
 def read_by_position(graph: fx.Graph) -> None:
-    """Has calls that read memory by strides read positions: as values lie in the plain model.
+    """Rewrites strided reads and writes of memory as indexing by position, as in the plain model.
 
-    A canonical graph has no copies, and ranks have pieces: values lie elsewhere there.
+    In a canonical graph there are no copies, and ranks have pieces, so strides differ there.
 
     Raises:
-        TraceError: how the memory lies is not known.
+        TraceError: the memory layout of an operand is not known.
     """
     for node in list(graph.nodes):
         if node.target in (aten.as_strided.default, aten.as_strided_scatter.default):
@@ -259,7 +259,7 @@ def _by_position(node: fx.Node, edit: Editor) -> fx.Node:
 
 
 def _memory_order(node: fx.Node) -> list[int] | None:
-    """Returns a tensor's dims, outermost first, if it fills its memory in some order of them."""
+    """Returns a tensor's dims, outermost first, if it fills its memory densely in some order."""
     value = node.meta["val"]
     if value.storage_offset() != 0:
         return None
@@ -286,7 +286,7 @@ def _memory_order(node: fx.Node) -> list[int] | None:
 def _positions(
     edit: Editor, sizes: Any, strides: Any, offset: Any, device: torch.device
 ) -> fx.Node:
-    """Returns where in its memory each element of a view lies."""
+    """Emits the memory position of each element of a strided view, as int64."""
     at = edit.call(aten.full.default, [1] * len(sizes), offset, dtype=torch.int64, device=device)
     for d, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         steps = edit.call(aten.arange.default, size, device=device)
@@ -297,14 +297,14 @@ def _positions(
 
 
 def rrelu(node: fx.Node, edit: Editor) -> fx.Node:
-    """Without training it draws nothing: the slope is the mean of its bounds."""
+    """Rewrites rrelu outside of training as leaky_relu, whose slope is the mean of the bounds."""
     slopes = [n for n in node.args[1:3] if isinstance(n, int | float)]
     lower, upper = slopes + [1 / 8, 1 / 3][len(slopes) :]  # aten's own defaults
     return edit.call(aten.leaky_relu.default, node.args[0], (lower + upper) / 2)
 
 
 def complex_factor(node: fx.Node, edit: Editor) -> fx.Node | None:
-    """A complex number that multiplies or divides is a tensor: backward conjugates it."""
+    """Makes a complex number that multiplies or divides a tensor, as backward conjugates it."""
     op: Any = node.target
     factor = node.args[1]
     if not isinstance(factor, complex):

@@ -1,1 +1,1 @@
-"""`torch.export` of a module, checked: everything it took for granted."""
+"""Runs `torch.export` on a module, and checks every assumption that it made."""

@@ -21,16 +21,16 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Returns the dtype of the autocast that is active here for a kind of device; None: none is."""
+    """Returns the dtype of the active autocast for a device type, or None if none is active."""
     active = torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if active else None
 
 
 def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Returns what autocast computes in.
+    """Returns the dtype if autocast can compute in it, or None if it is None.
 
     Raises:
-        TraceError: autocast has no such dtype.
+        TraceError: autocast cannot compute in this dtype.
     """
     if dtype is None or dtype in DTYPES:
         return dtype
@@ -40,19 +40,19 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def casting(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """Returns a context in which ops cast as under autocast in `dtype`; None: as they are."""
+    """Returns a context under autocast in `dtype`; None: a context without autocast."""
     if dtype is None and not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, dtype, enabled=dtype is not None)
 
 
 def share_casts(graph: fx.Graph, parameters: Collection[str]) -> None:
-    """Casts each parameter once, where it is cast first, in place.
+    """Keeps one cast of each parameter, the first one, in place.
 
-    The gradients of its readers are then added in the low precision, as under autocast.
+    The gradients of its users are then added in the low precision, as under autocast.
 
     Args:
-        graph: functional.
+        graph: functional graph.
         parameters: names of the placeholders that autocast's cache keeps: float32, trainable.
     """
     first: dict[tuple[str, str], fx.Node] = {}

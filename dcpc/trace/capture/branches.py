@@ -1,4 +1,4 @@
-"""What the trace took for granted of sizes, and buckets at which that does not hold.
+"""Checks the assumptions about sizes that the trace made, at every bucket.
 
 A forward that computes with a size in Python (`int(n ** 0.5)`, `if n % 8 == 0`) is traced at one
 size. Export notes what it assumed as assertions in the graph, which the canonical form drops: an
@@ -21,9 +21,9 @@ from dcpc.errors import TraceError
 from dcpc.trace.capture.dims import ExampleError
 from dcpc.trace.capture.paths import TAKEN, UnknownPathError
 
-# What an assertion is tried at where a bucket names no batch: the planner takes some of these.
+# Batches at which an assertion is tested if a bucket fixes no batch: the planner may choose these.
 BATCHES = (2, 3, 64)
-TRIED = range(2, 65)  # of these, where two sides should differ, MOST at which they do not
+TRIED = range(2, 65)  # batches searched for MOST at which two sizes are equal that must differ
 MOST = 2
 SMALLEST = 2  # sizes of 0 and 1 run the graph of more
 
@@ -35,25 +35,25 @@ def refuse_branches(
     mapping: Mapping[sympy.Symbol, sympy.Expr],
     difference: Callable[[Mapping[str, int]], str],
 ) -> tuple[sympy.Basic, ...]:
-    """Returns the relations of dims that the trace took for granted; raises where it must not.
+    """Returns the relations of dims that the trace assumed; raises where one fails and must not.
 
-    An equation or an inequality that does not hold is an error. That two sizes differ, or that one
-    does not divide another, torch assumes all the time (of strides, of positions that are
-    interpolated), and forward where it pads to a multiple: the graph is right without. Or forward
-    branches (`if n != 9`), and the graph is that of the other branch: at such sizes the calls of
-    both are compared.
+    An equation or an inequality that fails is an error. Torch often assumes that two sizes differ,
+    or that one does not divide the other (of strides, of interpolated positions), and a forward
+    that pads to a multiple does so too: there the graph is right all the same. But forward may also
+    branch (`if n != 9`), and then the graph is the other branch: at such sizes the calls of both
+    are compared.
 
     Args:
-        env: of the exported graph.
-        buckets: the sizes that the graph is for.
+        env: shape environment of the exported graph.
+        buckets: sizes that the graph is for.
         symbols: our symbol of each named dim.
-        mapping: torch's symbols -> expressions of ours.
-        difference: sizes -> how the graph's calls differ from forward's, "" if they do not; raises
-            UnknownPathError.
+        mapping: torch's symbols -> expressions of our symbols.
+        difference: function of sizes that says how the graph's calls differ from forward's, "" if
+            they do not; it raises UnknownPathError.
 
     Raises:
-        TraceError: an equation or an inequality does not hold at a bucket, or something else does
-            not and the graph differs from forward there.
+        TraceError: an equation or inequality fails at a bucket, or another relation fails and the
+            graph differs from forward there.
     """
     compared: set[tuple[tuple[str, int], ...]] = set()
     every = (a for found in env.deferred_runtime_asserts.values() for a in found)
@@ -80,13 +80,13 @@ def refuse_branches(
 
 
 def refuse_batch_of_one(buckets: Buckets, difference: Callable[[Mapping[str, int]], str]) -> None:
-    """Raises where a batch of 1 takes another branch (`if batch == 1`): it runs the graph of more.
+    """Refuses a model that branches at a batch of 1 (`if batch == 1`): the graph is for 2 and more.
 
-    Torch takes it for granted that a symbolic batch is not 1, and asserts nothing. Any call may
-    have a batch of 1: what is left of an epoch, or what a plan chooses.
+    Torch assumes that a symbolic batch is not 1, and asserts nothing. Yet any call may have a batch
+    of 1: the rest of an epoch, or the planner's choice.
 
     Raises:
-        TraceError: forward makes other calls there.
+        TraceError: forward makes other calls at a batch of 1.
     """
     what = "forward was traced for batches of 2 and more"
     one, two = ({**buckets.buckets[0].sizes, BATCH: n} for n in (1, 2))
@@ -109,7 +109,7 @@ def _compare(
 def _difference(
     what: str, sizes: Mapping[str, int], difference: Callable[[Mapping[str, int]], str]
 ) -> str:
-    """Returns how the graph differs from forward at these sizes; warns where nobody can tell."""
+    """Returns how the graph differs from forward at these sizes; warns if that is unknown."""
     try:
         return difference(sizes)
     except UnknownPathError as error:
@@ -125,7 +125,7 @@ def _difference(
 def _advised(
     what: str, expr: sympy.Basic, buckets: Buckets, symbols: Mapping[str, sympy.Symbol]
 ) -> str:
-    """A message with what to do."""
+    """Returns a message with advice appended."""
     return (
         f"{what}; look for a Python int(), a comparison or a square root of a size in forward, or "
         "keep to sizes where it holds"
@@ -133,7 +133,7 @@ def _advised(
 
 
 def _is_remainder(expr: sympy.Basic) -> bool:
-    """Whether an assertion is that a length leaves a remainder by a number, whatever it is."""
+    """Whether an assertion only says that a length divided by a number leaves a remainder."""
     if isinstance(expr, sympy.Lt | sympy.Gt) and expr.lts != 0:
         return False
     return isinstance(expr, sympy.Ne | sympy.Lt | sympy.Gt) and any(
@@ -143,7 +143,7 @@ def _is_remainder(expr: sympy.Basic) -> bool:
 
 
 def _of_batch(expr: sympy.Basic, buckets: Buckets, symbols: Mapping[str, sympy.Symbol]) -> bool:
-    """Whether an assertion is of a batch that the planner chooses."""
+    """Whether an assertion depends on a batch that the planner chooses."""
     free = any(bucket.batch is None for bucket in buckets.buckets)
     return free and symbols.get(BATCH) in expr.free_symbols
 
@@ -151,7 +151,7 @@ def _of_batch(expr: sympy.Basic, buckets: Buckets, symbols: Mapping[str, sympy.S
 def _in_dims(
     expr: sympy.Basic, env: ShapeEnv, mapping: Mapping[sympy.Symbol, sympy.Expr]
 ) -> sympy.Basic:
-    """Returns torch's expression over our dims, without what torch concludes from it."""
+    """Returns torch's expression over our dims, with torch's own replacements of symbols undone."""
     for _ in range(len(env.replacements) + 1):
         replaced = expr.xreplace(dict(env.replacements))
         if replaced == expr:
@@ -163,12 +163,12 @@ def _in_dims(
 def _sizes(
     buckets: Buckets, unequal: sympy.Basic | None, symbols: Mapping[str, sympy.Symbol]
 ) -> Iterator[dict[str, int]]:
-    """Yields what an assertion is tried at: each bucket, with its batch or some.
+    """Yields the sizes at which an assertion is tested: each bucket's, with its batch or several.
 
     Args:
-        buckets: that the graph is for.
-        unequal: the assertion, where it says that something differs: then the batches are tried as
-            well at which it would not, and one alone where it says nothing of the batch.
+        buckets: buckets that the graph is for.
+        unequal: the assertion if it states that two sizes differ: then batches are tested at which
+            they might be equal, or a single one if it does not depend on the batch.
         symbols: our symbol of each named dim.
     """
     batch = symbols.get(BATCH)
@@ -186,7 +186,7 @@ def _sizes(
 
 
 def _equal_at(unequal: sympy.Basic, batch: sympy.Symbol) -> list[int]:
-    """Batches at which two sides that were taken to differ are equal, and one at which others are.
+    """Returns a few batches at which two sizes that were assumed to differ may be equal.
 
     Of remainders the first few are enough: they come again.
     """

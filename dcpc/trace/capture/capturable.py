@@ -1,4 +1,4 @@
-"""Functions that torch cannot capture as they are, by the same formulas.
+"""Replaces functions that torch cannot capture by the same formulas in other ops.
 
     gaussian_nll_loss                 ->  without its check that no variance is below 0
     margin_ranking_loss (none, sum)   ->  plain ops: torch's decomposition takes no such reduction
@@ -66,7 +66,7 @@ def _gaussian_nll(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Any:
-    """Returns the loss; of a variance below 0, which torch refuses, that of `eps`."""
+    """Returns the loss. A variance below 0, which torch refuses, counts as `eps`."""
     if isinstance(var, float) or reduction not in ("none", "mean", "sum"):
         return NotImplemented
     if var.ndim == input.ndim - 1:
@@ -113,7 +113,7 @@ def _multilabel_margin(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """Returns the loss of the labels before each row's first -1."""
+    """Returns the loss of the labels before the first -1 of each row."""
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     if input.shape != target.shape:
@@ -128,14 +128,14 @@ def _multilabel_margin(
 
 
 def _multilabel_margin_of(input: Tensor, target: Tensor, reduction: int = 1) -> Any:
-    """Returns the same by the number of a reduction, as Dynamo's graphs have it."""
+    """Returns the same loss for a numbered reduction, as in Dynamo's graphs."""
     return _multilabel_margin(input, target, reduction=("none", "mean", "sum")[reduction])
 
 
 def _l1(  # type: ignore[no-untyped-def] # its code runs among the globals of torch.nn.functional
     input, target, size_average=None, reduce=None, reduction="mean", weight=None
 ):
-    """Returns what `F.l1_loss` does where no mode is on; the name `torch` alone is known here."""
+    """Returns `F.l1_loss` as without a mode. Its code runs with the global `torch` alone."""
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     number = torch.nn._reduction.get_enum(reduction)
@@ -175,7 +175,7 @@ def _max_pool(*args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
 
 
 def _pad(x: Tensor, pad: list[int], mode: str = "constant", value: Any = None) -> Any:
-    """Returns x padded by its ends (circular) or by a number of sizes; the very last dim first."""
+    """Returns x padded circularly or by a symbolic number. `pad` starts with the last dim."""
     given = [n for n in pad if isinstance(n, int) and n >= 0]
     counted = mode == "constant" and isinstance(value, (torch.SymFloat, torch.SymInt))
     if len(given) < len(pad) or not (counted or mode == "circular"):
@@ -195,7 +195,7 @@ def _pad(x: Tensor, pad: list[int], mode: str = "constant", value: Any = None) -
 
 
 def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Any:
-    """Returns pieces of ceil(n / chunks) and a shorter last one, where there are always so many."""
+    """Returns `chunks` pieces of ceil(n / chunks), the last one shorter; else NotImplemented."""
     size = x.shape[dim] if x.ndim else 0
     if not isinstance(size, torch.SymInt) or not isinstance(chunks, int) or chunks < 1:
         return NotImplemented
@@ -206,7 +206,7 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Any:
 
 
 def _tensor_split(x: Tensor, indices_or_sections: Any, dim: int = 0) -> Any:
-    """Returns so many pieces, the first ones longer by 1 where they are not alike."""
+    """Returns `count` pieces whose lengths differ by at most 1, the longer ones first."""
     size, count = x.shape[dim] if x.ndim else 0, indices_or_sections
     if not isinstance(size, torch.SymInt) or not isinstance(count, int) or count < 1:
         return NotImplemented
@@ -236,7 +236,7 @@ def _linspace(
     requires_grad: bool = False,
     **more: Any,
 ) -> Any:
-    """Returns so many floats; of tensors and of integers torch's own."""
+    """Returns `steps` floats, for a symbolic number of steps; else NotImplemented."""
     dtype = dtype or torch.get_default_dtype()
     tensors = isinstance(start, Tensor) or isinstance(end, Tensor)
     if not isinstance(steps, torch.SymInt) or tensors or requires_grad or more:
@@ -258,10 +258,10 @@ def _attention(
     scale: Any = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Returns attention: in full precision alone, as other forms round elsewhere.
+    """Returns attention in full precision; NotImplemented for lower ones, which round differently.
 
-    With a learned bias the CPU takes torch's math, and a GPU a kernel whose result lies otherwise:
-    what reshapes it would be captured otherwise. The call stays whole, so both take math here.
+    With a learned bias the CPU takes torch's math kernel, a GPU one with another memory layout,
+    after which other reshapes would be captured. So both take the math kernel here.
     """
     full = query.dtype in (torch.float32, torch.float64)
     if query.is_cuda and attn_mask is not None and attn_mask.requires_grad and not full:
@@ -288,10 +288,10 @@ def _attention(
 
 
 def _is_math(given: Sequence[Tensor | None], grouped: bool) -> bool:
-    """Whether torch adds this mask by its math kernel, and not by its fused one, as it says itself.
+    """Whether torch computes attention with this mask by its math kernel, and not by the fused one.
 
-    Where a mask drowns all scores of a row (-1e30) the fused one has other gradients (torch 2.13:
-    each weight is taken for 1). What decides is how the tensors lie, which a graph does not keep.
+    Where a mask hides all scores of a row (-1e30) the fused kernel has other gradients (torch 2.13
+    takes each weight as 1). The choice depends on strides, which a graph does not keep.
     """
     tensors = [x for x in given if x is not None]
     mask = tensors[-1]
@@ -315,7 +315,7 @@ def _is_math(given: Sequence[Tensor | None], grouped: bool) -> bool:
 
 
 def _padded(x: Tensor, pad: list[int], mode: str = "constant", value: Any = None) -> Any:
-    """Returns x with its ends mirrored or repeated in float32, as autocast has it."""
+    """Returns x with its ends mirrored or repeated, in float32 under autocast."""
     found = _pad(x, pad, mode, value)
     if found is not NotImplemented or mode not in ("reflect", "replicate"):
         return found
@@ -357,24 +357,24 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
 
 
 class Capturable(TorchFunctionMode):
-    """Calls these formulas while a model is captured."""
+    """Calls these formulas in place of torch's functions while a model is captured."""
 
     def __enter__(self) -> Self:
-        """Begins; `F.l1_loss` drops its weight before it asks a mode, whatever name it has."""
+        """Begins, and swaps the code of `F.l1_loss`, which drops its weight before any mode."""
         self._swapped = L1_CODE.put(_l1.__code__) if drops_weights() else nullcontext()
         self._swapped.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends."""
+        """Ends, and restores `F.l1_loss`."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._swapped.__exit__(None, None, None)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Returns what the call makes."""
+        """Returns the result of the replacement, or of the function itself."""
         kwargs = kwargs or {}
         if func in _INSTEAD:
             found = _INSTEAD[func](*args, **kwargs)

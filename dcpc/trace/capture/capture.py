@@ -1,4 +1,4 @@
-"""`torch.export` of a module with symbolic dims, brought into dcpc's canonical forward graph.
+"""Runs `torch.export` on a module with symbolic dims, and returns a canonical forward graph.
 
 The only file that touches torch's tracing API. What comes out is functional (no op writes to its
 input, no nested graph, no assertion), keeps composite ops whole (`linear`, `layer_norm`,
@@ -73,9 +73,10 @@ _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
 
 class _Noted:
-    """What forward changes of its module, but for tensors; torch.export puts lists back.
+    """Facts that one run of forward reveals: changed attributes, choice of the loss, effects.
 
-    And which of several scalars is the loss, and whether a caller looks for what forward writes.
+    `effects` is true if the caller may look for writes to the inputs. Changes of tensors are not
+    here, and torch.export restores lists.
     """
 
     changes: Sequence[str] = ()
@@ -84,7 +85,7 @@ class _Noted:
 
 
 class _WantedOf(nn.Module):
-    """Positional arguments in, the one scalar loss of the user's output out, or all tensors."""
+    """Maps positional arguments to the scalar loss in the user's output, or to all its tensors."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...], loss: Loss | None) -> None:
         super().__init__()
@@ -118,18 +119,18 @@ def trace(
 ) -> Program:
     """Returns the model's forward graph, captured once for all buckets.
 
-    No memory is used for activations: the trace runs on fake tensors; nor for parameters and
-    buffers that are on the meta device, which stand for tensors of the GPU, or else of the CPU.
+    The trace runs on fake tensors and uses no memory for activations. Parameters and buffers on the
+    meta device are taken as tensors of the GPU if there is one, else of the CPU.
 
     Args:
-        model: any module whose forward takes the buckets' inputs as keyword arguments and returns a
-            scalar loss, or a mapping, dataclass or tuple that has one: `find_loss`.
-        buckets: the inputs' specs and the ranges of the named dims.
-        autocast: what autocast computes in; None: every op in the dtype of its operands.
-        loss: of what forward returned and the inputs; None: forward returned it.
+        model: module whose forward takes the buckets' inputs as keyword arguments and returns a
+            scalar loss, or a mapping, dataclass or tuple that holds one (`find_loss`).
+        buckets: specs of the inputs and ranges of the named dims.
+        autocast: dtype of the autocast; None: every op computes in the dtype of its operands.
+        loss: function of forward's output and the inputs; None: forward returns the loss.
 
     Raises:
-        TraceError: torch cannot capture the module, or the trace fixed a dim, or forward mutates a
+        TraceError: torch cannot capture the module, the trace fixed a dim, or forward writes to a
             buffer.
     """
     # A hit in torch's cache of fake results costs more than the op: its symbolic sizes and strides
@@ -172,19 +173,20 @@ def _traced_at(
     autocast: torch.dtype | None,
     least: Mapping[str, int],
 ) -> Program:
-    """Returns the graph of a trace at some sizes.
+    """Returns the program of one trace, at given example sizes.
 
     Args:
-        hints: the sizes.
-        wrapped: the model.
-        buckets: that it is captured for.
-        autocast: what autocast computes in; None: every op in the dtype of its operands.
-        least: shortest length of each dim that the graph is to be right at; none: the buckets'.
+        hints: size of each named dim in the trace.
+        wrapped: model with its loss.
+        buckets: buckets that the model is captured for.
+        autocast: dtype of the autocast; None: every op computes in the dtype of its operands.
+        least: shortest length of each dim at which the graph must be right; empty: the smallest
+            bucket's.
 
     Raises:
-        ExampleError: the trace takes something for granted that does not hold at every bucket, or
-            from these lengths on.
-        TraceError: the model is refused, whatever the sizes.
+        ExampleError: the trace assumes something that fails at a bucket, or at the lengths of
+            `least`.
+        TraceError: the model is refused at any sizes.
     """
     dims = named.named_dims(buckets, least)
     exported, paths = _export(wrapped, buckets, dims, hints, autocast)
@@ -216,10 +218,11 @@ def _traced_at(
 
 @contextmanager
 def _meta_as_fake(model: nn.Module) -> Iterator[None]:
-    """Has the model hold fake tensors in place of those on the meta device, in its block.
+    """Replaces the model's meta tensors by fake ones within its block.
 
-    They are where `dcpc.materialize` puts the real ones: on this process's GPU if it has one. The
-    model is not copied: no tensor that autograd made (`weight_norm`'s weight) can be, and no lock.
+    They are on the device where `dcpc.materialize` puts the real ones: this process's GPU if it has
+    one. The model is not copied: neither tensors that autograd made (`weight_norm`'s weight) nor
+    locks can be.
     """
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_meta]
     if not tensors:
@@ -239,10 +242,10 @@ def _meta_as_fake(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _cudnn_not_asked() -> Iterator[None]:
-    """Leaves cuDNN out where torch chooses attention's kernel for a GPU.
+    """Disables cuDNN where torch chooses attention's kernel for a GPU, within its block.
 
-    torch 2.14 asks it first for half precision, and its check keeps `batch` below 65536: a guard of
-    a kernel that the graph does not have.
+    torch 2.14 asks cuDNN first for half precision, and its check adds a guard that `batch` is below
+    65536, for a kernel that the graph does not use.
     """
     was = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -324,10 +327,10 @@ def _export(
 
 @contextmanager
 def _quotients() -> Iterator[None]:
-    """Gives torch's assertions about sizes a form for quotients of integers and what rounds them.
+    """Lets torch write assertions about sizes that contain quotients of integers or roundings.
 
-    torch 2.13 writes what it assumed into the graph by its `PythonReferenceAnalysis`, which lacks
-    the quotient, and rounds numbers but not a graph's values.
+    torch 2.13 writes assumptions into the graph by its `PythonReferenceAnalysis`, which lacks the
+    quotient, and rounds only numbers, not values of a graph.
     """
 
     def node(function: Any) -> Any:
@@ -352,11 +355,11 @@ def _quotients() -> Iterator[None]:
 
 @contextmanager
 def _suggestions() -> Iterator[None]:
-    """Keeps what torch cannot suggest of a size from ending a trace in which nothing is wrong.
+    """Keeps an error in torch's suggestions from failing a correct trace, within its block.
 
-    torch 2.13 writes suggestions for an error's text even where there is none. Of rows that are
+    torch 2.13 writes these suggestions even where there is no error to explain. For rows that are
     padded to pairs it makes a `Dim` of the pairs, which refuses a range of one value: from 10 to 12
-    rows the odd number that is traced has 6 pairs.
+    rows the traced odd number has 6 pairs.
     """
 
     def tolerant(suggest: Callable[..., str]) -> Callable[..., str]:
@@ -374,7 +377,7 @@ def _suggestions() -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keeps torch.export from printing the graph so far, pages of it, where it fails."""
+    """Keeps torch.export from printing the whole graph when it fails, within its block."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
     def told(record: logging.LogRecord) -> bool:
@@ -397,7 +400,7 @@ def _cached_by_autocast(exported: ExportedProgram) -> set[str]:
 
 
 def _learning(exported: ExportedProgram, buckets: Buckets) -> set[str]:
-    """Returns the placeholders that learn: of parameters, and of inputs that are declared so."""
+    """Returns the names of the placeholders that require a gradient: parameters and such inputs."""
     given = zip(exported.graph_signature.user_inputs, buckets.inputs.values(), strict=True)
     return trainable(exported) | {str(name) for name, spec in given if spec.learns}
 
@@ -494,11 +497,11 @@ def _program(
 
 
 def hash_of(code: str, facts: str) -> str:
-    """Returns what tells graphs apart, on whatever device they are: each rank has its own.
+    """Returns a hash of a graph, independent of the device, as each rank has its own device.
 
     Args:
-        code: of the graph.
-        facts: what it does not say.
+        code: Python code of the graph.
+        facts: text of facts that the code lacks, such as the parameters' shapes and dtypes.
     """
     text = _DEVICE.sub("device", code) + facts
     return hashlib.sha256(text.encode()).hexdigest()[:16]

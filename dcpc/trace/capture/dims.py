@@ -1,4 +1,4 @@
-"""Named dims as torch.export sees them: ranges, hints, and the way back from torch's symbols."""
+"""Converts named dims to torch.export's dims, and torch's symbols back to named dims."""
 
 import math
 import re
@@ -31,31 +31,31 @@ from dcpc.errors import TraceError
 # right at 1 and 0 as well (ATen's broadcasting and reductions do not look at a size that equals 1
 # on both sides), which tests/codegen checks.
 SMALLEST = 2
-# A range for batch has room for a hint of its own; else it is what the buckets ask for, as a model
-# may run other code from some batch on.
+# The range of batch is at least this wide, so that its hint can differ from the other dims'. It is
+# no wider than needed: a model may run other code from some batch on.
 LEAST_BATCH_IN_TRACE = 7
-# Elements of the inputs in a trace at a bucket's own sizes, which are made for it.
+# Largest number of input elements for a trace at a bucket's own sizes: the inputs are allocated.
 MOST_ELEMENTS = 1 << 24
 
 
 class ExampleError(TraceError):
-    """A trace at some example sizes is refused; one at others may be right.
+    """The refusal of a trace at some example sizes, where a trace at others may be right.
 
     Attributes:
-        least: the shortest lengths that torch suggests, by dim.
+        least: shortest lengths that torch suggests, by dim.
     """
 
     def __init__(self, text: str, least: Mapping[str, int] | None = None) -> None:
-        """Says why."""
+        """Takes the reason and torch's suggestion."""
         super().__init__(text)
         self.least = least or {}
 
 
 def refuse_names(buckets: Buckets) -> None:
-    """Refuses names of dims that torch gives its own symbols: two symbols of one name are one.
+    """Refuses dim names such as `s0` that torch gives its own symbols, as both would become one.
 
     Raises:
-        TraceError: a dim has one.
+        TraceError: a dim has such a name.
     """
     taken = [n for n in buckets.names if re.fullmatch(r"(s|u|ps|zf|zuf)\d+", n)]
     if taken:
@@ -67,9 +67,10 @@ def refuse_names(buckets: Buckets) -> None:
 
 
 def least_sizes(buckets: Buckets) -> dict[str, int]:
-    """Returns the shortest length of each named dim that a trace may be for, `batch` apart.
+    """Returns the shortest length of each named dim, except `batch`, that a trace can be for.
 
-    That is 2, or where a dim of an input (`seq - 1`) is 2; never more than the smallest bucket has.
+    It is 2 or more, so that every dim of an input (`seq - 1`) is at least 2, and never larger than
+    the smallest bucket's length.
     """
     shapes = [dim for spec in buckets.inputs.values() for dim in spec.dims]
     found: dict[str, int] = {}
@@ -83,11 +84,11 @@ def least_sizes(buckets: Buckets) -> dict[str, int]:
 
 
 def longer_sizes(least: Mapping[str, int], error: ExampleError) -> dict[str, int]:
-    """Returns the shortest lengths of the next trace: what torch suggests, or the buckets' (none).
+    """Returns the shortest lengths for the next trace: raised as torch suggests, or empty if not.
 
     Args:
-        least: those of a trace that was refused.
-        error: the refusal.
+        least: shortest lengths of the refused trace. Empty ones stand for the buckets' own.
+        error: refusal of that trace.
     """
     found = {name: max(size, error.least.get(name, 0)) for name, size in least.items()}
     return found if found != least else {}
@@ -97,8 +98,8 @@ def named_dims(buckets: Buckets, least: Mapping[str, int] | None = None) -> dict
     """Returns a torch.export `Dim` for every named dim that can be larger than 1.
 
     Args:
-        buckets: with the largest lengths.
-        least: length of a dim -> that its range begins at; default: the smallest bucket's.
+        buckets: buckets with the range of each dim.
+        least: shortest length of each dim in the trace; default: the smallest bucket's.
     """
     dims: dict[str, Any] = {}
     for name in buckets.names:
@@ -114,10 +115,11 @@ def named_dims(buckets: Buckets, least: Mapping[str, int] | None = None) -> dict
 
 
 def example_sizes(buckets: Buckets, dims: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    """Yields the sizes of named dims to trace at: first ones, and others if a trace is refused.
+    """Yields the sizes of named dims to trace at; the later ones are for when a trace is refused.
 
-    A size may equal a constant by chance, as two strides are equal where a length is 2; or one may
-    be the larger of two, and in the buckets be the smaller. Others are not, such as a bucket's own.
+    At one size a length may equal a constant by chance (two strides at a length of 2), or be the
+    larger of two where it is the smaller in the buckets. Other sizes, such as a bucket's, avoid
+    that.
     """
     first = _chosen(buckets, dims, {})
     yield first
@@ -126,7 +128,7 @@ def example_sizes(buckets: Buckets, dims: Mapping[str, Any]) -> Iterator[dict[st
 
 
 def _own_sizes(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the sizes of the largest bucket that can be traced at; of none the first sizes."""
+    """Returns the sizes of the largest bucket that can be traced; else the first sizes."""
     found = [(0, _chosen(buckets, dims, {}))]
     for bucket in buckets:
         sizes = {n: bucket.sizes[n] for n in dims if n in bucket.sizes}
@@ -143,16 +145,16 @@ def _own_sizes(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
 def _chosen(
     buckets: Buckets, dims: Mapping[str, Any], besides: Mapping[str, int]
 ) -> dict[str, int]:
-    """Returns the size of each named dim in the trace: small, in range, all different, and prime.
+    """Returns small, distinct, prime sizes within their ranges, one for each named dim.
 
-    Different, because torch merges two symbols of one size without a word. Prime if the range has
-    one, else odd: at an even height a model that pads to a multiple of 2 has nothing to pad, and
-    torch would hold on to that; what it does at an odd one serves every height.
+    Distinct, because torch silently merges two symbols of equal size. Prime if the range has one,
+    else odd: at an even height a model that pads to a multiple of 2 pads nothing, and torch would
+    assume so everywhere, while the trace of an odd height serves all heights.
 
     Args:
         buckets: buckets of the trace.
-        dims: names that can be larger than 1, with their ranges.
-        besides: sizes not to take where the range has others.
+        dims: dims that can be larger than 1, with their ranges.
+        besides: sizes to avoid if the range has others.
     """
     hints: dict[str, int] = {}
     taken: set[int] = set()
@@ -172,7 +174,7 @@ def _chosen(
 
 
 def dynamic_shape(spec: InputSpec, dims: Mapping[str, Any]) -> dict[int, Any]:
-    """Returns torch.export's description of one input's symbolic dims."""
+    """Returns torch.export's description of an input's symbolic dims, by position."""
     shape: dict[int, Any] = {}
     for position, dim in enumerate(spec.dims):
         if dim.name is None or dim.name not in dims:
@@ -189,7 +191,7 @@ def dynamic_shape(spec: InputSpec, dims: Mapping[str, Any]) -> dict[int, Any]:
 def example_inputs(
     buckets: Buckets, hints: Mapping[str, int], device: torch.device
 ) -> list[torch.Tensor]:
-    """Returns one distinct tensor an input (torch aliases an input that is passed twice)."""
+    """Returns a separate tensor of ones for each input, as torch aliases repeated ones."""
     specs = buckets.inputs.values()
     made = [torch.ones(s.shape(hints), dtype=s.dtype, device=device) for s in specs]
     return [x.requires_grad_(s.learns) for x, s in zip(made, specs, strict=True)]
@@ -200,12 +202,12 @@ def solve_symbols(
     symbols: Mapping[str, sympy.Symbol],
     dims: Mapping[str, Any],
 ) -> dict[sympy.Symbol, sympy.Expr]:
-    """Returns torch symbol -> expression of the named dims.
+    """Returns torch's symbols as expressions of the named dims.
 
     Args:
-        pairs: (place, declared dim, traced size) of every dim of every input.
+        pairs: (place for messages, declared dim, traced size) of every dim of every input.
         symbols: dim name -> our symbol.
-        dims: the names that must have stayed symbolic.
+        dims: names of the dims that must have stayed symbolic.
 
     Raises:
         TraceError: the trace fixed a named dim to one number.
@@ -231,10 +233,10 @@ def solve_symbols(
 
 
 def plain(expr: sympy.Expr, mapping: Mapping[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
-    """Returns torch's expression over our symbols, in one spelling.
+    """Returns torch's size expression over our symbols, in one spelling.
 
-    Products, sums and floors alone, so that what is equal looks equal: `h + (-h) % 2` (padded to a
-    multiple of 2) and `(h + 1) // 2 * 2` are both `2 * floor(h / 2 + 1 / 2)`.
+    It has products, sums and floors alone, so that equal sizes look equal: `h + (-h) % 2` (padded
+    to a multiple of 2) and `(h + 1) // 2 * 2` both become `2 * floor(h / 2 + 1 / 2)`.
     """
     expr = expr.replace(CleanDiv, lambda a, b: a / b)
     expr = expr.replace(IntTrueDiv, lambda a, b: a / b)
@@ -249,7 +251,7 @@ def plain(expr: sympy.Expr, mapping: Mapping[sympy.Symbol, sympy.Expr]) -> sympy
 
 
 def _largest(sizes: tuple[sympy.Expr, ...], sign: int) -> sympy.Expr:
-    """Returns the largest (sign 1) or smallest (-1) of some sizes, decided where dims >= 1 do so.
+    """Returns the largest (sign 1) or smallest (-1) size, simplified where dims >= 1 decide it.
 
     A library writes max(0, length - 1) where it cannot know that a length is at least 1.
     """
@@ -271,14 +273,14 @@ def _never_below(size: sympy.Expr) -> bool:
 
 
 def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    """Returns a // b; of a negative one the way up: `-(h // -2)` as `(h + 1) // 2`."""
+    """Returns a // b. A negative quotient becomes a ceiling: `-(h // -2)` is `(h + 1) // 2`."""
     if b.is_positive and a.could_extract_minus_sign():
         return -sympy.floor(sympy.expand((b - 1 - a) / b))
     return sympy.floor(_cancelled(sympy.expand(a / b)))
 
 
 def _ceiling(a: sympy.Expr) -> sympy.Expr:
-    """Returns a rounded up; of a quotient of whole sizes as a floor, which `_upwards` turns."""
+    """Returns a rounded up. For a quotient of integers it is a floor, for `_upwards`."""
     over, under = sympy.fraction(sympy.together(sympy.expand(a)))
     if under.is_Integer and over.is_integer and not over.has(sympy.Float, ToFloat):
         return -sympy.floor(sympy.expand(-a))
@@ -286,9 +288,9 @@ def _ceiling(a: sympy.Expr) -> sympy.Expr:
 
 
 def _cancelled(expr: sympy.Expr) -> sympy.Expr:
-    """Returns a size without divisions by sizes where they come out even.
+    """Returns a size without divisions by sizes that cancel.
 
-    Rows that are padded and taken in pairs: `(h + h % 2) / ((h + h % 2) // 2)` is 2.
+    For rows padded to pairs, `(h + h % 2) / ((h + h % 2) // 2)` becomes 2.
     """
     if any(power.exp.is_negative and power.base.free_symbols for power in expr.atoms(sympy.Pow)):
         return sympy.expand(sympy.cancel(expr))
@@ -296,14 +298,14 @@ def _cancelled(expr: sympy.Expr) -> sympy.Expr:
 
 
 def _upwards(expr: sympy.Expr) -> sympy.Expr:
-    """Returns a size whose floors are of nothing negative: sympy takes a sum's integers out of one.
+    """Returns a size without floors of negative sizes, which sympy makes as it pulls integers out.
 
-    So where 4 - h % 4 rows are added there is a `floor(-h / 4)` of what `_floor` turned.
+    For example, where 4 - h % 4 rows are added, it rewrites `floor(-h / 4)`.
     """
 
     def turned(inside: sympy.Expr) -> sympy.Expr:
         over, under = sympy.fraction(sympy.together(inside))
-        # What is no whole number (0.3 * h) has no next one down that is a quotient's.
+        # A multiple such as 0.3 * h is no quotient of integers, so the formula does not apply.
         if under.is_Integer and over.is_integer and over.could_extract_minus_sign():
             return -sympy.floor(sympy.expand((under - 1 - over) / under))
         return sympy.floor(inside)

@@ -1,4 +1,4 @@
-"""Why torch cannot capture a module: what it said, at which line, and what to write instead."""
+"""Explains why torch cannot capture a module: the error, the source line, and the remedy."""
 
 import inspect
 import math
@@ -20,13 +20,13 @@ _CLASS_LOSSES = ("nll_loss", "nll_loss2d", "nll_loss_nd", "cross_entropy_loss")
 def explained(
     error: Exception, model: nn.Module, buckets: Buckets, hints: Mapping[str, int]
 ) -> str:
-    """Returns what torch said, the user's own source line, and what to do.
+    """Returns the text of a TraceError: torch's reason, the user's source line, and the remedy.
 
     Args:
-        error: of torch, while it captured the model.
-        model: the user's.
-        buckets: that it is captured for.
-        hints: length of each dim in the capture.
+        error: torch's error while it captured the model.
+        model: user's module.
+        buckets: buckets that the model is captured for.
+        hints: size of each named dim in the trace.
     """
     text = str(error)
     reason = next(
@@ -79,7 +79,7 @@ def explained(
 
 
 def _passed_on(text: str, model: nn.Module, buckets: Buckets) -> str:
-    """Returns what to do with an input that forward passes on to what does not take it, as text."""
+    """Returns the remedy for an input that forward's **kwargs pass on, as text; else ""."""
     match = re.search(r"unexpected keyword argument '(\w+)'", text)
     takes = inspect.signature(model.forward).parameters
     every = any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -94,12 +94,12 @@ def _passed_on(text: str, model: nn.Module, buckets: Buckets) -> str:
 
 
 def of_sizes(error: Exception, buckets: Buckets, hints: Mapping[str, int]) -> bool:
-    """Returns whether torch's refusal may hang on the sizes of the capture.
+    """Returns whether torch's refusal may depend on the example sizes of the trace.
 
     Args:
-        error: of torch, while it captured the model.
-        buckets: that it is captured for.
-        hints: length of each dim in the capture.
+        error: torch's error while it captured the model.
+        buckets: buckets that the model is captured for.
+        hints: size of each named dim in the trace.
     """
     said = str(error) + type(error).__name__
     if isinstance(error, TypeError) or any(word in said for word in _OF_VALUES):
@@ -108,20 +108,20 @@ def of_sizes(error: Exception, buckets: Buckets, hints: Mapping[str, int]) -> bo
 
 
 def suggested_least(error: Exception) -> dict[str, int]:
-    """Returns the shortest lengths at which torch says that a capture would be right, by dim."""
+    """Returns the shortest length of each dim from which on torch says that the trace is right."""
     found = re.findall(r"^\s*(\w+) = Dim\('\1', min=(\d+)", str(error), re.M)
     return {name: int(size) for name, size in found}
 
 
 def _of_shapes(error: Exception) -> bool:
-    """Returns whether torch says that a tensor cannot have a shape: its own forms of a view do."""
+    """Returns whether torch's error says that a tensor cannot be viewed in a shape."""
     text = str(error)
     view = isinstance(error, IndexError) and "tuple index out of range" in text
     return view or any(said in text for said in ("is invalid for input of size", "% ", "unflatten"))
 
 
 def _multiples(buckets: Buckets, hints: Mapping[str, int]) -> str:
-    """Returns how to declare dims whose lengths are all multiples of a number, as text."""
+    """Returns how to declare dims whose lengths are multiples of a number, as text; else ""."""
     found = []
     for dim, hint in hints.items():
         common = math.gcd(*(b.sizes[dim] for b in buckets if dim in b.sizes))
@@ -137,7 +137,7 @@ def _multiples(buckets: Buckets, hints: Mapping[str, int]) -> str:
 
 
 def _limit_of(text: str, model: nn.Module) -> str:
-    """Returns which of the model's tensors are as long as a limit that torch found, as text."""
+    """Returns which tensors of the model are as long as a limit of torch, as text; else ""."""
     limits = {int(n) for n in re.findall(r"Dim\(.*?max=(\d+)\)", text)}
     tables = [(f"parameter {n}", p) for n, p in model.named_parameters()]
     found = [f"{n} {list(t.shape)}" for n, t in tables if limits & {*t.shape}]
@@ -156,7 +156,7 @@ def _limit_of(text: str, model: nn.Module) -> str:
 
 
 def _recurrent(model: nn.Module) -> str:
-    """Returns what to do with layers that torch captures for one length alone, as text."""
+    """Returns the remedy for recurrent layers, captured for one length, as text; else ""."""
     found = [n for n, module in model.named_modules() if isinstance(module, nn.RNNBase)]
     if not found:
         return ""
@@ -167,7 +167,7 @@ def _recurrent(model: nn.Module) -> str:
 
 
 def _numbers(text: str) -> str:
-    """Returns what to do where forward makes a number of a length, as text."""
+    """Returns the remedy where forward makes a number of a length, as text; else ""."""
     if not re.search(r"<= (\d+)\b.*?\b\w+ = \1$", text, re.M | re.S):
         return ""
     return (
@@ -177,7 +177,7 @@ def _numbers(text: str) -> str:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields what modules keep and do not learn: buffers, and tensors that are plain attributes."""
+    """Yields (name, tensor) of buffers and of tensors that are plain attributes of modules."""
     yield from model.named_buffers()
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
@@ -186,13 +186,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_numbers(graph: fx.Graph) -> None:
-    """Refuses Python numbers that forward took out of a tensor and computes with.
+    """Refuses Python numbers that forward read from a tensor (`item()`) and computes with.
 
     Args:
-        graph: the captured forward graph.
+        graph: captured forward graph.
 
     Raises:
-        TraceError: it has such a number, which the message names with its line.
+        TraceError: there is such a number; the message names it with its line.
     """
     for node in graph.nodes:
         if op_name(node) in ("item", "_local_scalar_dense") and node.users:
@@ -206,10 +206,10 @@ def refuse_numbers(graph: fx.Graph) -> None:
 
 
 def refuse_labels(graph: fx.Graph) -> None:
-    """Refuses classes in a dtype that torch's losses do not take; Inductor's kernels would.
+    """Refuses class labels of a dtype that torch's losses do not take, though Inductor does.
 
     Args:
-        graph: the captured forward graph.
+        graph: captured forward graph.
 
     Raises:
         TraceError: a loss has such labels, which the message names with its line.

@@ -1,4 +1,4 @@
-"""An exported graph made functional, call by call, without running it again.
+"""Makes an exported graph functional, call by call, without running it again.
 
 torch's own way (`run_decompositions`) runs the whole graph twice more. But hardly anything in the
 graph of a model has to be made functional. Blocks without gradients are taken in; of composite ops
@@ -38,7 +38,7 @@ from dcpc.fx.writes import View, by_position, functional_of, whole, written
 aten = torch.ops.aten
 _BLOCK = torch.ops.higher_order.wrap_with_set_grad_enabled
 
-# A constant is made in forward, and its gradient cut off: what torch.tensor does.
+# `torch.tensor(...)` in forward: makes a constant and detaches it.
 _FRESH = aten.lift_fresh_copy.default
 _CHECKS = (aten._assert_tensor_metadata.default,)
 # Kinds of arguments that are the same in every graph.
@@ -49,14 +49,14 @@ _PLAIN = (
 
 
 class _BeyondError(Exception):
-    """torch has to make the graph functional."""
+    """Raised where only torch's `run_decompositions` can make the graph functional."""
 
 
 def functional(exported: ExportedProgram) -> ExportedProgram:
-    """Returns a program in which no call writes and no graph is nested; the given one is used up.
+    """Returns a program without in-place calls and nested graphs, and uses up the given one.
 
     Args:
-        exported: what `torch.export.export` returned, below autocast.
+        exported: result of `torch.export.export`, captured without autocast.
     """
     gm = exported.graph_module
     try:
@@ -71,11 +71,12 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
 
 @dataclass(slots=True)
 class _GraphMemory:
-    """What tensors of the given graph lie in.
+    """One storage of the given graph.
 
     Attributes:
-        nodes: those that make the tensors; the first one makes the memory, others views of it.
-        written: calls before the last that wrote to it.
+        nodes: nodes whose tensors are in this storage: first the one that allocates it, then its
+            views.
+        written: number of calls before the last one that wrote to it.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -83,7 +84,7 @@ class _GraphMemory:
 
 
 class _Memories:
-    """What lies in which memory of the given graph, and when it was written to."""
+    """Records which tensors of the given graph share a storage, and when it was written to."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []  # as long as these live, so do the numbers of their storages
@@ -92,7 +93,7 @@ class _Memories:
         self._same: dict[fx.Node, fx.Node] = {}  # a call that writes -> what it returns again
 
     def note(self, node: fx.Node) -> None:
-        """Notes which memory a node's tensors lie in."""
+        """Records the storage of a node's tensors."""
         self._places[node] = len(self._places)
         value = None if node.target is _BLOCK else node.meta.get("val")  # its calls make it
         for tensor in (t for t in tree_leaves(value) if isinstance(t, Tensor)):
@@ -100,19 +101,19 @@ class _Memories:
             self._memories[tensor.untyped_storage()._cdata].nodes.append(node)
 
     def note_again(self, node: fx.Node, target: fx.Node) -> None:
-        """Notes that a call returns what it writes to."""
+        """Records that a call returns the tensor that it writes to."""
         self._places[node], self._same[node] = len(self._places), target
 
     def source(self, node: fx.Node) -> fx.Node:
-        """Returns what a call writes to or views."""
+        """Returns the node that a call writes to or views."""
         source = _first(node)
         return self._same.get(source, source)
 
     def views(self, node: fx.Node, target: fx.Node) -> list[fx.Node]:
         """Returns the views through which a call writes, the last one first.
 
-        What they are of must be made by a call, nothing else in its memory be read again, and they
-        must have been made since it was written to.
+        The viewed tensor must be made by a call, its other views must not be read again, and all
+        views must be newer than the last write.
         """
         memory = self._memories[target.meta["val"].untyped_storage()._cdata]
         if not memory.nodes or any(n.graph is not node.graph for n in memory.nodes):
@@ -136,11 +137,11 @@ class _Memories:
 
 
 class _NewGraph:
-    """The copy that is made: which node makes what.
+    """The functional copy of a graph, with the node of each fake tensor.
 
     Attributes:
-        graph: it.
-        top: what sizes are made before: equal blocks read them from outside of them.
+        graph: the copy.
+        top: node before which sizes are computed, so that equal blocks read them from outside.
     """
 
     top: fx.Node
@@ -153,7 +154,7 @@ class _NewGraph:
         self._kept: list[Tensor] = []  # as long as these live, so do their ids
 
     def enter(self, node: fx.Node, value: Any) -> fx.Node:
-        """Notes what a node makes."""
+        """Records a node and its fake value."""
         if value is not None:
             node.meta["val"] = value
         if isinstance(value, Tensor):
@@ -162,14 +163,14 @@ class _NewGraph:
         return node
 
     def add(self, like: fx.Node, func: OpOverload, args: Any, kwargs: Any, value: Any) -> None:
-        """Adds a call that a composite one is made of.
+        """Adds one of the calls that a composite call consists of.
 
         Args:
-            like: the composite call.
-            func: the op.
-            args: its arguments: fake tensors and sizes.
-            kwargs: the same.
-            value: what it returns.
+            like: composite call in the given graph.
+            func: op to call.
+            args: positional arguments: fake tensors and sizes.
+            kwargs: keyword arguments: fake tensors and sizes.
+            value: fake result of the call.
         """
         args, kwargs = map_aggregate((args, dict(kwargs)), self.node_of)
         node = self.graph.call_function(func, args, kwargs)
@@ -180,7 +181,7 @@ class _NewGraph:
                 self.enter(self.graph.call_function(operator.getitem, (node, position)), item)
 
     def node_of(self, leaf: Any) -> Any:
-        """Returns what makes a fake tensor or a number of sizes; other arguments as they are."""
+        """Returns the node of a fake tensor or symbolic number; other arguments as they are."""
         if isinstance(leaf, Tensor):
             if id(leaf) not in self._nodes:
                 raise _BeyondError
@@ -198,9 +199,9 @@ class _NewGraph:
                 raise _BeyondError from error
 
     def _size(self, symbol: sympy.Symbol) -> fx.Node:
-        """Returns what makes a symbol of a size of an input: of so many times it, and so many more.
+        """Emits the value of a size symbol, solved from a dim of an input.
 
-        torch has a symbol of its own for the dim behind `seq + 1` or `2 * tokens`.
+        The dim may be `seq + 1` or `2 * tokens`, for which torch has a separate symbol.
         """
         for node in self.graph.find_nodes(op="placeholder"):
             value = node.meta["val"]
@@ -220,7 +221,7 @@ class _NewGraph:
 
 
 class _Copy:
-    """Copies a graph, with the graphs nested in it."""
+    """Copies a graph together with its nested graphs."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm, self._new, self._memories = gm, _NewGraph(), _Memories()
@@ -232,7 +233,7 @@ class _Copy:
         self._instead: dict[fx.Node, fx.Node] = {}  # what was written to -> what holds it since
 
     def run(self) -> fx.Graph:
-        """Returns the copy."""
+        """Returns the copy of the whole graph."""
         at: dict[fx.Node, Any] = {}
         new, graph = self._new, self._new.graph
         for node in self._gm.graph.find_nodes(op="placeholder"):
@@ -246,11 +247,11 @@ class _Copy:
         return graph
 
     def _inline(self, gm: fx.GraphModule, at: dict[fx.Node, Any]) -> Any:
-        """Adds the calls of a graph; returns what it returns.
+        """Adds the calls of a graph to the copy, and returns its outputs there.
 
         Args:
-            gm: of the graph.
-            at: its placeholders -> nodes of the copy; grows.
+            gm: graph module, the outer or a nested one.
+            at: placeholders of `gm` -> nodes of the copy. All its other nodes are added.
         """
         for node in gm.graph.nodes:
             if node.op == "output":
@@ -280,7 +281,7 @@ class _Copy:
         return self._new.enter(copied, node.meta.get("val"))
 
     def _given(self, value: Any, at: Mapping[fx.Node, Any]) -> Any:
-        """Returns an argument with what holds the values of its nodes now."""
+        """Returns an argument with each node replaced by the node that now has its value."""
 
         def now(node: fx.Node) -> Any:
             if node not in at:
@@ -297,9 +298,9 @@ class _Copy:
     # ------------------------------------------------------------------------------------ writes
 
     def _written(self, node: fx.Node, at: Mapping[fx.Node, Any]) -> fx.Node:
-        """Adds a call that returns what one writes; it stands for what is written to from here on.
+        """Adds the functional form of a call that writes, and uses its result from here on.
 
-        Where that is a view, so do calls that put it where it is from.
+        A write through views also adds the calls that put the result back into the viewed tensor.
         """
         target = self._memories.source(node)
         if node.target is aten.detach_.default and target.target is _FRESH:
@@ -331,7 +332,7 @@ class _Copy:
 
     @contextmanager
     def _recording(self, node: fx.Node) -> Iterator[None]:
-        """Adds the calls that its block makes of fake tensors, in place of a node."""
+        """Adds the calls made on fake tensors within its block to the copy, for one node."""
         record = _Record(self._new, node)
         try:
             with self._mode, record, enable_python_dispatcher(), torch.no_grad():
@@ -349,7 +350,7 @@ class _Copy:
     # -------------------------------------------------------------------------- composite calls
 
     def _taken_apart(self, node: fx.Node, call: OpOverload, at: Mapping[fx.Node, Any]) -> Any:
-        """Adds the calls that a composite one is made of; returns where its results are."""
+        """Adds the calls that a composite call consists of; returns the nodes of its results."""
         args, kwargs = map_aggregate(self._given((node.args, dict(node.kwargs)), at), _value)
         with self._recording(node):
             result = call.decompose(*args, **kwargs)
@@ -359,7 +360,7 @@ class _Copy:
 
 
 class _Record(TorchDispatchMode):
-    """Adds the calls that are made to a copy."""
+    """Dispatch mode that adds every call to a copy."""
 
     def __init__(self, copy: _NewGraph, node: fx.Node) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -384,12 +385,12 @@ class _Record(TorchDispatchMode):
 
 @functools.cache
 def _is_taken_apart(func: OpOverload) -> bool:
-    """Whether torch takes a composite op apart, as it may return what it was given."""
+    """Whether torch decomposes a composite op because it may return its operand itself."""
     return func._can_decompose() and not _check_valid_to_preserve(func)
 
 
 def _is_of_numbers(node: fx.Node) -> bool:
-    """Whether a call that is no op makes a size of sizes, or picks one of several results."""
+    """Whether a Python function's call computes a size from sizes, or picks a result."""
     value = node.meta.get("val")
     return node.target is operator.getitem or isinstance(
         value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool

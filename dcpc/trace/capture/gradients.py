@@ -1,4 +1,4 @@
-"""Where forward cuts gradients (blocks of `torch.no_grad()`), and where they must not end."""
+"""Handles the places where forward cuts gradients (`torch.no_grad()`), or loses them by mistake."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _BLOCK = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def detach_without_grad(exported: ExportedProgram, learning: set[str]) -> None:
-    """Detaches what a block without gradients makes, in place.
+    """Detaches the results of blocks without gradients, in place.
 
-    The block is a nested graph; making the whole functional takes it in and forgets that no
-    gradient flows out.
+    Such a block is a nested graph. When the graph is made functional the block is inlined, which
+    would lose the fact that no gradient flows out of it.
 
     Args:
-        exported: the program.
-        learning: placeholders that learn.
+        exported: exported program.
+        learning: names of the placeholders that require a gradient.
 
     Raises:
-        TraceError: forward writes to what has a gradient, in such a block or through `detach`.
-            Autograd knows nothing of the write: the gradient is what it was without.
+        TraceError: forward writes to a tensor with a gradient in such a block or through `detach`.
+            Autograd ignores that write, and a graph cannot express this.
     """
     gm = exported.graph_module
     flows = flowing(gm.graph, learning)
@@ -59,10 +59,10 @@ def detach_without_grad(exported: ExportedProgram, learning: set[str]) -> None:
 
 
 def refuse_writes(exported: ExportedProgram) -> None:
-    """Refuses a forward that writes to what it is given, where a caller would look for the write.
+    """Refuses a forward that writes to its inputs, where the caller would expect the write.
 
     Raises:
-        TraceError: it does.
+        TraceError: forward writes to an input.
     """
     given = set(exported.graph_signature.user_inputs)
     for call, root, _ in _writes(exported.graph_module.graph):
@@ -74,13 +74,13 @@ def refuse_writes(exported: ExportedProgram) -> None:
 
 
 def refuse_strangers(outputs: Sequence[Tensor]) -> None:
-    """Refuses outputs whose gradient reaches a tensor that is none of the model's.
+    """Refuses outputs whose gradient reaches a tensor that does not belong to the model.
 
     Args:
-        outputs: while they are captured: the model's own tensors are fake.
+        outputs: outputs during capture, when the model's own tensors are fake.
 
     Raises:
-        TraceError: a parameter outside of the model would be a constant of the graph.
+        TraceError: there is such a tensor; the graph would hold it as a constant.
     """
     with torch._C.DisableTorchFunction():
         todo: list[Any] = [x.grad_fn for x in outputs]
@@ -113,17 +113,17 @@ def _past_autograd(call: fx.Node, root: fx.Node) -> TraceError:
 
 
 def trainable(exported: ExportedProgram) -> set[str]:
-    """Returns the placeholders of parameters that learn."""
+    """Returns the names of the placeholders of parameters that require a gradient."""
     held = exported.graph_signature.inputs_to_parameters
     return {n for n, name in held.items() if exported.state_dict[name].requires_grad}
 
 
 def flowing(graph: fx.Graph, learning: set[str]) -> set[object]:
-    """Returns the nodes that make something with a gradient.
+    """Returns the nodes whose results carry a gradient.
 
     Args:
-        graph: an exported one; blocks without gradients may be nested in it.
-        learning: placeholders that learn.
+        graph: exported graph, which may have nested blocks without gradients.
+        learning: names of the placeholders that require a gradient.
     """
     found: set[object] = set()
     for node in graph.nodes:
@@ -140,14 +140,14 @@ def flowing(graph: fx.Graph, learning: set[str]) -> set[object]:
 
 
 def _may_flow(node: fx.Node) -> bool:
-    """Whether any result is a tensor that can have a gradient; a size of one cannot."""
+    """Whether any result is a floating or complex tensor, which can have a gradient."""
     leaves = tree_leaves(node.meta.get("val"))
     tensors = (t for t in leaves if isinstance(t, Tensor))
     return any(t.is_floating_point() or t.is_complex() for t in tensors)
 
 
 def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
-    """Yields the calls that write, what the tensor is a view of, and whether through detach."""
+    """Yields (call that writes, node of the base tensor, whether the write is through `detach`)."""
     for node in graph.nodes:
         if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
             continue
@@ -160,7 +160,7 @@ def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
 
 
 def _returns_operand(node: fx.Node) -> bool:
-    """Whether a call returns what it was given first, a view of it, or a part of one."""
+    """Whether a call returns its first operand, a view of it, or a part of it."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload) or not node.args:

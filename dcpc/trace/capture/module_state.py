@@ -1,4 +1,4 @@
-"""What a trace reads of a model's modules, and what of it is another than it was.
+"""Records the state of a model's modules that a trace reads, and finds later changes.
 
     layers.3.dropout.p       0.1                      values, by what they say
     layers.3.weight          float64[4, 4] trains     parameters and buffers, but for their numbers
@@ -61,11 +61,11 @@ _FACTS = operator.attrgetter("requires_grad", "dtype", "device", "shape")
 
 
 class Entry(NamedTuple):
-    """One thing that a trace reads.
+    """One fact that a trace reads.
 
     Attributes:
-        text: what it says.
-        which: tells objects apart that say the same; None: they are all one.
+        text: text of the fact.
+        which: key that distinguishes objects of equal text; None: they count as the same.
     """
 
     text: str
@@ -76,14 +76,14 @@ _NO_HOOKS = Entry("none", ())
 
 
 class ModuleState:
-    """What a trace of a model reads.
+    """The state of a model that a trace reads.
 
     Args:
-        model: the user's module.
+        model: user's module.
 
     Attributes:
-        entries: by name, in the order of the modules.
-        kinds: name of a tensor -> its dtype, device, shape and strides.
+        entries: facts by name, in the order of the modules.
+        kinds: dtype, device, shape and strides of each tensor, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -95,12 +95,12 @@ class ModuleState:
         self._slots = visit.slot_values()
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether all objects are the very ones they were; where not, `entries` may be the same.
+        """Whether every object is the same one as before; if not, `entries` may still be equal.
 
-        About 1 us for each module and each tensor: it runs at every call.
+        It takes about 1 us for each module and each tensor, as it runs at every call.
 
         Args:
-            model: the user's module.
+            model: user's module.
         """
         return (
             model is self._model
@@ -111,11 +111,11 @@ class ModuleState:
         )
 
     def changes(self, now: ModuleState, besides: Collection[str] = ()) -> list[str]:
-        """Returns what another state has that this one has not, a line each, outermost first.
+        """Returns the differences of a later state from this one, a line each, outermost first.
 
         Args:
-            now: the other one.
-            besides: names that are left out.
+            now: later state.
+            besides: names to leave out.
         """
         found: list[str] = []
         replaced: list[str] = []
@@ -141,7 +141,7 @@ class ModuleState:
         return found
 
     def added_hooks(self, now: ModuleState) -> list[str]:
-        """Returns the hooks of modules that another state has and this one has not."""
+        """Returns the hooks of modules that a later state has and this one has not."""
         found = []
         for name, entry in now.entries.items():
             if name.partition(": ")[2] in _HOOKS.values():
@@ -152,14 +152,14 @@ class ModuleState:
 
 
 class _Visit:
-    """Goes through a model and all that it holds, each object once, and keeps what can change.
+    """Visits a model and all objects that it holds, each once, and records whatever can change.
 
     Args:
-        model: the user's module.
+        model: user's module.
 
     Attributes:
         entries: see `ModuleState`.
-        kinds: the same.
+        kinds: see `ModuleState`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -180,17 +180,17 @@ class _Visit:
         self._module("", model)
 
     def watched_objects(self) -> Iterator[object]:
-        """Yields what the containers hold now, and the list of them."""
+        """Yields the current items of all watched containers, then the list of containers."""
         return chain(chain.from_iterable(self._watched), (self._watched,))
 
     def tensor_facts(self) -> list[object]:
-        """Returns what a trace takes for given of each tensor."""
+        """Returns the facts that a trace relies on: dtype, device, shape and strides of tensors."""
         tensors, loose = self._tensors, self._loose
         facts = [*map(_FACTS, tensors), *map(Tensor.stride, tensors)]
         return [*facts, *map(_FACTS, loose), *map(times_written, loose)]
 
     def slot_values(self) -> list[object]:
-        """Returns what is in each slot of an object."""
+        """Returns the current value of each watched slot."""
         return [getattr(owner, name, None) for owner, name in self._slotted]
 
     def _add(self, name: str, text: str, which: object = None) -> None:
@@ -226,7 +226,7 @@ class _Visit:
             self._add(name, texts or f"{len(hooks)}", tuple(map(_same_function, called)))
 
     def _class(self, kind: type) -> None:
-        """Adds what a class and those it is made of say; torch's base class is taken as it is."""
+        """Adds the attributes of a class and its bases, except for `nn.Module` and `object`."""
         for base in kind.__mro__:
             name = f"class {base.__qualname__}"
             if base in (nn.Module, object) or self._is_known(base):
@@ -312,14 +312,14 @@ class _Visit:
                     self._value(f"{name}.{attribute}", getattr(value, attribute), depth + 1)
 
     def _is_known(self, value: object) -> bool:
-        """Whether an object was visited before."""
+        """Whether an object was visited before; marks it as visited."""
         known = id(value) in self._seen
         self._seen.add(id(value))
         return known
 
 
 def _same_function(hook: Any) -> object:
-    """Returns what is equal for one function: a bound method is a new object at each read."""
+    """Returns a key that is equal for one function: a bound method is a new object at each read."""
     if isinstance(hook, types.MethodType):
         return id(hook.__func__), id(hook.__self__)
     return id(hook)
@@ -332,7 +332,7 @@ def _hooks_of(entry: Entry) -> tuple[object, ...]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back what a forward leaves in its modules: a table or a cache of another dtype."""
+    """Restores the modules' attributes that forward changed, such as a cache, after its block."""
     torchs = vars(nn.Module()).keys()
     before = []
     for module in model.modules():
@@ -355,14 +355,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def holding(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
-    """Has a model's modules hold other tensors in its block.
+    """Puts other tensors in place of a model's parameters and buffers, within its block.
 
-    Not `torch.func.functional_call`, which leaves its own tensors in a module that has two names
-    (torch 2.13): it puts them in twice, and the second time takes the first ones for the model's.
+    `torch.func.functional_call` cannot be used: with a module that has two names it leaves its own
+    tensors in place (torch 2.13), as it swaps them twice and takes the first ones for the model's.
 
     Args:
-        model: whose parameters and buffers they stand for.
-        others: id of a parameter or buffer -> what is held in its place.
+        model: module whose parameters and buffers are replaced.
+        others: id of a parameter or buffer -> tensor to put in its place.
     """
     before: list[tuple[Any, Any, Any]] = []
     try:
@@ -374,14 +374,14 @@ def holding(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 def put_in_place(model: nn.Module, others: Mapping[int, Tensor]) -> list[tuple[Any, Any, Any]]:
-    """Has a model's modules hold other tensors from now on.
+    """Puts other tensors in place of a model's parameters and buffers, for good.
 
     Args:
-        model: whose parameters and buffers they stand for.
-        others: id of a parameter or buffer -> what is held in its place.
+        model: module whose parameters and buffers are replaced.
+        others: id of a parameter or buffer -> tensor to put in its place.
 
     Returns:
-        What was held, as (container, key, tensor).
+        The replaced tensors, as (container, key, tensor).
     """
     before: list[tuple[Any, Any, Any]] = []
     places: list[tuple[Any, Any]]

@@ -1,4 +1,4 @@
-"""One order for what forward prepares, whatever order a model made it in.
+"""Sorts the calls that prepare positions and masks, so that all ranks trace the same graph.
 
 Models iterate sets (transformers' ModernBERT makes a rotary embedding for each of a set of layer
 types), and Python orders a set of strings otherwise in every process. Ranks would trace different
@@ -17,14 +17,14 @@ from dcpc.ops.random import DRAWS
 
 
 def order_preparations(graph: fx.Graph, parameters: Collection[str]) -> None:
-    """Orders neighbouring calls that depend on no parameter by who reads them last; others stay.
+    """Sorts neighbouring calls that depend on no parameter by their last user; other calls stay.
 
-    What many blocks read comes before what the first block makes for itself, so this block begins
-    as the others do.
+    Values that many blocks read then precede those that the first block prepares for itself, so
+    that this block begins as the others do.
 
     Args:
-        graph: without dead code.
-        parameters: names of their placeholders.
+        graph: graph without dead code.
+        parameters: names of the parameters' placeholders.
     """
     stays = staying(graph, parameters)
     calls = [n for n in graph.nodes if n.op != "placeholder"]
@@ -45,11 +45,11 @@ def order_preparations(graph: fx.Graph, parameters: Collection[str]) -> None:
 
 
 def staying(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
-    """Returns the nodes that depend on a parameter, or draw numbers.
+    """Returns the nodes that depend on a parameter or draw random numbers.
 
     Args:
-        graph: of a program.
-        parameters: names of their placeholders.
+        graph: graph of a program.
+        parameters: names of the parameters' placeholders.
     """
     stays: set[fx.Node] = set()
     for node in graph.nodes:
@@ -62,7 +62,7 @@ def staying(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
 
 
 def _read(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yields what nodes read and themselves, operands first."""
+    """Yields nodes and all their transitive operands, operands first."""
     seen: set[fx.Node] = set()
     stack = [(n, False) for n in nodes][::-1]
     while stack:
@@ -76,7 +76,7 @@ def _read(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _names(nodes: Iterable[fx.Node]) -> list[str]:
-    """Returns the names of some nodes, those of one kind in order of their numbers."""
+    """Returns the names of some nodes, sorted by number within each base name."""
     kinds, numbers = [], defaultdict(list)
     for node in nodes:
         kind, number = re.fullmatch(r"(.*?)(?:_(\d+))?", node.name).groups("")  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What forward says of its own gradient, which a graph of its calls does not say.
+"""Handles gradients that forward defines itself, which a graph of its calls does not contain.
 
     autograd.Function with a gradient  ->  TraceError: the graph has its forward's calls alone
     checkpoint(use_reentrant=True)     ->  the call that it wraps: dcpc chooses what to make again
@@ -35,14 +35,14 @@ _NOT_USERS = ("/torch/", "/dcpc/", "/contextlib.py", "/unittest/")
 
 @contextmanager
 def own_backwards() -> Iterator[Callable[[Iterable[Tensor]], None]]:
-    """Sees to it that no gradient of its own is lost while a model is captured.
+    """Refuses or rewrites code of forward that defines gradients itself, while a model is captured.
 
     Yields:
-        What refuses tensors of forward whose gradient goes through an autograd function: where this
-        torch does not say which ones run, none may.
+        A function that refuses output tensors whose gradient goes through an autograd function. It
+        is needed where this torch cannot report which functions run.
 
     Raises:
-        TraceError: forward runs what a graph cannot say: see the module's docstring.
+        TraceError: forward runs code that a graph cannot express: see the module's docstring.
     """
     with ExitStack() as stack:
         watched = stack.enter_context(watching(_refuse_function))
@@ -56,10 +56,10 @@ def own_backwards() -> Iterator[Callable[[Iterable[Tensor]], None]]:
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:
-    """Refuses hooks that run in the backward of a module: no variant runs modules.
+    """Refuses hooks on a module's backward, as compiled graphs run no modules.
 
     Raises:
-        TraceError: there is one.
+        TraceError: a module has such a hook.
     """
     hooked = [name or type(m).__name__ for name, m in model.named_modules() if _hooks_backward(m)]
     if _module._global_backward_hooks or _module._global_backward_pre_hooks:
@@ -77,7 +77,7 @@ def _hooks_backward(module: nn.Module) -> bool:
 
 
 class _NoGraph(TorchFunctionMode):
-    """Refuses `grad_fn` to the user's code: what it hooks there never runs."""
+    """Refuses reads of `grad_fn` by the user's code, as a hook set there would never run."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -88,7 +88,7 @@ class _NoGraph(TorchFunctionMode):
 
 
 def _reader() -> str:
-    """Returns the file that reads, past the modes that hand the call on."""
+    """Returns the file of the code that reads an attribute, beyond torch function modes."""
     frame = sys._getframe(1)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
@@ -96,7 +96,7 @@ def _reader() -> str:
 
 
 def _refused_packing() -> AbstractContextManager[object]:
-    """Refuses hooks that say what backward gets of a saved tensor, but for torch's own."""
+    """Refuses hooks that replace saved tensors, except for torch's own."""
     enter = saved_tensors_hooks.__enter__
 
     def entered(self: saved_tensors_hooks) -> None:
@@ -109,7 +109,7 @@ def _refused_packing() -> AbstractContextManager[object]:
 
 
 def _called(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what calls the function of a reentrant checkpoint, where a graph is written."""
+    """Returns a replacement of a reentrant checkpoint that calls its function while capturing."""
 
     def call(function: Callable[..., Any], preserve: bool, *operands: Any) -> Any:
         if get_proxy_mode() is not None and torch.is_grad_enabled() and _learn(operands):
@@ -185,6 +185,6 @@ def _hooked(what: str) -> TraceError:
 
 
 def _where() -> str:
-    """Returns the user's line that is running, as text."""
+    """Returns the user's source line that is running, as text."""
     frames = [f for f in traceback.extract_stack() if not any(s in f.filename for s in _NOT_USERS)]
     return f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""

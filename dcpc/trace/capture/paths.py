@@ -1,4 +1,4 @@
-"""Whether a captured graph and forward make the same calls at given sizes, run on fake tensors.
+"""Compares the calls of a captured graph with forward's at given sizes, on fake tensors.
 
     forward(sizes)   ->  view, mm, constant_pad_nd(.., [0, 0]), mul, ...
     graph(sizes)     ->  view, mm, mul, ...                               the same
@@ -36,7 +36,7 @@ from dcpc.trace.capture.module_state import holding, untouched
 
 aten = torch.ops.aten
 
-# Results that are their operand, and those that are a copy of it, where shape and dtype are alike.
+# Ops whose result is their operand, or a copy of it, if shape and dtype are equal.
 _ALIASES = {
     *(aten.alias.default, aten.detach.default, aten.detach_.default, aten.lift_fresh.default),
     *(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.slice.Tensor),
@@ -46,14 +46,14 @@ _COPIES = {
     *(aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default),
     *(aten.constant_pad_nd.default, aten.cat.default, aten.repeat.default),
 }
-# Interpolations, which copy where the size is the same and no factor is given.
+# Interpolations, which copy if the size stays the same and no factor is given.
 _RESIZES = {
     *(aten.upsample_nearest1d.default, aten.upsample_nearest2d.default),
     *(aten.upsample_linear1d.default, aten.upsample_bilinear2d.default),
 }
 _TURNS = {aten.transpose.int, aten.permute.default, aten.t.default}
-# Calls of other names that say the same. Torch writes a number's tensor by fill_, and a batch of 1
-# may make one of a number a sample.
+# Ops with different names and the same meaning. Torch fills with a number's tensor by fill_, and a
+# batch of 1 may turn one number a sample into such a tensor.
 _SHAPED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}  # their results' sizes say how
 _SPELLED = {
@@ -66,7 +66,7 @@ TAKEN = "the graph takes it for"  # says that a tensor is not as long as in the 
 
 
 class UnknownPathError(Exception):
-    """Forward does not run on fake tensors at these sizes."""
+    """Raised where forward does not run on fake tensors at some sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,14 @@ class _DispatchedCall:
     """A call of an op below autograd.
 
     Attributes:
-        op: that is called.
-        args: its arguments; of a tensor its key.
-        outputs: keys of the tensors it returns.
-        text: of the op and the shapes it makes, for a message.
-        memory: the storages of operands and results.
-        same: the key of the operand that its only result is equal to, None if it makes something.
-        turned: the order of the operand's dims in the result, dims of 1 left out; None where the
-            call changes more.
+        op: op that is called.
+        args: arguments of the call, with tensors replaced by their keys.
+        outputs: keys of the result tensors.
+        text: op and shapes of its results, for messages.
+        memory: storages of operands and results.
+        same: key of the operand that the only result equals; None if the call computes something.
+        turned: order of the operand's dims in the result, without dims of size 1; None if the call
+            is more than a transpose.
     """
 
     op: Any
@@ -94,14 +94,14 @@ class _DispatchedCall:
 
 
 class _Turned(NamedTuple):
-    """What stands for a tensor with its dims in another order, dims of 1 left out."""
+    """The key of a tensor that is another one with permuted dims, without dims of size 1."""
 
     base: Any
     order: tuple[int, ...]
 
     @staticmethod
     def of(source: Any, order: tuple[int, ...]) -> Any:
-        """Returns a tensor's key after one more change; the tensor's own where two cancel."""
+        """Returns the key after one more permutation; the base tensor's key if they cancel."""
         if isinstance(source, _Turned):
             source, order = source.base, tuple(source.order[d] for d in order)
         return source if list(order) == sorted(order) else _Turned(source, order)
@@ -112,7 +112,7 @@ def _base(key: Any) -> Any:
 
 
 def _numbered(key: Any, numbers: Mapping[Any, int]) -> Any:
-    """A key with the number of what it stands for; an argument that is no tensor as it is."""
+    """Returns a key with the number of its tensor; an argument that is no tensor as it is."""
     if not isinstance(key, tuple):
         return key
     base = numbers.get(_base(key), _base(key))
@@ -120,7 +120,7 @@ def _numbered(key: Any, numbers: Mapping[Any, int]) -> Any:
 
 
 def _turned(func: Any, x: Any = None, *dims: Any) -> tuple[int, ...] | None:
-    """The order of dims that a call makes of its operand's, None if it does something else."""
+    """Returns the permutation of the operand's dims that a call makes, or None for other calls."""
     if func not in _TURNS:
         return None
     order = list(range(x.ndim))
@@ -134,12 +134,12 @@ def _turned(func: Any, x: Any = None, *dims: Any) -> tuple[int, ...] | None:
 
 
 def _scaled(func: Any, flat: list[Any]) -> bool:
-    """Whether an interpolation is by a factor, which need not be that of the sizes."""
+    """Whether a call interpolates by a factor, which may differ from the ratio of the sizes."""
     return func in _RESIZES and any(isinstance(x, float) for x in flat)
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down the calls in its block."""
+    """Dispatch mode that records the calls in its block."""
 
     def __init__(self, names: Mapping[int, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,7 +151,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Makes the call."""
+        """Makes the call and records it."""
         kwargs = kwargs or {}
         flat, tree = tree_flatten((args, kwargs))
         if func is aten.slice.Tensor:
@@ -187,7 +187,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def key(self, x: Tensor) -> Any:
-        """Returns what stands for a tensor: its name, the call that made it, or what is in it."""
+        """Returns the key of a tensor: its name, the call that made it, or its contents."""
         if id(x) not in self.keys:
             self._kept.append(x)
             with _disable_current_modes():
@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         return self.keys[id(x)]
 
     def _same(self, func: Any, operands: list[Tensor], results: list[Tensor]) -> Any:
-        """The key of the operand that a result is equal to, as nothing is cut off or added."""
+        """Returns the key of the operand that the result equals, if nothing is cut off or added."""
         if func not in _ALIASES | _COPIES | _RESIZES or len(results) != 1:
             return None
         (out,) = results
@@ -210,10 +210,10 @@ class _Recorder(TorchDispatchMode):
         return self.key(full[0])
 
     def path(self, outputs: Sequence[Tensor]) -> Iterator[tuple[Any, ...]]:
-        """Yields the calls that outputs depend on, in order, by numbers in order of appearance.
+        """Yields the calls that outputs depend on, in order, with tensors numbered by appearance.
 
-        A copy that changes nothing at the sizes at hand (a padding by nothing) is left out where
-        nothing is written to its memory or that of its operand later.
+        A copy that changes nothing at these sizes (a padding by zero) is left out, unless its
+        memory or its operand's is written to later.
         """
         equal: dict[Any, Any] = {}
         kept: list[_DispatchedCall] = []
@@ -245,7 +245,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def _exporting() -> Iterator[None]:
-    """Has forward ask in its block what it is run for, and keeps torch from logging failures."""
+    """Tells forward that it is exported (`is_compiling`), and silences torch's log of failures."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -260,29 +260,29 @@ def _memory(x: Tensor) -> int:
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:
-    """A shape without its dims of 1 in front."""
+    """Returns a shape without its leading dims of size 1."""
     return [*dropwhile(lambda size: size == 1, shape)]
 
 
 def _bounds(
     x: Tensor, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
 ) -> tuple[Any, ...]:
-    """A slice's arguments, with bounds that are in the dim: a graph may say 2**63 - 1."""
+    """Returns a slice's arguments with bounds within the dim: a graph may say 2**63 - 1."""
     return x, dim % x.ndim, *slice(start, stop, step).indices(x.shape[dim])
 
 
 def _plain(x: Any) -> Any:
-    """An argument that is no tensor, by a text: 1 is not 1.0, and a NaN is equal to itself."""
+    """Returns an argument that is no tensor as text: 1 differs from 1.0, and NaN equals itself."""
     return f"{type(x).__name__} {x!r}"
 
 
 class _Graph(fx.Interpreter):
-    """Runs an exported graph, without what it asserts of sizes.
+    """Runs an exported graph without its assertions about sizes.
 
     Args:
-        graph: to run.
-        symbols: of the trace, and what they are at these sizes.
-        wrong: takes in what is not as long here as the trace takes it to be: `x[:2]` of 1 sample.
+        graph: graph module to run.
+        symbols: value of each symbol of the trace at these sizes.
+        wrong: list that receives a message if a tensor has another length than in the trace.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class _Graph(fx.Interpreter):
         self._symbols, self._wrong = symbols, wrong
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs a node, and compares the length of a tensor that it makes."""
+        """Runs a node, and compares the size of its result with the trace's."""
         result, traced = super().run_node(n), n.meta.get("val")
         if isinstance(result, Tensor) and isinstance(traced, Tensor) and not self._wrong:
             every = [_at(size, self._symbols) for size in traced.shape]
@@ -303,11 +303,11 @@ class _Graph(fx.Interpreter):
         return result
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Does nothing: such a module checks what the graph was traced for."""
+        """Returns None: such a module only checks the inputs."""
         return None
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Makes a call, or runs a nested graph."""
+        """Makes a call, or runs a nested graph; skips assertions."""
         name = str(getattr(target, "__name__", target))
         if name.startswith(("_assert", "sym_constrain")):
             return None
@@ -325,7 +325,7 @@ class _Graph(fx.Interpreter):
 
 
 def _at(size: Any, symbols: Mapping[sympy.Symbol, int]) -> int | None:
-    """Returns a size of the trace in numbers, None where it has symbols that are not known."""
+    """Returns a size of the trace as a number, or None if it has unknown symbols."""
     if isinstance(size, int):
         return size
     found = size.node.expr.xreplace(symbols)
@@ -333,7 +333,7 @@ def _at(size: Any, symbols: Mapping[sympy.Symbol, int]) -> int | None:
 
 
 def _symbols_at(graph: fx.Graph, values: Mapping[str, Any]) -> dict[sympy.Symbol, int]:
-    """Returns what the symbols of a graph's inputs are where these have the shapes of some values.
+    """Returns the values of a graph's size symbols, solved from the shapes of its inputs.
 
     A dim may be a multiple of one and more: 4*s + 1 is 21 where s is 5.
     """
@@ -352,14 +352,14 @@ def _symbols_at(graph: fx.Graph, values: Mapping[str, Any]) -> dict[sympy.Symbol
 
 
 class Paths:
-    """Forward and the graph captured of it, to be compared at sizes.
+    """Forward and the graph captured from it, to be compared at given sizes.
 
     Args:
-        model: what was exported.
-        exported: the result, before anything else is done to its graph, which is copied.
-        buckets: the inputs.
-        device: of the inputs.
-        autocast: what autocast computes in; None: every op in the dtype of its operands.
+        model: module that was exported.
+        exported: exported program before any change; its graph is copied.
+        buckets: buckets with the specs of the inputs.
+        device: device of the inputs.
+        autocast: dtype of the autocast; None: every op computes in the dtype of its operands.
     """
 
     def __init__(
@@ -376,10 +376,10 @@ class Paths:
         self._autocast = autocast
 
     def difference(self, sizes: Mapping[str, int]) -> str:
-        """Returns where the graph leaves forward at these sizes; "" if it does not.
+        """Returns the first difference of the graph from forward at these sizes, or "".
 
         Raises:
-            UnknownPathError: forward does not run there on fake tensors.
+            UnknownPathError: forward does not run on fake tensors at these sizes.
         """
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
@@ -433,12 +433,12 @@ class Paths:
         return casting(self._device.type, self._autocast)
 
     def _held(self) -> list[tuple[str, Tensor]]:
-        """Parameters and buffers under each of their names."""
+        """Returns parameters and buffers under each of their names."""
         named = self._model.named_parameters(remove_duplicate=False)
         return [*named, *self._model.named_buffers(remove_duplicate=False)]
 
     def _state(self) -> dict[str, Tensor]:
-        """Parameters and buffers as fake tensors; one that has two names is one."""
+        """Returns parameters and buffers as fake tensors; a tensor with two names is made once."""
         made: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
         for name, x in self._held():

@@ -1,1 +1,1 @@
-"""What torch makes of numbers alone, by formulas that take a length."""
+"""Formulas, valid at symbolic lengths, for torch functions that make a tensor of numbers alone."""

@@ -1,4 +1,4 @@
-"""Look-ups in tables: no floats for ids; with `sparse=True` their gradients are dense."""
+"""Embedding look-ups that refuse ids of a floating dtype and ignore `sparse=True`."""
 
 from __future__ import annotations
 

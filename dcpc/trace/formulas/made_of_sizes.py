@@ -1,4 +1,4 @@
-"""Tensors that torch makes of a length in C++, which fixes it, by the same formulas.
+"""Formulas for tensors that torch makes of a length in C++, which would fix a symbolic length.
 
 Windows and frequencies are made of `arange`, an affine grid of `linspace`, whose positions ranks
 know; a Kronecker product is one of two views.
@@ -17,7 +17,7 @@ from dcpc.ops.positions import linspace
 
 
 def _places(count: Any, dtype: torch.dtype | None, more: dict[str, Any]) -> Any:
-    """Returns 0, 1, ... in a floating dtype; NotImplemented where torch's own has to do it."""
+    """Returns `arange(count)` in a floating dtype, or NotImplemented to use torch's function."""
     dtype = dtype or torch.get_default_dtype()
     known = {k: v for k, v in more.items() if v not in (None, False) and v is not torch.strided}
     if (
@@ -31,7 +31,7 @@ def _places(count: Any, dtype: torch.dtype | None, more: dict[str, Any]) -> Any:
 
 
 def _window(formula: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Returns a window of a formula of places and the number of the last one."""
+    """Returns a window function such as `torch.hann_window`, from its formula."""
 
     def window(
         window_length: Any,
@@ -96,7 +96,7 @@ def _fftfreq(n: Any, d: float = 1.0, *, dtype: torch.dtype | None = None, **more
 
 
 def _kron(input: Tensor, other: Tensor) -> Any:
-    """Returns each element of one times all of the other, dim by dim."""
+    """Returns the Kronecker product of two tensors, as a product of two views."""
     if not any(isinstance(n, torch.SymInt) for n in (*input.shape, *other.shape)):
         return NotImplemented
     ndim = max(input.ndim, other.ndim)
@@ -110,7 +110,7 @@ def _kron(input: Tensor, other: Tensor) -> Any:
 
 
 def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Any:
-    """Returns [N, H, W, 2] or [N, D, H, W, 3]: where each place lies after a transform."""
+    """Returns the sampling grid `[N, H, W, 2]` or `[N, D, H, W, 3]` of affine matrices `theta`."""
     space = list(size[2:])
     floating = isinstance(theta, Tensor) and theta.is_floating_point() and theta.ndim == 3
     if (
@@ -134,7 +134,7 @@ def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None 
 
 
 def _from_minus_one(count: Any, corners: bool, like: Tensor) -> Tensor:
-    """Returns the middles of equal parts of [-1, 1], or points from end to end."""
+    """Returns `count` points in [-1, 1]: from end to end, or the centres of as many equal parts."""
     if isinstance(count, int) and count <= 1:
         return like.new_zeros([count])
     at: Tensor = linspace(-1.0, 1.0, count, like.dtype, like.device)

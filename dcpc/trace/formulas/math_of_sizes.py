@@ -1,4 +1,4 @@
-"""Functions of `math` of a length: Python makes a number of it, and so a trace of one length.
+"""Replaces functions of `math` by symbolic ones for lengths, which Python would turn into numbers.
 
     math.sqrt(n)    ->  torch's symbolic square root; cos, sin, tan, cosh, sinh, tanh likewise
     math.log(n)     ->  log2(n) * log(2), as torch has a symbolic log2 alone; to another base, too
@@ -61,24 +61,24 @@ def _either(of_sizes: Callable[..., Any], of_numbers: Callable[..., Any]) -> Cal
 
 
 class _OneOfThese(type):
-    """Whose instances are torch's functions of numbers, as far as `isinstance` is asked."""
+    """Metaclass that makes `isinstance(f, SymbolicFunction)` true for the values of `FUNCTIONS`."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return any(instance is function for function in FUNCTIONS.values())
 
 
 class SymbolicFunction(metaclass=_OneOfThese):
-    """A function of a number that a graph may call: `torch._sym_log2` and its kin."""
+    """Type of the number functions that a graph may call: `torch._sym_log2` and the like."""
 
 
 @contextmanager
 def math_of_sizes(model: nn.Module) -> Iterator[None]:
-    """Has the functions of `math` take lengths, in the whole process, and graphs call them.
+    """Makes the functions of `math` accept symbolic lengths, process-wide, within its block.
 
-    torch.export takes `torch.sym_sqrt` in a graph, and of its kin none.
+    It also lets torch.export accept calls of these functions; by itself it accepts only `sym_sqrt`.
 
     Args:
-        model: whose source files may have imported some by name.
+        model: module whose source files may have imported such functions by name.
     """
     kept = {name: getattr(math, name) for name in FUNCTIONS}
     changed = {own: _either(FUNCTIONS[name], own) for name, own in kept.items()}

@@ -1,4 +1,4 @@
-"""Cross-entropy with probabilities for targets, where torch fixes the number of rows (2.11)."""
+"""Cross-entropy with probabilities as targets, where torch fixes the number of rows (2.11)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def soft_targets(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Returns the loss, reduced row by row; of classes, and on other releases, torch's own."""
+    """Returns the loss with probability targets, or NotImplemented to use torch's function."""
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     right = target.is_floating_point() and input.shape == target.shape and input.ndim > 0

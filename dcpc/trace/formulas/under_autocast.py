@@ -1,4 +1,4 @@
-"""Composite calls in whose parts autocast casts, and of which it has no rule itself.
+"""Splits composite calls whose inner ops autocast casts, though it has no rule for the whole call.
 
 torch.export keeps such a call as one op, which would compute in the dtypes that it is given.
 """
@@ -17,13 +17,13 @@ aten = torch.ops.aten
 
 
 def under_autocast(values: Any) -> bool:
-    """Returns whether autocast is on where the tensors among some values are."""
+    """Returns whether autocast is on for the device of the first tensor among some values."""
     found = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
     return bool(found) and torch.is_autocast_enabled(found[0].device.type)
 
 
 def apart(op: OpOverload) -> Callable[..., Any]:
-    """Returns what calls the parts of a composite op, where autocast casts in them."""
+    """Returns a function that, under autocast, runs a composite op as the ops it consists of."""
 
     def parts(*args: Any, **kwargs: Any) -> Any:
         return op.decompose(*args, **kwargs) if under_autocast((args, kwargs)) else NotImplemented
@@ -32,7 +32,7 @@ def apart(op: OpOverload) -> Callable[..., Any]:
 
 
 def cast_to(value: Any, dtype: torch.dtype) -> Any:
-    """Returns a tensor in the dtype that autocast takes it in; captured is that of no autocast."""
+    """Returns a floating tensor of at most 32 bits cast to a dtype; any other value as it is."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype.itemsize > 4:
         return value
     if value.dtype == dtype:
@@ -41,7 +41,7 @@ def cast_to(value: Any, dtype: torch.dtype) -> Any:
 
 
 def einsum(equation: Any, *operands: Any) -> Any:
-    """A product of matrices, one after the other, which autocast casts; not sums of one alone."""
+    """Computes an einsum under autocast as products of two operands each; else NotImplemented."""
     given = operands[0] if isinstance(operands[0], list | tuple) else operands
     text = str(equation).replace(" ", "")
     inputs, arrow, output = text.partition("->")
@@ -69,7 +69,7 @@ def _lowered(value: Any) -> Any:
 
 
 def product(product: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a product of two tensors over some dims, in whose parts autocast casts."""
+    """Returns a tensor product (`inner`, `tensordot`) whose operands are cast as under autocast."""
 
     def cast(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = isinstance(a, Tensor) and isinstance(b, Tensor) and min(a.ndim, b.ndim) > 0
@@ -83,11 +83,12 @@ def product(product: Callable[..., Any]) -> Callable[..., Any]:
 def in_float32(
     function: Callable[..., Any], formula: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Returns a function in whose parts autocast casts to float32.
+    """Returns a function whose floating arguments are cast to float32 under autocast.
 
     Args:
-        function: of torch.
-        formula: that takes its place, where it takes the arguments.
+        function: torch's function.
+        formula: replacement that is tried first; it returns NotImplemented for arguments it does
+            not take.
     """
 
     def cast(*args: Any, **kwargs: Any) -> Any:
