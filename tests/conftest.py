@@ -46,7 +46,7 @@ def pytest_collection_finish() -> None:
     """Has the server of ranks import what the collected tests imported; forks share it."""
     os.environ["TORCH_WARM_POOL"] = "0"  # with triton, the import starts processes and a thread
     ours = (name for name in sys.modules if name.startswith(("models.", "tests.cases.")))
-    local_ranks.PRELOADED += [*LATE, *sorted(ours)]
+    local_ranks.PRELOADED += [*LATE, *sorted(ours), "tests.cases.warm"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
