@@ -1,7 +1,8 @@
 """The planner that trains, on batches of sequence lengths: predicted seconds, bound, solve time.
 
 Packed micro-batches at 24 capacities, and unpacked ones in 24 buckets at their own lengths, beside
-others' planners. Model times by the cost table of FlexSP (GPT-7B, 64 A100-40GB), as other planners
+others' planners in the same run (`planner_others.py`); `--quick`: three batches of each family.
+Model times by the cost table of FlexSP (GPT-7B, 64 A100-40GB), as other planners
 do. `--lengths DIR` reads a folder of {"lens": [tokens, ...], "cost": {overrides}}.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.lengths import SHARED, Batch, generate, read
+from benchmarks.planner_others import PLANNERS, QUICK_PLANNERS
 from dcpc.buckets import Bucket
 from dcpc.buckets.choosing import best_shapes
 from dcpc.commands.simulate.formula import (
@@ -40,8 +42,8 @@ MORE = Recompute("more recompute", 2.669 * MIB, 1.3)
 DEFAULTS = {"cluster": 64.0, "memory_gib": 30.0, "param_b": 7.8498687744140625}
 DEGREES = (*range(1, 17), 24, 32, 40, 48, 56, 64)
 EVOLVES_S = 1.2  # planning and a second more
-# Seconds of FlexSP's own planner on the shared batches, run apart; it takes about 7 s a batch.
-FLEXSP = {"heavytail_192k": 9.80, "wikipedia_192k": 4.15, "wikipedia_384k": 4.85}
+# Batches of a family in `--quick`.
+QUICK_BATCHES = 3
 
 Planner = Callable[[Sequence[int], LinearCost], StepPlan]
 OTHERS: dict[str, Planner] = {
@@ -173,14 +175,19 @@ def main() -> None:
     p.add_argument("--lengths", type=Path, metavar="DIR", help="folder of batches")
     args = p.parse_args()
     batches = batches_of(args.lengths)
+    if args.quick:
+        seen: dict[str, list[Batch]] = {}
+        for batch in batches:
+            seen.setdefault(batch.family, []).append(batch)
+        batches = [batch for own in seen.values() for batch in own[:QUICK_BATCHES]]
     dcpc_plan(batches[0].lens, flexsp_cost(batches[0].cost))  # first calls import and warm up
     plans, solve_s = solve(batches, dcpc_plan, False, 1 if args.quick else 3)
     joint, _ = solve(batches, dcpc_plan, True, 1)
     family_mean = partial(by_family, batches)
-    rows = {name: family_mean([x.makespan_s for x in solve(batches, planner, False, 1)[0]])
-            for name, planner in OTHERS.items()}  # fmt: skip
-    if args.lengths is None and SHARED.is_dir():
-        rows["FlexSP (run apart)"] = FLEXSP
+    rows, others_s = {}, {}
+    for name, planner in {**OTHERS, **(QUICK_PLANNERS if args.quick else PLANNERS)}.items():
+        theirs, taken_s = solve(batches, planner, False, 1)
+        rows[name], others_s[name] = family_mean([x.makespan_s for x in theirs]), mean(taken_s)
     rows["dcpc"] = family_mean([plan.makespan_s for plan in plans])
     rows["dcpc, recompute free"] = family_mean([plan.makespan_s for plan in joint])
     rows["lower bound"] = family_mean([plan.bound_s for plan in plans])
@@ -196,6 +203,10 @@ def main() -> None:
             p.makespan_s - f.makespan_s for (_, p), f in zip(tails, further, strict=True)
         )
         figures["evolve_heavytail_gap_closed"] = gained_s / left_s
+    for short_name, name in (("megatron", "dynamic context parallelism (Megatron)"), ("fcp", "FCP"),
+                             ("flexsp", "FlexSP")):  # fmt: skip
+        figures |= {f"{short_name}_{f}_mean_s": s for f, s in rows[name].items()}
+        figures[f"{short_name}_solve_s"] = others_s[name]
     figures |= {f"joint_{f}_mean_s": s for f, s in rows["dcpc, recompute free"].items()}
     figures |= {f"bound_{f}_mean_s": s for f, s in rows["lower bound"].items()}
     gaps = [plan.gap for plan in plans]

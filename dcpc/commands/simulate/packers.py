@@ -97,7 +97,7 @@ def first_fit(lengths: Sequence[int], cost: LinearCost) -> StepPlan:
                 steps.append(at := [])
             at.append(group)
             rooms.append((group, [cost.tokens(setting) * degree - tokens]))
-    return _rounds(lengths, cost, steps)
+    return in_rounds(lengths, cost, steps)
 
 
 def random_fill(lengths: Sequence[int], cost: LinearCost) -> StepPlan:
@@ -135,7 +135,7 @@ def random_fill(lengths: Sequence[int], cost: LinearCost) -> StepPlan:
                     break
                 own.append(waiting.pop())
         steps.append(step)
-    return _rounds(lengths, cost, steps)
+    return in_rounds(lengths, cost, steps)
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -248,12 +248,19 @@ def _in_micro_steps(
         if sum(g[0] for g in steps[-1]) + group[0] > cost.ranks:
             steps.append([])
         steps[-1].append(group)
-    return _rounds(lengths, cost, steps)
+    return in_rounds(lengths, cost, steps)
 
 
-def _rounds(
+def in_rounds(
     lengths: Sequence[int], cost: LinearCost, steps: Sequence[Sequence[FormulaGroup]]
 ) -> StepPlan:
+    """Returns micro-steps, each of groups on disjoint ranks, after which all ranks wait.
+
+    Args:
+        lengths: tokens of each sequence.
+        cost: what it costs.
+        steps: groups of each, which have at most all ranks.
+    """
     placed = (mb for step in steps for mb in _placed(lengths, cost, step))
     return step_plan(tuple(placed), cost.ranks, cost.ranks)
 

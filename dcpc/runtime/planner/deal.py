@@ -23,7 +23,7 @@ _GAIN = 0.03
 _PIECES = (1, 2, 4)
 
 Price = Callable[[PlannedMicroBatch], PlannedMicroBatch]
-SampleSeconds = Callable[[int, Bucket, PlanRow], float]
+SampleSeconds = Callable[[Bucket, PlanRow], Sequence[float]]
 
 
 def deal(
@@ -78,20 +78,16 @@ def cuts(
             seconds in proportion to the samples.
         pieces: into how many micro-batches a rank's share of the step is cut, in turn.
         speeds: of the ranks; none: equal.
-        each: rank-seconds of a sample of some length, of which those of a bucket come longest
-            first; None: samples of a bucket cost alike.
+        each: rank-seconds by a row of every sample of a bucket, in order, the longest first; None:
+            samples of a bucket cost alike.
     """
     by_bucket: dict[Bucket, list[int]] = {}
     for sample_id, bucket in samples:
         by_bucket.setdefault(bucket, []).append(sample_id)
     ranks = power(speeds, world)
+    each_s = {} if each is None else {b: each(b, plans[b]) for b in by_bucket}
     total_s = sum(
-        (
-            len(ids) * _sample_s(plans[b]) * plans[b].sp
-            if each is None
-            else sum(each(i, b, plans[b]) for i in ids)
-        )
-        / ranks
+        (len(ids) * _sample_s(plans[b]) * plans[b].sp if each is None else sum(each_s[b])) / ranks
         for b, ids in by_bucket.items()
     )
     for limit_s in (float("inf"), *(total_s / n for n in pieces)):
@@ -101,7 +97,7 @@ def cuts(
             for mb in (
                 _cut(b, ids, plans[b], limit_s)
                 if each is None
-                else _cut_by_length(b, ids, plans[b], limit_s, each)
+                else _cut_by_length(b, ids, plans[b], limit_s, each_s[b])
             )
         ]
         yield assign([price(mb) for mb in cut] if price else cut, world, speeds)
@@ -160,13 +156,13 @@ def _cut(
 
 
 def _cut_by_length(
-    bucket: Bucket, ids: Sequence[int], plan: PlanRow, limit_s: float, each: SampleSeconds
+    bucket: Bucket, ids: Sequence[int], plan: PlanRow, limit_s: float, each_s: Sequence[float]
 ) -> list[PlannedMicroBatch]:
     """Returns micro-batches within memory and `limit_s`, each padded to its first sample."""
     found = []
     begin = 0
     while begin < len(ids):
-        first_s = each(ids[begin], bucket, plan) / plan.sp
+        first_s = each_s[begin] / plan.sp
         within = (
             int(limit_s / first_s) if first_s * plan.micro_batch > limit_s else plan.micro_batch
         )
@@ -193,7 +189,7 @@ def assign(cut: Sequence[PlannedMicroBatch], world: int, speeds: Speeds = ()) ->
     order = sorted(cut, key=lambda mb: (-mb.sp, -mb.seconds_s, mb.bucket.dims, mb.sample_ids))
     if speeds:
         return _assigned_by_speed(order, world, speeds)
-    free_s = [0.0] * world
+    free_s, busy_s = [0.0] * world, [0.0] * world
     placed = []
     for sp, of_degree in groupby(order, key=lambda mb: mb.sp):
         # Blocks begin together when the last of their ranks is free; the lowest block wins a tie.
@@ -205,10 +201,13 @@ def assign(cut: Sequence[PlannedMicroBatch], world: int, speeds: Speeds = ()) ->
             begin_s, first = heap[0]
             used[first] = begin_s + mb.seconds_s
             heapq.heapreplace(heap, (used[first], first))
-            placed.append(replace(mb, ranks=tuple(range(first, first + sp))))
+            ranks = tuple(range(first, first + sp))
+            placed.append(mb.on(ranks))
+            for rank in ranks:
+                busy_s[rank] += mb.seconds_s
         for first, end_s in used.items():
             free_s[first : first + sp] = [end_s] * sp
-    return step_plan(placed, world)
+    return StepPlan(tuple(placed), tuple(busy_s), max(free_s))
 
 
 def _assigned_by_speed(order: Sequence[PlannedMicroBatch], world: int, speeds: Speeds) -> StepPlan:

@@ -16,7 +16,7 @@ Pure: equal arguments give equal plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -52,6 +52,7 @@ _PIECES = (2 / 3, 1, 1.5, 2, 4)
 # Rounds of changing the degree of one bucket at a time, and buckets that are tried.
 _CLIMBS, _CLIMBED = 2, 6
 
+Ids = tuple[int, ...]
 Rows = tuple[tuple[int, PlanRow], ...]  # of each bucket, by its number in the table
 
 
@@ -200,8 +201,8 @@ def _auto(
     present = sorted(set(keys))
     least = {k: min(table.rows[k], key=lambda row: row.rank_seconds) for k in present}
     tried = _Tried(samples, table, pads, lengths)
-    each_s = (tried.sample_s(i, bucket, least[table.key(bucket)]) for i, bucket in samples)
-    floor_s = sum(each_s) / power(table.speeds, table.world)
+    samples_s = [sum(tried.samples_s(table.buckets[k], row)) for k, row in least.items()]
+    floor_s = sum(samples_s) / power(table.speeds, table.world)
     for share in (inf, *_SHARES):
         limit_s = share * floor_s
         rows = tuple((k, _row_within(table.rows[k], limit_s)) for k in present)
@@ -223,7 +224,6 @@ class _Tried:
     """Plans of the rows that were tried for each bucket.
 
     Attributes:
-        price: gives the row and the seconds of a micro-batch.
         ends_s: when the best plan of some rows ends.
         best: the plan that ends first.
     """
@@ -239,18 +239,46 @@ class _Tried:
     ) -> None:
         self._samples, self._table, self._pads = samples, table, pads
         self._lengths = lengths
-        self.price: Price = partial(_priced, cache(table.run), lengths)
-        self.each = None if lengths is None else self.sample_s
+        self._run = cache(table.run)
+        self._known: dict[tuple[Bucket, int, Ids, Ids], PlannedMicroBatch] = {}
+        self._of_bucket: dict[Bucket, list[int]] = {}
+        for sample_id, bucket in samples:
+            self._of_bucket.setdefault(bucket, []).append(sample_id)
+        self.samples_s = cache(self._samples_s)
+        self.each = None if lengths is None else self.samples_s
         self.ends_s: dict[Rows, float] = {}
         self._splits: dict[tuple[Bucket, int], tuple[PlannedMicroBatch, ...] | None] = {}
 
-    def sample_s(self, sample_id: int, bucket: Bucket, row: PlanRow) -> float:
-        """Returns the rank-seconds of one sample in a full micro-batch of its own length."""
+    def price(self, mb: PlannedMicroBatch) -> PlannedMicroBatch:
+        """Returns a micro-batch on the smallest row of its degree that holds it, with its seconds.
+
+        Args:
+            mb: of any row and seconds.
+        """
+        key = mb.bucket, mb.sp, mb.ranks, mb.sample_ids
+        found = self._known.get(key)
+        if found is None:
+            row, seconds_s = self._run(mb.bucket, mb.sp, len(mb.sample_ids))
+            found = PlannedMicroBatch(
+                *(mb.bucket, mb.sp, mb.ranks, mb.sample_ids), seconds_s, row.micro_batch,
+                row.menu_step,
+            )  # fmt: skip
+            if self._lengths is not None:
+                found = self._lengths.at_length(found, row)
+            self._known[key] = found
+        return found
+
+    def _samples_s(self, bucket: Bucket, row: PlanRow) -> list[float]:
+        """Rank-seconds of each sample of a bucket in a full micro-batch of its own length."""
+        ids = self._of_bucket[bucket]
         if self._lengths is None:
-            return row.rank_seconds
-        dims = self._lengths.padded(bucket, [sample_id])
-        full_s = self._lengths.own.seconds_s(bucket, row, dims, row.micro_batch)
-        return full_s * row.sp / row.micro_batch
+            return [row.rank_seconds] * len(ids)
+        padded = [self._lengths.padded(bucket, [i]) for i in ids]
+        full_s = {
+            dims: self._lengths.own.seconds_s(bucket, row, dims, row.micro_batch)
+            for dims in dict.fromkeys(padded)
+        }
+        return [full_s[dims] * row.sp / row.micro_batch for dims in padded]
 
     def settings(self, rows: Rows) -> dict[Bucket, PlanRow]:
         """Returns the setting of each bucket."""
@@ -277,11 +305,8 @@ class _Tried:
         """Returns micro-batches of samples of like length; None: all are padded to buckets."""
         if self._lengths is None:
             return None
-        of_bucket: dict[Bucket, list[int]] = {}
-        for sample_id, bucket in self._samples:
-            of_bucket.setdefault(bucket, []).append(sample_id)
         found: list[PlannedMicroBatch] = []
-        for bucket, ids in of_bucket.items():
+        for bucket, ids in self._of_bucket.items():
             sp = settings[bucket].sp
             if (bucket, sp) not in self._splits:
                 own = [r for r in self._table.rows[self._table.key(bucket)] if r.sp == sp]
@@ -293,20 +318,6 @@ class _Tried:
                 return None
             found += split
         return [self.price(mb) for mb in found]
-
-
-def _priced(
-    run: Callable[[Bucket, int, int], tuple[PlanRow, float]],
-    lengths: BatchLengths | None,
-    mb: PlannedMicroBatch,
-) -> PlannedMicroBatch:
-    """The micro-batch on the smallest row of its degree that holds it."""
-    row, seconds_s = run(mb.bucket, mb.sp, len(mb.sample_ids))
-    ids = mb.sample_ids
-    found = PlannedMicroBatch(
-        mb.bucket, mb.sp, mb.ranks, ids, seconds_s, row.micro_batch, row.menu_step
-    )
-    return found if lengths is None else lengths.at_length(found, row)
 
 
 def _neighbours(rows: Rows, table: PlanTable) -> Iterator[Rows]:

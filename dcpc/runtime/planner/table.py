@@ -47,9 +47,12 @@ class PlanTable:
     block: int = 0
     speeds: Speeds = ()
     hash: str = field(init=False, compare=False)
+    _keys: dict[Bucket, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Makes the hash."""
+        """Makes the hash, and the key of each bucket."""
+        keys = {bucket: key for key, bucket in enumerate(self.buckets)}
+        object.__setattr__(self, "_keys", keys)
         text = json.dumps(self.to_json(), sort_keys=True)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         object.__setattr__(self, "hash", digest)
@@ -61,8 +64,8 @@ class PlanTable:
             PlanError: it is not in the table.
         """
         try:
-            return self.buckets.index(bucket)
-        except ValueError:
+            return self._keys[bucket]
+        except KeyError:
             raise PlanError(
                 f"bucket {bucket}: got no row in the plan table; expected one of "
                 f"{', '.join(map(str, self.buckets[:8]))}; compile for this bucket"

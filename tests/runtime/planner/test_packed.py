@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dcpc.buckets import Bucket
 from dcpc.ir import PlanRow
 from dcpc.runtime.planner.own_lengths import BatchLengths, OwnLengths
+from dcpc.runtime.planner.packed import planning
 from dcpc.runtime.planner.packed.planning import PackedPrices
 from dcpc.runtime.planner.step_planner import plan_rows, plan_step
 from dcpc.runtime.planner.table import PlanTable
@@ -189,6 +190,18 @@ def test_turns_close_part_of_what_the_start_lacks():
     first, last = zip(*([evolved(drawn(s), t)[0] for t in (0, 60)] for s in range(4)), strict=True)
     lacks_s = sum(plan.makespan_s - plan.bound_s for plan in first)
     assert sum(plan.makespan_s - plan.bound_s for plan in last) < 0.9 * lacks_s
+
+
+def test_an_evolution_goes_on_from_the_search_that_was_made(monkeypatch):
+    searched, search = [], planning.search
+    monkeypatch.setattr(planning, "search", lambda work: searched.append(work) or search(work))
+    lengths, prices = list(enumerate(drawn(0))), PackedPrices(lengths_of())
+    first, _ = plan_rows(lengths, WIDE, prices)
+    further, _ = plan_rows(lengths, WIDE, prices, turns=range(20))
+    assert len(searched) == 1
+    assert further.makespan_s <= first.makespan_s
+    plan_rows(lengths[1:], WIDE, prices)
+    assert len(searched) == 2
 
 
 def test_equal_turns_give_equal_plans():

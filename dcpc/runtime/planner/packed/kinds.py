@@ -12,7 +12,7 @@ attention works through each sequence by itself, where it does (on a CPU).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -50,6 +50,12 @@ class BinKind:
     room: int
     fixed_s: float
     curve: tuple[tuple[int, float], ...]
+    _at: tuple[Floats, Floats, Floats] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Makes the curve's lengths, seconds of a token and of a sequence."""
+        at, token_s = np.array(self.curve).T
+        object.__setattr__(self, "_at", (at, token_s, at * token_s))
 
     @property
     def tokens(self) -> int:
@@ -65,9 +71,9 @@ class BinKind:
         Args:
             lengths: of the sequences.
         """
-        at, token_s = np.array(self.curve).T
+        at, token_s, each_s = self._at
         by_token = lengths * np.interp(lengths, at, token_s)
-        return np.asarray(np.minimum(by_token, np.interp(lengths, at, at * token_s)))
+        return np.asarray(np.minimum(by_token, np.interp(lengths, at, each_s)))
 
 
 def worthwhile(kinds: Sequence[BinKind]) -> list[BinKind]:

@@ -15,7 +15,7 @@ from dcpc.ir import PlanRow
 from dcpc.runtime.planner.own_lengths import Dims, OwnLengths
 from dcpc.runtime.planner.packed.filling import Bin, PackedDraft
 from dcpc.runtime.planner.packed.kinds import BinKind, PackedWork, worthwhile
-from dcpc.runtime.planner.packed.search import search
+from dcpc.runtime.planner.packed.search import Searched, search
 from dcpc.runtime.planner.plans import PlannedMicroBatch
 from dcpc.runtime.planner.table import PlanTable
 
@@ -31,6 +31,7 @@ _LEAST_S = 1e-15  # of a token
 
 Rows = tuple[tuple[int, ...], ...]
 _Kinds = tuple[list[BinKind], list[BinKind]]
+_Batch = tuple[str, tuple[int, ...], tuple[int, ...]]  # table, keys, lengths
 _Found = tuple[float, BinKind, Dims, list[list[int]]]  # seconds, kind, length, rows
 
 
@@ -48,6 +49,26 @@ class PackedPrices:
     _known: dict[tuple[str, tuple[int, ...]], _Kinds] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _last: dict[_Batch, Searched] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def searched(self, lengths: tuple[int, ...], table: PlanTable, keys: Sequence[int]) -> Searched:
+        """Returns what the search finds for a batch; it is kept until another batch is searched.
+
+        Args:
+            lengths: tokens of the sequences, the longest first.
+            table: rows to choose from.
+            keys: numbers of the buckets that may be used.
+        """
+        batch = table.hash, tuple(keys), lengths
+        if batch not in self._last:
+            _, worth_having = self.kinds(table, keys)
+            aligned = table.aligned or table.block > 0
+            work = PackedWork(lengths, worth_having, table.world, table.node_ranks, aligned)
+            self._last.clear()
+            self._last[batch] = search(work)
+        return self._last[batch]
 
     def kinds(self, table: PlanTable, keys: Sequence[int]) -> _Kinds:
         """Returns the rows of a table as bins, all of them and those worth having.
@@ -143,7 +164,7 @@ def plan_packed(
     Raises:
         PlanError: a sequence is longer than every bucket.
     """
-    kinds, worth_having = prices.kinds(table, keys)
+    kinds, _ = prices.kinds(table, keys)
     longest = max(kind.room for kind in kinds)
     for i, tokens in sequences:
         if tokens > longest:
@@ -152,17 +173,14 @@ def plan_packed(
                 "longest row of the plan table; cut it, or compile for a longer bucket"
             )
     ordered = sorted(sequences, key=lambda pair: (-pair[1], pair[0]))
-    work = PackedWork(
-        [tokens for _, tokens in ordered], worth_having, table.world, table.node_ranks,
-        table.aligned or table.block > 0,
-    )  # fmt: skip
-    drafts, bound_s = search(work, turns)
-    work_s = float(work.shares_s().min(axis=0).sum()) / table.world
+    lengths = tuple(tokens for _, tokens in ordered)
+    found = prices.searched(lengths, table, keys).further(turns)
+    work_s = float(found.work.shares_s().min(axis=0).sum()) / table.world
     plans = []
-    for draft in drafts:
+    for draft in found.drafts:
         finish = _Finish(draft, ordered, kinds, table, prices)
         micro_batches = tuple(finish.micro_batches())
-        plans.append(PackedPlan(micro_batches, tuple(finish.rows), bound_s, work_s))
+        plans.append(PackedPlan(micro_batches, tuple(finish.rows), found.bound_s, work_s))
     return plans
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from dcpc.runtime.planner.packed.bound import averaged_bound, packed_bound
 from dcpc.runtime.planner.packed.evolution import evolved
@@ -23,22 +24,45 @@ _FEW_LONG = 1.0
 _SEED = 0
 
 
-def search(work: PackedWork, turns: Iterable[int] = ()) -> tuple[list[PackedDraft], float]:
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What a search found.
+
+    Attributes:
+        work: the batch.
+        drafts: micro-batches to choose from.
+        bound_s: lower bound of the step's seconds.
+    """
+
+    work: PackedWork
+    drafts: tuple[PackedDraft, ...]
+    bound_s: float
+
+    def further(self, turns: Iterable[int]) -> Searched:
+        """Returns what was found, and after it the best of an evolution where that ends earlier.
+
+        Args:
+            turns: of the evolution, which begins with the best draft.
+        """
+        best = min(self.drafts, key=lambda draft: float(draft.ends_s().max()))
+        if float(best.ends_s().max()) <= self.bound_s:
+            return self
+        found = evolved(self.work, best, turns, _SEED)
+        return self if found is best else replace(self, drafts=(*self.drafts, found))
+
+
+def search(work: PackedWork) -> Searched:
     """Returns micro-batches of a batch to choose from, and a lower bound of its seconds.
 
     Args:
         work: the batch.
-        turns: of an evolution that begins with what was found, and whose best comes last.
     """
     least_s = averaged_bound(work)
     # In so long a step one group could run all sequences one by one.
     longest_s = float(work.alone_s().min(axis=0).sum()) + least_s
     found = [_found(own, least_s, longest_s) for own in (work, work.with_long(_FEW_LONG))]
-    best, best_s = min(found, key=lambda pair: pair[1])
-    bound_s = packed_bound(work, best_s)
-    drafts = [draft for draft, _ in found]
-    further = best if best_s <= bound_s else evolved(work, best, turns, _SEED)
-    return drafts if further is best else [*drafts, further], bound_s
+    bound_s = packed_bound(work, min(ends_s for _, ends_s in found))
+    return Searched(work, tuple(draft for draft, _ in found), bound_s)
 
 
 def _found(work: PackedWork, least_s: float, longest_s: float) -> tuple[PackedDraft, float]:
