@@ -181,7 +181,8 @@ def _staged(
     one = of_one_rank(told)
     if isinstance(stages, int):
         single = plan_with(model, buckets, one, partly=True)
-        return single, cut_model(model, buckets, single, stages, world, sp, speeds), ""
+        cut = cut_model(model, buckets, single, stages, world, sp, speeds, options.parameters)
+        return single, cut, ""
     traces = Traces(model, buckets, told)
     single = search(traces, one, partly=True)
     whole: Planned | PlanError
@@ -189,7 +190,7 @@ def _staged(
         whole = whole_plan(search(traces, told, partly=False))
     except PlanError as error:
         whole = error
-    chosen = choose_stages(model, buckets, whole, single, world, sp, speeds)
+    chosen = choose_stages(model, buckets, whole, single, world, sp, speeds, options.parameters)
     if chosen.cut is not None:
         return single, chosen.cut, chosen.why
     assert isinstance(whole, Planned), "it was priced"

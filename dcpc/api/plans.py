@@ -43,7 +43,7 @@ def cut_with(
     refuse_beside_stages(options, stages, options.world)
     single = plan_with(model, buckets, of_one_rank(options), partly=True)
     sp = stage_degree(options, stages)
-    return cut_model(model, buckets, single, stages, options.world, sp, speeds)
+    return cut_model(model, buckets, single, stages, options.world, sp, speeds, options.parameters)
 
 
 def of_one_rank(options: PlanOptions) -> PlanOptions:

@@ -86,7 +86,7 @@ def _counted(name: str):
 
 
 def worst_of(
-    rank: int, name: str, stages: int, tokens: int, sp: int
+    rank: int, name: str, stages: int, tokens: int, options: dict[str, Any]
 ) -> tuple[float, float, list[Any], int]:
     """Returns the worst error of a gradient or loss, of the state after an epoch, and counts.
 
@@ -94,7 +94,7 @@ def worst_of(
     """
     if name == "llama":
         language_models.in_float64()
-    compiled, loader, data = made(name, stages, tokens, sp=sp)
+    compiled, loader, data = made(name, stages, tokens, **options)
     alone = parts(name)[0]
     steps = list(loader)
     found = trained(compiled, steps, alone, data, _counted(name))
@@ -106,12 +106,16 @@ def worst_of(
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "stages", "tokens", "sp"),
-    [("t5", 4, 4, 700, 1), ("llama", 4, 2, 150, 2)],
+    ("name", "ranks", "stages", "tokens", "options"),
+    [
+        ("t5", 4, 4, 700, {}),
+        ("llama", 4, 2, 150, {"sp": 2}),
+        ("gpt_tied", 4, 2, 150, {"parameters": "step"}),
+    ],
 )
 @pytest.mark.slow
-def test_steps_have_the_plain_models_numbers(name, ranks, stages, tokens, sp):
-    found = run_ranks(worst_of, ranks, name, stages, tokens, sp, timeout_s=240.0)
+def test_steps_have_the_plain_models_numbers(name, ranks, stages, tokens, options):
+    found = run_ranks(worst_of, ranks, name, stages, tokens, options, timeout_s=240.0)
     for worst, state, counts, apart in found:
         assert worst < 1e-10
         assert state < 1e-10
@@ -169,7 +173,7 @@ def _damaged(step: Step, here: bool) -> Step:
     return replace(step, plan=replace(step.plan, pipelines=(text,))) if here else step
 
 
-OPTIONS = {"sp": [1, 2], "parameters": "step", "speeds": "auto"}
+OPTIONS = {"sp": [1, 2], "parameters": "rounds", "speeds": "auto"}
 
 
 def test_what_does_not_go_with_stages_is_refused_by_name_and_changes_nothing():
@@ -194,7 +198,7 @@ def resumed(rank: int, folder: str) -> list[float]:
     warnings.simplefilter("ignore")
     alone, found, loss = gpt(layers=4), [], []
     plain = torch.optim.AdamW(alone.parameters(), lr=0.1)
-    at = [{"pipeline": 2, "sp": 2}, {}, {"pipeline": 4}]
+    at = [{"pipeline": 2, "sp": 2, "parameters": "step"}, {}, {"pipeline": 4}]
     for number, options in enumerate(at):
         compiled = dcpc.compile(gpt(layers=4), parts("gpt")[1], backend="eager", verify="off",
                                 device=SPLITTING, **options)  # fmt: skip

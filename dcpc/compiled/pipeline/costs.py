@@ -23,6 +23,7 @@ from torch import fx
 from dcpc.buckets import Sizes
 from dcpc.codegen import LoweredPair
 from dcpc.compiled.pipeline.chain import CallChain
+from dcpc.compiled.pipeline.mixed import states_of
 from dcpc.ir import Placement, Program, Schedule
 from dcpc.passes.stages.costs import CutCosts, Floats
 from dcpc.plan.priced import Priced
@@ -231,7 +232,7 @@ class ProgramCosts:
         """
         found, held = {}, self._traced.tensors()
         learning: Any = [held[n] for n in self._program.learning if n in held]
-        states = optimizer.state_bytes(learning)
+        states = states_of(learning, optimizer)
         for readers, gradients in ((self._readers, 1), (self._frozen, 0)):
             for key, (size, blocks) in readers.items():
                 every = np.append(sorted(blocks), len(self._chain.borders))

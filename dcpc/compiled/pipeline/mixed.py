@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from dcpc.buckets import ones_of
 from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.runtime.parameters.modes import shares
+from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.symbolic_profile import OptimizerMemory
 
 
@@ -100,9 +102,30 @@ class StageState:
             held |= whole
             learning |= own
         learned = [*learning.values()]
-        sizes = (sum(t.nbytes for t in every) for every in (held.values(), learned))
-        state = sum(optimizer.state_bytes(learned).values()) + (optimizer.given_bytes or 0)
-        return cls(sum(sizes) + state, optimizer.step_bytes(learned))
+        whole_bytes, trained_bytes = (
+            sum(t.nbytes for t in every) for every in (held.values(), learned)
+        )
+        state = sum(states_of(learned, optimizer).values()) + (optimizer.given_bytes or 0)
+        if optimizer.owners > 1:  # one comm bucket on its way: what is sent, and what arrives
+            state += 2 * min(trained_bytes, COMM_BUCKET_BYTES)
+        stepped = optimizer.step_bytes(_rows_of(learned, optimizer))
+        return cls(whole_bytes + trained_bytes + state, stepped)
+
+
+def states_of(learned: Sequence[nn.Parameter], optimizer: OptimizerMemory) -> dict[int, int]:
+    """Returns id of a parameter -> bytes that a rank keeps of its optimizer's state.
+
+    Args:
+        learned: parameters of a stage.
+        optimizer: what trains them.
+    """
+    own = _rows_of(learned, optimizer)
+    states = optimizer.state_bytes(learned, own)
+    return {id(p): states.get(id(q), 0) for p, q in zip(learned, own, strict=True)}
+
+
+def _rows_of(learned: Sequence[nn.Parameter], optimizer: OptimizerMemory) -> Sequence[nn.Parameter]:
+    return shares(learned, optimizer.owners) if optimizer.owners > 1 else learned
 
 
 def shared_parameters(stages: Sequence[ModelStage]) -> dict[str, tuple[int, ...]]:

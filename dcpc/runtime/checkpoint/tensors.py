@@ -126,6 +126,8 @@ def staged(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[st
             own = mesh
             if value.device_mesh.ndim > 1:  # each block has all of it: of equal parts one is kept
                 own = DeviceMesh.from_group(value.device_mesh.get_group("shard"), "cpu")
+            elif value.device_mesh.size() != mesh.size():  # the ranks of a stage share it out
+                own = DeviceMesh.from_group(value.device_mesh.get_group(), "cpu")
             return DTensor.from_local(
                 local, own, value.placements[-1:], run_check=False,
                 shape=value.shape, stride=value.stride(),

@@ -233,7 +233,7 @@ class Groups:
         return made
 
     def shared(
-        self, members: Sequence[int], desc: str, connected: bool = True
+        self, members: Sequence[int], desc: str, connected: bool = True, backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """Returns the data group of some ranks, None on others; made once for each `desc`.
 
@@ -243,10 +243,11 @@ class Groups:
             members: their places among all ranks.
             desc: what it is for.
             connected: whether its collectives are made ready.
+            backend: default: that of all ranks.
         """
         key = desc, tuple(members)
         if key not in self._shared:
-            self._shared[key] = self.maker.some(members, desc, connected)
+            self._shared[key] = self.maker.some(members, desc, connected, backend)
         return self._shared[key]
 
     def leave(self) -> None:

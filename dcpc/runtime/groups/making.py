@@ -151,7 +151,7 @@ class GroupMaker:
         return pg
 
     def some(
-        self, members: Sequence[int], desc: str, connected: bool = True
+        self, members: Sequence[int], desc: str, connected: bool = True, backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """Returns the data group of some ranks, None on others; collective over all.
 
@@ -159,10 +159,11 @@ class GroupMaker:
             members: their places among all ranks.
             desc: its name.
             connected: whether its collectives are made ready.
+            backend: default: that of all ranks.
         """
         pg = dist.new_group(
             [self.ranks[r] for r in members],
-            timeout=timedelta(seconds=self.timeout_s), group_desc=desc,
+            timeout=timedelta(seconds=self.timeout_s), group_desc=desc, backend=backend,
         )  # fmt: skip
         if not isinstance(pg, dist.ProcessGroup):
             return None

@@ -123,6 +123,16 @@ class PipelineGrid:
         """
         return self._wires[min(stage, self.stage), back]
 
+    def summing(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Returns each set of stages that read a parameter, and all their ranks, in one order."""
+        layout, replicas = self.layout, range(self.replicas)
+        return [
+            (which, tuple(sorted(
+                layout.rank(r, s, n) for r in replicas for s in which for n in range(layout.sp)
+            )))
+            for which in sorted(set(self.readers.values()))
+        ]  # fmt: skip
+
     def sum_gradients(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Sums gradients over replicas, ranks of a stage and, where tied, over stages, in place.
 

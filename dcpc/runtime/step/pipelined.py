@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class OwnStage:
         grid: where it is among the stages and pipelines.
         settings: its stage with each setting of recompute.
         parameters: of the model by name: those that its stage reads.
+        store: what holds them, for an optimizer.
+        summed: sums their gradients over all ranks, and returns the bytes that were summed.
         given: returns what stages take of a micro-batch, the same on all ranks of a pipeline.
         returned: takes what forward returns; None: the loss alone is wanted.
     """
@@ -56,17 +58,23 @@ class OwnStage:
     grid: PipelineGrid
     settings: Sequence[StageSetting]
     parameters: Mapping[str, nn.Parameter]
+    store: WholeStore
+    summed: Callable[[], int]
     given: Given
     returned: Returned | None = None
 
     @property
     def mine(self) -> list[nn.Parameter]:
-        """Parameters whose gradient this rank counts: each has one rank in all pipelines."""
-        grid = self.grid
-        if grid.replica or grid.lane:
-            return []
-        learning = [n for n, p in self.parameters.items() if p.requires_grad]
-        return [self.parameters[n] for n in learning if min(grid.readers[n]) == grid.stage]
+        """What an optimizer has of gradients that this rank counts: no element counts twice."""
+        grid, found = self.grid, list[nn.Parameter]()
+        first = not grid.replica and not grid.lane
+        for name, p in self.parameters.items():
+            if p.requires_grad:
+                kept = self.store.shard(p)
+                alone = kept is p or not p.dim()  # whole on each rank that reads it
+                if not alone or (first and min(grid.readers[name]) == grid.stage):
+                    found.append(kept)
+        return found
 
 
 def pipelined_step(
@@ -111,7 +119,7 @@ def pipelined_step(
     counted = [i for i, mb in enumerate(step.micro_batches) if mb.weight != 0]
     shares = [PipelineBatch(batches[i].inputs, batches[i].sizes, batches[i].weight / total,
                             batches[i].seed) for i in counted]  # fmt: skip
-    with beside_earlier(WholeStore(own.parameters.values(), groups)) as put_back:
+    with beside_earlier(own.store) as put_back:
         part, clock, schedule = None, Clock(groups.device), schedule.only(counted)
         if counted:
             made = dict[int, Sequence[Tensor]]()
@@ -124,7 +132,7 @@ def pipelined_step(
                     own.returned.take(mb, from_last(made.pop(place, ()), shapes, grid))
         sums = Clock(groups.device)
         sums.mark()
-        reduced_bytes = grid.sum_gradients(own.parameters.items())
+        reduced_bytes = own.summed()
         sums.mark()
         (reduction_s,) = sums.spans_s()
         micro_batch_s = [0.0] * len(batches)
@@ -168,13 +176,20 @@ def clip_stages(own: OwnStage, max_norm: float) -> float:
         DataError: `max_norm` is no positive number.
     """
     check_norm(max_norm)
-    counted = [p.grad for p in own.mine if p.grad is not None]
+    counted = [_local(grad) for p in own.mine if (grad := p.grad) is not None]
     squares = float(torch.nn.utils.get_total_norm(counted).double() ** 2) if counted else 0.0
     norm = gather_facts([squares], own.grid.groups).sum().sqrt()
-    held = [p for p in own.parameters.values() if p.grad is not None]
-    if held:
-        torch.nn.utils.clip_grads_with_norm_(held, max_norm, norm)
+    held = [own.store.shard(p) for p in own.parameters.values()]
+    share = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
+    for gradient in [_local(p.grad) for p in held if p.grad is not None]:
+        gradient.mul_(share.to(gradient.device))
     return float(norm)
+
+
+def _local(gradient: Any) -> Tensor:
+    """Returns a gradient, of one whose rows ranks share out this rank's."""
+    found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return found
 
 
 def _schedule(own: OwnStage, step: Step) -> PipelineSchedule:

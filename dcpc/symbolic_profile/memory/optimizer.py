@@ -116,11 +116,13 @@ class OptimizerMemory:
         given_bytes: bytes of its state on a rank, where they are known better; None: they follow
             from the optimizer.
         together: whether it steps all parameters at once unless it says otherwise, as on a GPU.
+        owners: ranks that share out the rows of each parameter of a stage.
     """
 
     optimizer: OptimizerLike | None = None
     given_bytes: int | None = None
     together: bool = False
+    owners: int = 1
 
     def state_bytes(
         self, whole: Sequence[nn.Parameter], own: Sequence[nn.Parameter] = ()

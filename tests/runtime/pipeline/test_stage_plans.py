@@ -1,8 +1,10 @@
 """Where a traced model is cut for a mixture of shapes: prices, memory, unequal devices."""
 
+from functools import partial
 from math import inf
 
 import pytest
+import torch
 
 from dcpc.compiled.pipeline import (
     MixedBucket,
@@ -17,9 +19,11 @@ from dcpc.compiled.pipeline import (
 from dcpc.errors import PlanError
 from dcpc.passes.stages.mixture import best_cut
 from dcpc.plan.runnable import Runnable
+from dcpc.runtime.parameters.modes import shares
 from dcpc.symbolic_profile import OptimizerMemory
 from tests.cases.stages import CASES, captured, plain_gradients
 
+SGD = partial(partial, torch.optim.SGD)
 MIXTURE = (
     MixedBucket({"batch": 512, "seq": 16}, 0.5),
     MixedBucket({"batch": 128, "seq": 48}, 0.5),
@@ -117,3 +121,26 @@ def test_costs_of_micro_batches_are_those_of_the_stages(tied):
         assert peak == found.peak_bytes + found.input_bytes - found.returned_bytes
         assert work.hops[0][number].forward_bytes == each["batch"] * each["seq"] * 32 * 8
     assert work.memory_bytes == (inf, 1e9 - StageState.of(last, OptimizerMemory()).resident_bytes)
+
+
+def test_what_a_rank_keeps_follows_from_the_optimizer_and_who_shares_its_rows(tied):
+    model, runnable, _ = tied
+    plan = plan_stages([runnable], model, MIXTURE, [StageDevice()] * 2)
+    held = dict(model.named_parameters())
+    for stage in plan.stages:
+        own = [held[n] for n in stage.parameters]
+        size, rows = sum(p.nbytes for p in own), sum(p.nbytes for p in shares(own, 4))
+        kept = {
+            momentum: StageState.of(stage, OptimizerMemory(SGD(momentum=momentum))).resident_bytes
+            for momentum in (0.0, 0.9)
+        }
+        assert kept == {0.0: 2 * size, 0.9: 3 * size}
+        assert StageState.of(stage, OptimizerMemory(given_bytes=7)).resident_bytes == 2 * size + 7
+        # Gradients on their way to those who share the rows, and what arrives.
+        shared = StageState.of(stage, OptimizerMemory(owners=4)).resident_bytes
+        assert shared == 2 * size + 2 * rows + 2 * size
+    least = plan_stages(
+        [runnable], model, MIXTURE, [StageDevice(1.0, 1e12, OptimizerMemory(SGD()))] * 2
+    ).needed_bytes
+    most = max(plan.needed_bytes)
+    assert max(least) < most - max(sum(held[n].nbytes for n in s.parameters) for s in plan.stages)

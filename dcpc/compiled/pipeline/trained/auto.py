@@ -42,6 +42,7 @@ def choose_stages(
     world: int,
     sp: int = 1,
     speeds: Speeds = (),
+    parameters: str = "whole",
 ) -> ChosenStages:
     """Returns the way whose step is predicted to end first; all in a rank's memory.
 
@@ -56,6 +57,7 @@ def choose_stages(
         world: ranks.
         sp: ranks that run a stage together.
         speeds: of each rank, as for `cut_model`.
+        parameters: as for `cut_model`.
 
     Raises:
         PlanError: it fits in no way: that of no pipeline.
@@ -70,7 +72,7 @@ def choose_stages(
         ways[1] = _whole_s(model, whole, samples, world), None
     for stages in divisors(world // sp)[1:]:
         try:
-            cut = cut_model(model, buckets, single, stages, world, sp, speeds)
+            cut = cut_model(model, buckets, single, stages, world, sp, speeds, parameters)
             ways[stages] = _staged_s(model, cut, samples, single.device), cut
         except PlanError as error:
             misfits[stages] = error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -23,11 +23,13 @@ class CutModel:
         plan: the stages, where the cut is, and what it costs.
         layout: which rank of a pipeline runs what.
         planner: of global batches.
+        shares_rows: whether ranks share out the optimizer's rows of what they all have.
     """
 
     plan: StagePlan
     layout: PipelineLayout
     planner: PipelinePlanner
+    shares_rows: bool = False
 
     def text(self) -> str:
         """Returns the decisions as text, equal on ranks that decided alike."""
@@ -43,6 +45,7 @@ def cut_model(
     world: int,
     sp: int = 1,
     speeds: Speeds = (),
+    parameters: str = "whole",
 ) -> CutModel:
     """Returns the model cut for the mixture of all buckets, each as likely as any other.
 
@@ -55,6 +58,8 @@ def cut_model(
         sp: ranks that run a stage together.
         speeds: of each rank, as a share of the fastest one's; none: they are equally fast. There is
             one cut for all pipelines: a place in them is as fast as its slowest rank.
+        parameters: "whole", or "step": ranks that have the same parameters share out the
+            optimizer's rows.
 
     Raises:
         PlanError: it cannot be cut so, or a bucket fits on no stage.
@@ -62,8 +67,9 @@ def cut_model(
     places = PipelineLayout.of(stages, sp)
     every = [[speeds[r] for r in range(world) if places.stage(r) == p] for p in range(stages)
              ] if speeds else [[1.0]] * stages  # fmt: skip
-    optimizer = planned.request.optimizer
-    devices = [StageDevice(min(each), planned.memory_bytes, optimizer) for each in every]
+    optimizer, shares_rows = planned.request.optimizer, parameters == "step"
+    memory = replace(optimizer, owners=world // stages if shares_rows else 1)
+    devices = [StageDevice(min(each), planned.memory_bytes, memory) for each in every]
     share = 1.0 / len(buckets)
     traces = planned.traces
     mixture = [
@@ -75,4 +81,4 @@ def cut_model(
     recompute = planned.request.recompute_mode
     pipelines = world // layout.ranks
     planner = PipelinePlanner.of(plan.stages, own, buckets, layout, pipelines, recompute)
-    return CutModel(plan, layout, planner)
+    return CutModel(plan, layout, planner, shares_rows)

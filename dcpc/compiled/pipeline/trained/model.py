@@ -60,6 +60,8 @@ class PipelinedModel(CompiledModel):
         self.tables = cast(dict[Bucket, tuple[TriedRow, ...]], cut.planner.tables)
         grid = PipelineGrid.make(self.groups, cut.layout, own.learning)
         self.groups.watch.follow(grid)
+        if cut.shares_rows:
+            self._stages.share_out(self.model, grid)
         self._dispatch.bind_blocks()  # the ranks of a stage have a group now
         self._grid, traces = grid, tuple(v.traced for v in self.planned.traces)
         mode = self.planned.request.recompute_mode
@@ -85,7 +87,7 @@ class PipelinedModel(CompiledModel):
         """Yields the parameters of this rank's stage, under the names that the model has."""
         for name, p in self.model.named_parameters(prefix, True, remove_duplicate):
             if not p.is_meta:
-                yield name, p
+                yield name, self._store.shard(p)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yields the parameters of this rank's stage, for its optimizer.
@@ -127,7 +129,11 @@ class PipelinedModel(CompiledModel):
         def given(bucket: Bucket, inputs: Inputs, sizes: Sizes) -> tuple[Inputs, Sizes]:
             return self._without_padding(edition, bucket, inputs, sizes)
 
-        return OwnStage(self._grid, settings, self._stages.named(self.model), given)
+        def summed() -> int:
+            return self._stages.sum_gradients(self.model, self._grid)
+
+        named, store = self._stages.named(self.model), self._stages
+        return OwnStage(self._grid, settings, named, store, summed, given)
 
     def _without_padding(
         self, edition: Edition, bucket: Bucket, inputs: Inputs, sizes: Sizes

@@ -6,7 +6,7 @@ shape and no memory, and torch refuses whatever would read it. One that no stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from dcpc.compiled.pipeline.mixed import ModelStage
 from dcpc.errors import DcpcError, DispatchError, GroupError
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import share_of
-from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.groups.subsets import subset
+from dcpc.runtime.parameters.store import RowStore, WholeStore
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.layout import PipelineLayout
 
@@ -51,6 +52,69 @@ class StageStore(WholeStore):
         held = {id(p) for n, p in every if n in self._own or n not in self._owners}
         _leave_to_others(model, held)
         super().__init__(self.named(model).values(), groups)
+        self._rows: list[RowStore] = []
+
+    def share_out(self, model: nn.Module, grid: PipelineGrid) -> None:
+        """Has the ranks that read a parameter share out its rows, as with parameters="step".
+
+        Collective over all ranks.
+
+        Args:
+            model: the user's.
+            grid: where this rank is.
+        """
+        own = self.named(model)
+        for which, members in grid.summing():
+            ranks = subset(self.groups, members, f"stages {which}")
+            if ranks is None or ranks.world == 1:
+                continue
+            read = [p for n, p in own.items() if grid.readers.get(n) == which and p.requires_grad]
+            if read:
+                self._rows.append(RowStore(read, ranks))
+
+    @property
+    def kept(self) -> list[nn.Parameter]:
+        """What an optimizer has, in the order of `whole`."""
+        return [self.shard(p) for p in self.whole]
+
+    def shard(self, tensor: Any) -> Any:
+        """Returns what a user has for a tensor of the model: its rows, where ranks share them."""
+        found = (store.shard(tensor) for store in self._rows)
+        return next((shard for shard in found if shard is not tensor), tensor)
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
+        """Returns what is in the way of a step; None: nothing."""
+        self.whole = list(dict.fromkeys(p for p in parameters if not p.is_meta))
+        for store in self._rows:
+            own = {id(p) for p in store.whole}
+            problem = store.follow([p for p in self.whole if id(p) in own])
+            if problem is not None:
+                return problem
+        return None
+
+    def failed(self) -> None:
+        """Forgets what a step has summed so far: it raised."""
+        for store in self._rows:
+            store.failed()
+
+    def sum_gradients(self, model: nn.Module, grid: PipelineGrid) -> int:
+        """Sums the gradients of a step over all ranks that read a parameter; collective.
+
+        Args:
+            model: the user's.
+            grid: where this rank is.
+
+        Returns:
+            The bytes of gradients that this rank put into sums.
+        """
+        if not self._rows:
+            return grid.sum_gradients(self.named(model).items())
+        summed_bytes = 0
+        for store in self._rows:
+            reduction = store.reduction()
+            reduction.finish()
+            summed_bytes += reduction.total_bytes
+        return summed_bytes
 
     def named(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the parameters of this rank's stage, as the model has them now."""

@@ -10,8 +10,8 @@ from dcpc.plan.options import ModelOptions
 # Option -> values that go with stages beside the default, and what is in the way of others.
 _REFUSED = {
     "parameters": (
-        ("auto",),
-        "a rank has the parameters of its stage, whole; leave parameters= out, or compile without "
+        ("auto", "step"),
+        "a rank has the parameters of its stage, whole; take one of these, or compile without "
         "pipeline=",
     ),
     "block": ((), "a rank has the parameters of its stage, whole; leave block= out"),
