@@ -38,10 +38,6 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from benchmarks.attention_counts import imbalance, worst_imbalance
-from benchmarks.attention_exact import Case, Job, cases_of, drawn_lengths, saved_by_ranks
-from benchmarks.attention_layer import KINDS
-from benchmarks.attention_others import ROWS, Row, verdicts
 from benchmarks.attention_times import (
     Crossover,
     Plan,
@@ -53,6 +49,9 @@ from benchmarks.attention_times import (
 )
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from dcpc.passes.sharding.attention_ways import LOWERINGS
+from tests.exact.attention import Case, Job, cases_of, drawn_lengths, saved_by_ranks
+from tests.exact.attention_counts import imbalance, worst_imbalance
+from tests.exact.attention_layer import KINDS
 
 WORKERS = 2
 WORLDS = (2, 4)  # that are timed
@@ -121,39 +120,6 @@ def balance() -> list[tuple[Cell, ...]]:
     ]
 
 
-def ours(cases: Sequence[Case], row: Row) -> str:
-    """Returns "ok" and the lowerings by which dcpc does a case (or one as uneven, or as short)."""
-
-    def traits(length: int) -> tuple[bool, bool]:
-        return length % row.p > 0, length < row.p
-
-    mine = [c for c in cases if c.kind == row.kind and c.p == row.p]
-    same = [c for c in mine if traits(c.length) == traits(row.length)]
-    if not same:
-        return "not run"
-    bad = [c for c in same if not c.error < EXACT]
-    ways = ", ".join(dict.fromkeys(c.lowering for c in same))
-    return f"wrong: {bad[0].name}" if bad else f"ok: {ways}"
-
-
-def others(cases: Sequence[Case]) -> tuple[list[tuple[Cell, ...]], dict[str, int]]:
-    """Returns lines by case, what becomes of it by torch, by Ulysses and by dcpc, and errors."""
-    found = verdicts()
-    errors: dict[str, int] = {}
-
-    def cell(row: Row, way: str) -> str:
-        text = found[row.name, way]
-        if text == "ok" or text.startswith("wrong"):
-            return text
-        return f"refuses ({errors.setdefault(text, len(errors) + 1)})"
-
-    rows = [
-        (row.name, cell(row, "context_parallel"), cell(row, "Ulysses"), ours(cases, row))
-        for row in ROWS
-    ]
-    return rows, errors
-
-
 def figures_of(
     cases: Sequence[Case], saved: Mapping[int, int], times: Sequence[Times]
 ) -> dict[str, Cell]:
@@ -213,11 +179,6 @@ def main() -> None:
             ("layer", "cases", "lowerings", "worst error", "bytes off"),
             summary(cases),
         )
-        header = ("case", "torch context_parallel", "plain Ulysses", "dcpc")
-        rows, errors = others(cases)
-        print_table("what others refuse, on the CPU over gloo", header, rows)
-        for error, number in errors.items():
-            print(f"({number}) {error}")
         times = times_of(WORLDS, QUICK if args.quick else FULL)
         for t in times:
             print_times(t)

@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dcpc
-from benchmarks.attention_counts import clear, crossing
-from benchmarks.attention_exact import used
 from benchmarks.harness import Cell
 from dcpc.codegen import bind_group
 from dcpc.commands.calibrate import calibrate
@@ -29,7 +27,9 @@ from dcpc.plan.traced import group_name
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import Device, Fits, calibrated, evaluator, find
-from dcpc.verify.exactness import example_inputs
+from dcpc.verify.inputs import example_inputs
+from tests.exact.attention import used
+from tests.exact.attention_counts import clear, crossing
 
 ALONE = "one rank"
 HEADS, WIDTH = 4, 64

@@ -39,11 +39,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from benchmarks.harness import Cell, parser, print_table, write_report
-from benchmarks.zoo_models import DEPTH, NAMED, ZooModel
 from dcpc.buckets import Sizes
 from dcpc.dynamo import backend
-from dcpc.verify.exactness import example_inputs
+from dcpc.verify.inputs import example_inputs
 from models.gpt import GPT, GPTConfig
+from tests.zoo.models import DEPTH, NAMED, ZooModel
 
 QUICK = ("transformers Llama", "transformers T5", "diffusers PixArt")
 QUICK_TIMED = "transformers Llama"

@@ -28,13 +28,13 @@ from torch import Tensor
 
 import dcpc
 from benchmarks import harness
-from benchmarks.memory_models import SUBJECTS, Sizes
 from dcpc.codegen import bind_group
 from dcpc.commands.check import SplitModel
 from dcpc.plan.traced import group_name
 from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import evaluator
 from examples.allocator import measured_peak_bytes
+from tests.cases.memory_models import SUBJECTS, Sizes
 
 BACKENDS = ("eager", "inductor")
 RECOMPUTE = {"none": 0.0, "half": 0.5, "all": 1.0}

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Cell, parser, print_table, write_report
-from benchmarks.models_cases import CASES, Case, evoformer_buckets, latents_buckets
-from benchmarks.models_references import dap_bytes, halo_bytes
 from dcpc.commands.check import SplitModel, coverage
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import traced
 from dcpc.symbolic_profile import Device, find
 from models.evoformer import Evoformer, EvoformerConfig
 from models.vae3d import TemporalConfig, TemporalLoss, TemporalVAE
+from tests.exact.models import CASES, Case, evoformer_buckets, latents_buckets
+from tests.exact.models_references import dap_bytes, halo_bytes
 
 # AlphaFold 2's two crops. Source: supplement, table 4: 128 of 512 sequences here, 512 in the last.
 FOLDS = (

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import harness
-from benchmarks.mutants_graphs import ATTENTION, CACHES, DERIVATIVES, RUNTIME, SCHEDULE
-from benchmarks.mutants_layers import LAYERS
-from benchmarks.mutants_plant import PHASES, Mutant
-from benchmarks.mutants_run import (
+from tests.mutants.graphs import ATTENTION, CACHES, DERIVATIVES, RUNTIME, SCHEDULE
+from tests.mutants.layers import LAYERS
+from tests.mutants.plant import PHASES, Mutant
+from tests.mutants.run import (
     CAUGHT,
     DROPPED,
     ESCAPED,
@@ -29,8 +29,8 @@ from benchmarks.mutants_run import (
     Verdict,
     run_mutant,
 )
-from benchmarks.mutants_split import LOWERING, PLACEMENT, RULES
-from benchmarks.mutants_trace import MASKS, TRACE
+from tests.mutants.split import LOWERING, PLACEMENT, RULES
+from tests.mutants.trace import MASKS, TRACE
 
 MUTANTS: tuple[Mutant, ...] = (
     *TRACE, *MASKS, *RULES, *PLACEMENT, *LOWERING, *DERIVATIVES, *SCHEDULE, *ATTENTION, *CACHES,

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from benchmarks import harness
-from benchmarks.parameters_steps import TEXT
 from dcpc import Buckets
 from dcpc.api import plan
 from dcpc.errors import PlanError
@@ -15,6 +14,7 @@ from dcpc.runtime.groups.local_ranks import run_ranks
 from examples.large_model import ADAM, LargeModel, train
 from examples.stdlib_source import StdlibSource
 from models.gpt import GPTConfig
+from tests.exact.parameters_steps import TEXT
 
 RANKS = 4
 # Of the memory for what no plan counts: samples that the loader has made ahead, numbers on which

@@ -14,17 +14,6 @@ from itertools import product
 import torch
 
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
-from benchmarks.placement_oracle import Oracle, on_machine
-from benchmarks.random_programs import random_program
-from benchmarks.video_placement import (
-    LONG_VIDEO,
-    MANY_VIDEOS,
-    changes,
-    sent_bytes,
-    stdit,
-    switches,
-    ulysses,
-)
 from dcpc.buckets import Buckets
 from dcpc.ir import Placement, Program, tensor_operands
 from dcpc.passes.placement.placement import Objective, PlacementModel, place
@@ -33,6 +22,17 @@ from dcpc.symbolic_profile import find
 from dcpc.trace import trace
 from models.gpt import GPT, GPTConfig
 from models.stdit import XL, STDiTConfig
+from tests.cases.placement_oracle import Oracle, on_machine
+from tests.cases.random_programs import random_program
+from tests.cases.video_placement import (
+    LONG_VIDEO,
+    MANY_VIDEOS,
+    changes,
+    sent_bytes,
+    stdit,
+    switches,
+    ulysses,
+)
 
 LAYERS = 28
 DEGREES = (2, 4, 8)

@@ -33,7 +33,7 @@ from dcpc.commands.calibrate import calibrate
 from dcpc.plan.runnable import Runnable
 from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import evaluator, find
-from dcpc.verify.exactness import example_inputs
+from dcpc.verify.inputs import example_inputs
 from examples.forced import ForcedVariant
 from models.gpt import GPT, GPTConfig
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig, input_specs

@@ -26,12 +26,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import dcpc
 from benchmarks import harness
 from benchmarks.stdit_costs import INPUTS
-from benchmarks.zoo_models import NAMED
 from dcpc.ir import Program
 from dcpc.trace import trace
 from dcpc.trace.capture import capture
 from dcpc.trace.capture.order import staying
 from models.stdit import XL, RectifiedFlow, STDiT
+from tests.zoo.models import NAMED
 
 QUICK = ("transformers GPT-2", "diffusers CogVideoX", "Llama, 4 layers")
 

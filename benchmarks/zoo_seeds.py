@@ -55,7 +55,7 @@ def _print_all(only: str, tables: list[str]) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     from benchmarks.zoo import table
-    from benchmarks.zoo_models import DEPTH
+    from tests.zoo.models import DEPTH
 
     DEPTH["layers"] = 2
     for which in tables:

@@ -13,7 +13,6 @@ from dcpc.runtime.groups import local_ranks
 # holds a loss or a gradient that no other test holds.
 BY_HAND = {
     "benchmarks/test_gpu_checks.py": "checks of a GPU, here that all of them run",
-    "benchmarks/test_hf_race.py": "benchmarks.hf_race --quick; tests/hf/ holds the losses",
     "benchmarks/test_memory.py": "benchmarks.memory --quick; single points are quick tests",
     "benchmarks/test_model_flops.py": "FLOPs",
     "benchmarks/test_recompute.py": "benchmarks.recompute --quick",

@@ -13,8 +13,12 @@ READS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 CLOCKS = {f"time.{name}{unit}" for name in READS for unit in ("", "_ns")}
 CLOCKS |= {"datetime.now", "datetime.utcnow", "datetime.today", "timeit"}
 CLOCKS |= {"benchmarks.harness.timed"}
-# They make programs and runs for as long as they are asked to, and are no tests.
-MAY = {"tests/fuzz/run.py", "tests/fuzz/runs/hunt.py", "tests/fuzz/pairs/hunt.py"}
+# They run for as long as they are asked to, or say how long something took, and are no tests.
+MAY = {
+    *("tests/fuzz/run.py", "tests/fuzz/runs/hunt.py", "tests/fuzz/pairs/hunt.py"),
+    *("tests/faults/memory.py", "tests/faults/ranks.py", "tests/faults/soak.py"),
+    "tests/mutants/run.py",
+}
 
 
 def clocks_in(source: str) -> set[str]:

@@ -14,7 +14,7 @@ from dcpc.codegen.variant.call import VariantCall, call_of
 from dcpc.codegen.variant.divided import DividedRun
 from dcpc.codegen.variant.empty import MISREAD
 from dcpc.codegen.variant.excerpt import excerpt
-from dcpc.codegen.variant.lockstep import integers_of, run_in_step, summed
+from dcpc.codegen.variant.lockstep import Result, integers_of, run_in_step, summed
 from dcpc.codegen.variant.variant import Variant, broken_guards, delivering, resolved
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Key",
     "Library",
     "LoweredPair",
+    "Result",
     "Tracer",
     "UnitNodes",
     "Variant",

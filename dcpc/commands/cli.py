@@ -37,6 +37,7 @@ from dcpc.commands.report import (
     what_if,
     what_if_text,
 )
+from dcpc.commands.shared.drawing import check_drawable
 from dcpc.commands.shared.factories import check_writable, writing
 from dcpc.commands.shared.options import (
     Attention,
@@ -133,8 +134,8 @@ def report(
         replace(options, memory=bytes_, world=ranks)
         for bytes_, ranks in itertools.product(memories, worlds)
     ]
-    check_writable("--html", html)
-    check_writable("--png", png)
+    check_drawable("--html", html)
+    check_drawable("--png", png)
     planned, said = NamedModel(factory, buckets, seq).planned(told[0], partly=True)
     cases = [
         what_if(planned, rank_memory_bytes(o.memory, planned.device, o.world), o.world)
@@ -343,7 +344,7 @@ def simulate(
 ) -> None:
     """Predict step time, tokens/s, idling and bytes sent of dcpc and of what one does today."""
     check_writable("--trace", trace)
-    check_writable("--png", png)
+    check_drawable("--png", png)
     request = SimulationRequest(options.world, steps, tokens_per_step, seed, trace, png)
     drawn = source_of(lengths, histogram, shares)
     if cost is not None:

@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan, PlanRow
-
-# A larger micro-batch must be worth it: of rows within this share of the best one's rank-seconds a
-# sample, the smallest micro-batch on the fewest ranks is taken, which leaves the batch planner
-# room.
-WORTH = 0.05
-# A larger group must be faster by this share, or it only takes ranks.
-FASTER = 0.2
+from dcpc.ir.thresholds import MICRO_BATCH_GAIN
 
 # Plans by rising length, neighbours that chose alike.
 Stretch = tuple[BucketPlan, ...]
@@ -77,7 +71,7 @@ def choose(
             f"{wider}, lower the bucket, or raise memory="
         )
     best = min(row.rank_seconds for row in fitting)
-    worthy = [row for row in fitting if row.rank_seconds <= best * (1 + WORTH)]
+    worthy = [row for row in fitting if row.rank_seconds <= best * (1 + MICRO_BATCH_GAIN)]
     chosen = min(worthy, key=lambda row: (row.sp, row.micro_batch, row.menu_step))
     return BucketPlan(
         bucket=bucket,

@@ -9,6 +9,7 @@ import torch
 
 from dcpc.buckets import Sizes
 from dcpc.ir import Fold, Placement, Program
+from dcpc.ir.thresholds import PLACEMENT_LOSS
 from dcpc.passes.placement.near_ties import NearTies
 from dcpc.passes.placement.placement import Best, Objective, PlacementModel, placed, solve
 from dcpc.plan.traced import Traced
@@ -18,9 +19,6 @@ _PRODUCTS = (
     torch.ops.aten.matmul.default,
     torch.ops.aten.convolution.default,
 )
-# A plan's placement may be one made for another bucket or degree: at these sizes it costs at most
-# this share more than the best.
-NEAR = 0.02
 
 
 class Placements:
@@ -34,7 +32,7 @@ class Placements:
     def __init__(self, traced: Traced, fold: Fold | None) -> None:
         self._program, self._device, self._fold = traced.program, traced.device, fold
         self._model = PlacementModel(traced.program, traced.sharding)
-        self._near = NearTies(self._model, fold, NEAR)
+        self._near = NearTies(self._model, fold, PLACEMENT_LOSS)
         self._best: dict[_Asked, Best] = {}
         self._made: dict[_Asked, Placement] = {}
         self._supposed: dict[_Asked, Placement] = {}  # near ones, after the plan
@@ -48,8 +46,8 @@ class Placements:
         Args:
             sizes: length of every dim.
             sp: ranks of the group.
-            near: whether it may be one made for other sizes, at most `NEAR` from the best. What
-                those are depends on what was asked for before.
+            near: whether it may be one made for other sizes, at most `PLACEMENT_LOSS` from the
+                best. What those are depends on what was asked for before.
         """
         key = _asked(sizes, sp)
         supposed = near and self._settled

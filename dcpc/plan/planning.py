@@ -15,11 +15,11 @@ from dcpc.codegen.variant.source import variant_source
 from dcpc.errors import BucketError, PlanError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import BucketPlan, Placement, Profile, Program
-from dcpc.plan.choose import FASTER, TriedRow, choose, crossover_lines, least_recompute
+from dcpc.ir.thresholds import DOUBLING_GAIN, PLACEMENT_LOSS, WIDER_GROUP_GAIN
+from dcpc.plan.choose import TriedRow, choose, crossover_lines, least_recompute
 from dcpc.plan.notes.attention import attention_lines
 from dcpc.plan.notes.gathers import gather_lines
 from dcpc.plan.notes.kernels import kernel_lines
-from dcpc.plan.placements import NEAR
 from dcpc.plan.priced import Priced
 from dcpc.plan.progress import tracked
 from dcpc.plan.runnable import Runnable
@@ -36,7 +36,6 @@ from dcpc.trace.loss import Loss
 
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
 MOST_SAMPLES = 1 << 12
-GAIN = 0.01
 # Autograd's own gradient of the loss, one number, lives beside the share that a variant takes.
 LOSS_GRADIENT_BYTES = 8
 # Of a GPU's memory: where a plan needs less, what lies idle between its blocks fits as well; but
@@ -139,8 +138,8 @@ class Planned:
         near = sum(v.priced.placements.near_count for v in self.traces)
         if near:
             notes.append(
-                f"{near} settings are split as other lengths or degrees are: at most {NEAR:.1%} "
-                "above the least cost"
+                f"{near} settings are split as other lengths or degrees are: at most "
+                f"{PLACEMENT_LOSS:.1%} above the least cost"
             )
         error = self.device.seconds_error
         if error is not None:
@@ -406,9 +405,9 @@ def _rows(
             yield row
             if row.fits:
                 ample.add((sp, batch))
-                if row.seconds_s < fastest_s * (1 - FASTER):
+                if row.seconds_s < fastest_s * (1 - WIDER_GROUP_GAIN):
                     fastest_s, widest = row.seconds_s, 2 * sp
-            if not row.fits or row.rank_seconds > best * (1 - GAIN):
+            if not row.fits or row.rank_seconds > best * (1 - DOUBLING_GAIN):
                 break
             best = row.rank_seconds
 

@@ -1,8 +1,7 @@
-"""Loss and gradients of dcpc's graphs, and how far they are from the plain model's."""
+"""Loss and gradients of dcpc's graphs: of all ranks in this process, or of one call."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from dcpc.codegen import (
     LoweredPair,
+    Result,
     Variant,
     broken_guards,
     integers_of,
@@ -27,10 +27,8 @@ from dcpc.plan.runnable import RewrittenCall
 from dcpc.trace import casting
 from dcpc.trace.loss import gradient_of, one_number
 from dcpc.verify.draws import KnownParts
-from dcpc.verify.exactness import Gradients, loss_error, nan_as_infinite, relative_errors
+from dcpc.verify.exactness import Difference, Gradients, LossAndGradients
 from dcpc.verify.reference import (
-    LossAndGradients,
-    gaps_of,
     gradients_of,
     input_name,
     leaves_of,
@@ -40,49 +38,7 @@ from dcpc.verify.reference import (
 from dcpc.verify.references import Reference
 from dcpc.verify.replay import Replay, RightKernels, Watch, calls, in_order
 
-# Two ways to sum the same numbers in float64 differ by far less. More is what torch rounds while it
-# takes a float32 op apart: a constant of it, such as a norm's epsilon, is a float32 number.
-LIMIT = 1e-7
-# In a lower dtype: roundings of it, relative to the largest element, that may add up.
-ROUNDINGS = 64
-
-
-# Beside float64, in a lower dtype: times what the plain model itself loses in it. Two ways to round
-# the same numbers differ by at most twice that, on average; a wrong kernel by far more.
-OWN_TIMES = 4.0
-# Elsewhere, what differs by more than the limits above: times what the plain model moves by if each
-# of its ops rounds once more (`rounding_of`). Softmaxes that are full were off by up to 7 of these.
-MOVES = 16.0
-# A gradient smaller than this share of the largest one is compared with that share of it: what is
-# left of sums that cancel is rounding.
-FINELY, ROUGHLY = 1e-3, 0.1
 PART = 0.5  # of the loss that is differentiated, as training scales it: a power of 2 is exact
-
-
-@dataclass(frozen=True, slots=True)
-class Error:
-    """How far an outcome is from the plain model's.
-
-    Attributes:
-        worst: the largest relative difference; infinite where something is not a number.
-        where: "loss", or the parameter whose gradient differs most.
-        got: that loss, or the largest difference of that gradient.
-        expected: that loss, or the largest element of that gradient.
-    """
-
-    worst: float
-    where: str
-    got: float
-    expected: float
-
-    @property
-    def gap(self) -> str:
-        """Got and expected, as text."""
-        if self.where == "loss":
-            return f"loss: got {self.got:.6g}, expected {self.expected:.6g}"
-        return (
-            f"{self.where}: largest difference {self.got:.6g}, largest element {self.expected:.6g}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +53,7 @@ class Compared:
     """
 
     reference: Reference
-    error: Error
+    error: Difference
     right: bool
     rounds: bool = False
 
@@ -105,64 +61,6 @@ class Compared:
         own = "" if self.reference.wide else " (own dtype)"
         own += " (the model itself rounds so)" * self.rounds
         return f"{self.reference.point} to {self.error.worst:.0e}{own}"
-
-
-def error_of(
-    found: LossAndGradients, expected: LossAndGradients, floor: float, limit: float = 1.0
-) -> tuple[Error, list[str]]:
-    """Returns the largest difference of a loss and gradients, and all that are above a limit.
-
-    Args:
-        found: what is judged.
-        expected: the plain model's.
-        floor: see `relative_errors`.
-        limit: of relative differences.
-    """
-    off = relative_errors(found.gradients, expected.gradients, floor, none_is_zero=True)
-    off["loss"] = loss_error(found.loss, expected.loss)
-    return _worst(found, expected, off, dict.fromkeys(off, limit))
-
-
-def own_error(
-    found: LossAndGradients, plain: LossAndGradients, exact: LossAndGradients, dtype: torch.dtype
-) -> tuple[Error, list[str]]:
-    """Returns the error in a lower dtype that is worst beside what is allowed, and all above that.
-
-    Allowed is `OWN_TIMES` what the plain model loses in this dtype against float64, of the same
-    gradient or, if that is more, of all of them (root mean square).
-
-    Args:
-        found: what is judged, in this dtype.
-        plain: the plain model's, in this dtype.
-        exact: the plain model's in float64.
-        dtype: the floating dtype that rounds most.
-    """
-    off, lost = (
-        relative_errors(x.gradients, exact.gradients, FINELY, none_is_zero=True)
-        for x in (found, plain)
-    )
-    least = float(torch.finfo(dtype).eps)
-    usual = math.sqrt(sum(e * e for e in lost.values()) / max(len(lost), 1))
-    off["loss"], lost["loss"] = (loss_error(x.loss.double(), exact.loss) for x in (found, plain))
-    allowed = {n: OWN_TIMES * max(lost[n], least, 0.0 if n == "loss" else usual) for n in off}
-    return _worst(found, exact, off, allowed)
-
-
-def _worst(
-    found: LossAndGradients,
-    expected: LossAndGradients,
-    off: Mapping[str, float],
-    allowed: Mapping[str, float],
-) -> tuple[Error, list[str]]:
-    """Returns the error that is worst beside what is allowed of it, and the names of all above."""
-    off = {n: nan_as_infinite(e) for n, e in off.items()}
-    where = max(off, key=lambda n: (off[n] / allowed[n], off[n]))
-    over = [n for n, e in off.items() if e > allowed[n]]
-    if where == "loss":
-        return Error(off[where], where, float(found.loss), float(expected.loss)), over
-    want, gaps = expected.gradients[where], gaps_of(found, expected)
-    size = 0.0 if want is None else float(want.abs().max())
-    return Error(off[where], f"gradient of {where}", gaps[where], size), over
 
 
 _ATTENTIONS = ("attention_forward", "attention_of_rows_forward", "ring_attention_forward")
@@ -244,19 +142,53 @@ class Given:
             integers: what the graphs take besides tensors, of each rank.
             dims: length of every dim.
         """
-        tensors = {n: t.detach() for n, t in self.tensors.items()}
-        ranks = run_in_step([parts] * len(integers), integers, tensors, self.calls, gradient_of)
-        found: Gradients = dict.fromkeys(self.wanted)
-        every = zip(lowering.joint.trainable, summed(ranks), ranks[0].gradients, strict=True)
-        for placeholder, total, own in every:
-            name = self._name(placeholder)
-            gradient = own if placeholder in self.program.inputs else total
-            if gradient is not None and name in found:  # else it was frozen since
-                had = found[name]
-                found[name] = gradient if had is None else had + gradient
+        trained = lowering.joint.trainable
+        ranks, found = self.of_ranks([parts] * len(integers), integers, trained)
         returned = [rank.outputs for rank in ranks]
         outputs = joined_outputs(self.program, lowering.placement, returned, dims)
         return LossAndGradients(one_number(outputs), found)
+
+    def of_ranks(
+        self,
+        parts: Sequence[Partition],
+        integers: Sequence[Mapping[str, int]],
+        trained: Sequence[str],
+    ) -> tuple[Sequence[Result], Gradients]:
+        """Returns what each rank of a group computes, and the sums of their gradients by name.
+
+        All ranks run in this process.
+
+        Args:
+            parts: forward and backward graphs of each rank.
+            integers: integers that its graphs take.
+            trained: placeholders whose gradients the graphs give.
+        """
+        tensors = {n: t.detach() for n, t in self.tensors.items()}
+        ranks = run_in_step(parts, integers, tensors, self.calls, gradient_of)
+        found: Gradients = dict.fromkeys(self.wanted)
+        for placeholder, total, own in zip(trained, summed(ranks), ranks[0].gradients, strict=True):
+            name = self._name(placeholder)
+            gradient = own if placeholder in self.program.inputs else total
+            if gradient is not None and name in found:  # else it was frozen since
+                had = found[name]  # a tied parameter has several placeholders
+                found[name] = gradient if had is None else had + gradient
+        return ranks, found
+
+    def of_variants(
+        self, ranks: Sequence[tuple[Variant, Sequence[int]]]
+    ) -> tuple[Sequence[Result], Gradients]:
+        """Returns the same of the graphs of variants, as `of_ranks`.
+
+        Args:
+            ranks: variant of each rank, and the integers that it takes.
+        """
+        first = ranks[0][0]
+        integers = [
+            {i.name: value for i, value in zip(variant.integers, values, strict=True)}
+            for variant, values in ranks
+        ]
+        trained = [first.placeholders[position] for position in first.trainable]
+        return self.of_ranks([variant.partition for variant, _ in ranks], integers, trained)
 
     def _name(self, placeholder: str) -> str:
         """Returns what the gradient of a placeholder is called."""

@@ -17,27 +17,29 @@ from dcpc.ir import Partition, Placement, Program
 from dcpc.plan.runnable import RewrittenCall
 from dcpc.plan.traced import Traced
 from dcpc.verify.compare import (
+    Compared,
+    Given,
+    Make,
+    called,
+    is_broken,
+    known_run,
+    runs_own_kernels,
+)
+from dcpc.verify.culprit import first_difference, reader
+from dcpc.verify.draws import KnownParts
+from dcpc.verify.exactness import (
     FINELY,
     LIMIT,
     MOVES,
     OWN_TIMES,
     ROUGHLY,
     ROUNDINGS,
-    Compared,
-    Given,
-    Make,
-    called,
+    LossAndGradients,
     error_of,
-    is_broken,
-    known_run,
     own_error,
-    runs_own_kernels,
 )
-from dcpc.verify.culprit import first_difference, reader
-from dcpc.verify.draws import KnownParts
 from dcpc.verify.inputs import lowest
 from dcpc.verify.points import Point
-from dcpc.verify.reference import LossAndGradients
 from dcpc.verify.references import Reference, References
 
 # In float64 throughout a constant that the trace rounded to the model's dtype is another number

@@ -11,13 +11,14 @@ from torch import Tensor, fx
 from dcpc.codegen import LoweredPair
 from dcpc.fx.graphs import source_line
 from dcpc.ir import Partition, Program
-from dcpc.verify.compare import LIMIT, Given
+from dcpc.verify.compare import Given
+from dcpc.verify.exactness import LIMIT
 from dcpc.verify.replay import Replay, in_order
 
 
 def reader(program: Program, where: str) -> str:
     """Returns which node reads the parameter whose gradient differs, as text; "" for the loss."""
-    names = {n for n, p in program.parameters.items() if where.endswith(f" {p}")}
+    names = {n for n, p in program.parameters.items() if where == p}
     for node in program.gm.graph.nodes:
         if any(operand.name in names for operand in node.all_input_nodes):
             return f", read by {_said(node)}"

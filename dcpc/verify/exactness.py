@@ -1,72 +1,112 @@
-"""Loss and gradients of a model, and how far others are from them."""
+"""Loss and gradients of a run, how far two runs are apart, and how far they may be."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from dcpc.buckets import Buckets, Sizes
-from dcpc.errors import BucketError
-from dcpc.trace.loss import Loss, find_outputs, one_number, returned
-from dcpc.verify.replay import RightKernels
+from dcpc.buckets import Sizes
 
 Gradients = dict[str, Tensor | None]
-Example = Callable[[Sizes], Mapping[str, Tensor]]
+Gaps = dict[str, float]
+
+# How far loss and gradients may be from the plain model's, relative to their largest element.
+# EXACT: both in float64 with the same constants; sums in another order differ by far less.
+# LIMIT: both in float64, one of them from a trace of a lower dtype: what torch rounds while it
+# takes a float32 op apart, a constant such as a norm's epsilon, is a float32 number.
+# ROUNDINGS: in a lower dtype, roundings of it that may add up.
+EXACT, LIMIT, ROUNDINGS = 1e-10, 1e-7, 64
+# Beside float64, in a lower dtype: times what the plain model itself loses in it. Two ways to round
+# the same numbers differ by at most twice that, on average; a wrong kernel by far more.
+OWN_TIMES = 4.0
+# Elsewhere, what differs by more than the limits above: times what the plain model moves by if each
+# of its ops rounds once more (`rounding_of`). Softmaxes that are full were off by up to 7 of these.
+MOVES = 16.0
+# A gradient smaller than this share of the largest one is compared with that share of it: what is
+# left of sums that cancel is rounding.
+FINELY, ROUGHLY = 1e-3, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class LossAndGradients:
+    """Loss and gradients of one run.
+
+    Attributes:
+        loss: the loss; where forward returns other tensors, `one_number` of them.
+        gradients: name of a trainable parameter, or `input_name` of an input, -> its gradient, None
+            where it has none.
+        draws: random ops that ran, where they were counted.
+        misread: ops whose kernel misread its operands in this run; the gradients here are right.
+    """
+
+    loss: Tensor
+    gradients: Gradients
+    draws: int = 0
+    misread: frozenset[str] = frozenset()
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradients are numbers."""
+        values = [self.loss, *(g for g in self.gradients.values() if g is not None)]
+        return all(bool(v.isfinite().all()) for v in values)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest relative differences of a group's loss and gradients from the plain model's.
+    """How far an outcome is from the plain model's.
 
     Attributes:
-        sizes: the shape of the call.
-        loss: of the loss.
-        gradient: of all gradients, each relative to its own largest element.
-        parameter: the parameter whose gradient differs most.
+        loss: relative difference of the loss; infinite where it is no number.
+        gradient: of the gradients the relative difference that is worst beside what is allowed.
+        parameter: name of the parameter whose gradient that is.
+        where: "loss" or that name: which of the two is worse beside what is allowed.
+        got: that loss, or the largest difference of that gradient.
+        expected: that loss, or the largest element of that gradient.
+        sizes: length of every dim of the call.
         recompute: "none" or "all" of the segments.
     """
 
-    sizes: Sizes
     loss: float
     gradient: float
     parameter: str
+    where: str
+    got: float = 0.0
+    expected: float = 0.0
+    sizes: Sizes = field(default_factory=dict)
     recompute: str = "none"
 
     @property
     def worst(self) -> float:
-        """The larger of the two; NaN where one is."""
-        return self.loss + self.gradient if self._is_nan else max(self.loss, self.gradient)
+        """Relative difference of the one that is worse."""
+        return self.loss if self.where == "loss" else self.gradient
 
     @property
-    def _is_nan(self) -> bool:
-        return self.loss != self.loss or self.gradient != self.gradient
+    def gap(self) -> str:
+        """Got and expected, as text."""
+        if self.where == "loss":
+            return f"loss: got {self.got:.6g}, expected {self.expected:.6g}"
+        return (
+            f"gradient of {self.where}: largest difference {self.got:.6g}, "
+            f"largest element {self.expected:.6g}"
+        )
 
 
-def plain(
-    model: nn.Module, inputs: Mapping[str, Tensor], loss: Loss | None = None
-) -> tuple[Tensor, Gradients]:
-    """Returns loss and gradients of the model itself, on one device.
+def gap(got: Tensor | None, want: Tensor | None) -> float:
+    """Returns the largest difference of two tensors; none is as good as zeros."""
+    if got is None or want is None:
+        given = want if got is None else got
+        return 0.0 if given is None else float(given.abs().max())
+    return float((got - want).abs().max())
 
-    Kernels of backward that misread a layout get one that they read right (`RightKernels`).
 
-    Args:
-        model: the user's.
-        inputs: by name.
-        loss: of what forward returned; None: forward returned it.
-    """
-    model.zero_grad()
-    value = one_number(find_outputs(returned(model, inputs, loss)))
-    with RightKernels():
-        value.backward()
-    grads = {n: p.grad for n, p in model.named_parameters()}
-    # An embedding's may be sparse; in dcpc's graphs none is.
-    found = {n: None if g is None else g.clone().to_dense() for n, g in grads.items()}
-    model.zero_grad()
-    return value.detach(), found
+def gaps_of(found: LossAndGradients, expected: LossAndGradients) -> Gaps:
+    """Returns the largest difference of the loss and of each gradient; none is as good as zeros."""
+    gaps = {n: gap(g, expected.gradients[n]) for n, g in found.gradients.items()}
+    return {**gaps, "loss": gap(found.loss.detach(), expected.loss)}
 
 
 def gradient_errors(model: nn.Module, expected: Gradients) -> dict[str, float]:
@@ -94,14 +134,13 @@ def relative_errors(
     scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
     errors = {}
     for name, got in found.items():
-        want = expected[name]
+        want = expected.get(name)
+        size = 0.0 if want is None else float(want.abs().max())
+        one_is_none = (got is None) != (want is None)
+        off = math.inf if one_is_none and not none_is_zero else gap(got, want)
         if got is None or want is None:
-            given = want if got is None else got
-            size = 0.0 if given is None else float(given.abs().max()) if none_is_zero else math.inf
-            errors[name] = size / max(floor * scale, 1e-12)
-            continue
-        own = max(float(want.abs().max()), floor * scale, 1e-12)
-        errors[name] = float((got - want).abs().max()) / own
+            size = 0.0
+        errors[name] = off / max(size, floor * scale, 1e-12)
     return errors
 
 
@@ -117,54 +156,67 @@ def nan_as_infinite(error: float) -> float:
     return error if error == error else float("inf")
 
 
-def float64_specs(buckets: Buckets) -> Buckets:
-    """Returns the same buckets with every floating input in float64."""
-    inputs = {}
-    for name, spec in buckets.inputs.items():
-        text = str(spec)
-        if spec.dtype.is_floating_point:
-            text = "float64" + text[text.index("[") :]
-        inputs[name] = text
-    return Buckets(inputs, [b.sizes for b in buckets.buckets])
-
-
-def example_inputs(
-    buckets: Buckets, sizes: Sizes, example: Example | None = None
-) -> dict[str, Tensor]:
-    """Returns inputs of one shape, the same on every rank.
+def error_of(
+    found: LossAndGradients,
+    expected: LossAndGradients,
+    floor: float = FINELY,
+    limit: float = 1.0,
+    none_is_zero: bool = True,
+) -> tuple[Difference, list[str]]:
+    """Returns the largest difference of a loss and gradients, and all that are above a limit.
 
     Args:
-        buckets: the inputs' specs.
-        sizes: length of every dim, batch included.
-        example: returns some of the inputs for a shape; the others are drawn: normal numbers,
-            integers 0 and 1, ones where a name has "mask" in it.
-
-    Raises:
-        BucketError: `example` returns an input that there is not, or one of another shape.
+        found: what is judged.
+        expected: the plain model's.
+        floor: see `relative_errors`.
+        limit: of relative differences.
+        none_is_zero: see `relative_errors`.
     """
-    generator = torch.Generator().manual_seed(0)
-    found: dict[str, Tensor] = {}
-    for name, spec in buckets.inputs.items():
-        shape = spec.shape(sizes)
-        if "mask" in name:
-            found[name] = torch.ones(shape, dtype=spec.dtype)
-        elif spec.dtype.is_floating_point or spec.dtype.is_complex:
-            found[name] = torch.randn(shape, generator=generator, dtype=spec.dtype)
-        else:
-            found[name] = torch.randint(0, 2, shape, generator=generator).to(spec.dtype)
-    if example is not None:
-        torch.manual_seed(0)
-        for name, value in example(sizes).items():
-            found[name] = _checked(name, value, buckets, sizes)
-    return found
+    off = relative_errors(found.gradients, expected.gradients, floor, none_is_zero)
+    off["loss"] = loss_error(found.loss, expected.loss)
+    return _worst(found, expected, off, dict.fromkeys(off, limit))
 
 
-def _checked(name: str, value: Tensor, buckets: Buckets, sizes: Sizes) -> Tensor:
-    spec = buckets.inputs.get(name)
-    if spec is None or tuple(value.shape) != spec.shape(sizes):
-        got = f"'{name}' of shape {tuple(value.shape)}"
-        want = f"one of {', '.join(buckets.inputs)}" if spec is None else str(spec.shape(sizes))
-        raise BucketError(
-            f"the example at {dict(sizes)} returned {got}; expected {want}; correct the function"
-        )
-    return value.to(spec.dtype)
+def own_error(
+    found: LossAndGradients, plain: LossAndGradients, exact: LossAndGradients, dtype: torch.dtype
+) -> tuple[Difference, list[str]]:
+    """Returns the error in a lower dtype that is worst beside what is allowed, and all above that.
+
+    Allowed is `OWN_TIMES` what the plain model loses in this dtype against float64, of the same
+    gradient or, if that is more, of all of them (root mean square).
+
+    Args:
+        found: what is judged, in this dtype.
+        plain: the plain model's, in this dtype.
+        exact: the plain model's in float64.
+        dtype: the floating dtype that rounds most.
+    """
+    off, lost = (
+        relative_errors(x.gradients, exact.gradients, FINELY, none_is_zero=True)
+        for x in (found, plain)
+    )
+    least = float(torch.finfo(dtype).eps)
+    usual = math.sqrt(sum(e * e for e in lost.values()) / max(len(lost), 1))
+    off["loss"], lost["loss"] = (loss_error(x.loss.double(), exact.loss) for x in (found, plain))
+    allowed = {n: OWN_TIMES * max(lost[n], least, 0.0 if n == "loss" else usual) for n in off}
+    return _worst(found, exact, off, allowed)
+
+
+def _worst(
+    found: LossAndGradients,
+    expected: LossAndGradients,
+    off: Mapping[str, float],
+    allowed: Mapping[str, float],
+) -> tuple[Difference, list[str]]:
+    """Returns the error that is worst beside what is allowed of it, and the names of all above."""
+    off = {n: nan_as_infinite(e) for n, e in off.items()}
+    worse = {n: (e / allowed[n], e) for n, e in off.items()}
+    parameter = max((n for n in off if n != "loss"), key=worse.__getitem__, default="")
+    where = max(off, key=worse.__getitem__)
+    over = [n for n, e in off.items() if e > allowed[n]]
+    got, want = float(found.loss), float(expected.loss)
+    if where != "loss":
+        gradient = expected.gradients.get(where)
+        got = gap(found.gradients[where], gradient)
+        want = 0.0 if gradient is None else float(gradient.abs().max())
+    return Difference(off["loss"], off.get(parameter, 0.0), parameter, where, got, want), over

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from dcpc.buckets import Buckets
+from dcpc.buckets import Buckets, Sizes
+from dcpc.errors import BucketError
 from dcpc.ir import Program
 
 aten = torch.ops.aten
+
+Example = Callable[[Sizes], Mapping[str, Tensor]]
 
 # "wide": indices up to the length of what they index, values the graph compares with, masks with
 # holes, a sample that is masked but for its first element. "ignored": of those values only labels
@@ -165,3 +168,56 @@ def lowest(program: Program) -> torch.dtype:
     """Returns the floating dtype of a program that rounds most."""
     found = {i.dtype for i in program.info.values() if i.dtype.is_floating_point}
     return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def float64_specs(buckets: Buckets) -> Buckets:
+    """Returns the same buckets with every floating input in float64."""
+    inputs = {}
+    for name, spec in buckets.inputs.items():
+        text = str(spec)
+        if spec.dtype.is_floating_point:
+            text = "float64" + text[text.index("[") :]
+        inputs[name] = text
+    return Buckets(inputs, [b.sizes for b in buckets.buckets])
+
+
+def example_inputs(
+    buckets: Buckets, sizes: Sizes, example: Example | None = None
+) -> dict[str, Tensor]:
+    """Returns inputs of one shape, the same on every rank.
+
+    Args:
+        buckets: the inputs' specs.
+        sizes: length of every dim, batch included.
+        example: returns some of the inputs for a shape; the others are drawn: normal numbers,
+            integers 0 and 1, ones where a name has "mask" in it.
+
+    Raises:
+        BucketError: `example` returns an input that there is not, or one of another shape.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Tensor] = {}
+    for name, spec in buckets.inputs.items():
+        shape = spec.shape(sizes)
+        if "mask" in name:
+            found[name] = torch.ones(shape, dtype=spec.dtype)
+        elif spec.dtype.is_floating_point or spec.dtype.is_complex:
+            found[name] = torch.randn(shape, generator=generator, dtype=spec.dtype)
+        else:
+            found[name] = torch.randint(0, 2, shape, generator=generator).to(spec.dtype)
+    if example is not None:
+        torch.manual_seed(0)
+        for name, value in example(sizes).items():
+            found[name] = _checked(name, value, buckets, sizes)
+    return found
+
+
+def _checked(name: str, value: Tensor, buckets: Buckets, sizes: Sizes) -> Tensor:
+    spec = buckets.inputs.get(name)
+    if spec is None or tuple(value.shape) != spec.shape(sizes):
+        got = f"'{name}' of shape {tuple(value.shape)}"
+        want = f"one of {', '.join(buckets.inputs)}" if spec is None else str(spec.shape(sizes))
+        raise BucketError(
+            f"the example at {dict(sizes)} returned {got}; expected {want}; correct the function"
+        )
+    return value.to(spec.dtype)

@@ -18,7 +18,7 @@ from dcpc.trace import casting
 from dcpc.trace.capture.module_state import holding, untouched
 from dcpc.trace.loss import Loss, find_outputs, one_number, returned
 from dcpc.verify.draws import KnownDraws
-from dcpc.verify.exactness import Gradients
+from dcpc.verify.exactness import Gaps, LossAndGradients, gaps_of
 from dcpc.verify.float64 import float64_throughout
 from dcpc.verify.points import Point
 from dcpc.verify.replay import RightKernels
@@ -27,37 +27,11 @@ from dcpc.verify.replay import RightKernels
 # times smaller the second size is.
 RUNS, FINER = 3, 16
 
-Gaps = dict[str, float]
-
 # Losses that differ by less are alike: relative to the largest of them, and at all (a loss that is
 # 0 but for rounding has no digit that counts). In float64 the first leaves room for an op of the
 # user's that computes in float32 inside; in other dtypes for other kernels at other batches.
 WIDE_LIMITS = (1e-6, 1e-12)
 LEAST_LIMIT, ROUNDINGS = 1e-3, 4
-
-
-@dataclass(frozen=True, slots=True)
-class LossAndGradients:
-    """Loss and gradients of one run.
-
-    Attributes:
-        loss: the loss; where forward returns other tensors, `one_number` of them.
-        gradients: name of a trainable parameter, or `input_name` of an input, -> its gradient, None
-            where it has none.
-        draws: random ops that ran, where they were counted.
-        misread: ops whose kernel misread its operands in this run; the gradients here are right.
-    """
-
-    loss: Tensor
-    gradients: Gradients
-    draws: int = 0
-    misread: frozenset[str] = frozenset()
-
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradients are numbers."""
-        values = [self.loss, *(g for g in self.gradients.values() if g is not None)]
-        return all(bool(v.isfinite().all()) for v in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +96,19 @@ def state(
     return parameters, {n: widened(b.detach(), wide) for n, b in model.named_buffers()}
 
 
+def trainable(model: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the parameters that get a gradient."""
+    return tuple(n for n, p in model.named_parameters() if p.requires_grad)
+
+
 def plain(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
     *,
-    wide: bool,
-    alike: bool,
-    autocast: torch.dtype | None,
-    wanted: Collection[str],
+    wide: bool = False,
+    alike: bool = False,
+    autocast: torch.dtype | None = None,
+    wanted: Collection[str] | None = None,
     loss: Loss | None = None,
     nudged: Nudged | None = None,
 ) -> LossAndGradients:
@@ -144,10 +123,13 @@ def plain(
         wide: in float64 throughout: parameters, inputs, and every cast to a lower dtype.
         alike: see `KnownDraws`.
         autocast: what it is trained under, where it is not `wide`.
-        wanted: names of the parameters, and `input_name` of inputs, whose gradients are compared.
+        wanted: names of the parameters, and `input_name` of inputs, whose gradients are compared;
+            None: all trainable parameters.
         loss: of what forward returned; None: forward returned it.
         nudged: moves what each op computes; None: nothing does.
     """
+    if wanted is None:
+        wanted = trainable(model)
     given = leaves_of(inputs, wide, wanted)
     device = next(iter(given.values())).device
     parameters, buffers = state(model, wide, wanted, device)
@@ -236,19 +218,6 @@ def rounding_of(run: Callable[[Nudged | None], LossAndGradients], dtype: torch.d
         if small <= large / FINER**0.5:
             found[name] = large * torch.finfo(dtype).eps / share
     return found
-
-
-def gaps_of(found: LossAndGradients, expected: LossAndGradients) -> Gaps:
-    """Returns the largest difference of the loss and of each gradient; none is as good as zeros."""
-
-    def gap(got: Tensor | None, want: Tensor | None) -> float:
-        if got is None or want is None:
-            given = want if got is None else got
-            return 0.0 if given is None else float(given.abs().max())
-        return float((got - want).abs().max())
-
-    gaps = {n: gap(g, expected.gradients[n]) for n, g in found.gradients.items()}
-    return {**gaps, "loss": gap(found.loss.detach(), expected.loss)}
 
 
 def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -15,17 +15,10 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Buckets
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import Traced
+from dcpc.verify.exactness import LossAndGradients, gaps_of
 from dcpc.verify.inputs import KINDS, draw, lowest
 from dcpc.verify.points import Budget, Point, points
-from dcpc.verify.reference import (
-    Asked,
-    LossAndGradients,
-    Nudged,
-    gaps_of,
-    input_name,
-    plain,
-    rounding_of,
-)
+from dcpc.verify.reference import Asked, Nudged, input_name, plain, rounding_of, trainable
 
 LEAST_S = 2.0  # a trace is compared once where that takes no longer, whatever was spent on others
 # Below what devices do, so that a guess of the seconds is on the safe side.
@@ -353,8 +346,8 @@ class References:
         And inputs that learn.
         """
         inputs = tuple(input_name(n) for n, spec in self._specs.items() if spec.learns)
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        trained, held = trainable(self.model), dict(self.model.named_parameters())
         if wide or self.fits():
             return (*trained, *inputs)
-        every = 2 * sum(p.nbytes for p in trained.values())
-        return (*tuple(trained)[:: -(-every // self.budget.room_bytes)], *inputs)
+        every = 2 * sum(held[n].nbytes for n in trained)
+        return (*trained[:: -(-every // self.budget.room_bytes)], *inputs)

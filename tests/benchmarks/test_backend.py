@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.backend import SHAPES, outputs_of, shapes, worst
-from benchmarks.zoo_models import NAMED
+from tests.zoo.models import NAMED
 
 
 @pytest.mark.parametrize("name", ["transformers Llama", "transformers T5", "diffusers PixArt"])

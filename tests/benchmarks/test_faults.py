@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.faults import Outcome, compare
-from benchmarks.faults_soak import HELD, grows, growth
+from tests.faults.injections import Outcome, compare
+from tests.faults.soak import HELD, grows, growth
 
 STRAIGHT = {1: (3.0, [0, 1]), 2: (2.0, [2, 3]), 3: (1.0, [4, 5])}
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import dcpc
-from benchmarks.zoo_models import NAMED
 from dcpc.buckets import BATCH, Bucket
 from dcpc.verify.inputs import draw
 from tests.cases.exactness import gradient_error, loss_error
+from tests.zoo.models import NAMED
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.memory import RECOMPUTE, settings
-from benchmarks.memory_models import SUBJECTS
+from tests.cases.memory_models import SUBJECTS
 
 ROOT = Path(__file__).parents[2]
 

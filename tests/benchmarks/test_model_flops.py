@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dcpc
-from benchmarks.memory_models import SUBJECTS
 from benchmarks.video import FRAMES, SIZES
 from dcpc.commands.check import SplitModel
 from dcpc.symbolic_profile import evaluator
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig, input_specs
+from tests.cases.memory_models import SUBJECTS
 
 ops = torch.ops.dcpc
 

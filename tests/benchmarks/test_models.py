@@ -2,10 +2,10 @@
 
 import torch
 
-from benchmarks.models_cases import CASES
-from benchmarks.models_references import dap_bytes, halo_bytes
 from models.evoformer import EvoformerConfig
 from models.vae3d import TemporalConfig, TemporalVAE
+from tests.exact.models import CASES
+from tests.exact.models_references import dap_bytes, halo_bytes
 
 
 def test_dap_sends_what_its_collectives_send():

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from benchmarks.mutants import MUTANTS
-from benchmarks.mutants_layers import SETTINGS
-from benchmarks.mutants_plant import PHASES, MisplantedError, edited
-from benchmarks.mutants_run import CAUGHT, DROPPED, HARMLESS, run_mutant, run_sound
 from dcpc import api
 from dcpc.commands.check.split import SPLITTING
 from dcpc.ops.pieces import piece
 from dcpc.verify import Verifier
 from dcpc.verify.inputs import KINDS, draw
+from tests.mutants.layers import SETTINGS
+from tests.mutants.plant import PHASES, MisplantedError, edited
+from tests.mutants.run import CAUGHT, DROPPED, HARMLESS, run_mutant, run_sound
 
 BY_NAME = {f"{m.phase}: {m.name}": m for m in MUTANTS}
 CHEAP = (

@@ -8,13 +8,13 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import dcpc
-from benchmarks.parameters_exact import Case, on_rank
-from benchmarks.parameters_steps import TEXT, Work, rest_bytes, step_of
 from dcpc.codegen import wire_log
 from dcpc.errors import GroupError, PlanError
 from dcpc.runtime.planner.plans import rounds_of
 from models.gpt import GPT, GPTConfig
 from tests.cases.launch import run_ranks
+from tests.exact.parameters import Case, on_rank
+from tests.exact.parameters_steps import TEXT, Work, rest_bytes, step_of
 
 VOCABULARY, LENGTHS = 24, (4, 12)
 BUCKETS = dcpc.Buckets(TEXT, [{"seq": n} for n in LENGTHS])

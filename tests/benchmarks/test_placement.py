@@ -1,4 +1,4 @@
-"""A placement is the minimum: by brute force, and by `benchmarks.placement_oracle`'s MILP."""
+"""A placement is the minimum: by brute force, and by `tests.cases.placement_oracle`'s MILP."""
 
 from itertools import product
 
@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.placement_oracle import Oracle, on_machine
-from benchmarks.random_programs import BATCH, SEQ, WIDTH, ProgramBuilder, random_program
 from dcpc.ir import Program
 from dcpc.passes.placement.placement import place
 from dcpc.passes.sharding.sharding import analyse
 from tests.cases.analysed import CPU, GPU, LONG, TIGHT, gpt, llama
+from tests.cases.placement_oracle import Oracle, on_machine
+from tests.cases.random_programs import BATCH, SEQ, WIDTH, ProgramBuilder, random_program
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.recompute import TorchPoint, budgets_of, ratio
-from benchmarks.rotor_oracle import Stage, least_recompute
+from tests.cases.rotor_oracle import Stage, least_recompute
 
 
 def schedules(s, t):

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 import dcpc
-from benchmarks.memory_models import SUBJECTS
 from dcpc.codegen import bind_group
 from dcpc.commands.check import SplitModel
 from dcpc.plan.traced import group_name
 from examples.allocator import measured_peak_bytes
 from tests.cases.launch import run_ranks
+from tests.cases.memory_models import SUBJECTS
 
 LENGTHS = (7, 31, 130)  # no number of ranks divides them all
 CAUSAL = ("ring", "gathered", "heads")

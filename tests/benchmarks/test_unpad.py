@@ -8,7 +8,7 @@ from benchmarks.unpad import TINY, batch_of, compiled, lengths_of
 from benchmarks.unpad_flattened import flattened, flattened_error, llama
 from benchmarks.unpad_t5 import INPUTS, t5
 from benchmarks.unpad_t5 import batch_of as t5_batch
-from dcpc.commands.check import plain
+from tests.cases.exactness import plain
 
 
 def small() -> torch.nn.Module:

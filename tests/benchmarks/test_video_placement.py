@@ -1,4 +1,4 @@
-"""A split STDiT sends at most half of what Ulysses sends (`benchmarks.video_placement`)."""
+"""A split STDiT sends at most half of what Ulysses sends (`tests.cases.video_placement`)."""
 
 import warnings
 
@@ -6,13 +6,13 @@ import pytest
 import torch.distributed as dist
 
 import dcpc
-from benchmarks.placement_oracle import on_machine
-from benchmarks.video_placement import changes, switches, ulysses
 from dcpc.codegen.collectives.collectives import wire_log
 from dcpc.passes.placement.placement import place
 from tests.cases import video_models as video
 from tests.cases.exactness import SplitModel
 from tests.cases.launch import run_ranks
+from tests.cases.placement_oracle import on_machine
+from tests.cases.video_placement import changes, switches, ulysses
 
 pytestmark = pytest.mark.multirank
 

@@ -5,8 +5,8 @@
 
 import pytest
 
-from benchmarks.zoo import verdicts
-from benchmarks.zoo_models import NAMED
+from tests.zoo.models import NAMED
+from tests.zoo.verdicts import verdicts
 
 pytestmark = pytest.mark.multirank
 

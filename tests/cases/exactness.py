@@ -12,8 +12,9 @@ from dcpc.commands.check import (
     gradient_errors,
     loss_error,
     nan_as_infinite,
-    plain,
 )
+from dcpc.trace.loss import Loss
+from dcpc.verify import reference
 
 __all__ = [
     "SPLITTING",
@@ -24,6 +25,15 @@ __all__ = [
     "plain",
     "wrong",
 ]
+
+
+def plain(
+    model: nn.Module, inputs: Mapping[str, Tensor], loss: Loss | None = None
+) -> tuple[Tensor, Gradients]:
+    """Loss and gradients of the model itself, whose own gradients are gone then."""
+    model.zero_grad()
+    found = reference.plain(model, inputs, loss=loss)
+    return found.loss, found.gradients
 
 
 def gradient_error(model: nn.Module, expected: Gradients) -> float:

@@ -1,6 +1,7 @@
 """The command line: plans for any number of ranks from one process, and says what is wrong."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -259,3 +260,15 @@ def test_parse_bucket():
     assert parse_bucket("height=3, width=4") == {"height": 3, "width": 4}
     with pytest.raises(BucketError, match="DIM=SIZE"):
         parse_bucket("seq:3")
+
+
+@pytest.mark.parametrize(
+    "options", [("report", "--html"), ("report", "--png"), ("simulate", "--png")]
+)
+def test_a_picture_without_matplotlib_is_refused_before_the_plan(options, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    command, option = options
+    picture = (option, str(tmp_path / "picture"))
+    result = CliRunner().invoke(app, [command, "no.module:here", "--buckets", "no.yaml", *picture])
+    assert result.exit_code == 1
+    assert "pip install 'dcpc[plots]'" in " ".join(result.stderr.split())

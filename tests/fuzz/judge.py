@@ -16,17 +16,24 @@ from torch import Tensor, fx, nn
 
 import dcpc
 from dcpc.buckets import Sizes
-from dcpc.codegen import Variant, run_in_step, summed
-from dcpc.commands.check import SplitModel, gradient_errors, loss_error, nan_as_infinite, plain
+from dcpc.codegen import Variant
+from dcpc.commands.check import SplitModel
 from dcpc.errors import CodegenError, DcpcError, DefectError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import Partition
 from dcpc.trace.loss import find_loss
-from dcpc.verify.exactness import Difference
+from dcpc.verify.exactness import (
+    EXACT,
+    Difference,
+    LossAndGradients,
+    error_of,
+    gradient_errors,
+    loss_error,
+)
+from dcpc.verify.reference import plain
 from dcpc.verify.replay import RightKernels
 from tests.fuzz.program import data
 
-LIMIT = 1e-10
 NUDGE = 1e-14  # relative, of all parameters: what a plain model makes of it is its conditioning
 TIMES = 3000  # a difference that is less than this many nudges' says nothing
 
@@ -83,7 +90,7 @@ def taken(
     found = []
     for sizes in points:
         try:
-            loss, gradients = plain(model, data(inputs, sizes, layout=layout))
+            outcome = plain(model, data(inputs, sizes, layout=layout))
         except (
             RuntimeError,
             ValueError,
@@ -94,6 +101,7 @@ def taken(
             DcpcError,
         ):
             continue
+        loss, gradients = outcome.loss, outcome.gradients
         every = [loss, *(g for g in gradients.values() if g is not None)]
         finite = all(bool(x.isfinite().all()) and float(x.abs().max()) < 1e7 for x in every)
         if finite and len(every) > 1 and loss.dtype == torch.float64:
@@ -162,7 +170,7 @@ def _judged(
                 found = split.difference(sizes, given, again, in_step=True)
             else:
                 found = _difference(split, sizes, given, setting.recompute, rng)
-            if found.worst <= LIMIT:
+            if found.worst <= EXACT:
                 continue
             if found.worst <= TIMES * _nudged(model, given):
                 return Outcome("void", "the plain model changes as much by itself")
@@ -212,20 +220,12 @@ def _difference(
             chosen = [key for key in lowering.keys if draw.random() < share]
             graphs[id(lowering)] = lowering.partition(chosen)
     parts = [graphs[id(lowering)] for lowering in lowerings]
-    named = {**split.held(), **{p: inputs[n] for p, n in split.program.inputs.items()}}
-    expected, gradients = plain(split.model, inputs)
-    results = run_in_step(parts, integers, named)
-    held = split.held()
-    for name, gradient in zip(lowerings[0].joint.trainable, summed(results), strict=True):
-        if gradient is not None:
-            before = held[name].grad
-            held[name].grad = gradient if before is None else before + gradient
-    errors = gradient_errors(split.model, gradients)
-    split.model.zero_grad()
-    losses = [loss_error(r.loss, expected) for r in results]
-    worst = max(errors, key=lambda n: nan_as_infinite(errors[n]), default="")
-    loss = max(losses, key=nan_as_infinite)
-    return Difference(dict(sizes), loss, errors.get(worst, 0.0), worst, recompute)
+    trained = lowerings[0].joint.trainable
+    results, sums = split.given(inputs).of_ranks(parts, integers, trained)
+    expected = plain(split.model, inputs)
+    found = (LossAndGradients(result.loss, sums) for result in results)
+    errors = (error_of(one, expected, none_is_zero=False)[0] for one in found)
+    return max(errors, key=lambda error: error.worst)
 
 
 def _lowered(split: SplitModel, dims: Any, rank: int) -> tuple[Any, dict[str, int]]:
@@ -262,7 +262,7 @@ def _never(arguments: list[Any]) -> Any:
 
 def _nudged(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
     """Returns how much the plain model's numbers change with its parameters' last bits."""
-    expected, gradients = plain(model, inputs)
+    expected = plain(model, inputs)
     held = {n: p.detach().clone() for n, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     worst = 0.0
@@ -274,10 +274,10 @@ def _nudged(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
         with RightKernels():
             loss = find_loss(model(**inputs))
             loss.backward()
-        errors = gradient_errors(model, gradients)
+        errors = gradient_errors(model, expected.gradients)
         model.zero_grad()
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(held[name])
-        worst = max(worst, loss_error(loss.detach(), expected), *errors.values())
+        worst = max(worst, loss_error(loss.detach(), expected.loss), *errors.values())
     return worst

@@ -99,7 +99,7 @@ def check(mine: Priced, sizes: dict[str, int], sp: int, share: float) -> None:
 
 def test_what_a_report_supposes_no_call_uses(monkeypatch):
     """Only one rank makes reports: what it asks for must not change how it runs."""
-    monkeypatch.setattr("dcpc.plan.placements.NEAR", 1e9)  # anything is near
+    monkeypatch.setattr("dcpc.plan.placements.PLACEMENT_LOSS", 1e9)  # anything is near
     mine = priced.__wrapped__("auto")
     sizes = {"seq": 2048, "batch": 1}
     supposed = mine.placement(sizes, 4, near=True)

@@ -38,7 +38,7 @@ from dcpc.symbolic_profile import (
     find,
 )
 from dcpc.trace import autocast_dtype, casting, checked_dtype
-from dcpc.verify.exactness import Example, example_inputs
+from dcpc.verify.inputs import Example, example_inputs
 
 Inputs = Mapping[str, Tensor]
 

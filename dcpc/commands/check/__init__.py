@@ -14,8 +14,8 @@ from dcpc.verify.exactness import (
     gradient_errors,
     loss_error,
     nan_as_infinite,
-    plain,
 )
+from dcpc.verify.reference import plain
 
 __all__ = [
     "SPLITTING",

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from dcpc.buckets import BATCH, Buckets, Sizes
-from dcpc.commands.check.verdict import LIMIT, Verdict, examine, shapes_of
+from dcpc.commands.check.verdict import Verdict, examine, shapes_of
 from dcpc.commands.shared.factories import load_function, load_model
 from dcpc.errors import BucketError, PlanError
 from dcpc.plan.progress import during
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.local_ranks import run_ranks
+from dcpc.verify.exactness import EXACT
 
 RANKS_ALONE = 2
 MOST_SHOWN = 12
@@ -148,7 +149,7 @@ def _lines(v: Verdict) -> Iterator[str]:
             f"({d.parameter}), recompute {d.recompute}"
         )
     if v.low:
-        yield f"it computes parts in {v.low}: limit {v.limit:.1e} as it is, {LIMIT:.0e} in float64"
+        yield f"it computes parts in {v.low}: limit {v.limit:.1e} as it is, {EXACT:.0e} in float64"
     for d in v.lifted:
         yield f"{dict(d.sizes)} in float64 throughout: differs by {d.worst:.1e}"
     for text in v.skipped:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dcpc.buckets import Buckets, Sizes
-from dcpc.codegen import bind_group, run_in_step, summed
+from dcpc.codegen import bind_group
 from dcpc.ir import Placement, Program
 from dcpc.passes.sharding.attention_ways import LOWERINGS, attentions, lowerings_of, restricted
 from dcpc.passes.sharding.sharding import Sharding
@@ -21,13 +21,9 @@ from dcpc.plan.studies import Study
 from dcpc.plan.traced import group_name, traced
 from dcpc.symbolic_profile import Device
 from dcpc.symbolic_profile.seconds.hardware import Link
-from dcpc.verify.exactness import (
-    Difference,
-    gradient_errors,
-    loss_error,
-    nan_as_infinite,
-    plain,
-)
+from dcpc.verify.compare import Given
+from dcpc.verify.exactness import Difference, LossAndGradients, error_of
+from dcpc.verify.reference import plain, trainable
 
 # Links so fast, and everything else so slow, that every op which can be split is split.
 SPLITTING = Device(
@@ -137,26 +133,25 @@ class SplitModel:
                 dist.all_reduce(p.grad)
         return loss.detach()
 
-    def run_in_step(
+    def on_ranks(
         self, sizes: Sizes, inputs: Mapping[str, Tensor], recompute: str = "none"
-    ) -> list[Tensor]:
-        """Returns each rank's loss, all run in this process; adds up every parameter's gradient."""
+    ) -> list[LossAndGradients]:
+        """Returns each rank's loss, all run in this process, with the group's gradients.
+
+        Args:
+            sizes: length of every dim, batch included.
+            inputs: by name, whole.
+            recompute: "none" or "all".
+        """
         count = self._count(recompute)
         ranks = [self.runnable.variant(self.placement, count, sizes, r) for r in range(self.sp)]
-        held = self.held()
-        named = {**held, **{p: inputs[n] for p, n in self.program.inputs.items()}}
-        integers = [
-            {i.name: value for i, value in zip(variant.integers, values, strict=True)}
-            for variant, values in ranks
-        ]
-        results = run_in_step([variant.partition for variant, _ in ranks], integers, named)
-        first = ranks[0][0]
-        trained = (held[first.placeholders[position]] for position in first.trainable)
-        for parameter, gradient in zip(trained, summed(results), strict=True):
-            if gradient is not None:  # tied parameters have several placeholders
-                before = parameter.grad
-                parameter.grad = gradient if before is None else before + gradient
-        return [result.loss for result in results]
+        results, gradients = self.given(inputs).of_variants(ranks)
+        return [LossAndGradients(result.loss, gradients) for result in results]
+
+    def given(self, inputs: Mapping[str, Tensor]) -> Given:
+        """Returns the tensors that graphs take to be compared with the plain model."""
+        wanted = trainable(self.model)
+        return Given(self.program, self.model, inputs, wide=False, alike=False, wanted=wanted)
 
     def difference(
         self,
@@ -174,18 +169,18 @@ class SplitModel:
             recompute: "none" or "all".
             in_step: whether all ranks run in this process; else each is a process of a group.
         """
-        expected, gradients = plain(self.model, inputs)
+        expected = plain(self.model, inputs)
         if in_step:
-            found = self.run_in_step(sizes, inputs, recompute)
+            found = self.on_ranks(sizes, inputs, recompute)
         else:
-            found = [self.run(sizes, inputs, recompute)]
-        losses = [loss_error(got, expected) for got in found]
-        errors = gradient_errors(self.model, gradients)
-        self.model.zero_grad()
-        worst = max(errors, key=lambda n: nan_as_infinite(errors[n]), default="")
-        error = errors.get(worst, 0.0)
-        loss = max(losses, key=nan_as_infinite)
-        return Difference(dict(sizes), loss, error, worst, recompute)
+            self.model.zero_grad()
+            loss = self.run(sizes, inputs, recompute)
+            held = {n: p.grad for n, p in self.model.named_parameters() if p.requires_grad}
+            found = [LossAndGradients(loss, held)]
+            self.model.zero_grad()
+        errors = (error_of(one, expected, none_is_zero=False)[0] for one in found)
+        worst = max(errors, key=lambda error: error.worst)
+        return replace(worst, sizes=dict(sizes), recompute=recompute)
 
     def errors(
         self,

@@ -16,18 +16,11 @@ from dcpc.commands.check.coverage import Coverage, coverage
 from dcpc.commands.check.split import SplitModel
 from dcpc.errors import DcpcError, TraceError
 from dcpc.fx.garbage import without_collection
-from dcpc.verify.exactness import (
-    Difference,
-    Example,
-    example_inputs,
-    float64_specs,
-    plain,
-)
+from dcpc.verify.exactness import EXACT, ROUNDINGS, Difference
 from dcpc.verify.float64 import LOW, InFloat64
+from dcpc.verify.inputs import Example, example_inputs, float64_specs
+from dcpc.verify.reference import plain
 
-LIMIT = 1e-10
-# Where a model rounds to a lower dtype on its way, sums that ranks share differ by roundings of it.
-ROUNDINGS = 64
 LEAST_SHARE = 0.95
 
 
@@ -61,7 +54,7 @@ class Verdict:
     coverage: Coverage | None = None
     differences: tuple[Difference, ...] = ()
     low: str = ""
-    limit: float = LIMIT
+    limit: float = EXACT
     lifted: tuple[Difference, ...] = ()
     skipped: tuple[str, ...] = ()
     error: str = ""
@@ -85,7 +78,7 @@ class Verdict:
     @property
     def may_be_rounding(self) -> bool:
         """Whether the difference may be of a lower dtype, and was not yet measured without."""
-        return bool(self.low) and not self.lifted and not self.worst <= LIMIT
+        return bool(self.low) and not self.lifted and not self.worst <= EXACT
 
     def problems(self) -> Iterator[str]:
         """Yields what keeps the model from being accepted."""
@@ -98,8 +91,8 @@ class Verdict:
             yield "no shape was run: the model itself refuses all of them"
         elif not self.worst <= self.limit:
             yield f"differs from the plain model by {self.worst:.1e}, more than {self.limit:.1e}"
-        if not self.worst_in_float64 <= LIMIT:
-            yield f"differs by {self.worst_in_float64:.1e} in float64, more than {LIMIT:.0e}"
+        if not self.worst_in_float64 <= EXACT:
+            yield f"differs by {self.worst_in_float64:.1e} in float64, more than {EXACT:.0e}"
         yield from self._wrong_lowerings()
         if self.coverage is not None:
             for unsplit in self.coverage.blocked:
@@ -111,7 +104,7 @@ class Verdict:
                 )
 
     def _wrong_lowerings(self) -> Iterator[str]:
-        limit = LIMIT if self.lifted else self.limit
+        limit = EXACT if self.lifted else self.limit
         for way, found in self.lowerings.items():
             if not _worst(found) <= limit:
                 yield f"attention by {way}: differs by {_worst(found):.1e}, more than {limit:.1e}"
@@ -138,7 +131,7 @@ class Prepared:
         large: the shape the placement was made for.
         shapes: where it is compared.
         skipped: shapes that the model itself refuses, and why.
-        example: see `exactness.example_inputs`.
+        example: see `verify.inputs.example_inputs`.
         recomputes: "none" and "all", or one of them.
         wide: the model without casts to lower dtypes, traced and placed too; None if not (yet).
         others: the same trace by each lowering of attention.
@@ -184,7 +177,7 @@ def examine(
         make: see `prepare`, and so are the others.
         buckets: inputs and sizes; no dim is 1 in some of the sizes only.
         shapes: where loss and gradients are compared.
-        example: see `exactness.example_inputs`.
+        example: see `verify.inputs.example_inputs`.
         recomputes: "none" and "all", or one of them.
         attention: how attention is split, see `passes/sharding/attention_ways.py`.
     """
@@ -224,7 +217,7 @@ def prepare(
         sp: ranks of the group.
         large: the shape whose placement is used and whose FLOPs are counted; default: the largest
             of `shapes`.
-        example: see `exactness.example_inputs`.
+        example: see `verify.inputs.example_inputs`.
         recomputes: "none" and "all", or one of them.
         attention: how attention is split, see `passes/sharding/attention_ways.py`.
         lowerings: of attention by which it is compared besides, where some attention can have it.
@@ -261,7 +254,7 @@ def compare(prepared: Prepared, lift: bool = True) -> Verdict:
         differences = tuple(_differences(split, prepared))
         low = _lowest(split)
         lifted: tuple[Difference, ...] = ()
-        if (lift or prepared.wide) and low is not None and not _worst(differences) <= LIMIT:
+        if (lift or prepared.wide) and low is not None and not _worst(differences) <= EXACT:
             lifted = tuple(_differences(prepared.lift(), prepared))
         ways = prepared.others.items()
         lowerings = {way: tuple(_differences(other, prepared)) for way, other in ways}
@@ -279,7 +272,7 @@ def compare(prepared: Prepared, lift: bool = True) -> Verdict:
         coverage=coverage(split) if split.sp > 1 else None,
         differences=differences,
         low="" if low is None else str(low).removeprefix("torch."),
-        limit=LIMIT if low is None else ROUNDINGS * torch.finfo(low).eps,
+        limit=EXACT if low is None else ROUNDINGS * torch.finfo(low).eps,
         lifted=lifted,
         skipped=tuple(prepared.skipped),
         lowerings=lowerings,

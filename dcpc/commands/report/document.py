@@ -10,7 +10,8 @@ from dcpc.buckets import Bucket
 from dcpc.commands.report.degrees import Cell, cells
 from dcpc.commands.report.plots import Plots, draw_plots
 from dcpc.commands.report.what_if import WhatIf, cell_text, crossing_lines
-from dcpc.plan.choose import FASTER, choice_text, degree_changes, lengths_text, stretches
+from dcpc.ir.thresholds import WIDER_GROUP_GAIN
+from dcpc.plan.choose import choice_text, degree_changes, lengths_text, stretches
 from dcpc.plan.planning import Planned
 from dcpc.symbolic_profile import (
     bytes_text,
@@ -98,7 +99,7 @@ SETTINGS_NOTE = (
     "steps of recompute taken of those there are, peak of activations and gradients on a rank, and "
     "the ranks' time a sample as a multiple of the chosen one's. Green is chosen; point at a cell "
     "for what binds it. Not tried: degrees above twice the last that made a sample "
-    f"{FASTER:.0%} faster."
+    f"{WIDER_GROUP_GAIN:.0%} faster."
 )
 CHOICES_NOTE = "Neighbouring buckets with the same choice are merged; a line ends where it changes."
 PEAK_NOTE = (

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 
 from dcpc.buckets import Bucket
 from dcpc.commands.report.degrees import cells
+from dcpc.commands.shared.drawing import drawing
 from dcpc.plan.choose import elements
 from dcpc.plan.planning import Planned
 from dcpc.symbolic_profile import seconds_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WORST = 2.0  # times the chosen rank-time from which on the colour stays
 
@@ -41,7 +45,9 @@ def draw_settings(axes: Axes, planned: Planned) -> None:
                 )
             axes.text(x, y, text, ha="center", va="center", fontsize=6)
             if cell.chosen:
-                frame = Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, fill=False, linewidth=1.6)
+                frame = drawing("patches").Rectangle(
+                    (x - 0.48, y - 0.46), 0.96, 0.92, fill=False, linewidth=1.6
+                )
                 axes.add_patch(frame)
     axes.set_facecolor("#eeeeee")
     axes.imshow(cost, aspect="auto", origin="lower", cmap="YlOrRd", vmin=1.0, vmax=WORST, alpha=0.6)

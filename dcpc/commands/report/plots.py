@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from dcpc.buckets import BATCH, Bucket
 from dcpc.commands.report.grid import by_length, draw_settings, short
+from dcpc.commands.shared.drawing import blank, drawing
 from dcpc.plan.choose import elements
 from dcpc.plan.planning import LOSS_GRADIENT_BYTES, Planned
 from dcpc.symbolic_profile import bytes_text, evaluator, seconds_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, GREY, RED = "#4477aa", "#ee7733", "#228833", "#bbbbbb", "#cc3311"
 CLASSES = (BLUE, "#66ccee", GREEN, "#ccbb44", "#ee6677", "#aa3377", ORANGE, "#999933", "#882255")
@@ -58,12 +60,12 @@ class Curve:
 def draw_plots(planned: Planned) -> Plots:
     """Returns the plots of what was planned."""
     degrees = _degrees(planned)
-    figure = Figure(figsize=(4.3 * max(len(degrees), 2), 3.6), layout="constrained")
+    figure = blank(4.3 * max(len(degrees), 2), 3.6)
     for axes, sp in zip(figure.subplots(1, len(degrees), squeeze=False)[0], degrees, strict=True):
         _draw_peak(axes, planned, sp)
-    bars = Figure(figsize=(8.6, 1.4 + 0.26 * len(planned.plans)), layout="constrained")
+    bars = blank(8.6, 1.4 + 0.26 * len(planned.plans))
     _draw_classes(bars.subplots(), planned)
-    time = Figure(figsize=(8.6, 3.6), layout="constrained")
+    time = blank(8.6, 3.6)
     bucket = fullest(planned)
     _draw_timeline(time.subplots(), planned, bucket)
     return Plots(_png(figure), _png(bars), _png(time), timeline_note(planned, bucket))
@@ -72,7 +74,7 @@ def draw_plots(planned: Planned) -> Plots:
 def overview_png(planned: Planned) -> bytes:
     """Returns the page's plots and settings in one PNG, for where a page cannot be shown."""
     degrees = _degrees(planned)
-    figure = Figure(figsize=(14, 7.2 + 0.21 * len(planned.plans)), layout="constrained")
+    figure = blank(14, 7.2 + 0.21 * len(planned.plans))
     heights = (3.4, 3.2, 0.21 * len(planned.plans) + 1)
     grid = figure.add_gridspec(3, 2, height_ratios=heights)
     for i, sp in enumerate(degrees):
@@ -174,8 +176,8 @@ def _draw_peak(axes: Axes, planned: Planned, sp: int) -> None:
     axes.axhline(stays, color=GREY, linewidth=1.2, linestyle="--", label="model and optimizer")
     axes.set(xscale="log", yscale="log", xlabel=_length_text(planned), ylabel="needed")
     for axis, text in ((axes.xaxis, _count_text), (axes.yaxis, _bytes_text)):
-        axis.set_major_formatter(FuncFormatter(text))
-        axis.set_minor_formatter(NullFormatter())
+        axis.set_major_formatter(drawing("ticker").FuncFormatter(text))
+        axis.set_minor_formatter(drawing("ticker").NullFormatter())
     axes.set_title(f"sp {sp}, one sample", loc="left", fontsize=10)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)
@@ -228,7 +230,7 @@ def _draw_timeline(axes: Axes, planned: Planned, bucket: Bucket) -> None:
     axes.fill_between([0, len(live) - 1], 0, stays, color=GREY, alpha=0.6, linewidth=0)
     axes.axvline(turn, color="black", linewidth=0.8, linestyle=":")
     axes.axhline(planned.memory_bytes, color="black", linewidth=1.2)
-    axes.yaxis.set_major_formatter(FuncFormatter(_bytes_text))
+    axes.yaxis.set_major_formatter(drawing("ticker").FuncFormatter(_bytes_text))
     at = int(live.argmax())
     axes.plot([at], [stays + live[at]], "o", color=RED, markersize=4)
     axes.annotate(
@@ -265,7 +267,6 @@ def _count_text(count: float, _: int) -> str:
 
 
 def _png(figure: Figure, dpi: int = 100) -> bytes:
-    FigureCanvasAgg(figure)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=dpi)
     return out.getvalue()

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
-
+from dcpc.commands.shared.drawing import blank, drawing
 from dcpc.commands.simulate.png import COLOURS, OTHER
 from dcpc.commands.simulate.timeline import Span, StepTimeline, chrome_trace
 from dcpc.runtime.pipeline.schedule import FoundSchedule, PipelineReplay, PipelineWork
@@ -108,12 +105,13 @@ def draw_pipeline(work: PipelineWork, found: FoundSchedule, file: Path) -> None:
         file: the PNG.
     """
     stages = work.stages
-    figure = Figure(figsize=(12, 1.2 + 1.1 * stages), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(12, 1.2 + 1.1 * stages)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(stages, max(stages / 2, 1)))
     boxes, colours = _boxes(found)
     upper.add_collection(
-        PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.2)
+        drawing("collections").PolyCollection(
+            boxes, facecolors=colours, edgecolors="white", linewidths=0.2
+        )
     )
     upper.set_xlim(0, found.replay.makespan_s or 1)
     upper.set_ylim(stages, 0)

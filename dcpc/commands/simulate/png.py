@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
-
+from dcpc.commands.shared.drawing import blank, drawing
 from dcpc.commands.simulate.timeline import StepTimeline
 
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
@@ -22,8 +19,7 @@ def draw(systems: Mapping[str, Sequence[StepTimeline]], file: Path) -> None:
         systems: name -> timelines of its first steps.
         file: the PNG.
     """
-    figure = Figure(figsize=(12, 0.6 + 1.7 * len(systems)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(12, 0.6 + 1.7 * len(systems))
     panels = figure.subplots(len(systems), 1, squeeze=False)[:, 0]
     sizes = sorted({s.ranks for steps in systems.values() for line in steps for s in line.spans
                     if s.samples})  # fmt: skip
@@ -39,7 +35,9 @@ def draw(systems: Mapping[str, Sequence[StepTimeline]], file: Path) -> None:
             begin_s += line.end_s
             panel.axvline(begin_s, color="black", linewidth=0.8)
         panel.add_collection(
-            PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.2)
+            drawing("collections").PolyCollection(
+                boxes, facecolors=colours, edgecolors="white", linewidths=0.2
+            )
         )
         panel.set_xlim(0, begin_s or 1)
         panel.set_ylim(0, steps[0].world if steps else 1)

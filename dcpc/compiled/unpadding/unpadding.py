@@ -22,6 +22,7 @@ from dcpc.codegen import LoweredPair, Variant
 from dcpc.compiled.unpadding.sides import CallSetting, Side, placement_of, sides_of
 from dcpc.compiled.unpadding.valid_rows import ValidRows
 from dcpc.ir import Partition
+from dcpc.ir.thresholds import UNPADDING_GAIN
 from dcpc.passes.unpad.unpad import unpad
 from dcpc.plan.runnable import RewrittenCall, Runnable
 from dcpc.plan.studies import Study
@@ -30,8 +31,6 @@ from dcpc.plan.studies import Study
 FIND_S, FIND_SHARE = 4e-4, 0.02
 # Predicted seconds of a call with padding below which "auto" does not look for any.
 WORTH_S = FIND_S / FIND_SHARE
-# Share of them that must be saved: predictions are off.
-MARGIN = 0.06
 # Shares of the steps of recompute that are tried: each is a variant.
 STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FEW = 2  # samples of a call that are compared with the plain model's
@@ -104,7 +103,7 @@ class Unpadding:
             return None
         device = self._whole.traced.device
         unpadded_s = self._last(found).seconds(how, sizes, found.sides, device)
-        return found if unpadded_s <= (1 - MARGIN) * padded_s else None
+        return found if unpadded_s <= (1 - UNPADDING_GAIN) * padded_s else None
 
     def _find(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> RowsOfCall | None:
         """Returns the valid rows of as many sides as have padding that nothing reads."""

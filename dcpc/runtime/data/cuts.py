@@ -12,6 +12,7 @@ from typing import Any
 from dcpc.buckets import Bucket
 from dcpc.buckets.choosing import DEFAULT_PADDING, best_shapes
 from dcpc.errors import DataError
+from dcpc.ir.thresholds import PACKING_GAIN
 from dcpc.runtime.data.packing import pack
 from dcpc.runtime.data.samples import Fit
 from dcpc.runtime.data.window import Batch, Position, take
@@ -26,8 +27,6 @@ from dcpc.runtime.planner.table import PlanTable
 # Other buckets are told where they leave at most this share of the padding; what sizes told are
 # multiples of, if those of all buckets are.
 _WORTH_TELLING, _LARGEST_STEP = 0.8, 64
-# What packing gains at least, where it is chosen by what it is predicted to.
-LEAST_GAIN = 0.01
 # Mode "evolve" searches for this part of the seconds of the step that runs meanwhile, at most so
 # many: later turns find little.
 _EVOLVES, _MOST_EVOLVES_S = 0.5, 5.0
@@ -366,7 +365,7 @@ def _planned(
         return found
     numbered = [(number, bucket) for number, (_, bucket) in enumerate(batch.samples)]
     alone = recipe.plan(numbered, table, lambda number: fit(batch.samples[number][0]).dims)
-    if found[0].makespan_s < alone.makespan_s * (1 - LEAST_GAIN):
+    if found[0].makespan_s < alone.makespan_s * (1 - PACKING_GAIN):
         return found
     return alone, tuple((i,) for i, _ in batch.samples)
 

@@ -20,6 +20,7 @@ from typing import Literal, NoReturn, TypeVar
 
 from dcpc.buckets import path_of
 from dcpc.errors import DataError, DcpcError, PlanError, explaining, refusing_unknown
+from dcpc.ir.thresholds import PACKING_GAIN
 from dcpc.runtime.data.ahead import LoaderStats, ahead
 from dcpc.runtime.data.arguments import (
     allowed_steps,
@@ -34,7 +35,6 @@ from dcpc.runtime.data.arguments import (
     check_step_size,
 )
 from dcpc.runtime.data.cuts import (
-    LEAST_GAIN,
     PlannedBatch,
     Recipe,
     count_steps,
@@ -444,7 +444,7 @@ class DataLoader:
             self._told_choice = True
             LOG.info(
                 "packing='auto': step %d has one sample a row, as packing is not predicted to gain "
-                "%.0f%%; others are chosen each by itself", cut.index, 100 * LEAST_GAIN,
+                "%.0f%%; others are chosen each by itself", cut.index, 100 * PACKING_GAIN,
             )  # fmt: skip
 
     def _log(self, step: Step) -> None:

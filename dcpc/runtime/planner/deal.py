@@ -14,12 +14,10 @@ from itertools import groupby
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
+from dcpc.ir.thresholds import FINER_CUT_GAIN
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, better, step_plan
 from dcpc.runtime.planner.speeds import Speeds, power, slowness
 
-# Micro-batches are cut finer than memory asks for where that ends the step this much earlier: each
-# one costs a launch that `seconds_s`, linear in samples, does not see.
-_GAIN = 0.03
 _PIECES = (1, 2, 4)
 
 Price = Callable[[PlannedMicroBatch], PlannedMicroBatch]
@@ -53,7 +51,7 @@ def deal(
         _check(bucket, plans, world)
     best: StepPlan | None = None
     for plan in cuts(samples, plans, world, speeds=speeds):
-        if best is None or better(plan, best, most, _GAIN):
+        if best is None or better(plan, best, most, FINER_CUT_GAIN):
             best = plan
     assert best is not None, "there is a first candidate"
     return best

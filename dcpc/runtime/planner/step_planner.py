@@ -25,6 +25,7 @@ from math import inf
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
+from dcpc.ir.thresholds import OTHER_KIND_GAIN
 from dcpc.runtime.planner.bound import StepBound, step_bound
 from dcpc.runtime.planner.deal import Price, assign, cuts, deal
 from dcpc.runtime.planner.fit import fitted
@@ -43,8 +44,6 @@ from dcpc.runtime.planner.speeds import power, speeds_text
 from dcpc.runtime.planner.splits.padding import share_padding, split_by_length
 from dcpc.runtime.planner.table import PlanTable
 
-# A plan of another kind must end this much earlier to be taken: it brings more variants.
-_GAIN = 0.01
 # A sample may take this share of the least possible step before a faster row is tried for it.
 _SHARES = (1.0, 0.7, 0.5, 0.35, 0.25)
 # Micro-batches of a rank's share of the step, see `cuts`.
@@ -172,9 +171,9 @@ def _best(candidates: Iterator[StepPlan], allowed: Allowed, bound_s: float) -> S
     """The plan that ends first, an earlier candidate if it is nearly as good."""
     best = next(candidates)
     for plan in candidates:
-        if better(plan, best, allowed.most, _GAIN):
+        if better(plan, best, allowed.most, OTHER_KIND_GAIN):
             best = plan
-        if allowed.holds(best) and best.makespan_s * (1 - _GAIN) <= bound_s:
+        if allowed.holds(best) and best.makespan_s * (1 - OTHER_KIND_GAIN) <= bound_s:
             break  # no plan gains enough
     return best
 

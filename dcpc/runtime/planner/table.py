@@ -15,13 +15,11 @@ from typing import Any
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan, PlanRow
+from dcpc.ir.thresholds import ROW_GAIN
 from dcpc.runtime.planner.deal import check_setting
 from dcpc.runtime.planner.plans import FREE_MODES, PlannedMicroBatch
 from dcpc.runtime.planner.protocol import Source
 from dcpc.runtime.planner.speeds import Speeds
-
-# A larger micro-batch or group has to gain this share of the rank-seconds, or of the seconds.
-WORTH = 0.03
 
 
 @dataclass(frozen=True)
@@ -227,10 +225,10 @@ def _worth_having(rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
         own: list[PlanRow] = []
         for row in sorted((r for r in rows if r.sp == sp), key=lambda r: r.micro_batch):
             best = min((r.seconds_s / r.micro_batch for r in own), default=inf)
-            if row.seconds_s / row.micro_batch < best * (1 - WORTH):
+            if row.seconds_s / row.micro_batch < best * (1 - ROW_GAIN):
                 own.append(row)
         sample_s = min(row.seconds_s for row in own)
-        if sample_s < fastest_s * (1 - WORTH):
+        if sample_s < fastest_s * (1 - ROW_GAIN):
             kept += own
             fastest_s = sample_s
     return tuple(kept)

@@ -1,7 +1,7 @@
-"""When each storage of a list of plain calls is made and freed, told from arrays of numbers.
+"""When each storage of a list of calls and kernels is made and freed, told from arrays of numbers.
 
-A graph's nodes are read once; each of its runs is then a few passes over arrays. `stepwise.py`
-tells the same call by call, and of fused kernels as well.
+A graph's nodes are read once; each of its runs is then a few passes over arrays. A run of fused
+kernels is read by itself, as which values have memory depends on what is fused.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy.typing as npt
 import sympy
 from torch import fx
 
-from dcpc.symbolic_profile.memory.events import Folding, Place, Recorder
+from dcpc.symbolic_profile.memory.events import Folding, Place, Recorder, Steps
 from dcpc.symbolic_profile.memory.run import RankRun
 from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.ops.fusion import Kernel
 from dcpc.symbolic_profile.polynomials import Integers
 
 Mask = npt.NDArray[np.bool_]
@@ -49,6 +50,21 @@ class _Arrays:
     transient: Integers
 
 
+@dataclass(frozen=True, slots=True)
+class _MadeValues:
+    """What a list of calls and kernels makes.
+
+    Attributes:
+        numbers: number of each value, in order.
+        place: position in the list of the step that makes it; each step makes one at least.
+        count: length of the list.
+    """
+
+    numbers: Integers
+    place: Integers
+    count: int
+
+
 class Numbered:
     """The nodes of a graph as numbers: what each reads, and which memory its value lies in.
 
@@ -78,9 +94,24 @@ class Numbered:
         known = self._number
         return np.array([known[n] if n in known else self._add(n) for n in nodes], dtype=np.int64)
 
-    def transient(self, node: fx.Node) -> int:
-        """Returns the number of the bytes that a call has besides its outputs."""
-        return self.size(self._transient_of(node))
+    def fused(self) -> Numbered:
+        """Returns the same sizes without any node, for one run of fused kernels."""
+        found = Numbered(self.facts, self._transient_of)
+        found._sizes, found._expressions = self._sizes, self._expressions
+        return found
+
+    def values(self, steps: Steps) -> _MadeValues:
+        """Returns what calls make; of a list with kernels each value has a number of its own."""
+        if not any(isinstance(step, Kernel) for step in steps):
+            nodes: Any = steps
+            return _MadeValues(self.of(nodes), np.arange(len(steps)), len(steps))
+        each = [self._make(s) if isinstance(s, Kernel) else [self._add(s)] for s in steps]
+        place = np.repeat(np.arange(len(steps)), [len(numbers) for numbers in each])
+        return _MadeValues(np.array([n for own in each for n in own]), place, len(steps))
+
+    def known(self) -> dict[fx.Node, int]:
+        """Returns the number of each node's value, of the last one that was made."""
+        return dict(self._number)
 
     def expressions(self, numbers: Integers) -> list[sympy.Expr]:
         """Returns sizes by their numbers."""
@@ -102,15 +133,32 @@ class Numbered:
         return self._arrays
 
     def _add(self, node: fx.Node) -> int:
-        self._arrays = None
         first = len(self._above)
         for source, position, size_bytes in self.facts.aliases(node):
             start = first if source is None else self._first_slot[self._number[source]]
             self._above.append(start + position)
             self._size.append(self.size(size_bytes))
         called = node.op != "placeholder"
-        self._reads += [self._number[n] for n in self.facts.reads(node)] if called else []
-        self._transient.append(self.transient(node) if called else 0)
+        reads = [self._number[n] for n in self.facts.reads(node)] if called else []
+        return self._append(node, reads, self._transient_of(node) if called else ZERO)
+
+    def _make(self, kernel: Kernel) -> list[int]:
+        """Returns the numbers of what a kernel makes, in new memory or in that of what it takes."""
+        reads, found = [self._number[n] for n in kernel.all_input_nodes], []
+        for node in kernel.makes:
+            taken = kernel.in_place.get(node)
+            start = len(self._above) if taken is None else self._first_slot[self._number[taken]]
+            for position, tensor in enumerate(self.facts.of(node)):
+                self._above.append(start + position)
+                self._size.append(self.size(tensor.storage_bytes))
+            found.append(self._append(node, reads, ZERO))
+            reads = []
+        return found
+
+    def _append(self, node: fx.Node, reads: list[int], transient: sympy.Expr) -> int:
+        self._arrays = None
+        self._reads += reads
+        self._transient.append(self.size(transient))
         self._first_read.append(len(self._reads))
         self._first_slot.append(len(self._above))
         self._names.append(node.name)
@@ -138,15 +186,19 @@ class Lifetimes:
     """
 
     def __init__(self, run: RankRun, numbered: Numbered, recorder: Recorder) -> None:
+        steps: Steps = (*run.forward, *run.backward)
+        if any(isinstance(step, Kernel) for step in steps):
+            numbered = numbered.fused()
         self._numbered, self._recorder = numbered, recorder
         primals = numbered.of(run.primals)
-        self._forward = numbered.of(run.forward)
+        self._forward = numbered.values(run.forward)
         self._outputs = numbered.of([*run.outputs, *run.saved])
         self._given = numbered.of([n for n, _ in run.given])
         self._taken = numbered.of([n for _, n in run.given])
         self._returned = len(run.outputs)
+        self._known = numbered.known()
         self._tangents = numbered.of(run.tangents)
-        self._backward = numbered.of(run.backward)
+        self._backward = numbered.values(run.backward)
         self._gradients = numbered.of([g for g in run.gradients if g is not None])
         arrays = numbered.arrays
         self._slot_count = len(arrays.above)
@@ -163,12 +215,13 @@ class Lifetimes:
             foldings: where copies are that stand for more.
         """
         fresh = self._numbered.arrays.above == np.arange(self._slot_count)
-        self._run(self._forward, self._forward[:0], self._outputs, fresh, foldings)
+        self._run(self._forward, self._outputs[:0], self._outputs, fresh, foldings)
         self._stays = self._storage[self._slots(self._outputs[: self._returned])]
 
     def start_backward(self) -> None:
         """Leaves what backward takes."""
         recorder, count = self._recorder, self._slot_count
+        self._known = self._numbered.known()
         taken, slots = self._storage[self._slots(self._taken)], self._slots(self._tangents)
         held = np.full(count, -1)
         held[self._slots(self._given)] = taken
@@ -178,7 +231,7 @@ class Lifetimes:
         recorder.storages += held[slots].tolist()
         recorder.mark("backward")
         self._again = np.zeros(count, dtype=bool)
-        self._again[self._slots(self._backward)] = True
+        self._again[self._slots(self._backward.numbers)] = True
         own = np.arange(count)
         top = _followed(np.where(self._again, self._numbered.arrays.above, own))
         self._again &= top == own
@@ -195,7 +248,8 @@ class Lifetimes:
 
     def of(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, int, sympy.Expr]]:
         """Returns identity and bytes of the storage of each tensor of some nodes, in order."""
-        numbers, arrays = self._numbered.of(nodes), self._numbered.arrays
+        arrays = self._numbered.arrays
+        numbers = np.array([self._known[n] for n in nodes], dtype=np.int64)
         place, slots = _gathered(arrays.first_slot, numbers)
         sizes = self._numbered.expressions(arrays.size[slots])
         own = [nodes[i] for i in place.tolist()]
@@ -206,7 +260,7 @@ class Lifetimes:
 
     def _run(
         self,
-        nodes: Integers,
+        values: _MadeValues,
         given: Integers,
         outputs: Integers,
         fresh: Mask,
@@ -215,25 +269,27 @@ class Lifetimes:
         """Runs calls: allocate, mark the point, free what was used last.
 
         Args:
-            nodes: the calls.
+            values: values that the calls make.
             given: values that are there before.
             outputs: values that stay.
             fresh: slots that calls make new memory for.
             foldings: where copies are that stand for more.
         """
         arrays, recorder = self._numbered.arrays, self._recorder
-        at, slots = _gathered(arrays.first_slot, nodes)
+        of, slots = _gathered(arrays.first_slot, values.numbers)
         new = fresh[slots] & ~self._resident[self._storage[slots]]
-        made_at, made = at[new], self._storage[slots[new]]
-        freed_at, freed = self._frees(nodes, given, outputs)
+        made_at, made = values.place[of[new]], self._storage[slots[new]]
+        freed_at, freed = self._frees(values, given, outputs)
         order = np.argsort(np.append(2 * made_at, 2 * freed_at + 1), kind="stable")
         weights = np.repeat([1, -1], [len(made), len(freed)])[order]
         storages = np.append(made, freed)[order]
         # Of each call: steps before it, those up to its point, and whether it has one.
-        allocations = np.bincount(made_at, minlength=len(nodes) + 1)
-        each = allocations + np.bincount(freed_at, minlength=len(nodes) + 1)
+        allocations = np.bincount(made_at, minlength=values.count + 1)
+        each = allocations + np.bincount(freed_at, minlength=values.count + 1)
         before = np.cumsum(each) - each
-        transients = arrays.transient[nodes]
+        last = np.zeros(values.count, dtype=np.int64)
+        last[values.place] = values.numbers  # of a kernel the last one, which names it
+        transients = arrays.transient[last]
         marked = (allocations[:-1] > 0) | (transients > 0)
         points = np.append(0, np.cumsum(marked))
         start, point = len(recorder.steps), len(recorder.done)
@@ -246,37 +302,37 @@ class Lifetimes:
         recorder.storages += storages.tolist()
         recorder.done += (start + (before + allocations)[:-1][marked]).tolist()
         recorder.transients += transients[marked].tolist()
-        recorder.names += self._numbered.names(nodes[marked])
+        recorder.names += self._numbered.names(last[marked])
         for folding in reversed(foldings):
             recorder.repeat(folding, reached, start, self.of)
 
     def _frees(
-        self, nodes: Integers, given: Integers, outputs: Integers
+        self, values: _MadeValues, given: Integers, outputs: Integers
     ) -> tuple[Integers, Integers]:
         """Returns after which call each storage is freed, and its number, in order.
 
         A storage is freed with the last of its values; values with their last readers, those of one
         reader in the order in which they were first read, and then what nobody reads.
         """
-        arrays = self._numbered.arrays
+        arrays, nodes = self._numbered.arrays, values.numbers
         at, flat = _gathered(arrays.first_read, nodes)
-        sources, never = arrays.reads[flat], len(nodes)
+        sources, never = arrays.reads[flat], values.count
         last = np.full(len(arrays.transient), -1)
-        last[sources] = at  # the last one counts
+        last[sources] = values.place[at]  # the last one counts
         first = np.zeros(len(arrays.transient), dtype=np.int64)
         first[sources[::-1]] = np.arange(len(sources))[::-1]
         own = np.arange(len(nodes))
         unread = last[nodes] < 0
-        last[nodes[unread]] = own[unread]
+        last[nodes[unread]] = values.place[unread]
         first[nodes[unread]] = len(sources) + own[unread]
         last[outputs] = never
-        values = np.append(given, nodes)
+        every = np.append(given, nodes)
         last[given[last[given] < 0]] = never
-        of, slots = _gathered(arrays.first_slot, values)
-        within = slots - arrays.first_slot[values][of]
+        of, slots = _gathered(arrays.first_slot, every)
+        within = slots - arrays.first_slot[every][of]
         most = int(within.max(initial=0)) + 1
         span = (len(sources) + len(nodes) + 1) * most
-        key = last[values][of] * span + first[values][of] * most + within
+        key = last[every][of] * span + first[every][of] * most + within
         ends = np.full(len(self._resident), -1)
         np.maximum.at(ends, self._storage[slots], key)
         ends[self._resident] = -1

@@ -28,7 +28,6 @@ from dcpc.ir import Fold
 from dcpc.symbolic_profile.memory.events import Folding, Kept, Recorder
 from dcpc.symbolic_profile.memory.lifetimes import Lifetimes, Numbered
 from dcpc.symbolic_profile.memory.run import RankRun
-from dcpc.symbolic_profile.memory.stepwise import Stepwise
 from dcpc.symbolic_profile.ops.facts import Facts, op_name
 from dcpc.symbolic_profile.ops.fusion import fuse
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers
@@ -110,14 +109,11 @@ def timeline_of(
     run = replace(run, gradients=[*outputs, *held])
     kept = _kept(fold, run.backward, numbered)
     recorder = Recorder()
-    storages: Lifetimes | Stepwise
     if fuses:
         forward: Any = fuse(run.forward, [*run.outputs, *run.saved], numbered.facts)
         backward: Any = fuse(run.backward, outputs, numbered.facts)
         run = replace(run, forward=forward, backward=backward)
-        storages = Stepwise(run, numbered, recorder)
-    else:
-        storages = Lifetimes(run, numbered, recorder)
+    storages = Lifetimes(run, numbered, recorder)
     storages.forward(Folding.forward(fold, run.forward, kept))
     returned = {storage for _, storage, _ in storages.of(run.outputs)}
     taken = {storage for _, storage, _ in storages.of(run.saved)}
@@ -183,7 +179,7 @@ def _is_read(node: fx.Node, calls: set[fx.Node], facts: Facts) -> bool:
 
 
 def _distinct(
-    nodes: Sequence[fx.Node], storages: Lifetimes | Stepwise, without: set[int], fold: Fold | None
+    nodes: Sequence[fx.Node], storages: Lifetimes, without: set[int], fold: Fold | None
 ) -> dict[sympy.Expr, int]:
     """Returns size -> count of the nodes' distinct storages, those of other copies included."""
     found: dict[sympy.Expr, int] = {}

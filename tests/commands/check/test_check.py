@@ -50,7 +50,7 @@ def test_bad_models_are_refused_and_the_reason_is_named(file):
 
 def test_text_says_what_is_wrong(file):
     bad = Verdict(
-        2, symbolic=("batch",), fixed=("seq",), differences=(Difference({}, 0.1, 0.2, "w"),)
+        2, symbolic=("batch",), fixed=("seq",), differences=(Difference(0.1, 0.2, "w", "w"),)
     )
     text = verdicts_text(CheckRequest("m:f", file), [bad])
     assert "problem: dims fixed by the trace: seq" in text
@@ -59,10 +59,10 @@ def test_text_says_what_is_wrong(file):
 
 
 def test_not_a_number_is_no_small_difference():
-    assert not Verdict(2, differences=(Difference({}, 0.0, float("nan"), "w"),)).accepted
-    assert not Verdict(2, differences=(Difference({}, float("nan"), 0.0, "w"),)).accepted
+    assert not Verdict(2, differences=(Difference(0.0, float("nan"), "w", "w"),)).accepted
+    assert not Verdict(2, differences=(Difference(float("nan"), 0.0, "w", "loss"),)).accepted
     assert not Verdict(2).accepted
-    assert Verdict(2, differences=(Difference({}, 1e-16, 1e-15, "w"),)).accepted
+    assert Verdict(2, differences=(Difference(1e-16, 1e-15, "w", "w"),)).accepted
 
 
 @pytest.mark.parametrize(

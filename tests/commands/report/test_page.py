@@ -129,7 +129,7 @@ def test_chosen_cell_is_the_plan_and_costs_least(planned):
         row = found[plan_.sp].row
         assert (row.micro_batch, row.menu_step) == (plan_.micro_batch, plan_.menu_step)
         assert row.peak_bytes == plan_.peak_bytes
-        assert all(cell.cost > 0.95 for cell in found.values())  # choose.WORTH
+        assert all(cell.cost > 0.95 for cell in found.values())  # MICRO_BATCH_GAIN
         for sp, cell in found.items():
             again = f"{cell.cost:.2f} times the rank-time" if cell.row.fits else "does not fit: "
             assert (plan_.reason if sp == plan_.sp else again) in cell.binds

@@ -1,5 +1,7 @@
 """Storages' lifetimes from arrays are those that a walk over the calls finds, event by event."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,13 +14,14 @@ from dcpc.plan.folding import FEWEST, fold
 from dcpc.symbolic_profile.memory.events import Folding, Recorder
 from dcpc.symbolic_profile.memory.lifetimes import Lifetimes, Numbered
 from dcpc.symbolic_profile.memory.run import RankRun
-from dcpc.symbolic_profile.memory.stepwise import Stepwise
 from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.ops.fusion import Kernel, fuse
 from dcpc.symbolic_profile.ops.transients import transient_bytes
 from models.gpt import GPT, GPTConfig
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig
 from tests.cases.clips import CLIPS
 from tests.cases.joint_graphs import case
+from tests.cases.stepwise import Stepwise
 
 
 class Odd(nn.Module):
@@ -36,24 +39,32 @@ class Odd(nn.Module):
         return (y.square().mean() + right.exp().sum()).sqrt()
 
 
-def check(run: RankRun, numbered: Numbered, fold: Fold | None = None) -> None:
+def check(run: RankRun, facts: Facts, fold: Fold | None = None, fuses: bool = False) -> None:
+    def transient(node):
+        return transient_bytes(node, facts, 1)
+
     again = set(run.forward)
     outputs = [g for g in run.gradients if g is not None]
-    found = []
-    for kind in (Lifetimes, Stepwise):
+    if fuses:
+        forward = fuse(run.forward, [*run.outputs, *run.saved], facts)
+        run = replace(run, forward=forward, backward=fuse(run.backward, outputs, facts))
+        assert sum(isinstance(step, Kernel) for step in (*run.forward, *run.backward)) > 4
+    numbered, found = Numbered(facts, transient), []
+    for arrays in (True, False):
         recorder = Recorder()
-        storages = kind(run, numbered, recorder)
+        given = (run, numbered, recorder)
+        storages = Lifetimes(*given) if arrays else Stepwise(*given, transient)
         storages.forward(Folding.forward(fold, run.forward, {}))
         saved = storages.of(run.saved)
         storages.start_backward()
-        storages.backward(Folding.backward(fold, run.backward, again, False, {}))
+        storages.backward(Folding.backward(fold, run.backward, again, fuses, {}))
         number: dict[int, int] = {}
         named = [number.setdefault(s, len(number)) for s in recorder.storages]
         r = recorder
         kept = [[(n.name, size) for n, _, size in own] for own in (saved, storages.of(outputs))]
         found.append((r.names, r.steps, r.weights, named, r.done, r.transients, kept))
     assert found[0] == found[1]
-    assert len(found[0][0]) > 20
+    assert len(found[0][0]) > (8 if fuses else 20)
 
 
 def check_all(model: nn.Module, inputs: dict[str, str], sizes: list[dict[str, int]], sp: int):
@@ -64,15 +75,15 @@ def check_all(model: nn.Module, inputs: dict[str, str], sizes: list[dict[str, in
     placement = whole.placement({"batch": 1, **sizes[-1]}, sp)
     lowering = lift.small.lowering(lift.down(placement))
     facts = Facts(lowering.joint.names)
-    numbered = Numbered(facts, lambda n: transient_bytes(n, facts, 1))
     copies = None if folded is None else folded.copies(lowering.joint.owner)
     steps = whole.at(placement).steps
     for k in sorted({0, steps // 2, steps}):
         schedule = lowering.schedule(whole.made_again(placement, k))
-        check(RankRun.of(schedule), numbered, copies)
+        for fuses in (False, True):
+            check(RankRun.of(schedule), facts, copies, fuses)
     parts = lowering.partition(whole.made_again(placement, steps // 2))
-    own = Facts(parts.names)
-    check(RankRun.of(parts), Numbered(own, lambda n: transient_bytes(n, own, 1)))
+    for fuses in (False, True):
+        check(RankRun.of(parts), Facts(parts.names), fuses=fuses)
 
 
 def test_deep_gpt_with_dropout():
@@ -102,5 +113,4 @@ def test_several_results_and_a_saved_loss():
 @pytest.mark.parametrize("model", ["gpt", "llama", "mixed"])
 def test_partitions_of_plain_graphs(model):
     partition = case(model).partition
-    facts = Facts(partition.names)
-    check(RankRun.of(partition), Numbered(facts, lambda n: transient_bytes(n, facts, 1)))
+    check(RankRun.of(partition), Facts(partition.names))

@@ -90,6 +90,12 @@ def test_tables_name_ops_that_there_are(names):
     assert [n for n in names if not any(hasattr(library, n) for library in libraries)] == []
 
 
+def test_every_collective_has_a_transient():
+    rings = ("ring_attention_forward", "ring_attention_backward")
+    names = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "swap", *rings)
+    assert {f"dcpc::{name}" for name in names} <= {*TRANSIENTS}
+
+
 def test_views_are_torchs_views():
     assert VIEW_OPS.keys() <= VIEWS
     assert {op for op in VIEWS if not op.is_view} <= APART

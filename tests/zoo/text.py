@@ -7,7 +7,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from benchmarks.zoo_models import (
+from tests.zoo.models import (
     NO_DROPOUT,
     VOCABULARY,
     ZooModel,

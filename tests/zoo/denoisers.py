@@ -8,7 +8,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo_models import (
+from tests.zoo.models import (
     IMAGE_SIZES,
     LARGE_IMAGE,
     Denoiser,

@@ -10,29 +10,26 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 
-from benchmarks.mutants_layers import SETTINGS
-from benchmarks.mutants_models import Setting
-from benchmarks.mutants_plant import MisplantedError, Mutant
 from dcpc import api
 from dcpc.buckets import BATCH
-from dcpc.codegen import Variant, run_in_step, summed
+from dcpc.codegen import Variant
 from dcpc.commands.check.split import SPLITTING
 from dcpc.errors import DcpcError, VerifyError
-from dcpc.ir import Program
 from dcpc.plan import traced
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import Runnable
 from dcpc.verify import Verifier
-from dcpc.verify.compare import error_of
-from dcpc.verify.draws import KnownDraws, known_normal, known_uniform
-from dcpc.verify.reference import LossAndGradients
-from dcpc.verify.replay import RightKernels
+from dcpc.verify.compare import Given
+from dcpc.verify.exactness import LossAndGradients, error_of
+from dcpc.verify.reference import plain, trainable
+from tests.mutants.layers import SETTINGS
+from tests.mutants.models import Setting
+from tests.mutants.plant import MisplantedError, Mutant
 
 EFFECTIVE = 1e-6
 LOSS_FACTOR = 0.5  # the gradient of the loss that a variant's backward gets
-_FLOOR = 1e-3  # gradients below this share of the largest are compared with that share of it
 
 # How planting a fault ends.
 CAUGHT = "VerifyError"  # before a number reached the user
@@ -99,7 +96,7 @@ def judged(setting: Setting, mutant: Mutant | None) -> Verdict:
             for sizes, want in zip(_points(setting), expected, strict=True):
                 for sp in _degrees(setting, planned, sizes):
                     found = _outcome(setting, model, planned, sizes, sp)
-                    error = max(error, error_of(found, want[sp > 1], _FLOOR)[0].worst)
+                    error = max(error, error_of(found, want[sp > 1])[0].worst)
     except MisplantedError as missing:
         return Verdict(mutant, MISPLANTED, 0.0, str(missing), time.perf_counter() - start_s)
     except Exception as failure:  # numbers that nobody sees: a crash, or a refusal
@@ -130,15 +127,8 @@ def plain_outcome(
     setting: Setting, model: nn.Module, sizes: Mapping[str, int]
 ) -> tuple[LossAndGradients, LossAndGradients]:
     """Returns what the model itself computes: with random numbers by place, and all alike."""
-    data, wanted = setting.data(sizes), dict(model.named_parameters())
-    found = []
-    for alike in (False, True):
-        with KnownDraws(alike), torch.enable_grad():
-            loss = model(**data)
-            with RightKernels():
-                gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
-        found.append(LossAndGradients(loss.detach(), dict(zip(wanted, gradients, strict=True))))
-    return found[0], found[1]
+    by_place, alike = (plain(model, setting.data(sizes), alike=alike) for alike in (False, True))
+    return by_place, alike
 
 
 def _verified(
@@ -179,53 +169,21 @@ def _outcome(
     setting: Setting, model: nn.Module, planned: Planned, sizes: Mapping[str, int], sp: int
 ) -> LossAndGradients:
     runnable, ranks = _ranks(planned, sizes, sp)
-    tensors = _tensors(runnable.traced.program, model, setting.data(sizes))
+    program, wanted = runnable.traced.program, trainable(model)
+    given = Given(program, model, setting.data(sizes), wide=False, alike=sp > 1, wanted=wanted)
     if setting.called:
-        return _called(model, tensors, *ranks[0])
-    parts, integers = [], []
-    for variant, values in ranks:
-        own = variant.partition
-        forward, backward = (_drawing(gm, sp > 1) for gm in (own.forward, own.backward))
-        parts.append(replace(own, forward=forward, backward=backward))
-        integers.append(dict(zip((i.name for i in variant.integers), values, strict=True)))
-    results = run_in_step(parts, integers, {n: t.detach() for n, t in tensors.items()})
-    first = ranks[0][0]
-    trained = [first.placeholders[position] for position in first.trainable]
-    names = [runnable.traced.program.parameters[placeholder] for placeholder in trained]
-    share = sp / first.sp  # a variant takes the share of the degree that it was made for
-    sums = [None if g is None else g * share for g in summed(results)]
-    return LossAndGradients(results[0].loss, dict(zip(names, sums, strict=True)))
+        return _called(given, *ranks[0])
+    results, sums = given.of_variants(ranks)
+    share = sp / ranks[0][0].sp  # a variant takes the share of the degree that it was made for
+    gradients = {n: None if g is None else g * share for n, g in sums.items()}
+    return LossAndGradients(results[0].loss, gradients)
 
 
-def _drawing(gm: fx.GraphModule, alike: bool) -> fx.GraphModule:
-    """Returns a copy of a graph that draws the numbers of `KnownDraws`."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    ops = {
-        torch.ops.dcpc.uniform.default: known_uniform,
-        torch.ops.dcpc.normal.default: known_normal,
-    }
-    for op, known in ops.items():
-        for node in graph.find_nodes(op="call_function", target=op):
-            size, _, _, _, *rest = node.args
-            node.target, node.args = known, (size, alike, *rest)
-    return fx.GraphModule(gm, graph)
-
-
-def _tensors(program: Program, model: nn.Module, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns placeholder -> parameter, buffer, constant or input."""
-    held: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    named = {p: held[n] for p, n in {**program.parameters, **program.buffers}.items()}
-    return {**named, **program.constants, **{p: data[n] for p, n in program.inputs.items()}}
-
-
-def _called(
-    model: nn.Module, tensors: Mapping[str, Tensor], variant: Variant, integers: tuple[int, ...]
-) -> LossAndGradients:
+def _called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAndGradients:
     """Calls a variant as a compiled model does, with autograd around it."""
-    wanted = dict(model.named_parameters())
+    leaves = [given.leaves[name] for name in given.wanted]
     with torch.enable_grad():
-        loss = variant([tensors[n] for n in variant.placeholders], integers)
-        found = torch.autograd.grad(loss * LOSS_FACTOR, [*wanted.values()], allow_unused=True)
+        loss = variant([given.tensors[n] for n in variant.placeholders], integers)
+        found = torch.autograd.grad(loss * LOSS_FACTOR, leaves, allow_unused=True)
     sums = [None if g is None else g / LOSS_FACTOR for g in found]
-    return LossAndGradients(loss.detach(), dict(zip(wanted, sums, strict=True)))
+    return LossAndGradients(loss.detach(), dict(zip(given.wanted, sums, strict=True)))

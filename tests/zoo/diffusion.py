@@ -5,7 +5,7 @@ from __future__ import annotations
 import diffusers
 import torch
 
-from benchmarks.zoo_denoisers import (
+from tests.zoo.denoisers import (
     HEADS,
     IMAGE,
     NO_TEXT,
@@ -22,7 +22,7 @@ from benchmarks.zoo_denoisers import (
     sample_model,
     video_of,
 )
-from benchmarks.zoo_models import (
+from tests.zoo.models import (
     IMAGE_SIZES,
     LARGE_IMAGE,
     LARGE_VIDEO,

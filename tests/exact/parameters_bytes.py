@@ -16,8 +16,17 @@ import torch
 import torch.distributed as dist
 
 import dcpc
-from benchmarks import harness
-from benchmarks.parameters_steps import (
+from dcpc.buckets import BATCH
+from dcpc.codegen import wire_log
+from dcpc.codegen.collectives.rows import rows_shape
+from dcpc.plan.studies import Study
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.groups.local_ranks import run_ranks
+from dcpc.runtime.planner.plans import rounds
+from dcpc.symbolic_profile import evaluator
+from examples.allocator import measured_peak_bytes
+from models.gpt import GPT, GPTConfig
+from tests.exact.parameters_steps import (
     ADAM,
     TEXT,
     Work,
@@ -29,16 +38,6 @@ from benchmarks.parameters_steps import (
     step_of,
     study_of,
 )
-from dcpc.buckets import BATCH
-from dcpc.codegen import wire_log
-from dcpc.codegen.collectives.rows import rows_shape
-from dcpc.plan.studies import Study
-from dcpc.runtime.data.steps import Step
-from dcpc.runtime.groups.local_ranks import run_ranks
-from dcpc.runtime.planner.plans import rounds
-from dcpc.symbolic_profile import evaluator
-from examples.allocator import measured_peak_bytes
-from models.gpt import GPT, GPTConfig
 
 VOCABULARY = 256
 MICRO_BATCHES = 3
@@ -253,29 +252,3 @@ def _words(every: Sequence[Work], compiled: dcpc.CompiledModel) -> str:
 def measure(job: Bytes) -> list[RankBytes]:
     """Returns what each rank found."""
     return run_ranks(on_rank, job.world, job, timeout_s=LIMIT_S)
-
-
-def figures(found: Sequence[Sequence[RankBytes]]) -> dict[str, harness.Cell]:
-    """Returns the figures of all jobs, and prints what they are made of."""
-    every = [r for job in found for r in job]
-    ratios = {mode: max(r.rest[mode] / r.ideal_bytes for r in every) for mode in MODES}
-    harness.print_table(
-        "bytes at rest", ("of the fullest rank, over all bytes / ranks", "ratio"),
-        list(ratios.items()), digits=4,
-    )  # fmt: skip
-    rows: list[tuple[harness.Cell, ...]] = []
-    for job in found:
-        for same in zip(*(r.peaks for r in job), strict=True):
-            p = max(same, key=lambda p: abs(p.error))
-            off = 100 * p.error
-            rows.append((p.setting, p.predicted_bytes / 1e6, p.measured_bytes / 1e6, off))
-    header = ("rounds, the worse rank", "peak MB", "measured", "off %")
-    harness.print_table("peak of a rank in a step", header, rows)
-    sent = [s for r in every for s in r.sent]
-    rows = [(s.setting, s.predicted_bytes, s.measured_bytes) for s in found[0][0].sent]
-    harness.print_table("bytes that rank 0 sends in a step", ("rounds", "formula", "sent"), rows)
-    return {
-        "rest_bytes_over_ideal": ratios["rounds"],
-        "max_error_peak_eager": max(abs(p.error) for r in every for p in r.peaks),
-        "wire_bytes_off": sum(abs(s.predicted_bytes - s.measured_bytes) for s in sent),
-    }

@@ -7,7 +7,7 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.zoo_models import (
+from tests.zoo.models import (
     Sizes,
     WithFlags,
     ZooModel,
@@ -15,7 +15,7 @@ from benchmarks.zoo_models import (
     float64,
     padded_tokens,
 )
-from benchmarks.zoo_text import BART
+from tests.zoo.text import BART
 
 TINY = {"hidden_size": 32, "intermediate_size": 48}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.faults_ranks import Training
+from tests.faults.ranks import Training
 
 HELD = ("resident_bytes", "file_descriptors", "threads", "groups", "store_keys")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import mutants_models
-from benchmarks.mutants_models import DIM, MARKED, RING, SHORT, SPLIT, TOKENS, Setting
-from benchmarks.mutants_plant import Mutant, edited
+from tests.mutants import models as mutants_models
+from tests.mutants.models import DIM, MARKED, RING, SHORT, SPLIT, TOKENS, Setting
+from tests.mutants.plant import Mutant, edited
 
 
 class Pixels(nn.Module):

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.attention_counts import ring_bytes, swap_bytes
-from benchmarks.attention_layer import BATCH, KINDS, Kind, Layer, buckets, example
 from dcpc.codegen import bind_group
 from dcpc.codegen.collectives.collectives import wire_log
 from dcpc.commands.check.split import SplitModel
@@ -24,7 +22,10 @@ from dcpc.passes.sharding.attention_ways import attentions, lowering_of
 from dcpc.plan.traced import group_name
 from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import evaluator
-from dcpc.verify.exactness import Gradients, gradient_errors, loss_error, plain
+from dcpc.verify.exactness import LossAndGradients, gradient_errors, loss_error
+from dcpc.verify.reference import plain
+from tests.exact.attention_counts import ring_bytes, swap_bytes
+from tests.exact.attention_layer import BATCH, KINDS, Kind, Layer, buckets, example
 
 ITEM_BYTES = 8  # of float64
 TIMEOUT_S = 120.0
@@ -158,7 +159,7 @@ class Prepared:
                 split = first.of("eager", p, lowering)
                 if used(split) == {lowering}:
                     self.splits[p, lowering] = split
-        self.expected: dict[int, tuple[Tensor, Gradients]] = {}
+        self.expected: dict[int, LossAndGradients] = {}
         for lengths in job.lengths:
             for n in lengths:
                 if n not in self.expected:
@@ -268,11 +269,10 @@ def on_rank(rank: int, prepared: Prepared) -> list[Case]:
                 continue
             for n in lengths:
                 loss, sent = run(split, n, prepared.kind, group)
-                expected, gradients = prepared.expected[n]
-                errors = gradient_errors(prepared.layer, gradients)
-                worst = torch.tensor([loss_error(loss, expected), *errors.values()]).nan_to_num(
-                    float("inf")
-                )
+                expected = prepared.expected[n]
+                errors = gradient_errors(prepared.layer, expected.gradients)
+                apart = [loss_error(loss, expected.loss), *errors.values()]
+                worst = torch.tensor(apart).nan_to_num(float("inf"))
                 off, by_profile = bytes_off(split, n, prepared.kind, lowering, rank, sent)
                 error, bytes_ = float(worst.max()), int(sent.total)
                 found.append(Case(job.kind, p, lowering, n, error, off, by_profile, bytes_))

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dcpc
-from benchmarks.parameters_steps import IGNORE, TEXT, Work, inputs_of, step_of, whole
 from dcpc.runtime.groups.local_ranks import run_ranks
 from models.gpt import GPT, GPTConfig
+from tests.exact.parameters_steps import IGNORE, TEXT, Work, inputs_of, step_of, whole
 
 VOCABULARY, WIDTH = 37, 16
 LENGTHS = (4, 12)

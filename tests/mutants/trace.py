@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.mutants_plant import Mutant, edited
+from tests.mutants.plant import Mutant, edited
 
 _trace = partial(Mutant, phase="trace")
 _mask = partial(Mutant, phase="masks", setting="marked")

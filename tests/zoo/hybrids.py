@@ -16,8 +16,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.zoo_media import SumOfSquares
-from benchmarks.zoo_models import ZooModel, float64
+from tests.zoo.media import SumOfSquares
+from tests.zoo.models import ZooModel, float64
 
 
 class Classified(nn.Module):

@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 from torch import fx
 
-from benchmarks.joint_whole import said, whole
-from benchmarks.zoo_models import NAMED
 from dcpc.commands.check import SplitModel
+from tests.cases.joint_whole import said, whole
+from tests.zoo.models import NAMED
 
 QUICK = (("transformers GPT-2", 2), ("transformers T5", 1), ("diffusers PixArt", 2))
 

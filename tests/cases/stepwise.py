@@ -1,4 +1,4 @@
-"""When each storage of a run is made and freed, told step by step, fused kernels among them."""
+"""When each storage of a run is made and freed, told step by step: the oracle of `lifetimes.py`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ class Stepwise:
         run: calls and kernels.
         numbered: numbers sizes, and reads the nodes.
         recorder: what happens is written there.
+        transient: bytes that a call has besides its outputs.
     """
 
-    def __init__(self, run: RankRun, numbered: Numbered, recorder: Recorder) -> None:
+    def __init__(
+        self, run: RankRun, numbered: Numbered, recorder: Recorder, transient: Any
+    ) -> None:
         self._steps: Any = run
+        self._transient_of = transient
         self._numbered, self._recorder, self._facts = numbered, recorder, numbered.facts
         self._own: dict[fx.Node, Own] = {}
         self._count = itertools.count()
@@ -134,7 +138,8 @@ class Stepwise:
             if isinstance(n, Kernel):
                 made, own, transient = n.makes, self._make(n), 0
             else:
-                made, own, transient = (n,), self._enter(n), self._numbered.transient(n)
+                made, own = (n,), self._enter(n)
+                transient = self._numbered.size(self._transient_of(n))
             if self._hold(own) or transient:
                 recorder.mark(n.name, transient)
             for used in dying.get(position, ()):

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from benchmarks.mutants_plant import Mutant, edited, returned
 from dcpc.codegen.variant import build
 from dcpc.ir import Partition
+from tests.mutants.plant import Mutant, edited, returned
 
 _derive = partial(Mutant, phase="derivatives")
 _schedule = partial(Mutant, phase="schedule")

@@ -15,7 +15,6 @@ from math import prod
 from torch import Tensor, nn
 
 import dcpc
-from benchmarks.pipeline_peaks import largest_error
 from dcpc.commands.check import SPLITTING
 from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.groups.local_ranks import run_ranks
@@ -23,6 +22,7 @@ from dcpc.runtime.pipeline.schedule.actions import BACKWARD_INPUT
 from tests.cases import language_models, video_models
 from tests.cases.asks import far, trained
 from tests.cases.stages import CASES, PipelineCase
+from tests.exact.pipeline_peaks import largest_error
 
 TIMEOUT_S = 600.0
 # (ranks, stages, ranks of a stage): the last but one are 2 pipelines of 2 stages.

@@ -11,11 +11,11 @@ from unittest import mock
 
 from torch import fx
 
-from benchmarks.mutants_plant import Mutant, edited
 from dcpc.ir import TensorInfo
 from dcpc.passes.sharding import sharding
 from dcpc.passes.sharding.rule_types import OpSharding
 from dcpc.passes.sharding.rules import op_name, op_sharding
+from tests.mutants.plant import Mutant, edited
 
 _rule = partial(Mutant, phase="rules")
 _place = partial(Mutant, phase="placement")

@@ -1,0 +1,64 @@
+"""What the house weighs only falls: lower a number here with the change that lowers it."""
+
+import pytest
+
+from tests.house import COUNTS, House, table
+
+HOUSE = House()
+MOST = {
+    "lines in dcpc/": 77_300,
+    "lines in benchmarks/": 9_000,
+    "methods of CompiledModel": 52,
+    "methods of PipelinedModel": 59,
+    "functions > 50 lines": 24,
+    "functions of >= 9 parameters": 10,
+    "classes > 12 methods": 32,
+    "class names that differ by an underscore": 23,
+    "class names that differ by a plural": 14,
+    "file names that repeat": 46,
+    'docstrings whose first sentence needs "what"': 797,
+    'argument texts that begin with "of"': 585,
+}
+
+
+@pytest.mark.parametrize("figure", COUNTS)
+def test_figure_has_not_grown(figure):
+    assert COUNTS[figure](HOUSE) <= MOST[figure], "python -m tests.house prints all of them"
+
+
+ONE = '''"""Returns what."""
+
+
+class Base:
+    def f(self): ...
+'''
+OTHER = '''class _Base: ...
+
+
+class CompiledModel(Base):
+    """Runs.
+
+    Args:
+        x: of it.
+        y: tensor of it.
+    """
+    def f(self): ...
+    def g(self): ...
+'''
+
+
+def test_figures_are_counted(tmp_path):
+    (tmp_path / "dcpc" / "some").mkdir(parents=True)
+    (tmp_path / "dcpc" / "a.py").write_text(ONE)
+    (tmp_path / "dcpc" / "some" / "a.py").write_text(OTHER)
+    found = {name: count(House(tmp_path)) for name, count in COUNTS.items()}
+    assert found == {
+        **dict.fromkeys(COUNTS, 0),
+        "lines in dcpc/": 17,
+        "methods of CompiledModel": 2,
+        "class names that differ by an underscore": 1,
+        "file names that repeat": 1,
+        'docstrings whose first sentence needs "what"': 1,
+        'argument texts that begin with "of"': 1,
+    }
+    assert ("methods of CompiledModel", "2 on 2 levels") in table(House(tmp_path))
