@@ -1,1 +1,1 @@
-"""Pieces of factors, and the collectives that change them."""
+"""Ops that gather, scatter and exchange the pieces that ranks have of a dim."""

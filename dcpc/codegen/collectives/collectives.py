@@ -1,8 +1,8 @@
-"""Collectives as PyTorch ops with autograd, for pieces whose sizes differ by one (or by a cut end).
+"""Collectives as PyTorch ops with autograd, for pieces whose lengths may differ.
 
 Each op's backward is its linear transpose: all-gather <-> reduce-scatter, all-to-all <-> all-to-all
 with the dims swapped, narrow <-> widen, all-reduce <-> all-reduce. A piece is described by its
-size, parent, shift and whether it is zigzag: see `pieces.py`. What is whole is always in order.
+size, parent, shift and whether it is zigzag: see `pieces.py`. A whole dim is always in order.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dcpc.ops.pieces import Run, runs
 
 @dataclass(slots=True)
 class WireLog:
-    """Counts what this rank sends: bytes to other ranks, and calls, by collective."""
+    """Counts, by collective, the bytes that this rank sends to other ranks, and the calls."""
 
     sent_bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, sent_bytes: int) -> None:
-        """Adds one collective."""
+        """Adds one call of a collective."""
         self.sent_bytes[name] = self.sent_bytes.get(name, 0) + sent_bytes
         self.calls[name] = self.calls.get(name, 0) + 1
 
@@ -40,7 +40,7 @@ class WireLog:
         return sum(self.sent_bytes.values())
 
     def clear(self) -> None:
-        """Starts again at zero."""
+        """Resets all counts to zero."""
         self.sent_bytes.clear()
         self.calls.clear()
 
@@ -50,7 +50,7 @@ _groups: dict[str, dist.ProcessGroup] = {}
 
 
 def bind_group(name: str, group: dist.ProcessGroup) -> None:
-    """Lets compiled graphs find a process group by name."""
+    """Registers a process group under the name by which compiled graphs call it."""
     _groups[name] = group
 
 
@@ -67,15 +67,15 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 class DimSplit(NamedTuple):
-    """How a dim is split over the ranks: what a collective takes of it, one by one, in this order.
+    """The split of a dim over the ranks, as the arguments of a collective, in this order.
 
     Attributes:
-        dim: which dim.
-        size: its length in the result: of the whole where pieces are gathered, of this rank's piece
-            where the whole is scattered.
+        dim: index of the dim.
+        size: its length in the result: the whole length after a gather, the length of this rank's
+            piece after a scatter.
         parent: length that is split evenly, see `pieces.py`.
-        shift: position of the dim's first element in it.
-        zigzag: whether a rank has a chunk from either end.
+        shift: position of the dim's first element in the parent.
+        zigzag: whether a rank has two chunks, one from either end.
     """
 
     dim: int
@@ -85,7 +85,7 @@ class DimSplit(NamedTuple):
     zigzag: bool
 
     def runs(self, whole: int, p: int) -> list[tuple[Run, ...]]:
-        """Returns each rank's runs of a dim that is so long."""
+        """Returns each rank's runs of a dim of length `whole`, for p ranks."""
         return [runs(whole, self.parent, self.shift, p, r, self.zigzag) for r in range(p)]
 
 
@@ -94,7 +94,7 @@ def _lengths(every: Sequence[tuple[Run, ...]]) -> list[int]:
 
 
 def _pack(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Returns all pieces, flattened, one after the other: one copy, whatever their strides."""
+    """Returns all pieces flattened in one new tensor, with one copy whatever their strides."""
     packed = like.new_empty(sum(x.numel() for x in pieces))
     for part, x in zip(packed.split([x.numel() for x in pieces]), pieces, strict=True):
         part.view(x.shape).copy_(x)
@@ -102,7 +102,7 @@ def _pack(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def scattered(x: Tensor, split: DimSplit, p: int) -> tuple[Tensor, ...]:
-    """Returns each rank's piece of a whole dim; memory of x where a piece is one run."""
+    """Returns each rank's piece of a whole dim: views of x, or copies if zigzag."""
     dim, every = split.dim, split.runs(x.shape[split.dim], p)
     if not split.zigzag:
         return tuple(torch.split(x, _lengths(every), dim))
@@ -110,7 +110,7 @@ def scattered(x: Tensor, split: DimSplit, p: int) -> tuple[Tensor, ...]:
 
 
 def gathered(parts: Sequence[Tensor], split: DimSplit) -> Tensor:
-    """Returns a whole dim of each rank's piece of it."""
+    """Returns the whole dim, in order, from all ranks' pieces."""
     dim = split.dim
     if not split.zigzag:
         return torch.cat(list(parts), dim)
@@ -124,7 +124,7 @@ def gathered(parts: Sequence[Tensor], split: DimSplit) -> Tensor:
 def exchange(
     sends: Sequence[Tensor], receive_numels: list[int], like: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Sends one piece to each rank, returns what each rank sent here, flat."""
+    """Sends one piece to each rank, and returns the flat pieces received from each rank."""
     packed = _pack(sends, like)
     received = like.new_empty(sum(receive_numels))
     send_numels = [s.numel() for s in sends]
@@ -136,12 +136,11 @@ def exchange(
 
 
 def on_wire(x: Tensor) -> Tensor:
-    """Returns a dense tensor's elements as a backend takes them: booleans as bytes.
+    """Returns a dense tensor as the backend takes it: booleans as bytes, CPU memory without owner.
 
-    On the CPU it is the same memory under another owner. Gloo's threads let go of what they sent
-    some time after the collective has returned, whenever they get to run: memory of theirs would
-    be freed late, by as much as a layer's activations. All collectives here wait until they are
-    done, and their caller holds `x` meanwhile.
+    Gloo's threads release the tensors that they sent some time after the collective has returned,
+    which would free a layer's activations late. So on the CPU they get a tensor that does not own
+    the memory. All collectives here wait until they are done, and their caller holds `x` meanwhile.
     """
     x = x.view(torch.uint8) if x.dtype == torch.bool else x
     if x.device.type != "cpu" or x.numel() == 0:
@@ -202,7 +201,7 @@ narrow.register_autograd(_narrow_backward, setup_context=_narrow_context)
 
 @torch.library.custom_op("dcpc::pick", mutates_args=())
 def pick(x: Tensor, dim: int, first: int, turn: int, second: int, length: int) -> Tensor:
-    """Returns a zigzag piece: `turn` elements from `first` on, then from `second` on, `length`."""
+    """Returns a zigzag piece of `length`: `turn` elements from `first`, the rest from `second`."""
     runs = (x.narrow(dim, first, turn), x.narrow(dim, second, length - turn))
     return torch.cat(runs, dim)
 
@@ -214,7 +213,7 @@ def _(x: Tensor, dim: int, first: int, turn: int, second: int, length: int) -> T
 
 @torch.library.custom_op("dcpc::spread", mutates_args=())
 def spread(x: Tensor, dim: int, first: int, turn: int, second: int, size: int) -> Tensor:
-    """Returns zeros of length `size` along dim, with the runs of a zigzag piece in their places."""
+    """Returns zeros of length `size` along dim, with the two runs of a zigzag piece in place."""
     out = x.new_zeros(_with_dim(x, dim, size))
     rest = x.shape[dim] - turn
     out.narrow(dim, first, turn).copy_(x.narrow(dim, 0, turn))
@@ -247,14 +246,14 @@ _SCATTERED = _GATHERED.replace("size", "length")
 
 
 def _unpacked(packed: Sequence[Any]) -> tuple[list[DimSplit], str]:
-    """Returns the dims that a collective is told of, the gathered one first, and its group."""
+    """Returns the dims of a collective's arguments, the gathered one first, and its group."""
     *numbers, group = packed
     n = len(DimSplit._fields)
     return [DimSplit(*numbers[i : i + n]) for i in range(0, len(numbers), n)], group
 
 
 def _empty(x: Tensor, *packed: Any) -> Tensor:
-    """Returns memory for the result."""
+    """Returns an empty tensor of the result's shape."""
     shape = list(x.shape)
     for split in _unpacked(packed)[0]:
         shape[split.dim] = split.size
@@ -265,7 +264,7 @@ def _empty(x: Tensor, *packed: Any) -> Tensor:
     "dcpc::all_gather", mutates_args=(), schema=f"(Tensor x, {_GATHERED}, str group) -> Tensor"
 )
 def all_gather(x: Tensor, *packed: Any) -> Tensor:
-    """Returns the whole dim from every rank's piece of it."""
+    """Returns the whole dim from all ranks' pieces."""
     (split,), group = _unpacked(packed)
     pg = group_named(group)
     p, rank = pg.size(), pg.rank()
@@ -273,7 +272,7 @@ def all_gather(x: Tensor, *packed: Any) -> Tensor:
     wire_log.add("all_gather", (p - 1) * x.numel() * x.element_size())
     # Every rank sends as much as the longest piece: gathering equal parts is what all backends do
     # well, and pieces differ by one element of the dim.
-    # Its own goes where it will lie in the end, so that no copy of it lives beside what comes.
+    # This rank's piece is written where it will be in the result, so that no second copy is alive.
     every = x.new_empty((p, *_with_dim(x, split.dim, max(lengths))))
     mine = every[rank]
     mine.narrow(split.dim, 0, lengths[rank]).copy_(x)
@@ -286,7 +285,7 @@ def all_gather(x: Tensor, *packed: Any) -> Tensor:
     "dcpc::reduce_scatter", mutates_args=(), schema=f"(Tensor x, {_SCATTERED}, str group) -> Tensor"
 )
 def reduce_scatter(x: Tensor, *packed: Any) -> Tensor:
-    """Returns this rank's piece of the sum of all ranks' x."""
+    """Returns this rank's piece of the sum of x over all ranks."""
     (split,), group = _unpacked(packed)
     pg = group_named(group)
     p, rank = pg.size(), pg.rank()
@@ -306,11 +305,11 @@ def reduce_scatter(x: Tensor, *packed: Any) -> Tensor:
     f"{arguments(DimSplit, 'scatter_').replace('size', 'length')}, str group) -> Tensor",
 )
 def all_to_all(x: Tensor, *packed: Any) -> Tensor:
-    """Returns x whole along the gathered dim and this rank's piece of it along the scattered one.
+    """Returns x whole along the gathered dim, and this rank's piece along the scattered dim.
 
     Args:
-        x: this rank's piece along the first dim, whole along the second.
-        packed: the fields of a `DimSplit` for each of the two, and the name of the process group.
+        x: this rank's piece along the gathered dim, whole along the scattered one.
+        packed: fields of a `DimSplit` for each of the two dims, and the name of the process group.
     """
     (gather, scatter), group = _unpacked(packed)
     pg = group_named(group)
@@ -325,7 +324,7 @@ def all_to_all(x: Tensor, *packed: Any) -> Tensor:
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keeps what the transpose takes: what was gathered is scattered again, and so back."""
+    """Saves the arguments of the transpose, in which gathered dims are scattered and vice versa."""
     x, *packed = inputs
     splits, group = _unpacked(packed)
     back = [split._replace(size=x.shape[split.dim]) for split in splits]

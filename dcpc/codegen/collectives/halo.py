@@ -1,11 +1,11 @@
-"""`dcpc::halo`: rows of neighbours, for an op that reads a window around each position of a dim.
+"""`dcpc::halo`: fetches neighbours' rows for ops that read a window around each position of a dim.
 
-Position i of the result reads `reach` rows of x from `i * stride - before` on. A rank that makes a
-piece of the result asks for the rows its windows cover: those before and after the whole are zeros,
-those it has stay, the others come from whoever has them, neighbours or not. So pieces of x and of
-the result need not fit each other, and a rank may have fewer rows than a window, or none.
+Position i of the result reads `reach` rows of x, from row `i * stride - before` on. A rank that
+computes a piece of the result asks for the rows that its windows cover: rows before and after the
+whole dim are zeros, its own rows stay, other rows come from their owners, neighbours or not. So
+pieces of x and of the result need not match, and a rank may have fewer rows than a window, or none.
 
-The transpose is `dcpc::halo_sum`: gradients of rows go back to their owner, who adds them up.
+The transpose is `dcpc::halo_sum`: gradients of rows go back to their owner, which adds them up.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from dcpc.ops.pieces import Run, piece
 
 
 class HaloCall(NamedTuple):
-    """What the op takes besides a tensor, one by one, in this order.
+    """The arguments of the op after its tensor, in this order.
 
     Attributes:
-        dim: which dim of x is split.
-        size: its length in whole.
+        dim: dim of x that is split.
+        size: whole length of that dim of x.
         parent: length that is split evenly, see `pieces.py`.
-        shift: position of the first row in it.
-        out_size: length of the result's dim in whole, and so on as of x.
-        out_parent: see `parent`.
-        out_shift: see `shift`.
-        stride: rows between two windows.
-        reach: rows of a window, from its first to its last.
-        before: rows that the first window begins before the first row.
-        rows: length of this rank's result.
+        shift: position of x's first row in the parent.
+        out_size: whole length of the result's dim.
+        out_parent: `parent` of the result's dim.
+        out_shift: `shift` of the result's dim.
+        stride: number of rows from one window to the next.
+        reach: number of rows from a window's first to its last.
+        before: number of rows by which the first window starts before the first row.
+        rows: length of the dim in this rank's result.
         group: name of the process group.
     """
 
@@ -54,11 +54,11 @@ class HaloCall(NamedTuple):
     group: str
 
     def owned(self, p: int) -> list[Run]:
-        """Returns each rank's (start, length) of the rows of x."""
+        """Returns (start, length) of the rows of x that each of p ranks owns."""
         return [piece(self.size, self.parent, self.shift, p, r) for r in range(p)]
 
     def wanted(self, p: int) -> list[Run]:
-        """Returns each rank's (start, length) of the rows its windows cover, outer ones as well."""
+        """Returns (start, length) of the rows that each rank's windows cover, padding included."""
         found = []
         for rank in range(p):
             start, count = piece(self.out_size, self.out_parent, self.out_shift, p, rank)
@@ -68,7 +68,7 @@ class HaloCall(NamedTuple):
 
 
 def _common(a: Run, b: Run) -> Run:
-    """Returns (start, length) of what two runs have in common."""
+    """Returns (start, length) of the overlap of two runs."""
     start = max(a[0], b[0])
     return start, max(0, min(sum(a), sum(b)) - start)
 
@@ -79,7 +79,7 @@ def _parts(x: Tensor, dim: int, first: int, runs: Sequence[Run]) -> list[Tensor]
 
 
 def placed(parts: Sequence[Tensor], runs: Sequence[Run], call: HaloCall, first: int) -> Tensor:
-    """Returns `call.rows` rows from position `first` on: the sum of all parts, else zeros."""
+    """Returns `call.rows` rows from position `first` on: the sum of all parts, zeros elsewhere."""
     shape = list(parts[0].shape)
     shape[call.dim] = call.rows
     out = parts[0].new_zeros(shape)
@@ -90,13 +90,13 @@ def placed(parts: Sequence[Tensor], runs: Sequence[Run], call: HaloCall, first: 
 
 
 def traffic(call: HaloCall, p: int, rank: int, back: bool) -> tuple[list[Run], list[Run]]:
-    """Returns the runs of rows that a rank gives to each rank, and those it takes from each.
+    """Returns the runs of rows that a rank sends to each rank, and those it receives from each.
 
     Args:
-        call: the op's arguments.
-        p: ranks of the group.
-        rank: which of them.
-        back: whether gradients go to the owners of rows.
+        call: arguments of the op.
+        p: number of ranks in the group.
+        rank: index of the rank.
+        back: whether gradients go back to the owners of the rows.
     """
     owned, wanted = call.owned(p), call.wanted(p)
     gives = [_common(owned[rank], other) for other in wanted]
@@ -105,13 +105,13 @@ def traffic(call: HaloCall, p: int, rank: int, back: bool) -> tuple[list[Run], l
 
 
 def origins(call: HaloCall, p: int, rank: int, back: bool) -> tuple[int, int]:
-    """Returns the positions of a rank's first row of the operand, and of the result."""
+    """Returns the positions of the first row of a rank's operand and of its result."""
     have, want = call.owned(p)[rank][0], call.wanted(p)[rank][0]
     return (want, have) if back else (have, want)
 
 
 def given_parts(x: Tensor, call: HaloCall, p: int, rank: int, back: bool) -> list[Tensor]:
-    """Returns what a rank has for each rank, itself among them."""
+    """Returns the rows that a rank sends to each rank, itself included."""
     gives, _ = traffic(call, p, rank, back)
     return _parts(x, call.dim, origins(call, p, rank, back)[0], gives)
 
@@ -137,13 +137,13 @@ _SCHEMA = f"(Tensor x, {arguments(HaloCall)}) -> Tensor"
 
 @torch.library.custom_op("dcpc::halo", mutates_args=(), schema=_SCHEMA)
 def halo(x: Tensor, *packed: Any) -> Tensor:
-    """Returns the rows that this rank's windows cover, of its piece of x and its neighbours'."""
+    """Returns the rows that this rank's windows cover, from its piece of x and other ranks'."""
     return _run(x, HaloCall(*packed), "halo", back=False)
 
 
 @torch.library.custom_op("dcpc::halo_sum", mutates_args=(), schema=_SCHEMA)
 def halo_sum(x: Tensor, *packed: Any) -> Tensor:
-    """Returns the sum of what all ranks' windows have for this rank's piece of the rows."""
+    """Returns this rank's piece of the rows, summed over the windows of all ranks."""
     return _run(x, HaloCall(*packed), "halo_sum", back=True)
 
 

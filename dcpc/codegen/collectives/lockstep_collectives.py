@@ -1,8 +1,8 @@
-"""What all ranks of a group get from a collective, given what each of them puts in.
+"""Collectives as functions of all ranks' arguments at once, without messages.
 
-One function a collective, from the list of all ranks' arguments (by name) to the list of their
-results: the definition of what `collectives.py`, `ring_swap.py` and `ring.py` do by messages. Sums
-are in the order of the real ones but for `all_reduce`, whose order is the backend's.
+Each function takes the list of all ranks' arguments (by name) and returns the list of their
+results: the definition of the ops in `collectives.py`, `ring_swap.py` and `ring.py`. Sums are in
+the order of those ops, except for `all_reduce`, whose order is the backend's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = Mapping[str, Any]  # the arguments of one rank's call, by name
 
 
 def added_up(pieces: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of one tensor a rank, in the order of ranks."""
+    """Returns the sum of all ranks' tensors, added in rank order."""
     out = pieces[0].clone(memory_format=torch.contiguous_format)
     for piece in pieces[1:]:
         assert piece.shape == out.shape, f"a sum of {tuple(out.shape)} and {tuple(piece.shape)}"
@@ -39,12 +39,12 @@ def _split(call: Call, prefix: str, size: str) -> DimSplit:
 
 
 def _whole(calls: Sequence[Call], prefix: str = "") -> Tensor:
-    """Returns what ranks have pieces of, whole."""
+    """Returns the whole dim from the ranks' pieces."""
     return gathered([c["x"] for c in calls], _split(calls[0], prefix, "size"))
 
 
 def _pieces(x: Tensor, calls: Sequence[Call], prefix: str = "") -> list[Tensor]:
-    """Returns each rank's piece of what is whole."""
+    """Returns each rank's piece of a whole tensor."""
     splits = [_split(call, prefix, "length") for call in calls]
     found = [piece.contiguous() for piece in scattered(x, splits[0], len(calls))]
     for split, piece in zip(splits, found, strict=True):
@@ -70,7 +70,7 @@ def _all_reduce(calls: Sequence[Call]) -> list[Tensor]:
 
 
 def _swap(calls: Sequence[Call]) -> list[Tensor]:
-    """Rows against heads in each block of consecutive ranks."""
+    """Exchanges rows for heads within each block of `across` consecutive ranks."""
     first, p = taken(SwapCall, calls[0]), len(calls)
     across, rows_dim, heads_dim = first.across, first.rows_dim, first.heads_dim
     found = []
@@ -91,7 +91,7 @@ def _swap(calls: Sequence[Call]) -> list[Tensor]:
 
 
 def _windows(calls: Sequence[Call], back: bool) -> list[Tensor]:
-    """Rows that windows cover; back, the sums of what windows have for each rank's rows."""
+    """Returns the rows that each rank's windows cover; if `back`, the sums for each rank's rows."""
     p, every = len(calls), [taken(HaloCall, call) for call in calls]
     operands = zip(calls, every, strict=True)
     given = [given_parts(c["x"], h, p, r, back) for r, (c, h) in enumerate(operands)]
@@ -124,7 +124,7 @@ def _nothing(call: Call) -> bool:
 
 
 def _visits(way: Route) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (direction, rank, position whose keys come there, rank they are of), step by step."""
+    """Yields (direction, rank, ring position and rank of the keys' owner), step by step."""
     for direction in DIRECTIONS:
         for step in range(0 if direction > 0 else 1, max(way.hops(direction)) + 1):
             for rank in range(way.p):
@@ -134,7 +134,7 @@ def _visits(way: Route) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _come(calls: Sequence[Call], rank: int, source: int) -> tuple[Tensor, Tensor]:
-    """Returns a rank's keys and values as another one has them: what was sent is dense."""
+    """Returns the keys and values of rank `source` as a rank gets them: contiguous if sent."""
     k, v = calls[source]["key"], calls[source]["value"]
     return (k, v) if source == rank else (k.contiguous(), v.contiguous())
 
@@ -154,7 +154,7 @@ def _ring_forward(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _ring_backward(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Gradients of keys are added up on their way, those that went back last, as in the ring."""
+    """Returns all gradients. Those of keys are added in the ring's order, direction -1 last."""
     own = ("query", "key", "value")
     if _nothing(calls[0]):
         zeros = [tuple(empty_gradient(c[name]).zero_() for name in own) for c in calls]
@@ -190,7 +190,7 @@ def _added(more: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
     return [a.add_(b) for a, b in zip(more, before, strict=True)]
 
 
-# What ranks call together: of all ranks' arguments, all ranks' results.
+# op -> function from all ranks' arguments to all ranks' results.
 COLLECTIVES: Mapping[Any, Callable[[Sequence[Call]], Sequence[Any]]] = {
     ops.all_gather.default: _all_gather,
     ops.reduce_scatter.default: _reduce_scatter,

@@ -32,24 +32,24 @@ from dcpc.ops.ring_route import Route, RowSplit, route
 
 
 class RingCall(NamedTuple):
-    """What a ring's ops take besides tensors, one by one, in this order.
+    """The arguments of the ring's ops after their tensors, in this order.
 
     Attributes:
-        scale: of the products of queries and keys.
-        before: how many keys before its own position a query sees, None: all.
-        after: how many after it, None: all.
-        empty: what a query gets that sees no key, see `dcpc.attention`.
-        query_size: how many queries there are in all.
+        scale: factor of the scores.
+        before: number of keys before its own position that a query sees; None: all.
+        after: number of keys after its own position that a query sees; None: all.
+        empty: result of a query that sees no key, see `dcpc.attention`.
+        query_size: length of the outer factor of all queries.
         query_parent: length that is split evenly, see `pieces.py`.
-        query_shift: position of the first query in it.
-        key_size: how many keys there are in all.
-        key_parent: as of the queries.
-        key_shift: as of the queries.
-        query_zigzag: whether a rank has a chunk of the queries from either end.
-        key_zigzag: whether it has so of the keys.
-        query_rows: rows of each of the query_size, as of the outer of a dim's several factors.
-        key_rows: as of the queries.
-        across: consecutive ranks that have one piece of rows between them, each other heads.
+        query_shift: position of the first query in the parent.
+        key_size: length of the outer factor of all keys.
+        key_parent: `query_parent` for the keys.
+        key_shift: `query_shift` for the keys.
+        query_zigzag: whether a rank has two chunks of the queries, one from either end.
+        key_zigzag: the same for the keys.
+        query_rows: number of queries in each of the query_size elements (inner factors of the dim).
+        key_rows: the same for the keys.
+        across: number of consecutive ranks at one ring position, each with a part of the heads.
         group: name of the process group.
     """
 
@@ -74,7 +74,7 @@ class RingCall(NamedTuple):
     def of(
         cls, sight: Sight, queries: RowSplit, keys: RowSplit, across: int, group: str
     ) -> RingCall:
-        """Returns the call of an attention whose queries and keys are split so."""
+        """Returns the call of an attention whose queries and keys are split as given."""
         return cls(
             sight.scale, sight.before, sight.after, sight.empty,
             queries.size, queries.parent, queries.shift, keys.size, keys.parent, keys.shift,
@@ -83,37 +83,37 @@ class RingCall(NamedTuple):
 
     @property
     def sight(self) -> Sight:
-        """What a query sees; the runs of queries say where they are."""
+        """The visibility of keys by position. The runs of queries give their positions."""
         return Sight(self.scale, self.before, self.after, empty=self.empty)
 
     @property
     def queries(self) -> RowSplit:
-        """How the queries are split."""
+        """The split of the queries."""
         where = self.query_size, self.query_parent, self.query_shift
         return RowSplit(*where, self.query_zigzag, self.query_rows)
 
     @property
     def keys(self) -> RowSplit:
-        """How the keys are split."""
+        """The split of the keys."""
         where = self.key_size, self.key_parent, self.key_shift
         return RowSplit(*where, self.key_zigzag, self.key_rows)
 
     def nothing(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether there is nothing to compute on any rank."""
+        """Whether no rank has anything to compute."""
         sizes = (*q.shape[:2], *k.shape[:2], q.shape[3], v.shape[3])
         return 0 in sizes or not self.key_size
 
     def placed(
         self, q: Tensor, k: Tensor, hiding: Hiding, p: int, rank: int
     ) -> tuple[Route, Operands]:
-        """Returns where keys go, and what one rank's attention to all of them is given.
+        """Returns the route of the keys, and the operands of one rank's attention to all keys.
 
         Args:
-            q: the rank's queries `[b, h, s, d]`.
-            k: its keys `[b, g, t, d]`.
-            hiding: mask, keep and segment.
-            p: ranks of the group.
-            rank: which of them.
+            q: queries of the rank `[b, h, s, d]`.
+            k: keys of the rank `[b, g, t, d]`.
+            hiding: tensors mask, keep and segment, each or None.
+            p: number of ranks in the group.
+            rank: index of the rank.
         """
         (mask, keep, segment), queries, keys, sight = hiding, self.queries, self.keys, self.sight
         misses = sight.misses(queries.size * queries.rows, keys.size * keys.rows)
@@ -129,7 +129,7 @@ class RingCall(NamedTuple):
         return way, Operands(mask, keep, segment, sight, mine, size, everywhere)
 
     def here(self, q: Tensor, k: Tensor, v: Tensor, hiding: Hiding) -> tuple[RingPlace, Operands]:
-        """Returns this rank's place in the ring, and what its attention is given."""
+        """Returns this rank's place in the ring, and the operands of its attention."""
         pg = group_named(self.group)
         way, given = self.placed(q, k, hiding, pg.size(), pg.rank())
         return RingPlace(way, self.group, k, v), given
@@ -152,17 +152,18 @@ def ring_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns this rank's out `[b, h, s, e]` and its logsumexp in float32 or better.
 
-    That is `[b, h, s]`; `[2, b, h, s]`, the largest score and the logarithm of the sum of
-    exp(score - it), if the mask is numbers.
+    The logsumexp is `[b, h, s]`. With an additive mask it is `[2, b, h, s]`: the largest score, and
+    the logarithm of the sum of exp(score - largest).
 
     Args:
-        query: this rank's `[b, h, s, d]`.
-        key: its `[b, g, t, d]`.
-        value: its `[b, g, t, e]`.
-        mask: of its queries and all keys, `[m, h or 1, s or 1, key_size or 1]`.
-        keep: `[b or 1, key_size]`, which keys anybody sees.
-        segment: `[b or 1, key_size]`, what sequence each position belongs to.
-        packed: the fields of a `RingCall`.
+        query: queries of this rank `[b, h, s, d]`.
+        key: keys of this rank `[b, g, t, d]`.
+        value: values of this rank `[b, g, t, e]`.
+        mask: attention mask of this rank's queries and all keys, `[m, h or 1, s or 1, key_size or
+            1]`.
+        keep: boolean `[b or 1, key_size]`: the keys that any query may see.
+        segment: integer `[b or 1, key_size]`: the number of the sequence at each position.
+        packed: fields of a `RingCall`.
     """
     call = RingCall(*packed)
     if call.nothing(query, key, value):
@@ -183,7 +184,7 @@ def _(
 
 
 def empty_results(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns memory for out and its logsumexp, of queries `[b, h, s, d]` and values like these."""
+    """Returns empty tensors for out and its logsumexp, for queries `[b, h, s, d]`."""
     out, lse = empty_outputs(q, v)
     if mask is not None and mask.dtype != torch.bool:
         lse = lse.new_empty((2, *lse.shape))

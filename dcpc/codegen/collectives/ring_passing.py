@@ -1,4 +1,4 @@
-"""Passes keys and values from rank to rank, the next while one computes with what it has."""
+"""Passes keys and values from rank to rank, while each rank computes with those it has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcpc.ops.ring_route import DIRECTIONS, Route
 
 @dataclass(frozen=True, slots=True)
 class KeysAndValues:
-    """Keys and values, or their gradients: both in one buffer."""
+    """Keys and values, or their gradients, as views of one buffer."""
 
     buffer: Tensor
     k: Tensor
@@ -23,7 +23,7 @@ class KeysAndValues:
 
     @staticmethod
     def empty(k: Tensor, v: Tensor, rows: int, dtype: torch.dtype) -> KeysAndValues:
-        """Returns memory for so many rows of keys and values like these."""
+        """Returns empty memory for `rows` rows of keys and values shaped like these."""
         shapes = [(*x.shape[:2], rows, x.shape[3]) for x in (k, v)]
         sizes = [a * b * c * d for a, b, c, d in shapes]
         buffer = k.new_empty(sum(sizes), dtype=dtype)
@@ -33,13 +33,13 @@ class KeysAndValues:
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """Messages that were started, and the memory to hold until they have arrived."""
+    """Messages in flight, and the memory that must be held until they have arrived."""
 
     works: list[dist.Work]
     memory: list[Tensor]
 
     def wait(self) -> None:
-        """Waits for all of them, and lets go of the memory."""
+        """Waits for all messages, and releases the memory."""
         for work in self.works:
             work.wait()
         self.works.clear()
@@ -50,10 +50,10 @@ class RingPlace:
     """One rank's place in the ring.
 
     Args:
-        way: where keys go.
+        way: route of the keys.
         group: name of the process group.
-        k: the rank's keys `[b, g, t, d]`.
-        v: its values `[b, g, t, e]`.
+        k: keys of the rank `[b, g, t, d]`.
+        v: values of the rank `[b, g, t, e]`.
     """
 
     def __init__(self, way: Route, group: str, k: Tensor, v: Tensor) -> None:
@@ -67,16 +67,16 @@ class RingPlace:
 
     @property
     def chains(self) -> list[Chain]:
-        """Both ways round that keys go: forward always, back where they do."""
+        """The directions in which keys travel: forward always, backward only if needed."""
         every = [Chain(self, direction) for direction in DIRECTIONS]
         return [chain for chain in every if chain.direction > 0 or chain.last]
 
     def empty(self, owner: int, dtype: torch.dtype) -> KeysAndValues:
-        """Returns memory for some position's rows."""
+        """Returns empty memory for the rows of a ring position."""
         return KeysAndValues.empty(self.k, self.v, self.way.rows(owner), dtype)
 
     def post(self, *messages: tuple[KeysAndValues | None, int, bool]) -> UnderWay:
-        """Starts messages: (what, positions from here to the other, whether to send)."""
+        """Starts messages, each (rows, distance in ring positions to the peer, whether to send)."""
         ops, held = [], []
         for rows, distance, send in messages:
             if rows is None or not rows.buffer.numel():
@@ -90,33 +90,33 @@ class RingPlace:
         return UnderWay(dist.batch_isend_irecv(ops) if ops else [], held)
 
     def log(self) -> None:
-        """Counts what was sent."""
+        """Adds the bytes sent to the wire log."""
         wire_log.add("ring", self._sent)
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One way round: 1 to the next position, -1 to the one before."""
+    """One direction round the ring: 1 to the next position, -1 to the previous one."""
 
     ring: RingPlace
     direction: int
 
     @property
     def last(self) -> int:
-        """The last step at which any rank gets something."""
+        """The last step at which any rank receives keys."""
         return max(self.ring.way.hops(self.direction))
 
     def owner(self, step: int) -> int | None:
-        """Returns whose keys this rank has after some steps, None if it has none."""
+        """Returns the ring position whose keys this rank has at a step, or None."""
         return self.ring.way.held(self.ring.position, step, self.direction)
 
     def passes_on(self, step: int) -> bool:
-        """Returns whether this rank sends on what it has at a step."""
+        """Returns whether this rank sends on the keys that it has at a step."""
         owner = self.owner(step)
         return owner is not None and step < self.ring.way.hops(self.direction)[owner]
 
     def packed(self) -> KeysAndValues | None:
-        """Returns this rank's own keys and values as they are sent, None if they are not."""
+        """Returns a packed copy of this rank's keys and values to send, or None if not sent."""
         if not self.passes_on(0):
             return None
         mine = self.ring.empty(self.ring.position, self.ring.k.dtype)
@@ -125,7 +125,7 @@ class Chain:
         return mine
 
     def next(self, step: int, held: KeysAndValues | None) -> tuple[KeysAndValues | None, UnderWay]:
-        """Starts the next step's exchange of keys and values; returns what comes."""
+        """Starts the next step's exchange, and returns the memory of the incoming keys."""
         owner = self.owner(step + 1)
         coming = None if owner is None else self.ring.empty(owner, self.ring.k.dtype)
         sent = held if self.passes_on(step) else None
@@ -134,7 +134,7 @@ class Chain:
 
 
 def pass_forward(ring: RingPlace, state: Forward) -> None:
-    """Adds to `state` all keys that come by, this rank's own first."""
+    """Adds to `state` all keys that pass this rank, its own first."""
     for chain in ring.chains:
         held = chain.packed()
         for step in range(chain.last + 1):
@@ -149,7 +149,7 @@ def pass_forward(ring: RingPlace, state: Forward) -> None:
 
 
 def pass_backward(ring: RingPlace, state: Backward) -> KeysAndValues:
-    """Returns the gradients of this rank's keys and values, from all ranks."""
+    """Returns the gradients of this rank's keys and values, summed over all ranks."""
     first, *rest = ring.chains
     found = _gradients(first, state)
     assert found is not None, "a rank's own keys have a gradient"
@@ -161,10 +161,10 @@ def pass_backward(ring: RingPlace, state: Backward) -> KeysAndValues:
 
 
 def _gradients(chain: Chain, state: Backward) -> KeysAndValues | None:
-    """Returns what one way round gives; this rank's own part goes along forward.
+    """Returns the gradients from one direction; the forward one includes this rank's own part.
 
-    Gradients so far of the keys that a rank has come from the one before it a step behind them. It
-    adds its own and sends them on, or home if nobody after it has these keys.
+    The gradients so far of the keys at this rank arrive from the previous rank one step after the
+    keys. This rank adds its part and sends them on, or home if no later rank gets these keys.
     """
     ring, way = chain.ring, chain.direction
     dtype, hops = accumulated(ring.k.dtype), ring.way.hops(way)[ring.position]
@@ -199,7 +199,7 @@ def _gradients(chain: Chain, state: Backward) -> KeysAndValues | None:
 def _own(
     chain: Chain, step: int, held: KeysAndValues | None, state: Backward
 ) -> KeysAndValues | None:
-    """Returns what this rank adds to the gradients of the keys it has at a step."""
+    """Returns this rank's part of the gradients of the keys that it has at a step."""
     ring, owner = chain.ring, chain.owner(step)
     if owner is None or (step == 0 and chain.direction < 0):
         return None

@@ -1,8 +1,8 @@
-"""`dcpc::swap`: rows against heads among the ranks that stand at one position of a ring.
+"""`dcpc::swap`: exchanges rows for heads among the ranks at one position of a ring.
 
-An all-to-all of `across` consecutive ranks, over the whole group with nothing for the others.
-Before a ring it gives each of them some heads of all their rows; after it, all heads of its own
-rows again. Each is the other's transpose.
+It is an all-to-all of `across` consecutive ranks, over the whole group with empty messages to the
+others. Before a ring it gives each of them some heads of all their rows; after the ring, all heads
+of its own rows again. Each direction is the transpose of the other.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from dcpc.ops.ring_route import RowSplit
 
 
 class SwapCall(NamedTuple):
-    """What the op takes besides a tensor, one by one, in this order.
+    """The arguments of the op after its tensor, in this order.
 
     Attributes:
-        to_heads: whether the result has some of the heads.
-        rows_size: length of the whole dim of rows.
+        to_heads: whether the result has all rows and some heads.
+        rows_size: whole length of the dim of rows.
         rows_parent: length that is split evenly, see `pieces.py`.
-        rows_shift: position of the first row in it.
-        zigzag: whether a rank has a chunk of the rows from either end.
-        rows_length: how many rows the result has.
-        heads: how many heads there are in all, a multiple of `across`.
-        across: how many consecutive ranks change among themselves.
+        rows_shift: position of the first row in the parent.
+        zigzag: whether a rank has two chunks of the rows, one from either end.
+        rows_length: number of rows in the result.
+        heads: number of all heads, a multiple of `across`.
+        across: number of consecutive ranks that exchange with each other.
         group: name of the process group.
-        rows_each: rows of each of the rows_size, as of the outer of a dim's several factors.
-        rows_dim: dim of the rows.
-        heads_dim: dim of the heads.
+        rows_each: number of rows in each of the rows_size elements, where the dim has several
+            factors.
+        rows_dim: index of the dim of rows.
+        heads_dim: index of the dim of heads.
     """
 
     to_heads: bool
@@ -54,13 +55,13 @@ class SwapCall(NamedTuple):
     def of(
         cls, to_heads: bool, rows: RowSplit, length: int, heads: int, across: int, group: str
     ) -> SwapCall:
-        """Returns the call for rows that are split so, of which the result has so many."""
+        """Returns the call for rows split as given, with `length` rows in the result."""
         where = rows.size, rows.parent, rows.shift, rows.zigzag
         return cls(to_heads, *where, length, heads, across, group, rows.rows)
 
     @property
     def split(self) -> RowSplit:
-        """How the rows are split."""
+        """The split of the rows."""
         where = self.rows_size, self.rows_parent, self.rows_shift
         return RowSplit(*where, self.zigzag, self.rows_each)
 
@@ -74,9 +75,9 @@ def swap(x: Tensor, *packed: Any) -> Tensor:
     """Returns some heads of the rows of `across` ranks, or all heads of this rank's rows.
 
     Args:
-        x: all heads of this rank's rows; if not `to_heads` its heads of all their rows, these in
-            order of position.
-        packed: the fields of a `SwapCall`.
+        x: all heads of this rank's rows; if not `to_heads`, this rank's heads of the rows of all
+            `across` ranks, in order of position.
+        packed: fields of a `SwapCall`.
     """
     call = SwapCall(*packed)
     pg = group_named(call.group)
@@ -105,13 +106,13 @@ def _(x: Tensor, *packed: Any) -> Tensor:
 
 
 def _placed(pieces: list[tuple[RunOfRows, ...]]) -> list[tuple[RunOfRows, int]]:
-    """Returns all runs in order of position, each with whose it is."""
+    """Returns all runs in order of position, each with the index of its rank."""
     every = [(run, i) for i, mine in enumerate(pieces) for run in mine]
     return sorted(every, key=lambda item: item[0].position)
 
 
 def rows_of(x: Tensor, pieces: list[tuple[RunOfRows, ...]], dim: int) -> list[Tensor]:
-    """Returns each rank's rows of all their rows."""
+    """Splits the rows of several ranks, in order of position, into each rank's rows."""
     taken: list[list[Tensor]] = [[] for _ in pieces]
     start = 0
     for run, i in _placed(pieces):
@@ -122,7 +123,7 @@ def rows_of(x: Tensor, pieces: list[tuple[RunOfRows, ...]], dim: int) -> list[Te
 
 
 def in_order(parts: list[Tensor], pieces: list[tuple[RunOfRows, ...]], dim: int) -> Tensor:
-    """Returns the rows of several ranks, in order of position."""
+    """Joins the rows of several ranks in order of position."""
     found = [parts[i].narrow(dim, run.at, run.length) for run, i in _placed(pieces)]
     return torch.cat(found or parts, dim)
 
@@ -135,7 +136,7 @@ def _exchanged(
     first: int,
     pg: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Sends one part to each of some consecutive ranks; returns what each of them sent here."""
+    """Sends one part to each of some consecutive ranks, and returns the parts they sent here."""
     p, rank = pg.size(), pg.rank()
     shapes = []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Rows of parameters as ops: all ranks' rows to whole parameters, and gradients to a rank's rows.
+"""Ops that gather whole parameters from all ranks' rows, and sum gradients into a rank's rows.
 
 A parameter of s rows over p ranks: each has ceil(s / p) of them, those at the end with rows of
 zeros behind the last one. So all ranks' rows, one after the other, are the parameter with some zero
@@ -28,12 +28,12 @@ ROWS_GROUP = "rows"  # what graphs call the group of ranks that share out parame
 
 
 def rows_count(length: int, ranks: int) -> int:
-    """Returns the rows that each rank has of so many, zeros at the end included."""
+    """Returns the number of rows that each rank has of `length`, padding rows included."""
     return -(-length // ranks)
 
 
 def rows_shape(shape: Sequence[int], ranks: int) -> list[int]:
-    """Returns the shape of a rank's rows of a parameter, zeros at the end included."""
+    """Returns the shape of a rank's rows of a parameter, padding rows included."""
     return [rows_count(shape[0], ranks), *shape[1:]] if shape else []
 
 
@@ -47,10 +47,10 @@ def _token(like: Tensor) -> Tensor:
 
 @contextmanager
 def _named(pg: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Says which collective it was that did not come about.
+    """Names the collective in the error if it fails.
 
     Raises:
-        GroupError: a rank did not live.
+        GroupError: the collective failed, as when another rank died.
     """
     try:
         yield
@@ -66,14 +66,14 @@ def _named(pg: dist.ProcessGroup, what: str) -> Iterator[None]:
 def gather_rows(
     rows: Sequence[Tensor], ranks: int, group: str, token: Tensor | None = None
 ) -> list[Tensor]:
-    """Returns whole parameters, zero rows at their end included, and a token.
+    """Returns whole parameters, with zero rows at their ends, and a token.
 
     Args:
-        rows: of this rank, all of each parameter's `rows_shape`; of a scalar the scalar, which all
-            ranks have.
-        ranks: of the group.
-        group: its name.
-        token: of the call before this one.
+        rows: rows of each parameter on this rank, of its `rows_shape`. A scalar is whole on all
+            ranks.
+        ranks: number of ranks in the group.
+        group: name of the group.
+        token: token of the previous call.
     """
     pg = group_named(group)
     found = [x.new_empty(_whole_shape(x, ranks)) if x.dim() else x.clone() for x in rows]
@@ -100,16 +100,16 @@ def gather_rows(
 
 
 def _gather_into(into: Tensor, own: Tensor, pg: dist.ProcessGroup, number: int) -> list[dist.Work]:
-    """Starts to gather what each rank has, and returns what to wait for.
+    """Starts to gather all ranks' parts, and returns the work handles to wait for.
 
-    On the CPU ranks send to each other: gloo's gather takes the result's bytes once more, and
-    copies them (docs/results/parameters.md).
+    On the CPU ranks send to each other directly: gloo's all-gather takes memory for the result a
+    second time, and copies (docs/results/parameters.md).
 
     Args:
-        into: all ranks' parts, one after the other.
-        own: this rank's part.
-        pg: the ranks.
-        number: of the message among those that are on the way.
+        into: memory for all ranks' parts, one after the other.
+        own: part of this rank.
+        pg: process group.
+        number: tag of the message among those in flight.
     """
     if own.device.type != "cpu":
         work = all_gather_single(into, own, group=pg, async_op=True)
@@ -137,18 +137,18 @@ def sum_rows(
 ) -> list[Tensor]:
     """Returns this rank's rows of the sum of all ranks' gradients, and a token.
 
-    The sums are in the order of the ranks.
+    The sums are added in rank order.
 
     Args:
-        gradients: of whole parameters.
-        ranks: of the group.
-        group: its name.
-        token: of the call before this one.
+        gradients: gradients of whole parameters.
+        ranks: number of ranks in the group.
+        group: name of the group.
+        token: token of the previous call.
     """
     pg = group_named(group)
     found = [x.new_empty(rows_shape(x.shape, ranks)) for x in gradients]
     sizes = {i: (x.dtype, ranks * x.nbytes) for i, x in enumerate(found) if x.numel()}
-    # All at once: each wait for the other ranks costs more than the memory of what comes.
+    # All messages at once: each wait for the other ranks costs more than the memory received into.
     coming: list[tuple[dist.Work, list[int], Tensor, Tensor]] = []
     for together in messages(sizes):
         sent = _sent([gradients[i] for i in together], [found[i] for i in together], ranks)
@@ -168,7 +168,7 @@ def sum_rows(
 
 
 def _sent(gradients: Sequence[Tensor], rows: Sequence[Tensor], ranks: int) -> Tensor:
-    """Returns each rank's rows of all gradients, rank after rank, zeros where one has no row."""
+    """Returns all ranks' rows of all gradients, rank by rank, with zeros as padding."""
     if len(gradients) == 1:
         (x,), (own,) = gradients, rows
         if not x.dim():
@@ -191,7 +191,7 @@ def _sent(gradients: Sequence[Tensor], rows: Sequence[Tensor], ranks: int) -> Te
 def _parts(
     message: Tensor, rows: Sequence[Tensor], together: Sequence[int], ranks: int
 ) -> Sequence[Tensor]:
-    """Returns the part of a message that is of each tensor: all ranks' rows, a line a rank."""
+    """Returns each tensor's part of a message, `[ranks, elements]`."""
     parts: tuple[Tensor, ...] = message.view(ranks, -1).split(
         [rows[i].numel() for i in together], 1
     )

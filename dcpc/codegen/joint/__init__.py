@@ -1,1 +1,1 @@
-"""Forward and backward as one graph, and what each of them keeps."""
+"""Builds forward and backward as one graph, and splits it by the recompute plan."""

@@ -1,7 +1,7 @@
-"""Symbolic sizes whose questions are noted, and fake tensors of which nothing is known yet.
+"""A ShapeEnv that records torch's questions about sizes, and fresh fake tensors.
 
-While torch traces a call on fake tensors it asks things of their sizes: is this one, do these two
-differ. What it traces is right wherever the answers are the same.
+While torch traces a call on fake tensors it asks questions about their sizes: is this one 1, do
+these two differ. The trace is valid wherever the answers are the same.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Answers: TypeAlias = Mapping[sympy.Basic, sympy.Basic]
 
 
 class AskingEnv(ShapeEnv):
-    """A ShapeEnv that notes what is asked of sizes, but for what is so at any sizes."""
+    """A ShapeEnv that records the questions about sizes whose answers depend on the sizes."""
 
     def __init__(self) -> None:
-        """An env without symbols."""
+        """Creates an env without symbols."""
         super().__init__()
         self._asked: dict[sympy.Basic, sympy.Basic] | None = None
         self._first_ranges: dict[sympy.Symbol, Any] = {}
@@ -36,7 +36,7 @@ class AskingEnv(ShapeEnv):
 
     @contextmanager
     def noting(self) -> Iterator[dict[sympy.Basic, sympy.Basic]]:
-        """Yields what is asked until the end of the context; then what holds anyway is dropped."""
+        """Yields a record of questions; at the end, answers that hold at any sizes are dropped."""
         before, self._asked = self._asked, {}
         found = self._asked
         try:
@@ -48,18 +48,18 @@ class AskingEnv(ShapeEnv):
             del found[question]
 
     def evaluate_expr(self, orig_expr: sympy.Basic, *args: Any, **kwargs: Any) -> sympy.Basic:
-        """Returns the answer, as torch's."""
+        """Returns torch's answer, and records it."""
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
         if self._asked is not None:
             self._asked[orig_expr] = answer
         return answer
 
     def integer(self, name: str, hint: int) -> torch.SymInt:
-        """Returns a new size.
+        """Returns a new symbolic size.
 
         Args:
-            name: what torch calls it in messages.
-            hint: its value in the trace.
+            name: name in torch's messages; a number is appended.
+            hint: value in the trace.
         """
         name = f"{name}_{len(self._hints)}"  # programs have names in common
         source = torch._dynamo.source.ConstantSource(name)
@@ -77,12 +77,12 @@ class AskingEnv(ShapeEnv):
         return self._hints[symbol]
 
     def _is_always_so(self, question: sympy.Basic) -> bool:
-        """Whether no guard, and no other range than the first of each symbol, is behind an answer.
+        """Whether an answer follows from the initial ranges of the symbols, without any guard.
 
         As a number an answer is one of the sizes of the trace.
 
         Raises:
-            CodegenError: it is of a size that is not known before a tensor's values are.
+            CodegenError: the question is about a size that depends on a tensor's values.
         """
         if not question.free_symbols:
             return True
@@ -100,24 +100,24 @@ class AskingEnv(ShapeEnv):
 
 
 def asking(mode: FakeTensorMode) -> AskingEnv:
-    """Returns the env of a mode's sizes, one that notes questions."""
+    """Returns a fake mode's ShapeEnv, which must be an `AskingEnv`."""
     assert isinstance(mode.shape_env, AskingEnv), "pieces are traced in an env that notes questions"
     return mode.shape_env
 
 
 def again(like: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Returns a fake tensor like another, in memory of its own, of which nothing was asked."""
+    """Returns a fake tensor laid out like another, in new memory, without earlier questions."""
     sizes = (*like.shape, *like.stride(), like.storage_offset())
     return _made(layout_of(like), sizes, like.untyped_storage().nbytes(), mode)
 
 
 def again_of(layout: Layout, number: Callable[[Any], Any], mode: FakeTensorMode) -> Tensor:
-    """Returns a fake tensor of a layout.
+    """Returns a fake tensor of a given layout.
 
     Args:
-        layout: of the tensor.
-        number: gives the size of the trace that an expression is.
-        mode: of the tensor.
+        layout: layout of the tensor, see `layout_of`.
+        number: function from an expression to the trace's symbolic size.
+        mode: fake mode of the tensor.
     """
     *sizes, size_bytes = map(number, layout[3:])
     return _made(layout, sizes, size_bytes, mode)

@@ -1,4 +1,4 @@
-"""Parameters of which a rank has its rows: gathered in a joint graph, their gradients summed there.
+"""Adds to a joint graph the gathers of parameters held as rows, and the sums of their gradients.
 
 A unit of parameters is gathered before its first use in forward. In backward it is gathered again,
 or is a value that forward keeps; the gradients of a unit are summed once all of them are made.
@@ -35,16 +35,16 @@ ROW_CALLS = frozenset({torch.ops.dcpc.gather_rows.default, torch.ops.dcpc.sum_ro
 
 @dataclass(frozen=True, slots=True)
 class UnitNodes:
-    """The nodes of a unit in a joint graph.
+    """The nodes of a unit (parameters that are gathered together) in a joint graph.
 
     Attributes:
-        number: of the unit.
-        gather: what gathers it.
-        whole: its parameters: results of that, and views of them.
-        gradients: of those of its parameters that have one.
-        sum: what sums these; None: there are none.
-        rows: its results.
-        summed: names of the placeholders that they are of.
+        number: index of the unit.
+        gather: node that gathers the unit.
+        whole: nodes of the whole parameters: results of the gather, and views of them.
+        gradients: gradients of the unit's parameters, where they have one.
+        sum: node that sums these gradients over the ranks; None: there are none.
+        rows: results of the sum.
+        summed: names of the placeholders whose gradients are summed.
     """
 
     number: int
@@ -57,21 +57,21 @@ class UnitNodes:
 
 
 def gather_key(unit: Sequence[str]) -> tuple[str, str, int]:
-    """Returns what the gather of a unit is called in every trace, as `LoweredPair.keys` does.
+    """Returns the key of a unit's gather, equal in every trace, as in `LoweredPair.keys`.
 
     Args:
-        unit: placeholders of its parameters.
+        unit: placeholder names of the unit's parameters.
     """
     return unit[0], str(torch.ops.dcpc.gather_rows.default), 0
 
 
 class Gathering:
-    """Puts gathers and sums into a joint graph, which it changes.
+    """Inserts gathers and sums into a joint graph, in place.
 
     Args:
-        gm: the joint graph.
-        units: of the program.
-        mode: of the fake tensors.
+        gm: joint graph.
+        units: units of the program.
+        mode: fake mode of the graph's values.
     """
 
     def __init__(self, gm: fx.GraphModule, units: GatherUnits, mode: Any) -> None:
@@ -84,11 +84,12 @@ class Gathering:
         self.owner: dict[str, str] = {}
 
     def run(self, forward: frozenset[str], trainable: Sequence[str]) -> tuple[UnitNodes, ...]:
-        """Returns the nodes that were made.
+        """Inserts all gathers and sums, and returns the nodes of each unit.
 
         Args:
-            forward: names of the nodes of forward.
-            trainable: placeholders that learn: the last outputs are their gradients.
+            forward: names of the forward nodes.
+            trainable: placeholder names of trainable parameters; the last outputs are their
+                gradients.
         """
         every = list(self.graph.nodes)
         position = {n: i for i, n in enumerate(every)}
@@ -114,7 +115,7 @@ class Gathering:
         return self._sums([made[k] for k in sorted(made)], trainable)
 
     def _gather(self, number: int, members: Sequence[fx.Node], before: fx.Node) -> UnitNodes:
-        """Adds the gather of a unit; its parameters' users read what it makes."""
+        """Inserts the gather of a unit, and lets the users of its parameters read the results."""
         # A parameter of several names is gathered once.
         same: dict[int, list[fx.Node]] = {}
         for p in members:
@@ -139,7 +140,7 @@ class Gathering:
         return UnitNodes(number, gather, tuple(made))
 
     def _whole(self, owner: str, found: fx.Node, like: Tensor) -> list[fx.Node]:
-        """Returns what makes a parameter of its rows: without zeros, with the model's strides."""
+        """Returns the nodes that make a parameter from its rows: without padding, right strides."""
         made = [found]
         if found.meta["val"].shape != like.shape:
             made.append(self._view(owner, aten.slice.Tensor, made[-1], 0, 0, like.shape[0]))
@@ -166,7 +167,7 @@ class Gathering:
         return self._call(owner, target, (of, *args), (), value, of.meta["storage"])
 
     def _sums(self, made: Sequence[UnitNodes], trainable: Sequence[str]) -> tuple[UnitNodes, ...]:
-        """Adds the sums of gradients before the output, which returns their results."""
+        """Inserts the sums of gradients before the output, which returns their results."""
         output = self.graph.output_node()
         outputs: Any = output.args[0]
         count = len(outputs) - len(trainable)
@@ -217,7 +218,7 @@ class Gathering:
         return self._fake(rows_shape(whole.shape, self.units.ranks), whole)
 
     def _fake(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Returns a dense fake tensor; equal ones are one, so that costs are read once."""
+        """Returns a contiguous fake tensor; equal ones are shared, so that costs are read once."""
         key = (tuple(shape), like.dtype, like.device)
         if key not in self._known:
             with self._mode:
@@ -234,7 +235,7 @@ class Gathering:
         storage: tuple[int, ...] = (),
         kwargs: Mapping[str, Any] = _NONE,
     ) -> fx.Node:
-        """Adds a call; of several results where it has no value."""
+        """Inserts a call. Without a given value it has one result for each operand, and a token."""
         node = self.graph.call_function(target, args, dict(kwargs))
         if value is None:
             shaped = [self._result(target, n.meta["val"]) for n in operands]
@@ -261,18 +262,18 @@ class Gathering:
 
 
 class Turns:
-    """Whose turn it is to be gathered or summed while backward is put together.
+    """The order of gathers and sums, kept while the backward is scheduled.
 
     Args:
-        units: of the program.
-        nodes: of a joint graph.
-        backward: calls that differentiation made.
-        done: nodes that are there; it grows.
-        again: numbers of the units that are gathered again.
+        units: units of the program.
+        nodes: unit nodes of the joint graph.
+        backward: calls made by differentiation.
+        done: nodes that are scheduled; the set grows.
+        again: indices of the units that are gathered again in backward.
 
     Attributes:
-        nodes: number of a unit -> its nodes.
-        of: a whole parameter -> number of its unit.
+        nodes: index of a unit -> its nodes.
+        of: node of a whole parameter -> index of its unit.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class Turns:
         self._next = 0
 
     def up_to_gather(self, number: int) -> Sequence[tuple[str, int]]:
-        """Returns the events up to the gather of a unit; none where one of them cannot be yet."""
+        """Returns the events up to the gather of a unit; empty if one of them is not ready."""
         wanted = ("gather", number)
         if wanted not in self._events[self._next :]:
             return ()
@@ -303,10 +304,10 @@ class Turns:
         return due
 
     def due(self, *, end: bool = False) -> Sequence[tuple[str, int]]:
-        """Returns the events up to the last sum that can be made.
+        """Returns the events up to the last sum that is ready.
 
         Args:
-            end: whether backward has ended: then all are returned.
+            end: whether backward has ended: then all events are returned.
         """
         stop = self._next
         for i in range(self._next, len(self._events)):
@@ -329,16 +330,16 @@ def take_part(
     taken: Mapping[str, Tensor],
     again: Set[int],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gathers and sums as forward and backward of the other ranks do, without running them.
+    """Takes part in the other ranks' gathers and sums without running forward and backward.
 
     Args:
-        units: of the program.
-        nodes: of a joint graph of it, of any placement.
-        taken: placeholder -> this rank's rows.
-        again: units that the others gather again in backward.
+        units: units of the program.
+        nodes: unit nodes of a joint graph of the program, of any placement.
+        taken: placeholder name -> this rank's rows.
+        again: indices of the units that the others gather again in backward.
 
     Yields:
-        A placeholder, and this rank's rows of the gradient of its parameter.
+        Pairs of a placeholder name and this rank's rows of the gradient of its parameter.
     """
     by_number = {u.number: u for u in nodes}
     summed = {u.number for u in nodes if u.sum is not None}

@@ -1,9 +1,9 @@
-"""A lowered forward graph becomes one joint forward-and-backward graph with symbolic sizes.
+"""Turns a lowered forward graph into one joint forward-and-backward graph with symbolic sizes.
 
 torch differentiates each call (`tape.py`); no code here knows a derivative. The backwards of the
-calls follow in reverse order, and what flows into one value is added up, as autograd's engine does
-it. A call that was traced before is not traced again: a deep model, and another placement of the
-same model, cost little more than their nodes.
+calls follow in reverse order, and the gradients of one value are added in the order of autograd's
+engine. Each distinct call is traced once: a deep model, or another placement of the same model,
+costs little more than its nodes.
 """
 
 from __future__ import annotations
@@ -39,34 +39,33 @@ aten = torch.ops.aten
 # graph. Dims have the sizes of the program's own trace: a model may take no others (a position
 # table of 32 rows).
 HINTS = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
-MOST_RAISED = 64  # times that a dim's size in the trace is raised for a quotient of it
+MOST_RAISED = 64  # most steps by which dims' sizes in the trace are raised for a quotient
 GROUP = "the group"  # what collectives' group is called in pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """A joint graph: placeholders as the lowered graph's, then the gradient of the loss.
+    """A joint graph. Its placeholders are the lowered graph's, then the gradient of the loss.
 
-    Of a program that returns more, the gradients of all that backward begins at.
+    If the program returns more than a loss, the gradient of each output where backward begins.
 
-    A node's `meta["storage"]` says which memory its tensors lie in; a fake tensor in `meta["val"]`
-    may stand for several nodes.
+    A node's `meta["storage"]` names the storages of its tensors; a fake tensor in `meta["val"]` may
+    be shared by several nodes.
 
     Attributes:
-        gm: the graph; outputs: what the program returns, then a gradient (or None) for each of
-            `trainable`.
+        gm: graph module; outputs: the program's, then a gradient (or None) for each of `trainable`.
         primals: names of the placeholders, without those gradients.
-        begins: positions of what backward begins at among what the program returns.
-        tangents: names of the placeholders of their gradients.
-        forward: names of the nodes that the forward pass made.
-        owner: name of a node -> name of the program's node it was made for: the one that it
-            computes or, in backward, differentiates.
-        trainable: names of the placeholders, of parameters and inputs, that learn.
+        begins: indices of the program's outputs at which backward begins.
+        tangents: placeholder names of the gradients of these outputs.
+        forward: names of the forward nodes.
+        owner: name of a node -> name of the program's node that it computes or, in backward,
+            differentiates.
+        trainable: placeholder names of the parameters and inputs that require a gradient.
         names: torch symbol -> expression of dims and pieces.
-        guards: what torch assumed of sizes while tracing, over `names`' expressions.
-        fake_mode: of the values in the graph.
-        units: parameters that are gathered in it; None: it reads them whole.
-        gathers: the nodes of each, in order.
+        guards: assumptions of torch about sizes, over the expressions of `names`.
+        fake_mode: fake mode of the values in the graph.
+        units: units of parameters that the graph gathers; None: parameters are whole.
+        gathers: nodes of each unit, in order.
     """
 
     gm: fx.GraphModule
@@ -83,10 +82,10 @@ class Joint:
     gathers: tuple[UnitNodes, ...] = ()
 
     def gathered(self, units: GatherUnits) -> Joint:
-        """Returns the graph with parameters of which a rank has its rows; this one is used up.
+        """Returns the graph with gathers of parameters, and uses up this one.
 
         Args:
-            units: of the program.
+            units: units of the program.
         """
         made = Gathering(self.gm, units, self.fake_mode)
         gathers = made.run(self.forward, self.trainable)
@@ -101,10 +100,10 @@ class Joint:
 
 
 def with_quotients(program: Program, sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
-    """Returns sizes of dims, larger ones where a quotient of them would be 0 or 1.
+    """Returns sizes of dims, raised where a quotient of them would be 0 or 1.
 
-    Torch would fix those (a third of a length of 3), and with 2 in their place a slice of all
-    thirds would be longer than the length that it is cut from.
+    Torch would fix such a quotient (a third of a length of 3). With 2 in its place, a slice of all
+    thirds would be longer than the length from which it is cut.
     """
     found = dict(sizes)
     for quotient in quotients_in(program):
@@ -121,14 +120,14 @@ def with_quotients(program: Program, sizes: Mapping[sympy.Symbol, int]) -> dict[
 
 
 class Tracer:
-    """Differentiates lowered graphs of one program; keeps what it has traced.
+    """Differentiates lowered graphs of one program, and caches the traces.
 
     Args:
-        program: the traced model.
-        tensors: placeholder name -> parameter, buffer or constant (its values are not read).
-        library: of pieces; other programs may use it as well.
-        hints: size of each integer in the trace, where the usual ones break a guard: then the
-            tracer is for one lowered graph.
+        program: traced model.
+        tensors: placeholder name -> parameter, buffer or constant; its values are not read.
+        library: cache of pieces, which other programs may share.
+        hints: size of each integer in the trace, if the usual ones break a guard: then the tracer
+            is for one lowered graph.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class Tracer:
     # ---------------------------------------------------------------------------------- integers
 
     def integers(self, lowered: Lowered) -> dict[str, torch.SymInt]:
-        """Returns placeholder name -> symbolic integer; those of one name are the same."""
+        """Returns placeholder name -> symbolic integer. Integers of equal names are shared."""
         return {i.name: self._integer(i, k) for k, i in enumerate(lowered.integers)}
 
     def _integer(self, integer: IntegerInput, position: int) -> torch.SymInt:
@@ -171,10 +170,9 @@ class Tracer:
         return self._integers[key][0]
 
     def _hint(self, integer: IntegerInput) -> int:
-        """Returns a size: of a dim that of the program's trace, all different.
+        """Returns a distinct size for the trace; a dim has its size in the program's trace.
 
-        A quotient has what follows from its dims, lest one such as rows of patches do not fit the
-        rows.
+        A quotient is computed from its dims, as rows of patches, for example, must match the rows.
         """
         if integer.role == "quotient":
             symbols = self.program.symbols
@@ -183,7 +181,7 @@ class Tracer:
         return self._dims[integer.name] if integer.role == "dim" else next(self._unused)
 
     def _dim_hints(self) -> dict[str, int]:
-        """Returns a size of each dim: the program's, unless a quotient of it would be 0 or 1."""
+        """Returns each dim's size: the program's, raised where a quotient would be 0 or 1."""
         symbols, own = self.program.symbols, self.program.hints
         found = {s: own[n] if own.get(n, 0) > 1 else next(self._unused) for n, s in symbols.items()}
         fitting = with_quotients(self.program, found)
@@ -196,7 +194,7 @@ class Tracer:
     # ----------------------------------------------------------------------------------- tensors
 
     def placeholder(self, name: str, integers: Mapping[str, torch.SymInt]) -> Any:
-        """Returns the fake tensor of a placeholder, or its integer."""
+        """Returns the fake tensor or the symbolic integer of a placeholder."""
         if name in integers:
             return integers[name]
         if name not in self._fakes:
@@ -204,7 +202,7 @@ class Tracer:
         return self._fakes[name]
 
     def held(self, name: str) -> object:
-        """Returns what placeholders of one tensor share: tied parameters have several names."""
+        """Returns a key that all placeholders of one tensor share, such as of tied parameters."""
         return id(self._tensors[name]) if name in self._tensors else name
 
     def _fake(self, name: str, integers: Mapping[str, torch.SymInt]) -> Tensor:
@@ -223,11 +221,11 @@ class Tracer:
             )
 
     def tangent(self, number: int, output: Tensor) -> Tensor:
-        """Returns the fake gradient of what is returned, dense.
+        """Returns the fake gradient of an output, contiguous.
 
         Args:
-            number: of the value among those that backward begins at.
-            output: its fake tensor.
+            number: index of the output among those at which backward begins.
+            output: fake tensor of the output.
         """
         name = f"gradient {number}"
         if name not in self._fakes:
@@ -240,7 +238,7 @@ class Tracer:
 
 @dataclass(frozen=True, slots=True)
 class _JointCall:
-    """A call of the lowered graph in the joint graph: where the piece's tensors are."""
+    """A call of the lowered graph, with the nodes of its piece's tensors in the joint graph."""
 
     owner: str
     piece: Piece | Renamed
@@ -249,7 +247,7 @@ class _JointCall:
 
 
 class _Assembly:
-    """Puts the pieces of one lowered graph together."""
+    """Assembles the pieces of one lowered graph into a joint graph."""
 
     def __init__(self, tracer: Tracer, lowered: Lowered) -> None:
         self.tracer, self.program, self.lowered = tracer, tracer.program, lowered
@@ -309,7 +307,7 @@ class _Assembly:
         return _enter(node, value, storage)
 
     def _forward(self, primals: Mapping[str, fx.Node]) -> Iterator[_JointCall]:
-        """Adds the calls of forward; yields those that a gradient may flow through."""
+        """Adds the forward calls, and yields those through which a gradient may flow."""
         for node in self.lowered.gm.graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = self.integers.get(node.name, primals[node.name])
@@ -325,7 +323,7 @@ class _Assembly:
                     yield call
 
     def _add(self, owner: str, target: Any, args: Any, kwargs: Any) -> tuple[_JointCall, Any]:
-        """Adds a call's piece; returns it, and the value of the call."""
+        """Adds a call's piece; returns the joint call and its result."""
         args, kwargs = fx.node.map_aggregate((args, kwargs), self._general)
         piece = self.tracer.library.piece(target, args, kwargs, self.trained)
         operands = tuple(n for n in tree_leaves((args, kwargs)) if isinstance(n, fx.Node))
@@ -338,12 +336,12 @@ class _Assembly:
         return GROUP if leaf == self.lowered.group and isinstance(leaf, str) else leaf
 
     def _put(self, owner: str, ops: tuple[Op, ...], at: dict[Ref, fx.Node]) -> None:
-        """Adds the calls of a piece.
+        """Adds the ops of a piece to the graph.
 
         Args:
-            owner: the program's node they are made for.
-            ops: the calls.
-            at: where the piece's tensors are; the new ones are added.
+            owner: name of the program's node that they are made for.
+            ops: ops of the piece.
+            at: nodes of the piece's tensors; those of new tensors are added.
         """
         memory = {ref: node.meta["storage"][0] for ref, node in at.items()}
         for op in ops:
@@ -385,11 +383,11 @@ class _Assembly:
     # ---------------------------------------------------------------------------------- backward
 
     def _tangents(self, last: fx.Node, begins: list[fx.Node]) -> list[fx.Node]:
-        """Adds the placeholders of the gradients that backward begins with.
+        """Adds the placeholders of the gradients with which backward begins.
 
         Args:
-            last: of the other placeholders.
-            begins: what forward returns that they are gradients of.
+            last: last of the other placeholders.
+            begins: outputs of forward at which backward begins.
         """
         made: list[fx.Node] = []
         for number, output in enumerate(begins):
@@ -403,7 +401,7 @@ class _Assembly:
     def _backward(
         self, calls: list[_JointCall], begins: list[fx.Node], tangents: list[fx.Node]
     ) -> None:
-        """Adds the calls of backward, last call of forward first."""
+        """Adds the backward calls, from the last forward call to the first."""
         for output, tangent in zip(begins, tangents, strict=True):
             if output not in self.trained:
                 raise CodegenError(
@@ -445,9 +443,10 @@ class _Assembly:
             self.gradients[operand] = gradient
 
     def _gradient(self, name: str, primal: fx.Node) -> fx.Node | None:
-        """Returns what learns its gradient; zeros where only the plain model's loss depends on it.
+        """Returns the gradient of a trainable placeholder; zeros for a dropped dependency.
 
-        A rank has its share of a parameter's; of an input's, which nobody sums later, the whole.
+        Zeros are for `zero_gradients`: parameters on which only the plain model's loss depends. A
+        parameter's gradient is this rank's share; an input's is all-reduced here.
         """
         gradient = self.gradients.get(primal)
         if gradient is not None and self.lowered.sp > 1 and name in self.program.inputs:
@@ -459,7 +458,7 @@ class _Assembly:
 
 
 def _captured_on(program: Program) -> list[torch.device]:
-    """Returns the devices of what forward was captured with, its constants left out."""
+    """Returns the devices of the values with which forward was captured, except constants."""
     given = [n for n in program.gm.graph.nodes if n.op == "placeholder"]
     values = [n.meta.get("val") for n in given if n.name not in program.constants]
     return [value.device for value in values if isinstance(value, Tensor)]
@@ -486,7 +485,7 @@ def _outputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _evaluate(expr: sympy.Expr, symbols: Mapping[str, torch.SymInt]) -> Any:
-    """Returns a size expression as a SymInt."""
+    """Returns a size expression as an int or a SymInt."""
     if expr.is_Integer:
         return int(expr)
     function = sympy.lambdify(list(expr.free_symbols), expr, modules=[{"floor": _floor}, "math"])

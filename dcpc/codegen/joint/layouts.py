@@ -1,7 +1,7 @@
-"""Strides and dtypes of results for which torch's fake kernels tell others than its kernels make.
+"""Corrects strides and dtypes of results where torch's fake kernels differ from its real ones.
 
-A fake kernel is often a decomposition into other ops, whose operands come in another order; the
-graph that is traced then views a result as it does not lie, and fails when it runs.
+A fake kernel is often a decomposition into other ops, whose operands are in another order. A later
+view in the traced graph then assumes wrong strides, and fails when it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _in_order(value: Tensor, args: Sequence[Any]) -> Tensor:
-    """As the operands lie, the first one before the others."""
+    """Lays the result out elementwise from its operands, the first one before the others."""
     operands = [x for x in args if isinstance(x, Tensor)]
     return _laid(value, compute_elementwise_output_strides(*operands))
 
@@ -29,7 +29,7 @@ def _dense(value: Tensor, args: Sequence[Any]) -> Tensor:
 
 
 def _like(position: int) -> Callable[[Tensor, Sequence[Any]], Tensor]:
-    """As this operand lies, dense; of a reduced loss one number."""
+    """Returns a function that lays the result out like an operand; a scalar stays as it is."""
 
     def laid(value: Tensor, args: Sequence[Any]) -> Tensor:
         return torch.empty_like(args[position]) if value.ndim else value
@@ -47,7 +47,7 @@ def _both_dense(value: Any, args: Sequence[Any]) -> Any:
 
 
 def _format_of(position: int) -> Callable[[Any, Sequence[Any]], Any]:
-    """Dense, with the channels last if they are in this operand; the first of several results."""
+    """Returns a function that lays the first result out in the memory format of an operand."""
 
     def laid(value: Any, args: Sequence[Any]) -> Any:
         first, *rest = value
@@ -62,13 +62,13 @@ def _format_of(position: int) -> Callable[[Any, Sequence[Any]], Any]:
 
 
 def _laid(value: Tensor, strides: Sequence[Any]) -> Tensor:
-    """A fake result of these strides."""
+    """Returns a fake tensor with these strides."""
     if tuple(value.stride()) == tuple(strides):
         return value
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
 
-# op -> gives what its fake kernel returned the strides of its CPU kernel (torch 2.13).
+# op -> function that gives the fake kernel's result the strides of the CPU kernel's (torch 2.13).
 _LAID: Mapping[Any, Callable[[Any, Sequence[Any]], Any]] = {
     aten.elu_backward.default: _in_order,
     aten.hardsigmoid_backward.default: _in_order,
@@ -92,22 +92,22 @@ _LAID: Mapping[Any, Callable[[Any, Sequence[Any]], Any]] = {
 
 
 def _wide_statistics(value: Any) -> Any:
-    """A norm's result, and its statistics of rows in float32 at least, as a GPU's kernel has it."""
+    """Returns a norm's results with row statistics in float32 or better, as a GPU's kernel does."""
     first, *rows = value
     wide = torch.promote_types(first.dtype, torch.float32)
     return type(value)((first, *(x.to(wide) for x in rows)))
 
 
 def as_laid(func: Any, args: Sequence[Any], value: Any) -> Any:
-    """Returns what a call made on fake tensors, as the device's kernel makes it.
+    """Returns the fake result of a call as the device's kernel makes it.
 
-    That is with the strides that the CPU's kernel gives it; of one that is captured for a GPU, with
-    the dtypes of a GPU's.
+    It has the strides of the CPU's kernel or, if the call is captured for a GPU, the dtypes of the
+    GPU's kernel.
 
     Args:
-        func: the op.
-        args: its arguments, the tensors fake.
-        value: what the fake kernel returned.
+        func: op that was called.
+        args: arguments, with fake tensors.
+        value: result of the fake kernel.
     """
     # Meta tensors stand for the CPU's; a GPU's kernels are not looked at.
     if func is aten.native_layer_norm.default and is_asked():

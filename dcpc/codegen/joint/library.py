@@ -1,8 +1,8 @@
-"""The pieces of lowered graphs, each traced once, and in other names once for all.
+"""Caches the traced pieces of lowered graphs, and reuses each under other symbol names.
 
-Two calls are alike if their operands are equal but for the names of the symbols in their sizes. The
-piece of one is that of the other, with the names changed, wherever the trace's questions of sizes
-have the same answers. So what splits frames and what splits rows of pixels is traced once.
+Two calls are alike if their operands are equal but for the symbols in their sizes. One piece then
+serves both, with its symbols renamed, wherever torch's questions about sizes have the same answers.
+So the call that splits frames and the one that splits rows of pixels are traced once.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Names: TypeAlias = Mapping[sympy.Symbol, sympy.Symbol]
 
 
 class Library:
-    """Traces calls; keeps the pieces, and the fake tensors of each layout.
+    """Traces calls, and caches the pieces and the fake tensors of each layout.
 
     Args:
-        table: op -> decomposition, for a backend that wants smaller ops.
-        gpu: whether calls are those of a GPU, whatever device the tensors are on, see `gpu_ops`.
+        table: op -> decomposition, for a backend that needs smaller ops.
+        gpu: whether calls are traced as on a GPU, whatever the tensors' device, see `gpu_ops`.
 
     Attributes:
-        env: of all sizes.
-        mode: of all fake tensors.
+        env: ShapeEnv of all sizes.
+        mode: fake mode of all tensors.
     """
 
     def __init__(self, table: Mapping[Any, Any], gpu: bool = False) -> None:
@@ -57,17 +57,17 @@ class Library:
     # ------------------------------------------------------------------------------------ values
 
     def fake(self, layout: Layout) -> Tensor:
-        """Returns a fake tensor of a layout; one stands for all."""
+        """Returns the fake tensor of a layout, always the same one."""
         if layout not in self._fakes:
             self._fakes[layout] = again_of(layout, self.size, self.mode)
         return self._fakes[layout]
 
     def size(self, size: Any) -> Any:
-        """Returns a size of the trace: an expression as a SymInt, a number as it is."""
+        """Returns a size for the trace: an expression as a SymInt, a number as it is."""
         return self.number(torch.SymInt, size) if isinstance(size, sympy.Expr) else size
 
     def number(self, kind: type[Symbolic], expr: sympy.Basic) -> Symbolic:
-        """Returns an expression of sizes as an integer, a float or a bool of the trace."""
+        """Returns an expression of sizes as a symbolic integer, float or bool."""
         key = (kind, expr)
         if key not in self._numbers:
             at = {s: sympy.Integer(self.env.hint(s)) for s in expr.free_symbols}
@@ -84,10 +84,10 @@ class Library:
         """Returns a call traced on fake tensors.
 
         Args:
-            call: the op.
-            args: arguments, with nodes of a joint graph for tensors.
-            kwargs: the same.
-            trained: nodes with a gradient.
+            call: op to trace.
+            args: positional arguments, with nodes of a joint graph in place of tensors.
+            kwargs: keyword arguments, likewise.
+            trained: nodes that have a gradient.
         """
 
         def of_leaf(leaf: Any) -> Hashable:
@@ -102,7 +102,7 @@ class Library:
 
     @property
     def pieces(self) -> tuple[Piece | Renamed, ...]:
-        """All that were asked for."""
+        """All pieces that were requested."""
         return tuple(self._pieces.values())
 
     def derivative(
@@ -111,9 +111,10 @@ class Library:
         """Returns the backward of a piece for gradients of some results.
 
         Args:
-            piece: of this library.
+            piece: piece of this library.
             tangents: result -> a fake tensor like its gradient.
-            sums: number of an operand that wants a gradient -> a fake tensor like its gradient.
+            sums: index of an operand that needs a gradient -> a fake tensor like its gradient so
+                far.
         """
         taken = tuple((ref, layout_of(t)) for ref, t in tangents.items())
         added = tuple((i, layout_of(t)) for i, t in sums.items())
@@ -143,27 +144,27 @@ class Library:
     # ----------------------------------------------------------------------------------- answers
 
     def fixed(self, symbols: Iterable[sympy.Symbol]) -> bool:
-        """Whether torch has put another size or a number in the place of a symbol.
+        """Whether torch has replaced a symbol by another size or a number.
 
-        What is traced from then on says so, and what was traced before reads so: with the number in
-        it, it is no other call's in other names.
+        Later traces contain the replacement, and earlier ones are read with it. A trace with the
+        number in it cannot be renamed for another call.
         """
         return any(s in self.env.replacements for s in symbols)
 
     def holds(self, answers: Answers, names: Names) -> bool:
-        """Whether questions have the same answers where their symbols are others."""
+        """Whether questions have the same answers for the renamed symbols."""
         hint = self.env.hint
         at = {s: sympy.Integer(hint(names[s])) for q in answers for s in q.free_symbols}
         return all(question.xreplace(at) == answer for question, answer in answers.items())
 
     def assume(self, answers: Answers, names: Names) -> None:
-        """Notes that a piece in other names depends on these answers."""
+        """Records that a renamed piece depends on these answers."""
         for question, answer in answers.items():
             own = question.xreplace(names)
             self._assumed[own if answer == sympy.true else _contrary(own, answer)] = None
 
     def guards(self, names: Mapping[sympy.Symbol, sympy.Expr]) -> tuple[sympy.Basic, ...]:
-        """Returns what was assumed of these symbols, in other names for them."""
+        """Returns the assumptions about these symbols, rewritten in their new names."""
         assumed = [*(g.expr for g in self.env.guards), *self._assumed]
         assumed += [sympy.Eq(s, e) for s, e in self.env.replacements.items() if s in names]
         known = names.keys()
@@ -184,7 +185,7 @@ def _contrary(question: sympy.Basic, answer: sympy.Basic) -> sympy.Basic:
 
 @contextmanager
 def _named(call: Any, values: Any) -> Iterator[None]:
-    """Has torch's errors of its block say which call they are of."""
+    """Adds the op and its operands' shapes to torch's errors within its block."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -202,18 +203,18 @@ def _value(leaf: Any) -> Any:
 
 
 class _Pattern:
-    """What calls have in common that are equal but for the names of symbols."""
+    """The structure of a call, equal for calls that differ only in the names of symbols."""
 
     def __init__(self) -> None:
         self._places: dict[sympy.Symbol, sympy.Symbol] = {}
 
     @property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
-        """Those of the call, in the order in which the pattern has them."""
+        """The symbols of the call, in the order of the pattern."""
         return tuple(self._places)
 
     def of(self, value: Any) -> Any:
-        """Returns what an argument has in common with that of another call."""
+        """Returns the structure of an argument, with symbols numbered by appearance."""
         return renamed_key(tree_key(value, _kind_of), self._placed)
 
     def _placed(self, expr: sympy.Basic) -> sympy.Basic:
@@ -228,27 +229,27 @@ def _kind_of(leaf: Any) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class _Translation:
-    """Values in other names.
+    """Renames the symbols in values.
 
     Attributes:
-        names: symbols -> those instead.
-        library: makes values.
+        names: symbol -> new symbol.
+        library: library that makes the new values.
     """
 
     names: Names
     library: Library
 
     def layout(self, tensor: Tensor) -> Layout:
-        """Returns the layout of a tensor in the other names."""
+        """Returns the layout of a tensor with renamed symbols."""
         return tuple(
             x.xreplace(self.names) if isinstance(x, sympy.Expr) else x for x in layout_of(tensor)
         )
 
     def value(self, leaf: Any) -> Any:
-        """Returns a fake tensor or an expression in the other names, a constant as it is.
+        """Returns a fake tensor or expression with renamed symbols, and a constant as it is.
 
         Raises:
-            CodegenError: it is of no kind that is known to be one of these.
+            CodegenError: the value is of an unknown kind.
         """
         if isinstance(leaf, Tensor):
             return self.library.fake(self.layout(leaf))
@@ -259,7 +260,7 @@ class _Translation:
         return leaf
 
     def ops(self, ops: Sequence[Op]) -> tuple[Op, ...]:
-        """Returns calls in the other names."""
+        """Returns ops with renamed symbols."""
         every = ((op.args, dict(op.kwargs), op.value) for op in ops)
         parts = [fx.node.map_aggregate(part, self.value) for part in every]
         return tuple(
@@ -269,19 +270,19 @@ class _Translation:
 
 
 class Renamed:
-    """A piece in other names.
+    """A piece with renamed symbols.
 
     Args:
-        piece: what was traced.
-        names: symbols of its sizes -> those of this call, different ones for different ones.
-        library: makes values.
-        traced: traces the call itself, where a derivative cannot be renamed.
+        piece: piece that was traced.
+        names: symbol of its sizes -> symbol of this call; one to one.
+        library: library that makes values.
+        traced: function that traces this call itself, if a derivative cannot be renamed.
 
     Attributes:
-        call: the op.
-        ops: the calls of forward.
-        result: what the call returns: Refs for tensors.
-        flows: Refs of the results that gradients flow through.
+        call: op of the call.
+        ops: ops of forward.
+        result: result of the call, with Refs for tensors.
+        flows: Refs of the results through which gradients flow.
     """
 
     def __init__(
@@ -308,7 +309,7 @@ class Renamed:
     def _renamed(
         self, tangents: Mapping[Ref, Tensor], sums: Mapping[int, Tensor]
     ) -> Derivative | None:
-        """Returns the other call's backward in these names, None where that is not this one's."""
+        """Returns the other call's backward with renamed symbols, or None if it does not apply."""
         given = [*tangents.values(), *sums.values()]
         names = self._here.names
         if self._library.fixed([*names, *names.values()]):

@@ -1,8 +1,8 @@
-"""Which memory each tensor of a trace lies in, what stands for it, and how it lies there.
+"""Tracks the storage of each tensor in a trace, the Ref that has its current value, and its layout.
 
-torch's own composite ops write to what they made themselves. After such a write another tensor
-stands for what is in that memory, and views of it are stale: they are made again when they are read
-(`writes.py`). A tensor may then lie otherwise in the graph than torch sees it.
+torch's composite ops write to tensors that they made themselves. After such a write a new tensor
+holds that storage's content, and the old views are stale: they are made again when they are read
+(`writes.py`). The new tensor's layout in the graph may then differ from the one torch sees.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Ref(int):
 
 @dataclass(slots=True)
 class TensorMemory:
-    """What one tensor lies in, with all views of it.
+    """One storage, with all views of it.
 
     Attributes:
-        root: the tensor.
-        first: the first Ref there; another one after each write.
-        views: the calls that made the views, in order.
-        part: 0 for what was given, n for what was made before the ops were taken the n-th time.
+        root: first tensor in the storage.
+        first: first Ref in the storage; a write replaces it.
+        views: calls that made the views, in order.
+        part: 0 for operands, n for tensors made before the ops were taken the n-th time.
     """
 
     root: Tensor
@@ -51,9 +51,9 @@ class Memories:
     """The tensors of one trace.
 
     Attributes:
-        of: id of a tensor -> what it lies in.
-        made_by: id of a tensor -> the call that made it a view.
-        stale: the same of those whose memory was written to since they were made.
+        of: id of a tensor -> its storage.
+        made_by: id of a view -> the call that made it.
+        stale: id of a view whose storage was written to since -> the call that made it.
     """
 
     def __init__(self) -> None:
@@ -67,34 +67,34 @@ class Memories:
         self._real: dict[int, Tensor] = {}  # what lies otherwise in the graph than torch sees it
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Returns what stands for a tensor."""
+        """Returns the Ref that has a tensor's current value."""
         return self._refs[id(tensor)]
 
     def refs(self, value: Any) -> Any:
-        """Returns a tree with Refs for its tensors."""
+        """Returns a tree with its tensors replaced by Refs."""
         return map_aggregate(value, lambda x: self.ref(x) if isinstance(x, Tensor) else x)
 
     def root(self, like: Tensor, mode: FakeTensorMode) -> Tensor:
-        """Returns a tensor as an operand: like another, in memory that no other Ref lies in."""
+        """Returns an operand for the trace: a tensor like another, in a storage that is new."""
         own = again(like, mode)
         self._storages.add(own.untyped_storage()._cdata)
         self._enter(own, None, part=0)
         return own
 
     def result(self, tensor: Tensor, view: View, part: int) -> tuple[Ref, Ref]:
-        """Gives a call's result a new Ref; returns it, and the first one in its memory.
+        """Gives a call's result a new Ref; returns it and the first Ref in its storage.
 
         Args:
-            tensor: the result.
-            view: the call.
+            tensor: result of the call.
+            view: record of the call.
             part: see `TensorMemory`.
         """
         return self._enter(tensor, self._memory_of(tensor, view), part)
 
     def _enter(self, tensor: Tensor, memory: TensorMemory | None, part: int) -> tuple[Ref, Ref]:
-        """Gives a tensor a new Ref; returns it, and the first one in its memory.
+        """Gives a tensor a new Ref; returns it and the first Ref in its storage.
 
-        What is alike (`layout_of`) is so without conj and neg bits, as no tensor here has them.
+        Tensors with conj or neg bits are refused, as `layout_of` does not contain these bits.
         """
         if tensor.is_conj() or tensor.is_neg():
             raise CodegenError(
@@ -110,7 +110,7 @@ class Memories:
         return ref, memory.first
 
     def _memory_of(self, tensor: Tensor, view: View) -> TensorMemory | None:
-        """Returns what a result of a call lies in, None for memory that nothing else lies in."""
+        """Returns the storage of a call's result, or None if it is new."""
         if id(tensor) in self.of:  # of a view that is made again
             self.stale.pop(id(tensor), None)
             return self.of[id(tensor)]
@@ -129,7 +129,7 @@ class Memories:
         return memory
 
     def set_apart(self, tensor: Tensor) -> None:
-        """Has a view be a tensor of its own, which no write to another changes."""
+        """Makes a view a tensor of its own, which no write to another changes."""
         view = self.made_by.pop(id(tensor), None)
         if view is not None:
             memory = self.of[id(tensor)]
@@ -137,7 +137,7 @@ class Memories:
             self.of[id(tensor)] = TensorMemory(tensor, memory.first, [], memory.part)
 
     def as_it_lies(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns what a call makes in the graph, None where that is what torch sees it make."""
+        """Returns a call's result with its layout in the graph, or None if torch's is right."""
         if not self._real or not any(id(t) in self._real for t in tensors_in((args, kwargs))):
             return None
         if func in (aten.as_strided.default, aten.as_strided_scatter.default):
@@ -149,14 +149,14 @@ class Memories:
         return run(func, args, kwargs)
 
     def note_layouts(self, seen: Sequence[Tensor], real: Sequence[Tensor]) -> None:
-        """Notes how tensors lie in the graph."""
+        """Records the layouts that tensors have in the graph."""
         for tensor, value in zip(seen, real, strict=True):
             self._real.pop(id(tensor), None)
             if layout_of(tensor) != layout_of(value):
                 self._real[id(tensor)] = value
 
     def replace(self, root: Tensor, value: Tensor) -> None:
-        """Has the first tensor in a memory, and all views of it, be another from here on."""
+        """Replaces the first tensor in a storage by another; all its views become stale."""
         memory = self.of[id(root)]
         assert memory.root is root, "a tensor is a view of an operand or the first in its memory"
         self._refs[id(root)] = self._refs[id(value)]
@@ -166,11 +166,11 @@ class Memories:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors of a tree."""
+    """Returns the tensors in a tree of values."""
     return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns what a call makes of fake tensors, as the device's kernel lays it."""
+    """Returns the result of a call on fake tensors, laid out as by the device's kernel."""
     known = dense_result(func, args, kwargs)
     return as_laid(func, args, func(*args, **kwargs)) if known is None else known

@@ -1,4 +1,4 @@
-"""Makes the forward and the backward graph that a schedule says, and divides a backward in two."""
+"""Builds the forward and backward graphs of a schedule, and splits a backward in two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def partition(schedule: Schedule, names: Mapping[sympy.Symbol, sympy.Expr]) -> P
     """Returns the forward and backward graphs of a schedule.
 
     Args:
-        schedule: of a joint graph; its nodes are copied.
+        schedule: schedule of a joint graph; its nodes are copied.
         names: torch symbol -> expression of the bucket's dims.
     """
     taken = (*schedule.saved, *schedule.backward_primals)
@@ -38,16 +38,17 @@ def partition(schedule: Schedule, names: Mapping[sympy.Symbol, sympy.Expr]) -> P
 def divided(
     calls: Sequence[fx.Node], gradients: Sequence[fx.Node | None], first: Collection[int]
 ) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-    """Returns backward's calls that some gradients need, its other calls, and what these read.
+    """Returns the calls that the first gradients need, the other calls, and the values these read.
 
-    Both parts have the calls in the order of the whole. What is made again for both parts is made
-    in the first one, and stays.
+    Both parts keep the order of the whole. A value that both parts recompute is made in the first
+    part and kept.
 
     Args:
-        calls: of a backward.
-        gradients: that it returns.
-        first: numbers of the gradients that come first; none: that which is made last, so that of
-            a graph without inputs that learn little more than products for weights is left.
+        calls: calls of a backward graph.
+        gradients: gradients that the graph returns.
+        first: indices of the gradients to produce in the first part. Default, if empty: the one
+            made last, so that for a graph without trainable inputs the second part is little more
+            than products for weights.
     """
     known = {n: gradient for n, gradient in enumerate(gradients) if gradient is not None}
     if not known:
@@ -64,11 +65,11 @@ def divided(
 
 
 def divide(backward: fx.GraphModule, first: Collection[int]) -> DividedBackward | None:
-    """Returns a backward graph in two parts; None where one of them would have nothing to do.
+    """Returns a backward graph in two parts, or None if one of them would be empty.
 
     Args:
-        backward: of a partition whose parameters are whole.
-        first: numbers of the gradients that come first, as for `divided`.
+        backward: backward graph of a partition with whole parameters.
+        first: indices of the gradients to produce in the first part, as for `divided`.
     """
     nodes = [*backward.graph.nodes]
     given, calls = ([n for n in nodes if n.op == op] for op in ("placeholder", "call_function"))
@@ -91,7 +92,7 @@ def divide(backward: fx.GraphModule, first: Collection[int]) -> DividedBackward 
 def _needed(
     calls: Sequence[fx.Node], gradients: Sequence[fx.Node | None], numbers: Collection[int]
 ) -> set[fx.Node]:
-    """Returns the calls that some of the gradients need, and those that pick values of theirs."""
+    """Returns the calls that some of the gradients need, and the getitems of these calls."""
     read = {gradients[n] for n in numbers}
     needed = set()
     for node in reversed(calls):

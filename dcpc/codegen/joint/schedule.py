@@ -1,9 +1,9 @@
-"""Decides what forward and backward run, as lists of a joint graph's nodes.
+"""Decides the calls of forward and backward, as lists of a joint graph's nodes.
 
-What backward needs of forward is, in this order: an input or parameter (costs nothing), a view of
-something it has (made again), a mask or table made of positions alone (made again), a value that
-the plan makes again, or else a saved activation. A value is made again right before its first use
-in backward, so that what is recomputed of one block at a time is alive.
+A value of forward that backward needs is, in this order: an input or parameter (free), a view of an
+available value (recomputed), a mask or table made of positions alone (recomputed), a value that the
+plan recomputes, or else a saved activation. A value is recomputed right before its first use in
+backward, so that recomputed values of one block at a time are alive.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Reads = Mapping[fx.Node, tuple[fx.Node, ...]]  # of each node: the nodes it read
 
 
 class Scheduler:
-    """Schedules of one joint graph, for any choice of what is made again.
+    """Schedules one joint graph, for any choice of recomputed values.
 
     Args:
-        program: the traced model.
-        joint: its joint graph, lowered for one rank; not changed.
+        program: traced model.
+        joint: joint graph of the model, lowered for one rank; not changed.
     """
 
     def __init__(self, program: Program, joint: Joint) -> None:
@@ -66,10 +66,10 @@ class Scheduler:
         self._cheap, self._readers = cheap, backward
 
     def choices(self) -> tuple[list[fx.Node], frozenset[str]]:
-        """Returns the forward nodes that a plan decides on, and whose values backward reads.
+        """Returns the forward nodes that recompute plans decide on, and those that backward reads.
 
-        In execution order; views and several results of one call are among them, integers and what
-        is made of positions alone are not. The values read include those that are views of others.
+        They are in execution order, with views and getitems, without integers and values made of
+        positions alone. The values read include the bases of views.
         """
         light, fixed = self._cheap, self._gathered()
         nodes = [n for n in self._forward if n.name not in light and _makes_tensors(n)]
@@ -80,11 +80,10 @@ class Scheduler:
         return nodes, frozenset(n.name for n in needed)
 
     def schedule(self, made_again: frozenset[str]) -> Schedule:
-        """Returns what forward and backward run.
+        """Returns the calls of forward and backward.
 
         Args:
-            made_again: names of forward nodes of the joint graph that backward makes again,
-                gathers of parameters among them.
+            made_again: names of the forward nodes that backward recomputes, gathers included.
         """
         run = self._run(made_again)
         for node in self._backward:
@@ -115,10 +114,11 @@ class Scheduler:
     def _check_order(
         self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], made_again: frozenset[str]
     ) -> None:
-        """Checks that calls gather and sum as `GatherUnits.events` says, as all other ranks do.
+        """Checks that gathers and sums are in the order of `GatherUnits.events`, as on all ranks.
 
         Raises:
-            CodegenError: they do not: ranks would read each other's other parameters, or wait.
+            CodegenError: they are not: ranks would mix up parameters, or wait for each other
+                forever.
         """
         if self._units is None:
             return
@@ -138,14 +138,15 @@ class Scheduler:
             )
 
     def _gather_again(self, made_again: Set[str]) -> Set[int]:
-        """Returns the units that are gathered again."""
+        """Returns the indices of the units that are gathered again in backward."""
         assert self._units is not None, "there are units"
         return {u.number for u in self._gathers if u.gather.name in made_again} & self._units.again
 
     def _gathered(self) -> set[fx.Node]:
-        """Returns parameters that are gathered, and what is made of those that backward has not.
+        """Returns gathered parameters, and values made of those that backward gathers no more.
 
-        To make that again the parameter, which nothing else needs, would stay from forward on.
+        To recompute such a value, the parameter, which nothing else needs, would have to stay
+        alive.
         """
         units, own = self._units, set(self._readers)
         found: set[fx.Node] = set()
@@ -171,7 +172,7 @@ class Scheduler:
     def _needed(
         self, calls: Sequence[fx.Node], outputs: Sequence[fx.Node]
     ) -> tuple[tuple[fx.Node, ...], set[fx.Node]]:
-        """Returns the calls that the outputs depend on, in order, and all that they read."""
+        """Returns the calls that the outputs depend on, in order, and all nodes that they read."""
         read = set(outputs)
         kept = []
         for node in reversed(calls):
@@ -182,12 +183,12 @@ class Scheduler:
 
 
 class _Backward:
-    """The calls of backward so far.
+    """The calls of backward while it is built.
 
     Attributes:
-        order: the calls.
-        saved: values of forward that were needed and are not made again.
-        primals: placeholders that were needed.
+        order: calls so far.
+        saved: values of forward that are needed and not recomputed.
+        primals: placeholders that are needed.
     """
 
     def __init__(
@@ -204,14 +205,14 @@ class _Backward:
         self._done: set[fx.Node] = {*tangents}
 
     def add(self, node: fx.Node) -> None:
-        """Adds a call, after what it reads."""
+        """Adds a call, after the calls whose results it reads."""
         for source in self._reads[node]:
             self.need(source)
         self.order.append(node)
         self._done.add(node)
 
     def need(self, node: fx.Node) -> None:
-        """Makes a value available before the point that `order` has reached."""
+        """Makes a value available: recomputes it, saves it, or takes the placeholder."""
         if node in self._done:
             return
         if node.op == "placeholder":
@@ -225,14 +226,14 @@ class _Backward:
             self.saved[node] = None
 
     def settle(self) -> None:
-        """Runs after each call of backward."""
+        """Does nothing; a hook after each call of backward."""
 
     def end(self) -> None:
-        """Runs after the last one."""
+        """Does nothing; a hook after the last call."""
 
 
 class _Gathering(_Backward):
-    """The same where parameters are gathered, and their gradients summed, in their turns."""
+    """A backward that also gathers parameters and sums their gradients, in the common order."""
 
     def __init__(
         self,
@@ -249,17 +250,17 @@ class _Gathering(_Backward):
         self._turns = Turns(units, nodes, backward, self._done, again)
 
     def need(self, node: fx.Node) -> None:
-        """Makes a value available; a parameter is gathered if it can have its turn."""
+        """Makes a value available; gathers a parameter if its turn can come now."""
         if node in self._turns.of and node not in self._done:
             self._take(self._turns.up_to_gather(self._turns.of[node]))
         super().need(node)
 
     def settle(self) -> None:
-        """Sums the gradients of which all are made."""
+        """Adds the sums whose gradients are all made."""
         self._take(self._turns.due())
 
     def end(self) -> None:
-        """Takes all turns that are left."""
+        """Adds all remaining gathers and sums."""
         self._take(self._turns.due(end=True))
 
     def _take(self, events: Sequence[tuple[str, int]]) -> None:
@@ -298,11 +299,11 @@ def _backward_nodes(
 
 
 def _releasing_first(joint: Joint, calls: Sequence[fx.Node], reads: Reads) -> list[fx.Node]:
-    """Returns the calls, the last readers of other values as early as they can be.
+    """Returns the calls, with the last readers of other values moved as early as possible.
 
-    They are calls that only gradients of parameters need, such as that of a product's weight. Torch
-    may have the gradient of the product's input before it: then both are alive with an activation
-    that the weight's gradient alone still reads.
+    The moved calls are needed by parameters' gradients only, such as the product for a weight.
+    Torch may compute the gradient of a product's input first: then both gradients are alive,
+    together with an activation that only the weight's gradient still reads.
     """
     own, forward = set(calls), joint.forward
     leads: set[fx.Node] = set()
@@ -340,14 +341,14 @@ def _releasing_first(joint: Joint, calls: Sequence[fx.Node], reads: Reads) -> li
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Returns what a view is of."""
+    """Returns the base of a view."""
     while node.target in VIEWS:
         node = node.all_input_nodes[0]
     return node
 
 
 def _cheap(program: Program, joint: Joint, reads: Reads) -> set[str]:
-    """Forward nodes that depend on integers, inputs and buffers alone and multiply no matrices."""
+    """Returns the forward nodes that depend on no parameter and call no op of `_HEAVY`."""
     placeholders = [n.name for n in program.gm.graph.nodes if n.op == "placeholder"]
     parameters = {
         made

@@ -1,10 +1,9 @@
-"""One call of a lowered graph, differentiated: the ATen calls of its forward and its backward.
+"""Traces and differentiates one call of a lowered graph into ATen calls.
 
-Equal calls (op, arguments, shapes, strides) make equal pieces, so a call is traced once however
-many blocks of a model, or placements of it, make it. Sizes stay symbols; a piece refers to them by
-the SymInts of one ShapeEnv. What torch asked of sizes on the way is noted with the piece: the same
-call of other symbols has the same piece, in their names, where the answers are the same
-(`library.py`).
+Equal calls (op, arguments, shapes, strides) give equal pieces, so a call is traced once however
+many blocks of a model, or placements of it, contain it. Sizes stay symbolic: a piece refers to them
+by the SymInts of one ShapeEnv. Torch's questions about sizes are recorded with the piece: the same
+call with other symbols has the same piece, renamed, where the answers are the same (`library.py`).
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from dcpc.fx.writes import (
 
 aten = torch.ops.aten
 
-# Calls that ask a tensor something and make none.
+# Calls that read a tensor's facts and return no tensor.
 _QUESTIONS = {
     torch.ops.prim.device.default, aten.size.default, aten.stride.default,
     aten.storage_offset.default, aten.sym_size.default, aten.sym_stride.default,
     aten.sym_numel.default, aten.sym_storage_offset.default, aten.is_contiguous.default,
     aten.dim.default,
 }  # fmt: skip
-# Calls whose second argument is the shape of what they make, in which -1 is what is left.
+# Calls whose second argument is the result's shape, in which -1 means the remaining size.
 _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
@@ -56,14 +55,14 @@ class Op:
     """One ATen call.
 
     Attributes:
-        target: the op.
-        args: arguments; tensors are `Ref`s, sizes SymInts.
-        kwargs: the same.
-        value: what it returns, on fake tensors.
-        made: the Refs of the tensors in `value`, in order; a tensor that the call wrote to has a
-            new Ref.
-        storages: of each of them where it lies: the Ref of an operand, or of the first result in
-            that memory.
+        target: op that is called.
+        args: arguments: tensors as `Ref`s, sizes as SymInts.
+        kwargs: keyword arguments, likewise.
+        value: result on fake tensors.
+        made: Refs of the tensors in `value`, in order; a tensor that the call wrote to has a new
+            Ref.
+        storages: storage of each tensor in `made`: the Ref of an operand, or of the first result in
+            it.
     """
 
     target: Callable[..., Any]
@@ -79,12 +78,11 @@ class Derivative:
     """The backward of a call for one pattern of gradients.
 
     Attributes:
-        tangents: Refs of the results' gradients that it takes.
-        sums: Refs of the operands' gradients so far that it takes.
-        ops: its calls.
-        gradients: of each operand that wants one: what holds it, added to what it had; None where
-            nothing flows.
-        asked: what torch asked of sizes, and the answers.
+        tangents: Refs of the results' gradients that it reads.
+        sums: Refs of the operands' gradients so far that it reads.
+        ops: ops of the backward.
+        gradients: Ref of each operand's gradient, added to the one so far; None where none flows.
+        asked: torch's questions about sizes, and the answers.
     """
 
     tangents: tuple[Ref, ...]
@@ -95,23 +93,23 @@ class Derivative:
 
 
 class Piece:
-    """A call on fake tensors: forward at once, derivatives when they are asked for.
+    """A call traced on fake tensors: forward at once, derivatives on demand.
 
     Args:
-        mode: of the fake tensors; its ShapeEnv notes what is asked.
+        mode: fake mode, whose ShapeEnv records questions.
         table: op -> decomposition.
-        call: what to trace.
-        args: its arguments; FakeTensors, SymInts and constants.
-        kwargs: the same.
-        wants: for each tensor of the arguments, in order, whether it has a gradient.
-        gpu: whether the call is that of a GPU, see `gpu_ops`.
+        call: op to trace.
+        args: arguments: fake tensors, SymInts and constants.
+        kwargs: keyword arguments, likewise.
+        wants: for each tensor argument, in order, whether it has a gradient.
+        gpu: whether the call is traced as on a GPU, see `gpu_ops`.
 
     Attributes:
-        call: the op.
-        ops: the calls of forward.
-        result: what the call returns: Refs for tensors.
-        flows: Refs of the results that gradients flow through.
-        asked: what torch asked of sizes in forward, and the answers.
+        call: op of the call.
+        ops: ops of forward.
+        result: result of the call, with Refs for tensors.
+        flows: Refs of the results through which gradients flow.
+        asked: torch's questions about sizes in forward, and the answers.
     """
 
     def __init__(
@@ -153,13 +151,14 @@ class Piece:
     ) -> Derivative:
         """Returns the backward for gradients of some results.
 
-        What an operand's gradient was so far goes in, as autograd's engine adds up what flows into
-        a value in the order in which it arrives, and a sum in another order has other bits.
+        It takes the operands' gradients so far, as autograd's engine adds the gradients of a value
+        in the order in which they arrive, and another order gives other bits.
 
         Args:
-            key: equal for the same tangents and sums, of equal shapes and strides.
+            key: key that is equal for equal shapes and strides of tangents and sums.
             tangents: result -> a fake tensor like its gradient.
-            sums: number of an operand that wants a gradient -> a fake tensor like its gradient.
+            sums: index of an operand that needs a gradient -> a fake tensor like its gradient so
+                far.
         """
         if key not in self._derivatives:
             self._derivatives[key] = self._differentiate(tangents, sums)
@@ -189,10 +188,10 @@ class Piece:
 
 
 class _Tape(TorchDispatchMode):
-    """Writes down the ATen calls that are made below autograd.
+    """Dispatch mode that records the ATen calls below autograd.
 
-    torch's own composite ops write to what they made themselves. Here such a call makes a new
-    tensor, and whoever reads the memory later reads the new one (`writes.py`): views are made again
+    torch's composite ops write to tensors that they made themselves. Here such a call makes a new
+    tensor, and later readers of that storage read the new one (`writes.py`): views are made again
     when they are read.
     """
 
@@ -204,7 +203,7 @@ class _Tape(TorchDispatchMode):
         self._part, self._depth = 1, 0
 
     def taken(self) -> tuple[Op, ...]:
-        """Returns the calls since the last time."""
+        """Returns the calls recorded since the last time."""
         ops, self._ops = tuple(self._ops), []
         self._part += 1
         return ops
@@ -254,7 +253,7 @@ class _Tape(TorchDispatchMode):
         return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any, renewed: View | None = None) -> Any:
-        """Writes down a call and returns what it makes; or makes the results of a view again."""
+        """Records a call and returns its result; with `renewed`, makes a view's results again."""
         seen_args, seen_kwargs = map_aggregate((args, kwargs), lambda x: self._argument(x, func))
         result = run(func, args, kwargs)
         seen_args = _without_guess(func, seen_args, result)
@@ -275,7 +274,7 @@ class _Tape(TorchDispatchMode):
     # -------------------------------------------------------------------------------------- writes
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Writes down a call that makes new tensors of what another writes to."""
+        """Records the functional form of a call that writes."""
         functional, targets = functional_of(func), written(func, args, kwargs)
         for target in targets:
             self._refuse_others(func, target)
@@ -296,7 +295,7 @@ class _Tape(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _keep_shape(self, target: Tensor) -> None:
-        """Has the calls so far show a tensor as they made it: its shape is about to change."""
+        """Keeps a tensor's present shape in the calls so far, as its shape is about to change."""
         kept = aten.alias.default(target)
 
         def as_made(value: Any) -> Any:
@@ -305,7 +304,7 @@ class _Tape(TorchDispatchMode):
         self._ops = [replace(op, value=map_aggregate(op.value, as_made)) for op in self._ops]
 
     def _replace(self, target: Tensor, value: Tensor) -> None:
-        """Has a tensor, what it is a view of, and all views of that be another from here on."""
+        """Replaces a tensor, its base and all views of that by a new value from here on."""
         if value.dtype != target.dtype:
             value = aten._to_copy.default(value, dtype=target.dtype)
         while id(target) in self.memories.made_by:
@@ -314,10 +313,10 @@ class _Tape(TorchDispatchMode):
         self.memories.replace(target, value)
 
     def _refuse_others(self, func: Any, target: Tensor) -> None:
-        """Refuses a write to what a piece did not make itself, or to its shape.
+        """Refuses a write to a tensor that this part of the trace did not make, or to its shape.
 
-        An operand's other readers, and a backward that is traced for other gradients as well, would
-        not see it.
+        Other readers of an operand, and a backward that is traced for other gradients, would miss
+        it.
         """
         memory = self.memories.of.get(id(target))
         what = "a tensor that was given to it"
@@ -349,9 +348,9 @@ class _Tape(TorchDispatchMode):
 
 
 def _without_guess(func: Any, args: Any, result: Any) -> Any:
-    """Returns the arguments of a call with the size that a view's -1 stands for in its place.
+    """Returns a view's arguments with -1 replaced by the size that it stands for.
 
-    Torch cannot tell it from a rank's tensor of no elements.
+    With a rank's empty tensor torch cannot infer that size.
     """
     if func not in _SIZED:
         return args

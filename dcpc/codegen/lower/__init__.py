@@ -1,1 +1,1 @@
-"""One rank's forward graph of a program and its placement."""
+"""Lowers a program and its placement to one rank's forward graph."""

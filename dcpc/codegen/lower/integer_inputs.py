@@ -1,4 +1,4 @@
-"""The integers that a lowered graph takes: sizes, and where a rank's piece of a factor is."""
+"""The integer inputs of a lowered graph: sizes, and the position of a rank's piece of a factor."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ COMMON = ("dim", "quotient", "seed")  # roles of integers that all ranks have al
 
 @dataclass(frozen=True, slots=True)
 class IntegerInput:
-    """An integer the lowered graph takes: a dim, or where this rank's piece of a factor is.
+    """An integer input of the lowered graph: a dim, or a number that describes this rank's piece.
 
-    Of a zigzag piece, which is two runs, "turn" is the length of the first and "second" the start
-    of the other. "before" counts the elements that all earlier ranks have, "skip" those of this
-    rank's piece of the parent that come before the factor.
+    A zigzag piece is two runs: "turn" is the length of the first, "second" the start of the other.
+    "before" is the number of elements of all earlier ranks, "skip" the number of elements of this
+    rank's piece of the parent that precede the factor.
 
     Attributes:
         name: placeholder name.
-        symbol: what stands for it in size expressions.
-        role: "dim", "quotient" (of dims, rounded), "seed" (of the call's random numbers), or
-            of a piece "length", "start", "turn", "second", "before", "skip", "shared".
-        size: global length (of the dim, or of the factor).
+        symbol: symbol of the integer in size expressions.
+        role: "dim", "quotient" (of dims, rounded), "seed" (of the call's random numbers), or of a
+            piece "length", "start", "turn", "second", "before", "skip", "shared".
+        size: global length of the dim or factor.
         parent: length that is split evenly.
         shift: position of the factor's first element in the parent.
-        zigzag: whether a rank's piece is a chunk from either end.
-        across: ranks that share their pieces.
+        zigzag: whether a rank's piece is two chunks, one from either end.
+        across: number of ranks that share their pieces.
     """
 
     name: str
@@ -45,7 +45,7 @@ class IntegerInput:
     across: int = 1
 
     def value(self, dims: Mapping[sympy.Symbol, int], p: int, rank: int) -> int:
-        """Returns the integer for one rank, given the length of every dim."""
+        """Returns the integer of one rank out of p, given the length of every dim."""
         if self.role == "seed":
             return 0
         size = _evaluated(self.size, dims)
@@ -66,7 +66,7 @@ class IntegerInput:
         return found[self.role] if self.role in found else mine[-1][0]
 
     def shortest(self, dims: Mapping[sympy.Symbol, int], p: int) -> int:
-        """Returns the length of the shortest piece any rank has, or the length of the dim."""
+        """Returns the length of the shortest piece of any rank, or the length of the dim."""
         if self.role == "seed":
             return 1
         if self.role in ("dim", "quotient"):
@@ -95,17 +95,17 @@ def quotients_in(program: Program) -> list[sympy.Expr]:
 
 
 class IntegerInputs:
-    """The integer inputs of a graph that is being made, and what is computed of them.
+    """The integer inputs of a graph under construction, and the nodes computed from them.
 
     Args:
-        program: the traced model.
-        placement: made for this program.
-        graph: has the program's placeholders; the integers' follow.
-        any_degree: whether pieces of constants are integers as those of dims are.
+        program: traced model.
+        placement: placement of the program.
+        graph: graph that has the program's placeholders; the integers' placeholders follow.
+        any_degree: whether pieces of constant dims are integers, too.
 
     Attributes:
-        pieces: (factor key, role) -> the symbol of that integer of a piece.
-        seed: node of the seed of the call's random numbers.
+        pieces: (factor key, role) -> symbol of that integer of a piece.
+        seed: placeholder of the random seed.
     """
 
     def __init__(
@@ -132,8 +132,7 @@ class IntegerInputs:
     def _add_quotients(self) -> None:
         """Adds one integer for each quotient in the program's sizes, such as (height + 1) // 2.
 
-        With these as symbols all sizes are sums and products, on which torch spends a third of the
-        time.
+        All sizes are then sums and products of symbols, which torch handles in a third of the time.
         """
         for position, quotient in enumerate(quotients_in(self._program)):
             symbol = sympy.Symbol(f"quotient{position}", integer=True, nonnegative=True)
@@ -141,7 +140,7 @@ class IntegerInputs:
             self._emitter.know(quotient, node)
 
     def _add_pieces(self) -> None:
-        """Adds the integers of a piece for every factor that some value is split along."""
+        """Adds the integers of a piece for every factor along which a value is split."""
         bases: dict[int, str] = {}
         for node in self._program.gm.graph.nodes:
             chosen = self._placement.nodes.get(node.name)
@@ -155,7 +154,7 @@ class IntegerInputs:
                     self._add_piece(factor, bases, chosen.across)
 
     def _add_piece(self, factor: Factor, bases: dict[int, str], across: int) -> None:
-        """Adds the integers of a factor's piece, and of what so many ranks share of it."""
+        """Adds the integers of a factor's piece, and of the piece that `across` ranks share."""
         zigzag = self._placement.is_zigzag(factor)
 
         def add(role: str, across: int = 1) -> None:
@@ -179,7 +178,7 @@ class IntegerInputs:
             add("shared", across)
 
     def used(self) -> tuple[IntegerInput, ...]:
-        """Returns the inputs that something reads, and the dims; takes the others away."""
+        """Returns the inputs that a node reads, and the dims; erases the other placeholders."""
         kept = []
         for integer in self._inputs:
             node = self._nodes[integer.symbol]
@@ -196,7 +195,7 @@ class IntegerInputs:
         return not rest and (piece == 1 or not self.any_degree)
 
     def parent(self, factor: Factor) -> sympy.Expr:
-        """Returns the length that is split evenly where a factor is split."""
+        """Returns the length that is split evenly when a factor is split."""
         return factor.size if factor.parent < 0 else self._placement.parents[factor.parent].size
 
     def length(self, factor: Factor) -> sympy.Expr:
@@ -206,15 +205,15 @@ class IntegerInputs:
         return self.pieces[factor.key, "length"]
 
     def piece(self, factor: Factor, *roles: str) -> list[int | fx.Node]:
-        """Returns the integers that say where this rank's piece of a factor is."""
+        """Returns the integers of these roles that describe this rank's piece of a factor."""
         return [self.emit(self.pieces[factor.key, role]) for role in roles]
 
     def split(self, factor: Factor) -> tuple[int | fx.Node, int, bool]:
-        """Returns how a factor is split, as collectives take it: parent, shift and zigzag."""
+        """Returns the split of a factor for a collective: parent, shift and zigzag."""
         zigzag = self._placement.is_zigzag(factor)
         return self.emit(self.parent(factor)), factor.shift, zigzag
 
     def emit(self, expr: sympy.Expr) -> int | fx.Node:
-        """Returns an integer expression as a number or as nodes of the graph."""
+        """Returns an integer expression as a number or a node of the graph."""
         value: int | fx.Node = self._emitter.emit(expr)
         return value

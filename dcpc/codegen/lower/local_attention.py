@@ -1,4 +1,4 @@
-"""One rank's part of an attention: queries from where its piece starts, or keys that go round."""
+"""Lowers attention for one rank: a piece of the queries, or keys that go round a ring."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ HEADS = 1  # a dim of queries, keys, values and output
 
 
 def local_attention(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-    """Returns this rank's part of an attention; None where it is the same call of its pieces.
+    """Returns this rank's part of an attention, or None if it is the same call on pieces.
 
-    Of a piece of the queries some keys are hidden by position, or are of other sequences: the call
-    is told where the piece starts.
+    If keys are hidden by position or by sequence, the call gets the start of this rank's queries.
     """
     chosen = on.placement.nodes[node.name]
     if chosen.name == "ring":
@@ -55,9 +54,9 @@ def local_attention(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> f
 def _masked(
     on: LocalGraph, node: fx.Node, operands: list[fx.Node], band: Mapping[str, int]
 ) -> fx.Node:
-    """Attention by positions of queries that do not follow each other: a mask says what.
+    """Emits attention with a mask made of positions, for queries that are not consecutive.
 
-    The piece is one of an inner factor, such as each frame's first patches.
+    The piece is then one of an inner factor, such as the first patches of each frame.
     """
     call, emit, label = on.graph.call_function, on.integers.emit, on.label(node)
     device = {"device": node.meta["val"].device}
@@ -98,7 +97,7 @@ def _masked(
 
 
 def _same_segment(on: LocalGraph, mask: fx.Node, segment: fx.Node, rows: fx.Node) -> fx.Node:
-    """A mask [1, 1, rows, keys] that hides other sequences, too: [b or 1, 1, rows, keys]."""
+    """Returns a mask [1, 1, rows, keys] restricted to equal segments: [b or 1, 1, rows, keys]."""
     call = on.graph.call_function
     own = call(aten.index_select.default, (segment, 1, on.reshape(rows, [-1])))
     own = call(aten.unsqueeze.default, (call(aten.unsqueeze.default, (own, 1)), 3))
@@ -108,7 +107,7 @@ def _same_segment(on: LocalGraph, mask: fx.Node, segment: fx.Node, rows: fx.Node
 
 
 def _tensors(call: fx.Node) -> list[Any]:
-    """Query, key, value, mask, keep and segment of an attention, None where there is none."""
+    """Returns query, key, value, mask, keep and segment of an attention; None for missing ones."""
     given = [*call.args, None, None, None][:6]
     assert not {"mask", "keep", "segment"} & call.kwargs.keys(), f"{call}: tensors by name"
     return given
@@ -118,7 +117,7 @@ def _tensors(call: fx.Node) -> list[Any]:
 
 
 def _ring(on: LocalGraph, node: fx.Node, operands: list[fx.Node], chosen: NodePlacement) -> fx.Node:
-    """Attention whose keys and values go round, between groups of ranks that share heads."""
+    """Emits attention whose keys and values go round a ring, with swaps if ranks share heads."""
     call, across, swap = on.graph.call_function, chosen.across, torch.ops.dcpc.swap.default
     integers = on.integers
     emit: Any = integers.emit  # gives a number, or a node where sizes vary
@@ -152,20 +151,20 @@ def _ring(on: LocalGraph, node: fx.Node, operands: list[fx.Node], chosen: NodePl
 
 
 def _row_split(on: LocalGraph, factor: Factor, rows: int | fx.Node) -> RowSplit:
-    """Returns how a factor is split, each element of so many rows; of nodes where sizes vary."""
+    """Returns the split of a factor with `rows` rows an element; it holds nodes if sizes vary."""
     where: Any = (on.integers.emit(factor.size), *on.integers.split(factor), rows)
     return RowSplit(*where)
 
 
 def _inner(on: LocalGraph, name: str, label: Label) -> sympy.Expr:
-    """Returns how many rows each element of the outer factor of a dim is."""
+    """Returns the number of rows in each element of a dim's outer factor."""
     outer, *inner = on.placement.factors[name][label.dim]
     assert outer.key == on.factor(name, label).key, f"{name}: split along an inner factor"
     return sympy.Mul(*(f.size for f in inner))
 
 
 def _repeated(on: LocalGraph, x: fx.Node, repeats: int) -> fx.Node:
-    """Returns each key head so many times, one after the other."""
+    """Returns keys or values with each head repeated `repeats` times."""
     if repeats == 1:
         return x
     call = on.graph.call_function

@@ -1,4 +1,4 @@
-"""The graph of one rank while it is made: values under labels, and the collectives between them."""
+"""Builds the graph of one rank: values under labels, and the collectives between labels."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ aten = torch.ops.aten
 
 
 class LocalGraph:
-    """What one rank computes of a program's values.
+    """The graph of one rank for a program, while it is built.
 
     Args:
-        program: the traced model.
-        placement: made for this program.
+        program: traced model.
+        placement: placement of the program.
         group: name of the process group for collectives.
-        any_degree: whether the graph is that of every degree, see `lower`.
+        any_degree: whether the graph serves every degree, see `lower`.
 
     Attributes:
-        graph: the nodes that are made.
-        integers: its inputs after the program's.
-        values: node of the program and label -> the local value.
-        others: nodes of the program whose value is no tensor -> their copies.
+        graph: graph under construction.
+        integers: integer inputs, after the program's placeholders.
+        values: (name of a program's node, label) -> local value.
+        others: name of a program's node that is no tensor -> its copy.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class LocalGraph:
     # ----------------------------------------------------------------------------------- sizes
 
     def label(self, node: fx.Node) -> Label:
-        """Returns where a node's value is as it makes it."""
+        """Returns the label under which a node produces its value."""
         return self.placement.nodes[node.name].output
 
     def factor(self, name: str, label: Label) -> Factor:
-        """Returns the factor a sharded label is along."""
+        """Returns the factor along which a sharded label splits a value."""
         return self.placement.factors[name][label.dim][label.index]
 
     def dim_size(self, name: str, dim: int, label: Label) -> sympy.Expr:
@@ -72,14 +72,14 @@ class LocalGraph:
     # ---------------------------------------------------------------------------------- values
 
     def value(self, name: str, want: Label) -> fx.Node:
-        """Returns a value under the label a consumer wants; a change is made once."""
+        """Returns a value under a consumer's label; each redistribution is made once."""
         if (name, want) not in self.values:
             have = self.placement.nodes[name].output
             self.values[name, want] = self.redistributed(name, have, want)
         return self.values[name, want]
 
     def redistributed(self, name: str, have: Label, want: Label) -> fx.Node:
-        """Returns a value that there is under one label, under another one."""
+        """Returns a value redistributed from one label to another."""
         x = self.values[name, have]
         dims = [d for d in {have.dim, want.dim} if d >= 0]
         composite = any(len(self.placement.factors[name][d]) > 1 for d in dims)
@@ -91,7 +91,7 @@ class LocalGraph:
         return self.reshape(x, self.shape(name, want)) if composite else x
 
     def narrowed(self, x: fx.Node, dim: int, factor: Factor) -> fx.Node:
-        """Returns this rank's piece of what is whole."""
+        """Returns this rank's piece of a whole value along a dim."""
         integers, call = self.integers, self.graph.call_function
         length = integers.emit(integers.length(factor))
         if not self.placement.is_zigzag(factor):
@@ -101,11 +101,11 @@ class LocalGraph:
         return call(torch.ops.dcpc.pick.default, (x, dim, *where, length))
 
     def reshape(self, x: fx.Node, shape: list[int | fx.Node]) -> fx.Node:
-        """Returns a value of this rank in another shape."""
+        """Emits a reshape of a local value."""
         return self.graph.call_function(aten.reshape.default, (x, shape))
 
     def copy(self, node: fx.Node, operands: list[fx.Node] | None) -> fx.Node:
-        """Returns the same call of a rank's operands, or of whole ones where none are given."""
+        """Emits the same call on local operands, or on replicated ones if None."""
         queue = list(operands or [])
 
         def argument(leaf: Any) -> Any:
@@ -126,7 +126,7 @@ class LocalGraph:
 
 
 def _split_shape(on: LocalGraph, name: str, dims: list[int], label: Label) -> list[int | fx.Node]:
-    """The local shape with the given dims taken apart into their factors."""
+    """Returns the local shape with each of `dims` split into its factors."""
     sizes: list[sympy.Expr] = []
     for d in range(len(on.program.info[name].shape)):
         if d not in dims:
@@ -139,13 +139,13 @@ def _split_shape(on: LocalGraph, name: str, dims: list[int], label: Label) -> li
 
 
 def _position(on: LocalGraph, name: str, dims: list[int], label: Label) -> int:
-    """The dim of a label's factor once `dims` are taken apart."""
+    """Returns the dim of a label's factor after `dims` are split into factors."""
     before = [len(on.placement.factors[name][d]) if d in dims else 1 for d in range(label.dim)]
     return sum(before) + label.index
 
 
 def _split(on: LocalGraph, dim: int, size: sympy.Expr, factor: Factor) -> DimSplit:
-    """Returns how a collective is told of a factor that is a dim; of nodes where sizes vary."""
+    """Returns the split of a factor for a collective; it holds nodes if sizes vary."""
     where: Any = (dim, on.integers.emit(size), *on.integers.split(factor))
     return DimSplit(*where)
 

@@ -1,4 +1,4 @@
-"""Calls that are not the same of a rank's operands: shapes, positions, random numbers, groups."""
+"""Lowers calls that differ on a rank's pieces: shapes, positions, random numbers, groups."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ aten = torch.ops.aten
 
 
 def _resize(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
-    """reshape, expand: the size argument becomes the local shape."""
+    """Lowers reshape and expand: the size argument becomes the local shape."""
     assert callable(node.target)
     shape = on.shape(node.name, on.label(node))
     return on.graph.call_function(node.target, (operands[0], shape), dict(node.kwargs))
 
 
 def _fill(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
-    """full, zeros, new_ones, ...: the size argument becomes the local shape."""
+    """Lowers full, zeros, new_ones and the like: the size argument becomes the local shape."""
     shape = on.shape(node.name, on.label(node))  # its nodes go before the call that takes them
     copied = on.copy(node, operands)
     position = 1 if operands else 0
@@ -35,7 +35,7 @@ def _fill(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
 
 
 def _arange(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-    """Positions: this rank's piece of them, of one factor where they have several."""
+    """Lowers positions: returns this rank's piece of them, along the factor that is split."""
     label = on.label(node)
     if not label.sharded:
         return None
@@ -44,7 +44,7 @@ def _arange(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node |
 
 
 def _random(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
-    """Random numbers: of the call's seed, each rank's piece its own."""
+    """Lowers random numbers: drawn from the call's seed, different for each rank's piece."""
     label = on.label(node)
     salt = on.integers.piece(on.factor(node.name, label), "before")[0] if label.sharded else 0
     size, seed = on.shape(node.name, label), on.integers.seed
@@ -53,7 +53,7 @@ def _random(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node:
 
 
 def _cut(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-    """A slice of a sharded dim: what this rank's piece has of it."""
+    """Lowers a slice of a sharded dim to this rank's piece of it."""
     chosen = on.placement.nodes[node.name]
     if chosen.name != "cut":
         info, source = on.program.info, node.all_input_nodes[0]
@@ -67,10 +67,10 @@ def _cut(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | No
 
 
 def _grouped(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-    """Convolution and norm in groups: of a piece of them a rank has so many.
+    """Lowers convolutions and norms in groups: a rank has some of the groups.
 
-    Groups may be several factors of the channels, where another op takes these apart otherwise: of
-    the one that is split a rank has a piece, of the others all.
+    Groups may be several factors of the channels, if another op splits these differently: the rank
+    has a piece of one factor and all of the others.
     """
     chosen = on.placement.nodes[node.name]
     if chosen.name != "g":
@@ -96,16 +96,16 @@ def _grouped(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node 
 def _groups_as_samples(
     on: LocalGraph, node: fx.Node, operands: list[fx.Node], count: sympy.Expr, groups: sympy.Expr
 ) -> fx.Node:
-    """A norm of as many groups as a rank happens to have: each is a sample of one group.
+    """Emits a norm whose number of local groups varies: each group becomes a sample of one group.
 
-    The kernel takes their number as a number, which is another one on another rank.
+    The kernel takes the number of groups as a constant, which would differ between ranks.
 
     Args:
-        on: the rank's graph.
-        node: the norm in the program.
-        operands: values of this rank.
-        count: groups of this rank.
-        groups: of all ranks.
+        on: graph of the rank.
+        node: norm in the program.
+        operands: local operands.
+        count: number of groups on this rank.
+        groups: number of groups on all ranks.
     """
     emit, label = on.integers.emit, on.label(node)
     shape = on.shape(node.name, label)

@@ -1,8 +1,8 @@
-"""Ops that read neighbouring positions of a dim of which a rank has a piece: windows and norms.
+"""Lowers ops that read neighbouring positions of a split dim: windows and norms.
 
-A convolution gets the rows its windows cover (`dcpc::halo`), zeros at both ends among them, and is
-the same convolution without padding along that dim. A padded dim gets the rows of its new piece. A
-norm in groups adds up the sums of all ranks' pieces.
+A convolution gets the rows that its windows cover (`dcpc::halo`), with zeros at both ends, and has
+no padding along that dim. A padded dim gets the rows of its new piece. A norm in groups adds up the
+sums of all ranks' pieces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def local_convolution(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-    """Returns a rank's piece of a convolution along positions; None if it is split otherwise."""
+    """Returns a rank's piece of a convolution along positions; None for other splits."""
     label = on.label(node)
     weight = on.program.info[tensor_operands(node, on.program.info)[1].name].shape
     count = len(weight) - 2
@@ -71,7 +71,7 @@ def local_pad(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node
 def local_group_norm(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
     """Returns a norm over pieces of the positions; None if samples or groups are split.
 
-    Means and variances are sums that all ranks add up, in float32 or better.
+    Means and variances are all-reduced sums, in float32 or better.
     """
     label, info = on.label(node), on.program.info[node.name]
     if not label.sharded or label.dim < 2:
@@ -87,7 +87,7 @@ def local_group_norm(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) -> 
     if half:
         x = call(aten._to_copy.default, (x,), {"dtype": torch.float32})
     count = emit(sympy.Mul(*info.shape[1:]) / groups)
-    # Channels alone are taken apart: of an empty piece torch cannot say how more dims would lie.
+    # Only the channels are split: for an empty piece torch cannot infer the strides of more dims.
     x = on.reshape(x, [shape[0], groups, emit(info.shape[1] / groups), *shape[2:]])
 
     def mean(y: fx.Node) -> fx.Node:
@@ -113,7 +113,7 @@ def _wanted(on: LocalGraph, node: fx.Node) -> Any:
 def _halo(
     on: LocalGraph, x: fx.Node, where: tuple[int, Factor, Factor], window: tuple[Any, ...]
 ) -> fx.Node:
-    """Rows of a dim for windows of (stride, reach, before), so many of them."""
+    """Emits the rows of a dim for windows of (stride, reach, before, number of rows)."""
     (dim, read, kept), (stride, reach, before, rows) = where, window
     emit: Any = on.integers.emit  # gives a number, or a node where sizes vary
     parents = [emit(on.integers.parent(factor)) for factor in (read, kept)]
@@ -125,7 +125,7 @@ def _halo(
 
 
 def _in_whole(on: LocalGraph, node: fx.Node, dim: int, kept: Factor) -> fx.Node:
-    """Each rank computes all and keeps its piece: of two runs of rows the windows are not one."""
+    """Computes the whole op on each rank and narrows it: a zigzag piece has no single window."""
     return on.narrowed(on.copy(node, None), dim, kept)
 
 

@@ -23,19 +23,19 @@ from dcpc.codegen.lower.output_pieces import returned_label
 from dcpc.fx.graphs import LazyGraphModule, without_unused
 from dcpc.ir import Placement, Program, call_of, is_tuple, tensor_operands
 
-MOST_RANKS = 8  # of a group whose sizes are told apart
+MOST_RANKS = 8  # ranks of a group whose sizes are compared
 _Tuples = dict[tuple[str, tuple[fx.Node, ...]], fx.Node]  # by call and operands
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A forward graph for one rank of an SP group.
+    """A forward graph for one rank of a sequence-parallel (SP) group.
 
     Attributes:
-        gm: placeholders: the program's, then `integers`; outputs: the program's.
-        integers: what the last placeholders are.
-        group: name of the process group its collectives use.
-        sp: its size.
+        gm: graph module; placeholders: the program's, then `integers`; outputs: the program's.
+        integers: descriptions of the last placeholders.
+        group: name of the process group of the collectives.
+        sp: number of ranks in the group.
     """
 
     gm: fx.GraphModule
@@ -49,23 +49,24 @@ class Lowered:
         """Returns the integers of one rank, by name.
 
         Args:
-            dims: the length of every dim.
-            p: ranks of the group.
-            rank: which of them. Rank 0 is the fullest: the first ranks get one element more.
+            dims: length of every dim.
+            p: number of ranks in the group.
+            rank: index of the rank. Rank 0 has the largest pieces: the first ranks get one element
+                more.
         """
         return {i.name: i.value(dims, p, rank) for i in self.integers}
 
     def sizes_of_ranks(
         self, dims: Mapping[sympy.Symbol, int], p: int, names: Collection[str]
     ) -> list[dict[str, int]]:
-        """Returns the integers of each rank that differs from those before it, rank 0 first.
+        """Returns the distinct integers of the ranks, rank 0 first.
 
-        Of more than `MOST_RANKS` some, the first and the last among them.
+        For more than `MOST_RANKS` ranks it takes a sample, with the first and the last.
 
         Args:
-            dims: the length of every dim.
-            p: ranks of the group.
-            names: of the integers that matter.
+            dims: length of every dim.
+            p: number of ranks in the group.
+            names: names of the integers to distinguish.
         """
         first = self.local_sizes(dims, p)
         own = [i for i in self.integers if i.name in names and i.role not in COMMON]
@@ -76,7 +77,7 @@ class Lowered:
 
     @property
     def fixes_sizes(self) -> bool:
-        """Whether some op takes an integer as a number, so that a trace would be of one alone."""
+        """Whether an op takes an integer input as a constant: a trace then holds for one value."""
         calls = [n for n in self.gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
         return any(
             isinstance(value, fx.Node)
@@ -89,14 +90,14 @@ class Lowered:
 def lower(
     program: Program, placement: Placement, group: str, *, any_degree: bool = False
 ) -> Lowered:
-    """Returns the program as one rank of an SP group runs it.
+    """Returns the program's forward graph for one rank of an SP group.
 
     Args:
-        program: the traced model; not changed.
-        placement: made for this program.
+        program: traced model; not changed.
+        placement: placement of the program.
         group: name of the process group for collectives.
-        any_degree: whether pieces of constants are integers as those of dims are, so that the graph
-            is that of every degree; a piece of one element is a constant always.
+        any_degree: whether pieces of constant dims are integers, too, so that the graph serves
+            every degree. A piece of one element is always a constant.
     """
     assert placement.graph_hash == program.graph_hash, "the placement is of another program"
     local = LocalGraph(program, placement, group, any_degree)
@@ -115,7 +116,7 @@ def lower(
 
 
 def _lower_call(local: LocalGraph, node: fx.Node, tuples: _Tuples) -> None:
-    """Adds what one rank makes of a call; one of several results is made where one is asked for."""
+    """Adds a call's local form. A call with several results is added at its getitems."""
     if node.name in local.program.scalars:
         return  # made from its expression where it is used
     if node.name not in local.placement.nodes:
@@ -136,7 +137,7 @@ def _lower_call(local: LocalGraph, node: fx.Node, tuples: _Tuples) -> None:
 
 
 def _item(local: LocalGraph, node: fx.Node, operands: list[fx.Node], tuples: _Tuples) -> fx.Node:
-    """One of several results; the call is made once for all that want the same operands."""
+    """Emits one of several results; the call is emitted once for equal operands."""
     key = (call_of(node).name, tuple(operands))
     if key not in tuples:
         tuples[key] = local.copy(call_of(node), operands)
@@ -144,7 +145,7 @@ def _item(local: LocalGraph, node: fx.Node, operands: list[fx.Node], tuples: _Tu
 
 
 def _tag(graph: fx.Graph, name: str) -> None:
-    """Notes for which node of the program the newest calls are, collectives among them."""
+    """Marks the newest calls, collectives included, with the program's node they are for."""
     made = next(iter(reversed(graph.nodes)), None)
     while made is not None and made.op == "call_function" and "dcpc" not in made.meta:
         made.meta["dcpc"] = name

@@ -1,8 +1,8 @@
-"""Checks what masks were recognised to say, against the tensors that the program's nodes compute.
+"""Compares recognised masks with the mask tensors that the program computes.
 
-Both are computed for all (sample, head, query, key) at several small sizes, from inputs that are
-drawn: any integers, sequences in a row, positions that restart. One size is beyond the limits that
-a mask has, and beyond what the low dtypes count to that it is made in.
+Both are computed for all (sample, head, query, key) at several small sizes, from drawn inputs: any
+integers, sequences in a row, positions that restart. One size exceeds the mask's limits, and the
+largest number to which its low dtypes count exactly.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from dcpc.fx.graphs import called_on_cpu
 from dcpc.ir import MaskDecision, MaskPlan, Program
 from dcpc.ops.attention import hiding
 
-# Sizes of dims, one after the other; the last ones for programs that want multiples.
-ENOUGH = 3  # of these sizes that a mask is compared at, if the program runs there
+# Sizes of the dims, cycled; the last two are for programs that need multiples.
+ENOUGH = 3  # number of these sizes at which a mask is compared, if the program runs there
 SIZES = ((7, 11, 13), (11, 13, 7), (13, 7, 11), (8, 16, 24), (16, 16, 16))
 MOST_ELEMENTS = 1 << 25
 GROWING = (17, 23, 37, 67, 131, 263, 521, 1031, 2111, 4099)
-# Up to here a dtype counts by ones, from there on it rounds or wraps.
+# Largest integer up to which a dtype counts by ones; beyond it rounds or wraps.
 COUNTS_TO = {torch.bfloat16: 256, torch.float16: 2048, torch.uint8: 255, torch.int8: 127}
 
 
 def wrong_masks(program: Program, applied: Program, plan: MaskPlan) -> dict[str, str]:
-    """Returns the attentions whose mask says something else than was recognised, and where.
+    """Returns the attentions whose mask differs from the recognised one, with the first difference.
 
     Args:
-        program: with the masks' tensors.
-        applied: the same without them, as `apply_masks` made it.
-        plan: what was recognised.
+        program: program with the masks' tensors.
+        applied: program without the masks' tensors, from `apply_masks`.
+        plan: recognised masks.
     """
     values: dict[tuple[int, ...], Values] = {}
     found: dict[tuple[Any, ...], str] = {}
@@ -59,14 +59,14 @@ def _by_name(program: Program) -> dict[str, fx.Node]:
 
 
 class _Alike:
-    """Numbers of nodes; two that are made alike of the same inputs have one number."""
+    """Numbers nodes so that nodes computed alike from the same inputs have one number."""
 
     def __init__(self) -> None:
         self._of_node: dict[fx.Node, int] = {}
         self._of_call: dict[Any, int] = {}
 
     def number(self, node: Any) -> int | None:
-        """Returns the number of a node; None if there is no node."""
+        """Returns the number of a node; None for anything else."""
         if not isinstance(node, fx.Node):
             return None
         stack = [node]
@@ -85,7 +85,7 @@ class _Alike:
 
 
 class MaskCase:
-    """One mask and what it was recognised to say."""
+    """One mask tensor, and its recognised form."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class MaskCase:
         self.mask = mask
 
     def differs(self, values: dict[tuple[int, ...], Values]) -> str:
-        """Returns where the two differ; "" if they do not."""
+        """Returns the first difference as text, "" if there is none."""
         compared = 0
         reason = "it could not be evaluated"
         for small, dims in self._settings():
@@ -126,7 +126,7 @@ class MaskCase:
         return "" if compared else reason
 
     def _settings(self) -> Iterator[tuple[bool, dict[str, int]]]:
-        """Yields whether sizes are small, and these; the last ones are beyond the mask's limits."""
+        """Yields (whether sizes are small, sizes of dims); the last exceed the mask's limits."""
         names = [n for n in self.program.symbols if n != BATCH]
         small = [dict(zip(names, _cycled(row, len(names)), strict=True)) for row in SIZES]
         yield from ((True, {BATCH: 2, **dims}) for dims in small)
@@ -199,12 +199,12 @@ def _cycled(row: tuple[int, ...], count: int) -> list[int]:
 
 
 class Values:
-    """Values of a program's nodes at some sizes, from inputs that are drawn.
+    """Values of a program's nodes at given sizes, from drawn inputs.
 
     Args:
-        program: whose nodes these are.
-        dims: the size of each named dim.
-        kind: how inputs are drawn, one way after the other.
+        program: program that the nodes belong to.
+        dims: size of each named dim.
+        kind: index of the way in which inputs are drawn; also the seed.
     """
 
     def __init__(self, program: Program, dims: Mapping[str, int], kind: int) -> None:
@@ -213,7 +213,7 @@ class Values:
         self._known: dict[str, Any] = {}
 
     def of(self, nodes: Mapping[str, fx.Node], node: Any) -> Tensor:
-        """Returns a node's value; nodes of one name are the same in all graphs of the program."""
+        """Returns a node's value. Nodes of equal names are equal in all graphs of the program."""
         stack = [node]
         with torch.no_grad():
             while stack:
@@ -236,7 +236,7 @@ class Values:
         return called_on_cpu(node, {n: self._known[n.name] for n in node.all_input_nodes})
 
     def _drawn(self, node: fx.Node) -> Tensor:
-        """An input, a parameter or a buffer; of constants the values are known."""
+        """Returns a drawn input, parameter or buffer; a constant has its value."""
         if node.name in self.program.constants:
             return self.program.constants[node.name].detach().cpu()
         info = self.program.info[node.name]

@@ -1,4 +1,4 @@
-"""Applies what a program's masks were recognised to say: attention gets limits and kept keys."""
+"""Replaces recognised masks in a program: attention gets limits and kept keys instead."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _OPS: dict[str, Callable[..., Any]] = {
 
 
 def apply_masks(program: Program, plan: MaskPlan) -> Program:
-    """Returns a copy of the program whose recognised masks are gone, with the plan's notes.
+    """Returns a copy of the program without its recognised masks, and with the plan's notes.
 
-    The hash stays: it is the same computation.
+    The graph hash stays the same, as the computation is the same.
     """
     notes = (*program.notes, *plan.notes)
     if not plan.decisions:
@@ -56,7 +56,7 @@ def apply_masks(program: Program, plan: MaskPlan) -> Program:
 
 
 class _Applied:
-    """A copy of a program's graph, and what is added to it."""
+    """A copy of a program's graph, and the nodes added to it."""
 
     def __init__(self, program: Program) -> None:
         self.graph = fx.Graph()
@@ -70,7 +70,7 @@ class _Applied:
         self.made: dict[Recipe, fx.Node] = {}
 
     def keep(self, before: fx.Node, recipe: Recipe) -> fx.Node:
-        """Returns which keys anybody sees, `[batch or 1, keys]`, made once for all attentions."""
+        """Returns the visible keys, boolean `[batch or 1, keys]`, shared by all attentions."""
         found = self.value(before, recipe)
         if self.info[found.name].dtype == torch.bool:
             return found
@@ -81,7 +81,7 @@ class _Applied:
         return self.made[truth]
 
     def value(self, before: fx.Node, recipe: Recipe) -> fx.Node:
-        """Returns an expression by (sample, key), `[batch or 1, keys]`, made once for all."""
+        """Returns values by (sample, key), `[batch or 1, keys]`, shared by all attentions."""
         if recipe not in self.made:
             with self.graph.inserting_before(before):
                 self.made[recipe] = self._emit(recipe)
@@ -105,7 +105,7 @@ class _Applied:
         return made
 
     def _get(self, name: str, fixed: tuple[tuple[int, int], ...], sample: int, key: int) -> fx.Node:
-        """A tensor by (sample, key); of size 1 where it does not depend on one of them."""
+        """Emits a tensor indexed by (sample, key), of size 1 where it is constant."""
         found: fx.Node = self.nodes[name]
         for dim, position in sorted(fixed, reverse=True):
             found = self._call(aten.select.int, found, dim, position)
@@ -129,7 +129,7 @@ class _Applied:
         return node
 
     def _info(self, op: Callable[..., Any], args: tuple[Any, ...], value: Tensor) -> TensorInfo:
-        """Shapes in the dims' symbols: each of these ops keeps, drops or adds dims of one size."""
+        """Returns the result's shape in symbols of dims: these ops keep, drop or add dims."""
         shapes = [self.info[a.name].shape for a in args if isinstance(a, fx.Node)]
         shape = list(shapes[0])
         if op is aten.select.int:

@@ -1,4 +1,4 @@
-"""Which piece of an output a rank returns, where outputs stay split as the ranks make them."""
+"""Describes the piece of an output that a rank returns when outputs stay split."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dcpc.ops.pieces import runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputPiece:
-    """What a rank has of an output that its group computes together.
+    """A rank's piece of an output that its group computes together.
 
-    The pieces of a group make up the whole output, each element once. They may differ in length,
-    and be several runs: under causal attention by a ring a rank has a part from either end.
+    The pieces of a group form the whole output, with each element once. They may differ in length
+    and consist of several runs: under causal ring attention a rank has a part from either end.
 
     Attributes:
         tensor: the piece.
-        dim: of the output that is split; None: this rank, like every other one, has all of it.
-        positions: of the piece's elements along that dim, int64; None likewise.
-        length: of the whole dim; 0 where none is split.
+        dim: dim of the output that is split; None: this rank, like every other one, has all of it.
+        positions: positions of the piece's elements along that dim, int64; None if not split.
+        length: length of the whole dim; 0 if not split.
     """
 
     tensor: Tensor
@@ -34,10 +34,10 @@ class OutputPiece:
     length: int = 0
 
     def of(self, whole: Tensor) -> Tensor:
-        """Returns the same piece of another tensor, such as of the labels.
+        """Returns the same piece of another tensor, such as the labels.
 
         Args:
-            whole: on every rank, with the output's dims up to the one that is split.
+            whole: tensor on every rank, with the output's dims up to the split one.
         """
         if self.dim is None or self.positions is None:
             return whole
@@ -46,12 +46,12 @@ class OutputPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputPlace:
-    """Where a rank's piece of an output is in the whole one.
+    """The position of a rank's piece in the whole output.
 
     Attributes:
-        dim: that is split.
-        positions: of the piece's elements along it, int64.
-        length: of the whole dim.
+        dim: dim that is split.
+        positions: positions of the piece's elements along that dim, int64.
+        length: length of the whole dim.
     """
 
     dim: int
@@ -63,9 +63,9 @@ def returned_label(program: Program, placement: Placement, name: str) -> Label:
     """Returns the label under which ranks return an output.
 
     Args:
-        program: the traced model.
-        placement: made for it.
-        name: of the output.
+        program: traced model.
+        placement: placement of the program.
+        name: name of the output.
     """
     if name in program.whole_outputs:
         return REPLICATED
@@ -80,14 +80,14 @@ def output_place(
     dims: Mapping[sympy.Symbol, int],
     rank: int,
 ) -> OutputPlace | None:
-    """Returns where a rank's piece of an output is; None: it has all of it.
+    """Returns the position of a rank's piece in an output; None: the rank has all of it.
 
     Args:
-        program: the traced model.
-        placement: made for it.
-        name: of the output.
+        program: traced model.
+        placement: placement of the program.
+        name: name of the output.
         dims: length of every dim.
-        rank: place in the group.
+        rank: index of the rank in its group.
     """
     label = returned_label(program, placement, name)
     if not label.sharded:
@@ -109,12 +109,12 @@ def joined_outputs(
     ranks: Sequence[Sequence[Tensor]],
     dims: Mapping[sympy.Symbol, int],
 ) -> tuple[Tensor, ...]:
-    """Returns the whole outputs of what each rank of a group returned.
+    """Returns the whole outputs, from the pieces that each rank of a group returned.
 
     Args:
-        program: the traced model.
-        placement: made for it.
-        ranks: the outputs of each.
+        program: traced model.
+        placement: placement of the program.
+        ranks: outputs of each rank.
         dims: length of every dim.
     """
     found = []

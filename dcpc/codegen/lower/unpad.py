@@ -1,12 +1,12 @@
-"""Applies what may be computed for valid rows alone: values `[batch, seq]` become `[1, rows]`.
+"""Rewrites a program to compute on valid rows alone: values `[batch, seq]` become `[1, rows]`.
 
-    rows      [rows]     number of each valid row, sample * seq + position
-    sample    [rows]     which sample it is of
-    position  [rows]     its position there
-    sequence  [1, rows]  as `sample`: the sequences that attention tells apart
+    rows      [rows]     index of each valid row: sample * seq + position
+    sample    [rows]     index of its sample
+    position  [rows]     its position in the sample
+    sequence  [1, rows]  `sample` again, as the segments of attention
 
-These are inputs that the program gets besides its own, so the graph has one more dim and no size
-that depends on data. Its other values are as they were.
+These are additional inputs of the program, so the graph has one more dim and no size that depends
+on data. Its other values stay the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Shape = tuple[sympy.Expr, ...]
 
 
 def rows_name(number: int) -> str:
-    """Returns the name of the dim of valid rows, of the first length that has one or a later."""
+    """Returns the name of the dim of valid rows: of the first padded length, or a later one."""
     return f"valid_rows_{number}" if number else "valid_rows"
 
 
@@ -48,15 +48,15 @@ def apply_unpad(program: Program, plan: UnpadPlan) -> Program:
     """Returns a program that computes the plan's values for valid rows alone.
 
     Args:
-        program: the traced model; not changed.
-        plan: made for it, not one that has a reason against it.
+        program: traced model; not changed.
+        plan: plan for this program, without a reason against it.
     """
     assert not plan.reason, plan.reason
     return _Unpadding(program, plan).run()
 
 
 def _device(node: fx.Node) -> torch.device:
-    """Where a value lies; nodes that are made here have no other value to ask."""
+    """Returns the device of a value: in its meta, if the node was made here."""
     found: torch.device = node.meta["device"] if "device" in node.meta else node.meta["val"].device
     return found
 
@@ -106,7 +106,7 @@ class _Unpadding:
         return found
 
     def run(self) -> Program:
-        """Returns the program."""
+        """Returns the rewritten program."""
         info, scalars = self.program.info, self.program.scalars
         for node in self.program.gm.graph.nodes:
             if node.op != "call_function" or node.name in scalars:
@@ -159,7 +159,7 @@ class _Unpadding:
             self.packed[node.name] = self._made(node, given, shape)
 
     def _made(self, node: fx.Node, given: list[fx.Node], shape: Shape) -> fx.Node:
-        """Returns the same call of other operands; of one of several results that one."""
+        """Returns the same call on other operands, or a getitem of it."""
         if node.target is operator.getitem:
             key = (call_of(node).name, tuple(given))
             if key not in self.tuples:
@@ -204,7 +204,7 @@ class _Unpadding:
         return self._known(made, node.name, self._shape(node.name))
 
     def _known(self, made: fx.Node, name: str, shape: Shape) -> fx.Node:
-        """Notes what is known of a new node: as of one of the program, but for its shape."""
+        """Records the facts of a new node: those of a program's node, with another shape."""
         made.meta["device"] = self.devices[name]
         self.info[made.name] = dataclasses.replace(self.program.info[name], shape=shape)
         return made
@@ -212,13 +212,13 @@ class _Unpadding:
     # ---------------------------------------------------------------------------------- shapes
 
     def _size(self, factor: Factor) -> sympy.Expr:
-        """The size of a factor where rows are valid ones."""
+        """Returns the size of a factor for values of valid rows."""
         if factor.key == self.plan.batch:
             return sympy.Integer(1)
         return self.rows if factor.key == self.plan.seq else factor.size
 
     def _shape(self, name: str) -> Shape:
-        """The shape of a value of valid rows."""
+        """Returns the shape of a value of valid rows."""
         dims = self.plan.factors[name]
         return tuple(sympy.Mul(*(self._size(f) for f in dim)) for dim in dims)
 
@@ -241,7 +241,7 @@ class _Unpadding:
     # ---------------------------------------------------------------------- valid rows, all rows
 
     def _entered(self, name: str, reader: str) -> fx.Node:
-        """Returns a value for valid rows, or as it is where it has none."""
+        """Returns a value for valid rows, or unchanged if it has no rows."""
         if name in self.packed:
             return self.packed[name]
         factors = [f for dim in self.plan.factors[name] for f in dim]
@@ -262,7 +262,7 @@ class _Unpadding:
         return self.entered[name, swap]
 
     def _swapped(self, name: str, reader: str) -> tuple[int, int]:
-        """The dims of samples and of the one position of a value, aligned with its reader's."""
+        """Returns the dims of samples and of positions (size 1), aligned with the reader."""
 
         def dim(of: str, key: int) -> int:
             alone = [[f.key for f in dim] == [key] for dim in self.plan.factors[of]]
@@ -272,7 +272,7 @@ class _Unpadding:
         return dim(name, self.plan.batch), dim(reader, self.plan.seq) - before
 
     def _of_samples(self, x: fx.Node, name: str, batch: int, seq: int) -> fx.Node:
-        """A value of samples, for the row of each."""
+        """Selects a per-sample value for each valid row."""
         shape = list(self.info[x.name].shape)
         shape[batch] = self.rows
         args = (x, batch, self.indices["sample"])
@@ -281,7 +281,7 @@ class _Unpadding:
         return self._op(name, shape, aten.transpose.int, x, batch, seq)
 
     def _of_positions(self, x: fx.Node, name: str, at: int) -> fx.Node:
-        """A value of positions, for the row of each."""
+        """Selects a per-position value for each valid row."""
         sizes = [f.size for dim in self.plan.factors[name] for f in dim]
         x = self._reshaped(x, name, sizes)
         sizes[at] = self.rows
@@ -289,7 +289,7 @@ class _Unpadding:
         return self._reshaped(x, name, self._shape(name))
 
     def _of_rows(self, x: fx.Node, name: str) -> fx.Node:
-        """The valid rows of a value."""
+        """Selects the valid rows of a value."""
         sizes, order, at = self._row_major(name)
         x = self._permuted(self._reshaped(x, name, sizes), name, order)
         moved = [sizes[d] for d in order]
@@ -300,7 +300,7 @@ class _Unpadding:
         return self._restored(x, name, order, at, [sympy.Integer(1), self.rows], self._shape(name))
 
     def _value(self, name: str) -> fx.Node:
-        """Returns a value for all rows; 0 at padded ones where it is made for valid ones alone."""
+        """Returns a value for all rows; one that is made for valid rows is 0 at padding."""
         if name not in self.padded:
             self.padded[name] = self._left(name)
         return self.padded[name]
@@ -325,7 +325,7 @@ class _Unpadding:
         return self._restored(x, name, order, at, moved[at : at + 2], info.shape)
 
     def _row_major(self, name: str) -> tuple[list[sympy.Expr], list[int], int]:
-        """Sizes of a value's factors, an order in which positions follow samples, and where."""
+        """Returns factor sizes of a value, an order with positions after samples, and its place."""
         factors = [f for dim in self.plan.factors[name] for f in dim]
         keys, sizes = [f.key for f in factors], [f.size for f in factors]
         batch, seq = keys.index(self.plan.batch), keys.index(self.plan.seq)
@@ -343,7 +343,7 @@ class _Unpadding:
         rows: list[sympy.Expr],
         shape: Shape,
     ) -> fx.Node:
-        """A value with joined rows, in a shape of the program's order."""
+        """Returns a value of joined rows with its dims in the program's order."""
         if order != sorted(order):
             joined = self.info[x.name].shape
             x = self._reshaped(x, name, [*joined[:at], *rows, *joined[at + 1 :]])

@@ -1,1 +1,1 @@
-"""Graphs that run: backends, guards, all ranks in one process, source."""
+"""Makes runnable graphs: backends, guards, all ranks in one process, source."""

@@ -1,4 +1,4 @@
-"""What runs a forward or backward graph: plain Python calls, or Inductor.
+"""Compiles forward and backward graphs with a backend: plain Python calls, or Inductor.
 
 Inductor is imported when it is first asked for: it takes 1.3 s, and `eager` never needs it.
 """
@@ -22,7 +22,7 @@ def check_backend(backend: str) -> None:
     """Refuses an unknown backend.
 
     Raises:
-        CodegenError: it is none of `BACKENDS`.
+        CodegenError: the name is not in `BACKENDS`.
     """
     if backend not in BACKENDS:
         raise CodegenError(
@@ -31,7 +31,7 @@ def check_backend(backend: str) -> None:
 
 
 def decompositions(backend: str) -> Mapping[Any, Any]:
-    """Returns op -> decomposition for a backend; eager runs ATen's own ops."""
+    """Returns op -> decomposition for a backend; empty for eager, which runs ATen's ops."""
     check_backend(backend)
     if backend == "eager":
         return {}
@@ -46,7 +46,7 @@ def compile_graphs(
     mode: FakeTensorMode,
     present: Set[sympy.Symbol] = frozenset(),
 ) -> list[tuple[Boxed, tuple[sympy.Basic, ...]]]:
-    """Returns what `compile_graph` does of each of some graphs, in less time than one by one."""
+    """Returns the result of `compile_graph` for each graph, faster than one by one."""
     if backend == "eager":
         return [compile_graph(gm, backend, mode, present) for gm in graphs]
     from dcpc.codegen.variant import inductor
@@ -61,12 +61,12 @@ def compile_graph(
     mode: FakeTensorMode,
     present: Set[sympy.Symbol] = frozenset(),
 ) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
-    """Returns a boxed callable, and what the backend assumed of sizes.
+    """Returns a boxed callable, and the backend's assumptions about sizes.
 
     Args:
-        gm: the graph; not changed.
-        backend: one of `BACKENDS`.
-        mode: of its values.
+        gm: graph to compile; not changed.
+        backend: name in `BACKENDS`.
+        mode: fake mode of the graph's values.
         present: torch's symbols of sizes that are never 0.
     """
     if backend == "eager":

@@ -1,4 +1,4 @@
-"""Graphs as Python functions of one list, which they empty, so that nothing lives too long."""
+"""Turns graphs into Python functions of one list, which they empty to free values early."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _group_norm_backward(*args: Any) -> Any:
     return torch.ops.aten.native_group_norm_backward.default(*map(dense, args))
 
 
-# What runs for an op. A kernel may return other strides than torch's fake tensors have (batch norms
-# of a transposed input): what was a view of the fake one may need a copy of the real one.
+# op -> function that runs for it. A kernel may return other strides than torch's fake tensors have
+# (batch norms of a transposed input): a view of the fake one may need a copy of the real one.
 # Group norms take memory as it lies only if it is dense in some format, and weights that have no
 # strides of their own; torch copies above its dispatch.
 RUN = {
@@ -34,7 +34,7 @@ RUN = {
 
 
 def handing_over(gm: fx.GraphModule) -> Boxed:
-    """Returns a backward graph that calls its last argument with each gradient once it is made."""
+    """Returns a backward graph that passes each gradient to its last argument once it is made."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     outputs: Any = graph.graph_copy(gm.graph, made)
@@ -56,7 +56,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def boxed_python(gm: fx.GraphModule) -> Boxed:
-    """Returns a graph as a function of one list that it empties, so that nothing lives too long."""
+    """Returns a graph as a function of one list, which it empties to free values early."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Program + placement + recompute -> variant: the phase in order."""
+"""Builds a variant from program, placement and recompute plan: the phase in order."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from dcpc.ir import GatherUnits, Partition, Placement, Schedule
 
 log = logging.getLogger(__name__)
 
-# The program's node that a node of the joint graph was made for, its op, and which of those it is:
-# alike in every trace of a placement, whatever sizes it was traced at.
+# Key of a node of the joint graph: its program's node, its op, and its number among these nodes.
+# It is equal in every trace of a placement, at any sizes.
 Key: TypeAlias = tuple[str, str, int]
 
 
 class LoweredPair:
-    """One placement of a program, lowered and differentiated once; partitions and variants of it.
+    """One placement of a program, lowered and differentiated once; makes partitions and variants.
 
     Attributes:
-        lowered: the forward graph of one rank.
+        lowered: forward graph of one rank.
         joint: forward and backward in one graph.
-        any_degree: whether the graph is that of every degree, where that was asked for.
+        any_degree: whether the graph serves every degree, if that was requested.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class LoweredPair:
         """Lowers and differentiates.
 
         Args:
-            tracer: of the program.
-            placement: how it is split.
+            tracer: tracer of the program.
+            placement: placement of the program.
             group: name of the process group of the collectives.
             backend: "eager" or "inductor".
-            any_degree: whether pieces of constants are integers, see `lower`; not where an op takes
-                none: so many groups of a norm.
-            units: parameters of which a rank has its rows; None: it has all of them whole.
+            any_degree: whether pieces of constant dims are integers, see `lower`. It is dropped if
+                an op takes none, such as the number of groups of a norm.
+            units: units of parameters that a rank holds as rows; None: it holds all whole.
         """
         self.program, self.placement, self.backend = tracer.program, placement, backend
         self._library = tracer.library
@@ -69,21 +69,21 @@ class LoweredPair:
         self._scheduler = Scheduler(self.program, self.joint)
 
     def choices(self) -> tuple[list[fx.Node], frozenset[str]]:
-        """Returns the nodes that a recompute plan decides on, and those whose values are needed."""
+        """Returns the nodes that a recompute plan decides on, and those that backward reads."""
         return self._scheduler.choices()
 
     @cached_property
     def fixed(self) -> dict[str, int]:
-        """The integers that torch took for numbers while it differentiated -> these numbers.
+        """Integers that torch replaced by numbers while it differentiated -> these numbers.
 
-        The graph, and all that is predicted of it, is that of these sizes alone.
+        The graph, and every prediction about it, holds for these sizes only.
         """
         equations = (g for g in self.joint.guards if isinstance(g, sympy.Eq))
         return {str(g.lhs): int(g.rhs) for g in equations if g.lhs.is_Symbol and g.rhs.is_Integer}
 
     @property
     def _present(self) -> frozenset[sympy.Symbol]:
-        """The torch symbols of sizes that are never 0: of dims, where no rank has a piece."""
+        """The torch symbols of sizes that are never 0: dims, if no rank has just a piece."""
         if self.placement.sp > 1:
             return frozenset()
         dims = {*self.program.symbols.values()}
@@ -91,7 +91,7 @@ class LoweredPair:
 
     @cached_property
     def keys(self) -> dict[Key, str]:
-        """What each forward node of the joint graph is called in every trace of it -> its name."""
+        """Key of each forward node of the joint graph, equal in every trace -> the node's name."""
         seen: Counter[tuple[str, str]] = Counter()
         found: dict[Key, str] = {}
         for node in self.joint.gm.graph.nodes:
@@ -102,12 +102,12 @@ class LoweredPair:
         return found
 
     def schedule(self, made_again: Collection[Key]) -> Schedule:
-        """Returns what forward and backward run if these values are made again."""
+        """Returns the calls of forward and backward if these values are recomputed."""
         names = frozenset(self.keys[key] for key in made_again if key in self.keys)
         return self._scheduler.schedule(names)
 
     def partition(self, made_again: Collection[Key]) -> Partition:
-        """Returns the forward and backward graphs in which these values are made again."""
+        """Returns the forward and backward graphs if these values are recomputed."""
         return partition(self.schedule(made_again), self.joint.names)
 
     def variant(self, parts: Partition) -> Variant:
@@ -124,7 +124,7 @@ class LoweredPair:
         names = self.joint.names
         found: list[Any] = [g.subs(names) for _, guards in made for g in guards]
         if self.backend != "eager":
-            # A size that Inductor took for a number in another graph of these is one in this, too.
+            # A size that Inductor fixed in another graph of this library is fixed in this one, too.
             found += self._library.guards(names)
         return Variant(
             partition=parts,
@@ -141,5 +141,5 @@ class LoweredPair:
 
 
 def _no_backward(arguments: list[Any]) -> tuple[()]:
-    """Runs in place of the backward of a program that has none."""
+    """Replaces the backward of a program that has none."""
     return ()

@@ -1,4 +1,4 @@
-"""A call of a variant between its forward and its backward."""
+"""Holds one call of a variant between its forward and its backward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dcpc.errors import CodegenError
 
 @dataclass(slots=True)
 class VariantCall:
-    """A call of a variant between its forward and its last backward, which takes what it keeps.
+    """A call of a variant from its forward to its last backward, which takes the saved values.
 
     Attributes:
-        sp: ranks of the variant's group.
+        sp: number of ranks in the variant's group.
         primals: names of the last of `watched`: tensors that forward was passed.
-        begins: of each value that backward begins at: position, shape, dtype and device.
-        kept: what backward takes of forward; None: it has been taken.
-        watched: the same values as they were passed, to see whether they are written to.
+        begins: (index, shape, dtype, device) of each output at which backward begins.
+        kept: arguments of the backward graph from forward; None: they were taken.
+        watched: the same values as they were passed, to detect writes to them.
     """
 
     sp: int
@@ -33,18 +33,18 @@ class VariantCall:
     _versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Notes how often what it keeps has been written to."""
+        """Records the version counters of the watched values."""
         self._versions = _versions(self.watched or [])
 
     def arguments(self, gradients: Sequence[Tensor | None], *, keeps: bool = False) -> list[Any]:
-        """Returns what the backward graph takes, and lets go of it where none is to follow.
+        """Returns the arguments of the backward graph; releases them if no backward is to follow.
 
         Args:
-            gradients: of each of `begins`; None counts as zeros.
-            keeps: whether another backward may follow, which takes the same again.
+            gradients: gradient of each of `begins`; None counts as zeros.
+            keeps: whether another backward with the same arguments may follow.
 
         Raises:
-            CodegenError: it has let go of them, or what it keeps was written to.
+            CodegenError: they were released, or one of them was written to.
         """
         if self.kept is None or self.watched is None:
             raise CodegenError(
@@ -66,14 +66,14 @@ class VariantCall:
         return arguments
 
     def without_casts(self) -> AbstractContextManager[Any]:
-        """Returns a context without a caller's autocast, which would cast what has its casts."""
+        """Returns a context without the caller's autocast: the graph already contains its casts."""
         device_type = self.begins[0][3].type
         if not torch.is_autocast_enabled(device_type):
             return nullcontext()
         return torch.autocast(device_type, enabled=False)
 
     def _refuse_changed(self, kept: list[Any]) -> None:
-        """Raises where what forward kept was written to, as autograd does of what it keeps."""
+        """Raises if a value saved by forward was written to, as autograd does for its own."""
         found = _versions(kept)
         if found == self._versions:
             return
@@ -89,18 +89,18 @@ class VariantCall:
 
 
 def call_of(outputs: Sequence[Tensor]) -> VariantCall | None:
-    """Returns the call that made some outputs; None: no gradient of them is asked for."""
+    """Returns the call that made some outputs; None if they need no gradient."""
     found = (getattr(x.grad_fn, "call", None) for x in outputs)
     return next((call for call in found if isinstance(call, VariantCall)), None)
 
 
 def _share(gradient: Tensor, sp: int) -> Tensor:
-    """Returns what one of `sp` ranks differentiates of a gradient, dense."""
+    """Returns the share of a gradient that one of `sp` ranks differentiates, contiguous."""
     return (gradient if sp == 1 else gradient / sp).contiguous()
 
 
 def _versions(kept: list[Any]) -> list[int]:
-    """Returns how often each was written to; as `times_written`, without a call for each."""
+    """Returns each value's version counter, faster than by `times_written`."""
     try:
         return [x._version for x in kept]
     except (AttributeError, RuntimeError):  # a number that was saved, an inference tensor

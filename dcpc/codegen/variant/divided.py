@@ -1,4 +1,4 @@
-"""The two parts of a variant's backward: what others wait for, and what may come later."""
+"""Runs a variant's backward in two parts: the gradients that others wait for, and the rest."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Gradients = dict[str, Tensor]  # placeholder -> gradient
 
 @dataclass(frozen=True, slots=True)
 class DividedRun:
-    """Both parts, as plain Python calls whatever compiled the variant.
+    """Both parts of a backward, as plain Python calls with any backend.
 
     Attributes:
         first: boxed first part.
         second: boxed second part.
-        early: placeholders whose gradients the first part returns.
-        late: those of the second part.
+        early: placeholder names whose gradients the first part returns.
+        late: placeholder names whose gradients the second part returns.
     """
 
     first: Boxed
@@ -34,11 +34,11 @@ class DividedRun:
 
     @classmethod
     def of(cls, variant: Variant, first: Collection[str]) -> DividedRun | None:
-        """Returns a variant's; None where one of the parts would have nothing to do.
+        """Returns the divided backward of a variant, or None if one of the parts would be empty.
 
         Args:
-            variant: whose parameters are whole.
-            first: placeholders whose gradients come first, see `divided`.
+            variant: variant with whole parameters.
+            first: placeholder names whose gradients to produce first, see `divided`.
         """
         names = [variant.placeholders[position] for position in variant.trainable]
         numbers = [n for n, name in enumerate(names) if name in first]
@@ -55,11 +55,11 @@ class DividedRun:
     def run_first(
         self, call: VariantCall, gradients: list[Tensor | None]
     ) -> tuple[Gradients, list[Any]]:
-        """Returns the gradients that come first, and what the second part takes.
+        """Returns the first gradients, and the arguments of the second part.
 
         Args:
-            call: of the variant.
-            gradients: of each value that backward begins at.
+            call: call of the variant.
+            gradients: gradient of each output at which backward begins.
         """
         arguments = call.arguments(gradients)
         with call.without_casts():
@@ -68,6 +68,6 @@ class DividedRun:
         return dict(zip(self.early, found[:count], strict=True)), found[count:]
 
     def run_second(self, call: VariantCall, rest: list[Any]) -> Gradients:
-        """Returns the other gradients; `rest` is emptied."""
+        """Returns the other gradients, and empties `rest`."""
         with call.without_casts():
             return dict(zip(self.late, self.second(rest), strict=True))

@@ -1,4 +1,4 @@
-"""Kernels that cannot take every tensor, made safe for them: without elements, or lying otherwise.
+"""Makes kernels safe for tensors that they cannot take: empty ones, or with unusual strides.
 
 A rank has an empty piece where a factor is shorter than the group. ATen's ops take that, except
 convolutions, which refuse to make nothing, and the CPU's flash attention, which divides by the
@@ -80,7 +80,7 @@ def _batch_norm_backward(g: Tensor, x: Tensor, *args: Any) -> Any:
 
 
 def dense(x: Any) -> Any:
-    """Returns a tensor without strides of its own, and anything else as it is."""
+    """Returns a tensor as contiguous, and anything else as it is."""
     return x.contiguous() if isinstance(x, Tensor) else x
 
 
@@ -88,7 +88,7 @@ def plain_strides(x: Tensor) -> Tensor:
     """Returns a view of the same elements whose dims of size 1 have the strides of a new tensor.
 
     Args:
-        x: tensor of any shape. One that is not dense in any memory format is returned as it is.
+        x: tensor of any shape. One that is dense in no memory format is returned as it is.
     """
     if 1 not in x.shape or x.device.type != "cpu":
         return x
@@ -102,14 +102,14 @@ def plain_strides(x: Tensor) -> Tensor:
 def _is_empty(
     x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool
 ) -> bool:
-    """Whether a convolution makes nothing, as of windows that a rank has none of."""
+    """Whether a convolution's result is empty, as for windows of which a rank has none."""
     count = weight.dim() - 2
     kernel, before = list(weight.shape[2:]), list(x.shape[-count:])
     return not transposed and min(_made(before, kernel, stride, padding, dilation)) <= 0
 
 
 def _made(before: list[int], kernel: list[int], *numbers: Any) -> list[int]:
-    """Returns the sizes that a convolution makes of these."""
+    """Returns the sizes of a convolution's result."""
     every = [[*n] * (len(kernel) if len(n) == 1 else 1) for n in numbers]
     return [
         (n + 2 * pad - (k - 1) * apart - 1) // step + 1

@@ -1,4 +1,4 @@
-"""Part of a graph as a graph of its own: two layers of many are enough to time them."""
+"""Extracts part of a graph as a graph: two layers of many are enough to time them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def excerpt(gm: fx.GraphModule, keep: Collection[str]) -> fx.GraphModule:
     """Returns the calls of these names as a graph; `gm` is only read.
 
     Args:
-        gm: a forward or backward graph.
-        keep: names of calls; a result of a call that has several goes with the call.
+        gm: forward or backward graph.
+        keep: names of calls; getitems of a call come with it.
 
     Returns:
-        Placeholders: the integers of `gm`, then whatever else the calls read, under its own name;
-        outputs: the values that nothing in here reads, or that something else does too.
+        Placeholders: the integers of `gm`, then all other values that the calls read, by name;
+        outputs: the values that no call here reads, or that a call elsewhere reads.
     """
     kept = {n for n in gm.graph.nodes if n.op == "call_function" and _goes(n, keep)}
     integers = [n for n in gm.graph.nodes if n.op == "placeholder" and _is_integer(n)]

@@ -1,4 +1,4 @@
-"""Attention of one rank as the calls of torch's CPU kernel that it makes, for Inductor.
+"""Writes attention as calls of torch's CPU flash kernel, for Inductor.
 
     dcpc::attention_forward(q, k, v, None, keep, None, scale, after=0)
         ->  mask = where(keep, 0, -inf)
@@ -32,12 +32,12 @@ BHSD, BSHD = (0, 1, 2, 3), (0, 2, 1, 3)  # orders of dims in memory
 
 
 def spell_attention(graph: fx.Graph, mode: FakeTensorMode, present: Set[sympy.Symbol]) -> None:
-    """Rewrites in place the attentions of a graph that the kernel computes whatever the sizes.
+    """Rewrites attention calls that one kernel computes at any sizes, in place.
 
     Args:
-        graph: of small ops.
-        mode: of its values.
-        present: symbols of sizes that are never 0: those of dims, where no rank has a piece.
+        graph: graph of small ops.
+        mode: fake mode of the graph's values.
+        present: symbols of sizes that are never 0: those of dims, if no rank has just a piece.
     """
     if not present:
         return
@@ -53,7 +53,7 @@ def spell_attention(graph: fx.Graph, mode: FakeTensorMode, present: Set[sympy.Sy
 
 
 def _read_instead(node: fx.Node, results: Sequence[fx.Node]) -> None:
-    """Has the readers of a call's results read others in their place."""
+    """Replaces the results of a call by other nodes."""
     for item in [*node.users]:
         result = results[item.args[1]]  # type: ignore[index]
         item.replace_all_uses_with(result)
@@ -74,7 +74,7 @@ class _KernelCall:
         self._order = None if self._grad else _order(_value(node)[0])
 
     def is_kernels(self, present: Set[sympy.Symbol]) -> bool:
-        """Whether one call of the kernel for each query of a group computes it."""
+        """Whether the kernel computes it, with one call for each query head of a group."""
         q, k, v = (_value(x) for x in (self._q, self._k, self._v))
         sight, mask = self._sight, None if self._mask is None else _value(self._mask).dtype
         kept, width = self._keep is not None, q.shape[3] == v.shape[3]
@@ -91,7 +91,7 @@ class _KernelCall:
         )
 
     def forward(self) -> tuple[fx.Node, fx.Node]:
-        """Adds the calls; returns output and logsumexp."""
+        """Emits the forward calls; returns output and logsumexp."""
         added, out, lse = self._added(), None, None
         if self._groups > 1:
             assert self._order is not None, "asked before"
@@ -105,7 +105,7 @@ class _KernelCall:
         return out, lse
 
     def backward(self) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """Adds the calls; returns the gradients of queries, keys and values."""
+        """Emits the backward calls; returns the gradients of queries, keys and values."""
         added, dk, dv = self._added(), None, None
         dq = self._memory(BSHD) if self._groups > 1 else None
         for i in range(self._groups):
@@ -119,7 +119,7 @@ class _KernelCall:
 
     @property
     def _groups(self) -> int:
-        """Query heads of each key head."""
+        """The number of query heads for each key head."""
         return int(_value(self._q).shape[1]) // int(_value(self._k).shape[1])
 
     def _emit(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -136,7 +136,7 @@ class _KernelCall:
         return [self._emit(operator.getitem, made, i) for i in range(results)]
 
     def _added(self) -> fx.Node | None:
-        """Adds the mask that the kernel adds; dims that it is broadcast along have size 1."""
+        """Emits the additive mask of the kernel; broadcast dims have size 1."""
         mask: fx.Node | None = self._mask
         q = _value(self._q)
         if self._keep is not None:
@@ -157,13 +157,13 @@ class _KernelCall:
         return self._emit(aten.clone.default, mask, memory_format=torch.contiguous_format)
 
     def _heads(self, x: fx.Node | None, i: int) -> fx.Node | None:
-        """Returns the heads of a tensor that one call is for: one query of each group."""
+        """Returns the heads of the i-th call: one query head of each group."""
         if x is None or self._groups == 1 or _value(x).shape[1] == 1:
             return x
         return self._emit(aten.slice.Tensor, x, 1, i, _value(x).shape[1], self._groups)
 
     def _memory(self, order: Sequence[int], dtype: torch.dtype | None = None) -> fx.Node:
-        """Adds memory for as many numbers as the first dims of queries say, laid out so."""
+        """Emits empty memory with the first dims of the queries, laid out in this order."""
         shape = _value(self._q).shape
         sizes = [
             self._emit(aten.sym_size.int, self._q, d) if isinstance(shape[d], SymInt) else shape[d]
@@ -174,16 +174,16 @@ class _KernelCall:
         return self._emit(aten.permute.default, made, list(order)) if order != BHSD else made
 
     def _added_up(self, total: fx.Node | None, gradient: fx.Node) -> fx.Node:
-        """Returns the sum of two gradients, laid out as each of them is."""
+        """Returns the sum of two gradients in their layout."""
         if total is None:
             return gradient
         both = [self._emit(aten.permute.default, x, list(BSHD)) for x in (total, gradient)]
         return self._emit(aten.permute.default, self._emit(aten.add.Tensor, *both), list(BSHD))
 
     def _with(self, whole: fx.Node | None, part: fx.Node, i: int) -> fx.Node:
-        """Returns the results of all calls, after those of one are written among them.
+        """Returns the results of all calls, with those of the i-th written into them.
 
-        Not `slice_scatter`: Inductor would write all parts at once, and they would be alive until
+        `slice_scatter` is not used: Inductor would write all parts at once and keep them alive till
         then.
         """
         if whole is None:
@@ -198,7 +198,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _lies_well(x: Tensor) -> bool:
-    """Whether a tensor lies as the kernel reads it, whatever the sizes."""
+    """Whether a tensor's strides suit the kernel, whatever the sizes."""
     *outer, rows, last = x.stride()
     width = x.shape[3]
     known = all(isinstance(n, int) for n in (rows, last, width))
@@ -208,7 +208,7 @@ def _lies_well(x: Tensor) -> bool:
 
 
 def _is_whole(mask: Tensor, q: Tensor) -> bool:
-    """Whether all samples share one row of a mask, or each has its own, whatever the sizes."""
+    """Whether a mask has one row for all samples or one for each, whatever the sizes."""
     rows, samples = (
         n.node.expr if isinstance(n, SymInt) else n for n in (mask.shape[0], q.shape[0])
     )
@@ -216,19 +216,19 @@ def _is_whole(mask: Tensor, q: Tensor) -> bool:
 
 
 def _keys_apart(mask: Tensor) -> bool:
-    """Whether the keys of a mask may lie apart, which its own copy mends."""
+    """Whether the keys of a mask may not be adjacent in memory, so that it must be copied."""
     size, stride = mask.shape[3], mask.stride(3)
     one = not isinstance(size, SymInt) and size == 1
     return not one and (isinstance(stride, SymInt) or stride not in (0, 1))
 
 
 def _order(x: Tensor) -> tuple[int, ...] | None:
-    """Returns the order of the dims of a tensor in its memory; None: another than kernels have."""
+    """Returns the order of a tensor's dims in memory, or None if it is neither BSHD nor BHSD."""
     return next((order for order in (BSHD, BHSD) if x.permute(order).is_contiguous()), None)
 
 
 def _is_present(size: int | SymInt, present: Set[sympy.Symbol]) -> bool:
-    """Whether a size is above 0: a sum of products of sizes that are."""
+    """Whether a size is surely above 0: a sum of products of sizes that are."""
     if not isinstance(size, SymInt):
         return size > 0
     terms = sympy.Add.make_args(sympy.expand(size.node.expr))

@@ -1,4 +1,4 @@
-"""Graphs compiled by Inductor, which keeps the order of the partition and the layouts of ops."""
+"""Compiles graphs with Inductor, keeping the partition's order of calls and ops' layouts."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def decompositions() -> Mapping[Any, Any]:
 def compile_graph(
     gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol] = frozenset()
 ) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
-    """Returns a boxed callable, and what Inductor assumed of sizes; see `backends.py`.
+    """Returns a boxed callable, and Inductor's assumptions about sizes; see `backends.py`.
 
-    An op that Inductor has no kernel for at open sizes runs as torch's own.
+    An op for which Inductor has no kernel at symbolic sizes runs as torch's own.
 
     Raises:
-        CodegenError: Inductor cannot compile it.
+        CodegenError: Inductor cannot compile the graph.
     """
     env = mode.shape_env
     assert env is not None
@@ -74,10 +74,10 @@ def compile_graph(
 
 
 def _copied(gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol]) -> fx.GraphModule:
-    """Returns a copy, as Inductor edits what it compiles, in the calls that it is to see.
+    """Returns a copy of the graph for Inductor, which edits it, with attention as kernel calls.
 
-    Its cache key is the module's code, so the copy must be complete before the GraphModule is made:
-    one without code gets another graph's kernels from the cache.
+    Inductor's cache key is the module's code, so the copy must be complete before the GraphModule
+    is made: a module without code would get another graph's kernels from the cache.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -87,13 +87,14 @@ def _copied(gm: fx.GraphModule, mode: FakeTensorMode, present: Set[sympy.Symbol]
 
 
 def _add_sizes(gm: fx.GraphModule) -> tuple[tuple[tuple[int, int], ...], bool]:
-    """Adds an input for each symbol of the tensors' sizes that no integer of the inputs is.
+    """Adds an input for each symbol of the tensors' sizes that is not an integer input already.
 
-    Inductor's cache keeps what it assumed of sizes as a formula of these integers alone. What it
-    assumed of another one, such as that it is 13, is lost there: the graph was taken for any size.
+    Inductor's cache stores assumptions about sizes as a formula of integer inputs alone. An
+    assumption about another size, such as that it is 13, is lost there: the graph was reused at any
+    size.
 
     Returns:
-        Which input and dim each of the new ones is the size of, and whether no symbol is left.
+        Index of the input and dim for each new size, and whether no symbol is left.
     """
     given = gm.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in given]
@@ -134,10 +135,10 @@ def _compiled(gm: fx.GraphModule, mode: FakeTensorMode, cached: bool) -> Any:
 
 
 def _width(examples: Sequence[Any]) -> dict[str, Any]:
-    """Returns how many bits a register of the CPU has, as the setting of Inductor that says so.
+    """Returns Inductor's setting for the register width of the CPU, in bits.
 
-    Inductor takes that width by itself, but its cache's key has the setting alone: code that was
-    written for another processor is compiled for this one, and gives other numbers, or NaN.
+    Inductor detects that width, but its cache key has the setting alone: code written for another
+    processor would be compiled for this one, and give other numbers, or NaN.
     """
     if not any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in examples):
         return {}
@@ -145,7 +146,7 @@ def _width(examples: Sequence[Any]) -> dict[str, Any]:
 
 
 def _without_kernel(error: InductorError, gm: fx.GraphModule) -> OpOverload | None:
-    """Returns the op of torch that Inductor failed to lower; None: it failed elsewhere."""
+    """Returns the op that Inductor failed to lower; None if it failed elsewhere."""
     if not isinstance(error.inner_exception, LoweringException):
         return None
     calls = (n.target for n in gm.graph.nodes if isinstance(n.target, OpOverload))
@@ -157,11 +158,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _sums_in_parts(kernel: CppKernel, reduction: str, dtype: torch.dtype, _: bool) -> bool:
-    """Whether a kernel adds up parts of 4,096 addends, whose sums it then adds, as torch does.
+    """Whether a kernel sums in parts of 4,096 addends and adds these sums, as torch does.
 
-    Inductor asks whether the call at hand has more than one such part, and assumes so of all
-    others: a model whose calls have some thousand tokens was compiled twice. Both kernels are right
-    at any size, that with parts is also precise: it is taken where a call may have more than one.
+    Inductor decides by the sizes at hand, and guards on it: a model whose calls have some thousand
+    tokens was compiled twice. Both kernels are right at any size, and summing in parts is more
+    precise: it is taken wherever a call may have more than one part.
     """
     if reduction != "sum" or dtype != torch.float32:
         return bool(reduction == "welford_reduce")
@@ -173,9 +174,9 @@ def _sums_in_parts(kernel: CppKernel, reduction: str, dtype: torch.dtype, _: boo
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Waits for the kernels of all graphs that are compiled in here at its end.
+    """Delays the wait for kernels of all graphs compiled within its block to the block's end.
 
-    So those of one are compiled while the next is lowered. Till then none of them can run.
+    So the kernels of one graph compile while the next is lowered. None of them can run before.
     """
     waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
 
@@ -189,10 +190,10 @@ def together() -> Iterator[None]:
 
 
 def _fix_layouts(graph: fx.Graph) -> None:
-    """Has Inductor give our ops their operands as they lie in the graph.
+    """Makes Inductor pass operands to dcpc's ops with the strides they have in the graph.
 
-    Without it operands are dense in the order of their dims, and so is what attention makes of
-    them: a copy of it follows, which the graph has not.
+    Otherwise operands are contiguous, and so are the results of attention: a copy follows, which
+    the graph does not have.
     """
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") == "dcpc":
@@ -200,8 +201,8 @@ def _fix_layouts(graph: fx.Graph) -> None:
             node.meta["eager_input_vals"] = given
 
 
-# Inductor copies what torch's attention is given if its last dim is not the innermost one, as the
-# logsumexp's never is. The kernel reads that as it lies.
+# Inductor copies operands of torch's attention whose last dim is not the innermost one, as that of
+# the logsumexp never is. The kernel reads any strides there.
 AS_THEY_LIE = dict.fromkeys((FLASH, FLASH_BACKWARD), lowering.constrain_to_fx_strides)
 
 # torch 2.13 looks for a kernel of its own, and fixes the sizes of a graph to those at hand, and
@@ -212,7 +213,7 @@ _calls: WeakKeyDictionary[Scheduler, list[int]] = WeakKeyDictionary()
 
 
 def _calls_of(scheduler: Scheduler) -> list[int]:
-    """Returns the places of the calls of library kernels in the graph's order."""
+    """Returns the sorted positions of library kernels' calls in the graph's order."""
     if scheduler not in _calls:
         found = (n for n in scheduler.nodes if isinstance(n, ExternKernelSchedulerNode))
         _calls[scheduler] = sorted(n.min_order for n in found)
@@ -220,11 +221,11 @@ def _calls_of(scheduler: Scheduler) -> list[int]:
 
 
 class InOrder(InductorChoices):
-    """Fuses only what lies between two calls of library kernels in the graph's order.
+    """Fuses only kernels between which the graph has no call of a library kernel.
 
-    A fused kernel runs where its first part was, and all that its other parts need runs before it.
-    Across matmuls that moves what backward makes again to where other blocks' activations are
-    alive, and the peak is no more what the partition's order makes it.
+    A fused kernel runs at its first part's place, and all operands of the other parts run before
+    it. Across matmuls that would move recomputed values to where other blocks' activations are
+    alive, and raise the peak above that of the partition's order.
     """
 
     @staticmethod
@@ -234,7 +235,7 @@ class InOrder(InductorChoices):
         node2: BaseSchedulerNode,
         shared_data_score: int,
     ) -> bool:
-        """Whether two kernels may be one."""
+        """Whether two kernels may be fused."""
         first = min(node1.min_order, node2.min_order)
         last = max(node1.max_order, node2.max_order)
         calls = _calls_of(scheduler)
@@ -243,15 +244,15 @@ class InOrder(InductorChoices):
         return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 
     def uuid(self) -> str:
-        """Returns what stands in the key of Inductor's cache for what is done differently here."""
+        """Returns the text that marks these changes in Inductor's cache key."""
         return "dcpc: in order, layouts fixed, sums in parts, convolutions at any size"
 
 
-# What Inductor would do to the graph's order and to the lives of its values, left out. A buffer
-# kept for a later one of its size outlives its last use: a block's activations stay through the
-# others' attention, and the peak grew by up to 62% where everything is made again.
-# What forward saves lies as its graph says, for backward's is compiled for that: by itself Inductor
-# lays what convolutions make out with channels last, and pads rows on a GPU.
+# Turns off Inductor's changes to the order of calls and the lifetimes of values. A buffer kept for
+# a later one of its size outlives its last use: a block's activations stay through the others'
+# attention, and the peak grew by up to 62% where everything is recomputed.
+# Saved activations keep the strides of the forward graph, for which backward is compiled: by itself
+# Inductor lays results of convolutions out with channels last, and pads rows on a GPU.
 IN_ORDER: Mapping[str, Any] = {
     "allow_buffer_reuse": False,
     "reorder_for_peak_memory": False,
@@ -264,8 +265,8 @@ class _Inductor:
     """Adapts Inductor's boxed callable to a function of one list.
 
     Args:
-        compiled: that callable.
-        sizes: input and dim of each size that it takes after these inputs.
+        compiled: boxed callable of Inductor.
+        sizes: index of the input and dim of each size that is passed after the inputs.
     """
 
     def __init__(self, compiled: Any, sizes: tuple[tuple[int, int], ...] = ()) -> None:

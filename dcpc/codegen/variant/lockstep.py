@@ -1,9 +1,9 @@
-"""All ranks of a group in one process: each runs to its next collective, then all go on together.
+"""Runs all ranks of a group in one process: each to its next collective, then all go on.
 
-A lowered graph takes what tells ranks apart as integers, so p ranks can be run without a process
-group, threads or messages: each rank is a generator over its graph's calls that stops where it
-calls a collective, and the collective is made once, of the list of what the p ranks give it. A run
-is the same every time, no rank waits for another, and an error names its node and rank.
+A lowered graph takes the differences between ranks as integers, so p ranks can run without a
+process group, threads or messages: each rank is a generator over its graph's calls that stops at a
+collective, which is then computed once from the arguments of all p ranks. A run is deterministic,
+no rank waits for another, and an error names its node and rank.
 
     lowering = runnable.traced.lowering(placement)
     parts = runnable.partition(placement, menu_step)
@@ -32,7 +32,7 @@ from dcpc.codegen.variant.boxed import RUN
 from dcpc.errors import CodegenError
 from dcpc.ir import Partition
 
-GROUP = ("group", "str")  # an argument that says which ranks: a number of groups is another's
+GROUP = ("group", "str")  # (name, type) of the group argument; `groups` of a convolution is an int
 
 # Yields (op, its arguments) where ranks meet, is sent its result, and returns the graph's outputs.
 Run = Generator[tuple[Any, Call], Any, Sequence[Any]]
@@ -47,11 +47,11 @@ def ones(position: int, output: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one rank has after forward and backward.
+    """The results of one rank after forward and backward.
 
     Attributes:
-        outputs: of the whole group's inputs, so the same on every rank; the loss first.
-        gradients: of this rank's share of the loss, in the order of `Joint.trainable`.
+        outputs: outputs for the whole group's inputs, equal on every rank; the loss first.
+        gradients: gradients of this rank's share of the loss, in the order of `Joint.trainable`.
     """
 
     outputs: tuple[Tensor, ...]
@@ -59,19 +59,19 @@ class Result:
 
     @property
     def loss(self) -> Tensor:
-        """What is returned first."""
+        """The first output."""
         return self.outputs[0]
 
 
 def integers_of(
     lowered: Lowered, dims: Mapping[sympy.Symbol, int], seed: int = 0
 ) -> list[dict[str, int]]:
-    """Returns for each rank of the group placeholder -> integer.
+    """Returns, for each rank of the group, placeholder name -> integer.
 
     Args:
-        lowered: the graph they are for.
+        lowered: graph that takes the integers.
         dims: length of every named dim, batch included.
-        seed: of the random numbers, where the model draws some.
+        seed: seed of the random numbers, if the model draws some.
     """
     return [
         {
@@ -89,19 +89,19 @@ def run_in_step(
     call: Make | None = None,
     tangents: Tangents = ones,
 ) -> list[Result]:
-    """Returns the loss and the gradients of each rank, as the eager backend computes them.
+    """Returns the outputs and the gradients of each rank, as the eager backend computes them.
 
-    The caller sees to it that the graphs are right at these sizes (`Joint.guards`).
+    The caller must check that the graphs are valid at these sizes (`Joint.guards`).
 
     Args:
-        parts: each rank's forward and backward, of any placement and recompute; usually the same
+        parts: forward and backward of each rank, of any placement and recompute; usually the same
             graphs for all, but ranks whose sizes break a guard have others.
-        integers: of each rank, from `integers_of`.
-        tensors: placeholder -> parameter, buffer, constant or input, whole and the same on every
-            rank; they are read and not written to.
-        call: makes a call of (op, arguments, keyword arguments) that concerns one rank alone;
-            default: what the eager backend runs for it.
-        tangents: gives position and value of an output -> its gradient; default: one.
+        integers: integers of each rank, from `integers_of`.
+        tensors: placeholder name -> parameter, buffer, constant or input, whole and equal on every
+            rank; only read.
+        call: function of (op, arguments, keyword arguments) that runs a call of one rank alone;
+            default: as the eager backend does.
+        tangents: function of (index, value) of an output that returns its gradient; default: ones.
 
     Raises:
         CodegenError: ranks call different collectives, or one that is not in `COLLECTIVES`.
@@ -126,7 +126,7 @@ def run_in_step(
 def _known(
     parts: Partition, given: Mapping[str, Any], made: Sequence[Any], p: int, tangents: Tangents
 ) -> Mapping[str, Any]:
-    """Returns what a rank's backward takes: of p ranks each differentiates its share."""
+    """Returns the arguments of a rank's backward, with 1 / p of each output's gradient."""
     taken = [n.name for n in parts.backward.graph.nodes if n.op == "placeholder"]
     names = taken[len(taken) - len(parts.begins) :]
     shares = [tangents(i, made[i]) / p for i in parts.begins]
@@ -135,7 +135,7 @@ def _known(
 
 
 def summed(ranks: Sequence[Result]) -> tuple[Tensor | None, ...]:
-    """Returns the sum of all ranks' gradients, as `reduce_gradients` makes it."""
+    """Returns the sum of all ranks' gradients, as `reduce_gradients` computes it."""
     every = zip(*(r.gradients for r in ranks), strict=True)
     return tuple(
         None if any(g is None for g in mine) else added_up([g for g in mine if g is not None])
@@ -144,7 +144,7 @@ def summed(ranks: Sequence[Result]) -> tuple[Tensor | None, ...]:
 
 
 def _together(runs: Sequence[Run]) -> list[Sequence[Any]]:
-    """Returns each rank's outputs, after all have met at the same collectives."""
+    """Runs all ranks, from collective to collective, and returns each rank's outputs."""
     sent: Sequence[Any] = [None] * len(runs)
     while True:
         met: list[tuple[Any, Call]] = []
@@ -166,7 +166,7 @@ def _together(runs: Sequence[Run]) -> list[Sequence[Any]]:
 
 
 def _run(gm: fx.GraphModule, given: Mapping[str, Any], call: Make | None) -> Run:
-    """Runs one rank's graph; values are let go of after their last use."""
+    """Runs one rank's graph; values are freed after their last use."""
     values: dict[fx.Node, Any] = {}
     dying = _last_uses(gm.graph)
     for node in gm.graph.nodes:
@@ -197,7 +197,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _called(node: fx.Node, args: Any, kwargs: Any, call: Make | None) -> Any:
-    """Returns what a call that concerns one rank alone gives."""
+    """Returns the result of a call that concerns one rank alone."""
     schema = getattr(node.target, "_schema", None)
     if schema is not None and any((a.name, str(a.type)) == GROUP for a in schema.arguments):
         raise CodegenError(

@@ -1,4 +1,4 @@
-"""A variant's graphs as Python for people: named sizes, shapes in comments, the plan on top."""
+"""Writes a variant's graphs as readable Python: named sizes, shapes in comments, plan on top."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def variant_source(parts: Partition, plan: BucketPlan, placement: Placement) -> 
     """Returns the forward and backward of a partition as two Python functions.
 
     Args:
-        parts: the graphs.
-        plan: what they were made for; its text heads the file.
-        placement: how values are split; counted in the header.
+        parts: graphs of the partition.
+        plan: plan of the bucket; its text heads the file.
+        placement: placement of the program; its labels are counted in the header.
     """
     labels = Counter(str(p.output).split("(")[0] for p in placement.nodes.values())
     lines = [
@@ -57,7 +57,7 @@ def _function(name: str, gm: fx.GraphModule, parts: Partition) -> list[str]:
 
 
 def _last_uses(gm: fx.GraphModule) -> dict[fx.Node, list[str]]:
-    """Returns node -> names of the values it reads last; the running graph frees them there."""
+    """Returns node -> names of the values it reads last, which the running graph frees there."""
     seen: set[fx.Node] = set()
     frees: dict[fx.Node, list[str]] = {}
     for node in reversed(gm.graph.nodes):

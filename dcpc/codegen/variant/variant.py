@@ -1,4 +1,4 @@
-"""A variant: what one rank runs for the buckets of one plan, as an ordinary differentiable call."""
+"""A variant: the graphs that one rank runs for the buckets of a plan, as a differentiable call."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _deliver: ContextVar[Deliver | None] = ContextVar("dcpc_deliver", default=None)
 
 @contextmanager
 def delivering(deliver: Deliver) -> Iterator[None]:
-    """Lets backward of the variants called in here hand over each gradient once it is final.
+    """Passes each gradient to `deliver` once it is final, for variants called within its block.
 
-    Such a parameter's `grad` is left alone. Not handed over, but added to `grad` as ever: the
-    gradient of a parameter with hooks, which autograd has to call, and of one that the variant
-    reads under two names, whose gradient is the sum of both.
+    The `grad` of such a parameter is left alone. Still added to `grad` are the gradients of a
+    parameter with hooks, which autograd has to call, and of one that the variant reads under two
+    names, whose gradient is the sum of both.
 
     Args:
-        deliver: takes a parameter and what this backward adds to its gradient.
+        deliver: function of a parameter and the gradient that this backward adds to it.
     """
     token = _deliver.set(deliver)
     try:
@@ -48,20 +48,20 @@ class Variant:
     """Compiled forward and backward for one placement, recompute set and backend.
 
     Attributes:
-        partition: the graphs.
-        integers: integers the graphs take after the tensors.
+        partition: graphs of forward and backward.
+        integers: integer inputs of the graphs, after the tensors.
         placeholders: names of the forward's tensor placeholders, in order.
-        trainable: positions among them of the parameters that get a gradient.
-        sp: ranks of the SP group.
-        guards: relations between sizes that must hold for this variant to be right.
+        trainable: indices into `placeholders` of the tensors that get a gradient.
+        sp: number of ranks in the SP group.
+        guards: relations between sizes under which this variant is right.
         run_forward: boxed forward.
         run_backward: boxed backward.
-        run_handing_over: the same, but its last argument is called with (number, gradient) as soon
-            as each gradient is made, and what that returns is the output instead; None where the
-            backend runs the whole of backward as one call.
-        backend: what compiled them.
-        backward_takes: positions among tensors and integers of what backward takes of them.
-        backward_tensors: those of tensors.
+        run_handing_over: boxed backward that calls its last argument with (number, gradient) as
+            soon as each gradient is made, and returns the call's result instead; None if the
+            backend runs all of backward as one call.
+        backend: name of the backend that compiled them.
+        backward_takes: indices, among tensors and integers, of the arguments that backward takes.
+        backward_tensors: indices of the tensors among them.
     """
 
     partition: Partition
@@ -78,7 +78,7 @@ class Variant:
     backward_tensors: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Looks up what is asked for at each call."""
+        """Computes the positions that each call needs."""
         names = (*self.placeholders, *(i.name for i in self.integers))
         at = {name: position for position, name in enumerate(names)}
         taken = tuple(at[n] for n in self.partition.backward_primals)
@@ -97,24 +97,24 @@ class Variant:
 
     @property
     def draws(self) -> bool:
-        """Whether the model draws random numbers: then each call needs a seed of its own."""
+        """Whether the model draws random numbers, so that each call needs its own seed."""
         return any(i.role == "seed" for i in self.integers)
 
     def __call__(
         self, tensors: Sequence[Tensor], integers: tuple[int, ...], seed: int = 0
     ) -> Tensor:
-        """Returns the loss, or what the program returns first; arguments as of `outputs`."""
+        """Returns the first output, the loss; arguments as for `outputs`."""
         return self.outputs(tensors, integers, seed)[0]
 
     def outputs(
         self, tensors: Sequence[Tensor], integers: tuple[int, ...], seed: int = 0
     ) -> tuple[Tensor, ...]:
-        """Returns what the program returns, the loss first.
+        """Returns the program's outputs, the loss first.
 
         Args:
             tensors: parameters, buffers and inputs, in the order of `placeholders`.
-            integers: from `integer_values`.
-            seed: of the call's random numbers, the same on every rank of the group.
+            integers: integers from `integer_values`.
+            seed: seed of the call's random numbers, the same on every rank of the group.
         """
         if self.draws:
             integers = (*integers[:-1], seed)
@@ -123,12 +123,12 @@ class Variant:
     def run(
         self, tensors: Sequence[Tensor], integers: tuple[int, ...], strides: Strides | None = None
     ) -> tuple[Tensor, ...]:
-        """Returns what the program returns, as `outputs`, of tensors that are resolved.
+        """Returns the program's outputs, from tensors without conj or neg bits.
 
         Args:
-            tensors: as of `outputs`.
-            integers: the seed among them.
-            strides: how results have to lie in memory; None: any way.
+            tensors: parameters, buffers and inputs, as for `outputs`.
+            integers: integers, with the seed.
+            strides: strides that the results must have; None: any.
         """
         if not torch.is_grad_enabled():
             found = self.run_forward([*(t.data for t in tensors), *integers])
@@ -143,7 +143,7 @@ def _lying(outputs: tuple[Tensor, ...], strides: Strides | None) -> tuple[Tensor
 
 
 def _laid(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """Returns a tensor that lies in memory by some strides, if these fill it."""
+    """Returns a tensor copied to the given strides if they are dense; else as it is."""
     if strides is None or tensor.stride() == strides or tensor.numel() == 0:
         return tensor
     dims = [d for d, size in enumerate(tensor.shape) if size > 1]
@@ -158,7 +158,7 @@ def _laid(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """Returns a tensor whose memory holds its values: the graphs look at no conj or neg bit."""
+    """Returns a tensor without conj or neg bits, as the graphs ignore them."""
     if not tensor.is_conj() and not tensor.is_neg():
         return tensor
     if 0 in tensor.stride():
@@ -175,9 +175,9 @@ def broken_guards(
 ) -> tuple[sympy.Basic, ...]:
     """Returns the guards that do not hold at some sizes.
 
-    Sizes 0 and 1 break torch's assumption that a symbol is at least 2 without making the graph
-    wrong, so a guard that does not hold is looked at again with these raised to 2. An equation is
-    not: the graph has one of its sides in the other's place, or a number.
+    Sizes 0 and 1 contradict torch's assumption that a symbol is at least 2, but the graph stays
+    right, so a guard that fails is tested again with these sizes raised to 2. An equation is not:
+    the graph contains one of its sides in place of the other, or a number.
     """
     raised = {symbol: max(v, 2) for symbol, v in sizes.items()}
     return tuple(g for g in guards if not _holds(g, sizes, raised))
@@ -199,7 +199,7 @@ def _holds(
 
 
 def _at(guard: sympy.Basic, sizes: Mapping[sympy.Symbol, int]) -> sympy.Basic | None:
-    """Returns a guard at some sizes, None where it divides by 0."""
+    """Returns a guard at some sizes, or None if it divides by 0."""
     try:
         found = guard.subs(sizes)
     except (TypeError, ZeroDivisionError):
@@ -222,13 +222,13 @@ class _RunVariant(torch.autograd.Function):
         ctx.count = len(tensors)
         ctx.deliver = deliver = _deliver.get()
         ctx.own = {} if deliver is None else _deliverable(variant, tensors)
-        # Its memory as it is now: `p.data = other` gives the parameter itself another. A tenth of
-        # what detach() takes, but it does not count how often the tensor itself is written to.
+        # `.data` keeps the present memory, as `p.data = other` replaces it in the parameter. It
+        # takes a tenth of detach()'s time, but does not share the parameter's version counter.
         taken = [arguments[i] for i in variant.backward_takes]
         primals = [x.data if isinstance(x, Tensor) else x for x in taken]
         found = variant.run_forward(arguments)
         outputs, saved = tuple(found[: partition.returned]), [*found[partition.returned :]]
-        # What is returned will hold this context: the context holds another tensor of its memory.
+        # An output holds this context, so the context holds a detached tensor: no reference cycle.
         returned = {id(x) for x in outputs}
         saved = [_detached(x) if id(x) in returned else x for x in saved]
         outputs = _lying(outputs, strides)
@@ -267,7 +267,7 @@ def _detached(value: Any) -> Any:
 
 
 def _deliverable(variant: Variant, tensors: Sequence[Tensor]) -> dict[int, torch.nn.Parameter]:
-    """Returns number of a gradient -> its parameter, where nobody but us waits for it."""
+    """Returns index of a gradient -> its parameter, if only dcpc needs that gradient."""
     read = [id(t) for t in tensors]
     own = {}
     for number, position in enumerate(variant.trainable):
@@ -286,7 +286,7 @@ def _gradients(
     deliver: Deliver | None,
     own: Mapping[int, torch.nn.Parameter],
 ) -> Sequence[Tensor | None]:
-    """Runs backward; returns the gradients that were not handed over."""
+    """Runs backward, and returns the gradients that were not passed to `deliver`."""
     if deliver is None:
         return variant.run_backward(arguments)  # type: ignore[no-any-return]
 
