@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="dcpc")`: what Dynamo hands over, by dcpc's passes."""
+"""The backend of `torch.compile(model, backend="dcpc")`: dcpc's passes on Dynamo's graphs."""
 
 from dcpc.dynamo.entry import backend
 

@@ -1,4 +1,4 @@
-"""What a captured graph is called with: parameters, named dims, sizes and other numbers."""
+"""Classifies a captured graph's arguments: parameters, named dims, sizes and other numbers."""
 
 from __future__ import annotations
 
@@ -24,37 +24,36 @@ LARGEST = 1 << 24  # of an integer that counts as a dim
 
 @dataclass(frozen=True, slots=True)
 class SizeOf:
-    """Where a size is read: a dim of a tensor among the arguments, or an integer argument."""
+    """The place where a size is read: a dim of a tensor argument, or an integer argument."""
 
     argument: int
     dim: int
 
     def read(self, given: Sequence[Any]) -> int:
-        """Returns the size in a call; a tensor stands for an integer by its length."""
+        """Returns the size in a call; an integer may be given as a tensor of that length."""
         value = given[self.argument]
         return value.shape[self.dim] if isinstance(value, Tensor) else int(value_of(value))
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the captured graph is called with.
+    """The arguments of a captured graph, by position.
 
     Attributes:
-        parameters: position -> name in `Captured`.
-        inputs: position -> name.
-        specs: of each input, by name.
-        sizes: name of a dim -> where it is read.
-        integers: position of an argument that is a size -> its dim's name.
-        multiples: name of a dim -> what a size is a multiple of: `2` where it is even, and the
-            dim stands for half of it.
+        parameters: position of an argument -> name of the parameter in `Captured`.
+        inputs: position of an argument -> name of the input.
+        specs: spec of each input, by name.
+        sizes: name of a dim -> where its size is read.
+        integers: position of an argument that is a size -> name of its dim.
+        multiples: name of a dim -> number that its size is a multiple of. With 2 the size is even,
+            and the dim stands for half of it.
         related: whether Dynamo found that some dims depend on others.
-        ranges: name of a dim -> least and largest length that Dynamo takes this graph for.
-        given_names: position -> what forward calls an argument; "" if it is none of its own.
-        counts: positions among `integers` of those that no tensor's size says, such as a number of
-            steps. Each has a dim of its own, and a tensor of that length stands for it in
-            `inputs`.
-        constants: positions of numbers that are no sizes: a probability of dropout. A graph has
-            their values in it.
+        ranges: name of a dim -> smallest and largest length for which Dynamo uses this graph.
+        given_names: position of an argument -> its name in forward; "" if forward has no such one.
+        counts: positions among `integers` of those that are no tensor's size, such as a number of
+            steps. Each has a dim, and a tensor of that length represents it in `inputs`.
+        constants: positions of numbers that are no sizes, such as a dropout probability. Their
+            values are constants of a graph.
     """
 
     parameters: Mapping[int, str]
@@ -73,9 +72,8 @@ class Arguments:
         """Returns the sizes of buckets under this graph's names of dims.
 
         Args:
-            buckets: of the arguments of the model's forward.
-            lengths: of dims that no bucket says.
-
+            buckets: buckets for the arguments of the model's forward.
+            lengths: lengths of dims that no bucket gives.
         """
         names: dict[str, str] = {}
         for position, input_name in self.inputs.items():
@@ -91,11 +89,11 @@ class Arguments:
         ]
 
     def numbers(self, given: Sequence[Any]) -> tuple[int | float, ...]:
-        """Returns the numbers in a call that a graph has in it."""
+        """Returns the numbers of a call that are constants of a graph."""
         return tuple(value_of(given[i]) for i in self.constants)
 
     def countable(self, given: Sequence[Any]) -> bool:
-        """Returns whether `counts` are numbers in a call that a dim can be."""
+        """Returns whether all `counts` of a call are in the range of a dim."""
         return all(SMALLEST <= value_of(given[i]) <= LARGEST for i in self.counts)
 
     def shape(self, given: Sequence[Any]) -> tuple[int, ...]:
@@ -106,7 +104,7 @@ class Arguments:
         """Returns the length of each dim in a call.
 
         Raises:
-            TraceError: a size is no multiple of what it was a multiple of in the first call.
+            TraceError: a size is not a multiple of its number in `multiples`.
         """
         found: dict[str, int] = {}
         for name, size in zip(self.sizes, self.shape(given), strict=True):
@@ -120,23 +118,23 @@ class Arguments:
         return found
 
     def whole(self, lengths: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes that some lengths of dims stand for."""
+        """Returns the sizes for lengths of dims, which may be multiples."""
         return {n: length * self.multiples[n] for n, length in lengths.items()}
 
 
 def arguments_of(
     gm: fx.GraphModule, examples: Sequence[Any], learns: bool, *, counts: bool = True
 ) -> Arguments:
-    """Returns what a captured graph takes, with a name for each size that is not fixed.
+    """Returns the arguments of a captured graph, with a named dim for each symbolic size.
 
     Args:
-        gm: from Dynamo.
-        examples: its arguments in the first call.
+        gm: graph module from Dynamo.
+        examples: arguments of the first call.
         learns: whether a backward may follow.
-        counts: whether an integer that is no tensor's size has a dim; else it is a constant.
+        counts: whether an integer that is no tensor's size gets a dim; else it is a constant.
 
     Raises:
-        TraceError: an argument is no tensor or size, or a size is not of a form that buckets have.
+        TraceError: an argument is no tensor or size, or a size has no form that buckets have.
     """
     parameters: dict[int, str] = {}
     inputs: dict[int, str] = {}
@@ -194,10 +192,10 @@ def arguments_of(
 
 
 def _values(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> list[Any]:
-    """Returns the arguments as Dynamo traced them, with symbols for sizes.
+    """Returns the arguments as Dynamo traced them, with symbolic sizes.
 
     Raises:
-        TraceError: one is neither a tensor nor an integer.
+        TraceError: an argument is neither a tensor nor an integer.
     """
     found = []
     for node, example in zip(placeholders, examples, strict=True):
@@ -212,7 +210,7 @@ def _values(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> list[An
 
 
 def _first_sizes(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> dict[str, int]:
-    """Returns the sizes that are not fixed -> what they are in the first call."""
+    """Returns symbolic sizes -> their values in the first call."""
     found: dict[str, int] = {}
     for node, example in zip(placeholders, examples, strict=True):
         value = node.meta.get("example_value")
@@ -232,26 +230,26 @@ def _given_name(node: fx.Node) -> str:
 
 
 def named(expr: sympy.Expr) -> str:
-    """Returns an expression of sizes by names of dims, `dim_s27` for torch's `s27`."""
+    """Returns an expression of sizes over names of dims, `dim_s27` for torch's `s27`."""
     return re.sub(r"\b([a-z]+\d+)\b", r"dim_\1", str(expr))
 
 
 def guards_of(placeholders: Sequence[fx.Node]) -> list[sympy.Basic]:
-    """Returns what Dynamo found to hold for the sizes of a graph's arguments."""
+    """Returns Dynamo's guards on the sizes of a graph's arguments."""
     every = (s for n in placeholders for s in getattr(n.meta.get("example_value"), "shape", ()))
     env = next((s.node.shape_env for s in every if isinstance(s, torch.SymInt)), None)
     return [] if env is None else [guard.expr for guard in env.guards]
 
 
 def multiples_of(placeholders: Sequence[fx.Node], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the sizes that are a multiple of a number -> this number.
+    """Returns the name of each size that is always a multiple of a number -> this number.
 
-    Dynamo says so; or it says that another size is so many times a quotient, which then has no
-    rest in the first call.
+    Dynamo guards on it, or on another size being a multiple of its quotient; in the latter case the
+    first call must have no remainder.
 
     Args:
-        placeholders: of a captured graph.
-        sizes: in the first call.
+        placeholders: placeholders of a captured graph.
+        sizes: sizes in the first call, by name.
     """
     found: dict[str, int] = {}
     for guard in guards_of(placeholders):
@@ -263,7 +261,7 @@ def multiples_of(placeholders: Sequence[fx.Node], sizes: Mapping[str, int]) -> d
 
 
 def _divided(guard: sympy.Basic) -> Iterator[tuple[sympy.Symbol, int]]:
-    """Yields which size a guard says a number divides: `Eq(s, 2 * (s // 2))`."""
+    """Yields (size, number) where a guard says that the number divides: `Eq(s, 2 * (s // 2))`."""
     if not isinstance(guard, sympy.Eq):
         return
     for one, other in (guard.args, guard.args[::-1]):
@@ -277,15 +275,15 @@ def _divided(guard: sympy.Basic) -> Iterator[tuple[sympy.Symbol, int]]:
 
 
 def _dim(name: str, size: int | torch.SymInt, multiples: Mapping[str, int]) -> DimExpr:
-    """Returns a dim of an argument.
+    """Returns a dim of an argument as a bucket's expression.
 
     Args:
-        name: of the argument.
-        size: of the dim.
-        multiples: what sizes are multiples of.
+        name: name of the argument.
+        size: size of the dim.
+        multiples: name of a dim -> number that its size is a multiple of.
 
     Raises:
-        TraceError: it is no expression that buckets have.
+        TraceError: the size has no form that buckets have.
     """
     if not isinstance(size, torch.SymInt):
         return DimExpr(None, offset=int(size))
@@ -300,7 +298,7 @@ def _dim(name: str, size: int | torch.SymInt, multiples: Mapping[str, int]) -> D
 
 
 def _range(size: torch.SymInt, multiple: int) -> tuple[int, int]:
-    """Returns the lengths that Dynamo takes the graph for."""
+    """Returns the smallest and largest length for which Dynamo uses the graph."""
     symbol = size.node.expr
     bounds = size.node.shape_env.var_to_range.get(symbol)
     low, high = SMALLEST, MAX_SIZE

@@ -1,4 +1,4 @@
-"""The backend: takes options, falls back."""
+"""The backend function: reads options, compiles, and falls back where dcpc refuses a graph."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ FALLBACKS = ("inductor", "eager", "error")
 def backend(
     gm: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Returns what runs a captured graph: `torch.compile(model, backend="dcpc", options={...})`.
+    """Returns a callable for a graph of `torch.compile(model, backend="dcpc", options={...})`.
 
-    Lengths that Dynamo leaves open (`dynamic=True`, `torch._dynamo.mark_dynamic`) stay open here:
-    others than those of the first call take another variant at most, and no new capture.
+    Lengths that Dynamo keeps symbolic (`dynamic=True`, `torch._dynamo.mark_dynamic`) stay symbolic
+    here: a new length needs at most another variant, and no new capture.
 
     Args:
-        gm: from Dynamo.
-        examples: its arguments in the first call.
-        options: those of `dcpc.compile` but `group` (`sp` and `parameters` are for one rank:
-            Dynamo sees one); `buckets`, a `dcpc.Buckets` of forward's arguments, whose sizes
-            recompute is planned for, else that of the first call and the largest that
-            `mark_dynamic` allows; `fallback`: what compiles a graph that dcpc refuses,
-            "inductor" (the default, with a warning that says why), "eager" or "error".
+        gm: graph module from Dynamo.
+        examples: arguments of the first call.
+        options: options of `dcpc.compile` except `group` (`sp` and `parameters` are for one rank:
+            Dynamo sees one); `buckets`, a `dcpc.Buckets` of forward's arguments, for whose sizes
+            recompute is planned, by default the first call's and the largest that `mark_dynamic`
+            allows; `fallback`, the compiler for a graph that dcpc refuses: "inductor" (the default,
+            with a warning that says why), "eager" or "error".
 
     Raises:
-        DcpcError: with `fallback="error"`, why the graph is refused.
+        DcpcError: the graph is refused, with `fallback="error"`.
         PlanError: an option is not possible.
-        TensorifyScalarRestartAnalysis: to Dynamo, see `fix_numbers`.
+        TensorifyScalarRestartAnalysis: raised for Dynamo, see `fix_numbers`.
     """
     given = dict(options or {})
     fallback, buckets = given.pop("fallback", "inductor"), given.pop("buckets", None)

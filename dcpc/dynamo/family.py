@@ -1,4 +1,4 @@
-"""Variants of one captured graph, for all its lengths."""
+"""Compiles and caches the variants of one captured graph, for all its lengths."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class FamilyCall:
-    """What runs calls of some lengths.
+    """A compiled call of the captured graph at some lengths.
 
     Attributes:
-        module: the captured graph.
-        variant: the graphs.
-        integers: what they take besides tensors.
-        constants: tensors that they take besides arguments.
-        take: returns the tensors that they take, of arguments and constants.
-        checked: positions among these of those that may not be contiguous, or not resolved.
-        numbers: what the captured graph returns besides tensors at these lengths.
-        strides: how the tensors lie that it returns; None: any way.
+        module: captured graph.
+        variant: compiled forward and backward.
+        integers: integer inputs of the variant.
+        constants: tensors that the variant takes besides the arguments.
+        take: function that picks the variant's tensors from arguments and constants.
+        checked: positions among these of tensors that may not be contiguous or have conj bits.
+        numbers: outputs of the captured graph that are no tensors, at these lengths.
+        strides: strides of each output tensor; None: any.
     """
 
     module: Captured
@@ -59,13 +59,13 @@ class FamilyCall:
 
 
 class Family:
-    """What runs one captured graph at all lengths.
+    """Runs one captured graph at all lengths.
 
     Args:
-        gm: from Dynamo.
-        examples: its arguments in the first call.
-        options: as of `dcpc.compile`.
-        buckets: of the arguments of the model's forward, to plan recompute for; or None.
+        gm: graph module from Dynamo.
+        examples: arguments of the first call.
+        options: options of `dcpc.compile`.
+        buckets: buckets for forward's arguments, for which to plan recompute; or None.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Family:
         self._calls: dict[tuple[int | float, ...], FamilyCall | DcpcError] = {}
 
     def call(self, given: Sequence[Any]) -> FamilyCall:
-        """Returns what runs some arguments, traced and compiled where nothing serves them yet.
+        """Returns the compiled call for some arguments, traced and compiled if it is new.
 
         Raises:
-            DcpcError: nothing does; said again, and not tried again, at these lengths.
+            DcpcError: the graph is refused at these lengths; the error is cached.
         """
         key = (*self._arguments.numbers(given), *self._arguments.shape(given))
         if key not in self._calls:
@@ -110,11 +110,11 @@ class Family:
         return found
 
     def run(self, call: FamilyCall, given: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns what the captured graph returns.
+        """Returns the outputs of the captured graph.
 
         Args:
-            call: of these arguments.
-            given: the arguments.
+            call: compiled call for these arguments.
+            given: arguments of the graph.
         """
         tensors = [*call.take((*given, *call.constants))]
         for i in call.checked:
@@ -160,10 +160,10 @@ class Family:
         return trace.call(lengths, arguments.shape(given))
 
     def _traced(self, module: Captured, lengths: Mapping[str, int]) -> _RangeTrace:
-        """Returns a trace for all lengths that Dynamo allows, or else for some around these.
+        """Returns a trace for all lengths that Dynamo allows, or else for lengths near these.
 
-        Where dims have to be equal, those that are equal here are one: a call in which they are not
-        has another trace.
+        Where dims must be equal, dims of equal length here become one; other calls get another
+        trace.
         """
         ranges = module.arguments.ranges
         far = {
@@ -192,7 +192,7 @@ class Family:
         raise first
 
     def _planned_for(self, module: Captured, lengths: Mapping[str, int]) -> list[dict[str, int]]:
-        """Returns other lengths to plan for: the user's, or the largest where there is one."""
+        """Returns more lengths to plan for: the user's buckets, or the largest if bounded."""
         if self._buckets is not None:
             return module.arguments.renamed(self._buckets, lengths)
         ranges = module.arguments.ranges.items()
@@ -200,17 +200,17 @@ class Family:
 
 
 class _RangeTrace:
-    """A trace for lengths in some ranges, planned and compared with the captured graph.
+    """A trace for ranges of lengths, planned, and verified against the captured graph.
 
     Args:
-        module: the captured graph.
-        options: as of `dcpc.compile`.
-        names: of each dim which one it is in the trace: dims of one name are equal.
-        ranges: of each dim, least and largest length.
-        wanted: lengths to plan for, the call's first; those that the trace is not for are left out.
+        module: captured graph.
+        options: options of `dcpc.compile`.
+        names: name of each dim -> its name in the trace; dims with one name are equal.
+        ranges: name of each dim -> smallest and largest length.
+        wanted: lengths to plan for, the call's first; those outside the ranges are left out.
 
     Raises:
-        DcpcError: there is no such trace or plan, or it does not compute what the module computes.
+        DcpcError: there is no such trace or plan, or its results differ from the module's.
     """
 
     def __init__(
@@ -239,16 +239,16 @@ class _RangeTrace:
         verifier.start(time.perf_counter() - start_s)
 
     def reaches(self, lengths: Mapping[str, int]) -> bool:
-        """Whether the trace is for these lengths."""
+        """Whether the trace is valid at these lengths."""
         alike = all(lengths[n] == lengths[m] for n, m in self._names.items())
         return alike and _within(lengths, self._ranges)
 
     def call(self, lengths: Mapping[str, int], shape: Sequence[int]) -> FamilyCall:
-        """Returns what runs these lengths, by the setting of the smallest bucket that has room.
+        """Returns the compiled call at these lengths, with the plan of the smallest fitting bucket.
 
         Args:
-            lengths: of the dims.
-            shape: of the call, from `Arguments.shape`.
+            lengths: length of each dim.
+            shape: sizes of the call, from `Arguments.shape`.
         """
         own = self._own(lengths)
         largest = max(self._buckets, key=lambda b: b.shape_key)
@@ -283,7 +283,7 @@ class _RangeTrace:
 
 
 def _taking(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Returns what takes some elements of a sequence."""
+    """Returns a function that picks some elements of a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda given: [given[i] for i in places]

@@ -1,4 +1,4 @@
-"""What Dynamo captured, as a module that dcpc can trace: named dims, parameters, all outputs."""
+"""Wraps Dynamo's graph as a module that dcpc can trace: named dims, parameters, all outputs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dcpc.trace.loss import AllOutputs
 
 
 class Captured(nn.Module):
-    """The captured graph as a module of its own parameters, whose forward returns all tensors.
+    """The captured graph as a module with parameters, whose forward returns all tensors.
 
     Args:
-        gm: from Dynamo.
-        arguments: what it takes.
-        examples: its arguments in the first call.
+        gm: graph module from Dynamo.
+        arguments: arguments of the graph.
+        examples: arguments of the first call.
         learns: whether a backward may follow.
 
     Attributes:
-        count: of arguments.
-        checked: positions of those that may lie in another way from call to call.
+        count: number of arguments.
+        checked: positions of the arguments whose layout may differ from call to call.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Captured(nn.Module):
         """Returns all tensors that the graph returns.
 
         Args:
-            inputs: by the names in `arguments`.
+            inputs: tensors by the names in `arguments`.
         """
         given: list[Any] = [None] * self.count
         for position, name in self.arguments.parameters.items():
@@ -82,19 +82,19 @@ class Captured(nn.Module):
         return AllOutputs(returned[i] for i in self.tensors)
 
     def numbers_at(self, shape: Sequence[int]) -> tuple[Any, ...]:
-        """Returns what the captured graph returns besides tensors, in whose places None is.
+        """Returns the graph's outputs with numbers at their places, and None for tensors.
 
         Args:
-            shape: of a call, from `Arguments.shape`.
+            shape: sizes of the call, from `Arguments.shape`.
         """
         sizes = {**dict(zip(self.arguments.sizes, shape, strict=True)), **self.fixed}
         return tuple(None if number is None else number(sizes) for number in self.numbers)
 
     def strides_at(self, shape: Sequence[int]) -> tuple[tuple[int, ...] | None, ...]:
-        """Returns how each tensor lies that the captured graph returns; None: it is not known.
+        """Returns the strides of each tensor that the graph returns; None: unknown.
 
         Args:
-            shape: of a call, from `Arguments.shape`.
+            shape: sizes of the call, from `Arguments.shape`.
         """
         sizes = {**dict(zip(self.arguments.sizes, shape, strict=True)), **self.fixed}
         found: list[tuple[int, ...] | None] = []
@@ -106,11 +106,11 @@ class Captured(nn.Module):
         return tuple(found)
 
     def returned(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns what the captured graph returns, in its order, sizes among it.
+        """Returns the captured graph's outputs, tensors and numbers, in its order.
 
         Args:
-            tensors: that it returns.
-            numbers: from `numbers_at`.
+            tensors: tensors that the graph returns.
+            numbers: outputs from `numbers_at`.
         """
         found = [*numbers]
         for position, tensor in zip(self.tensors, tensors, strict=True):
@@ -118,20 +118,20 @@ class Captured(nn.Module):
         return tuple(found)
 
 
-# What reads how a tensor lies. Dynamo answers some of it itself.
+# Calls that read a tensor's strides. Dynamo answers some of them itself.
 _OF_MEMORY = {"stride", "storage_offset", "as_strided", "as_strided_", torch.as_strided}
 
 
 def refuse_reads_of_memory(gm: fx.GraphModule) -> None:
-    """Refuses a graph that reads how values lie, where arguments do not lie one after the other.
+    """Refuses a graph that reads strides of values, if its arguments are not contiguous.
 
-    Graphs get contiguous inputs.
+    Compiled graphs get contiguous inputs.
 
     Args:
-        gm: from Dynamo.
+        gm: graph module from Dynamo.
 
     Raises:
-        TraceError: it does.
+        TraceError: the graph reads strides, and an argument is not contiguous.
     """
     reads = [n for n in gm.graph.nodes if n.op.startswith("call_") and n.target in _OF_MEMORY]
     values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
@@ -143,7 +143,7 @@ def refuse_reads_of_memory(gm: fx.GraphModule) -> None:
 
 
 def _number(value: Any) -> Callable[[Mapping[str, int]], Any]:
-    """Returns what gives a number that the graph returns, of the lengths of the dims."""
+    """Returns a function of the dims' sizes that computes a number of the graph."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return lambda lengths: value
     expr = value.node.expr

@@ -1,4 +1,4 @@
-"""Numbers that Dynamo passes to a captured graph: constants of it, as they are of a trace."""
+"""Makes numbers that Dynamo passes to a captured graph constants of the graph."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dcpc.errors import TraceError
 
 
 def fix_numbers(gm: fx.GraphModule) -> None:
-    """Has Dynamo capture again, with guards on the values of numbers instead of arguments.
+    """Makes Dynamo capture again, with guards on the values of numbers in place of arguments.
 
     With `dynamic=True` each number of a module (an epsilon, a probability) is passed as a tensor,
-    made anew in each call, and read there. Inductor asks for the same.
+    made anew in each call, and read in the graph. Inductor requests the same.
 
     Args:
-        gm: from Dynamo.
+        gm: graph module from Dynamo.
 
     Raises:
         TensorifyScalarRestartAnalysis: there are such numbers; Dynamo starts again.
@@ -39,17 +39,17 @@ def is_number(placeholder: fx.Node) -> bool:
 
 
 def _symbol(placeholder: fx.Node) -> str:
-    """Returns Dynamo's name of a number; "" where it is none that it may fix."""
+    """Returns Dynamo's name of a number, or "" if Dynamo may not fix it."""
     number = getattr(placeholder.meta.get("example_value"), "item_memo", None)
     return str(number.node._expr) if isinstance(number, SymFloat) else ""
 
 
 def with_numbers(gm: fx.GraphModule, numbers: Mapping[int, int | float]) -> fx.GraphModule:
-    """Returns a captured graph in which some arguments are constants; they are not read.
+    """Returns a captured graph in which some arguments are replaced by constants.
 
     Args:
-        gm: from Dynamo; not changed.
-        numbers: position of an argument -> its value; of a float it is passed as a tensor.
+        gm: graph module from Dynamo; not changed.
+        numbers: position of an argument -> its value. A float is passed as a tensor.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -73,7 +73,7 @@ def value_of(number: Any) -> int | float:
     """Returns a number that is passed as a tensor or as it is.
 
     Args:
-        number: value; a symbol of the first call is not asked for it, as Dynamo would guard on it.
+        number: value of the argument. A symbol gives its hint, as Dynamo would guard on its value.
     """
     if isinstance(number, SymInt):
         return int(number.node.hint)
@@ -81,7 +81,7 @@ def value_of(number: Any) -> int | float:
 
 
 def _read_instead(node: fx.Node, value: int | float) -> None:
-    """Has the users of a node read a number in its place."""
+    """Replaces a node by a number in its users."""
 
     def taken(leaf: Any) -> Any:
         return value if leaf is node else leaf

@@ -1,4 +1,4 @@
-"""Regions that Dynamo keeps as graphs of their own: their calls stand in the graph around them."""
+"""Inlines regions that Dynamo keeps as nested graphs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _RUNS: Mapping[Any, int] = {
 
 
 def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """Returns a captured graph in which the calls of its regions stand where a region was called.
+    """Returns a captured graph with its regions' calls inlined.
 
-    What a region computes stays the same. Which of its values are made again is no more said: that
-    is planned, as for every other value.
+    The results stay the same. A region's own choice of recompute is dropped: recompute is planned,
+    as for every other value.
 
     Args:
-        gm: graph from Dynamo; it is not changed, and it is returned where it has no regions.
+        gm: graph from Dynamo; not changed, and returned if it has no regions.
     """
     if not any(n.target in _RUNS for n in gm.graph.nodes):
         return gm
@@ -33,13 +33,13 @@ def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _copied(graph: fx.Graph, source: fx.GraphModule, path: str, given: Iterable[Any] | None) -> Any:
-    """Returns what a graph returns, after a copy of its calls into another one.
+    """Copies the calls of a graph into another one, and returns the values of its outputs.
 
     Args:
         graph: graph to append to.
         source: graph to copy.
         path: name of `source` in the outermost module, with a dot behind it; "" is that module.
-        given: values of its arguments; None: they are arguments of `graph`, too.
+        given: values of its arguments; None: they become arguments of `graph`.
     """
     values: dict[fx.Node, Any] = {}
     arguments = None if given is None else iter(given)

@@ -1,1 +1,1 @@
-"""What dcpc adds to torch.fx: told fake tensors, writes as values, keys of arguments."""
+"""Additions to torch.fx: fast fake tensors, writes as values, keys of arguments."""

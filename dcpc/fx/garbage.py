@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, held off while graphs are traced; and what it calls."""
+"""Holds Python's cyclic garbage collector off while graphs are traced, and guards finalizers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _FROZEN: list[bool] = []  # one entry once objects of others were seen frozen
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Runs its block without the cyclic garbage collector, if that is on; nests.
+    """Disables the cyclic garbage collector within its block, if it is on; it can be nested.
 
-    Tracing makes many objects that live as long as the graph, and torch, sympy and the user's own
-    libraries hold a million: the collector looks through them again and again, a tenth of the time
-    in all, and finds little. All that was made counts as old afterwards, which takes no look at it:
-    what is garbage of it is collected with the next full collection.
+    Tracing makes many objects that live as long as the graph, and torch, sympy and the user's
+    libraries hold a million: the collector scans them again and again, for a tenth of the time, and
+    finds little. Afterwards all new objects count as old, which needs no scan: garbage among them
+    is collected by the next full collection.
     """
     if not gc.isenabled():
         yield
@@ -36,19 +36,19 @@ def without_collection() -> Iterator[None]:
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Runs its block as if no mode were on: for finalizers, which run in the midst of anything.
+    """Runs its block without any active mode, for finalizers, which may run at any moment.
 
-    A trace that is on its way would take the ops of a finalizer for the model's own.
+    A trace in progress would otherwise record the ops of a finalizer as the model's own.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 def _others_froze() -> bool:
-    """True if another library froze objects, which must stay frozen: asked until it is once so.
+    """Returns whether another library froze objects, which must stay frozen; a yes is cached.
 
-    Python counts by a walk over all that is frozen: 40 ms where the server of forked ranks froze
-    what it had imported.
+    Python counts frozen objects by a walk over them: 40 ms if the server of forked ranks froze its
+    imports.
     """
     if not _FROZEN:
         _FROZEN.extend([True] * bool(gc.get_freeze_count()))

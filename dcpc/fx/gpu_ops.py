@@ -1,4 +1,4 @@
-"""Ops that a GPU has one kernel for and the CPU makes of several: captured as one, on any device.
+"""Captures ops for which a GPU has one kernel, and the CPU several, as one op on any device.
 
 torch takes a composite op apart unless its tensors' device has a kernel of its own for it: on a GPU
 `rms_norm` is `_fused_rms_norm` and its backward, which keep one number a row; on the CPU ten calls,
@@ -31,12 +31,12 @@ _asked = threading.local()
 
 @contextmanager
 def as_on_gpu(gpu: bool) -> Iterator[None]:
-    """Has calls of its block, in this thread, be those of a GPU, if so asked.
+    """Traces the calls of its block, in this thread, as on a GPU if `gpu` is true.
 
-    The block runs under torch's python dispatcher.
+    The block must run under torch's python dispatcher.
 
     Args:
-        gpu: whether it is asked for.
+        gpu: whether to trace as on a GPU.
     """
     before = is_asked()
     _asked.value = gpu
@@ -47,17 +47,17 @@ def as_on_gpu(gpu: bool) -> Iterator[None]:
 
 
 def is_asked() -> bool:
-    """Returns whether calls of this thread are to be those of a GPU."""
+    """Returns whether this thread traces calls as on a GPU."""
     return getattr(_asked, "value", False)
 
 
 def stays_whole(op: OpOverload) -> bool:
-    """Returns whether an op is one call here, though the tensors' device takes it apart."""
+    """Returns whether an op stays one call here, though the tensors' device would decompose it."""
     return is_asked() and op in ONE_KERNEL
 
 
 def _register(op: OpOverload) -> None:
-    """Has torch's python dispatcher differentiate an op on CPU tensors as it does on a GPU's."""
+    """Lets torch's python dispatcher differentiate an op on CPU tensors as on a GPU."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if is_asked():
@@ -68,7 +68,7 @@ def _register(op: OpOverload) -> None:
 
 
 def _run_on_cpu(op: OpOverload) -> None:
-    """Gives the CPU a kernel of an op that it lacks: torch's decomposition."""
+    """Registers torch's decomposition as the CPU kernel of an op that lacks one."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"):
         name = op.name().removeprefix("aten::")
         _CPU_KERNELS.impl(name, decomposition_table[op], "CPU")

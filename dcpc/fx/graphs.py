@@ -1,4 +1,4 @@
-"""Graphs of thousands of nodes, most of them only planned with, and the lines of their nodes."""
+"""Helpers for graphs of thousands of nodes, and for the source lines of nodes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 def without_unused(graph: fx.Graph) -> None:
     """Erases the calls whose values nobody reads.
 
-    `Graph.eliminate_dead_code` does so as well, and asks each op whether it may go: of the ops in a
-    lowered graph all may, those that draw random numbers too, since each draws its own.
+    `Graph.eliminate_dead_code` also does this, but checks whether each op is pure. In a lowered
+    graph all unused calls may go, also those that draw random numbers, as each draws its own.
     """
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users:
@@ -27,14 +27,14 @@ def without_unused(graph: fx.Graph) -> None:
 
 
 def op_name(node: fx.Node) -> str:
-    """Returns the name of a node's op, "" where it is none."""
+    """Returns the name of a node's op, or "" if it has none."""
     return str(getattr(node.target, "_opname", ""))
 
 
 def source_line(node: fx.Node) -> str:
     """Returns `file:line` of the code that made a node: the innermost frame outside of torch.
 
-    What torch generates on its way (`<eval_with_key>`, of a no_grad block) is nobody's file.
+    Code that torch generates (`<eval_with_key>`, for a no_grad block) is skipped.
     """
     frames = _FRAME.findall(str(node.meta.get("stack_trace", "")))
     ours = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<")]
@@ -45,7 +45,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def called_on_cpu(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
-    """Returns what a node's call gives for values on the CPU, whatever device it names itself."""
+    """Returns the result of a node's call on CPU values, whatever device its arguments name."""
 
     def given(x: Any) -> Any:
         if isinstance(x, fx.Node):

@@ -1,4 +1,4 @@
-"""Expressions of integers as nodes of a graph."""
+"""Writes sympy expressions of integers as nodes of a graph."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _PAIRWISE = (
 
 
 def of_some(size: sympy.Basic) -> sympy.Basic:
-    """Returns a stride of dims that are not empty: torch writes Max(1, size) where one may be."""
+    """Returns a stride with each Max(1, size), torch's form for dims that may be empty, as size."""
 
     def may_be_empty(part: sympy.Basic) -> bool:
         return isinstance(part, Max | sympy.Max) and 1 in part.args and len(part.args) == 2
@@ -93,8 +93,8 @@ class Emitter:
     """Writes expressions into a graph, each once.
 
     Args:
-        graph: nodes are added where it inserts.
-        symbols: symbol -> the node that stands for it; may grow.
+        graph: graph that gets the nodes, at its insertion point.
+        symbols: symbol -> its node; may grow.
     """
 
     def __init__(self, graph: fx.Graph, symbols: Mapping[sympy.Symbol, fx.Node]) -> None:
@@ -102,14 +102,14 @@ class Emitter:
         self._emitted: dict[sympy.Expr, int | float | fx.Node] = {}
 
     def know(self, expr: sympy.Expr, node: fx.Node) -> None:
-        """Notes that a node stands for an expression."""
+        """Records the node of an expression."""
         self._emitted[expr] = node
 
     def emit(self, expr: sympy.Expr) -> Any:
-        """Returns an expression as a number or as nodes of the graph.
+        """Returns an expression as a number or a node of the graph.
 
         Raises:
-            CodegenError: it has a function that no node computes.
+            CodegenError: the expression has a function that no node computes.
         """
         if expr not in self._emitted:
             self._emitted[expr] = self._emit(sympy.sympify(expr))
@@ -140,7 +140,7 @@ class Emitter:
         return result
 
     def _real(self, expr: sympy.Expr) -> Any:
-        """Returns a real number: its fractions are not rounded."""
+        """Returns a real number, without rounding fractions."""
         if not _divides(expr):
             return self.emit(expr)
         top, bottom = sympy.fraction(sympy.together(expr))
@@ -163,7 +163,7 @@ class Emitter:
         return self._call(operator.floordiv, self.emit(top), self.emit(bottom))
 
     def _call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Returns a node, with the size it stands for where its operands say theirs."""
+        """Returns a node, with its symbolic value if its operands have theirs."""
         if not any(isinstance(a, fx.Node) for a in args):
             return call(*args)
         node = self._graph.call_function(call, args)

@@ -1,4 +1,4 @@
-"""The kinds of values that arguments are made of: a closed list, for whoever shares results.
+"""Keys for arguments, over a closed list of kinds of values, for code that caches by arguments.
 
 What was found of one call is said of another where their arguments are equal. Python calls 1, 1.0
 and True equal, and 0.0 and -0.0, and prints large tensors and objects in ways that tell little. So
@@ -18,7 +18,7 @@ from dcpc.errors import CodegenError
 
 Symbolic: TypeAlias = torch.SymInt | torch.SymFloat | torch.SymBool
 
-# What equals another of its type exactly where its text does: a float's has all its digits, the
+# Types whose values are equal exactly if their texts are: a float's text has all its digits, the
 # sign of zero and nan.
 _BY_TEXT = (
     *(bool, float, complex, str, type(None), torch.dtype, torch.device, torch.layout),
@@ -32,7 +32,7 @@ def is_symbolic(leaf: Any) -> bool:
 
 
 def size_key(size: Any) -> Any:
-    """Returns the expression of a size, a number as it is."""
+    """Returns the expression of a symbolic size; a number as it is."""
     if isinstance(size, torch.SymInt):
         return size.node.expr
     if type(size) is int:
@@ -41,12 +41,12 @@ def size_key(size: Any) -> Any:
 
 
 def leaf_key(leaf: Any) -> Hashable:
-    """Returns what equal values share that are no tensors.
+    """Returns the key of a value that is no tensor, equal for equal values.
 
-    A symbolic one's key has its expression in it, a size's is that of `size_key`.
+    The key of a symbolic value contains its expression; that of a size is `size_key`.
 
     Raises:
-        CodegenError: it is of no known kind.
+        CodegenError: the value is of an unknown kind.
     """
     kind = type(leaf)
     if kind in (int, torch.SymInt):
@@ -60,11 +60,11 @@ def leaf_key(leaf: Any) -> Hashable:
 
 
 def tree_key(value: Any, of_leaf: Callable[[Any], Hashable] = leaf_key) -> Hashable:
-    """Returns what equal arguments share.
+    """Returns the key of nested arguments, equal for equal ones.
 
     Args:
         value: lists, tuples, slices and dicts of leaves.
-        of_leaf: the key of a leaf; default: `leaf_key`.
+        of_leaf: function that returns the key of a leaf; default: `leaf_key`.
     """
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
@@ -78,7 +78,7 @@ def tree_key(value: Any, of_leaf: Callable[[Any], Hashable] = leaf_key) -> Hasha
 
 
 def renamed_key(key: Hashable, name: Callable[[sympy.Basic], sympy.Basic]) -> Hashable:
-    """Returns a key with other expressions for those in it."""
+    """Returns a key with its expressions replaced."""
     if isinstance(key, tuple):
         return tuple(renamed_key(part, name) for part in key)
     if isinstance(key, sympy.Basic):
@@ -88,7 +88,7 @@ def renamed_key(key: Hashable, name: Callable[[sympy.Basic], sympy.Basic]) -> Ha
 
 
 def unknown(leaf: Any, what: str) -> CodegenError:
-    """Returns the error of a value of a kind that is not listed."""
+    """Returns the error for a value of a kind that is not listed."""
     return CodegenError(
         f"{what} is {type(leaf).__name__}, of which dcpc does not know when two are equal; "
         "expected a tensor, a number, a str, None or what names a dtype, device or layout; "

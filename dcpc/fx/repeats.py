@@ -13,12 +13,12 @@ SHORTEST = 4  # calls; shorter repeats are parts of a block (three projections s
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBlocks:
-    """Blocks of equal calls that follow each other.
+    """Equal blocks of calls that follow each other.
 
     Attributes:
-        start: position of the first call.
-        period: calls a block.
-        stop: position after the last call; the last block may be cut short.
+        start: index of the first call.
+        period: number of calls in a block.
+        stop: index after the last call; the last block may be cut short.
     """
 
     start: int
@@ -27,13 +27,13 @@ class RepeatedBlocks:
 
 
 def repeated_runs(calls: Sequence[Hashable]) -> list[RepeatedBlocks]:
-    """Returns the runs of repeated blocks, in order, the longest found first; they do not overlap.
+    """Returns the runs of repeated blocks, in order, found longest first; they do not overlap.
 
-    A period is taken for its coverage: the calls that equal the one a period earlier. Of periods
-    that cover nearly the same the shortest is the block.
+    A period's coverage is the number of calls equal to the one a period earlier. Among the periods
+    that cover nearly the same, the shortest is the block.
 
     Args:
-        calls: what tells calls apart, e.g. (op, shape), in execution order.
+        calls: keys of the calls, e.g. (op, shape), in execution order.
     """
     numbers: dict[Hashable, int] = {}
     sequence = np.array([numbers.setdefault(c, len(numbers)) for c in calls], dtype=np.int64)
@@ -58,7 +58,7 @@ def _runs(sequence: npt.NDArray[np.int64], low: int, high: int) -> Iterator[Repe
 def _run(
     sequence: npt.NDArray[np.int64], low: int, high: int, period: int
 ) -> RepeatedBlocks | None:
-    """Returns the longest run of one period, None where no block comes twice."""
+    """Returns the longest run with one period, or None if no block repeats."""
     same = sequence[low : high - period] == sequence[low + period : high]
     edges = np.flatnonzero(np.diff(np.concatenate(([0], same.view(np.int8), [0]))))
     lengths = edges[1::2] - edges[::2]
@@ -70,13 +70,13 @@ def _run(
 
 
 def aligned(run: RepeatedBlocks, last_read: Sequence[int]) -> int:
-    """Returns where the first block of a run begins: where the fewest values cross the borders.
+    """Returns the start of a run's first block: where the fewest values cross the borders.
 
-    Of the places that leave the most whole blocks.
+    Only starts that leave the most whole blocks are considered.
 
     Args:
-        run: of calls.
-        last_read: of each call the position of the last that reads its value.
+        run: run of blocks.
+        last_read: index of the last reader of each call's value.
     """
     spare = (run.stop - run.start) % run.period
     starts = range(run.start, run.start + spare + 1)
@@ -84,11 +84,11 @@ def aligned(run: RepeatedBlocks, last_read: Sequence[int]) -> int:
 
 
 def crossing(last_read: Sequence[int], border: int, period: int) -> int:
-    """Returns how many values of the block before a border the blocks after it read.
+    """Returns the number of values of one block that later blocks read.
 
     Args:
-        last_read: of each call the position of the last that reads its value.
-        border: position of the first call after it.
-        period: calls of a block.
+        last_read: index of the last reader of each call's value.
+        border: index of the first call after the block.
+        period: number of calls in a block.
     """
     return sum(last_read[i] >= border for i in range(max(border - period, 0), border))

@@ -1,4 +1,4 @@
-"""What a write to a tensor is as ops that return new tensors.
+"""Expresses writes to tensors by ops that return new tensors.
 
 torch's own kernels write to what they made themselves: `narrow(y, 1, 1, 4).mul_(2)` in the backward
 of `irfft`. A graph that is cut in two and partly run again must not.
@@ -26,8 +26,7 @@ aten = torch.ops.aten
 APART = {
     aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten._unsafe_view.default,
 }  # fmt: skip
-# Views of which a bit of the tensor says that the memory holds something else, which ops of a graph
-# do not look at: here, values.
+# Views that only set a conj or neg bit, which ops of a graph ignore -> ops that compute the values.
 PLAIN = {
     aten._conj.default: aten._conj_physical.default,
     aten._neg_view.default: aten.neg.default,
@@ -36,13 +35,13 @@ PLAIN = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A call whose results lie in its operand's memory.
+    """A call whose results share their operand's storage.
 
     Attributes:
-        func: the op.
-        args: its arguments, the operand first.
-        kwargs: the same.
-        results: the tensors it made.
+        func: op that was called.
+        args: arguments, the operand first.
+        kwargs: keyword arguments.
+        results: tensors that it returned.
     """
 
     func: Any
@@ -52,10 +51,10 @@ class View:
 
 
 def functional_of(func: Any) -> Any:
-    """Returns the op that makes new tensors of what another writes to its operands.
+    """Returns the functional form of an op that writes to its operands.
 
     Raises:
-        CodegenError: torch has none.
+        CodegenError: torch has no such op.
     """
     name = func._schema.name.split("::")[1]
     in_place = name.endswith("_")
@@ -74,7 +73,7 @@ def functional_of(func: Any) -> Any:
 
 
 def by_position(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns a call's arguments by position, defaults with them: `functional_of` has others."""
+    """Returns a call's arguments by position with defaults, as `functional_of` may have others."""
     more = []
     for argument in func._schema.arguments[len(args) :]:
         if argument.kwarg_only or argument.name in kwargs or not argument.has_default_value():
@@ -90,11 +89,11 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
 
 
 class WriteLog(TorchDispatchMode):
-    """Notes what is written to in its block, through views and `.data` as well.
+    """Records all writes in its block, also those through views and `.data`.
 
     Attributes:
-        places: addresses of the memory that was written to.
-        meta_shapes: of the tensors of the meta device that were, whose values are lost.
+        places: addresses of the storages that were written to.
+        meta_shapes: shapes of the written tensors on the meta device, which have no address.
     """
 
     def __init__(self) -> None:
@@ -109,7 +108,7 @@ class WriteLog(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs a call, and notes what it writes to."""
+        """Runs a call, and records its writes."""
         for target in written(func, args, kwargs or {}):
             for tensor in target if isinstance(target, list | tuple) else (target,):
                 if tensor.is_meta:
@@ -120,7 +119,7 @@ class WriteLog(TorchDispatchMode):
 
 
 def without_results(func: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of a call but those that it writes to (`out=`)."""
+    """Returns a call's keyword arguments without those that it writes to (`out=`)."""
     names = {a.name for a in func._schema.arguments if _is_written(a)}
     return {name: value for name, value in kwargs.items() if name not in names}
 
@@ -130,20 +129,20 @@ def _is_written(argument: Any) -> bool:
 
 
 def times_written(tensor: Tensor) -> int:
-    """Returns how often a tensor's memory was written to; 0 in inference mode: nobody counts."""
+    """Returns a tensor's version counter; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def whole(view: View, result: Tensor, value: Tensor) -> Tensor:
-    """Returns the operand of a view, with a value where one of its results lies.
+    """Returns a view's operand with a value in place of one of the view's results.
 
     Args:
-        view: the call.
-        result: one of the tensors it made.
-        value: what was written there, of its shape and dtype.
+        view: call that made the view.
+        result: result of the call that was written to.
+        value: new value of `result`, of its shape and dtype.
 
     Raises:
-        CodegenError: the view is of no kind that this is known of.
+        CodegenError: the view's op has no rule.
     """
     rule = _WHOLE.get(view.func)
     if rule is None:
@@ -159,12 +158,12 @@ def whole(view: View, result: Tensor, value: Tensor) -> Tensor:
 
 
 def is_scattered(view: View | None) -> bool:
-    """Whether a write to what a view makes copies what is written into its operand."""
+    """Whether a write to the results of a view copies the value into the view's operand."""
     return view is not None and view.func in _SCATTERS | _PARTS
 
 
 def as_copied(target: Tensor, source: Tensor) -> Tensor:
-    """Returns what `copy_` leaves in a tensor: the source in its dtype and shape."""
+    """Returns a tensor's value after `copy_`: the source in its dtype and shape."""
     if source.dtype != target.dtype or source.device != target.device:
         source = aten._to_copy.default(source, dtype=target.dtype, device=target.device)
     return aten.expand.default(source, target.shape)  # type: ignore[no-any-return]
@@ -210,7 +209,7 @@ _PARTS: dict[Any, Callable[..., Tensor]] = {
     aten.split_with_sizes.default: _of_split,
     aten.unbind.int: _of_unbind,
 }
-# view -> its operand with a value where its result lies, of (operand, value, *other arguments)
+# view op -> function of (operand, value, *other arguments): the operand with the value written in
 _WHOLE: dict[Any, Callable[..., Tensor]] = {
     **_SCATTERS,
     **_PARTS,

@@ -1,4 +1,4 @@
-"""Fake tensors that are told from the expressions of their sizes, where torch would ask of each."""
+"""Computes fake results from the expressions of sizes, where torch would evaluate each size."""
 
 from dcpc.fx.fakes.dense import dense_result
 from dcpc.fx.fakes.layouts import Layout, fills_its_memory, layout_of

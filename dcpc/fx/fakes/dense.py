@@ -1,7 +1,7 @@
-"""What common calls return on dense fake tensors, told from the expressions of their sizes.
+"""Computes the results of common calls on dense fake tensors from expressions of their sizes.
 
-torch tells it by asking about each size and stride in turn, which is most of what tracing
-takes. What is told here is so at any sizes, and nothing is asked.
+torch evaluates each size and stride in turn, which takes most of the time of tracing. The results
+computed here hold at any sizes, and no guard is added.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _dtypes: dict[tuple[Any, ...], torch.dtype] = {}
 def dense_result(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Returns what a call makes of dense tensors, None where torch has to tell.
+    """Returns the fake result of a call on dense tensors, or None where torch must compute it.
 
-    To be called in the fake tensors' mode.
+    It must be called within the fake tensors' mode.
 
     Args:
-        func: an ATen op.
-        args: its arguments; FakeTensors, sizes and constants.
-        kwargs: the same.
+        func: ATen op.
+        args: arguments: FakeTensors, sizes and constants.
+        kwargs: keyword arguments, likewise.
     """
     if func in VIEW_OPS:
         return None if kwargs else view_result(func, args)
@@ -98,11 +98,11 @@ def _pointwise(
 
 
 class _UnknownError(Exception):
-    """It depends on what the sizes are."""
+    """Raised where the result depends on the values of the sizes."""
 
 
 def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:
-    """Returns the sizes of the result."""
+    """Returns the broadcast shape."""
     found: list[Any] = []
     for position in range(-max(map(len, shapes)), 0):
         sizes = {size_key(s[position]): s[position] for s in shapes if len(s) >= -position}
@@ -115,9 +115,10 @@ def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _order(shape: Sequence[Any], operands: Sequence[Tensor]) -> list[int]:
-    """Returns the dims of the result as they lie in memory, outermost first.
+    """Returns the dims of the result in memory order, outermost first.
 
-    They lie as in the operands, the first that tells two dims apart.
+    The first operand whose strides distinguish two dims decides their order.
+
     Source: torch's TensorIterator, `reorder_dimensions`.
     """
     dims = range(len(shape))
@@ -139,7 +140,7 @@ def _order(shape: Sequence[Any], operands: Sequence[Tensor]) -> list[int]:
 
 
 def _compare(a: int, b: int, sizes: Sequence[Any], strides: Sequence[Sequence[Any]]) -> int:
-    """Returns 1 where dim a is outside of dim b, -1 where it is inside, 0 where nothing tells."""
+    """Returns 1 if dim a is outside dim b, -1 if it is inside, 0 if no operand decides."""
     for own in strides:
         if own[a] == 0 or own[b] == 0:
             continue
@@ -151,7 +152,7 @@ def _compare(a: int, b: int, sizes: Sequence[Any], strides: Sequence[Sequence[An
 
 
 def _strides(sizes: Sequence[Any], operand: Tensor) -> list[Any]:
-    """Returns an operand's strides in the result's dims, 0 where it is repeated."""
+    """Returns an operand's strides in the result's dims, 0 where it is broadcast."""
     missing = len(sizes) - operand.ndim
     own = zip(map(size_key, operand.shape), operand.stride(), sizes[missing:], strict=True)
     found = [0 if size == 1 and whole != 1 else size_key(n) for size, n, whole in own]
@@ -159,7 +160,7 @@ def _strides(sizes: Sequence[Any], operand: Tensor) -> list[Any]:
 
 
 def _at_least(one: Any, other: Any) -> bool:
-    """Whether one positive number is at least another at any sizes: it is a multiple of it."""
+    """Whether a positive number is at least another at any sizes, as it is a multiple of it."""
     ratio = sympy.sympify(one) / other
     if ratio.is_integer:
         return True
@@ -173,7 +174,7 @@ def _at_least(one: Any, other: Any) -> bool:
 def _dtype_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.dtype:
-    """Returns the dtype of what an op makes of operands of these dtypes."""
+    """Returns the dtype of an op's result for operands of these dtypes."""
     leaves = tree_leaves((args, dict(kwargs)))
     kinds = ((x.dtype, x.ndim) if isinstance(x, Tensor) else leaf_key(x) for x in leaves)
     # An integer tensor and a float make one of the default dtype.
@@ -232,13 +233,13 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
 
 
 def _whole_norm(x: Any, _: Any, weight: Any = None, *rest: Any) -> Tensor | None:
-    """The result alone of layer norm, or of the root mean square's, which has no bias."""
+    """Returns the result of layer norm or RMS norm."""
     bias = rest[0] if rest and isinstance(rest[0], Tensor) else None
     return empty(x.shape, x.dtype, *_place(x)) if _is_norm(x, weight, bias) else None
 
 
 def _norm(x: Any, normalized: Sequence[Any], weight: Any, bias: Any, _: float) -> Any:
-    """Layer norm: its result, and mean and deviation of each row."""
+    """Returns the results of layer norm: the output, and mean and 1 / deviation of each row."""
     if not _is_norm(x, weight, bias):
         return None
     rows = x.ndim - len(normalized)
@@ -257,7 +258,7 @@ def _norm_backward(
 
 
 def _is_norm(x: Any, *others: Any) -> bool:
-    """Whether operands are of one dtype that the kernel keeps; None is no operand."""
+    """Whether all operands have one dtype that the kernel's statistics keep; None is skipped."""
     if not _are_alike(x, *(t for t in others if t is not None)):
         return False
     kept = x.device.type == "cpu" and not is_asked()  # a GPU's statistics are float32 at least
@@ -265,7 +266,7 @@ def _is_norm(x: Any, *others: Any) -> bool:
 
 
 def _rms_norm(x: Any, normalized: Sequence[Any], weight: Any, _: float | None) -> Any:
-    """The root mean square's norm: its result, and one number a row, in float32 at least."""
+    """Returns the results of RMS norm: the output, and one number a row in float32 or better."""
     if not _are_alike(x, *[] if weight is None else [weight]):
         return None
     rows = [*x.shape[: x.ndim - len(normalized)], *[1] * len(normalized)]
@@ -283,7 +284,7 @@ def _rms_norm_backward(
 
 
 def _spread(gradient: Any, sizes: Sequence[Any], *_: Any) -> Tensor | None:
-    """The backward of a view of a part: zeros, and the gradient where the part was."""
+    """Returns the gradient of a view of a part: zeros, with the gradient at the part."""
     if not is_told(gradient):
         return None
     return empty(sizes, gradient.dtype, *_place(gradient))

@@ -1,4 +1,4 @@
-"""What says which fake tensors are alike."""
+"""Computes the layout of a fake tensor, a key that is equal for equal tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Layout: TypeAlias = tuple[Any, ...]
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Returns what tensors of one dtype, device, shape, strides and memory share.
+    """Returns the key of tensors with equal dtype, device, shape, strides, offset and storage size.
 
-    Their conj and neg bits are left out: a node of a lowered graph that has one stands for a value
+    It has no conj and neg bits: a node of a lowered graph with such a bit is replaced by a value
     without (`writes.PLAIN`).
     """
     sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
@@ -29,12 +29,12 @@ def layout_of(tensor: Tensor) -> Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _expanded(size: sympy.Expr) -> sympy.Expr:
-    """Returns a size multiplied out: torch writes that of dense memory as n * (m - 1) + n, too."""
+    """Returns a size multiplied out, as torch also writes dense memory's as n * (m - 1) + n."""
     return sympy.expand(size)
 
 
 def fills_its_memory(layout: Layout) -> bool:
-    """Whether a tensor is contiguous and all there is in its memory, told from expressions."""
+    """Whether a layout is contiguous and fills its storage, decided from expressions."""
     dtype, _, dims, *sizes = layout
     shape, strides, (offset, size_bytes) = sizes[:dims], sizes[dims : 2 * dims], sizes[2 * dims :]
     expected = sympy.Integer(1)

@@ -1,4 +1,4 @@
-"""Fake tensors of which nothing is known yet, made below torch's mode of fake tensors."""
+"""Makes fake tensors below torch's fake mode, which is faster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
 
 def is_told(value: Any) -> TypeGuard[FakeTensor]:
-    """Whether a value is a fake tensor of which only the layout is known: no constant, no index."""
+    """Whether a value is a strided fake tensor without a constant value."""
     return (
         isinstance(value, FakeTensor) and value.constant is None and value.layout is torch.strided
     )
@@ -20,7 +20,7 @@ def is_told(value: Any) -> TypeGuard[FakeTensor]:
 def empty(
     shape: Sequence[Any], dtype: torch.dtype, device: torch.device, mode: FakeTensorMode
 ) -> FakeTensor:
-    """Returns a dense fake tensor.
+    """Returns a contiguous fake tensor.
 
     `torch.empty` in the mode takes three times as long.
     """

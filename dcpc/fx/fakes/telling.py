@@ -1,4 +1,4 @@
-"""torch's mode of fake tensors, told the results of common calls."""
+"""Makes torch's fake modes use the fast results of common calls."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _own = FakeTensorMode.dispatch
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """In its block all modes of fake tensors are told what `dense_result` knows; nests.
+    """Makes all fake modes use `dense_result` within its block; it can be nested.
 
-    torch asks them of every op of a model three times and more: when it is captured, when it is
-    made functional, and for the ops that it is made of. It makes these modes itself, so they are
-    told through their class.
+    torch computes fake results for every op of a model at least three times: at capture, when it
+    makes the graph functional, and for the ops that a composite one consists of. It creates the
+    fake modes itself, so their class is patched.
     """
     with DISPATCH.put(_told), open_pools():
         yield

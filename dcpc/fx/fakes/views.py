@@ -1,6 +1,6 @@
-"""What views of fake tensors are, told from the expressions of their sizes and strides.
+"""Computes views of fake tensors from the expressions of their sizes and strides.
 
-torch tells it by asking about each size and stride in turn. What is told here is so at any sizes.
+torch evaluates each size and stride in turn. The results computed here hold at any sizes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _Viewed = tuple[_Sizes, _Sizes, Any]  # shape, strides, offset
 
 
 def view_result(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Tensor | None:
-    """Returns the view that a call makes, None where torch has to tell.
+    """Returns the view that a call makes, or None where torch must compute it.
 
     Args:
-        func: an op of `VIEW_OPS`.
-        args: its arguments, all of them by position; the first a tensor.
+        func: op in `VIEW_OPS`.
+        args: all arguments by position; the first is a tensor.
     """
     source = args[0]
     if not is_told(source) or source.dtype.is_complex:
@@ -109,7 +109,7 @@ def _expand(source: Tensor, sizes: Sequence[Any]) -> _Viewed | None:
 
 
 def _view(source: Tensor, sizes: Sequence[Any]) -> _Viewed | None:
-    """In another shape: each run of dims that lies without gaps is taken apart on its own.
+    """Returns a view in another shape: each run of dims without gaps is split on its own.
 
     Source: torch's `computeStride`.
     """
@@ -128,7 +128,7 @@ def _view(source: Tensor, sizes: Sequence[Any]) -> _Viewed | None:
 
 
 def _runs(source: Tensor) -> list[tuple[sympy.Expr, Any]]:
-    """Length and smallest stride of each run of dims that lies without gaps, outermost first."""
+    """Returns (length, smallest stride) of each run of dims without gaps, outermost first."""
     found: list[tuple[sympy.Expr, Any]] = []
     for own, stride in zip(reversed(source.shape), reversed(source.stride()), strict=True):
         size = size_key(own)

@@ -1,1 +1,1 @@
-"""What differs between the releases of torch that dcpc supports, chosen by feature."""
+"""Differences between the supported releases of torch, chosen by feature."""

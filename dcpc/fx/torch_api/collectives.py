@@ -1,4 +1,4 @@
-"""Collectives, and what became of one, under the names that this torch has for them."""
+"""Collectives, and the failure of one, under the names of the installed torch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gat
 def all_gather_single(
     into: Tensor, own: Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False
 ) -> dist.Work | None:
-    """Returns what to wait for; None: every rank's `own` lies in `into`, one after the other.
+    """Starts an all-gather; returns its work handle, or None if it is done.
 
     Args:
-        into: (ranks * n,) elements, written to.
-        own: (n,) elements of this rank.
-        group: the ranks.
-        async_op: whether to return before they have come.
+        into: memory of ranks * n elements for all ranks' parts in order; written to.
+        own: part of this rank, n elements.
+        group: process group.
+        async_op: whether to return before the parts have arrived.
     """
     found: dist.Work | None = getattr(dist, GATHER)(into, own, group=group, async_op=async_op)
     return found
 
 
 def failed(work: dist.Work) -> bool:
-    """Whether a collective is over and failed.
+    """Whether a collective has ended with an error.
 
-    `Work.exception` says so, too, but not in every release: there it cannot be read.
+    `Work.exception` also tells, but not in every release: there it cannot be read.
     """
     if not work.is_completed():
         return False

@@ -1,4 +1,4 @@
-"""Autograd functions that are applied, and those that gradients would go through.
+"""Detects autograd functions that are applied, and those through which gradients would flow.
 
 `Function.apply` is Python in some releases and C in others, and users keep it under names of their
 own. Each release asks the class for its backward and then for its forward.
@@ -26,17 +26,17 @@ Applied = Callable[[type, tuple[Any, ...]], None]
 
 @contextmanager
 def watching(applied: Applied) -> Iterator[bool]:
-    """Has a function called before an autograd function runs its forward; yields whether it is.
+    """Calls `applied` before an autograd function's forward; yields whether this torch allows it.
 
     Args:
-        applied: gets the class and what its forward gets, where gradients are on.
+        applied: function of the class and its forward's arguments, called while gradients are on.
     """
     with ASKED.put(_telling(applied)) as done:
         yield done
 
 
 def functions_behind(tensors: Iterable[Tensor]) -> list[type]:
-    """Returns the autograd functions that gradients of tensors go through, each once."""
+    """Returns the autograd functions through which gradients of tensors flow, each once."""
     with torch._C.DisableTorchFunction():
         todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen = set(todo)

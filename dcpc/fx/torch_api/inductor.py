@@ -1,4 +1,4 @@
-"""What dcpc replaces in torch's Inductor while it compiles; imported there, not here."""
+"""Names that dcpc replaces in torch's Inductor while it compiles; imported there, not here."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ CAN_FUSE = TorchName(
 
 
 def settings(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of Inductor that this torch has; warns of those that it has not.
+    """Returns those settings of Inductor that this torch has, and warns of the others.
 
     Args:
-        wanted: name -> value.
+        wanted: name of a setting -> value.
     """
     without = "Inductor may change the order of a graph, and peaks are higher than planned"
     names = {key: TorchName("torch._inductor.config", key, has_owner, without) for key in wanted}

@@ -1,4 +1,4 @@
-"""Names of torch's that dcpc replaces for a while, each tried out before it is used.
+"""Replaces names of torch for a while, each probed before its first use.
 
     first use ─► the probe: is the name there, does torch call it as dcpc expects?
                    yes ─► replaced as long as the block lasts
@@ -29,15 +29,15 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class TorchName:
-    """A name of torch's that dcpc puts something in the place of.
+    """A name of torch that dcpc replaces.
 
     Attributes:
-        module: where it is; imported at the first use.
-        path: attributes of the module, the last of which is replaced.
-        probe: returns what is not as expected, "" if nothing is.
-        without: what happens where it is left as it is, as a clause.
-        needed: whether nothing right remains then.
-        added: whether torch need not have the name: it calls what is there.
+        module: module that has the name; imported at the first use.
+        path: attributes within the module, the last of which is replaced.
+        probe: function that returns how torch differs from the expected, "" if it does not.
+        without: consequence of leaving the name as it is, as a clause.
+        needed: whether results would be wrong without the replacement.
+        added: whether torch may lack the name, as it calls it if it exists.
     """
 
     module: str
@@ -52,7 +52,7 @@ class TorchName:
 
     @property
     def owner(self) -> Any:
-        """What has the name."""
+        """The object that has the name."""
         found: Any = importlib.import_module(self.module)
         for part in self.path.split(".")[:-1]:
             found = getattr(found, part)
@@ -65,14 +65,14 @@ class TorchName:
 
     @property
     def own(self) -> Any:
-        """What torch has there; `ABSENT`: nothing."""
+        """Torch's value of the name, or `ABSENT`."""
         return getattr(self.owner, self.name, ABSENT)
 
     def usable(self) -> bool:
-        """Whether torch is as expected; warns once where it is not.
+        """Whether the probe succeeds; warns once if it does not.
 
         Raises:
-            TraceError: it is not, and nothing right remains.
+            TraceError: it does not, and results would be wrong without it.
         """
         fault = fault_of(self)
         if fault and self.needed:
@@ -85,7 +85,7 @@ class TorchName:
 
     @contextmanager
     def replaced(self, make: Callable[[Any], Any]) -> Iterator[bool]:
-        """Puts `make(torch's own)` in its place, if that is usable; yields whether it did."""
+        """Replaces the name by `make(torch's value)`, if usable; yields whether it did."""
         if not self.usable():
             yield False
             return
@@ -93,12 +93,12 @@ class TorchName:
             yield True
 
     def put(self, value: Any) -> AbstractContextManager[bool]:
-        """Puts a value in its place, if that is usable; yields whether it did."""
+        """Replaces the name by a value, if usable; yields whether it did."""
         return self.replaced(lambda _: value)
 
     @contextmanager
     def extended(self, entries: Mapping[Any, Any]) -> Iterator[None]:
-        """Adds entries to a dict of torch's, if that is usable."""
+        """Adds entries to a dict of torch, if usable, within its block."""
         if not self.usable():
             yield
             return
@@ -107,7 +107,7 @@ class TorchName:
 
     @contextmanager
     def holding(self, value: Any) -> Iterator[None]:
-        """In its block the name is `value`, whatever the probe says."""
+        """Replaces the name by `value` within its block, whatever the probe says."""
         owner, name = self.owner, self.name
         inherited = isinstance(owner, type) and name not in vars(owner)
         before = ABSENT if inherited else vars(owner).get(name, self.own)
@@ -123,7 +123,7 @@ class TorchName:
 
 @cache
 def fault_of(name: TorchName) -> str:
-    """Returns what is off about a name, "" if nothing; warns where torch's own way is left."""
+    """Returns how a name differs from the expected, "" if not; warns if torch's value is kept."""
     try:
         missing = name.own is ABSENT and not name.added
         fault = "no such name" if missing else name.probe(name)
@@ -149,7 +149,7 @@ def takes(*parameters: str) -> Probe:
 
 
 def has_owner(name: TorchName) -> str:
-    """Returns "" where torch has what the name would be of; see `TorchName.added`."""
+    """Returns "" if torch has the owner of the name; see `TorchName.added`."""
     return "" if name.owner is not None else "nothing to add it to"
 
 
@@ -163,11 +163,11 @@ def is_a(kind: type) -> Probe:
 
 
 def calls(run: Callable[[], object], expected: Callable[..., bool]) -> Probe:
-    """Returns a probe of a function that torch must call, with such arguments.
+    """Returns a probe of a function that torch must call with expected arguments.
 
     Args:
-        run: what must call it.
-        expected: whether arguments are as dcpc takes them.
+        run: function in which torch must call it.
+        expected: function of the arguments that returns whether they are as expected.
     """
 
     def probe(name: TorchName) -> str:

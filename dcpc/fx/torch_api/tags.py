@@ -1,4 +1,4 @@
-"""What torch's tags say of ops, and what some releases leave out."""
+"""Reads torch's tags of ops, and adds those that some releases lack."""
 
 from __future__ import annotations
 

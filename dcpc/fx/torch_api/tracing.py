@@ -1,4 +1,4 @@
-"""What dcpc replaces in torch while it captures a model."""
+"""Names that dcpc replaces in torch while it captures a model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _is_dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any =
 
 
 def _says(asked: Callable[[], bool]) -> Callable[[TorchName], str]:
-    """Returns a probe of a flag that a public function tells."""
+    """Returns a probe of a flag that a public function of torch reads."""
 
     def probe(name: TorchName) -> str:
         told = []
@@ -67,7 +67,7 @@ def _says(asked: Callable[[], bool]) -> Callable[[TorchName], str]:
 
 
 class _Asking(TorchFunctionMode):
-    """Hands every call on, as `Capturable` does."""
+    """Passes every call on, as `Capturable` does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -78,7 +78,7 @@ _weighted: Callable[..., Any] = F.l1_loss
 
 @cache
 def drops_weights() -> bool:
-    """Whether `F.l1_loss` hands a call on to a mode without its weights."""
+    """Whether `F.l1_loss` drops its weights when it passes a call on to a mode."""
     with _Asking():
         found = _weighted(_ones(2), _ones(2) * 2, weight=_ones(2) * 3, reduction="sum")
     return float(found) != 6
@@ -86,7 +86,7 @@ def drops_weights() -> bool:
 
 @cache
 def fixes_soft_targets() -> bool:
-    """Whether `F.cross_entropy` of probabilities fixes how many rows there are."""
+    """Whether `F.cross_entropy` with probabilities fixes the number of rows."""
     dims = [DimDynamic.DYNAMIC, DimDynamic.STATIC]
     mode = FakeTensorMode(shape_env=(env := ShapeEnv()))
     rows = mode.from_tensor(_ones(5, 3), symbolic_context=StatelessSymbolicContext(dims))
@@ -96,7 +96,7 @@ def fixes_soft_targets() -> bool:
 
 
 def _rounds_down(name: TorchName) -> str:
-    """Returns what is off about a quotient of two integers, "" where torch has none."""
+    """Returns how torch's integer quotient differs from rounding down, "" if it does not."""
     found = [-4, 3] if name.own is ABSENT else [name.own(-7, 2), name.own(7, 2)]
     return "" if found == [-4, 3] else f"{found} for -7 / 2 and 7 / 2"
 
@@ -193,18 +193,18 @@ L1_CODE = TorchName(
 
 
 def open_pools() -> AbstractContextManager[bool]:
-    """Has torch find how many places a pool has by a quotient alone.
+    """Makes torch compute a pool's output size by a quotient alone.
 
-    torch 2.11 compares the remainder with 0 as well, which fixes whether the length is even.
+    torch 2.11 also compares the remainder with 0, which fixes whether the length is even.
     """
     return POOLED.put(operator.floordiv)
 
 
 def try_names() -> None:
-    """Tries each name that a trace replaces, where warnings are still shown.
+    """Probes each name that a trace replaces, while warnings are still shown.
 
     Raises:
-        TraceError: one is not as expected, and nothing right remains.
+        TraceError: a probe fails for a name that is needed.
     """
     own = (ENGINE, CHECKPOINT, DISPATCH, COMPILING, EXPORTING, OP_TYPES, SUGGESTIONS, PRINT, ASKED)
     for name in (*own, POOLED, *QUOTIENTS.values(), *((L1_CODE,) if drops_weights() else ())):
