@@ -1,4 +1,4 @@
-"""Chooses one setting a bucket among those that fit, and says where the choice changes."""
+"""Chooses one setting for each bucket among those that fit, and tells where the choice changes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Stretch = tuple[BucketPlan, ...]
 
 @dataclass(frozen=True, slots=True)
 class TriedRow(PlanRow):
-    """A row that was priced, whether it fits or not.
+    """A priced row, whether it fits or not.
 
     Attributes:
-        most: tells how many steps of recompute there are, which takes a while.
-        peak_bytes: activations and new gradients on the fullest rank.
-        needed_bytes: `peak_bytes` and all that stays: parameters, gradients, optimizer state,
+        most: function that returns the number of recompute steps; slow, so called only when needed.
+        peak_bytes: peak of activations and new gradients on the fullest rank.
+        needed_bytes: `peak_bytes` plus resident bytes: parameters, gradients, optimizer state,
             inputs.
-        segments: whether room was made for the segments of a GPU's allocator.
+        segments: whether the row was priced again to fit the segments of a GPU's allocator.
     """
 
     most: Callable[[], int] = field(compare=False, repr=False)
@@ -35,7 +35,7 @@ class TriedRow(PlanRow):
 
     @property
     def steps(self) -> int:
-        """Steps of recompute there are."""
+        """Number of recompute steps."""
         return self.most()
 
 
@@ -49,14 +49,14 @@ def choose(
     """Returns the row of least rank-seconds a sample among those that fit.
 
     Args:
-        bucket: what the rows are for.
-        rows: at least one.
-        memory_bytes: of one rank.
-        world: ranks there are.
-        recompute_mode: what was asked for: "auto", or a forced "none" or "all".
+        bucket: bucket of the rows.
+        rows: priced rows, at least one.
+        memory_bytes: memory of one rank.
+        world: number of ranks.
+        recompute_mode: user's option: "auto", or a forced "none" or "all".
 
     Raises:
-        PlanError: none fits; says by how much the best one misses.
+        PlanError: no row fits; the text says how many bytes the best one lacks.
     """
     fitting = [row for row in rows if row.fits]
     if not fitting:
@@ -86,13 +86,13 @@ def choose(
 
 
 def least_needed(rows: Sequence[TriedRow]) -> TriedRow:
-    """Returns the row that needs the fewest bytes, of the smallest micro-batch of each degree.
+    """Returns the row that needs the fewest bytes among the smallest micro-batches of each degree.
 
-    On a GPU only what is chosen is priced by segments, so that a larger micro-batch may look as if
-    it needed less.
+    On a GPU only chosen rows are priced by segments, so that a larger micro-batch may seem to need
+    less.
 
     Args:
-        rows: at least one.
+        rows: priced rows, at least one.
     """
     least = {row.sp: row.micro_batch for row in sorted(rows, key=lambda row: -row.micro_batch)}
     smallest = [row for row in rows if row.micro_batch == least[row.sp]]
@@ -100,7 +100,7 @@ def least_needed(rows: Sequence[TriedRow]) -> TriedRow:
 
 
 def _reason(chosen: TriedRow, rows: Sequence[TriedRow], memory_bytes: int, mode: str) -> str:
-    """Says what binds the choice."""
+    """Returns the constraints behind a choice, in words."""
     reasons = []
     narrower = [r for r in rows if r.sp < chosen.sp]
     if narrower and not any(r.fits for r in narrower):
@@ -121,7 +121,7 @@ def _reason(chosen: TriedRow, rows: Sequence[TriedRow], memory_bytes: int, mode:
 
 
 def _beside(chosen: TriedRow, rows: Sequence[TriedRow]) -> str:
-    """Says what other settings lack, where none of them binds the choice."""
+    """Returns in words why other settings lost, where no constraint decided."""
     others = [r for r in rows if r.fits and r is not chosen]
     smaller = any(r.sp == chosen.sp and r.micro_batch < chosen.micro_batch for r in others)
     reasons = ["the largest micro-batch tried"] * smaller
@@ -141,21 +141,21 @@ def _size(size_bytes: int) -> str:
 def least_recompute(
     row: Callable[[int], TriedRow], most: Callable[[], int], known: Collection[int]
 ) -> TriedRow:
-    """Returns the row with the fewest steps of recompute that fits, or the smallest that does not.
+    """Returns the row with the fewest recompute steps that fits, else the row that needs the least.
 
-    The peak is not monotone in the number of steps of recompute (the last one gains nothing), so a
-    bisection finds a candidate and the final answer is a row that was really evaluated.
+    The peak is not monotone in the number of recompute steps (the last one gains nothing), so a
+    bisection finds a candidate, and the result is always a row that was priced itself.
 
     Args:
-        row: prices so many steps.
-        most: tells how many there can be; not asked where none are needed.
-        known: steps whose rows cost nothing, as other lengths had them.
+        row: function that prices a number of recompute steps.
+        most: function that returns the largest number of steps; called only if step 0 does not fit.
+        known: numbers of steps that are already priced for other lengths, and so cost nothing.
     """
     tried = {0: row(0)}
     if tried[0].fits:
         return tried[0]
     count = most()
-    # to make all again can peak higher than most of it
+    # Recomputing everything can peak higher than recomputing most of it.
     for high in (count, max(0, count - 1), count * 3 // 4, count // 2):
         tried[high] = row(high)
         if tried[high].fits:
@@ -178,10 +178,10 @@ def elements(bucket: Bucket) -> int:
 
 
 def stretches(plans: Sequence[BucketPlan]) -> list[Stretch]:
-    """Returns the plans by rising length, neighbours with the same choice together.
+    """Returns the plans by rising length, grouped where neighbours have the same setting.
 
     Args:
-        plans: one for each bucket, in any order.
+        plans: one plan for each bucket, in any order.
     """
     found: list[list[BucketPlan]] = []
     for plan in sorted(plans, key=lambda p: (elements(p.bucket), p.bucket.shape_key)):
@@ -193,7 +193,7 @@ def stretches(plans: Sequence[BucketPlan]) -> list[Stretch]:
 
 
 def crossover_lines(plans: Sequence[BucketPlan]) -> list[str]:
-    """Returns the merged choices by rising length, a line each, and where the degree changes."""
+    """Returns a line for each stretch of equal settings by rising length, and the degree's changes."""
     if not plans:
         return []
     merged = stretches(plans)
@@ -207,14 +207,14 @@ def crossover_lines(plans: Sequence[BucketPlan]) -> list[str]:
 
 
 def degree_changes(plans: Sequence[BucketPlan]) -> list[tuple[BucketPlan, BucketPlan]]:
-    """Returns the neighbours by rising length between which the degree changes."""
+    """Returns the pairs of plans, neighbours by length, between which the degree changes."""
     ordered = [plan for stretch in stretches(plans) for plan in stretch]
     pairs = itertools.pairwise(ordered)
     return [(a, b) for a, b in pairs if a.sp != b.sp]
 
 
 def lengths_text(stretch: Stretch) -> str:
-    """Returns the buckets of a stretch: one, or the first and the last."""
+    """Returns the buckets of a stretch as text: one bucket, or the first and the last."""
     first, last = stretch[0].bucket, stretch[-1].bucket
     return str(first) if len(stretch) == 1 else f"{first} to {last} ({len(stretch)} buckets)"
 
@@ -226,6 +226,6 @@ def choice_text(plan: BucketPlan) -> str:
 
 
 def _choice(plan: BucketPlan) -> tuple[int, ...]:
-    """What tells choices apart; menus of other lengths have other numbers of steps."""
+    """Returns the key by which settings are equal; menus of other lengths differ in length."""
     steps = plan.steps if plan.menu_step else 0
     return plan.sp, plan.micro_batch, plan.menu_step, steps

@@ -1,4 +1,4 @@
-"""A deep model planned as three copies of each repeated block: first, middle and last.
+"""Plans a deep model as three copies of each repeated block: first, middle and last.
 
 A plan of equal blocks is the same for each of them, and what a run of them costs is affine in their
 number. So a program of 28 blocks is placed, differentiated and priced as one of three, and what was
@@ -27,7 +27,7 @@ from dcpc.passes.sharding.sharding import analyse
 from dcpc.passes.units import units_of
 from dcpc.plan.traced import PlacementId, Traced
 
-FEWEST = 6  # copies of a block that are worth it
+FEWEST = 6  # copies of a block from which folding pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,12 @@ class Folded:
     """A program with three copies of each repeated block.
 
     Attributes:
-        program: the small one; its nodes are called as in the whole one.
-        copy_of: its node -> number of the run of blocks, and 0, 1 or 2; absent outside.
-        others: of each run the copies that are left out.
-        like: node of the whole program that is left out -> the middle copy's.
-        twins: the middle copy's node -> those that are left out.
+        program: small program; its nodes have the same names as in the whole one.
+        copy_of: node of the small program -> number of its run of blocks and 0, 1 or 2 (first,
+            middle, last copy); absent outside of blocks.
+        others: for each run, the number of copies that are left out.
+        like: node of the whole program that is left out -> its counterpart in the middle copy.
+        twins: node of the middle copy -> its counterparts that are left out.
     """
 
     program: Program
@@ -49,18 +50,18 @@ class Folded:
     twins: Mapping[str, tuple[str, ...]]
 
     def copies(self, owner: Mapping[str, str]) -> Fold:
-        """Returns what the nodes of a graph made of the program stand for; see `Lift.copies`."""
+        """Returns the copies that nodes of a derived graph stand for; see `Lift.copies`."""
         own = {name: copy for name, copy in self.copy_of.items() if name not in owner}
         made = ((name, self.copy_of.get(source)) for name, source in owner.items())
         return Fold(own | {name: copy for name, copy in made if copy is not None}, self.others)
 
 
 class Lift:
-    """Between a program and what is placed and priced for it: itself, or one with fewer blocks.
+    """Map between a whole program and the one placed and priced for it: itself, or a folded one.
 
     Attributes:
-        whole: the program.
-        small: what is placed and priced; by default the program itself.
+        whole: whole program.
+        small: program that is placed and priced; by default the whole one.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class Lift:
 
     @property
     def folds(self) -> bool:
-        """Whether the two differ."""
+        """Whether the small program differs from the whole one."""
         return self._folded is not None
 
     def up(self, placement: Placement) -> Placement:
-        """Returns the placement of the whole program in which all copies are split alike."""
+        """Returns the whole program's placement: each copy is sharded like the middle one."""
         if self._folded is None:
             return placement
         key = self.small.id_of(placement)
@@ -96,15 +97,16 @@ class Lift:
         return self._down[key]
 
     def every_block(self, made_again: set[Key]) -> set[Key]:
-        """Returns what is made again in the whole program where this is in the small one."""
+        """Returns the keys recomputed in the whole program, given those of the small one."""
         twins = {} if self._folded is None else self._folded.twins
         return made_again | {(t, *k[1:]) for k in made_again for t in twins.get(k[0], ())}
 
     def gathered_again(self, units: Mapping[int, int]) -> frozenset[int]:
-        """Returns the whole program's units that are gathered again where the small one's are.
+        """Returns numbers of the whole program's units that are gathered again in backward.
 
         Args:
-            units: number of a unit -> copies that it stands for and that keep theirs.
+            units: number of a small program's unit -> copies it stands for that keep their
+                parameters.
         """
         small, whole = self.small.units, self.whole.units
         if small is None or whole is None:
@@ -118,19 +120,19 @@ class Lift:
         return frozenset(k for k, unit in enumerate(whole.units) if not names.isdisjoint(unit))
 
     def copies(self, owner: Mapping[str, str]) -> Fold | None:
-        """Returns what the nodes of a graph stand for, None where each stands for itself.
+        """Returns the copies that a graph's nodes stand for; None: each stands for itself.
 
         Args:
-            owner: its node -> the small program's; {} for the program's own.
+            owner: node of the graph -> node of the small program; {} for the program's own graph.
         """
         return None if self._folded is None else self._folded.copies(owner)
 
 
 def copies_of(program: Program) -> dict[str, object]:
-    """Returns node -> which copy of a repeated block it is in; nodes outside of them are absent.
+    """Returns node -> the copy of a repeated block that has it; nodes outside of blocks are absent.
 
     Args:
-        program: the traced model.
+        program: traced model.
     """
     folded = fold(program)
     if folded is None:
@@ -143,14 +145,14 @@ def copies_of(program: Program) -> dict[str, object]:
 
 
 def gathering(traces: Sequence[Traced], ranks: int) -> list[Traced]:
-    """Returns traces of one model whose graphs gather parameters, all the same ones in one order.
+    """Returns traces of one model whose graphs gather parameters, the same units in the same order.
 
     Args:
-        traces: the units are those of the one that reads most parameters.
-        ranks: that share them out.
+        traces: traces of the model; the units are made from the one that reads the most parameters.
+        ranks: number of ranks that shard the parameters.
 
     Raises:
-        PlanError: a trace has not all of them.
+        PlanError: a trace lacks one of the parameters.
     """
 
     def read(traced: Traced) -> int:
@@ -178,7 +180,7 @@ def gathering(traces: Sequence[Traced], ranks: int) -> list[Traced]:
 
 
 def lift_of(whole: Traced) -> Lift:
-    """Returns what is between a program and the one that is planned in its place."""
+    """Returns the map between a program and its folded one; to itself where nothing folds."""
     folded = fold(whole.program)
     if folded is None:
         return Lift(whole)
@@ -196,7 +198,7 @@ def lift_of(whole: Traced) -> Lift:
 
 
 def _moved(placement: Placement, source: Mapping[str, str], to: Traced) -> Placement:
-    """Returns the placement of another program whose nodes are split as these are."""
+    """Returns another program's placement, each node sharded like its source node."""
     found = placement.nodes
     nodes = {name: found[other] for name, other in source.items() if other in found}
     return replace(
@@ -210,11 +212,11 @@ def _moved(placement: Placement, source: Mapping[str, str], to: Traced) -> Place
 
 
 def fold(program: Program, fewest: int = FEWEST) -> Folded | None:
-    """Returns the small program, None where no block is repeated often enough.
+    """Returns the folded program; None: no block is repeated often enough.
 
     Args:
-        program: the traced model.
-        fewest: copies of a block that are worth it, at least 3.
+        program: traced model.
+        fewest: copies of a block from which folding pays, at least 3.
     """
     calls = [n for n in program.gm.graph.nodes if n.op == "call_function"]
     position = {n: i for i, n in enumerate(calls)}
@@ -232,7 +234,7 @@ def fold(program: Program, fewest: int = FEWEST) -> Folded | None:
 
 
 def _kind(node: fx.Node, program: Program) -> Hashable:
-    """What tells calls apart, but for the values they read, and which draw of random numbers."""
+    """Returns a key of a call: op, arguments, result; not the values read nor a draw's index."""
 
     def plain(leaf: Any) -> Hashable:
         return ("a value",) if isinstance(leaf, fx.Node) else leaf_key(leaf)
@@ -274,7 +276,7 @@ def _alike(copies: Sequence[Sequence[fx.Node]], program: Program) -> bool:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The values a call reads, in order and with repeats."""
+    """Returns the nodes that a call reads, in order and with repeats."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
     return found
@@ -283,7 +285,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def _own_placeholders(
     copies: Sequence[Sequence[fx.Node]], program: Program
 ) -> dict[fx.Node, Hashable]:
-    """Returns the placeholders that one copy alone reads -> what they are in it."""
+    """Returns placeholder that only one copy reads -> its position and info in that copy."""
     found: dict[fx.Node, Hashable] = {}
     for nodes in copies:
         inside = set(nodes)

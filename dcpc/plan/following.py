@@ -1,4 +1,4 @@
-"""The model as it is now against the one that was compiled.
+"""Compares the model as it is now with the one that was compiled.
 
 nothing is another object           the usual case, looked at in about 1 us a module
 values, dtypes, flags are the same  other objects hold them (a loaded parameter): they are read
@@ -24,19 +24,19 @@ from dcpc.trace import trace
 from dcpc.trace.capture.module_state import ModuleState
 from dcpc.trace.loss import modules_in
 
-# States that are known to have the same trace: as many as a loop may go round between.
+# Known states of the model that have the same trace: a loop may alternate between so many.
 _KNOWN = 8
-# Traces after which a model is told to change at every call.
+# Number of new traces after which the user is warned that the model keeps changing.
 _MANY = 3
 
 
 class Followed:
-    """What the traces of a model were made of, and whether they still stand for it.
+    """Remembers the state that a model's traces were made from, and follows changes of the model.
 
     Args:
-        model: the user's module, as it was traced.
-        buckets: of all traces.
-        planned: with the traces.
+        model: user's module, as it was traced.
+        buckets: buckets of all traces.
+        planned: plan that holds the traces.
     """
 
     def __init__(self, model: nn.Module, buckets: Buckets, planned: Planned) -> None:
@@ -51,15 +51,15 @@ class Followed:
         self._traces = 0
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether nothing of a model is another object than when it was last looked at.
+        """Whether each object of a model is the same as at the last look.
 
         Args:
-            model: the user's module.
+            model: user's module.
         """
         return self._last.holds(model) and self._facts_of_loss() == self._loss_facts
 
     def _facts_of_loss(self) -> list[object]:
-        """Returns what graphs take of modules in `loss=`: their tensors' memory, as constants."""
+        """Returns mode, address and dtype of tensors in `loss=`, constants of the graphs."""
         found: list[object] = []
         for module in self._of_loss:
             held = (*module._parameters.values(), *module._buffers.values())
@@ -67,14 +67,13 @@ class Followed:
         return found
 
     def problem(self, model: nn.Module, *, again: bool = False) -> DispatchError | None:
-        """Returns what the model's traces do not have of it as it is now; None: they have it all.
+        """Returns the error if the traces no longer stand for the model, else None.
 
-        Not raised here: ranks that are about to do something together have to tell each other.
+        Not raised here: ranks that act together have to tell each other first.
 
         Args:
-            model: the user's module.
-            again: whether to look up its tensors in any case: they may have been looked up when it
-                was another.
+            model: user's module.
+            again: whether to look up the model's tensors even where nothing changed.
         """
         try:
             self._follow(model, again)
@@ -83,13 +82,13 @@ class Followed:
         return None
 
     def materialized(self, model: nn.Module) -> None:
-        """Takes the tensors that a model on the meta device got, which is all that changed of it.
+        """Adopts the tensors of a model that was on the meta device, its only allowed change.
 
         Args:
-            model: the user's module.
+            model: user's module.
 
         Raises:
-            DispatchError: more of it changed.
+            DispatchError: something else changed as well.
         """
         now = ModuleState(model)
         changes = self._last.changes(now, besides={*self._last.kinds, *now.kinds})
@@ -167,13 +166,13 @@ class Followed:
 
 
 def state_tensors(model: nn.Module, planned: Planned) -> dict[str, Tensor]:
-    """Returns name -> tensor of all that a compiled model reads and is not given, each once.
+    """Returns name -> tensor of all parameters, buffers and constants of a model, each once.
 
-    Those on the meta device have no values, and are left out.
+    Tensors on the meta device have no values, and are left out.
 
     Args:
-        model: the user's module.
-        planned: with its traces.
+        model: user's module.
+        planned: plan that holds the traces.
     """
     constants = [
         (f"constant {name} of trace {number}", t)
@@ -188,10 +187,10 @@ def state_tensors(model: nn.Module, planned: Planned) -> dict[str, Tensor]:
 
 
 def stands_for(before: Program, now: Program) -> bool:
-    """Whether a program can run in place of another: the same graph, constants and gradients.
+    """Whether a program can run in place of another: same graph, constants and trained parameters.
 
-    Of tensors of the same kinds. A parameter that was frozen since has a gradient that nobody asks
-    for.
+    The tensors have the same dtypes and shapes. A parameter frozen since the trace merely has a
+    gradient that nobody reads.
     """
 
     def trained(program: Program) -> set[str]:

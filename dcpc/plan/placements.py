@@ -1,4 +1,4 @@
-"""How the values of one program are split: solved once for lengths and degrees, and kept."""
+"""Solves for the placements of one program once for each lengths and degree, and caches them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Placements:
     """The placements of one program, each solved for once.
 
     Args:
-        traced: the program.
-        fold: which copies of blocks stand for more, None where each node stands for itself.
+        traced: traced program.
+        fold: copies that repeated blocks stand for; None: each node stands for itself.
     """
 
     def __init__(self, traced: Traced, fold: Fold | None) -> None:
@@ -35,19 +35,19 @@ class Placements:
         self._near = NearTies(self._model, fold, PLACEMENT_LOSS)
         self._best: dict[_Asked, Best] = {}
         self._made: dict[_Asked, Placement] = {}
-        self._supposed: dict[_Asked, Placement] = {}  # near ones, after the plan
+        self._supposed: dict[_Asked, Placement] = {}  # asked for with `near`, after the plan
         self._settled = False
 
     def at(self, sizes: Sizes, sp: int, *, near: bool = False) -> Placement:
-        """Returns the placement of least predicted time at these sizes, batch included.
+        """Returns the placement of least predicted seconds at these sizes, batch included.
 
-        One that was returned for these sizes before is returned again.
+        The first result for given sizes is cached and returned again.
 
         Args:
             sizes: length of every dim.
             sp: ranks of the group.
-            near: whether it may be one made for other sizes, at most `PLACEMENT_LOSS` from the
-                best. What those are depends on what was asked for before.
+            near: whether a placement made for other sizes may be returned, at most `NEAR` above the
+                least cost. Which ones exist depends on earlier calls.
         """
         key = _asked(sizes, sp)
         supposed = near and self._settled
@@ -58,14 +58,15 @@ class Placements:
         return known[key]
 
     def settle(self) -> None:
-        """Says that the plan, which all ranks make alike, is made.
+        """Marks the plan, which all ranks make alike, as final.
 
-        What one rank asks for from now on with `near`, as for a report, no other call returns.
+        Later results of `near` are kept apart, as one rank may ask alone (for a report), and no
+        other call returns them.
         """
         self._settled = True
 
     def foresee(self, sizes: Sequence[Sizes], sp: int) -> None:
-        """Solves for what may be asked for next, all at once, which takes little longer than one.
+        """Solves for placements that may be asked for next, together: hardly slower than for one.
 
         Args:
             sizes: length of every dim, of each placement that may be asked for.
@@ -78,7 +79,7 @@ class Placements:
 
     @property
     def near_count(self) -> int:
-        """Placements of a plan that were made for other lengths or degrees and are not the best."""
+        """Number of the plan's placements that were made for other lengths and are not optimal."""
         return self._near.taken
 
     def _solve(self, sizes: Sequence[Sizes], sp: int) -> list[Best]:
@@ -87,7 +88,7 @@ class Placements:
 
 
 def compute_dtype(program: Program) -> torch.dtype:
-    """Returns what most of the products are computed in: under autocast not the weights'."""
+    """Returns the dtype of most matrix products; under autocast it is not the weights' dtype."""
     info, graph = program.info, program.gm.graph
     made = [info[n.name].dtype for n in graph.nodes if n.target in _PRODUCTS]
     made = made or [info[n].dtype for n in (*program.parameters, *program.outputs)]
@@ -96,12 +97,12 @@ def compute_dtype(program: Program) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Sizes that have one placement."""
+    """Key of sizes that have the same placement."""
 
     sp: int
     sizes: tuple[tuple[str, int], ...]
 
 
 def _asked(sizes: Sizes, sp: int) -> _Asked:
-    """Returns what sizes share that have one placement: where nothing is split, all."""
+    """Returns the key of sizes that have the same placement; at degree 1 all sizes have."""
     return _Asked(sp, tuple(sorted(sizes.items())) if sp > 1 else ())

@@ -1,4 +1,4 @@
-"""A plan for every bucket: settings are priced by the symbolic profile, and one is chosen."""
+"""Plans every bucket: prices settings by the symbolic profile and chooses one."""
 
 from __future__ import annotations
 
@@ -36,31 +36,35 @@ from dcpc.trace.loss import Loss
 
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
 MOST_SAMPLES = 1 << 12
-# Autograd's own gradient of the loss, one number, lives beside the share that a variant takes.
+# The gradient of the loss that autograd itself makes: one float64 beside a variant's memory.
 LOSS_GRADIENT_BYTES = 8
-# Of a GPU's memory: where a plan needs less, what lies idle between its blocks fits as well; but
-# two segments that hardly begin to be used are much of a small budget.
+# A plan that needs less than this share of a GPU fits with the allocator's fragmentation, too; on a
+# small budget at least two segments must stay free.
 AMPLE = 0.8
 IDLE_BYTES = 2 * LARGE_SEGMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What the user asked for.
+    """Options that a plan depends on, in bytes and ranks.
 
     Attributes:
-        sps: degrees to try.
+        sps: degrees to try, ascending.
         recompute_mode: "auto", "none" or "all".
-        memory_bytes: of one rank.
-        resident_bytes: what stays on a rank whatever runs: parameters, buffers, their gradients and
-            the optimizer's state.
+        memory_bytes: memory of one rank.
+        resident_bytes: bytes that stay on a rank throughout: parameters, buffers, their gradients
+            and the optimizer's state.
         world: number of ranks.
-        residents: bytes of each tensor among them.
-        step_bytes: what the optimizer's step takes besides, when backward's memory is free again.
-        parameters: who holds them: "whole", "step", "pull" or "rounds".
-        block: ranks that share them out and gather them from each other; 0: nothing is gathered.
-        gradient_bytes: that a rank keeps of all gradients.
-        communicators: process groups of a rank whose memory is not torch's; 0 of a CPU's ranks.
+        residents: bytes of each tensor counted in `resident_bytes`.
+        step_bytes: transient bytes of the optimizer's step, which runs after backward's memory is
+            freed.
+        parameters: how ranks hold parameters: "whole", "step" (ZeRO-1), "pull" or "rounds"
+            (ZeRO-3).
+        block: ranks that shard parameters and gather them from each other (HSDP); 0: nothing is
+            gathered.
+        gradient_bytes: bytes of all gradients that a rank keeps.
+        communicators: process groups of a rank whose buffers torch does not count (NCCL); 0 on a
+            CPU.
         optimizer: memory of what trains the model.
     """
 
@@ -80,18 +84,18 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A model traced and planned for some buckets on some ranks; nothing of it has run.
+    """A model traced and planned for some buckets on some ranks; nothing has run yet.
 
     Attributes:
-        by_bucket: what is made from the trace of each bucket: prices and graphs. Buckets share a
-            trace unless a dim is 1 in one of them and not in the other.
-        plans: the setting of every bucket.
-        tables: the rows each was chosen from.
-        request: what was asked for.
-        autocast: what the traces were captured under; None: no autocast.
-        misfits: buckets that fit with no setting, and the error that says so; they have rows in
-            `tables` and no plan. `dcpc.api.plan` and `dcpc.compile` raise the first such error.
-        loss: of what the model's forward returned; None: forward returned it.
+        by_bucket: prices and graphs made from the trace of each bucket. Buckets share a trace
+            unless a dim is 1 in one of them and not in the other.
+        plans: chosen setting of each bucket.
+        tables: rows from which each setting was chosen.
+        request: options that the plan depends on.
+        autocast: dtype of the autocast under which the model was traced; None: no autocast.
+        misfits: bucket that fits with no setting -> the error that says so. It has rows in `tables`
+            and no plan. `dcpc.api.plan` and `dcpc.compile` raise that error.
+        loss: loss function of the model's outputs; None: the model's forward returns the loss.
     """
 
     by_bucket: Mapping[Bucket, Runnable]
@@ -104,12 +108,12 @@ class Planned:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one rank."""
+        """Memory of one rank in bytes."""
         return self.request.memory_bytes
 
     @property
     def report_rows(self) -> tuple[ReportRow, ...]:
-        """What the report says of each bucket: its plan, its profile, and the sizes of a rank."""
+        """One report row a bucket: its plan, its profile, and the sizes on one rank."""
         rows = []
         for bucket, plan in self.plans.items():
             sizes = {**bucket.sizes, BATCH: plan.micro_batch}
@@ -119,7 +123,7 @@ class Planned:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader should know besides: of the traces, equal layers said once, and seconds."""
+        """Lines below the report: notes of the traces (equal layers once), gathers, accuracy."""
         alike: dict[str, list[str]] = {}
         for note in dict.fromkeys(note for v in self.traces for note in v.traced.program.notes):
             alike.setdefault(re.sub(r"_\d+", "", note), []).append(note)
@@ -151,40 +155,40 @@ class Planned:
 
     @property
     def block(self) -> int:
-        """Ranks that gather parameters from each other while they run; 0: nothing is gathered."""
+        """Ranks that gather parameters from each other in a micro-batch; 0: nothing is gathered."""
         return self.request.block
 
     @property
     def sum_s(self) -> float:
-        """Predicted seconds in which a step's gradients are summed over blocks; 0: of all ranks."""
+        """Predicted seconds of a step's all-reduce of gradients over blocks; 0: one block."""
         request = self.request
         owners = request.world // request.block if request.block else 1
         return self.device.all_reduce_s(request.gradient_bytes, owners, request.world)
 
     @property
     def traces(self) -> tuple[Runnable, ...]:
-        """What is made from each trace, in the order of the buckets."""
+        """The distinct traces with their graphs, in the order of the buckets."""
         return tuple({id(v): v for v in self.by_bucket.values()}.values())
 
     @property
     def device(self) -> Device:
-        """What was planned for."""
+        """Device for which the model was planned."""
         return self.traces[0].traced.device
 
     @property
     def runnable(self) -> Runnable:
-        """What is made from the one trace that all buckets share."""
+        """Graphs of the one trace that all buckets share."""
         traces = self.traces
         assert len(traces) == 1, f"{len(traces)} traces: ask for those of a bucket"
         return traces[0]
 
     @property
     def program(self) -> Program:
-        """The one traced model that all buckets share."""
+        """Program of the one trace that all buckets share."""
         return self.runnable.traced.program
 
     def report(self) -> str:
-        """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why."""
+        """Returns the report: each bucket's plan with its reason, and costs as formulas."""
         changes = crossover_lines(list(self.plans.values()))
         text = render_report(self.report_rows)
         text += (
@@ -206,11 +210,11 @@ class Planned:
 
     @property
     def attention(self) -> list[str]:
-        """How the attentions of split buckets are split, what each way costs, and why; lines."""
+        """Lines on each split bucket's attention: sharding, cost of each way, crossovers."""
         return attention_lines(self.by_bucket, self.plans)
 
     def source(self, bucket: Bucket) -> str:
-        """Returns the forward and backward that run for a bucket as Python a person can read."""
+        """Returns the forward and backward graphs of a bucket as readable Python."""
         plan, placement = self.plans[bucket], self.placement(bucket)
         parts = self.by_bucket[bucket].partition(placement, plan.menu_step)
         return variant_source(parts, plan, placement)
@@ -220,21 +224,21 @@ class Planned:
         return self.study(bucket).profile(self.plans[bucket].menu_step)
 
     def study(self, bucket: Bucket) -> Study:
-        """Returns what a bucket's placement costs at any sizes."""
+        """Returns the prices of a bucket's placement, at any sizes."""
         return self.by_bucket[bucket].priced.at(self.placement(bucket))
 
     def placement(self, bucket: Bucket) -> Placement:
-        """Returns how a full micro-batch of a bucket is split."""
+        """Returns the placement of a bucket's full micro-batch."""
         plan = self.plans[bucket]
         sizes = {**bucket.sizes, BATCH: plan.micro_batch}
         return self.by_bucket[bucket].priced.placement(sizes, plan.sp)
 
     def find(self, sizes: Mapping[str, int]) -> Bucket:
-        """Returns the bucket of these lengths; a batch among them does not matter.
+        """Returns the bucket with these lengths; a `batch` among them is ignored.
 
         Raises:
-            BucketError: there is none.
-            PlanError: it fits with no setting.
+            BucketError: no bucket has these lengths.
+            PlanError: the bucket fits with no setting.
         """
         if not isinstance(sizes, Mapping):
             raise BucketError(
@@ -273,14 +277,14 @@ def plan_buckets(
     """Returns the setting of every bucket, the rows it was chosen from, and what fits with none.
 
     Args:
-        by_bucket: bucket -> prices of its trace.
-        request: what was asked for.
+        by_bucket: prices of each bucket's trace.
+        request: options that the plan depends on.
         partly: whether to plan the other buckets where one fits with no setting; else that one
             is the last.
     """
     found = BucketPlans({}, {}, {})
     left = [*by_bucket]
-    with without_collection():  # graphs are kept, and walked in vain
+    with without_collection():  # all graphs stay alive: a collection would find nothing
         for bucket, priced in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
             left.remove(bucket)
             later = [b for b in left if by_bucket[b] is priced]
@@ -297,12 +301,12 @@ def plan_buckets(
 def plan_with_degrees(
     by_bucket: Mapping[Bucket, Priced], request: PlanRequest, degrees: Mapping[Bucket, int]
 ) -> BucketPlans:
-    """Returns what `plan_buckets` does where each bucket's degree is given.
+    """Plans like `plan_buckets`, with a given degree for each bucket.
 
     Args:
-        by_bucket: what each bucket costs.
-        request: whose degrees do not count.
-        degrees: bucket -> ranks.
+        by_bucket: prices of each bucket's trace.
+        request: options that the plan depends on; its degrees are ignored.
+        degrees: bucket -> ranks of the group.
     """
     plans: dict[Bucket, BucketPlan] = {}
     tables: dict[Bucket, tuple[TriedRow, ...]] = {}
@@ -322,8 +326,8 @@ def _plan(
 ) -> tuple[BucketPlan | PlanError, tuple[TriedRow, ...]]:
     """Returns the setting of one bucket, and the rows it was chosen from; see `_rows`.
 
-    Where none fits, the error that says so takes the setting's place. Where the rows that fit do
-    not fit a GPU's segments, those that seemed not worth having may.
+    If no row fits, an error takes the setting's place. If rows fit by their peak but not by a GPU
+    allocator's segments, the rows that `_rows` skipped at first are tried as well.
     """
     for every in (False, True):
         rows = tuple(_rows(priced, bucket, request, later, every))
@@ -342,10 +346,10 @@ def _plan(
 def _choose(
     priced: Priced, bucket: Bucket, rows: dict[tuple[int, int], TriedRow], request: PlanRequest
 ) -> BucketPlan:
-    """Returns the setting of a bucket; on a GPU one that fits as its allocator lays out blocks.
+    """Returns the best setting of a bucket that fits; on a GPU its allocator's segments fit, too.
 
-    Where the segments of a choice are too large, its row is priced again with as much less memory,
-    and takes the place of the old one.
+    While the segments of the chosen row exceed the memory, that row is priced again with as much
+    less memory, and replaced.
     """
     while True:
         most = request.memory_bytes
@@ -363,7 +367,7 @@ def _choose(
 
 
 def _reserved_bytes(priced: Priced, bucket: Bucket, row: TriedRow, request: PlanRequest) -> int:
-    """Returns the bytes of the segments that a row needs, 0 where it surely has room for them."""
+    """Returns the segment bytes that a row needs on a GPU; 0 where the row surely fits."""
     most = request.memory_bytes
     if not priced.traced.device.gpu or row.needed_bytes <= min(AMPLE * most, most - IDLE_BYTES):
         return 0
@@ -376,18 +380,19 @@ def _reserved_bytes(priced: Priced, bucket: Bucket, row: TriedRow, request: Plan
 def _rows(
     priced: Priced, bucket: Bucket, request: PlanRequest, later: Sequence[Bucket], every: bool
 ) -> Iterator[TriedRow]:
-    """Yields the rows of a bucket that may be worth having.
+    """Yields the priced rows of a bucket that may be worth choosing.
 
-    Not tried: degrees beyond twice the last one that was faster; and a micro-batch at a degree if
+    Skipped: degrees beyond twice the last one that was faster; and a micro-batch at a degree if
     half of both fits: that group has the same samples a rank and sends less far, so it is at most a
     few percent slower, and leaves the other ranks to other samples.
 
     Args:
-        priced: of the bucket's trace.
-        bucket: what to price.
-        request: what was asked for.
-        later: other buckets of the trace that will be priced.
-        every: try these, too.
+        priced: prices of the bucket's trace.
+        bucket: bucket to price.
+        request: options that the plan depends on.
+        later: other buckets of the trace that will be priced next; their placements are solved
+            together.
+        every: whether to price the skipped rows as well.
     """
     fastest_s, widest = inf, max(request.sps)
     ample: set[tuple[float, float]] = set()  # (sp, micro-batch) that fit, or whose halves do
@@ -413,10 +418,10 @@ def _rows(
 
 
 def _batches(priced: Priced, bucket: Bucket, sp: int, request: PlanRequest) -> Sequence[int]:
-    """Micro-batches to try: the given one, or powers of two.
+    """Returns the micro-batches to try: the bucket's own batch, or powers of two.
 
-    From sp samples on the batch itself is split and the group is sp independent ranks: that row is
-    the one of a smaller sp, so a free choice of sp stops before it.
+    From `sp` samples on a group could shard the batch alone and act as `sp` independent ranks: that
+    is the row of a smaller degree, so a free choice of degree stops before it.
     """
     if BATCH not in priced.traced.program.symbols:
         return (1,)
@@ -431,19 +436,19 @@ def _batches(priced: Priced, bucket: Bucket, sp: int, request: PlanRequest) -> S
 
 
 def _row(priced: Priced, bucket: Bucket, sp: int, batch: int, request: PlanRequest) -> TriedRow:
-    """Returns the cheapest row of one degree and micro-batch: the least recompute that fits."""
+    """Returns the row of one degree and micro-batch with the least recompute that fits."""
     sizes = {**bucket.sizes, BATCH: batch}
     return row_of(priced.at(priced.placement(sizes, sp, near=True)), sizes, sp, request)
 
 
 def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRow:
-    """Returns the cheapest row of a placement: the least recompute that fits.
+    """Returns the row of a placement with the least recompute that fits.
 
     Args:
-        study: of the placement.
+        study: prices of the placement.
         sizes: length of every dim, batch included.
         sp: ranks of the group.
-        request: what was asked for; its degrees do not count.
+        request: options that the plan depends on; its degrees are ignored.
     """
     batch = sizes.get(BATCH, 1)
 
@@ -464,7 +469,7 @@ def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRo
 
 
 def plans_text(plans: Mapping[Bucket, BucketPlan]) -> str:
-    """Returns the decisions as text, equal on ranks that decided alike."""
+    """Returns the decisions as one text, which ranks compare to see that they decided alike."""
     return "; ".join(
         f"{b}: sp {p.sp}, micro-batch {p.micro_batch}, recompute {p.menu_step}"
         for b, p in plans.items()

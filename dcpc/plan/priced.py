@@ -1,4 +1,4 @@
-"""How a program is best split, and what it then costs, asked of the program that stands for it."""
+"""Finds the best placement of a program and its costs, on a smaller program where blocks repeat."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dcpc.symbolic_profile import Ledger
 
 @dataclass(frozen=True, slots=True)
 class _StructureKey:
-    """What placements share that have one lowered graph.
+    """Key that placements with the same lowered graph share.
 
     Attributes:
-        split: how they split, see `PlacementId`.
-        single: the constant factors of which a rank has one element, which is a number.
-        backend: of the graph.
-        degree: ranks at which choices of recompute are weighed.
+        split: number of the sharding, see `PlacementId`.
+        single: keys of the constant factors of which each rank has one element (a plain number).
+        backend: backend of the graph, "eager" or "inductor".
+        degree: ranks at which recompute choices are weighed.
     """
 
     split: int
@@ -32,15 +32,15 @@ class _StructureKey:
 
 
 class Priced:
-    """Placements and costs of a program. All placements here are those of the whole program.
+    """Finds placements and prices of a program; all placements here are of the whole program.
 
     Args:
-        lift: between the program and the one that is placed and priced.
+        lift: map between the program and the smaller one that is placed and priced.
 
     Attributes:
-        lift: the same.
-        traced: the whole program.
-        placements: of the program that stands for it.
+        lift: map between the program and the smaller one that is placed and priced.
+        traced: whole program.
+        placements: solver of placements of the smaller program.
     """
 
     def __init__(self, lift: Lift) -> None:
@@ -51,17 +51,17 @@ class Priced:
         self._studies: dict[PlacementId, Study] = {}
         self._structures: dict[_StructureKey, Structure] = {}
         self._graphs: dict[_StructureKey, LoweredPair] = {}
-        # By backend the first graph's: calls on the same fake tensors cost the same in all others.
+        # Backend -> the first graph's ledger: equal calls cost the same in later graphs.
         self._ledgers: dict[str, Ledger] = {}
 
     def placement(self, sizes: Sizes, sp: int, *, near: bool = False) -> Placement:
-        """Returns the placement of least predicted time at these sizes; see `Placements.at`."""
+        """Returns the placement of least predicted seconds at these sizes; see `Placements.at`."""
         found = self.lift.up(self.placements.at(sizes, sp, near=near))
         assert found.sp == sp, f"got a placement for sp {found.sp}; expected one for sp {sp}"
         return found
 
     def at(self, placement: Placement) -> Study:
-        """Returns what is known of a placement: its menu of recompute, and costs at any sizes."""
+        """Returns the prices of a placement: its recompute menu, and costs at any sizes."""
         small = self.lift.down(placement)
         key = self.lift.small.id_of(small)
         if key not in self._studies:
@@ -76,13 +76,14 @@ class Priced:
         *,
         gathers_again: frozenset[int] | None = None,
     ) -> set[Key]:
-        """Returns what so many steps of recompute make again, of all blocks.
+        """Returns keys of all values recomputed after `menu_step` recompute steps, in all blocks.
 
         Args:
-            placement: of the program.
-            menu_step: how many.
-            backend: of the graph; default: the model's.
-            gathers_again: units of parameters that are among it; None: as the steps say.
+            placement: placement of the whole program.
+            menu_step: number of recompute steps taken.
+            backend: backend of the graph; default: the model's.
+            gathers_again: numbers of the parameter units that backward gathers again; None: as the
+                steps say.
         """
         structure = self._structure(self.lift.down(placement), backend or self.traced.backend)
         found = self.lift.every_block(structure.made_again(menu_step))
@@ -93,12 +94,12 @@ class Priced:
         return found | {gather_key(self.traced.units.units[k]) for k in gathers_again}
 
     def gathered_again(self, placement: Placement, menu_step: int) -> frozenset[int]:
-        """Returns the units of parameters that so many steps of recompute gather again."""
+        """Returns numbers of the units that backward gathers again after `menu_step` steps."""
         structure = self._structure(self.lift.down(placement), self.traced.backend)
         return self.lift.gathered_again(structure.gathered_again(menu_step))
 
     def _structure(self, small: Placement, backend: str) -> Structure:
-        """Returns what placements have in common that split alike at any degree."""
+        """Returns the costs that all placements with the same sharding share, at any degree."""
         traced, sp = self.lift.small, small.sp
         constants = split_constants(traced.program, small)
         single = frozenset(key for key, size in constants.items() if size == sp)

@@ -1,9 +1,9 @@
-"""What is known of lowered graphs for planning: what their calls cost, and what to make again.
+"""Caches the cost and the recompute options of each lowered graph, to price many settings quickly.
 
-A rank's graph hardly depends on how many ranks there are: the group's name, and pieces of
-constants, which are integers here as pieces of dims are. So placements that split alike at several
-degrees have one graph, one menu of recompute and one timeline for each of its plans; only what
-collectives cost differs.
+One rank's graph hardly depends on the number of ranks: only the group's name does, and pieces of
+constants, which are integer inputs here, as pieces of dims are. So placements that shard alike at
+several degrees share one graph, one recompute menu and one memory timeline for each setting of the
+menu; only the cost of collectives differs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from dcpc.symbolic_profile import (
     with_constants,
 )
 
-_DENSE = torch.ops.aten.clone.default  # of a parameter that does not lie row after row
+_DENSE = torch.ops.aten.clone.default  # copies a parameter that is not stored row by row
 
 
 @dataclass(frozen=True, slots=True)
 class GatherStep:
-    """A step of recompute that gathers parameters again.
+    """A recompute step in which backward gathers some parameters a second time.
 
     Attributes:
-        after: steps of the menu before it.
-        gathers: from it on, the calls that gather again, and how many of the copies that each
-            stands for keep theirs all the same, from the last on.
-        seconds: of all these gathers.
-        size_bytes: of what they gather.
+        after: number of menu steps taken before this one.
+        gathers: name of a gather call that runs again in backward, once this step is taken -> how
+            many of the copies it stands for still keep their parameters from forward (the last
+            copies).
+        seconds: predicted seconds of all the gathers that run again.
+        size_bytes: bytes that they gather: the memory freed between forward and backward.
     """
 
     after: int
@@ -57,18 +58,19 @@ class GatherStep:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """One lowered graph.
+    """One lowered graph with its costs and its recompute menu.
 
     Attributes:
-        lowering: the graph, of one of the degrees.
-        device: what costs are predicted for.
-        ledger: costs of its nodes, at a degree that the graph alone tells.
-        meter: reads them at sizes.
-        choices: the menu; of a folded program its blocks, which choose alike.
-        copies: what its nodes stand for, None where each stands for itself.
-        keys: name of a value -> what it is called in every trace.
-        costs: steps of recompute -> what runs then costs.
-        turns: the steps that gather parameters again in backward, in order.
+        lowering: lowered graph at one of the degrees that share it.
+        device: device for which costs are predicted.
+        ledger: symbolic costs of the graph's nodes, at a degree that depends on the graph alone.
+        meter: evaluator of these costs at given sizes.
+        choices: recompute menu; for a folded program, blocks whose copies all recompute alike.
+        copies: number of calls that each node stands for in a folded program; None: each stands for
+            one.
+        keys: name of a value -> its key, which is the same in every trace.
+        costs: number of recompute steps -> costs of the graphs that then run (a cache).
+        turns: recompute steps that gather parameters again in backward, in order.
     """
 
     lowering: LoweredPair
@@ -83,24 +85,24 @@ class Structure:
 
     @property
     def menu(self) -> Menu:
-        """Choices of what backward makes again."""
+        """Recompute menu: numbered sets of values that backward recomputes."""
         return self.choices.menu if isinstance(self.choices, AlikeBlocks) else self.choices
 
     @property
     def steps(self) -> int:
-        """Steps of recompute there are; those that gather parameters again are among them."""
+        """Number of recompute steps: those of the menu and those that gather parameters again."""
         return len(self.menu.steps) + len(self.turns)
 
     def turn(self, menu_step: int) -> GatherStep | None:
-        """Returns the last of so many steps that gathers parameters again; None: none does."""
+        """Returns the last of the first `menu_step` steps that gathers parameters again."""
         taken = self._turns_in(menu_step)
         return self.turns[taken - 1] if taken else None
 
     def gathered_again(self, menu_step: int) -> dict[int, int]:
-        """Returns number of a unit -> copies that it stands for and that keep theirs.
+        """Returns unit gathered again in backward -> copies that keep their parameters.
 
         Args:
-            menu_step: steps of recompute that are taken.
+            menu_step: number of recompute steps taken.
         """
         turn = self.turn(menu_step)
         gathers = {} if turn is None else turn.gathers
@@ -108,7 +110,7 @@ class Structure:
         return {u.number: gathers[u.gather.name] for u in units if u.gather.name in gathers}
 
     def made_again(self, menu_step: int) -> set[Key]:
-        """Returns what so many steps of recompute make again, but for parameters."""
+        """Returns keys of the values recomputed after `menu_step` steps, without parameters."""
         return {self.keys[name] for name in self._made_again(menu_step)}
 
     def _made_again(self, menu_step: int) -> frozenset[str]:
@@ -121,7 +123,7 @@ class Structure:
         return sum(turn.after + i < menu_step for i, turn in enumerate(self.turns))
 
     def run(self, menu_step: int) -> Costs:
-        """Returns what runs if so many steps of recompute are taken."""
+        """Returns the costs of the graphs that run when `menu_step` recompute steps are taken."""
         if menu_step not in self.costs:
             turn = self.turn(menu_step)
             gathers = {} if turn is None else turn.gathers
@@ -139,11 +141,11 @@ class _RunSizes:
 
 
 class Study:
-    """A lowered graph at one degree: its menu, and its costs at any sizes.
+    """Prices one lowered graph at one degree: its recompute menu, and its costs at any sizes.
 
     Args:
-        structure: what it has in common with other degrees.
-        sp: the degree.
+        structure: part of the costs that all degrees of this graph share.
+        sp: degree: ranks of the group.
     """
 
     def __init__(self, structure: Structure, sp: int) -> None:
@@ -155,34 +157,34 @@ class Study:
 
     @property
     def menu(self) -> Menu:
-        """The choices of what backward makes again, cheapest steps first."""
+        """Recompute menu, cheapest steps first."""
         return self._structure.menu
 
     @property
     def steps(self) -> int:
-        """Steps of recompute there are, up to making again all that can be."""
+        """Number of recompute steps; the last one recomputes everything that can be."""
         return self._structure.steps
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Steps of recompute before each that gathers parameters again."""
+        """For each step that gathers parameters again, the number of recompute steps before it."""
         return tuple(turn.after + i for i, turn in enumerate(self._structure.turns))
 
     def gathers_cost(self, menu_step: int) -> tuple[float, int]:
-        """Returns seconds and bytes of what so many steps of recompute gather again."""
+        """Returns seconds and bytes of the gathers that run again after `menu_step` steps."""
         turn = self._structure.turn(menu_step)
         return (turn.seconds, turn.size_bytes) if turn else (0.0, 0)
 
     @property
     def priced(self) -> AbstractSet[int]:
-        """The numbers of steps of recompute whose costs are known at any sizes."""
+        """Numbers of recompute steps whose symbolic costs are already known."""
         return self._structure.costs.keys()
 
     def profile(self, menu_step: int) -> Profile:
-        """Returns the symbolic costs of a recompute setting."""
+        """Returns the symbolic costs when `menu_step` recompute steps are taken."""
         if menu_step not in self._profiles:
             profile = self._ledger.profile(self._structure.run(menu_step))
-            # pieces of constants that are the same on all ranks
+            # Constant dims that the degree divides: their pieces are equal on all ranks.
             constants = {
                 i.symbol: sympy.Integer(i.value({}, self._sp, 0))
                 for i in self._structure.lowering.lowered.integers
@@ -195,15 +197,16 @@ class Study:
         return self._profiles[menu_step]
 
     def local_sizes(self, sizes: Sizes, rank: int = 0) -> dict[str, int]:
-        """Returns the sizes of a profile's symbols: dims, and lengths of one rank's pieces.
+        """Returns the profile's symbols -> values on one rank: dims, and lengths of its pieces.
 
-        Rank 0 of a group is the fullest: the first ranks get one element more.
+        Rank 0 of a group has the most: where a dim does not divide, the first ranks get one element
+        more.
         """
         lowering = self._structure.lowering
         return lowering.lowered.local_sizes(lowering.program.dims(sizes), self._sp, rank)
 
     def predict(self, menu_step: int, sizes: Sizes) -> Prediction:
-        """Returns the costs at given sizes on the fullest rank; the peak is any rank's largest."""
+        """Returns costs at given sizes: the fullest rank's, and the largest peak of any rank."""
         key = _RunSizes(tuple(sizes.items()), menu_step)
         if key not in self._predictions:
             fullest, *others = self._ranks(sizes)
@@ -217,13 +220,13 @@ class Study:
         return self._predictions[key]
 
     def _ranks(self, sizes: Sizes) -> list[dict[str, int]]:
-        """Returns `local_sizes` of each rank whose costs may differ, the fullest first."""
+        """Returns `local_sizes` of each rank whose costs may differ, the fullest rank first."""
         lowering = self._structure.lowering
         dims = lowering.program.dims(sizes)
         return lowering.lowered.sizes_of_ranks(dims, self._sp, self._meter.names)
 
     def _warn_of_fixed(self, sizes: Mapping[str, int]) -> None:
-        """Warns where costs are read at sizes that the graph is not for."""
+        """Warns if costs are read at a size for which torch's derivative was not traced."""
         fixed = self._structure.lowering.fixed
         other = {n: size for n, size in fixed.items() if max(2, sizes.get(n, size)) != size}
         if other:
@@ -238,10 +241,11 @@ class Study:
             )
 
     def live(self, menu_step: int, sizes: Sizes) -> list[tuple[str, int]]:
-        """Returns the points of a forward and a backward, and the most alive at each on a rank.
+        """Returns name and live bytes of each program point, in order: the largest of any rank.
 
-        After the point "backward" those of backward come. Of a model planned as three copies of
-        its blocks the points are theirs, at which what the others keep is counted.
+        The points after the one named "backward" belong to backward. In a model folded to three
+        copies of its blocks the points are those of the copies; their bytes include activations of
+        the other blocks.
         """
         costs = self._structure.run(menu_step)
         live = self._meter.most_alive(costs, self._ranks(sizes), self._structure.device)
@@ -250,13 +254,14 @@ class Study:
     def usage(
         self, menu_step: int, sizes: Sizes, resident: Sequence[int], limit_bytes: float = inf
     ) -> Usage:
-        """Returns what the fullest rank needs of a GPU as torch's allocator gives it out.
+        """Returns the GPU memory that the fullest rank needs under torch's caching allocator.
 
         Args:
-            menu_step: steps of the menu.
-            sizes: lengths of the dims.
-            resident: bytes of each tensor that stays, inputs excepted.
-            limit_bytes: of the GPU.
+            menu_step: number of recompute steps taken.
+            sizes: length of each dim, batch included.
+            resident: bytes of each tensor that lives throughout (parameters, optimizer state), not
+                of inputs.
+            limit_bytes: memory of the GPU in bytes.
         """
         costs = self._structure.run(menu_step)
         return self._meter.usage(costs, self.local_sizes(sizes), resident, limit_bytes)
@@ -271,18 +276,19 @@ def structure_of(
     like: Ledger | None = None,
     stays: frozenset[int] | None = None,
 ) -> Structure:
-    """Returns what is known of a lowered graph.
+    """Returns the costs and the recompute menu of a lowered graph.
 
-    Its menu is made of sizes that are the same on all ranks: they make the same values again,
-    collectives among them.
+    The menu is computed at sizes that are the same on all ranks, so that all ranks recompute the
+    same values, collectives among them.
 
     Args:
-        lowering: the graph.
-        degree: ranks at which choices of recompute are weighed; that of the graph, whoever asks.
-        reference: lengths of all dims at which they are.
-        device: what costs are predicted for.
-        copies: what its nodes stand for, None where each stands for itself: copies choose alike.
-        like: costs of another graph of the same tracer and device.
+        lowering: lowered graph.
+        degree: ranks at which recompute choices are weighed; it depends on the graph alone.
+        reference: length of each dim at which recompute choices are weighed.
+        device: device for which costs are predicted.
+        copies: number of calls that each node of a folded program stands for; copies recompute
+            alike. None: each node stands for one.
+        like: ledger of another graph of the same tracer and device, whose costs are reused.
         stays: numbers of the gradients that live to the end of backward; None: all.
     """
     names, nodes = lowering.joint.names, [*lowering.joint.gm.graph.nodes]
@@ -310,17 +316,17 @@ def structure_of(
 def _turns(
     menu: Menu, units: Sequence[UnitNodes], seconds: Sequence[float], copies: Fold | None
 ) -> tuple[GatherStep, ...]:
-    """Returns the steps that gather again, one unit after the other, the cheapest a byte first.
+    """Returns the steps that gather parameters again: a unit a step, fewest seconds a byte first.
 
-    Of those that cost the same the first in forward: it would be kept for the longest. Of copies
-    that stand for more, the first two gather again together, as the second one is what others are
-    like.
+    Of units at the same price the first of forward comes first, as it would be kept the longest. In
+    a folded program the first copy joins the middle copy's step, as the middle copy stands for
+    others.
 
     Args:
-        menu: among whose steps they are.
-        units: that backward may gather again, in the order of forward.
-        seconds: of each one's gather.
-        copies: what they stand for.
+        menu: recompute menu into which the steps are sorted by price.
+        units: units that backward may gather again, in the order of forward.
+        seconds: predicted seconds of each unit's gather.
+        copies: number of calls that each node stands for; None: each stands for one.
     """
     size_bytes = [sum(int(t.nbytes) for t in u.gather.meta["val"]) for u in units]
     prices = [s / b for s, b in zip(seconds, size_bytes, strict=True)]
@@ -336,7 +342,7 @@ def _turns(
         name = units[i].gather.name
         run, copy = where[name]
         if copy == 0 and run in middles:
-            continue  # with the middle one
+            continue  # joins the middle copy's step
         stands_for = 1 if copies is None else copies.count(name)
         kept = [0]
         if copy == 1 and run in firsts:
@@ -361,14 +367,14 @@ def _turns(
 
 
 def _after(menu: Menu, seconds_per_byte: float) -> int:
-    """Returns the steps that cost at most so much a byte; a larger menu has others between."""
+    """Returns the number of menu steps that cost at most so many seconds per byte freed."""
     at = menu.at_price(seconds_per_byte)
     most = menu.seconds(at)
     return at if menu.alike else bisect_right(menu.steps, most, key=lambda k: menu.seconds(k + 1))
 
 
 def split_constants(program: Program, placement: Placement) -> dict[int, int]:
-    """Returns the factors of constant size that a placement splits: key -> size."""
+    """Returns key -> size of each factor of constant size that a placement shards."""
     found: dict[int, int] = {}
     for node in program.gm.graph.nodes:
         chosen = placement.nodes.get(node.name)
@@ -390,7 +396,7 @@ def _calls(
     seconds: Iterable[float],
     sizes: Iterable[float],
 ) -> list[ForwardCall]:
-    """Returns the calls of a joint graph's forward as the menu wants them."""
+    """Returns the calls of a joint graph's forward, described for the recompute menu."""
     known = {n.name for n in nodes}
     return [
         ForwardCall(
@@ -407,7 +413,7 @@ def _calls(
 
 
 def _shape(value: object) -> object:
-    """Returns what values of equal dtypes and shapes share."""
+    """Returns a hashable key that is equal for values of equal dtypes and shapes."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(map(size_key, value.shape))
     if isinstance(value, list | tuple):
@@ -418,7 +424,7 @@ def _shape(value: object) -> object:
 def _memory(
     lowering: LoweredPair, meter: Meter, sizes: Sizes, stays: frozenset[int] | None
 ) -> ValueMemory:
-    """Returns where the values of a lowered graph lie, at given sizes."""
+    """Returns storages, bytes and reads in backward of a lowered graph's values, at given sizes."""
     joint = lowering.joint
     storages, size_bytes, transient_bytes = meter.memory([*joint.gm.graph.nodes], sizes)
     run = lowering.schedule(())
