@@ -193,7 +193,7 @@ def stretches(plans: Sequence[BucketPlan]) -> list[Stretch]:
 
 
 def crossover_lines(plans: Sequence[BucketPlan]) -> list[str]:
-    """Returns a line for each stretch of equal settings by rising length, and the degree's changes."""
+    """Returns a line for each stretch of equal settings by rising length, and where sp changes."""
     if not plans:
         return []
     merged = stretches(plans)
