@@ -1,4 +1,4 @@
-"""Ops whose operands must have one dtype: torch refuses others when they run, not in a trace."""
+"""Refuses products of operands with several dtypes, which torch refuses only when they run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PRODUCTS = {
 
 
 def refuse_mixed(program: Program) -> None:
-    """Refuses a product of operands of several dtypes.
+    """Refuses a matrix product whose operands have several floating dtypes.
 
     Args:
         program: the traced model.

@@ -1,4 +1,4 @@
-"""Which parameters a graph gathers at once, where each rank has rows of them: those of a block."""
+"""Groups the parameters that a graph gathers at once (ZeRO-3): those of a repeated block."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor, fx
 from dcpc.ir import GatherUnits, Program
 
 aten = torch.ops.aten
-# Ops that differentiate without what they read of a parameter.
+# Ops whose backward does not read the parameter.
 _READ_ONCE = {aten.embedding.default, aten.add.Tensor, aten.sub.Tensor}
-# A numbered module with more of the parameters than this is divided into those in it.
+# A numbered module with a larger share of the parameters is divided into its numbered submodules.
 _LARGEST_SHARE = 0.25
 
 
 def units_of(
     program: Program, tensors: Mapping[str, Tensor], ranks: int, copies: Mapping[str, object]
 ) -> GatherUnits:
-    """Returns the parameters of each repeated block, and the others by the module they are in.
+    """Returns units of parameters: one for each repeated block, and one for each other module.
 
-    Backward gathers a unit again that is read at one place of forward alone, unless it is the last.
+    Backward gathers a unit again if forward reads it at one place only, except for the last one.
 
     Args:
         program: the traced model.
-        tensors: placeholder -> parameter.
-        ranks: that share them out.
-        copies: node -> which copy of a repeated block it is in; others are absent.
+        tensors: placeholder name -> parameter.
+        ranks: number of ranks that shard the parameters.
+        copies: node name -> copy of a repeated block that it is in; other nodes are absent.
     """
     calls = [n for n in program.gm.graph.nodes if n.op == "call_function"]
     position = {n: i for i, n in enumerate(calls)}
@@ -63,7 +63,7 @@ def _kept_for_backward(parameter: fx.Node) -> bool:
 
 
 def _groups(program: Program, order: list[str], copies: Mapping[str, object]) -> dict[str, object]:
-    """Returns what parameters share that are gathered at once."""
+    """Returns parameter -> key, equal for parameters that are gathered at once."""
     found = dict(copies)
     numels: Counter[str] = Counter()
     for name in order:
@@ -82,6 +82,6 @@ def _groups(program: Program, order: list[str], copies: Mapping[str, object]) ->
 
 
 def _numbered(name: str) -> list[str]:
-    """Returns the numbered modules that a parameter is in, outermost first."""
+    """Returns the numbered modules that contain a parameter, outermost first."""
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if part.isdecimal()]

@@ -1,4 +1,4 @@
-"""Which values the integer inputs of a model may have: rows of a table, classes of a loss.
+"""Finds the valid values of a model's integer inputs: rows of a table, classes of a loss.
 
 An input is followed through ops that keep its elements (views, slices, padding) to the ops that
 read it as numbers of rows or classes. Whatever else is done with it (`where`, `clamp`) ends the
@@ -26,7 +26,7 @@ _KEEPS = {
     aten.contiguous.default, aten.clone.default, aten.alias.default, aten.detach.default,
     aten._to_copy.default, aten.to.dtype,
 }  # fmt: skip
-# Those after which a dim has the place, and the elements, that it had in the input.
+# Ops that keep the order of dims and the elements of each.
 _IN_PLACE = {
     aten.contiguous.default, aten.clone.default, aten.alias.default, aten.detach.default,
     aten._to_copy.default, aten.to.dtype,
@@ -38,7 +38,7 @@ _INTEGERS = (*_SIGNED, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class _InputPart:
-    """What a value has of an input: all elements in these extents of its dims."""
+    """A part of an input: all of its elements within these extents of its dims."""
 
     name: str
     extents: tuple[Extent, ...] = ()
@@ -46,7 +46,7 @@ class _InputPart:
 
 
 def value_ranges(program: Program) -> dict[str, tuple[ValueRange, ...]]:
-    """Returns input -> what the ops that read its values need of them; others are left out.
+    """Returns input -> ranges that the ops which read its values require; others are left out.
 
     Args:
         program: the traced model.
@@ -75,7 +75,7 @@ def value_ranges(program: Program) -> dict[str, tuple[ValueRange, ...]]:
 def _followed(
     program: Program, node: fx.Node, source: fx.Node, part: _InputPart
 ) -> _InputPart | None:
-    """Returns what an op's result has of an input; None: that is not known."""
+    """Returns the part of an input that an op's result contains; None: unknown."""
     if node.target in _KEEPS:
         before, after = program.info[source.name].dtype, program.info[node.name].dtype
         kept = after == before or (after in _SIGNED and after.itemsize > before.itemsize)
@@ -120,7 +120,7 @@ _CUTS: dict[Any, Callable[[Program, fx.Node, fx.Node], list[Extent] | None]] = {
 
 
 def _reads(program: Program, node: fx.Node) -> list[tuple[fx.Node, ValueRange]]:
-    """Returns the operands of an op that are numbers of rows or classes, and what they may be."""
+    """Returns the operands of an op that are row or class numbers, and their valid ranges."""
     given = arguments(node)
     if node.target == aten.embedding.default:
         return _below(program, node, given["weight"], 0, given["indices"], "rows of an embedding")

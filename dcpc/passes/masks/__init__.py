@@ -1,1 +1,1 @@
-"""What masks of attention say of positions and sequences."""
+"""Recognises attention masks as limits of positions, kept keys and packed sequences."""

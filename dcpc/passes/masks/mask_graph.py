@@ -1,4 +1,4 @@
-"""Reads the value of one element of a mask off the graph that makes it, as a function of position.
+"""Reads one element of a mask, as an expression of its position, from the graph that makes it.
 
 Nothing is computed: an index goes up the graph, through views and lookups, to the positions
 (`arange`), numbers and tensors that the element is made of.
@@ -46,7 +46,7 @@ class MaskReader:
     """Reads masks of one program.
 
     Args:
-        program: only read.
+        program: program that has the masks; only read.
     """
 
     def __init__(self, program: Program) -> None:
@@ -54,9 +54,9 @@ class MaskReader:
         self._memo: dict[tuple[str, Index], Value] = {}
 
     def read(self, node: Any, index: Index) -> Value:
-        """Returns a node's element at an index, of a number the number.
+        """Returns a node's element at an index; a number as it is.
 
-        What no rule here knows is Data: a lookup of that node.
+        An op without a rule here gives Data: a lookup of the node at run time.
         """
         if not isinstance(node, fx.Node):
             return TRUE if node is True else FALSE if node is False else Affine(node)
@@ -96,10 +96,10 @@ class MaskReader:
         return self.program.scalars[x.name]
 
     def place(self, at: Any, size: sympy.Expr) -> Any:
-        """Returns a place in a dim, counted from its beginning.
+        """Returns a position in a dim, counted from its beginning.
 
         Raises:
-            UnknownError: it may be before the beginning, and so count from the end.
+            UnknownError: it may be negative, and so count from the end.
         """
         at = sympy.sympify(at)
         at = at + size if at.is_negative else at
@@ -165,7 +165,7 @@ def _same(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> V
 
 
 def _cast(value: Value, dtype: torch.dtype) -> Value:
-    """What is read from tensors is cast where it is looked up; `held` looks after the others."""
+    """Casts values that are read from tensors; `held` handles other values."""
     if isinstance(value, Data):
         return Data(("cast", dtype, value.recipe))
     if isinstance(value, WhereValue):
@@ -186,7 +186,7 @@ def _unsqueeze(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index)
 
 @_rule("reshape", "squeeze", "view", "flatten")
 def _reshape(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
-    """Dims of one element come and go; the others stay."""
+    """Reads through a reshape that only adds or drops dims of size 1."""
     (source, *_) = node.all_input_nodes
     old, new = r.shape(source), r.shape(node)
     kept = [i for i, n in zip(index, new, strict=True) if n != 1]
@@ -237,7 +237,7 @@ def _select(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) ->
 
 @_rule("index")
 def _index(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> Value:
-    """A lookup at positions; all dims are looked up, or the first ones."""
+    """Reads an indexing by tensors in all dims, or in the first ones."""
     source, indices = args["self"], list(args["indices"])
     rest = len(r.shape(source)) - len(indices)
     if any(not isinstance(x, fx.Node) for x in indices):
@@ -251,7 +251,7 @@ def _index(r: MaskReader, node: fx.Node, args: dict[str, Any], index: Index) -> 
 
 
 def _looked_up(r: MaskReader, at: Value, size: sympy.Expr) -> Affine:
-    """A place that is looked up: one that is negative counts from the end."""
+    """Returns an index as a position; a negative number counts from the end."""
     if not isinstance(at, Affine) or any(times < 0 for _, times in at.coefficients):
         raise UnknownError
     return Affine(r.place(at.number, size)) if at.constant else _from_here(at)

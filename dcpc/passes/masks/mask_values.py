@@ -1,4 +1,4 @@
-"""What an element of a mask is, as an expression of its position: the values masks are made of.
+"""Expressions for an element of a mask, as a function of its position.
 
     i, j, i - j + 3                  Affine
     j <= i                           Truth: j - i is at most 0
@@ -22,7 +22,7 @@ Number: TypeAlias = Any  # int, float, or a sympy expression of the dims
 
 
 class UnknownError(Exception):
-    """A value that no expression here stands for."""
+    """Raised where no expression here represents a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Affine:
 
     @staticmethod
     def of(number: Number, coefficients: Mapping[str, int]) -> Affine:
-        """Returns it without zeros, positions in order."""
+        """Returns the sum without zero coefficients, positions in order."""
         return Affine(number, tuple(sorted((v, c) for v, c in coefficients.items() if c)))
 
     @property
     def constant(self) -> bool:
-        """Whether no position is in it."""
+        """Whether it contains no position."""
         return not self.coefficients
 
 
@@ -59,14 +59,14 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """A truth value.
+    """A boolean expression.
 
     Attributes:
         kind: "all" or "any" of the members, "positive" (`affine` >= 0), "data" (`data` is true) or
             "not data".
-        members: of "all" and "any"; none of them is true and false.
-        affine: of "positive".
-        data: of "data" and "not data".
+        members: operands of "all" and "any"; without operands these are true and false.
+        affine: expression of "positive".
+        data: value of "data" and "not data".
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class WhereValue:
-    """One value where something holds, another one where it does not."""
+    """One value where a condition holds, another one elsewhere."""
 
     condition: Truth
     yes: Value
@@ -100,7 +100,7 @@ def either(*truths: Truth) -> Truth:
 
 
 def _joined(kind: str, truths: Sequence[Truth], settled: Truth) -> Truth:
-    """Returns truths joined by a kind, of which one is enough where it is `settled`."""
+    """Returns truths joined as "all" or "any"; the result is `settled` if one member is."""
     found: list[Truth] = []
     for truth in truths:
         if truth == settled:
@@ -111,7 +111,7 @@ def _joined(kind: str, truths: Sequence[Truth], settled: Truth) -> Truth:
 
 
 def negation(truth: Truth) -> Truth:
-    """Returns the opposite."""
+    """Returns the negation."""
     if truth.kind in ("all", "any"):
         other = "any" if truth.kind == "all" else "all"
         members = tuple(map(negation, truth.members))
@@ -146,7 +146,7 @@ def times(a: Affine, number: Number) -> Affine:
     """Returns an Affine times a number.
 
     Raises:
-        UnknownError: positions would be counted in fractions.
+        UnknownError: the coefficients of positions would not be integers.
     """
     if a.constant:
         return Affine(a.number * number)
@@ -189,7 +189,7 @@ def compared(op: str, a: Value, b: Value) -> Truth:
     """Returns `a op b`, op one of lt, le, gt, ge, eq, ne.
 
     Raises:
-        UnknownError: these values are not compared by position.
+        UnknownError: these values have no comparison by position.
     """
     if isinstance(a, WhereValue):
         return branch(a.condition, compared(op, a.yes, b), compared(op, a.no, b))
@@ -213,7 +213,7 @@ def compared(op: str, a: Value, b: Value) -> Truth:
 
 
 def _compared_truths(op: str, a: Value, b: Value) -> Truth:
-    """A truth value compared: as 1 or 0, so that none is equal to 2."""
+    """Returns a comparison with a truth value, which counts as 1 or 0."""
     if isinstance(a, Truth) and isinstance(b, Truth) and op in ("eq", "ne"):
         same = branch(a, b, negation(b))
         return same if op == "eq" else negation(same)
@@ -226,10 +226,10 @@ _HOLD_POSITIONS = (torch.int64, torch.int32, torch.float64, torch.float32)
 
 
 def held(value: Value, dtype: torch.dtype) -> Value:
-    """Returns a value as a tensor of some dtype holds it.
+    """Returns a value as stored in a dtype.
 
     Raises:
-        UnknownError: positions would be rounded or wrap in it, or a number is none.
+        UnknownError: the dtype would round or wrap positions, or a number is NaN.
     """
     if dtype == torch.bool:
         return truth_of(value)
@@ -265,10 +265,10 @@ def _held(value: Affine, dtype: torch.dtype) -> Affine:
 
 
 def combined(op: Callable[[Affine, Affine], Affine], name: str, a: Value, b: Value) -> Value:
-    """Returns an arithmetic op of two values, inside of what chooses between them.
+    """Returns an arithmetic op of two values, applied within each branch of a WhereValue.
 
     Raises:
-        UnknownError: there is no expression for it.
+        UnknownError: no expression represents the result.
     """
     if isinstance(a, WhereValue):
         return chosen(a.condition, combined(op, name, a.yes, b), combined(op, name, a.no, b))

@@ -40,17 +40,17 @@ from dcpc.passes.masks.mask_values import (
 )
 from dcpc.passes.masks.segments import is_one, segment_of, within
 
-# One that leaves nothing of the score itself, in float32 and float64.
+# A number at or below this, added to a score, leaves nothing of the score in float32 and float64.
 DROWNS = -1e30
 
 
 class _RefusedError(Exception):
-    """Why a mask stays as it is."""
+    """The reason why a mask stays a tensor."""
 
 
 @dataclass(slots=True)
 class _Band:
-    """What has been found of a conjunction so far."""
+    """The limits found so far in a conjunction."""
 
     before: int | None = None
     after: int | None = None
@@ -58,7 +58,7 @@ class _Band:
     segment: Recipe | None = None
 
     def limit(self, before: int | None = None, after: int | None = None) -> None:
-        """Adds a limit."""
+        """Tightens the limits."""
         if before is not None:
             self.before = before if self.before is None else min(self.before, before)
         if after is not None:
@@ -66,7 +66,7 @@ class _Band:
 
 
 def recognise_masks(program: Program) -> MaskPlan:
-    """Returns what the masks of a program's attentions say, and why some stay as they are."""
+    """Returns the recognised masks of a program's attentions, and why others stay tensors."""
     reader = MaskReader(program)
     decisions: dict[str, MaskDecision] = {}
     refused: dict[tuple[str, str], list[str]] = {}
@@ -82,12 +82,12 @@ def recognise_masks(program: Program) -> MaskPlan:
 
 
 def notes_of(program: Program, refused: Mapping[tuple[str, str], Sequence[str]]) -> tuple[str, ...]:
-    """Returns a line each for (mask, why it stays) -> attentions."""
+    """Returns a line for each mask that stays a tensor, from (mask, reason) -> attentions."""
     return tuple(_note(program, *why, nodes) for why, nodes in refused.items())
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
-    """The mask of an attention that has one and no other limits."""
+    """Returns the mask of an attention that has one and no other limits."""
     if str(node.target) != "dcpc.attention.default" or len(node.args) < 4:
         return None
     mask, *keep = node.args[3:]
@@ -114,10 +114,11 @@ class _Mask:
         self.index = tuple(Affine(0) if n == 1 else Affine(0, ((v, 1),)) for n, v in names)
 
     def decide(self) -> MaskDecision:
-        """Returns what the mask says.
+        """Returns the recognised form of the mask.
 
         Raises:
-            _RefusedError: it is no conjunction of limits of the distance and of what a key is.
+            _RefusedError: it is no conjunction of limits of the distance and of conditions on a
+                key.
         """
         info = self.program.info[self.mask.name]
         if info.shape[2] == 1:
@@ -141,7 +142,7 @@ class _Mask:
         return MaskDecision(band.before, band.after, band.keep, empty, band.segment)
 
     def _without_segment(self, seen: Truth) -> tuple[Truth, Recipe | None]:
-        """What a mask says of queries and keys of one sequence; which these are, None: one only."""
+        """Returns the mask within one sequence, and the segments; None: a single segment."""
         parts = seen.members if seen.kind == "all" else (seen,)
         found = [segment_of(self.program, part) for part in parts]
         segment = next((s for s in found if s is not None), None)
@@ -158,7 +159,7 @@ class _Mask:
     # ------------------------------------------------------------------------- numbers to truth
 
     def _seen(self, value: Value) -> tuple[Truth, set[float]]:
-        """Where numbers that are added leave a score as it is; the numbers elsewhere."""
+        """Returns where an additive mask leaves a score unchanged, and its numbers elsewhere."""
         if isinstance(value, WhereValue):
             yes, low_yes = self._seen(value.yes)
             no, low_no = self._seen(value.no)
@@ -184,7 +185,7 @@ class _Mask:
         return f"those of node {node.name} ({node.target})"
 
     def _empty(self, band: _Band, lows: set[float]) -> str:
-        """What a query gives that sees no key; "" where that is as the attention has it."""
+        """Returns the result rule of a query that sees no key; "" to keep the attention's own."""
         if not lows or self._sees_something(band):
             return ""
         if len(lows) > 1:
@@ -216,7 +217,7 @@ class _Mask:
     # --------------------------------------------------------------------------- truth to limits
 
     def _take(self, part: Truth, band: _Band) -> None:
-        """Adds one member of the conjunction."""
+        """Adds one member of the conjunction to the band."""
         if part == FALSE:
             raise _RefusedError("it hides every key from every query")
         if part.kind == "positive":
@@ -227,7 +228,7 @@ class _Mask:
         band.keep = recipe if band.keep is None else ("and", band.keep, recipe)
 
     def _limit(self, affine: Affine, band: _Band) -> None:
-        """`affine` >= 0: a limit of the distance, or true at every position there is."""
+        """Adds `affine` >= 0: a limit of the distance, unless it holds at every position."""
         coefficients = dict(affine.coefficients)
         number = sympy.sympify(affine.number)
         lowest = sum(c * (self.sizes[v] - 1) for v, c in coefficients.items() if c < 0) + number
@@ -251,7 +252,7 @@ class _Mask:
         return " + ".join([*terms, str(affine.number)])
 
     def _recipe(self, part: Truth) -> Recipe:
-        """A truth that depends on the sample and the key alone."""
+        """Returns a truth that depends on the sample and the key alone, as a recipe."""
         if part.kind in ("all", "any"):
             members = [self._recipe(m) for m in part.members]
             found = members[0]
@@ -296,7 +297,7 @@ class _Mask:
 
 
 def _lookups(value: Value) -> Iterator[tuple[Any, ...]]:
-    """Yields the lookups in numbers."""
+    """Yields the lookups in a value."""
     if isinstance(value, Data):
         yield from _gets(value.recipe)
 

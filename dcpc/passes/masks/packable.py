@@ -1,4 +1,4 @@
-"""Whether rows of a model may hold several sequences, each with the loss it has alone.
+"""Decides whether rows of a model may hold several sequences, each with the loss it has alone.
 
 Three things have to hold, and each is looked up in the graph:
 
@@ -28,18 +28,18 @@ from dcpc.passes.masks.row_ops import check_ops
 from dcpc.passes.sharding.op_kinds import arguments
 from dcpc.passes.sharding.rule_types import OpSharding
 
-# Lengths of the sequences of the rows that segments are computed for.
+# Lengths of the sequences in each test row for which segments are computed.
 _ROWS = ((3, 1, 1, 4, 2), (1, 6, 4), (11,), (5, 6), (2, 2, 2, 2, 3), (1,) * 11)
-# Numbers of sequences that must make no difference beside the attentions.
+# Sequence numbers that must make no difference outside of the attentions.
 _NUMBERS = (1, 2, 3, 5, 9, 17)
 
 
 def packable(program: Program, rules: Mapping[str, OpSharding]) -> Packable:
-    """Returns what a model makes of several sequences in one row.
+    """Returns whether and how a model takes several sequences in one row.
 
     Args:
         program: the traced model, its masks recognised.
-        rules: node name -> its sharding rule.
+        rules: node name -> sharding rule of the node.
     """
     names = [name for name in program.symbols if name != BATCH]
     if len(names) != 1:
@@ -56,7 +56,7 @@ def packable(program: Program, rules: Mapping[str, OpSharding]) -> Packable:
 
 
 def _marks(row: RowGraph) -> tuple[str, ...]:
-    """The input that every attention tells sequences apart by."""
+    """Returns the input from which every attention distinguishes sequences."""
     if not row.attentions:
         raise MixedError(_without_attention(row))
     found: set[str] = set()
@@ -74,7 +74,7 @@ def _marks(row: RowGraph) -> tuple[str, ...]:
 
 
 def _without_attention(row: RowGraph) -> str:
-    """Why no attention is known: what looks like one is named, with what it may do."""
+    """Returns why no attention is known; a softmax over pairs of positions is named."""
     for node in row.nodes:
         shape = row.program.info[node.name].shape if node.name in row.program.info else ()
         if "softmax" in op_name(node) and sum(map(row.along, shape)) > 1:
@@ -88,7 +88,7 @@ def _without_attention(row: RowGraph) -> str:
 
 
 def _without_segment(row: RowGraph, node: fx.Node) -> str:
-    """Why an attention tells no sequences apart: it has no mask, or one that is not read."""
+    """Returns why an attention does not separate sequences: no mask, or an unrecognised one."""
     mask = arguments(node)["mask"]
     if not isinstance(mask, fx.Node):
         return "sees all of a row, whatever sequence it is of"
@@ -102,10 +102,10 @@ def _without_segment(row: RowGraph, node: fx.Node) -> str:
 
 
 def _dropped(row: RowGraph) -> dict[str, int]:
-    """How many elements at the beginning of a row the loss does not depend on, by input.
+    """Returns, by input, the number of first elements of a row that the loss does not read.
 
     Raises:
-        MixedError: what is computed of an input alone joins positions.
+        MixedError: a value computed from one input alone joins positions.
     """
     return {
         name: InputAlone(row, placeholder).shift()
@@ -115,7 +115,7 @@ def _dropped(row: RowGraph) -> dict[str, int]:
 
 
 def _kinds(row: RowGraph, name: str) -> tuple[bool, bool]:
-    """Whether the input may hold positions that restart, and the sequences' numbers."""
+    """Returns whether the input may hold restarting positions, and whether sequence numbers."""
     alone = InputAlone(row, next(p for p, n in row.program.inputs.items() if n == name))
     by_positions = _tells_apart(row, alone, positions_of)
     by_numbers = _tells_apart(row, alone, numbers_of)
@@ -130,10 +130,10 @@ def _kinds(row: RowGraph, name: str) -> tuple[bool, bool]:
 
 
 def _tells_apart(row: RowGraph, alone: InputAlone, made: Callable[[Sequence[int]], Tensor]) -> bool:
-    """Whether all segments are equal just where two positions of a row are of one sequence.
+    """Whether all segments are equal exactly for positions of one sequence.
 
-    Two rows of different sequences are looked at together: a segment may be made of the first
-    row of a micro-batch, for all of them.
+    Two rows with different sequences are tested together: a segment may be computed from the first
+    row of a micro-batch for all rows.
     """
     segments = {_named(segment_of(node)) for node in row.attentions}
     for both in itertools.pairwise((*_ROWS, _ROWS[0])):
@@ -152,7 +152,7 @@ def positions_of(lengths: Sequence[int]) -> Tensor:
 
 
 def numbers_of(lengths: Sequence[int]) -> Tensor:
-    """Returns the number of its sequence for each position, from 1."""
+    """Returns the number of the sequence at each position, from 1."""
     return torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
 
 

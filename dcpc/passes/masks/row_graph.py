@@ -1,4 +1,4 @@
-"""A graph whose rows hold several sequences: what is along the row, and what is made of what."""
+"""A graph whose rows hold several sequences: dims along the row, and the inputs of each value."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from dcpc.passes.sharding.rule_types import OpSharding
 
 
 class MixedError(Exception):
-    """What joins the sequences of a row."""
+    """Raised where an op joins the sequences of a row."""
 
 
 class RowGraph:
-    """What is along the row in a model's graph, and what each value is made of.
+    """Facts about a model's graph: which dims are along the row, and which inputs a value reads.
 
     Args:
         program: the traced model, its masks recognised.
-        rules: node name -> its sharding rule.
-        dim: the named dim that rows are along.
+        rules: node name -> sharding rule of the node.
+        dim: named dim along the row.
 
     Attributes:
-        length: of a row, as a symbol.
-        nodes: the graph's.
-        sources: node name -> the placeholders that its value depends on; of a size none.
-        live: nodes that the loss depends on other than by telling sequences apart.
+        length: length of a row, as a symbol.
+        nodes: nodes of the graph.
+        sources: node name -> placeholders that its value depends on; empty for sizes.
+        live: names of the nodes that the loss depends on, other than through segments.
     """
 
     def __init__(self, program: Program, rules: Mapping[str, OpSharding], dim: str) -> None:
@@ -61,7 +61,7 @@ class RowGraph:
 
     @cached_property
     def attentions(self) -> list[fx.Node]:
-        """Attentions whose queries or keys are along the sequence."""
+        """The attentions whose queries or keys are along the row."""
         found = []
         for node in attentions(self.program):
             q, k = (self.program.info[x.name].shape[2] for x in node.all_input_nodes[:2])
@@ -85,19 +85,19 @@ class RowGraph:
         return any(map(self.of_length, number.all_input_nodes))
 
     def where(self, node: fx.Node) -> str:
-        """Returns a node's name, op and line of the model."""
+        """Returns a node's name, op and source line, as text."""
         line = source_line(node)
         return f"node {node.name} ({node.target}{f', {line}' if line else ''})"
 
 
 def segment_of(attention: fx.Node) -> fx.Node | None:
-    """Returns what an attention tells sequences apart by."""
+    """Returns the node of an attention's segments, or None."""
     found = arguments(attention)["segment"]
     return found if isinstance(found, fx.Node) else None
 
 
 def is_segment(node: fx.Node, user: fx.Node) -> bool:
-    """Returns whether a node is used to tell sequences apart and for nothing else."""
+    """Returns whether a user reads a node as its segments and for nothing else."""
     if str(user.target) != "dcpc.attention.default":
         return False
     others = [x for x in user.all_input_nodes[:3] if x is node]

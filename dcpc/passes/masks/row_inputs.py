@@ -1,4 +1,4 @@
-"""What a model makes of one input alone, looked up by computing it for a few short rows."""
+"""Finds how values made of one input alone depend on it, by computing them for a few short rows."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dcpc.buckets import BATCH
 from dcpc.fx.graphs import called_on_cpu, op_name
 from dcpc.passes.masks.row_graph import MixedError, RowGraph, is_segment
 
-_SIZE, _SAMPLES = 11, 2  # of the rows that are computed
-# Of the numbers that a row holds at random, besides 1 everywhere: integers are below it.
+_SIZE, _SAMPLES = 11, 2  # length and number of the rows that are computed
+# Scales of the random numbers in a row, beside a row of ones: integers are below the scale.
 _SCALES = (2, 3, 30)
-_SPECIAL = 24  # numbers that an input is compared with, looked at for each place
+_SPECIAL = 24  # most numbers, from comparisons in the graph, that are tried at each position
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 class _FailedError(MixedError):
-    """What could not be computed for an example."""
+    """Raised where a value cannot be computed for an example."""
 
 
 class InputAlone:
-    """Values that are made of one input of a model and of nothing else.
+    """The values that are computed from one input of a model alone.
 
     Args:
-        row: the graph.
+        row: graph of the model.
         placeholder: name of the input's node.
     """
 
@@ -37,7 +37,7 @@ class InputAlone:
         self._mine = frozenset({placeholder})
 
     def shift(self) -> int:
-        """Returns by how many places what is used of an input lies before its own place."""
+        """Returns by how many positions the values read from an input precede their position."""
         name, shifts = self._row.program.inputs[self._placeholder], set()
         # How many labels count has no place.
         nodes = [n for n in self._frontier() if self._row.program.info[n.name].shape]
@@ -60,9 +60,10 @@ class InputAlone:
         return shifts.pop() if shifts else 0
 
     def _moved(self, names: Sequence[str]) -> dict[str, dict[int, set[int]]]:
-        """Node -> place in the row that is changed -> places at which the node's value changes.
+        """Returns node -> changed position of the input -> positions of the node that change.
 
-        A row of one number alone would hide what an order decides: a median stays what it is.
+        Rows of one repeated number would hide dependence on order: a median, for example, does not
+        change.
         """
         found: dict[str, dict[int, set[int]]] = {n: {t: set() for t in range(_SIZE)} for n in names}
         dim = self._info.shape.index(self._row.length)
@@ -88,7 +89,7 @@ class InputAlone:
         return found
 
     def _rows(self) -> Iterator[tuple[Tensor, list[float], bool]]:
-        """Yields a row, the numbers to change a place of it to, and whether it can be computed."""
+        """Yields (row, numbers to change a position to, whether it must be computable)."""
         dtype, special = self._info.dtype, self._special()
         signed = [] if dtype == torch.bool or not dtype.is_signed else [-100]
         yield self._filled(1), [0, 2, *signed, *special], True
@@ -106,7 +107,7 @@ class InputAlone:
             yield value.to(dtype), numbers, False
 
     def _special(self) -> list[float]:
-        """Numbers that what is made of an input alone compares it with, and their neighbours."""
+        """Returns the numbers with which values of this input are compared, and neighbours."""
         if self._info.dtype == torch.bool:
             return []
         nodes = (n for n in self._row.nodes if self._row.sources[n.name] == self._mine)
@@ -117,7 +118,7 @@ class InputAlone:
         return sorted({x + step for x in given for step in (-1, 0, 1)} - {0, 1, 2, -100})[:_SPECIAL]
 
     def _places(self, name: str, differs: Tensor) -> set[int]:
-        """The places in the row of the elements that are true."""
+        """Returns the positions in the row of the true elements."""
         shape = self._row.program.info[name].shape
         dims = [d for d, size in enumerate(shape) if self._row.along(size)]
         if len(dims) != 1:
@@ -130,13 +131,13 @@ class InputAlone:
         return {int(i) for i in at}
 
     def changed(self, numbers: Iterable[int]) -> bool:
-        """Returns whether what is beside the attentions depends on the number it holds."""
+        """Returns whether any value outside the attentions depends on the number in the input."""
         names = {node.name for node in self._frontier()}
         seen = [self.values(self._filled(n), names) for n in numbers]
         return any(not torch.equal(seen[0][n], other[n]) for other in seen[1:] for n in names)
 
     def _frontier(self) -> list[fx.Node]:
-        """The last values that are made of an input alone, as far as the loss depends on them."""
+        """Returns the last values that are made of this input alone and that the loss reads."""
         row, found = self._row, []
         for node in row.nodes:
             own = row.sources.get(node.name) == self._mine and node.name in row.program.info
@@ -152,7 +153,7 @@ class InputAlone:
     # ------------------------------------------------------------------------------- examples
 
     def values(self, value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-        """Returns the values of nodes that are made of one input alone."""
+        """Returns the values of nodes that are computed from this input alone."""
         row = self._row
         known: dict[fx.Node, object] = {}
         for node in row.nodes:
@@ -175,7 +176,7 @@ class InputAlone:
         return {name: by_name[name] for name in names}
 
     def holding(self, *given: Tensor) -> Tensor:
-        """Returns the input whose samples hold these numbers, one each."""
+        """Returns the input with one of these rows for each sample."""
         assert len(given) == _SAMPLES, f"{len(given)} rows"
         return torch.stack(given).to(self._info.dtype)
 

@@ -1,4 +1,4 @@
-"""Ops beside attention that join the positions of a row, by their sharding rules."""
+"""Checks by their sharding rules that ops other than attention do not join positions of a row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dcpc.ir import call_of, tensor_operands
 from dcpc.passes.masks.row_graph import MixedError, RowGraph
 from dcpc.passes.sharding.op_kinds import arguments
 
-# Ops that join positions by what they hold: no number that is tried shows all of it.
+# Ops that join positions depending on their contents: trying a few numbers would not reveal it.
 _SCANS = ("cumsum", "cumprod", "cummax", "cummin", "any", "all", "sum", "amax", "amin")
 # Types of arguments that are numbers to compute with, as a schema writes them; sizes are `int`.
 _NUMBERS = ("Tensor", "number", "float")
@@ -19,10 +19,10 @@ _GENERATORS = ("arange", "linspace", "eye", "tril_indices", "triu_indices")
 
 
 def check_ops(row: RowGraph) -> None:
-    """Looks at every op that the loss depends on, but for what tells sequences apart.
+    """Checks every op that the loss depends on, except those that only make segments.
 
     Raises:
-        MixedError: one joins positions.
+        MixedError: an op joins positions.
     """
     totals: set[str] = set()  # numbers made of all positions
     counts = _Counts(row)
@@ -55,14 +55,14 @@ def check_ops(row: RowGraph) -> None:
 
 
 def _check_scan(row: RowGraph, node: fx.Node, operands: Sequence[fx.Node]) -> None:
-    """Looks at what is made of an input alone: a scan joins positions by what they hold."""
+    """Checks a value made of one input alone: a scan joins positions by their contents."""
     joins = _problem(row, node, operands) == "joins positions"
     if joins and op_name(node) in _SCANS:
         raise MixedError(f"{row.where(node)} joins positions")
 
 
 def _problem(row: RowGraph, node: fx.Node, operands: Sequence[fx.Node]) -> str:
-    """How a node joins positions, "" where it does not."""
+    """Returns how a node joins positions, or "" if it does not."""
     info = row.program.info[node.name]
     rule = row.rules[node.name]
     if not operands:
@@ -86,10 +86,10 @@ def _problem(row: RowGraph, node: fx.Node, operands: Sequence[fx.Node]) -> str:
 
 
 class _Counts:
-    """Numbers that a row has as a whole: its length, how many of an input's elements are something.
+    """Tracks numbers of the whole row: its length, or counts of an input's elements.
 
-    A loss may be divided by one, at its positions or when they are added up. What else is done
-    with it differs from what a sequence does alone.
+    A loss may be divided by such a number, at each position or after it is summed. Any other use
+    differs from the result of a sequence alone.
     """
 
     def __init__(self, rows: RowGraph) -> None:
@@ -98,10 +98,10 @@ class _Counts:
         self._times: dict[str, fx.Node] = {}  # along the row, and where such a number came in
 
     def look_at(self, node: fx.Node) -> None:
-        """Looks at a node after all that it reads.
+        """Checks a node, after all nodes that it reads.
 
         Raises:
-            MixedError: positions that are times such a number go into what is not linear.
+            MixedError: positions multiplied by such a number enter an op that is not linear.
         """
         rows, info = self.rows, self.rows.program.info
         operands = tensor_operands(node, info)

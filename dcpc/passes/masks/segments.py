@@ -1,4 +1,4 @@
-"""Sequences packed in one row: a part of a mask that says "query and key are of one sequence".
+"""Recognises packed sequences: the part of a mask that requires equal segments of query and key.
 
     S[b, i] == S[b, j]                        the sequences of a row, by any integers S
     S[b, i] != 0                              with that, the same as S[b, j] != 0
@@ -40,10 +40,10 @@ _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
 def segment_of(program: Program, part: Truth) -> Expression | None:
-    """Returns the S of `S[b, i] == S[b, j]`, read at the key; None if a part says no such thing.
+    """Returns the S of `S[b, i] == S[b, j]`, read at the key; None for other conditions.
 
     Args:
-        program: whose values S is looked up in; they have to be integers.
+        program: program in which S is looked up; its values must be integers.
         part: a member of the conjunction that a mask is.
     """
     sides = _equal_sides(part)
@@ -57,7 +57,7 @@ def segment_of(program: Program, part: Truth) -> Expression | None:
 
 
 def _equal_sides(part: Truth) -> tuple[Expression, Expression] | None:
-    """The two values that a part says are equal."""
+    """Returns the two values that a condition requires to be equal."""
     if part.data is None or part.kind not in ("data", "not data"):
         return None
     op, *rest = part.data.recipe
@@ -74,7 +74,7 @@ def _equal_sides(part: Truth) -> tuple[Expression, Expression] | None:
 
 
 def positions(recipe: Expression) -> set[str]:
-    """Returns the positions that an expression is looked up at."""
+    """Returns the positions at which an expression is looked up."""
     if isinstance(recipe, Affine):
         return {name for name, _ in recipe.coefficients}
     if isinstance(recipe, tuple):
@@ -83,7 +83,7 @@ def positions(recipe: Expression) -> set[str]:
 
 
 def _at_key(recipe: Expression) -> Expression:
-    """The same expression at the key, not at the query."""
+    """Returns an expression with the query's position replaced by the key's."""
     if isinstance(recipe, Affine):
         moved = {"j" if v == "i" else v: c for v, c in recipe.coefficients}
         return Affine.of(recipe.number, moved)
@@ -91,7 +91,7 @@ def _at_key(recipe: Expression) -> Expression:
 
 
 def _is_integer(program: Program, recipe: Expression) -> bool:
-    """Whether all that an expression is made of are integers: equal means equal, no rounding."""
+    """Whether an expression is made of integers alone, so that equality is exact."""
     if not isinstance(recipe, tuple):
         return isinstance(recipe, int)
     if recipe[0] == "get":
@@ -103,11 +103,11 @@ def _is_integer(program: Program, recipe: Expression) -> bool:
 
 
 def within(reader: MaskReader, segment: Expression, truth: Truth) -> Truth:
-    """Returns a truth with as little of the query in it as goes, where both have one segment.
+    """Returns a truth with as little of the query in it as possible, where both have one segment.
 
     Args:
-        reader: of the program's masks.
-        segment: what query and key have alike, read at the key.
+        reader: reader of the program's masks.
+        segment: segment expression, equal for query and key, read at the key.
         truth: another member of the conjunction.
     """
     if truth.kind in ("all", "any"):
@@ -123,7 +123,7 @@ def within(reader: MaskReader, segment: Expression, truth: Truth) -> Truth:
 
 
 def _shared(recipe: Expression, segment: Expression) -> Expression:
-    """An expression with the key's segment where the query's stood: they are equal."""
+    """Returns an expression with the query's segment replaced by the key's, which is equal."""
     if not isinstance(recipe, tuple) or not recipe:
         return recipe
     if recipe[0] in ("get", segment[0]) and _at_key(recipe) == segment:
@@ -134,7 +134,7 @@ def _shared(recipe: Expression, segment: Expression) -> Expression:
 
 
 def _as_distance(reader: MaskReader, segment: Expression, recipe: Expression) -> Truth | None:
-    """A comparison of the positions that the segments are counted from, as one of i and j."""
+    """Returns a comparison of restarting positions as one of i and j, within a segment."""
     op, *rest = recipe
     if op not in _COMPARISONS:
         return None
@@ -158,7 +158,7 @@ def _as_distance(reader: MaskReader, segment: Expression, recipe: Expression) ->
 
 
 def _linear(recipe: Expression) -> tuple[dict[Expression, int], int] | None:
-    """Lookups and how often each is added, and a number; None if it is no such sum."""
+    """Returns (lookup -> coefficient, number) of a linear expression; None for others."""
     if isinstance(recipe, int):
         return {}, recipe
     if not isinstance(recipe, tuple):
@@ -183,11 +183,11 @@ def _linear(recipe: Expression) -> tuple[dict[Expression, int], int] | None:
 
 
 def is_one(reader: MaskReader, segment: Expression) -> bool:
-    """Returns whether all positions are of one segment, as their numbers are made by `arange`.
+    """Returns whether all positions are of one segment, as they are made by `arange`.
 
     Args:
-        reader: of the program's masks.
-        segment: read at the key.
+        reader: reader of the program's masks.
+        segment: segment expression, read at the key.
     """
     counted = _counted(reader, segment)
     return isinstance(counted, Affine) and dict(counted.coefficients) == {"j": 1}
@@ -196,14 +196,14 @@ def is_one(reader: MaskReader, segment: Expression) -> bool:
 def _counts(reader: MaskReader, segment: Expression, query: Expression) -> bool:
     """Whether segments are `cumsum(diff(P) != 1)` of the P that is looked up at the query.
 
-    Then P goes up by 1 at every step from one position to the next of one segment: a step that
-    does not is counted, and equal counts mean that none was.
+    Then P increases by 1 from each position of a segment to the next: any other step is counted,
+    and equal counts mean that there was none.
     """
     return bool(_counted(reader, segment) == Data(_at_key(query)))
 
 
 def _counted(reader: MaskReader, segment: Expression) -> Any:
-    """The P, read at the key, of segments that are `cumsum(diff(P) != 1)`; None of others."""
+    """Returns the P of segments that are `cumsum(diff(P) != 1)`, at the key; else None."""
     if segment[0] != "get":
         return None
     _, name, index = segment
@@ -229,7 +229,7 @@ def _counted(reader: MaskReader, segment: Expression) -> Any:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """A value without the casts after it."""
+    """Returns a value without the casts after it."""
     while op_name(node) == "_to_copy":
         (node,) = node.all_input_nodes
     return node

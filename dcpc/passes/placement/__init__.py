@@ -1,1 +1,1 @@
-"""What each value is split along: the cheapest of all placements."""
+"""Chooses the dim along which each value is split: the cheapest of all placements."""

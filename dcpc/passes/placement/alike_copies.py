@@ -1,8 +1,8 @@
-"""Copies of a block that stand for more of them: what one hands to the next is the same for each.
+"""Makes the copies of a repeated block that stand for more of them be split alike.
 
-A middle copy stands for all between the first and the last. What it costs is what each of those
-costs only if it gets what it reads as they do: in the form in which they hand it on. Ties may split
-the first or the last copy otherwise, and the middle one would then be told apart from its twins.
+The middle copy stands for all copies between the first and the last. Its cost is that of each of
+these only if its inputs have the labels that it passes on itself. A tie may split the first or the
+last copy differently, and then the middle one would differ from the copies it stands for.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dcpc.passes.placement.model import PlacementModel
 from dcpc.passes.placement.state_graph import Option
 
 FIRST, MIDDLE, LAST = range(3)
-Options = tuple[int, ...]  # of each of the model's variables: position in its alternatives
+Options = tuple[int, ...]  # for each of the model's variables: index into its alternatives
 Reads = tuple[tuple[int, int], ...]  # (variable, position of the operand)
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A value from outside that the middle copy reads: changed once for all who want it alike."""
+    """A value from outside the middle copy that it reads; each label change is made once."""
 
     value: int
     here: Reads
@@ -31,12 +31,12 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """A value that the last copy reads of the middle one.
+    """A value that the last copy reads from the middle one.
 
     Attributes:
-        values: of the first copy and of the middle one.
-        inside: who reads these, each in its own copy.
-        on: who reads these, each in the next copy.
+        values: variables of the value in the first and in the middle copy.
+        inside: readers of each within its own copy.
+        on: readers of each in the next copy.
     """
 
     values: tuple[int, int]
@@ -45,14 +45,14 @@ class _Handed:
 
 
 class AlikeCopies:
-    """The copies of one model.
+    """The copies of one model's repeated blocks.
 
     Args:
-        model: of the folded program.
-        fold: which copies stand for more.
+        model: placement model of the folded program.
+        fold: counts of the copies that each block stands for.
 
     Attributes:
-        model: of the folded program.
+        model: placement model of the folded program.
     """
 
     def __init__(self, model: PlacementModel, fold: Fold) -> None:
@@ -95,7 +95,7 @@ class AlikeCopies:
         return tuple(read for read in self._readers.get(value, ()) if read[0] in by)
 
     def hand_on_alike(self, options: Options) -> bool:
-        """Returns whether every middle copy gets what it reads as all others of them do."""
+        """Returns whether every copy that the middle one stands for gets the same labels."""
 
         def wants(reads: Reads) -> set[int]:
             return {self._option(v, options).operands[position] for v, position in reads}
@@ -112,9 +112,9 @@ class AlikeCopies:
         )
 
     def choices(self, options: Options) -> tuple[PlacementChoice, ...]:
-        """Returns what may be taken instead of a choice whose copies do not hand on alike.
+        """Returns alternatives to a choice whose copies are not split alike.
 
-        None where they do, or where nothing near does.
+        It is empty if they are, or if no similar choice has this property.
         """
         if options not in self._choices:
             made = () if self.hand_on_alike(options) else self.made_alike(options)
@@ -122,7 +122,7 @@ class AlikeCopies:
         return self._choices[options]
 
     def made_alike(self, options: Options) -> Iterator[Options]:
-        """Yields choices near these in which they do: some copies are split like another one."""
+        """Yields similar choices whose copies are alike: some copies are split like another one."""
         for changed, like in (
             ((LAST,), MIDDLE),
             ((FIRST, LAST), MIDDLE),
@@ -141,10 +141,10 @@ class AlikeCopies:
                 yield tuple(made)
 
     def _same(self, variable: int, source: int, option: int) -> int:
-        """Returns the option of a variable that is another's.
+        """Returns a variable's option that equals another variable's.
 
         Raises:
-            ValueError: it has none.
+            ValueError: there is none.
         """
         pair = variable, source
         if pair not in self._twins:

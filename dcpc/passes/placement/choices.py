@@ -1,4 +1,4 @@
-"""One way to split a whole model, and what it costs at any sizes."""
+"""One way to split a whole model, and its cost at any sizes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from dcpc.passes.sharding.rule_types import is_ring
 
 @dataclass(frozen=True, slots=True)
 class PlacementChoice:
-    """One option of every node, with what it costs as indices into the catalogue.
+    """One option for every node, with its costs as indices into the catalogue.
 
     Attributes:
-        options: of each of the model's variables: position in its alternatives.
-        works: what is computed.
-        work_counts: how often.
-        changes: collectives and cuts.
-        change_counts: how often.
-        splits: shares that must be less than the whole.
-        least: elements that a rank needs: no more ranks than that.
-        rings: ranks that share rows, of each ring.
+        options: index of the chosen alternative of each variable of the model.
+        works: catalogue indices of the work.
+        work_counts: number of times that each work is done.
+        changes: catalogue indices of label changes: collectives and slices.
+        change_counts: number of times that each change is made.
+        splits: catalogue indices of the shares that must be less than the whole.
+        least: smallest number of elements in a split dim of which each rank needs one; the largest
+            sp.
+        rings: number of ranks that share rows, for each ring.
     """
 
     options: tuple[int, ...]
@@ -40,12 +41,12 @@ class PlacementChoice:
     rings: tuple[int, ...]
 
     def cost(self, prices: Prices, shares: Costs, sp: int) -> float:
-        """Returns the seconds at the sizes of these prices, inf where it cannot be used.
+        """Returns the seconds at the sizes of these prices, or inf if it cannot be used.
 
         Args:
-            prices: of the catalogue, made after this choice.
-            shares: of the catalogue at the same sizes.
-            sp: ranks of the group.
+            prices: prices of the catalogue, made after this choice.
+            shares: shares of the catalogue at the same sizes.
+            sp: number of ranks in the group.
         """
         usable = bool((shares[self.splits] < 1.0).all()) and sp <= self.least
         if not usable or not all(is_ring(across, sp) for across in self.rings):
@@ -55,12 +56,12 @@ class PlacementChoice:
 
 
 def choice_of(model: PlacementModel, fold: Fold | None, options: Sequence[int]) -> PlacementChoice:
-    """Returns a choice with its indices; prices that are to have its changes are made afterwards.
+    """Returns a choice with its indices. Prices that cover its changes must be made afterwards.
 
     Args:
-        model: of the program.
-        fold: which copies of blocks stand for more.
-        options: of each of the model's variables: position in its alternatives.
+        model: placement model of the program.
+        fold: counts of the copies that each block stands for; None: no fold.
+        options: index of the chosen alternative of each variable.
     """
     nodes = model.nodes
     chosen = [model.kinds[k].options[o] for k, o in zip(nodes.kinds, options, strict=True)]

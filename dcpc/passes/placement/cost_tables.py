@@ -1,4 +1,4 @@
-"""Arithmetic on tables of costs, and a memory of what was computed from the same tables before.
+"""Arithmetic on tables of costs, with a cache of results for the same tables.
 
 A table has an axis for each variable, then one for the cases: networks of one shape and other
 costs, which are minimised together.
@@ -24,14 +24,14 @@ MOST_COMPARED_BYTES = 1 << 16
 
 
 class Shared:
-    """Calls functions of arrays, once for the same array *objects*, and makes equal results one.
+    """Caches functions of arrays by the array *objects*, and shares equal results.
 
-    Layers that repeat have their tables in common, so nearly all work on them is found here. It
-    holds on to the arrays: an id cannot be given to another one. They must not be written to.
+    Repeated layers share their tables, so nearly all work on them is found here. It keeps the
+    arrays alive, so that an id cannot be reused. They must not be written to.
     """
 
     def __init__(self) -> None:
-        """An empty memory."""
+        """Creates an empty cache."""
         self._known: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
         self._equal: dict[tuple[object, ...], Any] = {}
 
@@ -45,7 +45,7 @@ class Shared:
         return known[0]
 
     def one(self, array: Any) -> Any:
-        """Returns the first array given that equals this one in shape and every bit."""
+        """Returns the first array seen that equals this one in shape and every bit."""
         if array.nbytes > MOST_COMPARED_BYTES:
             return array
         return self._equal.setdefault((array.shape, array.dtype.char, array.tobytes()), array)
@@ -69,15 +69,15 @@ def least_between(at_a: Costs, unary: Costs, at_b: Costs) -> Costs:
 
 
 def joined_least(axes: tuple[tuple[int, ...], ...], unary: Costs, *tables: Costs) -> Costs:
-    """Returns the least cost over one variable's labels, an axis for each variable it meets.
+    """Returns the least cost over one variable's labels, with an axis for each other variable.
 
     That variable's axis comes first in the sum: a minimum over the first axis reads memory in
     order.
 
     Args:
-        axes: of each table: which axes of the result its own are, ascending; its last two, the
-            variable's and the cases, left out.
-        unary: the variable's costs.
+        axes: for each table, the result's axes of its own axes, ascending, without the table's last
+            two (the variable and the cases).
+        unary: costs of the variable's labels, shape (labels, cases).
         tables: costs of the variable together with one or more of the others.
     """
     ndim = 1 + max((axis for at in axes for axis in at), default=-1)
@@ -115,7 +115,7 @@ def undominated(unary: Costs, *tables: Costs) -> Labels:
     (Goldstein's dead-end elimination), in all cases. Of equals the lowest stays.
 
     Args:
-        unary: costs, shape (labels, cases).
+        unary: costs of the labels, shape (labels, cases).
         tables: one for each neighbour, shape (labels, labels of the neighbour, cases).
 
     Source: R. F. Goldstein, Biophysical Journal 66 (1994) 1335, equation 2.
@@ -142,5 +142,5 @@ def undominated(unary: Costs, *tables: Costs) -> Labels:
 
 @cache
 def _least_gap(labels: int) -> Costs:
-    """Return by how much label a must cost more than b to give way: anything > 0, or 0 if a > b."""
+    """Return by how much label a must cost more than b to be dropped: any amount, or 0 if a > b."""
     return np.triu(np.full((labels, labels), 5e-324))

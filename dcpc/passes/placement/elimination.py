@@ -54,14 +54,14 @@ HUB = 12  # neighbours from which on a variable is not looked at before all othe
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Labels of least total cost.
+    """The labels of least total cost.
 
     Attributes:
         labels: label index of each variable, in the order the variables were added.
-        cost: the sum of all tables at these labels.
-        width: the most neighbours a variable had when it was removed: the induced width of the
-            order, an upper bound on the treewidth of what is left once variables of one label and
-            labels that cannot win are gone. A joined table spans at most width + 1 variables.
+        cost: sum of all tables at these labels.
+        width: largest number of neighbours of a variable at its removal: the induced width of the
+            order, an upper bound on the treewidth after variables of one label and useless labels
+            are removed. A joined table spans at most width + 1 variables.
         largest_table: entries of the largest joined table built, 0 if there was none.
     """
 
@@ -88,9 +88,9 @@ class CostNetwork:
         """Start an empty network; no table of more entries than the given number is ever built.
 
         Args:
-            largest_table_entries: of all cases together.
-            cases: how many networks it is; tables have one more axis for them, the last. None: it
-                is one, and tables have no such axis.
+            largest_table_entries: largest number of entries in a table, all cases together.
+            cases: number of networks; tables then have a last axis for them. None: one network, and
+                tables have no such axis.
         """
         self._cases = cases
         self._names: list[str] = []
@@ -103,7 +103,7 @@ class CostNetwork:
         """Return the handle (0, 1, ...) of a new variable.
 
         Args:
-            name: what error messages call it.
+            name: name of the variable in error messages.
             unary: cost of each label, shape (labels,), at least one label; `inf` forbids a label.
         """
         costs = self._table(unary)
@@ -152,7 +152,7 @@ class CostNetwork:
         good labels of a variable, given those fixed before it, the lowest is taken.
 
         Raises:
-            PlanError: no labels have a finite cost, or a table would grow beyond the limit.
+            PlanError: no labels have a finite cost, or a table would exceed the limit.
         """
         (solution,) = self.minimise_cases()
         return solution
@@ -161,7 +161,7 @@ class CostNetwork:
         """Return the labels of least total cost of each case.
 
         Raises:
-            PlanError: as `minimise`, where one case has none.
+            PlanError: one case has no labels of finite cost, or a table would exceed the limit.
         """
         self._check_values()
         limit = self._largest_table_entries // (self._cases or 1)
@@ -219,7 +219,7 @@ class _Removal(NamedTuple):
 
 
 class _Elimination:
-    """The shrinking network; `steps` says what was done and, read backwards, gives the labels.
+    """The shrinking network; `steps` records the removals and, read backwards, gives the labels.
 
     `near[v][u]` is the table of an edge, shape (labels of u, labels of v), or None where u and v
     meet only in a table of three or more variables. Those are in `joints`, by ascending variables;
@@ -292,7 +292,7 @@ class _Elimination:
     def first_forbidden(self, case: int) -> Scope:
         """Return the variables of a case's first joined table that was all inf.
 
-        Or the first one whose last label its neighbours, gone before it, had forbidden.
+        If there is none, the first variable whose only remaining label is forbidden.
         """
         for step in self.steps:
             if isinstance(step, _Removal):
@@ -303,7 +303,7 @@ class _Elimination:
         return (self.stuck[case],)
 
     def _urgency(self, v: int) -> int:
-        """Return what decides who goes next; lower is sooner.
+        """Return the priority of a variable's removal; lower is sooner.
 
         0 with one label left, the neighbours up to two, then the entries of the joined table.
         """
@@ -345,7 +345,7 @@ class _Elimination:
             self.total = self.total + np.minimum.reduce(unary)
 
     def _remove_fixed(self, v: int, pairs: list[tuple[int, Costs]]) -> None:
-        """Remove a variable with one label left: its tables are rows for its neighbours."""
+        """Remove a variable with one label left: its tables become costs of its neighbours."""
         assert not self.scopes[v], "labels are dropped before any table of three variables is built"
         (costs,) = self.unary[v]
         for case in np.flatnonzero(costs == inf).tolist():
@@ -442,5 +442,5 @@ class _Elimination:
 
 
 def _neighbours(step: _Removal) -> Scope:
-    """Return the variables a removed one shared a table with, ascending."""
+    """Return the variables that shared a table with a removed one, ascending."""
     return tuple(sorted({u for u, _ in step.pairs}.union(*(scope for scope, _ in step.joints))))

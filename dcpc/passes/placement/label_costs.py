@@ -1,4 +1,4 @@
-"""What nodes and label changes cost: formulas catalogued once a model, priced bucket by bucket.
+"""Costs of nodes and label changes: formulas catalogued once a model, priced for each bucket.
 
 Repeated layers ask for the same formulas again and again, so a catalogue stays small (a few hundred
 entries at 28 layers) and one bucket's prices are a few dozen array operations.
@@ -49,14 +49,14 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One way to turn a label of a value into another.
+    """One way to change the label of a value.
 
     Attributes:
-        kind: what is done.
+        kind: kind of change.
         value: catalogue index of the value.
-        have: catalogue index of the share that the fullest rank has before.
-        want: the same, after.
-        backward: whether a gradient takes the way back.
+        have: catalogue index of the fullest rank's share before.
+        want: catalogue index of the fullest rank's share after.
+        backward: whether a gradient takes the transposed change.
     """
 
     kind: Kind
@@ -67,12 +67,12 @@ class Change:
 
 
 class RingTurn(NamedTuple):
-    """What goes round in one call of a ring, besides `PricedCall.sent`, one piece of it.
+    """The traffic of one call of a ring, besides `PricedCall.sent`, which is one rank's piece.
 
     Attributes:
-        merged: (value, share) that each step adds to.
-        across: ranks that share one piece of the rows.
-        wider: bytes of an element of a gradient, in those of a key's.
+        merged: (value, share) of the tensor that each step adds to.
+        across: number of ranks that share one piece of the rows.
+        wider: size of a gradient's element as a multiple of a key's element.
     """
 
     merged: tuple[int, int]
@@ -84,18 +84,18 @@ class PricedCall(NamedTuple):
     """One call on the fullest rank.
 
     Attributes:
-        op_class: as `ir.Work` has it, and so are the next three.
-        forward: whether it is the forward's.
-        dtype: that it computes in.
-        op: which collective, "" for other calls.
+        op_class: class of the op, as in `ir.Work`.
+        forward: whether it is a call of forward.
+        dtype: dtype in which it computes.
+        op: name of the collective, "" for other calls.
         moved: (value, share) of each tensor read or written.
-        sent: (value, share) of what a collective or a ring puts in.
-        elements: FLOPs an element of the largest tensor moved.
+        sent: (value, share) of each tensor that a collective or a ring sends.
+        elements: FLOPs for each element of the largest tensor moved.
         sizes: catalogue indices of the sizes whose product is the contraction's work; () for none.
-        part: part of that product that is really computed.
-        share: catalogue index of the share of it that is this rank's.
-        swaps: neighbours that a swap is between; 0: all ranks.
-        ring: what goes round; None: nothing.
+        part: fraction of that product that is really computed.
+        share: catalogue index of this rank's share of the product.
+        swaps: number of neighbours in a swap; 0: all ranks.
+        ring: traffic of the ring; None: no ring.
     """
 
     op_class: str
@@ -112,7 +112,7 @@ class PricedCall(NamedTuple):
     ring: RingTurn | None = None
 
     def kind(self, sp: int) -> CallKind:
-        """Returns what its seconds depend on besides sizes, in a group of `sp` ranks."""
+        """Returns the facts besides sizes that its seconds depend on, in a group of `sp` ranks."""
         ranks = (self.swaps or sp) if self.sent else 1
         messages = 1
         if self.ring is not None:
@@ -122,12 +122,12 @@ class PricedCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeWork:
-    """What the fullest rank does for one node.
+    """The work of the fullest rank for one node.
 
     Attributes:
-        calls: forward's and backward's.
-        held: (value, share) of what is kept for backward, None for nothing.
-        across: ranks that share rows, of a ring; 0: it is none.
+        calls: calls of forward and backward.
+        held: (value, share) of the activation saved for backward, None if there is none.
+        across: number of ranks that share rows in a ring; 0: no ring.
     """
 
     calls: tuple[PricedCall, ...]
@@ -137,7 +137,7 @@ class NodeWork:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """One bucket's costs: of each change and of each work in the catalogue."""
+    """The costs of one bucket, for each change and each work in the catalogue."""
 
     changes_s: Costs
     works_s: Costs
@@ -145,24 +145,24 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """What prices are computed from, as arrays. A size of -1 stands for 1.
+    """The catalogue's entries as arrays, from which prices are computed. A size of -1 stands for 1.
 
     Attributes:
-        values: sizes of each value, `[values, most]`.
-        item_bytes: of each value's elements.
-        calls: all of them.
-        moved: call, value, share of what calls move, `[3, moved]`, call by call.
-        sent: the same of what they put in.
-        starts: of each call's among the moved.
-        elements: of each call, and so are the next three.
-        products: `[calls, most]`.
-        parts: 0 where there is no product.
-        shares: of each product.
-        works: work and call of each call of a work, `[2, any]`.
-        changes: the same of changes.
-        held: work, value, share of what works hold, `[3, held]`.
-        gathered: change, value, share before of what gathers hold.
-        never: changes that cannot be.
+        values: size indices of each value, `[values, most dims]`.
+        item_bytes: bytes of an element of each value.
+        calls: all distinct calls.
+        moved: (call, value, share) of each tensor moved, `[3, moved]`, call by call.
+        sent: (call, value, share) of each tensor sent, `[3, sent]`.
+        starts: index of each call's first entry in `moved`.
+        elements: `PricedCall.elements` of each call.
+        products: size indices of each call's product, `[calls, most]`.
+        parts: `PricedCall.part` of each call; 0 where there is no product.
+        shares: share index of each call's product.
+        works: (work, call) of each call of a work, `[2, any]`.
+        changes: (change, call) of each call of a change, `[2, any]`.
+        held: (work, value, share) of each saved activation, `[3, held]`.
+        gathered: (change, value, share before) of each gathered value, `[3, any]`.
+        never: indices of forbidden changes.
     """
 
     values: Indices
@@ -188,7 +188,7 @@ class _Lists:
         changes: Collection[Change],
         works: Collection[NodeWork],
     ) -> _Lists:
-        """Returns the arrays of a catalogue's entries."""
+        """Returns a catalogue's entries as arrays."""
         shapes, dtypes = zip(*values, strict=True) if values else ((), ())
         known: dict[PricedCall, int] = {}
         of_works = [
@@ -226,7 +226,7 @@ class _Lists:
 
 
 def _calls_of(change: Change, dtypes: Sequence[torch.dtype]) -> Iterator[PricedCall]:
-    """Yields a change's calls: forward, and where a gradient takes the way back its transpose."""
+    """Yields the calls of a change: forward, and its transpose if a gradient flows back."""
     if change.kind in (Kind.NONE, Kind.NEVER):
         return
     ends = (change.value, change.have), (change.value, change.want)
@@ -266,10 +266,10 @@ def _padded(rows: Sequence[tuple[int, ...]]) -> Indices:
 
 
 class Catalogue:
-    """Distinct sizes, shares, values, changes and works; each has an index that does not change."""
+    """The distinct sizes, shares, values, changes and works of a model, each with a fixed index."""
 
     def __init__(self) -> None:
-        """A catalogue with the share of a whole value, and the free and the forbidden change."""
+        """Creates a catalogue with the whole share, the free change and the forbidden one."""
         self._sizes: dict[sympy.Expr, int] = {}
         self._shares: dict[tuple[int, int, int], int] = {(-1, -1, 0): WHOLE}
         self._values: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
@@ -321,7 +321,7 @@ class Catalogue:
         return np.array(shares)
 
     def prices(self, numbers: Costs, shares: Costs, sp: int, objective: Objective) -> Prices:
-        """Returns what everything in the catalogue costs."""
+        """Returns the costs of everything in the catalogue."""
         lists = self._lists()
         numbers = np.append(numbers, 1.0)
         numels = numbers[lists.values].prod(axis=1)
@@ -393,7 +393,7 @@ def _bytes(lists: _Lists, values_bytes: Costs, shares: Costs, sp: int) -> tuple[
 
 
 def _fullest(size: float, parent: float, shift: int, sp: int) -> float:
-    """Returns the most elements a rank has of a factor whose pieces are a longer one's, cut."""
+    """Returns the largest piece of a factor whose pieces are cut from those of a longer parent."""
     base, extra = divmod(int(parent), sp)
     borders = np.minimum(np.arange(sp + 1), extra) + base * np.arange(sp + 1) - shift
     return float(np.diff(np.clip(borders, 0, int(size))).max())

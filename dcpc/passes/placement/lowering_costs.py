@@ -1,4 +1,4 @@
-"""What each way to split an attention costs, at any length, and where the cheapest one changes.
+"""Prices each way to split an attention at any length, and finds where the cheapest one changes.
 
 Everything around the attention is taken to be split along the sequence, as at long lengths: of an
 attention by heads the cost includes that queries, keys and values are sent from rows to heads, and
@@ -29,7 +29,7 @@ from dcpc.passes.sharding.attention_ways import (
 from dcpc.passes.sharding.rule_types import is_usable
 from dcpc.passes.sharding.sharding import Sharding
 
-SCANNED = 48  # lengths between the shortest and the longest that are looked at
+SCANNED = 48  # number of lengths tested between the shortest and the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Way:
     """One lowering of one attention.
 
     Attributes:
-        lowering: one of `LOWERINGS`.
-        across: ranks that share heads in a hybrid, else 1.
-        seconds: forward and backward.
+        lowering: name in `LOWERINGS`.
+        across: number of ranks that share heads in a hybrid, else 1.
+        seconds: seconds of forward and backward.
     """
 
     lowering: str
@@ -64,10 +64,10 @@ class LoweringCosts:
 
     Args:
         program: the traced model.
-        sharding: its factors and alternatives.
+        sharding: factors and alternatives of the program.
 
     Attributes:
-        groups: attentions that can do the same at the same cost: names, in graph order.
+        groups: names of attentions with the same lowerings and costs, in graph order.
     """
 
     def __init__(self, program: Program, sharding: Sharding) -> None:
@@ -101,12 +101,12 @@ class LoweringCosts:
             yield _Costed(lowering_of(chosen), option, tuple(steps))
 
     def at(self, sizes: Sizes, sp: int, objective: Objective) -> dict[str, list[Way]]:
-        """Returns the ways of each group's first attention, cheapest first; none where one only.
+        """Returns the ways of each group's first attention, cheapest first.
 
         Args:
             sizes: length of every named dim, batch included.
-            sp: ranks of the group.
-            objective: what is minimised.
+            sp: number of ranks in the group.
+            objective: quantity to minimise.
         """
         catalogue = self._model.catalogue
         numbers = catalogue.numbers(self._program.dims(sizes))
@@ -129,7 +129,7 @@ class LoweringCosts:
         return sp > 1 and bool(shares[option.split] < 1.0) and is_usable(option.across, sp)
 
     def why_not(self, name: str, sp: int) -> Mapping[str, str]:
-        """Returns why an attention cannot have some of the lowerings."""
+        """Returns, by lowering, why an attention cannot have it."""
         node = next(n for n in attentions(self._program) if n.name == name)
         return why_not(self._program, self._sharding, node, sp)
 
@@ -142,15 +142,15 @@ class LoweringCosts:
         sp: int,
         objective: Objective,
     ) -> list[tuple[int, Way]]:
-        """Returns (length, way) for each stretch of lengths with one cheapest way, by its start.
+        """Returns (first length, way) of each range of lengths with one cheapest way.
 
         Args:
-            name: the first attention of a group.
+            name: first attention of a group.
             sizes: length of every named dim.
-            dim: which of them varies.
-            ends: its shortest and longest length.
-            sp: ranks of the group.
-            objective: what is minimised.
+            dim: named dim that varies.
+            ends: shortest and longest length of that dim.
+            sp: number of ranks in the group.
+            objective: quantity to minimise.
         """
 
         def best(length: int) -> Way | None:
@@ -173,7 +173,7 @@ class LoweringCosts:
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Returns the first length after `low` at which something holds that does at `high`."""
+    """Returns the first length after `low` at which a condition holds that holds at `high`."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -185,11 +185,11 @@ class AskedAt:
     """A bucket at which the report compares the ways to split each attention.
 
     Attributes:
-        bucket: its name.
+        bucket: name of the bucket.
         sizes: length of every named dim, batch included.
-        sp: ranks of the group, above 1.
-        weighed: what the placement minimised.
-        chosen: attention's name -> how the plan splits it.
+        sp: number of ranks in the group, above 1.
+        weighed: objective of the placement.
+        chosen: name of an attention -> its lowering in the plan.
     """
 
     bucket: str
@@ -200,9 +200,9 @@ class AskedAt:
 
 
 def lowering_lines(costs: LoweringCosts, points: Sequence[AskedAt]) -> list[str]:
-    """Returns what each way to split each attention costs: a line a bucket, and why some cannot be.
+    """Returns the report's lines: the seconds of each way to split each attention, by bucket.
 
-    Where the chosen way is not the one of the fewest seconds, a line says why.
+    Further lines say why some ways are impossible, and why the chosen way is not the fastest.
     """
     lines: list[str] = []
     for names in costs.groups:
@@ -229,7 +229,7 @@ def lowering_lines(costs: LoweringCosts, points: Sequence[AskedAt]) -> list[str]
 
 
 def _why(costs: LoweringCosts, name: str, ways: Sequence[Way], point: AskedAt) -> Iterator[str]:
-    """Yields why the chosen way is not the one of the fewest seconds, nothing where it is."""
+    """Yields why the chosen way is not the fastest; nothing if it is."""
     chosen, fastest = point.chosen.get(name, ""), str(ways[0])
     if chosen in ("", fastest):
         return

@@ -1,4 +1,4 @@
-"""What every node of a model may do, as indices into a catalogue: read once for all buckets.
+"""The options of every node of a model, as indices into a catalogue: read once for all buckets.
 
 Nodes that can do the same at the same cost, as those of repeated layers, are one `NodeKind`.
 """
@@ -54,13 +54,13 @@ def _code(label: Label) -> int:
 
 
 def _unplaced(operands: int) -> NodeKind:
-    """The kind of a node whose result is no tensor: it takes its operands whole."""
+    """Returns the kind of a node whose result is no tensor: it takes its operands whole."""
     option = Option((REPLICATED,) * operands, REPLICATED, NO_WORK, WHOLE, -1)
     return NodeKind(0, (), False, False, False, (option,))
 
 
 def _placed(call: PricedCall, pieces: Sequence[tuple[int, int]], split: int) -> PricedCall:
-    """Returns a call on these pieces of the node's tensors, with this share of its product."""
+    """Returns a call with these pieces of the node's tensors, and this share of its product."""
     share = split if call.sizes else WHOLE
     return call._replace(moved=tuple(pieces[i] for i, _ in call.moved), share=share)
 
@@ -72,7 +72,7 @@ def _round(
     pieces: Sequence[tuple[int, int]],
     dtype: torch.dtype,
 ) -> list[PricedCall]:
-    """Returns attention's calls where keys and values go round, and swaps of rows and heads."""
+    """Returns attention's calls as a ring, with swaps of rows and heads if ranks share heads."""
     ring = rule.ring
     assert ring is not None
     key_heads = ring.heads[1]
@@ -95,12 +95,12 @@ def _round(
 
 
 class _Reader:
-    """Reads every alternative of a program's nodes into a catalogue, once.
+    """Reads every alternative of a program's nodes into a catalogue.
 
     Attributes:
-        catalogue: everything that has a price.
+        catalogue: entries that have a price.
         nodes: see `PlacementModel`.
-        kinds: what the nodes' kinds are.
+        kinds: distinct kinds of nodes.
     """
 
     def __init__(self, program: Program, sharding: Sharding) -> None:
@@ -143,8 +143,8 @@ class _Reader:
     def _is_cheap(self, node: fx.Node, cheap: set[str]) -> bool:
         """Whether a value is made of inputs, positions and frozen parameters alone: a mask, labels.
 
-        It is never sent: a rank that wants another piece makes it. A piece of it costs nothing, so
-        that a rotary table all layers share does not tie their choices together.
+        Such a value is never sent: a rank that needs another piece recomputes it. A piece of it is
+        free, so that a rotary table that all layers share does not couple their choices.
         """
         rule = self.sharding.rules.get(node.name)
         heavy = rule is not None and rule.multiplies
@@ -176,7 +176,7 @@ class _Reader:
     def _options(
         self, node: fx.Node, tensors: list[int], values: list[int], shares: list[dict[int, int]]
     ) -> tuple[Option, ...]:
-        """Returns the options of a node whose operands and output have these shares."""
+        """Returns the options of a node, given the shares of its operands' and output's labels."""
         rule = self.sharding.rules.get(node.name)
         infos = [self.program.info[self.nodes.names[t]] for t in tensors]
         calls: list[PricedCall] = []
@@ -206,7 +206,7 @@ class _Reader:
         return tuple(options)
 
     def _nearby(self, rule: OpSharding, name: str, infos: Sequence[TensorInfo]) -> list[PricedCall]:
-        """Returns the collectives inside a node of which ranks have pieces along this name."""
+        """Returns the collectives inside a node that ranks split along this name need."""
         whole = infos[0].shape
         if name in rule.windows:
             window = rule.windows[name]
@@ -229,7 +229,7 @@ class _Reader:
     def _calls(
         self, node: fx.Node, rule: OpSharding, infos: Sequence[TensorInfo]
     ) -> list[PricedCall]:
-        """Returns a node's calls; of what they move, the positions among its tensors."""
+        """Returns a node's calls, with `moved` as indices into its tensors."""
         info, dtype = self.program.info, dtype_of(infos)
         readers = sum(n.name in info and info[n.name].requires_grad for n in node.users)
         sizes: tuple[int, ...] = ()
@@ -255,10 +255,10 @@ class PlacementModel:
 
     Attributes:
         program: the traced model.
-        sharding: its factors and alternatives.
-        catalogue: everything that has a price.
-        nodes: the variables that are nodes, in graph order; some may not be in `sharding`.
-        kinds: what the nodes' kinds are.
+        sharding: factors and alternatives of the program.
+        catalogue: entries that have a price.
+        nodes: variables that are nodes, in graph order; some may not be in `sharding`.
+        kinds: distinct kinds of nodes.
     """
 
     def __init__(self, program: Program, sharding: Sharding) -> None:
@@ -279,10 +279,10 @@ class PlacementModel:
         return self.nodes.names
 
     def placed(self, options: tuple[int, ...]) -> Mapping[str, NodePlacement]:
-        """Returns what each node does, the same object for the same options.
+        """Returns the placement of each node, the same object for the same options.
 
         Args:
-            options: of each variable: position in its alternatives.
+            options: index of the chosen alternative of each variable.
         """
         if options not in self._placed:
             nodes = self._placed[options] = {}
@@ -295,8 +295,8 @@ class PlacementModel:
         """Returns the network of the options that are usable at these shares.
 
         Args:
-            shares: the catalogue's, at one bucket's sizes.
-            sp: ranks of the group.
+            shares: shares of the catalogue, at one bucket's sizes.
+            sp: number of ranks in the group.
         """
         splits = tuple((shares < 1.0).tolist())
         fewest = tuple(n for n in self._fewest if n < 0 or n >= sp)

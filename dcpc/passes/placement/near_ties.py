@@ -1,4 +1,4 @@
-"""Placements taken again where another bucket's best is hardly better.
+"""Reuses a placement of another bucket where this bucket's best is hardly better.
 
 Neighbouring lengths and degrees often differ in near ties alone: a rotary table cut here or there,
 one small value gathered before an op or after. Each other placement is another graph to
@@ -18,16 +18,16 @@ from dcpc.passes.placement.model import PlacementModel
 
 
 class NearTies:
-    """The choices that were made of one model.
+    """The placements chosen so far for one model.
 
     Args:
-        model: of the program.
-        fold: which copies of blocks stand for more.
-        tolerance: a known choice is taken where it costs at most this share more than the best.
+        model: placement model of the program.
+        fold: counts of the copies that each block stands for; None: no fold.
+        tolerance: largest share by which a known choice may cost more than the best.
 
     Attributes:
-        copies: of the fold's blocks, None without one.
-        taken: how often one was taken that is not the best.
+        copies: copies of the fold's blocks, None without a fold.
+        taken: number of times that a choice other than the best was taken.
     """
 
     def __init__(self, model: PlacementModel, fold: Fold | None, tolerance: float) -> None:
@@ -37,9 +37,9 @@ class NearTies:
         self.taken = 0
 
     def know(self, options: tuple[int, ...]) -> PlacementChoice:
-        """Returns a choice with its indices, which may be taken again from now on.
+        """Returns a choice with its indices, and records it for reuse.
 
-        Prices that are to have its changes are made afterwards.
+        Prices that cover its changes must be made afterwards.
         """
         if options not in self._known:
             self._known[options] = choice_of(self._model, self._fold, options)
@@ -48,14 +48,14 @@ class NearTies:
     def instead(
         self, options: tuple[int, ...], best_s: float, prices: Prices, shares: Costs, sp: int
     ) -> tuple[tuple[int, ...], float]:
-        """Returns what is taken instead of the best choice, or that, which is then known; its cost.
+        """Returns the choice to take, a known one or the best, and its cost in seconds.
 
         Args:
             options: the best choice.
-            best_s: its cost.
-            prices: of the catalogue at some sizes.
-            shares: the same.
-            sp: ranks of the group.
+            best_s: cost of the best choice.
+            prices: prices of the catalogue at some sizes.
+            shares: shares of the catalogue at these sizes.
+            sp: number of ranks in the group.
         """
         costs = [choice.cost(prices, shares, sp) for choice in self._known.values()]
         found = int(np.argmin(costs)) if costs else -1

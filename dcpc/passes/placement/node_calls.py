@@ -1,4 +1,4 @@
-"""Which calls a node of the program becomes, forward and backward, before anything is lowered.
+"""Predicts the calls that a node becomes, forward and backward, before anything is lowered.
 
 Counted as the profile counts those of the lowered graphs: class, FLOPs and bytes of a forward call
 are its own; the backward is that of the op's kind. What a lowered graph has besides is left out:
@@ -18,14 +18,14 @@ from dcpc.symbolic_profile.ops.elements import LOOKUPS, elementwise
 
 
 class CallPattern(NamedTuple):
-    """One call of a node, however it is split.
+    """One call of a node, however the node is split.
 
     Attributes:
-        op_class: as `ir.Work` has it.
-        forward: whether it is the forward's.
-        moved: positions of the tensors that it reads and writes: operands, then the output.
-        elements: FLOPs an element of the largest of these.
-        product: FLOPs, in those of the rule's product.
+        op_class: class of the op, as in `ir.Work`.
+        forward: whether it is a call of forward.
+        moved: indices of the tensors read and written: operands, then the output.
+        elements: FLOPs for each element of the largest of these tensors.
+        product: FLOPs as a multiple of the rule's product.
     """
 
     op_class: str
@@ -41,10 +41,10 @@ def call_patterns(
     """Returns the calls of a node.
 
     Args:
-        target: its op.
-        rule: how it is split.
-        tensors: its operands, then its output.
-        readers: nodes with a gradient that read the output: their gradients are added.
+        target: op of the node.
+        rule: sharding rule of the node.
+        tensors: operands of the node, then its output.
+        readers: number of users with a gradient; their gradients are added.
     """
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
     if rule.is_view:
@@ -60,13 +60,13 @@ def call_patterns(
 
 
 def dtype_of(tensors: Sequence[TensorInfo]) -> torch.dtype:
-    """Returns the dtype that a node computes in: of its first floating-point operand, or result."""
+    """Returns the dtype in which a node computes: that of its first floating-point tensor."""
     floating = (t.dtype for t in tensors if t.dtype.is_floating_point)
     return next(floating, tensors[0].dtype)
 
 
 def _view(name: str, tensors: Sequence[TensorInfo]) -> Iterator[CallPattern]:
-    """A part's gradient is padded with zeros, that of what was repeated is summed."""
+    """Yields the backward of a view: zero padding for a part, a sum for an expand."""
     if not tensors[-1].requires_grad or tensors[0].numel == tensors[-1].numel:
         return
     if "expand" in name:
@@ -76,7 +76,7 @@ def _view(name: str, tensors: Sequence[TensorInfo]) -> Iterator[CallPattern]:
 
 
 def _product(name: str, rule: OpSharding, tensors: Sequence[TensorInfo]) -> Iterator[CallPattern]:
-    """A product of the same size for the gradient of each factor; attention's as one kernel."""
+    """Yields a product, and one for the gradient of each factor; attention is one kernel each."""
     out = len(tensors) - 1
     every = (*range(out + 1),)
     if "attention" in name:
@@ -103,7 +103,7 @@ def _product(name: str, rule: OpSharding, tensors: Sequence[TensorInfo]) -> Iter
 def _elementwise(
     name: str, target: Any, rule: OpSharding, tensors: Sequence[TensorInfo]
 ) -> Iterator[CallPattern]:
-    """A call, and one or more for gradients by how the op is linear."""
+    """Yields the call, and those for gradients according to the op's linearity."""
     overload = isinstance(target, torch._ops.OpOverload)
     op_class, flops = elementwise(target) if overload else ("unpriced", 1)
     out = len(tensors) - 1

@@ -1,4 +1,4 @@
-"""What a placement minimises: the seconds that the report has, and two named terms beside them."""
+"""The quantity that a placement minimises: the report's seconds and two additional terms."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from dcpc.symbolic_profile.seconds.hardware import Device
 
-TIE_S = 1e-9  # of two placements that send the same bytes, the one with fewer collectives
+TIE_S = 1e-9  # breaks ties: of two placements that send equal bytes, take fewer collectives
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Seconds on a device, a price for held bytes, and what decides between equals.
+    """Seconds on a device, a price for saved bytes, and a tie-breaker.
 
     Attributes:
-        device: one rank's; seconds are `symbolic_profile.seconds`' of it, calibrated if it is.
-        held_s_per_byte: price of a byte of an activation that a rank keeps for backward. Zero asks
-            for the least time alone, which at short lengths or over slow links is to replicate
-            everything; a group is formed to split memory.
-        tie_s: what the start of a collective counts in place of its seconds, so that it decides
-            between equals alone; None: its seconds.
+        device: device of a rank, whose rates give the seconds, calibrated if it is.
+        held_s_per_byte: price in seconds of a byte of a saved activation on a rank. Zero minimises
+            time alone, which at short lengths or over slow links means to replicate everything; but
+            a group is formed to split memory.
+        tie_s: seconds counted for the start of a collective, in place of its real ones, so that it
+            only breaks ties; None: its real seconds.
     """
 
     device: Device
@@ -28,7 +28,7 @@ class Objective:
 
     @classmethod
     def of_group(cls, device: Device, sp: int) -> Objective:
-        """Returns what the placement of a group of `sp` ranks minimises.
+        """Returns the objective of a group of `sp` ranks.
 
         A byte kept for backward has the price of sending it once (what offloading it would cost).
         Whether the group pays at all, starts included, is the bucket's plan to decide.
@@ -36,7 +36,7 @@ class Objective:
         return cls(device, 1.0 / device.link(sp).bytes_per_s, TIE_S)
 
     def __str__(self) -> str:
-        """What is weighed, as the report's line says it."""
+        """Returns the objective as the report's line."""
         start = "its seconds" if self.tie_s is None else f"{1e9 * self.tie_s:.3g} ns"
         return (
             "a placement weighs the seconds of this report, each byte that is kept for backward as "

@@ -57,16 +57,17 @@ def place(
 
     Args:
         program: the traced model.
-        sharding: its factors and alternatives.
+        sharding: factors and alternatives of the program.
         sizes: length of every named dim, batch included.
-        sp: ranks of the group.
-        objective: what is minimised.
-        model: what was prepared of the two before, for several buckets; None: prepared here.
-        fold: which copies of blocks stand for more, split as they are: their costs count as often.
-            What they hand to each other is then the same: of four choices in which it is, the
-            least, where the least of all has a tie fall otherwise.
-        near: choices made of the model before, one of which is taken where it costs hardly more;
-            None: the least.
+        sp: number of ranks in the group.
+        objective: quantity to minimise.
+        model: placement model prepared from the two before, for several buckets; None: prepared
+            here.
+        fold: copies of blocks that stand for more of them; their costs are multiplied. If the
+            optimum breaks a tie differently in each copy, the cheapest of four solutions in which
+            all copies agree is used.
+        near: earlier choices of the model, of which one is reused where it costs hardly more; None:
+            the optimum.
     """
     model = PlacementModel(program, sharding) if model is None else model
     assert model.sharding is sharding, "the prepared model is of another analysis"
@@ -77,16 +78,16 @@ def place(
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The least of one bucket.
+    """The optimum of one bucket.
 
     Attributes:
-        sp: ranks of the group.
-        objective: what is minimised.
-        numbers: every size of the catalogue.
-        shares: every share of it.
-        options: of each node: position in its alternatives.
-        cost_s: what they cost.
-        width: of the elimination.
+        sp: number of ranks in the group.
+        objective: quantity that was minimised.
+        numbers: every size in the catalogue.
+        shares: every share in the catalogue.
+        options: index of the chosen alternative of each node.
+        cost_s: cost of these options.
+        width: induced width of the elimination.
     """
 
     sp: int
@@ -107,16 +108,16 @@ def solve(
     fold: Fold | None = None,
     copies: AlikeCopies | None = None,
 ) -> list[Best]:
-    """Returns the alternatives of least predicted time of some buckets, solved together.
+    """Returns the optima of some buckets, solved together.
 
     Args:
         program: the traced model.
-        buckets: length of every named dim, batch included, of each.
-        sp: ranks of the group.
-        objective: what is minimised.
-        model: what was prepared of the program and its sharding.
+        buckets: for each bucket the length of every named dim, batch included.
+        sp: number of ranks in the group.
+        objective: quantity to minimise.
+        model: placement model of the program and its sharding.
         fold: see `place`.
-        copies: of the model and the fold; None: prepared here.
+        copies: copies of the model's blocks under the fold; None: prepared here.
     """
     catalogue = model.catalogue
     alike: dict[int, tuple[StateGraph, list[int]]] = {}
@@ -148,7 +149,7 @@ def solve(
 def _solved(
     model: PlacementModel, graph: StateGraph, prices: Sequence[Prices], fold: Fold | None
 ) -> list[Solution]:
-    """Returns the best labels at some prices, one after the other where tables grow too large."""
+    """Returns the best labels at some prices; one by one if joint tables grow too large."""
     try:
         return _network(model, graph, prices, fold).minimise_cases()
     except PlanError:
@@ -158,7 +159,7 @@ def _solved(
 
 
 def _handing_on_alike(best: Best, copies: AlikeCopies) -> Best:
-    """Returns the choice, or the least of four in which copies hand on alike."""
+    """Returns the optimum, or the cheapest of four choices in which all copies agree."""
     choices = copies.choices(best.options)
     if not choices:
         return best
@@ -174,8 +175,8 @@ def placed(best: Best, model: PlacementModel, near: NearTies | None = None) -> P
     """Returns the placement of a bucket.
 
     Args:
-        best: its least, from `solve`.
-        model: the same.
+        best: optimum of the bucket, from `solve`.
+        model: placement model given to `solve`.
         near: see `place`.
     """
     options, cost_s = best.options, best.cost_s
@@ -197,14 +198,14 @@ def placed(best: Best, model: PlacementModel, near: NearTies | None = None) -> P
 
 
 def zigzag(nodes: Mapping[str, NodePlacement], sharding: Sharding) -> frozenset[int]:
-    """Returns the factors of which each rank gets a chunk from either end.
+    """Returns the keys of the factors of which each rank gets two chunks, one from either end.
 
-    Those of queries that see the keys before them: in order, the last rank would have nearly twice
-    the work of the mean.
+    These are the factors of causal queries: in plain order, the last rank would have nearly twice
+    the mean work.
 
     Args:
-        nodes: the alternatives that were chosen.
-        sharding: of the program.
+        nodes: chosen alternatives.
+        sharding: factors and rules of the program.
     """
     found = set()
     for name, rule in sharding.rules.items():
@@ -243,10 +244,10 @@ def _network(
 
 
 class _Weights:
-    """How often each cost of a folded program counts.
+    """The multiplicity of each cost of a folded program.
 
-    Blocks that are left out are split like the middle copy, so what it computes and sends counts
-    for them, too: also what it sends to the last copy, which each of them sends to the next.
+    Omitted blocks are split like the middle copy, so its computation and communication count for
+    them, too, including what it sends to the last copy, which each of them sends to the next.
     """
 
     def __init__(self, model: PlacementModel, graph: StateGraph, fold: Fold | None) -> None:
@@ -261,11 +262,11 @@ class _Weights:
                 names[consumer] = names[consumer] or names[producer]
 
     def of(self, variable: int) -> int:
-        """Returns how often a variable's own cost counts."""
+        """Returns the multiplicity of a variable's own cost."""
         return 1 if self._fold is None else self._fold.count(self._names[variable])
 
     def between(self, producer: int, consumer: int) -> int:
-        """Returns how often the cost of an edge counts."""
+        """Returns the multiplicity of an edge's cost."""
         if self._fold is None:
             return 1
         outside = self._fold.copy(self._names[producer]) == OUTSIDE

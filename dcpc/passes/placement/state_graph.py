@@ -62,12 +62,12 @@ class Option(NamedTuple):
 
     Attributes:
         operands: wanted label of each operand.
-        output: label it makes.
-        work: catalogue index of what it does.
-        split: catalogue index of the share it splits the work into, WHOLE where it does not.
-        least: elements of the split factor, where each rank needs one (0: not known before the
-            variant runs); -1 where none does.
-        across: ranks that share one piece of the rows of a ring; 0: it is none.
+        output: label of the node's value.
+        work: catalogue index of its work.
+        split: catalogue index of the share of the work, WHOLE if it is not split.
+        least: number of elements of the split factor if each rank needs one (0: unknown before the
+            variant runs); -1 if none is needed.
+        across: number of ranks that share one piece of the rows of a ring; 0: no ring.
     """
 
     operands: tuple[int, ...]
@@ -79,15 +79,15 @@ class Option(NamedTuple):
 
 
 class NodeKind(NamedTuple):
-    """All that the cost of a node, and of changing its value, depends on.
+    """The facts that the cost of a node, and of changing its value's label, depends on.
 
     Attributes:
-        value: catalogue index of its value.
-        shares: (sharded label, catalogue index of its share), all there are.
+        value: catalogue index of the node's value.
+        shares: (sharded label, catalogue index of its share) of every sharded label.
         backward: whether the value has a gradient.
-        cheap: whether a rank makes it rather than receive it; it takes a piece for nothing.
-        is_output: whether the program returns it, and it is wanted replicated.
-        options: what it can do.
+        cheap: whether ranks compute the value rather than receive it; slices of it are free.
+        is_output: whether the program returns it, and so replicated.
+        options: alternatives of the node.
     """
 
     value: int
@@ -108,7 +108,7 @@ class Nodes:
 
 
 class Interned(dict[T, int]):
-    """Keys numbered in the order they come."""
+    """Keys numbered in order of appearance."""
 
     def __missing__(self, key: T) -> int:
         """Gives a new key the next number."""
@@ -117,10 +117,10 @@ class Interned(dict[T, int]):
 
 
 class _Made(NamedTuple):
-    """What a state offers to consumers.
+    """The labels that a state offers to consumers.
 
-    `extra` labels are free, and another label is a change from `have`, or not to be had if `have`
-    is None.
+    `extra` labels are free; any other label is a change from `have`, and impossible if `have` is
+    None.
     """
 
     have: int | None
@@ -131,10 +131,10 @@ class _States(NamedTuple):
     """The states of a variable.
 
     Attributes:
-        kind: of the node.
-        options: of each state: position in the node's options; () for a mode.
-        made: of each state.
-        wants: of each operand: the wanted label of each state.
+        kind: index of the node's kind.
+        options: index of each state's option among the node's; () for a mode.
+        made: labels that each state offers.
+        wants: for each operand, the wanted label of each state.
     """
 
     kind: int
@@ -145,17 +145,17 @@ class _States(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateGraph:
-    """Variables and edges of a cost network whose entries are catalogue indices.
+    """The variables and edges of a cost network whose entries are catalogue indices.
 
     Attributes:
-        classes: of each variable: its class of states; the nodes first, in graph order, then modes.
-        options: of each class and state: position in the node's alternatives.
-        works: of each state of all classes, one after the other: its work.
-        changes: of the same: the changes it pays for, padded with FREE; shape (states, any).
-        bounds: where each class starts in these; one more at the end.
+        classes: class of states of each variable; the nodes first, in graph order, then modes.
+        options: index of the node's alternative, for each class and state.
+        works: index of each state's work, class after class.
+        changes: indices of the changes that each state pays, padded with FREE; shape (states, any).
+        bounds: first row of each class in these; one more at the end.
         edges: (producer, consumer, table).
-        tables: entries of all tables, one after the other: changes.
-        shapes: of each table: (start, rows, columns).
+        tables: change indices of all tables, one after the other.
+        shapes: (start, rows, columns) of each table.
     """
 
     classes: list[int]
@@ -169,13 +169,13 @@ class StateGraph:
 
 
 def change_between(kind: NodeKind, catalogue: Catalogue, have: int, want: int) -> int:
-    """Returns the catalogue's index of one change of a value.
+    """Returns the catalogue index of one label change of a value.
 
     Args:
-        kind: of the value's node.
-        catalogue: takes in the change.
-        have: its label.
-        want: the label it is to have.
+        kind: kind of the value's node.
+        catalogue: catalogue to which the change is added.
+        have: present label.
+        want: wanted label.
     """
     sharded, wants_sharded = have >= FIRST_SHARDED, want >= FIRST_SHARDED
     if have == want or (kind.cheap and have == REPLICATED and wants_sharded):
@@ -201,14 +201,14 @@ _Place = tuple[int, tuple[tuple[int, int], ...]]
 def build_graph(
     nodes: Nodes, kinds: Sequence[NodeKind], catalogue: Catalogue, splits: Sequence[bool], sp: int
 ) -> StateGraph:
-    """Returns the network of what is usable.
+    """Returns the network of the usable options.
 
     Args:
-        nodes: the graph.
-        kinds: what the nodes' kinds are.
-        catalogue: takes in the changes.
-        splits: of each share in the catalogue: whether it is less than the whole.
-        sp: ranks of the group.
+        nodes: nodes of the graph.
+        kinds: distinct kinds of nodes.
+        catalogue: catalogue to which changes are added.
+        splits: for each share in the catalogue, whether it is less than the whole.
+        sp: number of ranks in the group.
     """
     usable, of = _usable(nodes, kinds, splits, sp)
     return _Builder(nodes.sources, kinds, _Changes(kinds, catalogue), of).build(usable)
@@ -221,11 +221,10 @@ _Usable = tuple[int, tuple[int, ...]]
 def _usable(
     nodes: Nodes, kinds: Sequence[NodeKind], splits: Sequence[bool], sp: int
 ) -> tuple[list[int], list[_Usable]]:
-    """Returns the number of each node's usable kind, and these kinds.
+    """Returns the index of each node's usable kind, and these kinds.
 
-    A usable kind lacks the options that are of no use: what splits a factor of one element, what
-    would leave a rank without an element where each needs one, and what wants a partial sum of an
-    operand that is never one (nothing turns a value into a partial sum).
+    A usable kind lacks useless options: those that split a factor of one element, leave a rank
+    without a needed element, or want a partial sum of an operand that is never one.
     """
     found: dict[tuple[int, tuple[bool, ...]], int] = {}
     partial: list[bool] = []  # of each usable kind: whether it can make a partial sum
@@ -266,21 +265,21 @@ def _extras(ways: list[int], edges: int, options: int) -> Iterator[tuple[int, ..
 
 
 class _Changes:
-    """What states pay for changes of labels, as indices into the catalogue."""
+    """Label changes that states pay for, as indices into the catalogue."""
 
     def __init__(self, kinds: Sequence[NodeKind], catalogue: Catalogue) -> None:
         self._kinds, self._catalogue = kinds, catalogue
         self._steps: dict[tuple[int, int, int], int] = {}
 
     def step(self, kind: int, have: int, want: int) -> int:
-        """Returns the catalogue's index of one change of a value of this kind."""
+        """Returns the catalogue index of one label change of a value of this kind."""
         key = (kind, have, want)
         if key not in self._steps:
             self._steps[key] = change_between(self._kinds[kind], self._catalogue, have, want)
         return self._steps[key]
 
     def paid(self, states: _States) -> Iterator[tuple[int, list[int]]]:
-        """Yields the work and the changes that each state pays for; outputs are gathered."""
+        """Yields the work and the changes of each state; outputs are gathered."""
         if not states.options:  # modes pay on the edge from their node
             yield from ((NO_WORK, []) for _ in states.made)
         kind = self._kinds[states.kind]
@@ -291,7 +290,7 @@ class _Changes:
             yield kind.options[option].work, steps
 
     def table(self, states: _States, other: _States, position: int) -> Indices:
-        """Returns the changes between what states offer and what an operand wants; at -1: modes."""
+        """Returns the changes from offered to wanted labels of an operand; -1 stands for modes."""
         if position < 0:
             rows = [[self._enter(states.kind, s, mode) for mode in other.made] for s in states.made]
             return np.array(rows, np.intp)
@@ -306,7 +305,7 @@ class _Changes:
         return FORBIDDEN if made.have is None else self.step(kind, made.have, want)
 
     def _enter(self, kind: int, made: _Made, mode: _Made) -> int:
-        """The change a node pays to be in a mode."""
+        """Returns the change that a node pays to be in a mode."""
         assert made.have is not None, "a node makes a label"
         if mode.have is not None:
             return FREE if mode.have == made.have else FORBIDDEN
@@ -376,7 +375,7 @@ class _Builder:
     def _classes(
         self, usable: int, consumers: tuple[tuple[int, int], ...]
     ) -> tuple[int, int | None]:
-        """Returns the class of a node's states, and that of its modes where it has any."""
+        """Returns the class of a node's states, and of its modes if it has any."""
         kind, kept = self.usable[usable]
         options = self.kinds[kind].options
         made = [options[o].output for o in kept]

@@ -1,1 +1,1 @@
-"""What to make again instead of keeping it: a menu of numbered plans."""
+"""Chooses the values to recompute instead of saving them: a menu of numbered plans."""

@@ -1,4 +1,4 @@
-"""The choices of one block: which of its values are saved, and which are made again.
+"""The choices of one block: which of its values are saved, and which are recomputed.
 
 A choice is a minimum cut. Every value is either saved (its bytes times a price), or not there, or
 made again (its seconds), which takes that what it reads is there; what backward reads must be
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 # Capacities of the cut are 32-bit integers: the finite ones add up to at most this.
 SCALE = 1 << 28
 INFINITE = 1 << 29
-# Of a step of the hull that has more parts than this not every subset is tried.
+# If a step of the hull has more parts than this, not every subset is tried.
 MOST_PARTS = 4
-PLACES = 8  # in a block at which the first calls may go on to the next choice without the others
+PLACES = 8  # a step of the hull may be taken for the first calls up to one of so many positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class ForwardCall:
     """One call of the forward graph, in execution order.
 
     Attributes:
-        name: of the node.
-        reads: names of the calls whose values it reads; what is always there is left out
+        name: name of the node.
+        reads: names of the calls whose values it reads, without values that are always available
             (parameters, inputs, tables of positions).
-        kind: what tells calls apart: the op and its shapes.
-        seconds: to make it again; 0 for a view.
-        size_bytes: of its value.
-        savable: whether it can be saved: a tensor of its own memory.
+        kind: key that is equal for equal calls: the op and its shapes.
+        seconds: seconds to recompute it; 0 for a view.
+        size_bytes: bytes of its value.
+        savable: whether it can be saved: a tensor with its own storage.
         needed: whether backward reads its value.
     """
 
@@ -54,12 +54,12 @@ class ForwardCall:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
-    """One choice for a block; positions are those of its calls.
+    """One choice for a block; positions are indices of the block's calls.
 
     Attributes:
-        again: what is made again if it is needed.
-        size_bytes: of what is saved.
-        seconds: of what is made again.
+        again: positions of the values that are recomputed when needed.
+        size_bytes: bytes of the saved values.
+        seconds: seconds of recompute.
     """
 
     again: frozenset[int]
@@ -69,7 +69,7 @@ class RecomputeChoice:
 
 @dataclass(slots=True)
 class Problem:
-    """The calls of a block that are not read outside of it, and what they read of each other."""
+    """The calls of a block that are not read outside of it, and their reads of each other."""
 
     calls: list[ForwardCall]
     reads: list[tuple[int, ...]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Problem:
         """Returns the problem of a block.
 
         Args:
-            block: its calls, in execution order.
+            block: calls of the block, in execution order.
             outside: names of the values that other blocks read.
         """
         calls = [call for call in block if call.name not in outside]
@@ -95,14 +95,14 @@ class Problem:
         return seconds, np.array([c.size_bytes if c.savable else np.inf for c in self.calls])
 
     def key(self) -> Hashable:
-        """Equal for blocks that have the same choices."""
+        """Returns a key that is equal for blocks with equal choices."""
         return tuple(
             (c.kind, c.seconds, c.size_bytes, c.savable, c.needed, r)
             for c, r in zip(self.calls, self.reads, strict=True)
         )
 
     def choice(self, saved: Iterable[int]) -> RecomputeChoice | None:
-        """Returns the choice that saves these values as far as they are needed, None if none is."""
+        """Returns the choice that saves the needed ones of these values, or None if impossible."""
         kept, used = set(saved), set()
         made: set[int] = set()
         stack = [v for v, call in enumerate(self.calls) if call.needed]
@@ -124,9 +124,9 @@ class Problem:
         )
 
     def cut(self, price: npt.NDArray[np.float64], cost: npt.NDArray[np.float64]) -> RecomputeChoice:
-        """Returns the choice of least `price` of what is saved plus `cost` of what is made again.
+        """Returns the choice of least `price` of saved values plus `cost` of recomputed ones.
 
-        Node 2v says that value v is there, node 2v + 1 that it is made again.
+        Node 2v stands for "value v is available", node 2v + 1 for "it is recomputed".
         """
         n = len(self.calls)
         source, sink = 2 * n, 2 * n + 1
@@ -153,13 +153,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Wiring:
-    """The edges of a problem's cuts, each with the one that goes back, row by row.
+    """The edges of a problem's minimum cuts, each with its reverse edge, row by row.
 
     Attributes:
-        graph: their capacities; an edge that only goes back has none.
-        prices: of each value: number of the edge from it to that it is made again.
-        costs: of the edge from that on to the sink.
-        ends: of each node the edges' numbers and where they lead.
+        graph: capacities of the edges; a reverse edge has none.
+        prices: index of the edge from "available" to "recomputed" for each value.
+        costs: index of the edge from "recomputed" to the sink for each value.
+        ends: (edge index, end node) of each node's edges.
     """
 
     graph: csr_matrix
@@ -194,7 +194,7 @@ class _Wiring:
         )
 
     def reached(self, start: int, free: npt.NDArray[np.bool_]) -> set[int]:
-        """Returns the nodes that free edges lead to."""
+        """Returns the nodes that can be reached over free edges."""
         is_free, found, stack = free.tolist(), {start}, [start]
         while stack:
             for edge, end in self.ends[stack.pop()]:
@@ -205,7 +205,7 @@ class _Wiring:
 
 
 def fewest_seconds(problem: Problem) -> RecomputeChoice:
-    """Returns the choice of the fewest bytes that makes nothing again that takes time."""
+    """Returns the choice of fewest bytes that recomputes nothing that takes time."""
     if not problem.calls:
         return RecomputeChoice(frozenset(), 0.0, 0.0)
     seconds, sizes = problem.costs
@@ -241,8 +241,8 @@ def hull(problem: Problem) -> list[RecomputeChoice]:
 def between(problem: Problem, corners: Sequence[RecomputeChoice]) -> list[RecomputeChoice]:
     """Returns the choices of the hull and others between them, the fewest seconds first.
 
-    Of two neighbours on the hull some parts of the step are taken, or the step only for calls
-    before some place: what is made of these is used last in backward, when the rest is gone.
+    Between two neighbours on the hull, some independent parts of the step are taken, or the step
+    for the first calls only: their values are used last in backward, when others are gone.
     """
     found = {c.again: c for c in corners}
     every = frozenset(range(len(problem.calls)))
@@ -260,7 +260,7 @@ def between(problem: Problem, corners: Sequence[RecomputeChoice]) -> list[Recomp
 
 
 def _prefixes(changed: frozenset[int]) -> Iterator[frozenset[int]]:
-    """Yields the first so many of the values, at evenly spaced places."""
+    """Yields the first values, up to evenly spaced positions."""
     ordered = sorted(changed)
     for place in range(1, PLACES):
         yield frozenset(ordered[: len(ordered) * place // PLACES])
@@ -286,7 +286,7 @@ def _parts(problem: Problem, changed: frozenset[int]) -> list[frozenset[int]]:
 
 
 def _subsets(parts: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
-    """Yields what is in some of the parts, for all subsets where these are few."""
+    """Yields unions of some of the parts, for all subsets if there are few parts."""
     counts: Sequence[int] = range(1, len(parts))
     if len(parts) > MOST_PARTS:
         counts = (1, len(parts) - 1)

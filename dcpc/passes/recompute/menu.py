@@ -1,4 +1,4 @@
-"""What to save for backward and what to make again: a menu of plans, from nothing to the most.
+"""Makes the menu of recompute plans: which values to save and which to recompute, for many peaks.
 
     calls -> blocks (repeated, found by structure)
           -> per block its choices: (bytes saved, seconds made again, most that is alive in its part
@@ -42,18 +42,18 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class BlockChoices:
-    """A block's choices at the sizes of the menu, the fewest seconds first.
+    """The choices of a block at the sizes of the menu, fewest seconds first.
 
     Attributes:
-        again: for each choice the names of what is not saved.
-        saved_bytes: `[choices]`, of what is saved, with what other blocks read.
-        seconds: `[choices]`, of what is made again.
-        alive_bytes: `[choices]`, the most that is alive in its part of backward, less what blocks
-            before it save.
-        forward_s: of all its calls.
-        crossing_bytes: of what other blocks read.
-        corners: the choices on the lower hull of (bytes, seconds): number, and the seconds that a
-            byte freed by going on to it costs; 0 for the first.
+        again: names of the values that are not saved, for each choice.
+        saved_bytes: bytes of saved values, with those that other blocks read, `[choices]`.
+        seconds: seconds of recompute, `[choices]`.
+        alive_bytes: largest number of bytes alive in the block's part of backward, without those
+            that earlier blocks save, `[choices]`.
+        forward_s: seconds of all calls of the block.
+        crossing_bytes: bytes of the values that other blocks read.
+        corners: (index, seconds for each byte freed by this step) of the choices on the lower hull
+            of (bytes, seconds); 0 for the first.
     """
 
     again: tuple[frozenset[str], ...]
@@ -67,7 +67,7 @@ class BlockChoices:
 
 @dataclass(slots=True)
 class Menu:
-    """Plans by number: 0 makes again only what costs nothing, `count` as much as can be.
+    """Numbered plans: 0 recomputes only values that cost nothing, `count` as many as possible.
 
     Those between are the cheapest for peaks that fall in equal steps; with `alike` those in which
     each block takes the steps of its hull up to a price, and between two of them, where equal
@@ -75,7 +75,7 @@ class Menu:
     menu: `at_price` tells them.
 
     Attributes:
-        blocks: in execution order.
+        blocks: choices of the blocks, in execution order.
         count: number of the last plan.
         alike: whether only plans up to a price are counted.
     """
@@ -89,7 +89,7 @@ class Menu:
 
     @property
     def steps(self) -> range:
-        """One for each plan but that of number 0."""
+        """One number for each plan after plan 0."""
         return range(self.count)
 
     @property
@@ -98,7 +98,7 @@ class Menu:
         return tuple(sorted({price for b in self.blocks for _, price in b.corners[1:]}))
 
     def by_ratio(self) -> Menu:
-        """Returns the menu in which equal blocks choose alike, however many there are."""
+        """Returns the menu in which equal blocks make equal choices, however many they are."""
         plans, numbers = [(0,) * len(self.blocks)], []
         for price in self.prices:
             plans += _steps_of(self.blocks, plans[-1], price)
@@ -107,7 +107,7 @@ class Menu:
         return Menu(self.blocks, len(plans) - 1, True, None, known, tuple(numbers))
 
     def at_price(self, seconds_per_byte: float) -> int:
-        """Returns the number of the plan whose blocks take all that costs at most this."""
+        """Returns the number of the plan that takes every step of at most this price."""
         taken = sum(price <= seconds_per_byte for price in self.prices)
         if self.alike:
             return self._of_prices[taken - 1] if taken else 0
@@ -119,7 +119,7 @@ class Menu:
         return frozenset().union(*(b.again[c] for b, c in zip(self.blocks, chosen, strict=True)))
 
     def seconds(self, k: int) -> float:
-        """Returns the seconds of what plan k makes again."""
+        """Returns the seconds of recompute in plan k."""
         return sum(float(b.seconds[c]) for b, c in zip(self.blocks, self.choices(k), strict=True))
 
     def saved_bytes(self, k: int) -> float:
@@ -128,7 +128,7 @@ class Menu:
         return sum(float(b.saved_bytes[c]) for b, c in chosen)
 
     def peak_bytes(self, k: int) -> float:
-        """Returns the most that is alive in backward, as far as the blocks' parts tell."""
+        """Returns the largest number of bytes alive in any block's part of backward."""
         return peak_bytes(self.blocks, self.choices(k))
 
     def choices(self, k: int) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ def _choices_up_to(block: BlockChoices, first: int, last: int) -> list[int]:
 
 
 def peak_bytes(blocks: Sequence[BlockChoices], chosen: Sequence[int]) -> float:
-    """Returns the most that is alive in any block's part of backward."""
+    """Returns the largest number of bytes alive in any block's part of backward."""
     saved = most = 0.0
     for block, c in zip(blocks, chosen, strict=True):
         most = max(most, saved + float(block.alive_bytes[c]))
@@ -199,7 +199,7 @@ def peak_bytes(blocks: Sequence[BlockChoices], chosen: Sequence[int]) -> float:
 
 
 def cheapest(blocks: Sequence[BlockChoices], peak: float) -> tuple[int, ...] | None:
-    """Returns the choices of the fewest seconds with at most this peak, None where there are none.
+    """Returns the choices of fewest seconds within this peak, or None if there are none.
 
     A dynamic programme over the blocks in execution order: of two ways to have chosen for the first
     blocks the one that saves more and costs more is dropped.
@@ -225,7 +225,7 @@ def cheapest(blocks: Sequence[BlockChoices], peak: float) -> tuple[int, ...] | N
 
 
 def _front(saved: Floats, seconds: Floats) -> npt.NDArray[np.int64]:
-    """Returns the states that no other is at least as good as in both, the fewest bytes first."""
+    """Returns the indices of undominated (bytes, seconds) states, fewest bytes first."""
     order = np.lexsort((seconds, saved))
     best = np.minimum.accumulate(seconds[order])
     better = np.concatenate(([True], best[1:] < best[:-1]))
@@ -238,7 +238,7 @@ def _front(saved: Floats, seconds: Floats) -> npt.NDArray[np.int64]:
 
 
 def smallest_peak(blocks: Sequence[BlockChoices], most: float) -> float:
-    """Returns a peak that some choices have, within a thousandth of the smallest."""
+    """Returns an achievable peak within a thousandth of the smallest one."""
     low, high = 0.0, most
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
@@ -248,13 +248,13 @@ def smallest_peak(blocks: Sequence[BlockChoices], most: float) -> float:
 
 
 class AlikeBlocks:
-    """The blocks of a forward graph of which equal ones choose alike.
+    """The blocks of a forward graph, where equal blocks make equal choices.
 
     Args:
-        calls: those that depend on parameters or activations, in execution order.
-        copies: of each call, the copy of a block that it belongs to, or `OUTSIDE`. They are the
-            menu's blocks, also where the first of them is split unlike the others: what stands for
-            many copies makes nothing of another one again.
+        calls: calls that depend on parameters or activations, in execution order.
+        copies: for each call, its copy of a block, or `OUTSIDE`. The copies are the menu's blocks,
+            even if the first one is split differently: a copy that stands for many must not
+            recompute values of another one.
     """
 
     def __init__(self, calls: Sequence[ForwardCall], copies: Sequence[Hashable]) -> None:
@@ -267,7 +267,7 @@ class AlikeBlocks:
 
     @cached_property
     def least(self) -> frozenset[str]:
-        """What plan 0 of the menu makes again, which many graphs are asked for and no other."""
+        """The values that plan 0 recomputes, for callers that need no other plan."""
         fewest = {key: fewest_seconds(problem) for key, problem in self._distinct.items()}
         pairs = zip(self._problems, self._keys, strict=True)
         return frozenset(p.calls[i].name for p, key in pairs for i in fewest[key].again)
@@ -297,11 +297,11 @@ class AlikeBlocks:
 
 
 def recompute_menu(calls: Sequence[ForwardCall], memory: ValueMemory) -> Menu:
-    """Returns the menu of a forward graph.
+    """Returns the menu of recompute plans of a forward graph.
 
     Args:
-        calls: those that depend on parameters or activations, in execution order.
-        memory: where their values lie, and backward.
+        calls: calls that depend on parameters or activations, in execution order.
+        memory: storages of values, and the calls of backward.
     """
     ranges = _repeated_ranges(calls)
     outside = _read_outside(calls, ranges)
@@ -357,7 +357,7 @@ def _block(
 
 
 def _undominated(saved: Floats, seconds: Floats, alive: Floats, keep: Sequence[int]) -> list[int]:
-    """Returns the choices that no other is at least as good as in all three, and those to keep."""
+    """Returns the indices of the choices undominated in all three, and those in `keep`."""
     values = np.stack([saved, seconds, alive], axis=1)
     found: list[int] = []
     for i in np.lexsort((alive, saved, seconds)):
@@ -370,7 +370,7 @@ def _undominated(saved: Floats, seconds: Floats, alive: Floats, keep: Sequence[i
 
 
 def _repeated_ranges(calls: Sequence[ForwardCall]) -> list[tuple[int, int]]:
-    """Returns the blocks as (first, after the last), in order; what is not repeated is one each."""
+    """Returns the blocks as (first, after the last), in order; other runs are one block each."""
     position = {call.name: i for i, call in enumerate(calls)}
     last_read = [i for i in range(len(calls))]
     for i, call in enumerate(calls):
@@ -390,10 +390,10 @@ def _repeated_ranges(calls: Sequence[ForwardCall]) -> list[tuple[int, int]]:
 
 
 def _ranges(calls: Sequence[ForwardCall], copies: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Returns the same of calls of which it is known what copy of a block they belong to.
+    """Returns the same where each call's copy of a block is known.
 
-    Outside of the copies what is repeated are blocks, too. A few calls before the first copy go
-    with it; more of them may be a block of its own: the first of a run may be wired otherwise.
+    Repeated runs outside of the copies are blocks, too. A few calls before the first copy join it;
+    more of them may be a block of their own, as the first of a run may be wired differently.
     """
     changes = [i for i, (a, b) in enumerate(pairwise(copies), 1) if a != b]
     outside = {
@@ -411,9 +411,9 @@ def _between(borders: set[int]) -> list[tuple[int, int]]:
 
 
 def _read_outside(calls: Sequence[ForwardCall], blocks: Sequence[tuple[int, int]]) -> set[str]:
-    """Names of the values that a block other than their own reads, and what these are views of.
+    """Returns the names of the values that other blocks read, and the bases of such views.
 
-    A view is made again wherever it is read: what it is of has to be there for the other block.
+    A view is recomputed wherever it is read, so the other block needs its base.
     """
     block_of = {c.name: i for i, (low, high) in enumerate(blocks) for c in calls[low:high]}
     outside = {name for c in calls for name in c.reads if block_of[name] != block_of[c.name]}

@@ -1,4 +1,4 @@
-"""The most that is alive while backward goes through one block, for a choice of what it saves.
+"""Predicts the peak memory while backward passes one block, for a choice of saved values.
 
     backward's calls, in order     |--- last block ---|--- ... ---|--- first block ---|
     alive in a block's part        what all blocks before it save, a constant
@@ -21,15 +21,15 @@ Reads = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class ValueMemory:
-    """Where values lie.
+    """The storages of values.
 
     Attributes:
-        storages: call -> the storages that its value lies in; those of parameters and inputs are
-            left out, which are always there.
-        size_bytes: storage -> its bytes.
-        transient_bytes: call -> what it needs while it runs; 0 where it has no entry.
-        backward: calls that differentiate, in execution order, and all that they read.
-        gradients: those whose values are kept to the end.
+        storages: call -> storages of its value, without those of parameters and inputs, which are
+            always alive.
+        size_bytes: storage -> bytes.
+        transient_bytes: call -> bytes it needs while it runs; 0 without an entry.
+        backward: calls made by differentiation, in execution order, and all their reads.
+        gradients: names of the calls whose values stay alive to the end.
     """
 
     storages: Mapping[str, tuple[int, ...]]
@@ -40,13 +40,13 @@ class ValueMemory:
 
 
 class Timelines:
-    """The part of backward of each block.
+    """The part of backward that belongs to each block.
 
     Args:
-        calls: of forward, in execution order.
-        blocks: (first call, after the last).
-        outside: names of the values that blocks other than their own read.
-        memory: where values lie.
+        calls: calls of forward, in execution order.
+        blocks: (first call, after the last) of each block.
+        outside: names of the values that other blocks read.
+        memory: storages of values, and the calls of backward.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Timelines:
         return ranges
 
     def _last_uses(self) -> dict[int, int]:
-        """Returns the last call of backward that uses a storage that backward made or reads."""
+        """Returns storage -> index of the last backward call that uses it."""
         last: dict[int, int] = {}
         for i, (name, reads) in enumerate(self._memory.backward):
             for used in (name, *reads):
@@ -93,7 +93,7 @@ class Timelines:
         return last
 
     def shape(self, block: int) -> Hashable:
-        """Equal for blocks whose parts of backward need the same for the same choice."""
+        """Returns a key that is equal for blocks with equal memory needs for each choice."""
         start, stop = self._parts[block]
         memory = self._memory
         return tuple(
@@ -106,12 +106,12 @@ class Timelines:
         )
 
     def _local(self, name: str, start: int) -> Hashable:
-        """What stands for a value that a part of backward reads."""
+        """Returns the key of a value that a part of backward reads."""
         size = sum(self._memory.size_bytes[s] for s in self._memory.storages.get(name, ()))
         return size, name in self._own, name in self._block
 
     def passing_bytes(self, block: int) -> float:
-        """Returns the bytes of what backward made before a block's part and keeps beyond it."""
+        """Returns the bytes made before a block's part of backward and alive beyond it."""
         return sum(self._memory.size_bytes[s] for s in self._passing(block))
 
     def _passing(self, block: int) -> set[int]:
@@ -120,7 +120,7 @@ class Timelines:
         return {s for s in made if self._last[s] >= stop}
 
     def crossing_bytes(self, block: int) -> float:
-        """Returns the bytes of a block's values that other blocks read: they are saved."""
+        """Returns the bytes of a block's values that other blocks read, which are saved."""
         found = {
             s for name in self._names[block] if name in self._outside
             for s in self._memory.storages.get(name, ())
@@ -128,11 +128,11 @@ class Timelines:
         return sum(self._memory.size_bytes[s] for s in found)
 
     def peak_bytes(self, block: int, again: frozenset[str]) -> float:
-        """Returns the most that is alive in a block's part, less what other blocks save.
+        """Returns the largest number of bytes alive in a block's part, without others' saved ones.
 
         Args:
-            block: its index.
-            again: names of its values that are not saved.
+            block: index of the block.
+            again: names of the block's values that are not saved.
         """
         order, alive = self._order(block, again)
         memory, stop = self._memory, self._parts[block][1]
@@ -158,7 +158,7 @@ class Timelines:
     def _order(
         self, block: int, again: frozenset[str]
     ) -> tuple[list[tuple[str, list[int]]], set[int]]:
-        """Returns the calls of a block's part with the storages they touch, and what is alive."""
+        """Returns (call, its storages) of a block's part, and the storages alive at its start."""
         start, stop = self._parts[block]
         order: list[tuple[str, list[int]]] = []
         alive: set[int] = set()
@@ -188,7 +188,7 @@ class Timelines:
         return order, alive | self._entering(block)
 
     def _entering(self, block: int) -> set[int]:
-        """Returns what backward made before a block's part that ends in it."""
+        """Returns the storages made before a block's part that die in it."""
         start, stop = self._parts[block]
         made = (s for name, _ in self._memory.backward[:start] for s in self._storages(name))
         return {s for s in made if start <= self._last[s] < stop}

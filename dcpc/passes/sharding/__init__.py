@@ -1,1 +1,1 @@
-"""Which dims are the same dim: factors, and the rules of every op."""
+"""Finds dims that are the same dim (factors), and the sharding rule of every op."""

@@ -1,4 +1,4 @@
-"""The ways to split attention, as a person names them; which each attention can have, and why not.
+"""The ways to split attention by name; which ones each attention can have, and why not others.
 
 heads     each rank has some of the heads (Ulysses), or of the queries of each key head
 gathered  each rank has some of the queries, and all keys and values
@@ -25,7 +25,7 @@ LOWERINGS = ("heads", "gathered", "ring", "hybrid")
 
 
 def lowering_of(chosen: Alternative | NodePlacement) -> str:
-    """Returns which of `LOWERINGS` an alternative of attention is, "batch", or "whole"."""
+    """Returns an alternative's name in `LOWERINGS`, or "batch" or "whole"."""
     if chosen.name == "ring":
         return "hybrid" if chosen.across > 1 else "ring"
     named = {"h": "heads", "g": "heads", "q": "gathered", "b": "batch", "c": "batch"}
@@ -33,12 +33,12 @@ def lowering_of(chosen: Alternative | NodePlacement) -> str:
 
 
 def way_text(lowering: str, across: int) -> str:
-    """Returns a lowering's name, of a hybrid with the ranks that share heads."""
+    """Returns the text of a lowering; for a hybrid with the number of ranks that share heads."""
     return f"{lowering} {across}" if across > 1 else lowering
 
 
 def lowerings_of(sharding: Sharding, node: fx.Node, sp: int) -> set[str]:
-    """Returns what an attention can be on so many ranks, see `lowering_of`."""
+    """Returns the lowerings that an attention can have on `sp` ranks, see `lowering_of`."""
     alternatives = sharding.alternatives[node.name]
     return {lowering_of(a) for a in alternatives if is_usable(a.across, sp)}
 
@@ -53,7 +53,7 @@ def check_lowering(lowering: str) -> None:
     """Refuses an unknown way to split attention.
 
     Raises:
-        PlanError: it is neither "auto" nor one of `LOWERINGS`.
+        PlanError: the name is neither "auto" nor in `LOWERINGS`.
     """
     if lowering != "auto" and lowering not in LOWERINGS:
         raise PlanError(
@@ -63,17 +63,17 @@ def check_lowering(lowering: str) -> None:
 
 
 def restricted(program: Program, sharding: Sharding, lowering: str) -> Sharding:
-    """Returns the alternatives with one lowering of attention, where an attention can have it.
+    """Returns the alternatives restricted to one lowering of attention, where that is possible.
 
-    Done in whole it can still be, which no rank would choose but at a short length.
+    Attention in whole on each rank stays possible, which is only best at a short length.
 
     Args:
         program: the traced model.
-        sharding: its alternatives.
+        sharding: factors and alternatives of the program.
         lowering: one of `LOWERINGS`, or "auto" for all.
 
     Raises:
-        PlanError: there is no such lowering.
+        PlanError: the lowering is unknown.
     """
     check_lowering(lowering)
     if lowering == "auto":
@@ -87,13 +87,13 @@ def restricted(program: Program, sharding: Sharding, lowering: str) -> Sharding:
 
 
 def why_not(program: Program, sharding: Sharding, node: fx.Node, sp: int) -> Mapping[str, str]:
-    """Returns why an attention cannot have some of the lowerings; absent are those it can have.
+    """Returns, by lowering, why an attention cannot have it; possible ones are absent.
 
     Args:
         program: the traced model.
-        sharding: its alternatives.
-        node: the attention.
-        sp: ranks of the group.
+        sharding: factors and alternatives of the program.
+        node: node of the attention.
+        sp: number of ranks in the group.
     """
     found = lowerings_of(sharding, node, sp)
     info = [program.info[o.name] for o in tensor_operands(node, program.info)]

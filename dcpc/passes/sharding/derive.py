@@ -48,10 +48,10 @@ class Derived:
 
     Attributes:
         rule: in the notation of `notation.py`.
-        whole: names no rank may have a piece of.
+        whole: names of which no rank may have a piece.
         sum: names whose pieces add up.
-        linear: how partial sums pass.
-        takes_empty: whether the op takes pieces without elements.
+        linear: how partial sums pass through the op, see `Linear`.
+        takes_empty: whether the op accepts empty pieces.
     """
 
     rule: str
@@ -61,7 +61,7 @@ class Derived:
     takes_empty: bool
 
     def line(self, op: str) -> str:
-        """Returns the line of `sharding_rules.yaml` that says the same."""
+        """Returns the equivalent line of `sharding_rules.yaml`."""
         fields = [f'rule: "{self.rule}"']
         fields += [f"whole: {' '.join(self.whole)}"] * bool(self.whole)
         fields += [f"sum: {' '.join(self.sum)}"] * bool(self.sum)
@@ -76,14 +76,14 @@ def derive(
     output: TensorInfo,
     scalars: Mapping[str, sympy.Expr],
 ) -> Derived | str:
-    """Returns the rule that an op's behaviour on random pieces shows, or why there is none.
+    """Returns the rule that an op's results on random pieces show, or why there is none.
 
     Args:
-        call: the call; for one of several results the call that makes them.
-        result: which result.
-        operands: its tensor operands, in order.
-        output: the result.
-        scalars: name of a node whose value is a size -> its expression.
+        call: call of the op; for a getitem the call that it reads.
+        result: index of the result.
+        operands: tensor operands of the call, in order.
+        output: tensor info of the result.
+        scalars: name of a node that is a size -> its expression.
     """
     try:
         trial = Trial(call, result, operands, output, scalars)
@@ -93,7 +93,7 @@ def derive(
 
 
 class DerivedRules:
-    """Derives once what repeated layers ask for again and again.
+    """Derives rules, and caches them for repeated layers.
 
     Attributes:
         nodes: op -> line -> names of the nodes that use it.
@@ -111,10 +111,10 @@ class DerivedRules:
         """Returns the rule of a node's call, or why there is none.
 
         Args:
-            node: the call, or one of its several results.
-            op: its name.
-            operands: its tensor operands, in order.
-            output: the node's value.
+            node: node of the call, or a getitem of its results.
+            op: name of the op.
+            operands: tensor operands of the call, in order.
+            output: tensor info of the node.
         """
         call = call_of(node)
         result = node.args[1] if call is not node else 0
@@ -165,7 +165,7 @@ class _Derivation:
     # ----------------------------------------------------------------------------- which dims agree
 
     def _local(self) -> Local:
-        """Returns where changing a slice changes that slice of the output and nothing else."""
+        """Returns (operand, dim, output dim) where a changed slice changes only that slice."""
         found = {
             (i, d, e)
             for i, operand in enumerate(self.operands)
@@ -200,7 +200,7 @@ class _Derivation:
         return (new != sample.whole) & ~both_nan
 
     def _choices(self, local: Local, e: int, taken: set[tuple[int, int]]) -> Iterator[Dims]:
-        """Ways to take one dim of each operand that has dims which go with an output dim."""
+        """Yields ways to take one dim of each operand that may correspond to an output dim."""
         options = []
         for i in range(len(self.operands)):
             dims = sorted((a, d) for a, d, x in local if (a, x) == (i, e) and (a, d) not in taken)
@@ -210,7 +210,7 @@ class _Derivation:
             yield from list(product(*options))[:MOST_CHOICES]
 
     def _contractions(self, taken: set[tuple[int, int]]) -> Iterator[Dims]:
-        """Dims of equal size, at most one of each operand, that are in no output; widest first."""
+        """Yields dims of equal size, at most one an operand, that may be summed; widest first."""
         if not _adds(self.output):
             return
         for size in dict.fromkeys(s for o in self.operands for s in o.shape if s != 1):
@@ -235,7 +235,7 @@ class _Derivation:
         return bool(cuts)
 
     def _adds_up(self, dims: Dims) -> bool:
-        """Whether outputs of pieces add up, in draws where more than one piece counts."""
+        """Whether outputs of pieces add up, in draws where more than one piece is not zero."""
         counted = 0
         for sample in self.samples:
             for borders in self.trial.cuts(sample.operands[dims[0][0]].shape[dims[0][1]]):
@@ -253,7 +253,7 @@ class _Derivation:
         return counted >= ENOUGH_DRAWS
 
     def _linear(self) -> Linear:
-        """How sums of operands pass, for operands that may be partial sums."""
+        """Returns how partial sums of operands pass through the op."""
         adds = [_adds(o) for o in self.operands]
         if not adds[0] or not _adds(self.output):
             return "none"

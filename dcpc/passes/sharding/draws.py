@@ -1,4 +1,4 @@
-"""Random operands that tempt a false rule: what an op does to them decides whether one is derived.
+"""Random operands chosen to expose false rules when an op is tried on them.
 
 Each kind says what all operands of one call look like. Numbers come from seeded generators on the
 CPU, so that every rank draws the same.
@@ -24,7 +24,7 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _few(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Many duplicates and zeros."""
+    """Draws few distinct numbers: many duplicates and zeros."""
     return torch.randint(-2, 3, shape, generator=generator).double()
 
 
@@ -41,7 +41,7 @@ def _constant(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _wide(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Magnitudes from 1e-6 to 1e6, of both signs."""
+    """Draws magnitudes from 1e-6 to 1e6, of both signs."""
     return torch.pow(10.0, 12 * _uniform(shape, generator) - 6) * _normal(shape, generator).sign()
 
 
@@ -50,7 +50,7 @@ def _negative(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _spike(size: float, among_zeros: bool) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
-    """One element unlike all others: what looks at the whole sees it, most pieces do not."""
+    """Returns a draw with one outlier: ops on the whole see it, most pieces do not."""
 
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         x = _normal(shape, generator) * (0.0 if among_zeros else 0.1)
@@ -82,11 +82,11 @@ def draw(
     """Returns operands of one kind, on the CPU.
 
     Args:
-        kind: position in `KINDS`.
-        shapes: of each operand.
-        dtypes: of each operand.
-        seed: what the numbers depend on.
-        indices: integers are below this.
+        kind: index into `KINDS`.
+        shapes: shape of each operand.
+        dtypes: dtype of each operand.
+        seed: seed of the numbers.
+        indices: bound that integers stay below.
     """
     generator = torch.Generator().manual_seed(1_000_003 * seed + kind)
     return [
@@ -110,7 +110,7 @@ def redraw(x: Tensor, dim: int, index: int, seed: int) -> Tensor:
 
 
 def _typed(x: Tensor, dtype: torch.dtype, indices: int) -> Tensor:
-    """The drawn numbers in an operand's dtype, integers as indices and truth values by sign."""
+    """Returns drawn numbers in an operand's dtype: integers as indices, booleans by sign."""
     if dtype == torch.bool:
         return x > 0
     if dtype.is_complex:

@@ -13,9 +13,9 @@ import sympy
 
 
 def quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
-    """Returns a / b where b divides a at every value of the dims, else None.
+    """Returns a / b where b divides a at all values of the dims, else None.
 
-    Both are sizes, so their ratio is not negative; of `(height + 1) // 2` sympy knows no more.
+    Both are sizes, so the ratio is not negative; sympy cannot tell that of `(height + 1) // 2`.
     """
     ratio = sympy.cancel(a / b)
     return ratio if ratio.is_integer and ratio.is_nonnegative else None
@@ -57,8 +57,8 @@ class FactorTable:
         """Makes two sequences of factors the same, splitting where one is finer.
 
         Returns:
-            False where their sizes have no common refinement (12 as 3*4 and as 2*6); what was
-            unified before the first misfit stays.
+            False if their sizes have no common refinement (12 as 3*4 and as 2*6); factors unified
+            before the first mismatch stay unified.
         """
         a, b = self.atoms(left), self.atoms(right)
         i = j = 0

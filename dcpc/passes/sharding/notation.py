@@ -29,10 +29,10 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        """Returns the pattern a text stands for.
+        """Returns the pattern of a rule's text.
 
         Raises:
-            RuleError: the text is not of this notation.
+            RuleError: the text is not in this notation.
         """
         left, arrow, right = text.partition("->")
         if not arrow:
@@ -72,7 +72,7 @@ def bind(
         names of each operand, names of the output, and the size of each name.
 
     Raises:
-        RuleError: ndims or sizes do not fit the pattern.
+        RuleError: numbers of dims or sizes do not fit the pattern.
     """
     if len(shapes) > len(pattern.operands):
         raise RuleError(

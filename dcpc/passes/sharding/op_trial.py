@@ -34,17 +34,17 @@ SymbolSizes = Mapping[sympy.Symbol, int]
 
 
 class NotDerivedError(Exception):
-    """Why an op cannot be tried, or that what it does is no rule."""
+    """Raised where an op cannot be tried, or its results show no rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSample:
-    """Operands of one draw and what the op makes of them.
+    """Operands of one draw, and the op's result.
 
     Attributes:
         sizes: length of each named dim.
-        operands: what the op was given.
-        whole: its result.
+        operands: operands of the op.
+        whole: result of the op on whole operands.
         tells: whether the result has different values.
     """
 
@@ -55,12 +55,12 @@ class TrialSample:
 
 
 class Trial:
-    """A call whose tensors are filled in.
+    """A call with its tensors replaced by drawn ones.
 
     Attributes:
-        operands: its tensor operands.
-        output: its result.
-        exact: whether results are compared bit for bit: the op does not take float64.
+        operands: tensor operands of the call.
+        output: result of the call.
+        exact: whether results are compared bit for bit, as the op takes no float64.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Trial:
         """Reads the call.
 
         Raises:
-            NotDerivedError: it must not be run, or has other arguments than tensors and sizes.
+            NotDerivedError: the op must not be run, or has arguments other than tensors and sizes.
         """
         _refuse(call)
         self.call, self.result, self.operands, self.output = call, result, operands, output
@@ -94,10 +94,10 @@ class Trial:
     # -------------------------------------------------------------------------------------- samples
 
     def samples(self) -> list[TrialSample]:
-        """Returns the draws that the op takes, at both sets of lengths.
+        """Returns the draws that the op accepts, at both sets of lengths.
 
         Raises:
-            NotDerivedError: they are too few to tell.
+            NotDerivedError: there are too few of them.
         """
         for device in self._devices():
             self._device = device
@@ -110,14 +110,14 @@ class Trial:
         raise NotDerivedError("it does not run on small random operands")
 
     def _devices(self) -> list[torch.device]:
-        """The CPU, then the graph's own: an index outside aborts a CUDA process."""
+        """Returns the CPU, then the graph's device: an index out of range aborts a CUDA process."""
         value: Any = self.call.meta["val"]
         own = (value if isinstance(value, Tensor) else value[self.result]).device
         cpu = torch.device("cpu")
         return [cpu] if own.type in ("cpu", "meta") or self._indices else [cpu, own]
 
     def _divisors(self) -> list[int]:
-        """What constant sizes are divided by: nothing, or what makes large ones small."""
+        """Returns divisors of large constant sizes, 1 included if the sizes are small enough."""
         sizes = [int(s) for o in self.operands for s in o.shape if s.is_Integer and s > 16]
         common = gcd(*sizes) if sizes else 1
         shrunk = [common // keep for keep in (4, 3) if common % keep == 0 and common > keep]
@@ -125,7 +125,7 @@ class Trial:
         return [1, *shrunk] if largest <= MOST_ELEMENTS else shrunk
 
     def _at_any(self, seed: int, divisor: int) -> list[TrialSample]:
-        """The draws at one set of lengths, multiplied where sizes are quotients."""
+        """Returns the draws at one set of lengths, multiplied if sizes are quotients."""
         for multiple in (1, 2, 4, 12):
             if found := self._at(seed, divisor, multiple):
                 return found
@@ -172,7 +172,7 @@ class Trial:
     # ----------------------------------------------------------------------------------------- runs
 
     def run(self, operands: Sequence[Tensor], sizes: SymbolSizes) -> Tensor | None:
-        """Returns the result; None where the op does not take these operands."""
+        """Returns the result; None if the op does not accept these operands."""
         self._calls += 1
         if self._calls > MOST_CALLS:
             raise NotDerivedError(f"it takes more than {MOST_CALLS} calls to tell")
@@ -228,7 +228,7 @@ def _is_number(dtype: torch.dtype) -> bool:
 def _numbers(
     shape: Sequence[sympy.Expr], sizes: SymbolSizes, divisor: int
 ) -> tuple[int, ...] | None:
-    """A shape in numbers, large constants divided; None where a size is no whole number."""
+    """Returns a shape in numbers, large constants divided; None if a size is no integer."""
     found = []
     for size in shape:
         value = size.subs(sizes)
@@ -252,14 +252,14 @@ def identical(a: Tensor, b: Tensor) -> bool:
 
 
 def close(got: Tensor, want: Tensor, scale: Tensor, exact: bool) -> bool:
-    """Returns whether two results agree.
+    """Returns whether two results agree within rounding.
 
     Args:
-        got: of pieces.
-        want: of the whole.
-        scale: what rounding is relative to, beside each element: of the same shape what was added
-            up for it, else all of which `want` is a piece (a hundredth of the tolerance).
-        exact: whether rounding is not allowed.
+        got: result on pieces.
+        want: result on the whole, or its piece.
+        scale: magnitude for rounding errors, beside each element of `want`: of the same shape, the
+            sum of absolute addends; else the whole result, of which a hundredth counts.
+        exact: whether no rounding is allowed.
     """
     if got.shape != want.shape or got.dtype != want.dtype:
         return False

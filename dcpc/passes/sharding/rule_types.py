@@ -1,4 +1,4 @@
-"""A sharding rule applied to one node: which parts of its operands' dims its output shares."""
+"""Sharding rules of single nodes: which dims of the operands correspond to dims of the output."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 import sympy
 
-Names = tuple[tuple[str, ...], ...]  # of one tensor: the names that make up each dim; () for size 1
+Names = tuple[tuple[str, ...], ...]  # the names that form each dim of a tensor; () for size 1
 
-# How an op passes on an operand that is a partial sum:
+# How partial sums pass through an op:
 # "none": it needs the whole sum. "one": linear in each operand alone (mul). "all": linear in all
 # together (add, cat). "first": linear in its first operand (div, neg, sum, views).
 Linear = Literal["none", "one", "all", "first"]
@@ -21,11 +21,11 @@ class RingRule:
     """How attention runs with queries and keys both split: keys and values go round the ranks.
 
     Attributes:
-        operands: name that each operand is split along, "" where every rank has all of it.
-        output: name that the output is split along.
-        rotated: positions of the operands that go round.
-        heads: how many query heads and key heads there are.
-        across: how many ranks may share one piece of the rows, each with a part of the heads.
+        operands: name along which each operand is split, "" if every rank has all of it.
+        output: name along which the output is split.
+        rotated: indices of the operands that go round.
+        heads: numbers of query heads and key heads.
+        across: possible numbers of ranks that share one piece of the rows, each with some heads.
     """
 
     operands: tuple[str, ...]
@@ -37,13 +37,13 @@ class RingRule:
 
 @dataclass(frozen=True, slots=True)
 class RowWindow:
-    """How an op reads a dim of its first operand: a window of it for each position of its output.
+    """How an op reads a dim of its first operand: a window for each position of its output.
 
     Attributes:
         source: name of the operand's dim.
-        stride: rows between two windows.
-        reach: rows of a window.
-        before: rows that the first window begins before the first row.
+        stride: number of rows from one window to the next.
+        reach: number of rows of a window.
+        before: number of rows by which the first window starts before the first row.
     """
 
     source: str
@@ -58,13 +58,13 @@ def is_ring(across: int, sp: int) -> bool:
 
 
 def is_usable(across: int, sp: int) -> bool:
-    """Returns whether `sp` ranks can have an alternative: 0 is no ring, which they always can."""
+    """Returns whether `sp` ranks can use an alternative; 0 means no ring, always usable."""
     return across == 0 or is_ring(across, sp)
 
 
 @dataclass(frozen=True, slots=True)
 class OpSharding:
-    """One node's rule, in names that are the node's own.
+    """One node's sharding rule, over names that only this node uses.
 
     A name in the output that need not be whole may be sharded: each rank makes its piece from its
     pieces of the operands that have the name, and the whole of the others. A name that is only in
@@ -74,25 +74,25 @@ class OpSharding:
         operands: names of each tensor operand, in the order of `ir.tensor_operands`.
         output: names of the output.
         sizes: global size of each name.
-        whole: names that no rank may have a piece of.
+        whole: names of which no rank may have a piece.
         summed: contracted names whose pieces add up.
-        linear: how partial sums pass.
+        linear: how partial sums pass through the op, see `Linear`.
         slices: output name -> (operand's name, first element): the output's pieces are the
             operand's, cut.
         multiplies: whether the work is the product of all names' sizes (a contraction), not the
             elements moved.
         work: part of that product that is really computed when a name is sharded, or "" for all
             other ways (causal attention: 1/2, but all of it where the queries are sharded).
-        ring: how it runs with two names split at once; None: it cannot.
+        ring: rule for two names split at once by a ring; None: no ring.
         later: name whose later elements are more work (queries that see the keys before them).
         windows: names of the output, whole by themselves, that a rank may have a piece of if it
             gets rows of its neighbours.
         averages: names, whole by themselves, that are averaged over: a rank may have a piece of
             them if ranks add up their sums.
         is_view: whether the output is the operand's memory.
-        nonempty: names of which every rank needs an element: the op's kernels refuse empty tensors.
-        reason: why everything is replicated, "" where a rule applies.
-        deliberate: whether the table itself gives that reason, so that there is nothing to warn of.
+        nonempty: names of which every rank needs an element, as kernels refuse empty tensors.
+        reason: reason why everything is replicated, "" if a rule applies.
+        deliberate: whether the table itself gives that reason, so that no warning is needed.
     """
 
     operands: tuple[Names, ...]

@@ -60,9 +60,9 @@ def register_sharding_rule(
     Args:
         op: `namespace::name` or `namespace.name`; the rule is for all overloads.
         rule: `operands -> output`, one name a dim, see `dcpc/passes/sharding/notation.py`.
-        whole: names, separated by spaces, that no rank may have a piece of.
+        whole: names, separated by spaces, of which no rank may have a piece.
         sum: contracted names whose pieces add up to the result.
-        linear: how partial sums pass: "none", "one", "all" or "first".
+        linear: how partial sums pass through the op: "none", "one", "all" or "first".
 
     Raises:
         RuleError: the notation is wrong, or a name of `whole` or `sum` is not in the rule.
@@ -136,7 +136,7 @@ def _shipped() -> dict[str, Rule]:
 
 
 def rule_table() -> dict[str, Rule]:
-    """Returns every rule there is, the user's own before the shipped ones: op -> rule."""
+    """Returns op -> rule for all ops; the user's rules override the shipped ones."""
     return {**_shipped(), **REGISTERED}
 
 
@@ -152,12 +152,12 @@ def op_name(node: fx.Node) -> str:
 def op_sharding(
     node: fx.Node, info: Mapping[str, TensorInfo], derived: DerivedRules | None = None
 ) -> OpSharding:
-    """Returns the rule of one call, in names of its own; all replicated where there is none.
+    """Returns the sharding rule of one call; everything is replicated if there is none.
 
     Args:
-        node: the call, or one of its several results.
-        info: what is known of every value.
-        derived: finds rules of ops that have no line; None: such ops are replicated.
+        node: node of the call, or a getitem of its results.
+        info: tensor info of every value.
+        derived: finder of rules for ops without a line; None: such ops are replicated.
     """
     operands = tuple(info[n.name] for n in tensor_operands(node, info))
     output, call_node = info[node.name], call_of(node)
@@ -189,7 +189,7 @@ def _derived(
     output: TensorInfo,
     rules: DerivedRules | None,
 ) -> OpSharding:
-    """The rule that the op's own behaviour shows; all replicated where it shows none."""
+    """Returns the rule derived from the op's results; replicated if none can be derived."""
     reason = f"no sharding rule for {op}"
     if rules is None:
         return _replicated(operands, output.shape, reason)
@@ -225,7 +225,7 @@ def _from_pattern(
 def _only_sums(
     sharding: OpSharding, operands: tuple[TensorInfo, ...], output: TensorInfo
 ) -> OpSharding:
-    """Truth values do not add up, and numbers do not once they are rounded to integers."""
+    """Removes partial sums of booleans, and of numbers that are rounded to integers."""
     inexact = [o.dtype.is_floating_point or o.dtype.is_complex for o in operands]
     rounds = any(inexact) and not (output.dtype.is_floating_point or output.dtype.is_complex)
     booleans = any(o.dtype == torch.bool for o in operands) or output.dtype == torch.bool
@@ -238,7 +238,7 @@ def _only_sums(
 
 
 def _only_valid(sharding: OpSharding) -> OpSharding:
-    """Names that occur twice in one tensor (a diagonal) cannot be sharded."""
+    """Makes names whole that occur twice in one tensor (a diagonal), as they cannot be split."""
     tensors = (*sharding.operands, sharding.output)
     counts = [Counter(name for dim in tensor for name in dim) for tensor in tensors]
     twice = {name for count in counts for name, times in count.items() if times > 1}
@@ -255,10 +255,10 @@ def _replicated(
 
 
 def warn_replicated(reasons: Mapping[str, list[str]]) -> None:
-    """Says once for each op why it is replicated.
+    """Warns once for each op that is replicated, with the reason.
 
     Args:
-        reasons: reason -> names of the nodes it holds for.
+        reasons: reason -> names of the nodes that it applies to.
     """
     for reason, nodes in reasons.items():
         warnings.warn(
@@ -270,7 +270,7 @@ def warn_replicated(reasons: Mapping[str, list[str]]) -> None:
 
 
 def warn_derived(derived: Mapping[str, Mapping[str, list[str]]]) -> None:
-    """Says once for each op that it is split by a rule nobody proved, and the line to add.
+    """Warns once for each op split by a derived, unproved rule, with the line to add.
 
     Args:
         derived: op -> line -> names of the nodes that use it.

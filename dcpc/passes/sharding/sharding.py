@@ -1,4 +1,4 @@
-"""What each node of a program could do under sequence parallelism: its factors and alternatives.
+"""The options of each node under sequence parallelism: its factors and alternatives.
 
 Independent of the bucket and of the degree; `placement.py` prices it and chooses.
 """
@@ -17,16 +17,16 @@ from dcpc.passes.sharding.rules import op_sharding
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One way to run a node: the labels it wants, the label it makes, the factor it splits.
+    """One way to run a node: labels of its operands and output, and the factor that is split.
 
     Attributes:
         operands: wanted label of each tensor operand.
         output: label of the value.
-        factor: key of the factor each rank has a piece of, -1 where each does all the work.
-        name: that factor's name in the op's rule, "" where there is none.
+        factor: key of the factor of which each rank has a piece, -1 if each does all the work.
+        name: name of that factor in the op's rule, "" if there is none.
         nonempty: whether every rank needs an element of the factor.
-        across: ranks that share one piece of the rows, each with a part of the heads, where keys
-            and values go round; 0: they do not.
+        across: number of ranks that share one piece of the rows in a ring, each with some heads; 0:
+            no ring.
     """
 
     operands: tuple[Label, ...]
@@ -38,7 +38,7 @@ class Alternative:
 
     @property
     def placed(self) -> NodePlacement:
-        """What a placement says of a node for which this is chosen."""
+        """The node's entry in a placement that chooses this alternative."""
         return NodePlacement(self.operands, self.output, self.name, max(self.across, 1))
 
 
@@ -48,11 +48,11 @@ class Sharding:
 
     Attributes:
         factors: node name -> the factors of each dim of its value.
-        alternatives: node name -> what it can do; the first is "replicated".
-        rules: node name -> its rule in names of its own; absent for placeholders.
-        parents: factors that others are slices of, by key.
-        replicated: reason -> nodes without a usable rule.
-        derived: op without a line -> line that was derived -> nodes that use it.
+        alternatives: node name -> its alternatives; the first is "replicated".
+        rules: node name -> its sharding rule; absent for placeholders.
+        parents: factors, by key, of which other factors are slices.
+        replicated: reason -> names of the nodes without a usable rule.
+        derived: op without a line -> derived line -> names of the nodes that use it.
         attention: the only lowering that attention may have, "auto" for all.
     """
 
@@ -66,7 +66,7 @@ class Sharding:
 
 
 def analyse(program: Program, derive_rules: bool = True) -> Sharding:
-    """Returns the factors of every dim in the graph and what every node could do with them.
+    """Returns the factors of every dim in the graph, and the alternatives of every node.
 
     Args:
         program: the traced model.
@@ -205,7 +205,7 @@ def _shard(
     where: list[dict[str, tuple[int, int]]],
     slices: Mapping[int, tuple[int, int]],
 ) -> list[Alternative]:
-    """The alternatives in which each rank has a piece of one factor of this name."""
+    """Returns the alternatives in which each rank has a piece of one factor of this name."""
     if name in rule.whole or name in {source for source, _ in rule.slices.values()}:
         return []
     tensors = (*rule.operands, rule.output)
@@ -235,7 +235,7 @@ def _rings(
     keys: Mapping[str, int],
     where: list[dict[str, tuple[int, int]]],
 ) -> list[Alternative]:
-    """The alternatives in which keys and values go round: split along the outer factor of rows."""
+    """Returns the ring alternatives, split along the outer factor of the rows."""
     if rule.ring is None:
         return []
     split = (*rule.ring.operands, rule.ring.output)
@@ -257,7 +257,7 @@ def _nearby(
     made: tuple[tuple[Factor, ...], ...],
     where: list[dict[str, tuple[int, int]]],
 ) -> list[Alternative]:
-    """The alternatives in which ranks get rows of neighbours, or add up sums of their pieces."""
+    """Returns the alternatives in which ranks get neighbours' rows, or sum over their pieces."""
     pairs = {name: window.source for name, window in rule.windows.items()}
     pairs |= {name: name for name in rule.averages}
     found = []
@@ -273,7 +273,7 @@ def _nearby(
 
 
 def _partial(rule: OpSharding, operands: int) -> list[Alternative]:
-    """The alternatives that pass a partial sum on."""
+    """Returns the alternatives that pass a partial sum on."""
     if not operands or rule.linear == "none":
         return []
     if rule.linear == "all":

@@ -1,4 +1,4 @@
-"""The least bottleneck of one bucket, for hundreds of blocks and dozens of devices.
+"""Finds the cut of least bottleneck for one bucket, for hundreds of blocks and dozens of devices.
 
 Bisection over the seconds that a stage can have. Whether a bottleneck can be met is a dynamic
 programme over the devices that were used, from the last stage backward: the earliest block that the
@@ -14,7 +14,7 @@ from dcpc.passes.stages.devices import Integers, Taken
 
 
 def is_monotone(costs: CutCosts) -> bool:
-    """Returns whether a part of a stage, or one with fewer behind it, never takes longer."""
+    """Returns whether a part of a stage, or one with fewer stages behind it, never takes longer."""
     inside = np.triu(np.ones(costs.seconds.shape[-2:], dtype=bool), 1)
     seconds = np.where(inside, costs.seconds, 0.0)
     down = seconds[..., :-1, :] >= seconds[..., 1:, :]
@@ -24,10 +24,10 @@ def is_monotone(costs: CutCosts) -> bool:
 
 
 def least_bottleneck(costs: CutCosts) -> StageCut | None:
-    """Returns the cut of the least bottleneck, None where none fits.
+    """Returns the cut of least bottleneck, or None if none fits.
 
     Args:
-        costs: of one bucket, monotone.
+        costs: costs of one bucket, monotone.
     """
     taken = Taken.of(costs.counts)
     rows, columns = np.triu_indices(costs.blocks + 1, 1)
@@ -48,7 +48,7 @@ def least_bottleneck(costs: CutCosts) -> StageCut | None:
 def _earliest(costs: CutCosts, kind: int, place: int, limit_s: float) -> Integers:
     """Returns the first block of the longest stage that ends at each border, `[blocks + 2]`.
 
-    It is `blocks + 1` where there is none: at block 0, where nothing is left, and behind the end.
+    It is `blocks + 1` where there is none: at border 0 and beyond the end.
     """
     blocks = costs.blocks
     inside = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
@@ -58,7 +58,7 @@ def _earliest(costs: CutCosts, kind: int, place: int, limit_s: float) -> Integer
 
 
 def _reached(costs: CutCosts, taken: Taken, limit_s: float) -> Integers:
-    """Returns the earliest block that the devices of each state reach, `[states]`."""
+    """Returns the earliest block that each state's devices can reach, `[states]`."""
     reach = np.full(taken.states, costs.blocks + 1)
     reach[0] = costs.blocks
     one_place = costs.seconds.shape[2] == 1
@@ -84,7 +84,7 @@ def _meets(costs: CutCosts, taken: Taken, limit_s: float) -> bool:
 
 
 def _traced(costs: CutCosts, taken: Taken, limit_s: float) -> StageCut:
-    """Returns a cut of at most this bottleneck, by the fewest devices."""
+    """Returns a cut within this bottleneck, with the fewest devices."""
     reach = _reached(costs, taken, limit_s)
     state = int(np.flatnonzero(reach == 0)[0])
     borders, kinds = [0], list[int]()
@@ -103,10 +103,10 @@ def _traced(costs: CutCosts, taken: Taken, limit_s: float) -> StageCut:
 
 
 def fractional_bound(blocks: Floats, speeds: Floats) -> float:
-    """Returns seconds that no cut is below: all devices busy to the end, or the largest block.
+    """Returns a lower bound on the bottleneck in seconds: all devices busy, or the largest block.
 
     Args:
         blocks: seconds of each block on a device of speed 1, `[blocks]`.
-        speeds: of each device, `[devices]`.
+        speeds: speed of each device, `[devices]`.
     """
     return float(max(blocks.sum() / speeds.sum(), blocks.max() / speeds.max()))

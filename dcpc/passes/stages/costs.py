@@ -1,4 +1,4 @@
-"""What a cut into stages is chosen by, and what it is."""
+"""The costs by which a cut into pipeline stages is chosen, and the cut itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutCosts:
-    """Seconds of every stage that a chain of blocks could be cut into.
+    """The seconds of every stage into which a chain of blocks could be cut.
 
     Attributes:
         seconds: `[buckets, kinds, places, blocks + 1, blocks + 1]`: element `[l, k, i, a, b]` is
@@ -22,8 +22,8 @@ class CutCosts:
             `a` up to `b` (exclusive) and has `i` stages behind it; `inf` where it does not fit. A
             stage has at least one block, so `a < b`; the rest is not read. One place stands for
             all: then the seconds do not depend on it.
-        weights: share of each bucket in the micro-batches; their sum is 1.
-        counts: devices of each kind.
+        weights: share of each bucket in the micro-batches; they sum to 1.
+        counts: number of devices of each kind.
     """
 
     seconds: Floats
@@ -32,15 +32,15 @@ class CutCosts:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the chain."""
+        """The number of blocks in the chain."""
         return int(self.seconds.shape[-1]) - 1
 
     def at(self, kind: int, place: int) -> Floats:
         """Returns the seconds on a kind of device, `[buckets, blocks + 1, blocks + 1]`.
 
         Args:
-            kind: of the device.
-            place: stages behind it.
+            kind: index of the kind of device.
+            place: number of stages behind it.
         """
         found: Floats = self.seconds[:, kind, min(place, self.seconds.shape[2] - 1)]
         return found
@@ -50,7 +50,7 @@ class CutCosts:
 
         Args:
             borders: first block of each stage, and the number of blocks.
-            kinds: of each stage its device's.
+            kinds: kind of the device of each stage.
         """
         last = len(kinds) - 1
         each = [
@@ -59,11 +59,11 @@ class CutCosts:
         return np.asarray(np.max(each, axis=0))
 
     def expected(self, bottlenecks: Floats) -> float:
-        """Returns the mean over the buckets of `[..., buckets]` seconds by their weights."""
+        """Returns the weighted mean over the buckets of seconds `[..., buckets]`."""
         return float(bottlenecks @ np.array(self.weights))
 
     def blended(self) -> CutCosts:
-        """Returns the costs of one bucket that takes the mean of all."""
+        """Returns the costs of a single bucket that takes the mean over all."""
         weights = np.array(self.weights)
         mean = np.tensordot(weights, self.seconds, axes=1)[None]
         return CutCosts(mean, (1.0,), self.counts)
@@ -79,11 +79,11 @@ class StageCut:
 
     Attributes:
         borders: first block of each stage, and the number of blocks.
-        kinds: of each stage the kind of its device. Devices may be left out: too slow ones are.
-        bottleneck_s: seconds of the slowest stage, of each bucket.
-        expected_s: their mean by the weights.
-        bound_s: no cut has less.
-        exact: whether no cut is better; False where the search was cut short.
+        kinds: kind of the device of each stage. Devices that are too slow may be left out.
+        bottleneck_s: seconds of the slowest stage for each bucket.
+        expected_s: mean of these by the weights.
+        bound_s: lower bound on the expected seconds of any cut.
+        exact: whether no cut is better; False if the search was cut short.
     """
 
     borders: tuple[int, ...]
@@ -95,21 +95,21 @@ class StageCut:
 
 
 def cut_of(costs: CutCosts, borders: Sequence[int], kinds: Sequence[int]) -> StageCut:
-    """Returns a cut with what it costs; nothing is known of a bound."""
+    """Returns a cut with its costs, without a bound."""
     found = costs.bottlenecks(borders, kinds)
     times = tuple(map(float, found))
     return StageCut(tuple(borders), tuple(kinds), times, costs.expected(found), -inf)
 
 
 def spread(costs: CutCosts, cut: StageCut) -> StageCut:
-    """Returns a cut in which devices that were left out take work, where that costs nothing.
+    """Returns a cut in which unused devices take work, where that costs nothing.
 
-    What bounds a pipeline may leave others idle: they take blocks of the largest stages, so that
-    memory and the time to fill the pipeline get less.
+    The bottleneck may leave other devices idle: they take blocks of the largest stages, which saves
+    memory and time to fill the pipeline.
 
     Args:
-        costs: of the chain.
-        cut: of it.
+        costs: costs of the chain.
+        cut: cut of the chain.
     """
     while True:
         left = [n - cut.kinds.count(k) for k, n in enumerate(costs.counts)]
@@ -129,7 +129,7 @@ def spread(costs: CutCosts, cut: StageCut) -> StageCut:
 
 
 def _squares(costs: CutCosts, cut: StageCut) -> float:
-    """Returns the sum of squares of the stages' mean seconds, least where they are alike."""
+    """Returns the sum of squares of the stages' mean seconds, smallest if they are equal."""
     last = len(cut.kinds) - 1
     means = (
         costs.expected(costs.at(kind, last - j)[:, cut.borders[j], cut.borders[j + 1]])

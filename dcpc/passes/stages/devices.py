@@ -1,4 +1,4 @@
-"""The states of the searches: how many devices of each kind are used, whatever their order."""
+"""The states of the searches: the number of used devices of each kind, whatever their order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """All ways to have taken some of the devices.
+    """All possible numbers of used devices.
 
     Attributes:
-        counts: devices of each kind.
-        strides: what taking one of a kind adds to a state's number.
-        levels: of each number of devices the states that took so many, `[states]` each.
+        counts: number of devices of each kind.
+        strides: difference of a state's index when one more device of a kind is used.
+        levels: for each number of used devices, the indices of the states with as many.
     """
 
     counts: tuple[int, ...]
@@ -28,7 +28,7 @@ class Taken:
 
     @staticmethod
     def of(counts: Sequence[int]) -> Taken:
-        """Returns the states of so many devices of each kind."""
+        """Returns the states for given numbers of devices of each kind."""
         sizes = [n + 1 for n in counts]
         strides = [*itertools.accumulate(sizes[:0:-1], lambda a, b: a * b, initial=1)][::-1]
         used = np.indices(sizes).reshape(len(sizes), -1).sum(axis=0)
@@ -38,9 +38,9 @@ class Taken:
 
     @property
     def states(self) -> int:
-        """How many there are."""
+        """The number of states."""
         return sum(map(len, self.levels))
 
     def used(self, kind: int, states: Integers) -> Integers:
-        """Returns how many devices of a kind each state took."""
+        """Returns the number of devices of a kind that each state uses."""
         return states // self.strides[kind] % (self.counts[kind] + 1)

@@ -20,15 +20,15 @@ from dcpc.passes.stages.bottleneck import is_monotone, least_bottleneck
 from dcpc.passes.stages.costs import CutCosts, Floats, StageCut, cut_of, spread
 from dcpc.passes.stages.devices import Taken
 
-MOST_VECTORS = 4096  # of a state; beyond it the search keeps the best and is not exact
+MOST_VECTORS = 4096  # vectors of a state; beyond it the search keeps the best and is not exact
 TIE = 1e-12  # share by which a cut has to be better
 
 
 def best_cut(costs: CutCosts) -> StageCut:
-    """Returns the cut of the least expected bottleneck.
+    """Returns the cut of least expected bottleneck.
 
     Args:
-        costs: of the chain at each bucket.
+        costs: costs of the chain for each bucket.
 
     Raises:
         PlanError: no cut fits the devices' memory.
@@ -52,9 +52,9 @@ class _Vector:
     """A choice of the last stages.
 
     Attributes:
-        slowest_s: seconds of the slowest of them, of each bucket.
-        borders: their first blocks, the last stage's last, and the number of blocks.
-        kinds: of their devices.
+        slowest_s: seconds of the slowest of these stages, for each bucket.
+        borders: first block of each of these stages, and the number of blocks.
+        kinds: kind of the device of each of these stages.
     """
 
     slowest_s: Floats
@@ -85,8 +85,8 @@ def _rests(costs: CutCosts, taken: Taken) -> Floats:
     """Returns the least bottleneck of the first blocks on the devices left, `[states, blocks + 1]`.
 
     Args:
-        costs: of one bucket.
-        taken: states; a stage has as many behind it as devices were taken.
+        costs: costs of one bucket.
+        taken: states of used devices; a stage has one stage behind it for each device used.
     """
     rest = np.full((taken.states, costs.blocks + 1), inf)
     rest[:, 0] = 0.0
@@ -102,14 +102,14 @@ def _rests(costs: CutCosts, taken: Taken) -> Floats:
 
 
 def _left(taken: Taken, state: int) -> Iterator[int]:
-    """Yields the kinds of which a state has not taken all devices."""
+    """Yields the kinds of which a state has unused devices."""
     for kind, count in enumerate(taken.counts):
         if state // taken.strides[kind] % (count + 1) < count:
             yield kind
 
 
 def _greedy(costs: CutCosts, taken: Taken, rest: Floats) -> StageCut | None:
-    """Returns the cut of one bucket's least bottleneck, None where none fits."""
+    """Returns the cut of one bucket's least bottleneck, or None if none fits."""
     state, border, place = 0, costs.blocks, 0
     borders, kinds = [border], list[int]()
     while border:
@@ -130,13 +130,13 @@ def _greedy(costs: CutCosts, taken: Taken, rest: Floats) -> StageCut | None:
 def _improved(
     costs: CutCosts, taken: Taken, rests: Floats, best: StageCut | None
 ) -> tuple[StageCut | None, bool]:
-    """Returns the best cut, and whether the search was not cut short.
+    """Returns the best cut, and whether the search was complete.
 
     Args:
-        costs: of the chain.
-        taken: states.
-        rests: of each bucket, from `_rests`.
-        best: a cut that is known.
+        costs: costs of the chain.
+        taken: states of used devices.
+        rests: least bottlenecks of the remaining blocks for each bucket, from `_rests`.
+        best: best cut known so far, or None.
     """
     weights, exact = np.array(costs.weights), True
     start = _Vector(np.zeros(len(weights)), (costs.blocks,), ())
@@ -168,7 +168,7 @@ def _improved(
 
 
 def _undominated(vectors: list[_Vector]) -> list[_Vector]:
-    """Returns the vectors that no other is at least as good as in all, the least sum first."""
+    """Returns the vectors that no other equals or beats in all buckets, least sum first."""
     vectors = sorted(vectors, key=lambda v: float(v.slowest_s.sum()))
     kept: list[_Vector] = []
     for vector in vectors:

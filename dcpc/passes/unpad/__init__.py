@@ -1,1 +1,1 @@
-"""Which values of a padded batch need be computed for its valid rows alone."""
+"""Decides which values of a padded batch are computed for its valid rows alone."""

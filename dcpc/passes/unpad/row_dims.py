@@ -1,4 +1,4 @@
-"""Rows of a padded batch: which dims of a value count samples and positions, and what mixes rows.
+"""Finds the dims of samples and positions in values, and the ops that mix rows.
 
 An op is row-wise if ranks could have pieces of the samples, and as well of the positions, without
 any word to each other: then its value at (sample, position) depends on nothing but its operands
@@ -17,12 +17,12 @@ from dcpc.passes.sharding.sharding import Alternative, Sharding
 
 aten = torch.ops.aten
 
-# Their size argument is the shape of what they make.
+# Ops whose size argument is the shape of the result.
 RESIZED = (aten.reshape.default, aten.view.default, aten.expand.default)
 
 
 class RowKind(Enum):
-    """What of (sample, position) a value has a dim for."""
+    """The dims of (sample, position) that a value has."""
 
     ROWS = "both"
     SEQ = "positions"
@@ -32,13 +32,13 @@ class RowKind(Enum):
 
 
 class RowDims:
-    """Where the rows of a program's values are.
+    """The places of the rows in a program's values.
 
     Args:
         program: the traced model.
-        sharding: its factors and alternatives.
-        keep: name of the value that says which rows are valid: its first factor counts samples,
-            its last one positions.
+        sharding: factors and alternatives of the program.
+        keep: name of the boolean value of valid rows: its first factor counts samples, its last one
+            positions.
     """
 
     def __init__(self, program: Program, sharding: Sharding, keep: str) -> None:
@@ -53,7 +53,7 @@ class RowDims:
         return [f.key for dim in self.sharding.factors[name] for f in dim]
 
     def kind(self, name: str) -> RowKind:
-        """Returns what of rows a value has."""
+        """Returns which of the dims of rows a value has."""
         keys = self.keys(name)
         batch, seq = keys.count(self.batch), keys.count(self.seq)
         if max(batch, seq) > 1:
@@ -63,7 +63,7 @@ class RowDims:
         return RowKind.BATCH if batch else RowKind.SEQ if seq else RowKind.NONE
 
     def dim(self, name: str, key: int) -> int | None:
-        """Returns the dim that a factor has for itself in a value; None: there is none."""
+        """Returns the dim of a value that consists of this factor alone; None: there is none."""
         found = [d for d, dim in enumerate(self.sharding.factors[name]) if self._alone(dim, key)]
         return found[0] if len(found) == 1 else None
 
@@ -71,7 +71,7 @@ class RowDims:
         return [getattr(f, "key", -1) for f in dim] == [key]
 
     def is_row_wise(self, node: fx.Node) -> bool:
-        """Returns whether each row of a value is made of the same row of its operands alone."""
+        """Returns whether each row of a value depends on the same row of its operands alone."""
         if node.name not in self.sharding.rules or self.kind(node.name) is not RowKind.ROWS:
             return False
         if node.target not in RESIZED and self._takes_lengths(node):
@@ -85,13 +85,13 @@ class RowDims:
         return all(self.swapped(n, node.name) is not None for n in samples)
 
     def swapped(self, operand: str, name: str) -> tuple[int, int] | None:
-        """Returns dims (of samples, of positions) of an operand that has one position for all.
+        """Returns (dim of samples, dim of positions) of an operand with one position for all.
 
-        Dims of both are aligned at the right, as in an elementwise op; None: they are not.
+        Both are right-aligned with the result, as in an elementwise op; None: they are not.
 
         Args:
-            operand: name of a value that has samples alone.
-            name: of the value that is made of it.
+            operand: name of a value with samples alone.
+            name: name of the value that reads it.
         """
         own, made = self.dim(operand, self.batch), self.dim(name, self.batch)
         seq = self.dim(name, self.seq)
@@ -102,14 +102,14 @@ class RowDims:
         return (own, seq - before) if shape[seq - before] == 1 else None
 
     def _takes_lengths(self, node: fx.Node) -> bool:
-        """Whether an argument is a number that depends on how many samples or positions are."""
+        """Whether an argument is a number that depends on the number of samples or positions."""
         found: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), found.append)
         sizes = [self.program.scalars[n.name] for n in found if n.name in self.program.scalars]
         return any(size.free_symbols & self._symbols for size in sizes)
 
     def _is_free(self, name: str, operands: list[str], key: int) -> bool:
-        """Whether ranks could have pieces of one factor, each of its own."""
+        """Whether ranks could have pieces of one factor without communication."""
         rule = self.sharding.rules[name]
         mixing = {*rule.windows, *rule.averages, *rule.slices, "ring", ""}
         return any(

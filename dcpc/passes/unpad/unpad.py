@@ -48,20 +48,20 @@ _NO_PLAN = UnpadPlan(
     runs=False,
     nonempty=False,
 )
-MOST_POSITIONS = 16  # that a slice may read of each sample
+MOST_POSITIONS = 16  # largest number of positions that a slice may read from each sample
 
 
 class _PaddingReadError(Exception):
-    """What reads padded rows."""
+    """Raised where an op reads padded rows."""
 
 
 def unpad(program: Program, sharding: Sharding, without: Collection[sympy.Expr] = ()) -> UnpadPlan:
-    """Returns which values are made for valid rows alone, or why none is.
+    """Returns the values that are computed for valid rows alone, or why there are none.
 
     Args:
         program: the traced model, its masks recognised.
-        sharding: its factors and alternatives.
-        without: lengths whose padded rows are left out already.
+        sharding: factors and alternatives of the program.
+        without: lengths whose padding is removed already.
     """
     found = _keeps(program, sharding)
     keeps = {n: k for n, k in found.items() if _length(sharding, k.name) not in without}
@@ -77,11 +77,12 @@ def unpad(program: Program, sharding: Sharding, without: Collection[sympy.Expr] 
 
 @dataclass(frozen=True, slots=True)
 class _Keep:
-    """Which keys an attention sees.
+    """The visible keys of an attention.
 
     Attributes:
-        name: of the value that says so, `[batch, seq]` or `[batch, 1, queries, seq]`.
-        exact: whether the attention's mask says nothing else: no bias, nothing by query.
+        name: name of the boolean value, `[batch, seq]` or `[batch, 1, queries, seq]`.
+        exact: whether the attention's mask consists of this alone: no bias, no dependence on
+            queries.
     """
 
     name: str
@@ -89,7 +90,7 @@ class _Keep:
 
 
 def _keeps(program: Program, sharding: Sharding) -> dict[str, _Keep]:
-    """Returns attention -> which keys it sees: the first value that says so.
+    """Returns attention -> its visible keys, as the first of all equal values.
 
     A model may make the same mask again for each attention.
     """
@@ -118,9 +119,9 @@ def _keeps(program: Program, sharding: Sharding) -> dict[str, _Keep]:
 
 
 def _keep_of(program: Program, node: fx.Node) -> fx.Node | None:
-    """Which keys an attention sees, where that is its only mask but for limits of positions.
+    """Returns the visible keys of an attention, if they are its only mask beside position limits.
 
-    A mask that is one row for all heads and queries says no more than that.
+    A mask that is one row for all heads and queries counts as such.
     """
     if str(node.target) != _ATTENTION or len(node.args) < 4:
         return None
@@ -132,9 +133,9 @@ def _keep_of(program: Program, node: fx.Node) -> fx.Node | None:
 
 
 def _shown(program: Program, node: fx.Node) -> fx.Node | None:
-    """Which keys an attention shows each query, where its mask is that and a bias, and all limits.
+    """Returns the visible keys by query, if an attention's mask is these and a bias.
 
-    A hidden key has a number in place of its score, or added to it, that leaves it no weight.
+    A hidden key's score is replaced by, or added to, a number that leaves it no weight.
     """
     if str(node.target) != _ATTENTION or len(node.args) != 4 or not set(node.kwargs) <= {"scale"}:
         return None
@@ -153,19 +154,19 @@ def _shown(program: Program, node: fx.Node) -> fx.Node | None:
 
 
 def _length(sharding: Sharding, name: str) -> sympy.Expr:
-    """How many positions a value has that says which keys are seen."""
+    """Returns the number of positions of a value of visible keys."""
     *_, positions = (factor for dim in sharding.factors[name] for factor in dim)
     return positions.size
 
 
 def _is_rows(sharding: Sharding, name: str) -> bool:
-    """Whether a value has a dim of samples and one of positions, and no more."""
+    """Whether a value has one dim of samples and one of positions, and no more."""
     dims = [dim for dim in sharding.factors[name] if dim]
     return len(dims) == 2 and all(len(dim) == 1 for dim in dims) and dims[0] != dims[1]
 
 
 def _is_pairs(sharding: Sharding, name: str) -> bool:
-    """Whether a value has dims of samples, 1, of queries (or 1) and of positions, in this order."""
+    """Whether a value has dims of samples, 1, queries (or 1) and positions, in this order."""
     dims = sharding.factors[name]
     alone = [len(dim) for dim in dims]
     return alone in ([1, 0, 1, 1], [1, 0, 0, 1]) and dims[0] != dims[3]
@@ -196,7 +197,7 @@ class _Plan:
         """Returns the plan.
 
         Raises:
-            _PaddingReadError: something reads padded rows.
+            _PaddingReadError: an op reads padded rows.
         """
         for node in self.program.gm.graph.nodes:
             if node.name not in self.program.info or node.name not in self.learned:
@@ -224,7 +225,7 @@ class _Plan:
         )
 
     def _pack(self, node: fx.Node) -> bool:
-        """Whether a value is made for valid rows."""
+        """Returns whether a value is computed for valid rows, and records how."""
         if self._is_packed_attention(node):
             self.attentions.add(node.name)
             after, before = (node.kwargs.get(k) for k in ("after", "before"))
@@ -240,9 +241,9 @@ class _Plan:
         return True
 
     def _is_packed_attention(self, node: fx.Node) -> bool:
-        """Whether an attention of valid rows is that of sequences of one row.
+        """Whether an attention can run on valid rows as packed sequences of one row.
 
-        Each query then sees itself, so what one gives that sees no key is of no matter.
+        Each query then sees itself, so the rule for queries without keys does not matter.
         """
         if self.keeps.get(node.name) != _Keep(self.keep, exact=True):
             return False
@@ -256,9 +257,9 @@ class _Plan:
         return self._attends_rows(node)
 
     def _is_biased_attention(self, node: fx.Node) -> bool:
-        """Whether an attention of valid rows reads its mask at their positions.
+        """Whether an attention can run on valid rows with its mask read at their positions.
 
-        Its mask hides all keys that are padding and shows each valid query a key, which is checked.
+        Its mask hides all padded keys and shows each valid query a key, which is checked.
         """
         if self.keeps.get(node.name) != _Keep(self.keep, exact=False):
             return False
@@ -282,7 +283,7 @@ class _Plan:
     # ------------------------------------------------------------------ what reads values [B, S]
 
     def _padded(self, node: fx.Node) -> None:
-        """Looks at an op that is not made for valid rows: whether it reads padded ones."""
+        """Checks that an op on all rows does not read wrong values at padded ones."""
         reads = [n for n in tensor_operands(node, self.program.info) if self._is_unsure(n)]
         if not reads or self._is_sum(node):
             return
@@ -308,7 +309,7 @@ class _Plan:
         return node.name in self.packed or node.name in self.dirty
 
     def _is_sum(self, node: fx.Node) -> bool:
-        """Whether an op adds up rows, of which padded ones add nothing."""
+        """Whether an op sums over rows, to which padded ones add nothing."""
         if node.target is aten.nll_loss_nd.default:
             found = self._ignored(node)
         elif node.target in _SUMS and self.dims.kind(node.name) is RowKind.NONE:
@@ -323,7 +324,7 @@ class _Plan:
         return True
 
     def _ignored(self, node: fx.Node) -> Checks | None:
-        """What must hold for a loss to ignore padded rows."""
+        """Returns the checks under which a loss ignores padded rows, or None."""
         names, defaults = ("self", "target", "weight", "reduction", "ignore_index"), (1, -100)
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         reduction, ignored = (given.get(n, d) for n, d in zip(names[3:], defaults, strict=True))
@@ -337,10 +338,9 @@ class _Plan:
         return self.zeros.checked(target.name, ignored)
 
     def _hides(self, node: fx.Node, reads: list[fx.Node]) -> bool:
-        """Whether an attention hides padded keys; queries at padded rows give padded rows.
+        """Whether an attention hides padded keys; padded queries give padded rows.
 
-        A query that sees no key may read all of them: of those that are no padded row that is a
-        check.
+        A query that sees no key may read all of them; that valid ones see a key is a check.
         """
         others = [n for n in tensor_operands(node, self.program.info)[3:] if n in reads]
         if others or not all(self._is_of_rows(n) for n in reads):
@@ -363,12 +363,12 @@ class _Plan:
         return True
 
     def _is_of_rows(self, node: fx.Node) -> bool:
-        """Whether a value is one of rows, laid out as attention's operands."""
+        """Whether a value has rows laid out as attention's operands."""
         dims = self.dims
         return (dims.dim(node.name, dims.batch), dims.dim(node.name, dims.seq)) == (0, 2)
 
     def _read_positions(self, node: fx.Node, source: fx.Node) -> set[int] | None:
-        """Which positions of every sample an op reads; None: more than a few."""
+        """Returns the positions of every sample that an op reads; None: more than a few."""
         dim = self.dims.dim(source.name, self.dims.seq)
         args = node.args
         if dim is None or len(args) < 3 or args[0] is not source or args[1] != dim:
@@ -385,7 +385,7 @@ class _Plan:
         return set(range(start, stop)) if few else None
 
     def _outputs(self) -> None:
-        """Looks at what is returned: the loss is of no padding."""
+        """Checks the outputs: the loss must not depend on padding."""
         nodes = {n.name: n for n in self.program.gm.graph.nodes}
         unsure = {name for name in self.program.outputs if self._is_unsure(nodes[name])}
         if self.program.loss in unsure:
@@ -394,13 +394,13 @@ class _Plan:
 
 
 def _learned(program: Program) -> set[str]:
-    """Names of the values that depend on a parameter, or on an input that learns."""
+    """Returns the names of the values that depend on parameters or trainable inputs."""
     learns = {n for n in program.inputs if program.info[n].requires_grad}
     return _made_of(program, {*program.parameters, *learns})
 
 
 def _drawn(program: Program) -> set[str]:
-    """Names of the values that depend on random numbers."""
+    """Returns the names of the values that depend on random numbers."""
     nodes = program.gm.graph.nodes
     return _made_of(program, {n.name for n in nodes if str(n.target) in _DRAWS})
 

@@ -1,4 +1,4 @@
-"""Which values are zero at padded rows, and what of a call's inputs must hold for that."""
+"""Finds values that are zero at padded rows, and the conditions on a call's inputs for that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 Checks = frozenset[RowCheck]
 
-# 0 gives 0, row by row, though they are not linear.
+# Elementwise ops that map 0 to 0, though they are not linear.
 _KEEPING = (aten.abs.default, aten.relu.default, aten.tanh.default)
 
 
@@ -23,8 +23,8 @@ class ZeroRows:
 
     Args:
         program: the traced model.
-        dims: where rows are.
-        learned: names of values that depend on what learns.
+        dims: dims of rows in the program's values.
+        learned: names of the values that depend on parameters or trainable inputs.
         drawn: names of values that depend on random numbers.
     """
 
@@ -36,7 +36,7 @@ class ZeroRows:
         self._found: dict[str, Checks | None] = {}
 
     def checked(self, name: object, number: float) -> Checks | None:
-        """Returns the check that a value of inputs is a number at padded rows; None: it is none."""
+        """Returns the check that an input-only value equals a number at padded rows, or None."""
         if not isinstance(name, str) or name not in self._program.info:
             return None
         if name in self._learned or name in self._drawn:
@@ -48,7 +48,7 @@ class ZeroRows:
         return frozenset({RowCheck(name, number)})
 
     def of(self, node: fx.Node) -> Checks | None:
-        """Returns what must hold for a value to be zero at padded rows; None: it may not be."""
+        """Returns the checks under which a value is zero at padded rows; None: it may not be."""
         if node.name not in self._found:
             self._found[node.name] = self._of(node)
         return self._found[node.name]
@@ -75,7 +75,7 @@ class ZeroRows:
         return None
 
     def _filled(self, node: fx.Node) -> Checks | None:
-        """What must hold of a mask that puts zeros at padded rows."""
+        """Returns the checks under which a mask sets padded rows to zero, or None."""
         fills = {
             aten.masked_fill.Scalar: (1, 2, 1.0),  # mask, number, where the mask is this
             aten.where.ScalarOther: (0, 2, 0.0),

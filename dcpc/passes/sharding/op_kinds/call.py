@@ -1,4 +1,4 @@
-"""What every kind works on: one call of an op, and the plain ways of naming dims."""
+"""The call of an op on which every kind works, and helpers that name dims."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def own(shape: Shape, prefix: str = "n") -> tuple[Names, NameSizes]:
-    """One name a dim, () where the size is 1."""
+    """Returns a name for each dim, () where the size is 1, and their sizes."""
     names = tuple((f"{prefix}{d}",) if s != 1 else () for d, s in enumerate(shape))
     return names, {f"{prefix}{d}": s for d, s in enumerate(shape) if s != 1}
 
 
 def broadcast(names: Names, shape: Shape) -> Names:
-    """Names of an operand that is broadcast to a tensor with these names, aligned at the right."""
+    """Returns the names of an operand broadcast to a tensor with these names, right-aligned."""
     skip = len(names) - len(shape)
     if skip < 0:
         raise NotImplementedError("an operand has more dims than the output")
@@ -106,7 +106,7 @@ def members(dims: Iterable[tuple[str, ...]]) -> set[str]:
 
 
 def unrelated(call: OpCall, first: int = 0) -> tuple[list[Names], NameSizes]:
-    """Names of their own for the operands from `first` on: nothing else has them."""
+    """Returns distinct names for the operands from `first` on, shared with no other tensor."""
     operands: list[Names] = []
     sizes: NameSizes = {}
     for i, operand in enumerate(call.operands[first:], first):
@@ -117,7 +117,7 @@ def unrelated(call: OpCall, first: int = 0) -> tuple[list[Names], NameSizes]:
 
 
 def all_whole(call: OpCall) -> OpSharding:
-    """Nothing is split: each rank does all of it."""
+    """Returns a rule that splits nothing: each rank computes the whole op."""
     operands, sizes = unrelated(call)
     output, more = own(call.output.shape)
     return OpSharding(tuple(operands), output, sizes | more, whole=frozenset(sizes | more))

@@ -255,7 +255,7 @@ def attention_of_rows(call: OpCall) -> OpSharding:
 
 
 def _samples(samples: sympy.Expr, rows: Sequence[sympy.Expr]) -> NameSizes:
-    """Returns rows of a mask and samples of each, by name, given the rows of the masks."""
+    """Returns (mask rows, samples of each row) by name, given the batch dims of the masks."""
     own = next((n for n in rows if n not in (1, samples)), samples)
     sharers = sympy.Integer(1) if own == samples else quotient(samples, own)
     if sharers is None:
@@ -264,9 +264,9 @@ def _samples(samples: sympy.Expr, rows: Sequence[sympy.Expr]) -> NameSizes:
 
 
 def _ring(call: OpCall, sizes: NameSizes, masks: int) -> RingRule | None:
-    """Returns how keys and values go round, None where they cannot.
+    """Returns the ring rule of an attention, or None if keys and values cannot go round.
 
-    A mask's gradient is the sum of all ranks', and of one key (or query) there are no pieces.
+    A mask's gradient is the sum over all ranks, and a single key (or query) has no pieces.
     """
     q, k = (o.shape for o in call.operands[:2])
     if not {"q", "s"} <= sizes.keys() or any(o.requires_grad for o in call.operands[3:]):
