@@ -1,4 +1,4 @@
-"""Arguments of an op that are the fields of a named tuple: their order is written in its class."""
+"""Passes a named tuple's fields as an op's arguments, in the order of its class."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def arguments(fields: Any, prefix: str = "", defaults: bool = False) -> str:
     """Returns the part of an op's schema that takes a named tuple's fields, in their order.
 
     Args:
-        fields: the named tuple's class; its fields are numbers, truth values and texts.
-        prefix: of the arguments' names.
-        defaults: whether the arguments have the fields' defaults.
+        fields: class of the named tuple; its fields are numbers, booleans and strings.
+        prefix: prefix of the arguments' names.
+        defaults: whether the arguments have the fields' default values.
     """
     given = fields._field_defaults if defaults else {}
     ends = {name: f"={value!r}" for name, value in given.items()}
@@ -25,5 +25,5 @@ def arguments(fields: Any, prefix: str = "", defaults: bool = False) -> str:
 
 
 def taken(fields: type[Fields], call: Mapping[str, Any], prefix: str = "") -> Fields:
-    """Returns the named tuple of those arguments of a call, by name, that are its fields."""
+    """Returns the named tuple whose fields are arguments of a call, by name."""
     return fields(*(call[prefix + name] for name in fields.__annotations__))

@@ -1,4 +1,4 @@
-"""Which tensors of a list travel in one message: small ones, whose wait costs more than a copy.
+"""Groups small tensors into common messages, as the wait for a message costs more than a copy.
 
 norm 1 KB, qkv 3 MB, bias 3 KB, out 4 MB     messages: [qkv], [out], [norm, bias]
 """
@@ -15,10 +15,10 @@ ALONE_BYTES = 1 << 20
 
 
 def messages(tensors: Mapping[int, tuple[torch.dtype, int]]) -> list[list[int]]:
-    """Returns what travels together: every tensor is in one message, in the order of the first.
+    """Returns groups of tensors that travel in one message each, in the order of their first.
 
     Args:
-        tensors: number of a tensor -> its dtype, and its bytes over all ranks.
+        tensors: index of a tensor -> its dtype, and its bytes over all ranks.
     """
     found: list[list[int]] = []
     open_: dict[torch.dtype, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Which elements of a dim each rank of a group has.
+"""The elements of a dim that each rank of a group has.
 
 A dim is described by its whole `size`, the `parent` size that is split evenly (the first ranks get
 one more), and the `shift` of the dim's first element in the parent; usually parent == size and
@@ -20,7 +20,7 @@ def piece(size: int, parent: int, shift: int, p: int, rank: int) -> Run:
         parent: length that is split evenly over the ranks.
         shift: position of the dim's first element in the parent.
         p: number of ranks.
-        rank: which of them.
+        rank: index of the rank.
     """
     base, extra = divmod(parent, p)
     first = rank * base + min(rank, extra)
@@ -35,8 +35,8 @@ def runs(size: int, parent: int, shift: int, p: int, rank: int, zigzag: bool) ->
         parent: length that is split evenly over the ranks.
         shift: position of the dim's first element in the parent.
         p: number of ranks.
-        rank: which of them.
-        zigzag: whether it has a chunk from either end.
+        rank: index of the rank.
+        zigzag: whether the rank has two chunks, one from either end.
     """
     if not zigzag:
         return (piece(size, parent, shift, p, rank),)
@@ -54,8 +54,8 @@ def _cut(first: int, last: int, size: int, shift: int) -> Run:
 def _chunk(parent: int, p: int, c: int) -> Run:
     """Returns (start, stop) of one of 2p chunks.
 
-    Where they are not equal the longer ones are the first ranks' first chunks, then the first
-    ranks' second chunks, which are the last.
+    If they are not equal, the longer ones are the first ranks' first chunks, then the first ranks'
+    second chunks, which are the last ones.
     """
     base, extra = divmod(parent, 2 * p)
 

@@ -1,4 +1,4 @@
-"""Positions as torch spaces them, of as many as a dim has: torch itself fixes their number.
+"""`dcpc::linspace`: evenly spaced positions for a symbolic length, which torch would fix.
 
 `aten.linspace` takes an integer for `steps`, so a trace that calls it holds at one length. The op
 here takes a dim's length, and asks torch for the numbers when it runs: torch's to the bit.

@@ -1,4 +1,4 @@
-"""Random numbers that a seed fixes: the same on every rank of a group, and again when recomputed.
+"""Random numbers from a seed: equal on every rank of a group, and when recomputed.
 
 torch's own random ops draw from a hidden stream, which differs by rank and moves on at every call.
 In a captured graph they become these, whose numbers depend on their arguments alone: the call's
@@ -35,7 +35,7 @@ def _generator(device: torch.device, seed: int, index: int, salt: int) -> torch.
 def uniform(
     size: Sequence[int], seed: int, salt: int, index: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns numbers in [0, 1)."""
+    """Returns uniform random numbers in [0, 1)."""
     generator = _generator(device, seed, index, salt)
     return torch.rand(size, generator=generator, dtype=dtype, device=device)
 
@@ -44,13 +44,13 @@ def uniform(
 def normal(
     size: Sequence[int], seed: int, salt: int, index: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns numbers of the standard normal distribution."""
+    """Returns standard normal random numbers."""
     generator = _generator(device, seed, index, salt)
     return torch.randn(size, generator=generator, dtype=dtype, device=device)
 
 
 DRAWS = (torch.ops.dcpc.uniform.default, torch.ops.dcpc.normal.default)
-INDEX = 3  # which of their arguments tells the draws of one graph apart
+INDEX = 3  # position of the argument that differs between the draws of one graph
 
 
 @uniform.register_fake

@@ -1,4 +1,4 @@
-"""Which keys go round a ring of ranks, how far, and what that sends.
+"""The route of the keys round a ring of ranks, and the bytes that are sent.
 
 A ring has p / across positions: `across` consecutive ranks stand at one position, with one piece of
 the rows between them (each has other heads), and rank r passes on what it has to rank r + across.
@@ -18,14 +18,14 @@ DIRECTIONS = (1, -1)
 
 @dataclass(frozen=True, slots=True)
 class RowSplit:
-    """How a dim of rows is split, see `pieces.py`.
+    """The split of a dim of rows, see `pieces.py`.
 
     Attributes:
         size: length of the whole dim.
         parent: length that is split evenly over the ranks.
         shift: position of the dim's first element in the parent.
-        zigzag: whether a rank has a chunk from either end.
-        rows: how many rows each element is, as of the outer of a dim's several factors.
+        zigzag: whether a rank has two chunks, one from either end.
+        rows: number of rows in each element (inner factors of the dim).
     """
 
     size: int
@@ -35,7 +35,7 @@ class RowSplit:
     rows: int = 1
 
     def runs(self, p: int, across: int, position: int) -> tuple[RunOfRows, ...]:
-        """Returns the runs of rows at one position: its ranks' together, in order."""
+        """Returns the runs of rows at one ring position: those of its ranks together, in order."""
         ranks = range(position * across, (position + 1) * across)
         every = (runs(self.size, self.parent, self.shift, p, r, self.zigzag) for r in ranks)
         found: list[RunOfRows] = []
@@ -51,16 +51,16 @@ class RowSplit:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where each position's keys go.
+    """The route of each ring position's keys.
 
     Attributes:
-        p: ranks of the group.
-        across: ranks at a position.
+        p: number of ranks in the group.
+        across: number of ranks at a position.
         queries: runs of queries, by position.
         keys: runs of keys, by position.
-        forth: how far each position's keys are passed on to the next positions: to the last one
-            with a query that may see one of them, and no further.
-        back: how far they are passed on to those before. Keys that all see go forward alone.
+        forth: number of steps that each position's keys are passed forward: up to the last position
+            with a query that may see one of them.
+        back: number of steps that they are passed backward. Keys that all see go forward alone.
     """
 
     p: int
@@ -72,20 +72,20 @@ class Route:
 
     @property
     def positions(self) -> int:
-        """How many positions the ring has."""
+        """The number of positions of the ring."""
         return self.p // self.across
 
     def hops(self, direction: int) -> tuple[int, ...]:
-        """Returns how far each position's keys go: 1 to the next positions, -1 back."""
+        """Returns how many steps each position's keys go: direction 1 forward, -1 backward."""
         return self.forth if direction > 0 else self.back
 
     def held(self, position: int, step: int, direction: int = 1) -> int | None:
-        """Returns whose keys a position has after some steps, None if none come so far."""
+        """Returns the position whose keys are here after some steps, or None."""
         owner = (position - direction * step) % self.positions
         return owner if step <= self.hops(direction)[owner] else None
 
     def rows(self, owner: int) -> int:
-        """Returns how many keys a position has."""
+        """Returns the number of keys of a position."""
         return sum(run.length for run in self.keys[owner])
 
 
@@ -99,17 +99,17 @@ def route(
     after: int | None = None,
     everywhere: bool = False,
 ) -> Route:
-    """Returns where keys go, the same on all ranks.
+    """Returns the route of the keys, the same on all ranks.
 
     Args:
-        queries: how the queries are split.
-        keys: how the keys are split.
-        p: ranks of the group.
-        across: ranks at a position.
-        before: how many keys before its own position a query sees, None: all.
-        after: how many after it, None: all.
-        everywhere: whether all keys must pass all positions, as where a query that sees no key
-            gets the mean of all values.
+        queries: split of the queries.
+        keys: split of the keys.
+        p: number of ranks in the group.
+        across: number of ranks at a position.
+        before: number of keys before its own position that a query sees; None: all.
+        after: number of keys after its own position that a query sees; None: all.
+        everywhere: whether all keys must pass all positions, as where a query without keys gets the
+            mean of all values.
     """
     positions = p // across
     assert positions * across == p, f"a ring of {p} ranks, {across} at a position"
@@ -147,11 +147,11 @@ def sent_bytes(way: Route, rank: int, row_bytes: int, gradient_row_bytes: int) -
         backward   (m - 1) * n / m * row_bytes + m * n / m * gradient_row_bytes
 
     Args:
-        way: where keys go.
-        rank: which rank of the group.
-        row_bytes: of one key and one value, all samples and heads of the rank: for keys
-            `[b, g, t, d]` and values `[b, g, t, e]`, b * g * (d + e) elements.
-        gradient_row_bytes: of their gradients, in float32 or better.
+        way: route of the keys.
+        rank: index of the rank in the group.
+        row_bytes: bytes of one key and one value, all samples and heads of the rank: for keys `[b,
+            g, t, d]` and values `[b, g, t, e]`, b * g * (d + e) elements.
+        gradient_row_bytes: bytes of their gradients, in float32 or better.
     """
     position = rank // way.across
     passed = gradients = 0

@@ -1,4 +1,4 @@
-"""Attention as one op with saved tensors of its own: q, k, v, out, logsumexp, on any device."""
+"""Attention as one op with explicit saved tensors (q, k, v, out, logsumexp), on any device."""
 
 from dcpc.ops.attention.blocks import ROWS
 from dcpc.ops.attention.kernels import (

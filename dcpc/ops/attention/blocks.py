@@ -1,4 +1,4 @@
-"""Attention by matmuls over runs of queries: what no fused kernel of the device can do.
+"""Attention by matmuls over runs of queries, for cases that no fused kernel of the device covers.
 
 A sample and ROWS queries at a time, against the keys these can see: a window costs what is in it,
 and no more than ROWS rows of scores exist at once, forward and backward.
@@ -20,7 +20,7 @@ LOG2_E = math.log2(math.e)
 
 
 class _QueryRun:
-    """A run of queries of one sample, and the keys they can see; grouped heads side by side."""
+    """A run of queries of one sample, and the keys that they can see, for all heads."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ def _places(q: Tensor, sight: Sight) -> Iterator[tuple[int, int, int]]:
 
 
 def widest(q: Tensor, keys: int, sight: Sight, ids: Ids) -> int:
-    """Returns how many keys a block has at the most, of packed sequences."""
+    """Returns the largest number of keys of a block, for packed sequences."""
     found = [ids.within(sight.keys(*at[1:], keys), at) for at in _places(q, sight)]
     return max((high - low for low, high in found), default=0)
 
@@ -139,10 +139,10 @@ def statistics(
     sight: Sight,
     ids: Ids | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, the largest score of each row, and the logarithm of its sum of exp(score - it).
+    """Returns out, each row's largest score, and the logarithm of its sum of exp(score - largest).
 
-    Of rows that see nothing: 0, -inf and 0. Two numbers, as the sum of both forgets the smaller one
-    where a mask holds the lowest number there is.
+    Rows that see no key have 0, -inf and 0. There are two numbers, as their sum would lose the
+    smaller one where a mask adds the lowest number of the dtype.
     """
     out, largest = empty_outputs(q, v)
     total = torch.empty_like(largest)
@@ -191,7 +191,7 @@ def backward(
     ids: Ids | None = None,
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of q, k, v, laid out (b, s, h, d), and of the mask if asked for."""
+    """Returns the gradients of q, k, v, laid out (b, s, h, d), and of the mask if requested."""
     grad, q, k, v, out, lse = given
     dq, dk, dv = map(empty_gradient, (q, k, v))
     wide = q.dtype != accumulated(q.dtype)
@@ -230,7 +230,7 @@ def _backward(
             weights.sub_(part[mine].unsqueeze(-1))
         _exp(weights)
     elif block.mask is not None and block.mask.dtype != torch.bool:
-        # Where a mask drowns all scores of a row, its logsumexp is the mask's number: no use.
+        # Where a mask drowns all scores of a row, its logsumexp is the mask's number: useless.
         _softmax(weights)
     else:
         _exp(weights.sub_(lse[mine].unsqueeze(-1)))
@@ -253,7 +253,7 @@ def _backward(
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Replaces x by exp(x).
+    """Replaces x by exp(x), in place.
 
     torch's own exp takes 4 times as long on the CPU, and 20 to 50 times where half of x is -inf or
     as low as a mask's numbers (torch 2.13, MKL).
@@ -276,7 +276,7 @@ def _empty_rows(
     whole: tuple[Tensor, Tensor],
     sums: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Adds the gradients of the rows that are the mean of all values."""
+    """Adds the gradients of the rows whose output is the mean of all values."""
     k, v = (x[block.sample].to(block.dtype) for x in whole)
     length = k.shape[1]
     rows = empty.expand(-1, -1, length).to(block.dtype).view(k.shape[0], -1, length) / length

@@ -1,4 +1,4 @@
-"""How an op of attention is called: with tensors, then the fields of one named tuple.
+"""The calling convention of the attention ops: tensors, then the fields of one named tuple.
 
 dcpc::<name>(q, k, v, mask=None, keep=None, segment=None, *, <fields>) -> out
     dcpc::<name>_forward(q, k, v, mask, keep, segment, <fields>)  -> out, logsumexp
@@ -26,12 +26,12 @@ _library = torch.library.Library("dcpc", "FRAGMENT")
 
 
 def forward_schema(fields: Any) -> str:
-    """Returns the schema of a forward whose numbers are a named tuple's fields."""
+    """Returns the schema of a forward op with a named tuple's fields as arguments."""
     return f"({_OPERANDS}, {arguments(fields)}) -> (Tensor, Tensor)"
 
 
 def backward_schema(fields: Any, of_mask: bool = False) -> str:
-    """Returns the schema of its backward: gradients of q, k and v, and of the mask if asked for."""
+    """Returns the schema of the backward: gradients of q, k, v, and of the mask if requested."""
     operands = _OPERANDS.replace("Tensor? mask", "Tensor mask") if of_mask else _OPERANDS
     gradients = ", ".join(["Tensor"] * (4 if of_mask else 3))
     saved = "Tensor out, Tensor logsumexp"
@@ -39,7 +39,7 @@ def backward_schema(fields: Any, of_mask: bool = False) -> str:
 
 
 def of_backward(given: Sequence[Any]) -> tuple[Attended, Hiding, list[Any]]:
-    """Returns what a backward is called with: tensors, what hides keys, and the named tuple's."""
+    """Returns a backward's arguments: operands, tensors that hide keys, and other fields."""
     grad, q, k, v, mask, keep, segment, out, lse, *rest = given
     return Attended(grad, q, k, v, out, lse), (mask, keep, segment), rest
 
@@ -52,18 +52,18 @@ def save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def empty_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    """Returns gradients of q, k and v without numbers, as a backward makes them."""
+    """Returns uninitialised gradients of q, k and v, as a backward op returns them."""
     return empty_gradient(query), empty_gradient(key), empty_gradient(value)
 
 
 def empty_mask_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what `empty_backward` does and that of the mask."""
+    """Returns the same as `empty_backward`, and an uninitialised gradient of the mask."""
     mask = given[4]
     return *empty_backward(*given), mask.new_empty(mask.shape)
 
 
 def backward_by(name: str) -> Callable[..., tuple[Any, ...]]:
-    """Returns the backward for autograd of an op that has one with and one without a mask's."""
+    """Returns the autograd backward of an op, which computes a mask's gradient if needed."""
 
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         wanted = ctx.needs_input_grad[3]
@@ -76,7 +76,7 @@ def backward_by(name: str) -> Callable[..., tuple[Any, ...]]:
 
 
 def define_output(name: str, fields: Any) -> None:
-    """Registers the op that is the first result of a forward, with the fields by name."""
+    """Registers the op that returns a forward's first result, with the fields as keywords."""
     operands = re.sub(r"(Tensor\? \w+)", r"\1=None", _OPERANDS)
     _library.define(f"{name}({operands}, *, {arguments(fields, defaults=True)}) -> Tensor")
 

@@ -42,13 +42,13 @@ CUDNN_SAMPLES = 65535
 def able(q: Tensor, k: Tensor, sight: Sight) -> bool:
     """Returns whether a fused kernel computes this attention without a mask.
 
-    Not where positions hide all keys from a query: kernels differ in what they give it.
+    It is not used where positions hide all keys from a query, as kernels differ in the result.
     """
     return kernel_of(q, k, sight) != "blocks"
 
 
 def kernel_of(q: Tensor, k: Tensor, sight: Sight) -> str:
-    """Returns what computes an attention without a mask: see `gpu_kernel`."""
+    """Returns the name of the kernel for an attention without a mask: see `gpu_kernel`."""
     if sight.misses(sight.start + q.shape[2], k.shape[2]):
         return "blocks"
     name = gpu_kernel(OnGpu(q.dtype, q.shape[3], sight, capability(q.device)))
@@ -64,19 +64,19 @@ def capability(device: torch.device) -> Capability:
 
 @functools.cache
 def has_cudnn(device: torch.device) -> bool:
-    """Returns whether torch prefers cuDNN's attention on a device, as long as nobody forbids it."""
+    """Returns whether torch prefers cuDNN's attention on a device, unless the user disabled it."""
     if device.type != "cuda" or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False
     return (torch.backends.cudnn.version() or 0) >= CUDNN_SINCE and capability(device) in CUDNN_ON
 
 
 def _repeats(x: Tensor) -> bool:
-    """Returns whether elements of several indices are one in memory, as `expand` makes them."""
+    """Returns whether several indices of a tensor share memory, as after `expand`."""
     return any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 def by_cudnn(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> bool:
-    """Returns whether cuDNN computes what flash attention does of these queries and seen keys."""
+    """Returns whether cuDNN can replace flash attention for these queries and visible keys."""
     if not has_cudnn(q.device) or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     exact = torch.are_deterministic_algorithms_enabled()
@@ -89,7 +89,7 @@ def by_cudnn(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> bool:
 
 
 def _seen(q: Tensor, k: Tensor, sight: Sight) -> tuple[Tensor, Sight]:
-    """Returns the keys (or values) that any query sees, and who sees whom of these."""
+    """Returns the keys (or values) that any query sees, and the limits relative to them."""
     low, high = sight.keys(0, q.shape[2], k.shape[2])
     if (low, high) == (0, k.shape[2]):
         return k, sight
@@ -97,12 +97,12 @@ def _seen(q: Tensor, k: Tensor, sight: Sight) -> tuple[Tensor, Sight]:
 
 
 def _ahead(q: Tensor, k: Tensor, sight: Sight) -> int:
-    """Returns how many keys lie after the last query."""
+    """Returns the number of keys after the last query."""
     return k.shape[2] - q.shape[2] - sight.start
 
 
 def window(sight: Sight, ahead: int) -> tuple[int, int]:
-    """Returns the shifts of flash-attn's band, -1 without a limit.
+    """Returns the window sizes of flash-attn, (left, right), -1 without a limit.
 
     Args:
         sight: limits by position.
@@ -146,7 +146,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tens
 def _efficient(
     q: Tensor, k: Tensor, v: Tensor, sight: Sight, given: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """What `forward` returns: of shared keys by a call for each query of a group."""
+    """Returns out and logsumexp; grouped heads take one call for each query head of a group."""
     groups = q.shape[1] // k.shape[1]
     if groups == 1:
         return laid_out(*_efficient_outputs(q, k, v, sight), given)
@@ -168,7 +168,7 @@ def _efficient_outputs(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[T
 
 
 def _of_groups(groups: int) -> list[slice]:
-    """Returns the query heads of each call: the first of each key head, the second, and so on."""
+    """Returns the query heads of each call: the first of every key head, the second, and so on."""
     return [slice(i, None, groups) for i in range(groups)]
 
 
@@ -177,7 +177,7 @@ def _mask_type(sight: Sight) -> int:
 
 
 def laid_out(out: Tensor, lse: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the outputs in the layout that the op's fake values promise."""
+    """Returns the outputs with the strides of the op's fake values."""
     wanted, _ = empty_outputs(*given)
     return out if out.stride() == wanted.stride() else wanted.copy_(out), lse.contiguous()
 
@@ -236,7 +236,7 @@ def _cudnn_backward(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Tens
 
 
 def _as_gradient(x: Tensor, found: Tensor) -> Tensor:
-    """Returns a gradient in its tensor's dtype, laid out as the op's fake values promise."""
+    """Returns a gradient in its tensor's dtype, with the strides of the op's fake values."""
     wanted = empty_gradient(x)
     same = found.dtype == x.dtype and found.stride() == wanted.stride()
     return found if same else wanted.copy_(found)

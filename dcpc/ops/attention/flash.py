@@ -1,4 +1,4 @@
-"""Attention by torch's CPU flash kernel, which knows causal masks and additive masks.
+"""Attention by torch's CPU flash kernel, which supports causal masks and additive masks.
 
 What the kernel does not know is made of several calls of it: grouped heads (one call for each query
 of a group, on a strided view: keys are never repeated), samples that share a mask (one call for
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, sight: Sight
 ) -> tuple[Tensor, Tensor]:
-    """Returns out `[b, h, s, d]` and logsumexp `[b, h, s]`; rows without a key give 0 and 0."""
+    """Returns out `[b, h, s, d]` and logsumexp `[b, h, s]`; both are 0 for rows without a key."""
     given = q
     q, k, v = _laid(q, k, v)
     added = _added(q, mask, keep)
@@ -45,7 +45,7 @@ def _of_heads(
     keep: Tensor | None,
     sight: Sight,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out, laid out as the given queries, and logsumexp: a call for a query of a group."""
+    """Returns out, laid out as `given`, and logsumexp, by one call for each query of a group."""
     q, k, v = tensors
     added = _expanded(added, q)
     groups = q.shape[1] // k.shape[1]
@@ -104,7 +104,7 @@ def _backward_of_heads(
 
 
 def forward_windowed(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
-    """Returns out and logsumexp of queries that each see a key in a window, made into a mask."""
+    """Returns out and logsumexp under a window in which each query sees a key, by a mask."""
     mask, rest = _window(q, k, sight)
     return forward(q, k, v, mask, None, rest)
 
@@ -116,7 +116,7 @@ def backward_windowed(given: Attended, sight: Sight) -> tuple[Tensor, Tensor, Te
 
 
 def _window(q: Tensor, k: Tensor, sight: Sight) -> tuple[Tensor | None, Sight]:
-    """Returns the mask `[1, 1, s, t]` of what a window hides, and what the kernel hides itself."""
+    """Returns the additive mask `[1, 1, s, t]` of a window, and the limits left to the kernel."""
     causal = sight.after == 0 and sight.start == 0
     shape, hidden = (q.shape[2], k.shape[2]), float("-inf")
     mask: Tensor | None = None
@@ -137,9 +137,10 @@ def _laid(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _added(q: Tensor, mask: Tensor | None, keep: Tensor | None) -> Tensor | None:
-    """Returns the mask that the kernel adds, `[m, 1 or h, 1 or s, 1 or t]`.
+    """Returns the additive mask of the kernel, `[m, 1 or h, 1 or s, 1 or t]`.
 
-    Its keys lie together: the kernel copies any other mask, after it is repeated for all samples.
+    Its keys are adjacent in memory: the kernel copies any other mask, after expanding it to all
+    samples.
     """
     if keep is not None:
         assert mask is None, "one mask at a time"
@@ -163,19 +164,19 @@ def _expanded(added: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _is_shared(added: Tensor, q: Tensor) -> bool:
-    """Returns whether the kernel cannot see a mask's rows as those of the samples."""
+    """Returns whether samples share the rows of a mask, other than all a single one."""
     return added.shape[0] not in (1, q.shape[0])
 
 
 def _sharers(added: Tensor, q: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yields each row of a mask, and the samples that have it."""
+    """Yields each row of a mask, and the samples that share it."""
     each = q.shape[0] // added.shape[0]
     for row in range(added.shape[0]):
         yield slice(row, row + 1), slice(row * each, (row + 1) * each)
 
 
 def _split(k: Tensor, sight: Sight) -> int:
-    """How many keys lie before the first query of causal attention."""
+    """Returns the number of keys before the first query of causal attention."""
     return 0 if sight.after is None else min(sight.start, k.shape[2])
 
 

@@ -1,4 +1,4 @@
-"""Which kernel computes an attention, and what each kernel asks of its tensors.
+"""Chooses the kernel of an attention, by each kernel's requirements on its tensors.
 
 Fused kernels are called below torch's dispatch, which is where torch checks what they are given: a
 kernel reads other memory than its tensors', or says not a number, where it is given anything else.
@@ -27,18 +27,19 @@ SHORT = 128
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """What a kernel asks for.
+    """The requirements of a kernel.
 
     Beside this all ask for the sizes that `check_sizes` checks, for elements of the last dim that
     lie together, and for rows that do not overlap.
 
     Attributes:
-        dtypes: of queries, keys and values, which are of one.
-        widest: elements of a head, None: any.
-        multiple: of which the width of a head is one.
-        aligned_bytes: where rows may begin.
+        dtypes: dtypes of queries, keys and values, which must be equal.
+        widest: largest width of a head in elements, None: any.
+        multiple: number of which the width of a head must be a multiple.
+        aligned_bytes: alignment of rows in memory.
         whole_scales: whether scores are scaled by a number above 0 even where none is hidden.
-            Hidden scores are -inf before they are scaled: it takes a number above 0 in any case.
+            Hidden scores are -inf before scaling, so with them the number must be above 0 in any
+            case.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -61,13 +62,13 @@ Capability = tuple[int, int]  # of a GPU, as NVIDIA counts its generations
 
 
 class OnGpu(NamedTuple):
-    """What decides which of a GPU's kernels computes an attention without a mask.
+    """The facts by which a GPU's kernel for an attention without a mask is chosen.
 
     Attributes:
-        dtype: of queries, keys and values.
-        width: elements of a head, of queries, keys and values alike.
-        sight: of the queries.
-        capability: of the GPU.
+        dtype: dtype of queries, keys and values.
+        width: width of a head in elements, equal for queries, keys and values.
+        sight: limits by position.
+        capability: compute capability of the GPU.
     """
 
     dtype: torch.dtype
@@ -78,15 +79,15 @@ class OnGpu(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuKernel:
-    """One of a GPU's fused kernels of attention.
+    """A fused attention kernel of GPUs.
 
     Attributes:
         name: "flash" or "efficient".
-        demands: what it asks of tensors.
-        windows: whether a query may see some keys before it alone, or some after it.
-        since: the least capability.
-        untrained: widths, the first and the last, for which some GPUs lack its backward.
-        lacking: capabilities of these, the first and the last.
+        demands: requirements on its tensors.
+        windows: whether it supports limits of the keys before or after a query.
+        since: lowest compute capability.
+        untrained: first and last width for which some GPUs lack its backward.
+        lacking: ranges of compute capabilities of these GPUs.
     """
 
     name: str
@@ -131,16 +132,16 @@ GPU_KERNELS = (
 
 @lru_cache(4096)
 def gpu_kernel(asked: OnGpu) -> str:
-    """Returns "flash", "efficient" or "blocks": what computes attention on a GPU.
+    """Returns the kernel of an attention on a GPU: "flash", "efficient" or "blocks".
 
-    Where queries see no key at all, and where causal ones lie beyond the last key, `cuda.py` leaves
-    an attention to the blocks besides; no piece of a split does.
+    `cuda.py` also leaves an attention to the blocks where queries see no key at all, and where
+    causal ones lie beyond the last key; no piece of a split does.
     """
     return next((row.name for row in GPU_KERNELS if row.takes(asked)), "blocks")
 
 
 def has_no_wide_kernel(q: Tensor) -> bool:
-    """Returns whether attention of these queries may run another kernel than that of float64."""
+    """Returns whether attention of these queries may run another kernel than in float64."""
     return q.device.type == GPU_DEVICE and any(q.dtype in r.demands.dtypes for r in GPU_KERNELS)
 
 
@@ -152,17 +153,18 @@ def kernel_name(
     sight: Sight,
     has_segment: bool = False,
 ) -> str:
-    """Returns "flash", "cuda" or "blocks": what computes attention, told without any size.
+    """Returns the kernel of an attention, "flash", "cuda" or "blocks", without reading sizes.
 
-    "flash" is the CPU's; "cuda" is what `gpu_kernel` says, blocks among them. Of packed sequences
-    "flash" and "cuda" compute one at a time, but blocks where these are very short.
+    "flash" is the CPU's; "cuda" means the choice of `gpu_kernel`, which may be blocks. Packed
+    sequences are computed one at a time by "flash" and "cuda", but by blocks if they are very
+    short.
 
     Args:
-        device: type of the tensors' device.
-        same_widths: whether keys and values are equally wide.
+        device: device type of the tensors.
+        same_widths: whether keys and values have equal widths.
         mask: dtype of the mask, None without one.
         has_keep: whether some keys are hidden from all queries.
-        sight: of the op; where its queries are does not matter.
+        sight: limits of the op; the positions of its queries do not matter.
         has_segment: whether rows hold several sequences.
     """
     scale, before, after = sight.scale, sight.before, sight.after
@@ -177,32 +179,32 @@ def kernel_name(
 
 
 def masks_window(device: str, same_widths: bool, hidden: bool, sight: Sight) -> bool:
-    """Returns whether "flash" may compute a window by a mask, if queries and keys are few.
+    """Returns whether "flash" may compute a window by a mask, if there are few queries and keys.
 
     Args:
-        device: type of the tensors' device.
-        same_widths: whether keys and values are equally wide.
-        hidden: whether a mask hides keys, or ids of sequences, besides.
-        sight: of the op; where its queries are does not matter.
+        device: device type of the tensors.
+        same_widths: whether keys and values have equal widths.
+        hidden: whether a mask or segments hide further keys.
+        sight: limits of the op; the positions of its queries do not matter.
     """
     alone = device == "cpu" and same_widths and not hidden and sight.banded
     return alone and _scales("flash", sight.scale, True)
 
 
 def _scales(kernel: str, scale: float, hides: bool) -> bool:
-    """Returns whether a kernel scales by this number; not a number is none above 0."""
+    """Returns whether a kernel supports this scale; NaN counts as not above 0."""
     return scale > 0 or not (hides or DEMANDS[kernel].whole_scales)
 
 
 def takes(kernel: str, q: Tensor) -> bool:
-    """Returns whether a kernel computes attention of the dtype and width of these queries."""
+    """Returns whether a kernel supports the dtype and head width of these queries."""
     asks, width = DEMANDS[kernel], q.shape[-1]
     narrow = asks.widest is None or width <= asks.widest
     return q.dtype in asks.dtypes and narrow and width % asks.multiple == 0
 
 
 def laid(kernel: str, x: Tensor) -> Tensor:
-    """Returns a tensor `[b, h, s, d]`, or a copy of it that lies as a kernel reads it."""
+    """Returns a tensor `[b, h, s, d]`, or a copy with strides that the kernel supports."""
     if _lies_well(DEMANDS[kernel], x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -223,14 +225,14 @@ def _lies_well(asks: Demands, x: Tensor) -> bool:
 def added_dtype(mask: torch.dtype, query: torch.dtype) -> torch.dtype:
     """Returns the dtype in which "flash" adds a mask to scores.
 
-    Another one than the queries' is float32, and of queries in half precision alone: of float64
-    the kernel reads a float32 mask as if it were float64.
+    It is float32 for queries in half precision with a float32 mask, else the queries' dtype: for
+    float64 queries the kernel would read a float32 mask as float64.
     """
     return mask if mask == torch.float32 and query in HALVES else query
 
 
 def check_sizes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> None:
-    """Checks that queries, keys, values and a mask are of sizes and dtypes that go together."""
+    """Checks that the sizes and dtypes of queries, keys, values and a mask match."""
     queries, keys, values = q.shape, k.shape, v.shape
     four = len(queries) == len(keys) == len(values) == 4
     assert four, f"attention of {_sizes(q, k, v)}: not of four dims each"

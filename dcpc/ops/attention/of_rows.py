@@ -42,9 +42,9 @@ class _Sample(NamedTuple):
     """The valid rows of one sample.
 
     Attributes:
-        number: of the sample.
-        rows: where they are among all valid rows.
-        positions: where they are in the sample.
+        number: index of the sample.
+        rows: slice of these rows among all valid rows.
+        positions: positions of these rows in the sample.
     """
 
     number: int
@@ -59,7 +59,7 @@ class _Sample(NamedTuple):
         return found[:, :, :, self.positions]
 
     def add_part(self, dmask: Tensor, found: Tensor) -> None:
-        """Adds the gradient of `part` to that of the mask."""
+        """Adds the gradient of `part` to the gradient of the mask."""
         into = dmask[self.number : self.number + 1] if dmask.shape[0] > 1 else dmask
         at = self.positions
         if isinstance(at, slice):
@@ -71,7 +71,7 @@ class _Sample(NamedTuple):
 
 
 def _samples(rows: Tensor, length: int) -> Iterator[_Sample]:
-    """Yields each sample that has valid rows, of samples of this length."""
+    """Yields each sample of this length that has valid rows."""
     names, counts = torch.unique_consecutive(
         rows.div(length, rounding_mode="floor"), return_counts=True
     )
@@ -161,7 +161,7 @@ attention_of_rows_mask_backward.register_fake(empty_mask_backward)
 
 
 def _of_sample(attended: Attended, rows: slice) -> Attended:
-    """Returns what some rows attended to: themselves."""
+    """Returns the tensors of some rows that attend to themselves."""
     mine = attended.rows(rows)
     return mine._replace(k=attended.k[:, :, rows], v=attended.v[:, :, rows])
 

@@ -1,4 +1,4 @@
-"""Attention over keys that come one part after the other: softmax merged by logsumexp.
+"""Attention over keys that arrive in parts: softmax merged by the logsumexp.
 
     state = Forward(call, q, v)                      gradient = Backward(call, grad, q, out, lse)
     state.add(k, v, runs)  ... once for each part    gradient.add(k, v, runs, dk, dv)  ...
@@ -34,16 +34,17 @@ NONE = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What all parts of one attention share.
+    """The operands that all parts of one attention share.
 
     Attributes:
-        mask: `[m, h or 1, s or 1, n or 1]`, as of `dcpc::attention`, of these queries and all keys.
-        keep: `[b or 1, n]` of all keys.
-        segment: `[b or 1, n]`, what sequence each position belongs to.
-        sight: limits by position; where the queries are is said by their runs alone.
-        queries: the runs of queries.
-        keys: how many keys there are in all, n.
-        averages: whether a query may get the mean of all values.
+        mask: attention mask `[m, h or 1, s or 1, n or 1]`, as for `dcpc::attention`, of these
+            queries and all keys.
+        keep: boolean `[b or 1, n]`: the keys that any query may see.
+        segment: integer `[b or 1, n]`: the number of the sequence at each position.
+        sight: limits by position; the runs of queries give their positions.
+        queries: runs of queries.
+        keys: number of all keys, n.
+        averages: whether a query's result may be the mean of all values.
     """
 
     mask: Tensor | None
@@ -60,7 +61,7 @@ class Operands:
         return self.mask is not None and self.mask.dtype != torch.bool
 
     def cut(self) -> QueryCutter:
-        """Returns what cuts rectangles: by sequences unless blocks compute them, which hide."""
+        """Returns the cutter of rectangles: by sequences, unless blocks hide other sequences."""
         return QueryCutter(
             self.queries, self.sight, None if self.mask is not None else self.segment
         )
@@ -68,7 +69,7 @@ class Operands:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rectangle's tensors."""
+    """The tensors of one rectangle."""
 
     kernel: str
     q: Tensor
@@ -102,12 +103,12 @@ def _part(given: Operands, r: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> _Pa
 
 
 class Forward:
-    """Attention of some queries, as far as the keys so far.
+    """Attention of some queries over the keys added so far.
 
     Args:
-        given: what all parts share.
+        given: operands that all parts share.
         q: queries `[b, h, s, d]`.
-        v: some values `[b, g, _, e]`, for their width.
+        v: some values `[b, g, _, e]`, of which only the head count and width are read.
     """
 
     def __init__(self, given: Operands, q: Tensor, v: Tensor) -> None:
@@ -121,7 +122,7 @@ class Forward:
         self._fresh = True
 
     def add(self, k: Tensor, v: Tensor, keys: Sequence[RunOfRows]) -> None:
-        """Adds keys `[b, g, t, d]` and values `[b, g, t, e]`, whose runs these are."""
+        """Adds keys `[b, g, t, d]` and values `[b, g, t, e]`, whose positions are in `keys`."""
         if self._given.averages:
             self._sum.add_(v.sum(2, keepdim=True, dtype=self._sum.dtype))
         for rectangle in self._cut.against(keys):
@@ -158,7 +159,7 @@ class Forward:
 
     @staticmethod
     def _shifted(old: Tensor, old_lse: Tensor, new: Tensor, lse: Tensor) -> Tensor:
-        """Brings both logsumexps to the larger shift; returns the new one."""
+        """Brings both logsumexps to the larger shift, and returns the new one."""
         largest = torch.maximum(old, new)
         finite = largest.masked_fill(largest == NONE, 0.0)
         old_lse.add_(old.sub(finite))
@@ -166,11 +167,11 @@ class Forward:
         return lse.add_(new.sub_(finite))
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Returns out `[b, h, s, e]` and what backward needs: logsumexp `[b, h, s]`.
+        """Returns out `[b, h, s, e]` and the statistics for backward, logsumexp `[b, h, s]`.
 
-        Where the mask is numbers: two in one, `[2, b, h, s]`, the largest score and the logarithm
-        of the sum of exp(score - it). Of rows that see nothing it is 0, infinite or not a number,
-        whatever makes their weights what `Sight.empty` says.
+        With an additive mask these are `[2, b, h, s]`: the largest score, and the logarithm of the
+        sum of exp(score - largest). For rows that see no key it is 0, infinite or NaN, so that
+        their weights become those of `Sight.empty`.
         """
         none = self._lse == NONE
         empty = self._given.sight.empty
@@ -201,7 +202,7 @@ _LSE_OF_NONE = {
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merges two attentions into the first, in place of both; -inf is no keys' logsumexp."""
+    """Merges two attentions into the first, in place of both; -inf means no keys."""
     merged = torch.logaddexp(lse, more_lse)
     finite = merged.masked_fill(merged == NONE, 0.0)
     out.mul_(lse.sub(finite).exp_().unsqueeze(-1))
@@ -211,7 +212,7 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def _nothing(keep: Tensor, rows: int, sight: Sight) -> Tensor:
-    """Returns `[b or 1, rows]`: which queries see none of the kept keys."""
+    """Returns `[b or 1, rows]`: whether each query sees none of the kept keys."""
     if sight.after is None:
         return keep.any(1, keepdim=True).logical_not_().expand(-1, rows)
     last = torch.arange(sight.start, sight.start + rows, device=keep.device)
@@ -219,14 +220,14 @@ def _nothing(keep: Tensor, rows: int, sight: Sight) -> Tensor:
 
 
 class Backward:
-    """Gradients of attention, one part of the keys after the other.
+    """Gradients of attention, over the keys added so far.
 
     Args:
-        given: what all parts share.
+        given: operands that all parts share.
         grad: gradient of out `[b, h, s, e]`.
         q: queries `[b, h, s, d]`.
-        out: as forward made it of all keys.
-        lse: as forward made it of all keys.
+        out: output of forward over all keys.
+        lse: statistics of forward over all keys.
     """
 
     def __init__(self, given: Operands, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -237,7 +238,7 @@ class Backward:
         self._averages = given.averages and bool(self._none.any())
 
     def add(self, k: Tensor, v: Tensor, keys: Sequence[RunOfRows], dk: Tensor, dv: Tensor) -> None:
-        """Adds these keys' and values' gradients to dk and dv, in float32 or better."""
+        """Adds the gradients of these keys and values to dk and dv, in float32 or better."""
         for rectangle in self._cut.against(keys):
             part = _part(self._given, rectangle, self._q, k, v)
             dq, more_k, more_v = self._gradients(part, rectangle)
@@ -259,7 +260,7 @@ class Backward:
         return blocks.backward(given, part.mask, part.keep, part.sight, part.ids)[:3]
 
     def _add_means(self, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Adds the gradients of the rows that are the mean of all values."""
+        """Adds the gradients of the rows whose output is the mean of all values."""
         groups, scale = self._q.shape[1] // k.shape[1], self._given.sight.scale
         for first in range(0, self._q.shape[2], blocks.ROWS):
             rows = slice(first, first + blocks.ROWS)

@@ -21,14 +21,14 @@ from dcpc.ops.attention.spec import RunOfRows, Sight
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Queries and keys that both follow each other.
+    """Consecutive queries against consecutive keys.
 
     Attributes:
-        samples: which samples.
+        samples: slice of the batch.
         queries: rows of the queries' tensor, with their positions.
         keys: rows of the keys' tensor, with their positions.
-        sight: who sees whom; limits that hide nothing here are left out.
-        first: whether it is the first of its list with any of its queries.
+        sight: limits by position; limits that hide nothing here are left out.
+        first: whether it is the first in its list with any of its queries.
     """
 
     samples: slice
@@ -39,17 +39,17 @@ class Rectangle:
 
     @property
     def rows(self) -> slice:
-        """Which rows of the queries' tensor these are."""
+        """The slice of these rows in the queries' tensor."""
         return slice(self.queries.at, self.queries.at + self.queries.length)
 
     @property
     def columns(self) -> slice:
-        """Which rows of the keys' tensor these are."""
+        """The slice of these rows in the keys' tensor."""
         return slice(self.keys.at, self.keys.at + self.keys.length)
 
     @property
     def positions(self) -> slice:
-        """Which of all keys these are."""
+        """The slice of these keys among all keys."""
         return slice(self.keys.position, self.keys.position + self.keys.length)
 
 
@@ -65,9 +65,10 @@ class QueryCutter:
     """Cuts one rank's queries against any runs of keys.
 
     Args:
-        queries: the runs of queries.
+        queries: runs of queries.
         sight: limits by position.
-        segment: `[b or 1, n]`, what sequence each position belongs to; None: all see each other.
+        segment: integer `[b or 1, n]`: the number of the sequence at each position; None: not
+            packed.
     """
 
     def __init__(self, queries: Sequence[RunOfRows], sight: Sight, segment: Tensor | None) -> None:
@@ -84,7 +85,7 @@ class QueryCutter:
         self._queries = [list(self._cut(queries, i)) for i in range(len(self._samples))]
 
     def against(self, keys: Sequence[RunOfRows]) -> Iterator[Rectangle]:
-        """Yields the rectangles of all queries and some keys, those of a query in a row."""
+        """Yields the rectangles of all queries and some keys, those of a query in sequence."""
         for i, samples in enumerate(self._samples):
             by_id: dict[int | None, list[RunOfRows]] = defaultdict(list)
             for stretch in self._cut(keys, i):
@@ -132,7 +133,7 @@ def sees(queries: RunOfRows, keys: RunOfRows, before: int | None, after: int | N
 def _trimmed(
     queries: RunOfRows, keys: RunOfRows, sight: Sight, samples: slice, first_of_queries: bool
 ) -> Rectangle | None:
-    """Returns what of the queries sees anything and what of the keys is seen, None if nothing."""
+    """Returns the queries that see any key and the keys that any query sees, or None."""
     before, after = sight.before, sight.after
     low, high = queries.position, queries.position + queries.length - 1
     first, last = keys.position, keys.position + keys.length - 1
@@ -160,12 +161,12 @@ def _trimmed(
 
 
 class Ids:
-    """The sequences of queries and of keys: a query sees keys of its own alone.
+    """The sequences of queries and keys: a query sees keys of its own sequence alone.
 
     Args:
-        segment: `[b or 1, n]`, what sequence each position belongs to.
-        queries: the runs of queries, in order.
-        keys: the runs of keys, in order.
+        segment: integer `[b or 1, n]`: the number of the sequence at each position.
+        queries: runs of queries, in order.
+        keys: runs of keys, in order.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class Ids:
         self._low, self._high = self._extents()
 
     def _extents(self) -> tuple[Tensor, Tensor]:
-        """For each query the first key of its sequence and the one after its last."""
+        """Returns, for each query, the first key of its sequence and the one after the last."""
         rows = self._queries.shape[1]
         both = torch.cat([self._queries, self._keys], 1)
         length = self._keys.shape[1]
@@ -192,18 +193,18 @@ class Ids:
         return low, high
 
     def within(self, keys: tuple[int, int], at: tuple[int, int, int]) -> tuple[int, int]:
-        """Returns the part (start, stop) of a run of keys that may be seen.
+        """Returns the part (start, stop) of a run of keys that these queries may see.
 
         Args:
-            keys: start and stop.
-            at: sample, first query and number of queries.
+            keys: start and stop of the run.
+            at: index of the sample, first query and number of queries.
         """
         sample, rows = self._at(at)
         low = max(keys[0], int(self._low[sample, rows].min()))
         return low, max(low, min(keys[1], int(self._high[sample, rows].max())))
 
     def hidden(self, keys: tuple[int, int], at: tuple[int, int, int]) -> Tensor:
-        """Returns `[rows, keys]`: which keys belong to other sequences."""
+        """Returns `[rows, keys]`: whether each key belongs to another sequence."""
         sample, rows = self._at(at)
         mine = self._queries[sample, rows].unsqueeze(1)
         return self._keys[sample, slice(*keys)] != mine
@@ -214,6 +215,6 @@ class Ids:
 
 
 def taken(segment: Tensor, runs: Sequence[RunOfRows]) -> Tensor:
-    """Returns the ids of the rows of some runs, `[b or 1, rows]`."""
+    """Returns the sequence numbers of the rows in some runs, `[b or 1, rows]`."""
     parts = [segment[:, run.position : run.position + run.length] for run in runs]
     return torch.cat(parts, 1) if len(parts) != 1 else parts[0]

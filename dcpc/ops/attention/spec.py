@@ -1,4 +1,4 @@
-"""Which keys a query sees, and how attention is computed: what all kernels of the op share."""
+"""The visibility of keys, and further parameters that all attention kernels share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What a row gives that sees no key, as models differ:
+# Result of a row that sees no key, as models differ:
 # "zero"   0, without a gradient (`scaled_dot_product_attention` with a truth mask)
 # "safe"   the same; but of scores that numbers drown, which are added, what a softmax makes of them
 #          (torch's math kernel; the backward of its fused one takes each weight for 1)
@@ -19,12 +19,12 @@ EMPTY = ("zero", "safe", "nan", "mean", "fixed")
 
 
 class RunOfRows(NamedTuple):
-    """Rows of a tensor that have positions one after the other.
+    """Rows of a tensor at consecutive positions.
 
     Attributes:
-        at: the first of them.
-        length: how many.
-        position: position of the first.
+        at: index of the first row.
+        length: number of rows.
+        position: position of the first row.
     """
 
     at: int
@@ -33,14 +33,14 @@ class RunOfRows(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What a backward is given of its forward, and the gradient.
+    """The tensors that a backward gets: forward's operands and outputs, and the gradient.
 
     Attributes:
-        grad: of out `[b, h, s, e]`.
+        grad: gradient of the loss with respect to out, `[b, h, s, e]`.
         q: queries `[b, h, s, d]`.
         k: keys `[b, g, t, d]`.
         v: values `[b, g, t, e]`.
-        out: `[b, h, s, e]`.
+        out: output of forward `[b, h, s, e]`.
         lse: logsumexp `[b, h, s]`; of blocks also `[2, b, h, s]`, see `blocks.statistics`.
     """
 
@@ -53,44 +53,45 @@ class Attended(NamedTuple):
 
     @property
     def anything(self) -> bool:
-        """Whether there are numbers of all of queries, keys and values."""
+        """Whether queries, keys and values all have elements."""
         return bool(self.q.numel() and self.k.numel() and self.v.numel())
 
     def zeros(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of q, k and v where there is nothing to compute."""
+        """Returns zero gradients of q, k and v, for empty tensors."""
         dq, dk, dv = (empty_gradient(x).zero_() for x in (self.q, self.k, self.v))
         return dq, dk, dv
 
     def rows(self, rows: slice) -> Attended:
-        """Returns what some of the queries attended to."""
+        """Returns the tensors of some of the queries."""
         grad, q, out, lse = (x[:, :, rows] for x in (self.grad, self.q, self.out, self.lse))
         return Attended(grad, q, self.k, self.v, out, lse)
 
     def samples(self, samples: slice) -> Attended:
-        """Returns what some of the samples attended to."""
+        """Returns the tensors of some of the samples."""
         return Attended(*(x[samples] for x in self))
 
     def heads(self, heads: slice) -> Attended:
-        """Returns what some heads of the queries attended to."""
+        """Returns the tensors of some of the query heads."""
         grad, q, out, lse = (x[:, heads] for x in (self.grad, self.q, self.out, self.lse))
         return Attended(grad, q, self.k, self.v, out, lse)
 
 
 class Sight(NamedTuple):
-    """Which keys a query sees: key j is seen by query i if nothing here hides it.
+    """The visibility of keys: query i sees key j unless a field here hides it.
 
-    Ops take these fields one by one, in this order, see `calls.py`.
+    Ops take these fields as separate arguments, in this order, see `calls.py`.
 
     Attributes:
-        scale: of the products of queries and keys.
-        before: how many keys before its own position a query sees: j >= i + start - before; None:
+        scale: factor of the scores.
+        before: number of visible keys before a query's own position: j >= i + start - before; None:
             all of them.
-        after: how many after it: j <= i + start + after (causal: 0); None: all of them.
+        after: number of visible keys after it: j <= i + start + after (causal: 0); None: all of
+            them.
         start: position of the first query among the keys.
-        turn: how many queries follow the first without a gap; None: all of them. The others follow
-            each other as well (a zigzag piece has two runs).
-        second: position of the query after these.
-        empty: what a query that sees no key gives, one of EMPTY.
+        turn: number of consecutive queries from the first one; None: all of them. The others are
+            consecutive as well (a zigzag piece has two runs).
+        second: position of the first query after these.
+        empty: result of a query that sees no key, one of EMPTY.
     """
 
     scale: float
@@ -107,13 +108,13 @@ class Sight(NamedTuple):
         return self.before is not None or self.after is not None
 
     def misses(self, queries: int, keys: int) -> bool:
-        """Returns whether positions hide all keys from one of some first queries."""
+        """Returns whether positions hide all keys from one of the first `queries` queries."""
         before = keys if self.before is None else self.before
         after = keys if self.after is None else self.after
         return after < 0 or before + after < 0 or queries - 1 - before > keys - 1
 
     def runs(self, queries: int) -> tuple[RunOfRows, ...]:
-        """Returns the runs of queries that follow each other, one or two, none of them empty."""
+        """Returns the one or two runs of consecutive queries, none of them empty."""
         if self.turn is None:
             return (RunOfRows(0, queries, self.start),) if queries else ()
         turn = min(max(self.turn, 0), queries)
@@ -121,7 +122,7 @@ class Sight(NamedTuple):
         return tuple(run for run in both if run.length)
 
     def of(self, run: RunOfRows) -> Sight:
-        """Returns what the queries of one run see."""
+        """Returns the limits for the queries of one run."""
         if self.turn is None and self.start == run.position:
             return self
         return self._replace(start=run.position, turn=None, second=0)
@@ -133,7 +134,7 @@ class Sight(NamedTuple):
         return self.second + query - self.turn
 
     def keys(self, first: int, rows: int, length: int) -> tuple[int, int]:
-        """Returns (start, stop) of the keys that some queries in a row see."""
+        """Returns (start, stop) of the keys that some consecutive queries see."""
         position = self.position(first)
         low = 0 if self.before is None else position - self.before
         high = length if self.after is None else position + rows + self.after
@@ -141,7 +142,7 @@ class Sight(NamedTuple):
         return low, max(min(high, length), low)
 
     def hidden(self, first: int, rows: int, keys: tuple[int, int], device: torch.device) -> Tensor:
-        """Returns `[rows, keys]`: which keys positions hide from some queries in a row."""
+        """Returns `[rows, keys]`: whether positions hide each key from consecutive queries."""
         position = self.position(first)
         query = torch.arange(position, position + rows, device=device)
         distance = torch.arange(*keys, device=device) - query.unsqueeze(1)
@@ -161,10 +162,10 @@ def hides(number: float, dtype: torch.dtype) -> bool:
 
 
 def hiding(dtype: torch.dtype) -> float:
-    """Returns the number from which on down numbers hide a score for sure.
+    """Returns the largest number that surely hides a score.
 
-    That is -inf, and what no score of the dtype comes near: of float16 the lowest number there is,
-    of others 1e30 below 0. Scores do reach -1e4 and -1e9.
+    No score of the dtype comes near it: the lowest number of float16, -1e30 for other dtypes.
+    Scores do reach -1e4 and -1e9.
     """
     return max(LOWEST, torch.finfo(dtype).min)
 
@@ -175,7 +176,7 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns memory for out `[b, h, s, e]` and logsumexp `[b, h, s]`, laid out as kernels do."""
+    """Returns empty out `[b, h, s, e]` and logsumexp `[b, h, s]`, laid out as by the kernels."""
     b, h, s, d = q.shape
     same = v.shape[-1] == d
     out = torch.empty_like(q) if same else q.new_empty((b, s, h, v.shape[-1])).transpose(1, 2)
@@ -185,13 +186,13 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty_gradient(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns memory for the gradient of x `[b, h, s, d]`, laid out (b, s, h, d)."""
+    """Returns an empty gradient of x `[b, h, s, d]`, laid out (b, s, h, d)."""
     b, h, s, d = x.shape
     return x.new_empty((b, s, h, d), dtype=dtype or x.dtype).transpose(1, 2)
 
 
 def part_of(mask: Tensor | None, dim: int, index: slice) -> Tensor | None:
-    """Returns a part of a mask along one dim, all of it where that dim is broadcast."""
+    """Returns a part of a mask along one dim, or all of it if that dim is broadcast."""
     if mask is None or mask.shape[dim] == 1:
         return mask
     return mask[(slice(None),) * dim + (index,)]

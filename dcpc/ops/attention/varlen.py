@@ -1,4 +1,4 @@
-"""Packed sequences on a GPU: flash attention of all of them by one call of its kernel.
+"""Packed sequences on a GPU, all by one call of the flash attention kernel.
 
 The kernel is torch's flash attention with the ends of the sequences among all rows. Where these
 are is read on the host, which waits for the device once a call. Its backward sums the queries'
@@ -27,15 +27,15 @@ aten = torch.ops.aten
 
 
 def ends_of(q: Tensor, k: Tensor, segment: Tensor, sight: Sight) -> list[list[int]] | None:
-    """Returns for each sample where its sequences end, 0 first; None where no call takes them all.
+    """Returns the ends of each sample's sequences, 0 first; None where no call takes them all.
 
-    That is where another kernel than flash attention computes them, of a piece of the queries, and
-    where the positions of a sequence do not follow each other.
+    That is so for another kernel than flash attention, for a piece of the queries, and where the
+    positions of a sequence are not consecutive.
 
     Args:
         q: queries `[b, h, s, d]`.
         k: keys `[b, g, t, d]`.
-        segment: `[b or 1, t]`, what sequence each position belongs to.
+        segment: integer `[b or 1, t]`: the number of the sequence at each position.
         sight: limits by position.
     """
     length = q.shape[2]
@@ -65,7 +65,7 @@ class _Sequences(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Positions of the longest sequence."""
+        """The length of the longest sequence."""
         return max(stop - start for start, stop in pairwise(self.ends))
 
     def of(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class _Sequences(NamedTuple):
 
 
 def _runs(ends: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Iterator[_Sequences]:
-    """Yields one run of all samples where their rows follow each other, else one of each."""
+    """Yields one run of all samples if their rows are consecutive in memory, else one for each."""
     length = ends[0][-1]
     if all(x.shape[0] == 1 or x.stride(0) == length * x.stride(2) for x in tensors):
         joined = [i * length + end for i, own in enumerate(ends) for end in own[:-1]]
@@ -85,7 +85,7 @@ def _runs(ends: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Iterator[
 
 
 def _parts(run: _Sequences, most_rows: int) -> Iterator[_Sequences]:
-    """Yields a run in parts whose rows, `MORE_ROWS` a sequence added, are few or one sequence's."""
+    """Yields a run in parts of at most `most_rows` rows, each sequence with MORE_ROWS added."""
     first, held = 0, 0
     for at, (start, stop) in enumerate(pairwise(run.ends)):
         rows = stop - start + MORE_ROWS
@@ -134,7 +134,7 @@ def _call(run: _Sequences, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tup
 
 
 def _window(run: _Sequences, sight: Sight) -> tuple[int, int]:
-    """Single positions are causal, whatever the limits: without any the kernel decodes."""
+    """Returns the kernel's window; single positions are causal, as else the kernel decodes."""
     return cuda.window(sight, 0) if run.longest > 1 else (-1, 0)
 
 
@@ -161,7 +161,7 @@ def backward(
 
 
 def _is_small(run: _Sequences, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Returns whether what a backward holds more is less than the gradients are in float32."""
+    """Returns whether a backward's extra memory is below that of the gradients in float32."""
     more = MORE_ROWS * (len(run.ends) - 1) * q.shape[1] * (q.shape[3] + 1)
     return more <= q.numel() + k.numel() + v.numel()
 

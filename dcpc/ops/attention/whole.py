@@ -1,4 +1,4 @@
-"""Attention whose keys are all here: by one call of a kernel where that can be."""
+"""Attention whose keys are all on this rank: by one call of a kernel where possible."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _added_up(state: Backward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _as(x: Tensor, gradient: Tensor) -> Tensor:
-    """Returns a gradient in its tensor's precision."""
+    """Returns a gradient in its tensor's dtype."""
     return gradient if gradient.dtype == x.dtype else empty_gradient(x).copy_(gradient)
 
 
@@ -165,7 +165,7 @@ def _kernel(
 def _masks_window(
     q: Tensor, k: Tensor, v: Tensor, hiding: tuple[Tensor | None, ...], sight: Sight
 ) -> bool:
-    """Returns whether "flash" computes a window by a mask: of few queries, in one run."""
+    """Returns whether "flash" computes a window by a mask: for few queries in one run."""
     rows, keys = q.shape[2], k.shape[2]
     hidden = any(x is not None for x in hiding)
     return (
@@ -200,7 +200,7 @@ def _in_blocks(given: Operands, q: Tensor) -> bool:
 
 
 def ids_of(segment: Tensor | None, q: Tensor, sight: Sight) -> Ids | None:
-    """Returns which sequences the queries q and all keys belong to, None where none are packed."""
+    """Returns the sequences of the queries and of all keys, or None if rows are not packed."""
     if segment is None:
         return None
     return Ids(segment, sight.runs(q.shape[2]), [RunOfRows(0, segment.shape[1], 0)])
