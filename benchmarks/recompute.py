@@ -35,8 +35,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dcpc
 from benchmarks import harness
-from benchmarks.recompute_models import QUICK_SUBJECTS, SUBJECTS, Sizes, Subject
-from benchmarks.recompute_torch import register_attention, torch_joint, torch_partition
 from benchmarks.stdit_costs import priced_of
 from benchmarks.video import shapes
 from dcpc.api import plan
@@ -50,6 +48,8 @@ from dcpc.plan.runnable import Runnable
 from dcpc.symbolic_profile import find
 from examples.allocator import measured_peak_bytes
 from models.stdit import XL
+from tests.cases.recompute_models import QUICK_SUBJECTS, SUBJECTS, Sizes, Subject
+from tests.cases.recompute_torch import register_attention, torch_joint, torch_partition
 from tests.cases.rotor_oracle import Stage, least_recompute
 
 # A device on which nothing but FLOPs takes time: what torch's estimator "flops" assumes.

@@ -32,8 +32,8 @@ import torch
 
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.mutants import chosen, plant_all
-from benchmarks.trust_leaks import FIRST, LAST, leak_figures
 from benchmarks.verify_share import share_figures, shares
+from tests.faults.leaks import FIRST, LAST, leak_figures
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import settings
 from tests.fuzz.pairs import hunt

@@ -7,7 +7,7 @@ from tests.house import COUNTS, House, table
 HOUSE = House()
 MOST = {
     "lines in dcpc/": 78_000,
-    "lines in benchmarks/": 9_400,
+    "lines in benchmarks/": 9_000,
     "methods of CompiledModel": 52,
     "methods of PipelinedModel": 58,
     "functions > 50 lines": 24,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import dcpc
-from benchmarks.harness import Cell
 from dcpc.commands.check.split import SPLITTING
 from dcpc.runtime.groups.local_ranks import run_ranks
 
@@ -46,10 +45,10 @@ def held(rank: int, compiles: int) -> list[tuple[int, int]]:
     return found
 
 
-def leak_figures() -> dict[str, Cell]:
+def leak_figures() -> dict[str, int]:
     """Returns the figures: of the rank that holds most."""
     ranks = run_ranks(held, 2, LAST, timeout_s=600.0)
-    figures: dict[str, Cell] = {}
+    figures: dict[str, int] = {}
     for which, name in enumerate(("threads", "descriptors")):
         for count in (FIRST, LAST):
             most = max(found[count - 1][which] for found in ranks)
