@@ -79,7 +79,7 @@ class Family:
         tensors = [x for x in examples if isinstance(x, Tensor)]
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         self._arguments: Arguments = arguments_of(gm, examples, learns)
-        # Where a graph of any integer is refused, each value of it has a graph of its own.
+        # If a graph for all values of an integer is refused, each value gets a separate graph.
         self._without_counts = self._arguments
         if self._arguments.counts:
             self._without_counts = arguments_of(gm, examples, learns, counts=False)

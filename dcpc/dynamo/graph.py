@@ -60,7 +60,7 @@ class Captured(nn.Module):
             p = examples[position].detach()
             learning = learns and examples[position].requires_grad
             self.register_parameter(name, nn.Parameter(p, requires_grad=learning))
-        # Dynamo guards on how a parameter lies, and on its bits: it is taken as it lies.
+        # Dynamo guards on a parameter's strides and conj bits, so it is passed without a check.
         bits = {i for i in arguments.parameters if examples[i].is_conj() or examples[i].is_neg()}
         self.checked = frozenset(range(self.count)) - {*arguments.parameters} | bits
 

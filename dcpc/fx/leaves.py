@@ -1,9 +1,9 @@
 """Keys for arguments, over a closed list of kinds of values, for code that caches by arguments.
 
-What was found of one call is said of another where their arguments are equal. Python calls 1, 1.0
-and True equal, and 0.0 and -0.0, and prints large tensors and objects in ways that tell little. So
-a key of arguments is made here, and nowhere else; a value of a kind that is not listed is an error,
-as nobody has thought about what makes two of it equal.
+A result of one call is reused for another where their arguments are equal. But Python treats 1, 1.0
+and True as equal, and 0.0 and -0.0, and prints large tensors and objects in ways that tell little.
+So the keys of arguments are made here, and nowhere else. A value of an unlisted kind is an error,
+as equality is not defined for it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from dcpc.errors import GroupError
 from dcpc.fx.torch_api.collectives import all_gather_single
 from dcpc.ops.bundles import messages
 
-ROWS_GROUP = "rows"  # what graphs call the group of ranks that share out parameters
+ROWS_GROUP = "rows"  # name in graphs of the group of ranks that shard parameters
 
 
 def rows_count(length: int, ranks: int) -> int:

@@ -79,7 +79,7 @@ class Gathering:
         self._placeholders = {n.name: n for n in self.graph.nodes if n.op == "placeholder"}
         nodes = self.graph.nodes
         self._storages = 1 + max(s for n in nodes for s in n.meta.get("storage", (-1,)))
-        self._moved: dict[int, int] = {}  # where a parameter lay -> where it lies when gathered
+        self._moved: dict[int, int] = {}  # storage of a parameter -> storage after the gather
         self._known: dict[tuple[Any, ...], Tensor] = {}
         self.owner: dict[str, str] = {}
 

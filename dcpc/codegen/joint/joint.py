@@ -40,7 +40,7 @@ aten = torch.ops.aten
 # table of 32 rows).
 HINTS = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127)
 MOST_RAISED = 64  # most steps by which dims' sizes in the trace are raised for a quotient
-GROUP = "the group"  # what collectives' group is called in pieces
+GROUP = "the group"  # name of the collectives' group in pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class _Assembly:
         self.gradients: dict[fx.Node, fx.Node] = {}
         self.owner: dict[str, str] = {}
         self.storages = count()
-        self.held: dict[object, int] = {}  # a tensor that placeholders stand for -> where it lies
+        self.held: dict[object, int] = {}  # key of a tensor that placeholders share -> its storage
         self.symbols: dict[sympy.Symbol, fx.Node] = {}
         self.emitter = Emitter(self.graph, self.symbols)
 

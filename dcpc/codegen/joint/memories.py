@@ -64,7 +64,7 @@ class Memories:
         self._refs: dict[int, Ref] = {}
         self._kept: list[Tensor] = []  # as long as these live, so do their ids
         self._storages: set[int] = set()
-        self._real: dict[int, Tensor] = {}  # what lies otherwise in the graph than torch sees it
+        self._real: dict[int, Tensor] = {}  # id -> value in the graph's layout
 
     def ref(self, tensor: Tensor) -> Ref:
         """Returns the Ref that has a tensor's current value."""

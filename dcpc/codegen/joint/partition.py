@@ -118,7 +118,7 @@ def _module(
             if token is not None:
                 made[node].kwargs = {"token": token}
             last = len(node.meta["val"]) - 1
-            # A name of its own: a default one, "getitem", may be that of a call further on.
+            # An explicit name: the default one, "getitem", may be that of a later call.
             args, name = (made[node], last), f"{node.name}_token"
             token = graph.create_node("call_function", operator.getitem, args, name=name)
             token.meta = {"val": node.meta["val"][last], "storage": node.meta["storage"][last:]}

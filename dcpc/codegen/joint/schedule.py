@@ -272,7 +272,7 @@ class _Gathering(_Backward):
                 first, made = unit.sum, unit.rows
             self.add(first)
             for node in made:
-                if node not in self._done:  # what forward had to keep is there
+                if node not in self._done:  # values that forward had to save are available
                     self.add(node)
 
 

@@ -131,7 +131,7 @@ def _lower_call(local: LocalGraph, node: fx.Node, tuples: _Tuples) -> None:
         made = _item(local, node, operands, tuples)
     elif node.target in LOCAL:
         made = LOCAL[node.target](local, node, operands)
-    if made is None:  # the same call of what this rank has
+    if made is None:  # the same call on this rank's pieces
         made = local.copy(node, operands)
     local.values[node.name, chosen.output] = made
 

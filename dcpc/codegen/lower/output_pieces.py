@@ -126,7 +126,7 @@ def joined_outputs(
             continue
         shape = list(first.shape)
         shape[places[0].dim] = places[0].length
-        whole = first.new_full(shape, -1)  # what no rank has differs from the plain model's
+        whole = first.new_full(shape, -1)  # shows where no rank has an element
         for place, mine in zip(places, ranks, strict=True):
             assert place is not None, "all ranks of a group return an output alike"
             whole.index_copy_(place.dim, place.positions.to(whole.device), mine[number])

@@ -5,8 +5,8 @@
             _scaled_dot_product_flash_attention_for_cpu(q, k, v, causal, mask)
 
 The op decides in Python which kernel computes it, which takes as long as the kernel does where rows
-are short. What decides is known here: nothing is empty, queries start at the first key, and tensors
-lie as the kernel reads them. Calls and what they allocate are those of `ops/attention/flash.py`.
+are short. The choice is known here: nothing is empty, queries start at the first key, and tensors
+have strides that the kernel reads. Calls and allocations are those of `ops/attention/flash.py`.
 """
 
 from __future__ import annotations

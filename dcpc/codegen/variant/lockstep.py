@@ -11,9 +11,8 @@ no rank waits for another, and an error names its node and rank.
     ranks = run_in_step([parts] * len(integers), integers, tensors)     # one `Result` a rank
     gradients = summed(ranks)          # one (or None) for each of lowering.joint.trainable
 
-What is checked by it: the graphs, their integers, and what each collective is asked to do. What is
-not: how a collective's messages travel, which `tests/codegen/variant/test_lockstep.py` compares
-with gloo.
+It checks the graphs, their integers, and the arguments of each collective. It does not check how a
+collective's messages travel, which `tests/codegen/variant/test_lockstep.py` compares with gloo.
 """
 
 from __future__ import annotations

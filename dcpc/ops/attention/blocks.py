@@ -1,7 +1,7 @@
 """Attention by matmuls over runs of queries, for cases that no fused kernel of the device covers.
 
-A sample and ROWS queries at a time, against the keys these can see: a window costs what is in it,
-and no more than ROWS rows of scores exist at once, forward and backward.
+One sample and ROWS queries at a time are computed, against the keys that these can see: a window
+costs only its keys, and no more than ROWS rows of scores exist at once, forward and backward.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def backward(
     wide = q.dtype != accumulated(q.dtype)
     sum_k, sum_v = (x.to(accumulated(q.dtype)).zero_() for x in (dk, dv))
     dmask = None
-    if mask_gradient and mask is not None:  # dense, as the op's fake says, however the mask lies
+    if mask_gradient and mask is not None:  # contiguous, as the op's fake value
         dmask = mask.new_zeros(mask.shape, dtype=accumulated(q.dtype))
     for block in _blocks((q, k, v), mask, keep, sight, ids):
         _backward(block, (grad, out, lse), (k, v), (dq, sum_k, sum_v), dmask)

@@ -1,9 +1,9 @@
 """Attention by torch's CPU flash kernel, which supports causal masks and additive masks.
 
-What the kernel does not know is made of several calls of it: grouped heads (one call for each query
-of a group, on a strided view: keys are never repeated), samples that share a mask (one call for
-each row of it), and queries that start in the middle of the keys (the keys before them in full, the
-rest causal; the two are merged by their logsumexp).
+Cases that the kernel does not support take several calls: grouped heads (one call for each query of
+a group, on a strided view: keys are never repeated), samples that share a mask (one call for each
+row of the mask), and queries that start in the middle of the keys (the earlier keys in full, the
+rest causal; both are merged by their logsumexp).
 """
 
 from __future__ import annotations

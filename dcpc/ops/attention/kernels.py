@@ -1,10 +1,9 @@
 """Chooses the kernel of an attention, by each kernel's requirements on its tensors.
 
-Fused kernels are called below torch's dispatch, which is where torch checks what they are given: a
-kernel reads other memory than its tensors', or says not a number, where it is given anything else.
-So whoever calls one goes by the tables here: what a call asks for that no copy brings decides
-`kernel_name` and, of a GPU's kernels, `gpu_kernel`, by which the profile counts bytes as well; how
-tensors lie decides `laid`.
+Fused kernels are called below torch's dispatch, where torch would check their arguments: with wrong
+arguments a kernel reads foreign memory, or returns NaN. So every caller follows the tables here.
+Requirements that no copy can meet decide `kernel_name` and, for a GPU's kernels, `gpu_kernel`,
+which the profile also uses to count bytes; strides decide `laid`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ DEMANDS = {
     # attention fills scores with -inf, and scales them then. Gradients, logsumexp and masks may lie
     # in any way; rows that overlap are refused in half precision by oneDNN.
     "flash": Demands((torch.float64, torch.float32, *HALVES), None, 1, 1, False),
-    # What all of `GPU_KERNELS` ask for: loads are of 16 bytes.
+    # Requirements common to all `GPU_KERNELS`: loads are of 16 bytes.
     "cuda": Demands((torch.float32, *HALVES), None, 1, 16, True),
 }
 

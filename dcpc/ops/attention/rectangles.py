@@ -3,8 +3,8 @@
 Queries of a rank may lie in several runs of positions, keys that come from another rank as well,
 and a packed row holds several sequences. A rectangle has none of that: its queries and its keys
 follow each other and may see each other, so the kernels know it by one number, the position of
-its first query among its keys. What nobody sees has no rectangle. `Ids` are for kernels that hide
-the keys of other sequences instead.
+its first query among its keys. Keys that no query sees have no rectangle. `Ids` are for
+kernels that hide the keys of other sequences instead.
 """
 
 from __future__ import annotations

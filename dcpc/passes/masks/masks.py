@@ -209,7 +209,7 @@ class _Mask:
         if band.keep is not None:
             return False
         before, after = band.before, band.after
-        if band.segment is not None:  # its own key is of its own sequence
+        if band.segment is not None:  # a query and its own key are of one sequence
             return (after is None or after >= 0) and (before is None or before >= 0)
         own = self.sizes["i"] == self.sizes["j"] and (before is None or before >= 0)
         return (after is None or after >= 0) and (before is None or own)

@@ -69,7 +69,7 @@ def _problem(row: RowGraph, node: fx.Node, operands: Sequence[fx.Node]) -> str:
         made = op_name(call_of(node)) in _GENERATORS
         return "counts positions in the row, not in each sequence" if made else ""
     if not info.shape:
-        return ""  # adds up the loss, or what it is divided by
+        return ""  # sums up the loss, or its divisor
     if rule.reason:
         return f"has no rule by which a position is by itself ({rule.reason})"
     along = {name for name, size in rule.sizes.items() if row.along(size)}

@@ -136,7 +136,7 @@ class AlikeCopies:
                         for variable, source in zip(rows[copy], rows[like], strict=True):
                             made[variable] = self._same(variable, source, options[source])
             except ValueError:
-                continue  # what one copy does another cannot
+                continue  # one copy lacks an option of another one
             if self.hand_on_alike(tuple(made)):
                 yield tuple(made)
 

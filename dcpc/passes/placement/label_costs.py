@@ -340,7 +340,7 @@ class Catalogue:
         for i, work in enumerate(self._works, 1):
             if work.across and not is_ring(work.across, sp):
                 works_s[i] = np.inf
-        # What is gathered is kept for backward, in whole.
+        # A gathered value is saved for backward as a whole.
         more = 1.0 - shares[lists.gathered[2]]
         changes_s = total(lists.changes, len(self._changes), lists.gathered, more)
         changes_s[lists.never] = np.inf

@@ -231,7 +231,7 @@ def _network(
         for start, rows, columns in graph.shapes
     ]
     weights = _Weights(model, graph, fold)
-    # Equal tables are one array: the elimination works out once what follows from them.
+    # Equal tables are one array: the elimination reuses results computed from them.
     weighted = cache(lambda number, count: tables[number] * count)
     of_states = cache(lambda number, count: unaries[number] * count)
     network = CostNetwork(cases=len(prices))

@@ -1,10 +1,10 @@
 """The choices of one block: which of its values are saved, and which are recomputed.
 
-A choice is a minimum cut. Every value is either saved (its bytes times a price), or not there, or
-made again (its seconds), which takes that what it reads is there; what backward reads must be
-there. Sweeping the price gives the lower convex hull of (bytes saved, seconds). Between two choices
-of the hull lie others: what the second makes again falls into parts that have nothing to do with
-each other, and some of them may be taken alone.
+A choice is a minimum cut. Every value is either saved (cost: its bytes times a price), or not
+available, or recomputed (cost: its seconds). To recompute a value its operands must be available,
+and values that backward reads must be available. Sweeping the price gives the lower convex hull of
+(bytes saved, seconds). Between two choices of the hull there are others: the values that only the
+second one recomputes fall into independent parts, and some of these may be taken alone.
 """
 
 from __future__ import annotations

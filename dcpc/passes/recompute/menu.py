@@ -1,12 +1,12 @@
 """Makes the menu of recompute plans: which values to save and which to recompute, for many peaks.
 
     calls -> blocks (repeated, found by structure)
-          -> per block its choices: (bytes saved, seconds made again, most that is alive in its part
+          -> per block its choices: (bytes saved, seconds of recompute, most bytes alive in its part
              of backward), those that no other is better than
           -> for a peak: the choices of all blocks of the fewest seconds, by dynamic programming
 
 The plans of the menu are for peaks that fall in equal steps. Values that another block reads are
-saved where anything needs them: one block at a time is made again. The peaks are those of the sizes
+saved where backward needs them: one block at a time is recomputed. The peaks are those of the sizes
 that the menu is made for; at other sizes a plan is still right, and the profile says what it needs.
 """
 
@@ -385,7 +385,7 @@ def _repeated_ranges(calls: Sequence[ForwardCall]) -> list[tuple[int, int]]:
         )
         borders |= {run.start, run.stop, *range(first, run.stop + 1, run.period)}
     if len(borders) > 2:
-        borders.remove(sorted(borders)[1])  # what comes before the first block goes with it
+        borders.remove(sorted(borders)[1])  # calls before the first block join it
     return _between(borders)
 
 

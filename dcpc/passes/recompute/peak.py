@@ -2,7 +2,7 @@
 
     backward's calls, in order     |--- last block ---|--- ... ---|--- first block ---|
     alive in a block's part        what all blocks before it save, a constant
-                                   + its own: saved, made again, gradients, transients
+                                   + this block's: saved, recomputed, gradients, transients
 
 A block's part ends with the last call that reads one of its values. What a block makes again is
 made right before its first use, as `codegen/joint/schedule.py` does it. Sizes are numbers here,

@@ -1,6 +1,6 @@
 """Random operands chosen to expose false rules when an op is tried on them.
 
-Each kind says what all operands of one call look like. Numbers come from seeded generators on the
+Each kind defines how all operands of one call are drawn. Numbers come from seeded generators on the
 CPU, so that every rank draws the same.
 """
 
@@ -64,7 +64,7 @@ def _spike(size: float, among_zeros: bool) -> Callable[[tuple[int, ...], torch.G
 
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
-# The first two are what most ops take; a call that refuses some of the others still has a rule.
+# Most ops accept the first two; a call that refuses some of the others still has a rule.
 KINDS: tuple[Draw, ...] = (
     _normal, _uniform, _few, _sorted, _falling, _constant, _wide, _negative,
     _spike(1e4, False), _spike(-1e4, False), _spike(1e4, False), _spike(3.0, True),

@@ -63,7 +63,7 @@ class FactorTable:
         a, b = self.atoms(left), self.atoms(right)
         i = j = 0
         while i < len(a) and j < len(b):
-            # Found again: what was unified a step before may be here, too (rows and columns of one
+            # Looked up again: keys unified a step before may be here, too (rows and columns of one
             # size), and a link from other than a root would undo that.
             x, y = self._find(a[i]), self._find(b[j])
             same = x == y or self._size[x] == self._size[y]

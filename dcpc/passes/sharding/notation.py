@@ -90,7 +90,7 @@ def bind(
             for dim, size in zip(dims, shape, strict=True):
                 _learn(_members(dim), size, sizes, want_composite)
     bound = [_assign(dims, shape, sizes) for dims, shape in expanded]
-    # A name of one element is in no dim: there is nothing of it to split or to add up.
+    # A name of size 1 is left out of all dims: it can be neither split nor summed.
     return tuple(bound[:-1]), bound[-1], {n: s for n, s in sizes.items() if s != 1}
 
 

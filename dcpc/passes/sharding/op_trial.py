@@ -186,7 +186,7 @@ class Trial:
             with torch.no_grad():
                 value = self.call.target(*args, **kwargs)  # type: ignore[operator]
                 value = value if isinstance(value, Tensor) else value[self.result]
-        except Exception:  # whatever a user's op raises: it does not take this
+        except Exception:  # any error of a user's op: it does not accept these operands
             return None
         return value if isinstance(value, Tensor) else None
 

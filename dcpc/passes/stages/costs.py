@@ -18,7 +18,7 @@ class CutCosts:
 
     Attributes:
         seconds: `[buckets, kinds, places, blocks + 1, blocks + 1]`: element `[l, k, i, a, b]` is
-            what a micro-batch of bucket `l` takes on a device of kind `k` that runs the blocks from
+            seconds of a micro-batch of bucket `l` on a device of kind `k` that runs the blocks from
             `a` up to `b` (exclusive) and has `i` stages behind it; `inf` where it does not fit. A
             stage has at least one block, so `a < b`; the rest is not read. One place stands for
             all: then the seconds do not depend on it.

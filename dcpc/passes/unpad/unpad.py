@@ -6,10 +6,10 @@
       ├► sums of rows           of valid rows, where padded ones surely add 0
       └► all other ops          get values [batch, seq] back, 0 at padded rows
 
-What is made of inputs alone stays as it is: it costs little, and random numbers are those of the
-padded batch. A value goes back only where what reads it surely reads no padded row, or where it is
-0 there in the plain model as well; what of that depends on the inputs of a call is a check. If one
-reader may read padding, all stays padded.
+Values made of inputs alone stay padded: they cost little, and random numbers are those of the
+padded batch. A value is padded again only if its reader surely reads no padded row, or if it is 0
+there in the plain model, too; conditions on the inputs of a call become checks. If one reader may
+read padding, everything stays padded.
 """
 
 from __future__ import annotations

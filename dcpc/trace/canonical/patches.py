@@ -3,7 +3,7 @@
     conv(x, w), stride == kernel   ->   linear(rows of x, w as a matrix)
 
 The windows of a patch embedding then are factors as any others: a rank can have none of them, and
-what a window leaves over at the end is cut off.
+positions after the last whole window are cut off.
 """
 
 from __future__ import annotations

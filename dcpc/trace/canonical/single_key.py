@@ -1,7 +1,7 @@
 """Replaces attention over one key by its value, and drops the scores and unused projections.
 
     attention(q, k, v), one key            ->  v, for every query
-    linear whose users take one part of it ->  linear of that part of the weight's rows
+    linear of which one part is used       ->  linear of that part of the weight's rows
 
 So an image, a video of one frame, pays nothing for the temporal attention's queries and keys, also
 where one matrix makes queries, keys and values.

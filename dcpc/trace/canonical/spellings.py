@@ -10,7 +10,7 @@
     x * 2j, x / 2j                ->  x * a tensor: torch differentiates no call with such a number
     as_strided(x, ..)             ->  x in the order of its memory, flat, read at computed positions
 
-None of these has a rule of its own to keep in step with the plain op's.
+So none of these needs a sharding rule beside those of the plain ops.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def masked_put(node: fx.Node, edit: Editor) -> fx.Node | None:
     covered = mask.meta["val"].ndim
     behind = source.meta["val"].ndim - (len(indices) - 1) - covered
     shape = edit.shape(value)
-    if len(shape) > behind:  # it has a dim for what is picked
+    if len(shape) > behind:  # it has a dim for the selected elements
         at = len(shape) - behind - 1
         if not _is(1, shape[at]):
             return None

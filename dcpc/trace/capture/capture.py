@@ -91,7 +91,7 @@ class _WantedOf(nn.Module):
         super().__init__()
         self.model = model
         self.names = names
-        # Not as an attribute of its own: a module would be one of this one.
+        # Not as an attribute: a loss that is a module would become a submodule.
         self.returned: Callable[[Mapping[str, Tensor]], Any]
         self.returned = lambda inputs: returned(model, inputs, loss)
         self.noted = _Noted()

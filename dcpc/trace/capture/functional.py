@@ -1,10 +1,10 @@
 """Makes an exported graph functional, call by call, without running it again.
 
-torch's own way (`run_decompositions`) runs the whole graph twice more. But hardly anything in the
-graph of a model has to be made functional. Blocks without gradients are taken in; of composite ops
-those are taken apart that may return what they were given (`reshape`, `to`, `flatten`), as torch
-does it; a call that writes to what nothing else lies in returns that instead. What a graph has
-beyond that is left to torch.
+torch's own way (`run_decompositions`) runs the whole graph twice more. But hardly any call of a
+model's graph needs to be made functional. Blocks without gradients are inlined. Composite ops that
+may return their operand itself (`reshape`, `to`, `flatten`) are decomposed, as torch does. An
+in-place call on a tensor that shares its storage with nothing else becomes a call that returns the
+new value. Any other case is left to torch.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Memories:
         self._kept: list[Tensor] = []  # as long as these live, so do the numbers of their storages
         self._memories: defaultdict[int, _GraphMemory] = defaultdict(_GraphMemory)
         self._places: dict[fx.Node, int] = {}  # calls so far -> how many were before them
-        self._same: dict[fx.Node, fx.Node] = {}  # a call that writes -> what it returns again
+        self._same: dict[fx.Node, fx.Node] = {}  # an in-place call -> the target it returns
 
     def note(self, node: fx.Node) -> None:
         """Records the storage of a node's tensors."""
@@ -150,7 +150,7 @@ class _NewGraph:
         self.graph = fx.Graph()
         self._symbols: dict[sympy.Symbol, fx.Node] = {}
         self._emitter = Emitter(self.graph, self._symbols)
-        self._nodes: dict[int, fx.Node] = {}  # id of a fake tensor -> what makes it
+        self._nodes: dict[int, fx.Node] = {}  # id of a fake tensor -> its node
         self._kept: list[Tensor] = []  # as long as these live, so do their ids
 
     def enter(self, node: fx.Node, value: Any) -> fx.Node:
@@ -230,7 +230,7 @@ class _Copy:
         if mode is None:
             raise _BeyondError
         self._mode: FakeTensorMode = mode
-        self._instead: dict[fx.Node, fx.Node] = {}  # what was written to -> what holds it since
+        self._instead: dict[fx.Node, fx.Node] = {}  # a written node -> the node of its new value
 
     def run(self) -> fx.Graph:
         """Returns the copy of the whole graph."""

@@ -1,6 +1,6 @@
 """Records the state of a model's modules that a trace reads, and finds later changes.
 
-    layers.3.dropout.p       0.1                      values, by what they say
+    layers.3.dropout.p       0.1                      values, by their text
     layers.3.weight          float64[4, 4] trains     parameters and buffers, but for their numbers
     layers.3                 Linear, object 140211    modules, functions, other tensors: which one
     layers.3: forward hooks  log, object 140212
@@ -50,7 +50,7 @@ _HOOKS = {
     "_backward_hooks": "backward hooks",
     "_backward_pre_hooks": "backward pre-hooks",
 }
-# How a module is saved and loaded says nothing of what it computes. Recurrent layers have their
+# Saving and loading do not affect the computation. Recurrent layers have their
 # parameters again as weak references, new ones whenever a parameter is set.
 _NOT_READ = {
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
@@ -219,7 +219,7 @@ class _Visit:
                 self._value(inner, value, 0)
 
     def _hooks(self, name: str, hooks: Mapping[int, Any]) -> None:
-        self._watched.append(hooks)  # its keys: each hook has a number of its own
+        self._watched.append(hooks)  # by its keys, as each hook has a unique number
         called = [h for h in hooks.values() if not isinstance(h, bool)]
         if hooks:
             texts = ", ".join(getattr(h, "__qualname__", type(h).__name__) for h in called)

@@ -1,12 +1,12 @@
 """Handles gradients that forward defines itself, which a graph of its calls does not contain.
 
     autograd.Function with a gradient  ->  TraceError: the graph has its forward's calls alone
-    checkpoint(use_reentrant=True)     ->  the call that it wraps: dcpc chooses what to make again
+    checkpoint(use_reentrant=True)     ->  the call that it wraps: dcpc plans recompute itself
     autograd.grad, no create_graph     ->  its results, detached
     backward, register_hook, grad_fn,
     saved_tensors_hooks                ->  TraceError
 
-A custom op with a registered backward is one call in the graph, which keeps its own.
+A custom op with a registered backward is one call in the graph, and keeps that backward.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class _Recorder(TorchDispatchMode):
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if func in _SPLITS:
             given = (given[0], str([tuple(x.shape) for x in results]))
-        if func._schema.name.endswith("_") and len(results) == 1:  # it returns what it wrote to
+        if func._schema.name.endswith("_") and len(results) == 1:  # it returns its target
             self.keys[id(results[0])] = self.key(operands[0])
         fresh = [x for x in results if id(x) not in self.keys]
         for i, x in enumerate(fresh):

@@ -69,7 +69,7 @@ def resized(call: OpCall) -> OpSharding:
     if len(call.operands) > 1 and call.op != "diff":
         raise NotImplementedError("more than one tensor")
     output, whole = list(operand), set()
-    others = [list(operand) for _ in call.operands[1:]]  # of diff: what comes before and after
+    others = [list(operand) for _ in call.operands[1:]]  # for diff: the tensors before and after
     for dim in call.dims(call.along, len(operand)):
         after = call.output.shape[dim]
         output[dim] = (f"after{dim}",) if after != 1 else ()
@@ -160,7 +160,7 @@ def group_norm(call: OpCall) -> OpSharding:
 
 
 def channel_norm(call: OpCall) -> OpSharding:
-    """batch_norm, instance_norm: channels are free, and what is not averaged over."""
+    """batch_norm, instance_norm: channels are free, and dims that are not averaged over."""
     names, sizes = own(call.input_shape)
     operands = (names, *(names[1:2] for _ in call.operands[1:]))
     if call.op == "instance_norm":
