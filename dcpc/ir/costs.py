@@ -1,4 +1,4 @@
-"""What graphs cost as formulas of the lengths, and the settings chosen by it."""
+"""Costs of graphs as formulas of the lengths, and the settings chosen by them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dcpc.buckets import Bucket
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Calls of one partition that cost the same: what a roofline is evaluated on.
+    """Calls of one partition that cost the same: the unit that a roofline prices.
 
     Attributes:
         op_class: "matmul", "attention", "convolution", "pointwise", "reduction", "copy",
             "collective" or "unpriced".
-        forward: whether they are in the forward graph.
-        dtype: element type they compute in.
+        forward: whether the calls are in the forward graph.
+        dtype: element type in which the calls compute.
         ranks: ranks of the group, for collectives; else 1.
-        count: number of such calls.
+        count: number of equal calls.
         flops: floating-point operations of one call, those of pointwise ops included.
         bytes_moved: bytes one call reads and writes.
         wire_bytes: bytes this rank sends in one call.
-        op: which collective, such as "dcpc::all_to_all"; "" for other calls.
-        messages: how often it sends and waits for an answer: once, a ring at every step.
+        op: name of the collective, such as "dcpc::all_to_all"; "" for other calls.
+        messages: number of sends that wait for an answer: 1; for ring attention one a step.
     """
 
     op_class: str
@@ -42,7 +42,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """What one forward and backward costs one rank, as expressions of the dims, on any device.
+    """Costs of one forward and backward on one rank, as expressions of the dims, for any device.
 
     Two profiles are equal only if they are the same object, so that evaluating one can be cached.
 
@@ -60,8 +60,8 @@ class Profile:
         input_bytes: bytes of the other residents.
         gradient_bytes: bytes of all gradients.
         work: every call, grouped by cost.
-        unpriced: names of the ops that no table has: they count one operation an output element.
-        symbols: the symbols the expressions are over, by name.
+        unpriced: names of the ops without a formula: they count one operation an output element.
+        symbols: symbols of the expressions, by name.
     """
 
     flops: sympy.Expr
@@ -85,10 +85,10 @@ class PlanRow:
 
     Attributes:
         sp: ranks of the group that shares a micro-batch.
-        micro_batch: most samples; the placement is made for so many.
-        menu_step: steps of the recompute menu that are taken.
-        seconds_s: of a full micro-batch, forward and backward.
-        fits: whether it is within a rank's memory.
+        micro_batch: most samples of a micro-batch; the placement is made for this number.
+        menu_step: number of recompute steps taken.
+        seconds_s: predicted seconds of a full micro-batch, forward and backward.
+        fits: whether the setting fits a rank's memory.
     """
 
     sp: int
@@ -109,10 +109,10 @@ class BucketPlan(PlanRow):
 
     Attributes:
         bucket: the shape bucket.
-        steps: steps that the recompute menu has.
+        steps: number of steps of the recompute menu.
         peak_bytes: predicted peak of activations and gradients on the fullest rank; parameters and
             optimizer state excluded.
-        reason: why this row, in words.
+        reason: reason for the choice, in words.
     """
 
     bucket: Bucket

@@ -1,4 +1,4 @@
-"""The graphs that one rank runs, and the order of what they gather."""
+"""Graphs that one rank runs, and the order in which they gather parameters."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Partition:
         forward: placeholders: parameters, buffers and constants, inputs, integers; outputs: what
             the program returns, the loss first, then the values saved for backward.
         backward: placeholders: the saved values, then the forward's placeholders it needs, then the
-            gradients of what it begins at; outputs: one gradient (or None) for each parameter and
-            input that learns.
+            gradients of the outputs in `begins`; outputs: one gradient (or None) for each parameter
+            and input that learns.
         resident: names of forward placeholders that hold parameters, buffers, constants or inputs.
         saved: names of the forward's nodes that are saved for backward, in output order.
         backward_primals: names of the forward placeholders that backward takes, in order.
         names: torch symbol -> expression of the bucket's dims (a local length is a symbol of its
             own, e.g. `seq_local`).
-        returned: how many values the program returns.
-        begins: which of them, by position, backward begins at.
+        returned: number of values that the program returns.
+        begins: positions of the returned values at which backward begins.
     """
 
     forward: fx.GraphModule
@@ -43,14 +43,14 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class DividedBackward:
-    """A backward graph as two: what others wait for, then the rest.
+    """A backward graph in two parts: gradients that other ranks wait for, then the others.
 
     Attributes:
-        first: takes what backward takes; returns the gradients of `numbers`, then what `second`
-            takes.
-        second: returns the gradients of `others`.
-        numbers: of the gradients that the first returns.
-        others: of those that are left and are not None.
+        first: graph with the inputs of backward; returns the gradients of `numbers`, then the
+            inputs of `second`.
+        second: graph that returns the gradients of `others`.
+        numbers: numbers of the gradients that `first` returns.
+        others: numbers of the remaining gradients that are not None.
     """
 
     first: fx.GraphModule
@@ -61,18 +61,18 @@ class DividedBackward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """What the graphs of a partition run, as nodes of the joint graph in execution order.
+    """Nodes of the joint graph that a partition's graphs run, in execution order.
 
     Attributes:
-        primals: forward's placeholders.
-        forward: its calls.
-        outputs: what the program returns, the loss first.
-        begins: positions among them that backward begins at.
-        saved: values that forward returns for backward, besides.
-        backward_primals: placeholders of forward that backward takes, too.
-        tangents: the placeholders of the gradients of what backward begins at.
-        backward: its calls; those of forward among them are made again.
-        gradients: one (or None) for each parameter and input that learns.
+        primals: placeholders of forward.
+        forward: calls of forward.
+        outputs: values that the program returns, the loss first.
+        begins: positions in `outputs` at which backward begins.
+        saved: further values that forward returns, saved for backward.
+        backward_primals: placeholders of forward that backward takes as well.
+        tangents: placeholders of the gradients of the outputs at which backward begins.
+        backward: calls of backward; those that forward has, too, are recomputed.
+        gradients: gradient (or None) of each parameter and input that learns.
     """
 
     primals: tuple[fx.Node, ...]
@@ -88,14 +88,15 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class GatherUnits:
-    """Parameters whose rows ranks share out, and which graphs gather, some at once.
+    """Parameters sharded over ranks by rows, grouped into units that graphs gather at once.
 
-    The order in which all ranks gather and sum, whatever shape they run, follows from this alone.
+    The order in which all ranks gather and reduce, whatever shape they run, follows from this
+    alone.
 
     Attributes:
-        units: placeholders of the parameters of each, in the order of their first use.
-        again: those that backward may gather again; the others stay from forward on.
-        ranks: that share them out.
+        units: placeholders of the parameters of each unit, units in the order of their first use.
+        again: numbers of the units that backward may gather again; the others stay gathered.
+        ranks: number of ranks that shard the parameters.
     """
 
     units: tuple[tuple[str, ...], ...]
@@ -105,14 +106,14 @@ class GatherUnits:
     def events(
         self, summed: Collection[int], again: Collection[int]
     ) -> tuple[tuple[str, int], ...]:
-        """Returns what backward does in order: ("gather" or "sum", number of a unit).
+        """Returns the collectives of backward in order: ("gather" or "sum", number of a unit).
 
-        A unit is gathered before the gradients of the one after it are summed: what needs it then
-        finds it there.
+        A unit is gathered before the gradients of the one after it are summed, so that it is there
+        when backward reaches it.
 
         Args:
-            summed: units of which some parameter has a gradient.
-            again: units that are gathered again.
+            summed: units with a parameter that has a gradient.
+            again: units that backward gathers again.
         """
         found: list[tuple[str, int]] = []
         for k in reversed(range(len(self.units))):
@@ -123,10 +124,10 @@ class GatherUnits:
         return tuple(found)
 
     def within(self, parameters: Collection[str]) -> GatherUnits:
-        """Returns the units of a program that has some of the parameters.
+        """Returns the units of a program that has only some of the parameters.
 
         Args:
-            parameters: placeholders.
+            parameters: placeholders that the program has.
         """
         own = [tuple(n for n in unit if n in parameters) for unit in self.units]
         numbers = [k for k, unit in enumerate(own) if unit]
@@ -134,19 +135,20 @@ class GatherUnits:
         return GatherUnits(tuple(own[k] for k in numbers), again, self.ranks)
 
 
-OUTSIDE = (-1, -1)  # the run and copy of what is in no copy
+OUTSIDE = (-1, -1)  # run and copy of a node that is in no copy
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Repeated blocks of which three copies, first, middle and last, stand for all.
+    """Repeated blocks of which three copies (first, middle, last) stand for all.
 
     Attributes:
-        copy_of: a graph's node -> number of its run of blocks, and 0, 1 or 2; absent outside.
-        others: of each run, the copies like the middle one that are not there; they run between it
+        copy_of: node of a graph -> number of its run of blocks and 0, 1 or 2; absent outside of
+            blocks.
+        others: for each run, the number of left-out copies like the middle one; they run between it
             and the last.
-        kept: call of a middle copy that gathers parameters again in backward -> how many of the
-            others, from the last on, keep theirs from forward instead.
+        kept: middle copy's call that gathers parameters again -> number of the left-out copies,
+            from the last on, that keep theirs from forward.
     """
 
     copy_of: Mapping[str, tuple[int, int]]
@@ -154,14 +156,14 @@ class Fold:
     kept: Mapping[str, int] = field(default_factory=dict)
 
     def copy(self, name: str) -> tuple[int, int]:
-        """Returns the run and copy of a node, `OUTSIDE` of all copies."""
+        """Returns the run and copy of a node; `OUTSIDE` for a node in no copy."""
         return self.copy_of.get(name, OUTSIDE)
 
     def count(self, name: str) -> int:
-        """Returns how many calls a node stands for."""
+        """Returns the number of calls that a node stands for."""
         run, copy = self.copy(name)
         return 1 + self.others[run] if copy == 1 else 1
 
     def count_again(self, name: str) -> int:
-        """Returns how many calls of backward a node stands for."""
+        """Returns the number of calls that a node of backward stands for."""
         return self.count(name) - self.kept.get(name, 0)

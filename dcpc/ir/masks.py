@@ -1,27 +1,27 @@
-"""What is recognised in a program: masks, rows of several sequences, ranges of integers."""
+"""Facts recognised in a program: masks, rows of several sequences, ranges of integers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Which keys anybody sees, or which sequence a position is of, as an expression of tensors by
-# (sample, key): `("get", name, fixed dims and their positions, dim of the sample or -1, dim of the
-# key or -1)`, or an op and its arguments, each another expression or a number.
+# Expression over tensors, by (sample, key), for the keys that any query sees or for a position's
+# sequence number: `("get", name, fixed dims and their positions, dim of the sample or -1, dim of
+# the key or -1)`, or an op and its arguments, each another expression or a number.
 Recipe = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MaskDecision:
-    """What a mask of an attention says, recognised by the positions it compares.
+    """Meaning of an attention mask, recognised by the positions that it compares.
 
     Attributes:
-        before: keys before its own position that a query sees; None: all.
-        after: keys after it; None: all.
-        keep: which keys anybody sees; None: all.
-        empty: what a query gives that sees no key, see `dcpc.attention`; "" leaves it as it is.
-        segment: which sequence of its row a position is of, an integer: queries see only keys of
-            their own; None: there is one.
+        before: number of earlier keys that a query sees; None: all.
+        after: number of later keys that a query sees; None: all.
+        keep: keys that are visible to any query; None: all.
+        empty: output of a query that sees no key, see `dcpc.attention`; "" leaves it as it is.
+        segment: integer number of a position's sequence within its row: queries see only keys of
+            the same sequence; None: a row is one sequence.
     """
 
     before: int | None
@@ -33,11 +33,11 @@ class MaskDecision:
 
 @dataclass(frozen=True, slots=True)
 class MaskPlan:
-    """The masks of a program's attentions.
+    """Recognised masks of a program's attentions.
 
     Attributes:
-        decisions: name of an attention -> what its mask says.
-        notes: why others stay as they are, a line each, for the report.
+        decisions: name of an attention -> meaning of its mask.
+        notes: reasons why other masks stay as they are, a line each, for the report.
     """
 
     decisions: Mapping[str, MaskDecision]
@@ -46,14 +46,14 @@ class MaskPlan:
 
 @dataclass(frozen=True, slots=True)
 class Packable:
-    """Whether a row of a model's inputs may hold several sequences, and by what it knows them.
+    """Whether a row of the inputs may hold several sequences, and the inputs that tell them apart.
 
     Attributes:
-        marks: inputs that its attentions tell the sequences of a row apart by.
-        dropped: input -> elements at the beginning of a row that the loss does not depend on.
-        reason: why sequences of one row would not be as they are alone; "" where they are.
-        by_positions: whether these inputs may hold positions that begin at 0 in each sequence.
-        by_numbers: whether they may hold the number of each sequence, from 1.
+        marks: inputs by which the attentions tell the sequences of a row apart.
+        dropped: input -> number of leading elements of a row on which the loss does not depend.
+        reason: reason why sequences of one row would influence each other; "" where they do not.
+        by_positions: whether `marks` may hold positions that restart at 0 in each sequence.
+        by_numbers: whether `marks` may hold the number of each sequence, from 1.
     """
 
     marks: tuple[str, ...]
@@ -68,7 +68,7 @@ class Extent:
     """The elements of one dim that an op reads; counts below 0 are padding beside the dim.
 
     Attributes:
-        dim: which one.
+        dim: index of the dim.
         first: elements at its beginning that are not read.
         last: elements at its end that are not read.
     """
@@ -80,13 +80,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """What an op needs of an integer input's elements: torch raises an `IndexError` for others.
+    """Range that an op requires of an integer input: torch raises an `IndexError` outside of it.
 
     Attributes:
-        size: each is from 0 to below this,
-        ignored: or this; None: there is no such value.
-        reader: what reads them, for an error.
-        extents: which elements are read; a dim without one is read whole.
+        size: exclusive upper bound; values are from 0 on.
+        ignored: one further allowed value, such as an ignore index; None: none.
+        reader: op that reads the input, for an error text.
+        extents: elements that are read; a dim without an entry is read whole.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""How values are split over ranks, and which are made without padding."""
+"""Shardings of a program's values over ranks, and the values computed without padding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Factor:
     """An atomic part of a dim: `[B, T*S, D]` has dims `(B) (T S) (D)`.
 
     Attributes:
-        key: identity; factors that some op forces to be sharded alike have the same key.
-        size: its global size.
-        parent: the factor (by key) whose split this one follows, for a slice of a sharded dim; -1:
+        key: identity; factors that some op forces to be sharded alike share a key.
+        size: global size.
+        parent: key of the factor whose sharding this one follows, for a slice of a sharded dim; -1:
             none.
-        shift: elements of the parent before this factor's first one.
+        shift: number of the parent's elements before this factor's first one.
     """
 
     key: int
@@ -57,13 +57,13 @@ PARTIAL = Label(partial=True)
 
 @dataclass(frozen=True, slots=True)
 class NodePlacement:
-    """The alternative chosen for one node: the label it wants of each tensor operand, and its own.
+    """Alternative chosen for one node: labels required of its tensor operands, and of its output.
 
     Attributes:
         operands: one label for each tensor operand, in the order of `tensor_operands`.
-        output: label of the value as the node makes it.
+        output: label of the value that the node computes.
         name: the factor name of the op's sharding rule, or "ring"; "" when replicated.
-        across: of a ring: ranks that share its positions, each with some of the heads.
+        across: for ring attention: ranks that share positions, each with some of the heads.
     """
 
     operands: tuple[Label, ...]
@@ -74,17 +74,18 @@ class NodePlacement:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a forward graph is split over the `sp` ranks of a group.
+    """Sharding of a forward graph over the `sp` ranks of a group.
 
     Attributes:
         sp: ranks in the group.
-        nodes: node name -> its chosen alternative; nodes without a tensor value are absent.
+        nodes: node name -> chosen alternative; nodes without a tensor value are absent.
         factors: node name -> the factors of each dim of its value.
         parents: factor key -> factor, for every factor that is the parent of another.
         cost_s: predicted seconds of compute and collectives, forward and backward.
-        width: largest number of variables that one table of the elimination had.
-        graph_hash: the program it was made for.
-        zigzag: factors (none is a slice of another) of which a rank has a chunk from either end.
+        width: largest number of variables in one table of the variable elimination.
+        graph_hash: hash of the program that it was made for.
+        zigzag: keys of the factors (no slices of others) of which a rank holds a chunk from either
+            end.
     """
 
     sp: int
@@ -97,22 +98,22 @@ class Placement:
     zigzag: frozenset[int] = frozenset()
 
     def key(self) -> tuple[object, ...]:
-        """A hashable identity: equal keys lower to the same graph."""
+        """Returns a hashable identity: equal keys lower to the same graph."""
         nodes = tuple((n, p) for n, p in sorted(self.nodes.items()))
         return (self.sp, self.graph_hash, nodes, tuple(sorted(self.zigzag)))
 
     def is_zigzag(self, factor: Factor) -> bool:
-        """Returns whether a rank's piece of a factor is two runs, one from either end."""
+        """Returns whether a rank's piece of a factor is two chunks, one from either end."""
         return (factor.key if factor.parent < 0 else factor.parent) in self.zigzag
 
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """What must hold of a call's inputs at padded rows, lest the plain model reads padding.
+    """Condition on a call's inputs at padded rows; if it fails, the plain model reads padding.
 
     Attributes:
-        node: name of a value that is made of inputs alone, by (sample, position).
-        number: what each of its elements at a padded row must be equal to.
+        node: name of a value computed from inputs alone, indexed by (sample, position).
+        number: number that each element at a padded row must equal.
     """
 
     node: str
@@ -121,28 +122,28 @@ class RowCheck:
 
 @dataclass(frozen=True, slots=True)
 class UnpadPlan:
-    """Which values of a program are computed for valid rows alone, a row being (sample, position).
+    """Values of a program that are computed for valid rows only; a row is a (sample, position).
 
     Attributes:
-        keep: name of the value that says which rows are valid: true, or a number that is added to
-            scores, there 0; of (sample, position) alone, or of (sample, query, position), where a
-            row is valid that a query sees; "": there is none.
+        keep: name of the value that marks valid rows: true, or 0 in a mask added to scores; indexed
+            by (sample, position), or by (sample, query, position), where a row is valid if some
+            query sees it; "": there is none.
         batch: key of the factor that counts samples.
         seq: key of the factor that counts positions.
         factors: node name -> the factors of each dim of its value.
-        packed: names of values that are made for valid rows, in graph order.
-        attentions: those of them that are attentions: samples are then sequences of one row.
-        biased: those of them whose mask is more than which keys are valid: each sample reads its
-            part of the mask.
-        summed: names of values without rows that are made of valid rows alone: sums.
-        checks: what must hold at padded rows.
+        packed: names of values computed for valid rows only, in graph order.
+        attentions: the attentions in `packed`: there, samples become sequences of one row.
+        biased: the attentions in `packed` whose mask says more than the valid keys: each sample
+            reads its part of the mask.
+        summed: names of values without rows that are sums over valid rows.
+        checks: conditions at padded rows.
         positions: positions that must be valid in every sample.
         runs: whether the valid positions of each sample must follow each other.
         nonempty: whether each sample must have a valid position.
-        returned: names of what is returned beside the loss and is 0 at padded rows.
+        returned: names of the outputs other than the loss, which become 0 at padded rows.
         hiding: names of values `[.., queries, seq]` that must be false at padded keys and show each
-            query a key, and whether the queries are rows, of which valid ones alone need one.
-        reason: why all stays padded; "" where it need not.
+            query a key, and whether the queries are rows, of which then only valid ones need a key.
+        reason: reason why nothing is unpadded; "" if something is.
     """
 
     keep: str
@@ -163,6 +164,6 @@ class UnpadPlan:
 
     @property
     def row_sizes(self) -> tuple[sympy.Expr, sympy.Expr]:
-        """How many samples and positions there are."""
+        """Number of samples and number of positions, as expressions."""
         batch, *_, seq = (f.size for dim in self.factors[self.keep] for f in dim)
         return batch, seq

@@ -1,4 +1,4 @@
-"""What the trace gives: a model as a functional forward graph with symbolic lengths."""
+"""A traced model: a functional forward graph with symbolic lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcpc.buckets import Sizes
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a node's value before it runs.
+    """Shape and dtype of a node's value, known before it runs.
 
     Attributes:
         shape: size of each dim, as an expression of the bucket's named dims.
@@ -40,9 +40,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model captured once: a functional forward graph from inputs to what it returns.
+    """A model captured once: a functional forward graph from its inputs to its outputs.
 
-    Of a model that is trained that is one scalar, the loss; a program may return other tensors.
+    For training, the first output is the loss, a scalar; a program may return other tensors.
 
     The graph module's placeholders are, in order: parameters, buffers and constants, inputs. It is
     read-only: a later phase works on a copy.
@@ -51,22 +51,22 @@ class Program:
         gm: the forward graph; its outputs are `outputs`.
         parameters: placeholder name -> the parameter's name in the user's module.
         buffers: placeholder name -> the buffer's name in the user's module.
-        constants: placeholder name -> a tensor the model's code creates.
+        constants: placeholder name -> tensor that the model's code creates.
         inputs: placeholder name -> the name of the user's argument.
         symbols: dim name -> the symbol that stands for it in every expression.
-        info: node name -> what is known of its value; nodes without a tensor value are absent.
+        info: node name -> shape and dtype of its value; nodes without a tensor value are absent.
         scalars: name of a node whose value is an integer size -> its expression.
-        outputs: names of the nodes whose values it returns, the loss first.
-        begins: positions of those that backward begins at; none: it has no backward.
+        outputs: names of the nodes whose values the program returns, the loss first.
+        begins: positions of the outputs at which backward begins; empty: no backward.
         hints: dim name -> the size it had in the trace.
-        graph_hash: identifies the graph; plans carry it.
+        graph_hash: hash of the graph; plans carry it.
         zero_gradients: placeholders of parameters whose gradient is zero: the plain model's loss
-            depends on them, what is left of the graph does not.
-        notes: what a user should know of it, such as masks that were not recognised, a line each.
-        pieces: whether outputs besides the loss stay split over the ranks as they are made.
-        assumptions: relations of the dims that the trace took for granted; it was looked up that
-            the graph is right at every bucket.
-        least: dim name -> the shortest length that the graph was traced for.
+            depends on them, the traced graph does not.
+        notes: remarks for the user, such as masks that were not recognised, a line each.
+        pieces: whether outputs other than the loss stay sharded over the ranks.
+        assumptions: relations between dims that the trace relied on; the graph was verified to be
+            right at every bucket.
+        least: dim name -> shortest length for which the graph was traced.
     """
 
     gm: fx.GraphModule
@@ -89,7 +89,7 @@ class Program:
 
     @property
     def sizes(self) -> set[sympy.Expr]:
-        """Every size of a value, and every value that is a size."""
+        """Every size that occurs in a value's shape, and every integer size that a node makes."""
         return {s for info in self.info.values() for s in info.shape} | {*self.scalars.values()}
 
     @property
@@ -99,12 +99,12 @@ class Program:
 
     @property
     def loss(self) -> str:
-        """Name of the node whose value is the loss, or whatever is returned first."""
+        """Name of the node that computes the loss, or the first output."""
         return self.outputs[0]
 
     @property
     def learning(self) -> tuple[str, ...]:
-        """Placeholders that get a gradient: parameters, then inputs."""
+        """Placeholders that receive a gradient: parameters, then inputs."""
         return tuple(n for n in (*self.parameters, *self.inputs) if self.info[n].requires_grad)
 
     def dims(self, sizes: Sizes) -> dict[sympy.Symbol, int]:
@@ -112,7 +112,7 @@ class Program:
         return {self.symbols[n]: size for n, size in sizes.items() if n in self.symbols}
 
     def holds_at(self, sizes: Sizes) -> bool:
-        """Whether all that the trace took for granted is so at some lengths, for any batch.
+        """Whether the trace's assumptions hold at some lengths, for any batch.
 
         Args:
             sizes: length of each named dim, in its range: `least` up to the largest bucket's; the
@@ -123,10 +123,10 @@ class Program:
 
 
 def call_of(node: fx.Node) -> fx.Node:
-    """Returns the call that makes a node's tensor: the node, or the call it is one result of.
+    """Returns the call that computes a node's tensor: the node, or the source of its `getitem`.
 
-    `topk` returns a tuple, which is no value of its own: `getitem(topk, 1)` stands for the call and
-    has its operands, so that each result is split as suits it.
+    `topk` returns a tuple, which is not a tensor value: `getitem(topk, 1)` stands for the call and
+    has its operands, so that each result is sharded independently.
     """
     if node.target is operator.getitem:
         source = node.args[0]
@@ -136,7 +136,7 @@ def call_of(node: fx.Node) -> fx.Node:
 
 
 def is_tuple(node: fx.Node, info: Mapping[str, TensorInfo]) -> bool:
-    """Returns whether a node is several results of a call, each a tensor with a node of its own."""
+    """Returns whether a node is a tuple of results, each a tensor with a node of its own."""
     return bool(node.users) and all(
         user.target is operator.getitem and user.name in info for user in node.users
     )
@@ -145,7 +145,7 @@ def is_tuple(node: fx.Node, info: Mapping[str, TensorInfo]) -> bool:
 def tensor_operands(node: fx.Node, info: Mapping[str, TensorInfo]) -> list[fx.Node]:
     """Returns the tensor arguments of a call in order, repeats and members of lists included.
 
-    Those of one of several results (`getitem`) are those of the call that makes it.
+    A `getitem` of a tuple has the operands of the call that computes the tuple.
     """
     call = call_of(node)
     found: list[fx.Node] = []

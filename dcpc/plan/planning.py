@@ -49,7 +49,7 @@ class PlanRequest:
     """Options that a plan depends on, in bytes and ranks.
 
     Attributes:
-        sps: degrees to try, ascending.
+        sps: degrees to try.
         recompute_mode: "auto", "none" or "all".
         memory_bytes: memory of one rank.
         resident_bytes: bytes that stay on a rank throughout: parameters, buffers, their gradients
@@ -274,13 +274,13 @@ class BucketPlans(NamedTuple):
 def plan_buckets(
     by_bucket: Mapping[Bucket, Priced], request: PlanRequest, *, partly: bool = True
 ) -> BucketPlans:
-    """Returns the setting of every bucket, the rows it was chosen from, and what fits with none.
+    """Returns the setting of every bucket, the rows it was chosen from, and the misfits.
 
     Args:
         by_bucket: prices of each bucket's trace.
         request: options that the plan depends on.
-        partly: whether to plan the other buckets where one fits with no setting; else that one
-            is the last.
+        partly: whether to go on with other buckets when one fits with no setting; else planning
+            ends there.
     """
     found = BucketPlans({}, {}, {})
     left = [*by_bucket]

@@ -1,4 +1,4 @@
-"""A progress bar on what takes long: on a terminal only, and only where someone asked for it.
+"""Shows a progress bar for slow work: only on a terminal, and only where a command asked for it.
 
 Libraries stay silent: `tracked` and `during` do nothing until a command opens `shown`. One bar is
 shown at a time: within another one both do nothing either.
@@ -32,7 +32,7 @@ PATIENCE_S = 2.0  # what is done sooner has no bar
 
 @dataclass(slots=True)
 class _Screen:
-    """Where bars are shown, and whether one is."""
+    """Console for bars, and whether a bar is on it."""
 
     console: Console
     taken: bool = False
@@ -43,11 +43,11 @@ _screen: ContextVar[_Screen | None] = ContextVar("screen", default=None)
 
 @contextmanager
 def shown(console: Console | None = None) -> Iterator[None]:
-    """Shows a bar for each `tracked` and `during` within that takes more than 2 s.
+    """Shows a bar for each `tracked` and `during` inside the block that takes more than 2 s.
 
     Args:
-        console: default: stderr; nothing is shown where it is no terminal, or on torchrun's ranks
-            but the first.
+        console: console of the bar; default: stderr. Nothing is shown where it is no terminal, nor
+            on torchrun's ranks other than 0.
     """
     console = Console(stderr=True) if console is None else console
     visible = console.is_terminal and os.environ.get("RANK", "0") == "0"
@@ -61,13 +61,13 @@ def shown(console: Console | None = None) -> Iterator[None]:
 def tracked(
     items: Sequence[T], what: str, name: Callable[[T], object] = str, wait_s: float = PATIENCE_S
 ) -> Iterator[T]:
-    """Yields the items, with a bar of how many are done and which one is worked on.
+    """Yields the items and shows a bar: how many are done, and which one is in progress.
 
     Args:
-        items: what is worked through.
-        what: what is done with them, such as "plan".
-        name: says what an item is.
-        wait_s: the bar comes after so long.
+        items: items to work through.
+        what: verb for the work, such as "plan".
+        name: function that names an item.
+        wait_s: seconds before the bar appears.
     """
     several = (BarColumn(), MofNCompleteColumn())
     columns = several if len(items) > 1 else (SpinnerColumn(),)  # of one it knows no share
@@ -82,11 +82,11 @@ def tracked(
 
 @contextmanager
 def during(what: str, wait_s: float = PATIENCE_S) -> Iterator[None]:
-    """Shows what is done, and for how long, of one thing that cannot say how far it is.
+    """Shows a spinner with the elapsed time for work whose progress is unknown.
 
     Args:
-        what: is done within, such as "load the model".
-        wait_s: it is shown after so long.
+        what: work inside the block, such as "load the model".
+        wait_s: seconds before the spinner appears.
     """
     with _bar((SpinnerColumn(),), what, 1, wait_s):
         yield
@@ -96,7 +96,7 @@ def during(what: str, wait_s: float = PATIENCE_S) -> Iterator[None]:
 def _bar(
     columns: Sequence[ProgressColumn], what: str, total: int, wait_s: float
 ) -> Iterator[Progress | None]:
-    """Shows a bar of one task; None where nothing is shown."""
+    """Shows a bar of one task, and yields it; yields None where nothing is shown."""
     screen = _screen.get()
     if screen is None or screen.taken:
         yield None

@@ -1,4 +1,4 @@
-"""The graphs of a whole program that run: partitions, and variants compiled on first use."""
+"""Builds the graphs of a whole program that run: partitions, and variants compiled on first use."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from dcpc.plan.traced import Hints, PlacementId, Traced
 
 @dataclass(frozen=True, slots=True)
 class RewrittenCall:
-    """A call of a program that computes another one's numbers.
+    """A call of a rewritten program that computes the same numbers as the traced one.
 
     Attributes:
-        program: what runs.
-        sizes: of the call.
-        inputs: of the model, by name.
-        others: inputs that the program has besides.
-        runs: what runs it: on one rank a variant and the call's integers, else graphs of any rank.
-        name: for a report.
+        program: rewritten program.
+        sizes: length of each dim in the call, batch included.
+        inputs: input name -> tensor, for the inputs of the model.
+        others: input name -> tensor, for inputs that only the rewritten program has.
+        runs: compiled variant and its integer inputs on one rank, else the lowered graphs of all
+            ranks.
+        name: name of the call in a report.
     """
 
     program: Program
@@ -42,7 +43,7 @@ class RewrittenCall:
 
 
 class Inspector(Protocol):
-    """Looks at what is about to run for the first time, and raises where it must not."""
+    """Checks each graph or variant before its first run, and raises if it must not run."""
 
     def built(
         self,
@@ -52,13 +53,13 @@ class Inspector(Protocol):
         parts: Partition,
         sizes: Sizes,
     ) -> None:
-        """Looks at graphs that are about to be compiled for these sizes."""
+        """Checks graphs that are about to be compiled for these sizes."""
 
     def runs(self, traced: Traced, variant: Variant) -> None:
-        """Looks at a variant once it is compiled."""
+        """Checks a variant after it is compiled."""
 
     def rewritten(self, traced: Traced, call: RewrittenCall) -> None:
-        """Looks at the first call of a program that was made of a traced one."""
+        """Checks the first call of a program rewritten from a traced one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +73,15 @@ class _GraphsKey:
 
 
 class Runnable:
-    """What runs of a program.
+    """Partitions and variants of one traced program, cached.
 
     Args:
-        traced: the program.
+        traced: traced program.
 
     Attributes:
-        traced: the same.
-        priced: what it costs, and what a step of recompute makes again.
-        inspector: looks at each variant before it runs; None: nobody does.
+        traced: traced program.
+        priced: prices of the program, and the values that each recompute step recomputes.
+        inspector: checker of each variant before its first run; None: no check.
     """
 
     def __init__(self, traced: Traced) -> None:
@@ -91,7 +92,7 @@ class Runnable:
 
     @property
     def runs_what_was_priced(self) -> bool:
-        """Whether the graphs that are priced are those that run: no fold, no trace for Inductor."""
+        """Whether the priced graphs themselves run: nothing is folded, and not Inductor."""
         return self.traced.backend == "eager" and not self.priced.lift.folds
 
     def partition(
@@ -104,15 +105,15 @@ class Runnable:
         gathers: bool = True,
         gathers_again: frozenset[int] | None = None,
     ) -> Partition:
-        """Returns forward and backward in which `menu_step` steps of the menu are taken.
+        """Returns forward and backward graphs with `menu_step` recompute steps taken.
 
         Args:
-            placement: of the program.
-            menu_step: how many.
-            hints: as for `Traced.lowering`.
-            backend: as for it.
-            gathers: as for it.
-            gathers_again: as for `Priced.made_again`.
+            placement: placement of the whole program.
+            menu_step: number of recompute steps taken.
+            hints: sizes to trace at, as for `Traced.lowering`.
+            backend: backend of the graph, as for `Traced.lowering`.
+            gathers: whether the graph gathers sharded parameters, as for `Traced.lowering`.
+            gathers_again: units that backward gathers again, as for `Priced.made_again`.
         """
         backend = backend or self.traced.backend
         of = self.traced.id_of(placement)
@@ -134,17 +135,17 @@ class Runnable:
         rank: int,
         gathers_again: frozenset[int] | None = None,
     ) -> tuple[Variant, tuple[int, ...]]:
-        """Returns a runnable variant that is right at these sizes, and the integers for the call.
+        """Returns a compiled variant that is right at these sizes, and its integer inputs.
 
-        A variant is right wherever the sizes that torch looked at while compiling compare the same
-        way; where they do not, another one is compiled for these sizes.
+        A variant is right wherever its guards on sizes hold; where they do not, another one is
+        compiled for these sizes.
 
         Args:
-            placement: of the program.
-            menu_step: steps of recompute that are taken.
-            sizes: lengths of the dims.
-            rank: place in the group.
-            gathers_again: as for `Priced.made_again`.
+            placement: placement of the whole program.
+            menu_step: number of recompute steps taken.
+            sizes: length of each dim, batch included.
+            rank: rank within the group.
+            gathers_again: units that backward gathers again, as for `Priced.made_again`.
 
         Raises:
             CodegenError: no graph that torch traces is right at these sizes.
@@ -192,7 +193,7 @@ class Runnable:
     def _inspected(
         self, placement: Placement, menu_step: int, hints: Hints, backend: str, sizes: Sizes
     ) -> None:
-        """Shows graphs to the inspector; where they gather parameters, those that take them."""
+        """Passes new graphs to the inspector, in the form that takes parameters whole."""
         assert self.inspector is not None, "somebody looks"
         whole = self.traced.lowering(placement, hints, backend, gathers=False)
         parts = self.partition(placement, menu_step, hints, backend, gathers=False)
@@ -203,8 +204,8 @@ class Runnable:
     ) -> Iterator[tuple[int, ...]]:
         """Yields sizes to trace at, where the usual ones break a guard.
 
-        They are those of the call; for 0 and 1, which torch would take for numbers, 2 or, lest they
-        seem to be equal to something that they are not, other primes.
+        These are the sizes of the call; torch would specialize on 0 and 1, so they are replaced by
+        2, or by other primes, which no two sizes share by chance.
         """
         integers = self.traced.lowering(placement, None, backend).lowered.integers
         tried: set[tuple[int, ...]] = set()
@@ -243,7 +244,7 @@ class Runnable:
         return "eager"
 
     def sharded_batch_is_idle(self, placement: Placement, sizes: Sizes) -> bool:
-        """Whether a placement made for more samples would leave ranks without any at this batch."""
+        """Whether a placement that shards the batch leaves ranks without samples at this batch."""
         if placement.sp == 1 or sizes.get(BATCH, 1) >= placement.sp:
             return False
         symbol, factors = self.traced.program.symbols.get(BATCH), placement.factors
@@ -252,5 +253,5 @@ class Runnable:
 
     @property
     def compiled_count(self) -> int:
-        """Variants compiled so far."""
+        """Number of variants compiled so far."""
         return sum(map(len, self._variants.values()))

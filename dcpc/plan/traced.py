@@ -1,4 +1,4 @@
-"""What is known of one traced program: its tensors, what may be split, its lowered graphs.
+"""Prepares one program for planning: its tensors, its possible shardings, its lowered graphs.
 
 `traced` is the preparation of whatever is planned, checked or calibrated: trace, masks, sharding.
 """
@@ -31,11 +31,11 @@ Hints = tuple[int, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class PlacementId:
-    """What equal placements of one program share; their own keys are long.
+    """Short key that equal placements of one program share.
 
     Attributes:
         sp: ranks of the group.
-        split: a number that placements share which split alike, at any degree.
+        split: number that placements with the same sharding share, at any degree.
     """
 
     sp: int
@@ -53,21 +53,22 @@ class _LoweringKey:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A program on one device. What is made of it is made once and kept.
+    """A program on one device, with caches of everything derived from it.
 
     Attributes:
-        program: the traced model.
-        sharding: its factors and alternatives.
-        device: what costs are predicted for.
+        program: traced model.
+        sharding: factors of the program's dims, and alternatives of its nodes.
+        device: device for which costs are predicted.
         backend: "eager" or "inductor".
-        tensors: gives placeholder name -> parameter, buffer or constant.
+        tensors: function that returns placeholder name -> parameter, buffer or constant.
         reference: lengths at which choices of recompute are weighed: those of the largest bucket;
             None: those of the trace.
-        hands_over: whether each gradient is taken, and freed, as soon as backward has made it.
-        units: parameters that graphs gather, of which a rank has its rows; None: it has all whole.
-        libraries: derivatives of calls by backend, which programs of one model may share.
+        hands_over: whether each gradient is consumed and freed as soon as backward has computed it.
+        units: parameters that graphs gather, of which a rank holds its rows; None: each rank holds
+            all.
+        libraries: backend -> derivatives of calls, shared between programs of one model.
         attention: how attention may be split, as for `restricted`.
-        tracers: what differentiates lowered graphs of the program, by backend.
+        tracers: backend -> differentiator of the program's lowered graphs.
     """
 
     program: Program
@@ -88,7 +89,7 @@ class Traced:
     _lowerings: dict[_LoweringKey, LoweredPair] = field(init=False, default_factory=dict)
 
     def id_of(self, placement: Placement) -> PlacementId:
-        """Returns what tells a placement of the program from others."""
+        """Returns the short key of a placement of the program."""
         seen = (placement.sp, id(placement.nodes))  # kept, so that no other has this id
         if seen not in self._ids:
             _, *split = placement.key()
@@ -108,11 +109,11 @@ class Traced:
         """Returns the lowered and differentiated graph of a placement.
 
         Args:
-            placement: of the program.
+            placement: placement of the program.
             hints: sizes to trace at, () for the usual ones; None: traced with all other graphs.
-            backend: default: the model's.
-            any_degree: whether to ask for a graph that serves other degrees, see `LoweredPair`.
-            gathers: whether it gathers what `units` says; else it takes all parameters whole.
+            backend: backend of the graph; default: the model's.
+            any_degree: whether the graph should serve other degrees, too; see `LoweredPair`.
+            gathers: whether the graph gathers the parameters of `units`; else it takes them whole.
         """
         backend = backend or self.backend
         units = self.units if gathers else None
@@ -128,11 +129,11 @@ class Traced:
     def staying(self, lowering: LoweredPair) -> frozenset[int] | None:
         """Returns the numbers of the gradients that live to the end of backward; None: all do.
 
-        Where they are handed over, these are of parameters that are read under two names: a
-        gradient is then the sum of both. Inductor runs the whole of backward as one call.
+        If gradients are handed over, only those of parameters read under two names stay, as each is
+        a sum of two. Inductor runs the whole of backward as one call.
 
         Args:
-            lowering: a graph of the program.
+            lowering: lowered graph of the program.
         """
         if not self.hands_over or lowering.backend != "eager":
             return None
@@ -142,7 +143,7 @@ class Traced:
         return frozenset(number for number, name in trained if read[id(held[name])] > 1)
 
     def tracer(self, backend: str, hints: Hints = None) -> Tracer:
-        """Returns what differentiates a lowered graph: without hints one for all placements."""
+        """Returns the differentiator of lowered graphs; without hints all placements share it."""
         if hints is not None:
             return Tracer(self.program, self.tensors(), self._library(backend), hints)
         if backend not in self.tracers:
@@ -173,15 +174,15 @@ def traced(
 
     Args:
         model: the user's module.
-        buckets: no dim is 1 in some of them only.
-        device: what costs are predicted for.
+        buckets: buckets to trace for; no dim is 1 in only some of them.
+        device: device for which costs are predicted.
         backend: "eager" or "inductor".
-        autocast: the dtype that the model runs under; None: no autocast.
+        autocast: dtype of the autocast that the model runs under; None: no autocast.
         derive_rules: whether ops without a sharding rule are run on small pieces to find one.
-        attention: how attention may be split.
-        libraries: of other traces of the model.
-        loss: of what forward returned; None: forward returned it.
-        program: of the model, where it was traced before.
+        attention: allowed way to shard attention, or "auto".
+        libraries: derivatives shared with other traces of the model.
+        loss: loss function of the model's outputs; None: the model's forward returns the loss.
+        program: program of the model, if it is already traced.
 
     Raises:
         TraceError: the model cannot be captured, or multiplies tensors of two dtypes.
@@ -196,9 +197,9 @@ def traced(
 
 
 def without_masks(program: Program) -> Program:
-    """Returns a program of the same numbers; masks it does not know are in its notes.
+    """Returns an equal program whose recognised masks are replaced; its notes name the others.
 
-    What was recognised is compared with the masks' tensors; a mask that differs stays.
+    Each recognised mask is compared with the mask's tensor; one that differs stays as it is.
     """
     plan = recognise_masks(program)
     applied = apply_masks(program, plan)
@@ -207,7 +208,7 @@ def without_masks(program: Program) -> Program:
 
 
 def _without(program: Program, plan: MaskPlan, wrong: Mapping[str, str]) -> MaskPlan:
-    """The plan of the other attentions, and why these are left out."""
+    """Returns the mask plan without the attentions in `wrong`, with notes that say why."""
     nodes = {n.name: n for n in program.gm.graph.nodes}
     refused: dict[tuple[str, str], list[str]] = {}
     for name, reason in wrong.items():
@@ -217,7 +218,7 @@ def _without(program: Program, plan: MaskPlan, wrong: Mapping[str, str]) -> Mask
 
 
 class Held:
-    """Finds the model's tensors by placeholder, at every call afresh: a parameter may be replaced.
+    """Finds the model's tensors by placeholder, afresh in each call, as a model may replace one.
 
     Args:
         program: the traced model.
@@ -233,7 +234,7 @@ class Held:
         self.bind(model)
 
     def bind(self, model: nn.Module) -> None:
-        """Looks up the modules that own the tensors: one may be another than it was.
+        """Looks up the modules that own the tensors again, as a submodule may have been replaced.
 
         Args:
             model: the user's module.

@@ -1,1 +1,1 @@
-"""What the report says besides the table of plans."""
+"""Lines of the report below the table of plans."""

@@ -1,4 +1,4 @@
-"""What the report says of attention: the cost of each way to split it, by bucket, and why."""
+"""Report lines on attention: the cost of each way to shard it, by bucket, and the reason."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dcpc.plan.runnable import Runnable
 def attention_lines(
     by_bucket: Mapping[Bucket, Runnable], plans: Mapping[Bucket, BucketPlan]
 ) -> list[str]:
-    """Returns what was chosen for each bucket's attentions, what each way costs, and crossovers.
+    """Returns lines on each bucket's attention: the chosen sharding, each way's cost, crossovers.
 
-    Nothing where no bucket is split over ranks, or none has attention.
+    Empty where no bucket is split over ranks, or the model has no attention.
 
     Args:
-        by_bucket: what is made from the trace of each bucket.
-        plans: the setting of every bucket.
+        by_bucket: prices and graphs of each bucket's trace.
+        plans: chosen setting of each bucket.
     """
     split = [bucket for bucket, plan in plans.items() if plan.sp > 1]
     lines: list[str] = []
@@ -66,7 +66,7 @@ def _point(priced: Priced, bucket: Bucket, plan: BucketPlan, chosen: Mapping[str
 
 
 def _chosen(priced: Priced, bucket: Bucket, plan: BucketPlan, ways: Mapping[str, str]) -> str:
-    """Returns how many of a bucket's attentions are split which way."""
+    """Returns a line with the number of a bucket's attentions that each way shards."""
     shown = ", ".join(f"{count} by {way}" for way, count in Counter(ways.values()).items())
     width = priced.placement(_sizes(bucket, plan), plan.sp).width
     return f"attention of {bucket}, sp {plan.sp}: {shown} (elimination of width {width})"
@@ -78,7 +78,7 @@ def _crossovers(
     buckets: list[Bucket],
     plans: Mapping[Bucket, BucketPlan],
 ) -> list[str]:
-    """Returns for each degree from which length on each way is the cheapest; where one dim varies.
+    """Returns for each degree the lengths from which each way is cheapest, if one dim varies.
 
     The lengths are those of the buckets' range, whatever degree their plans have.
     """

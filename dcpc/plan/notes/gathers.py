@@ -1,4 +1,4 @@
-"""What the report says of parameters that graphs gather: when, at what price, and why."""
+"""Report lines on gathered parameters: when they are gathered again, at what cost, and why."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dcpc.symbolic_profile import bytes_text
 
 
 def gather_lines(priced: Mapping[Bucket, Priced], plans: Mapping[Bucket, BucketPlan]) -> list[str]:
-    """Returns a line a bucket, and what is gathered; none where ranks have parameters whole.
+    """Returns a line on the units and one for each gather choice; none for whole parameters.
 
     Args:
         priced: prices of each bucket's trace.
-        plans: the setting of each bucket.
+        plans: chosen setting of each bucket.
     """
     first, found = "", dict[str, list[str]]()
     for bucket, plan in plans.items():
@@ -37,13 +37,13 @@ def gather_lines(priced: Mapping[Bucket, Priced], plans: Mapping[Bucket, BucketP
 def _line(
     traced: Traced, again: Collection[int], taken: tuple[float, int], every: tuple[float, int]
 ) -> str:
-    """Returns which units a bucket gathers again, at what price, and why.
+    """Returns the units that buckets gather again, with their cost and the reason.
 
     Args:
-        traced: whose units.
-        again: those that are.
-        taken: seconds and bytes of their gathers.
-        every: of all that may be gathered again.
+        traced: trace that has the units.
+        again: numbers of the units gathered again in backward.
+        taken: seconds and bytes of the gathers in `again`.
+        every: seconds and bytes of all gathers that backward may repeat.
     """
     units = traced.units
     assert units is not None, "they are gathered"
@@ -65,7 +65,7 @@ def _line(
 
 
 def _ranges(traced: Traced, again: Collection[int]) -> str:
-    """Returns the units' names, neighbours as the first and the last of them."""
+    """Returns the names of units, neighbours merged to the first and the last."""
     assert traced.units is not None, "they are gathered"
     names = [_common([traced.program.parameters[n] for n in unit]) for unit in traced.units.units]
     runs: list[list[int]] = []
@@ -80,7 +80,7 @@ def _ranges(traced: Traced, again: Collection[int]) -> str:
 
 
 def _common(names: Sequence[str]) -> str:
-    """Returns the module that parameters are in; a parameter's own name where it is alone."""
+    """Returns the module that contains all these parameters; for a single one its name."""
     parts = [name.split(".") for name in names]
     shared = [same[0] for same in zip(*parts, strict=False) if len(set(same)) == 1]
     return ".".join(shared) or f"{names[0]} and {len(names) - 1} more"

@@ -1,4 +1,4 @@
-"""What the report says of the kernels whose bytes a plan for a CPU counts."""
+"""Report line on oneDNN's half-precision kernels, on which bytes in a CPU's plan depend."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ HALVES = {torch.bfloat16, torch.float16}
 
 
 def kernel_lines(device: Device, programs: Iterable[Program]) -> list[str]:
-    """Returns a line on what oneDNN computes in half precision here, which bytes depend on.
+    """Returns a line on how oneDNN computes in half precision on this processor, or none.
 
     Args:
-        device: what was planned for; a plan for a GPU depends on no processor.
-        programs: the models as they were captured; without half precision there is no line.
+        device: device of the plan; a plan for a GPU depends on no processor.
+        programs: captured models; without half precision there is no line.
     """
     dtypes = {info.dtype for program in programs for info in program.info.values()}
     if device.gpu or HALVES.isdisjoint(dtypes):

@@ -1,4 +1,4 @@
-"""The options of `dcpc.compile` and of what plans: declared once, checked, and told to users."""
+"""Options of `dcpc.compile` and of planning: declared once, checked, and documented."""
 
 from dcpc.plan.options.declared import CommandOption, OptionFacts, facts
 from dcpc.plan.options.kinds import CompileOptions, ModelOptions, PlanOptions

@@ -1,4 +1,4 @@
-"""What is known of an option besides its name and type."""
+"""Facts of an option besides its name and type."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class CommandOption:
     """How the command line reads an option.
 
     Attributes:
-        type: what typer makes of the text.
-        value: option from this.
-        default: of that type; None: the option's own default.
-        least: smallest number.
-        metavar: what help calls the value.
-        choices: values that a shell offers.
+        type: type that typer parses the text into.
+        value: function from the parsed value to the option's value.
+        default: default value, of the type `type`; None: the option's own default.
+        least: smallest allowed number.
+        metavar: name of the value in the help text.
+        choices: values offered by the shell's completion.
     """
 
     type: Any
@@ -30,13 +30,13 @@ class CommandOption:
 
 @dataclass(frozen=True, slots=True)
 class OptionFacts:
-    """What is known of an option besides its name, type and default.
+    """Facts of an option besides its name, type and default.
 
     Attributes:
-        meaning: for documents, docstrings and help.
-        default: what documents say of the default; "": its value.
-        check: raises a `DcpcError` for a value that is not possible.
-        command: how the command line reads it; None: it is Python's alone.
+        meaning: sentence for documents, docstrings and help.
+        default: default as documents describe it; "": the value itself.
+        check: function that raises a `DcpcError` for an impossible value.
+        command: command line's form of the option; None: only Python has it.
     """
 
     meaning: str
@@ -46,7 +46,7 @@ class OptionFacts:
 
 
 def declare(value: Any, meaning: str, **more: Any) -> Any:
-    """Returns the field of an option; `more` are the other facts."""
+    """Returns the dataclass field of an option; `more` are further facts."""
     return field(default=value, metadata={"facts": OptionFacts(meaning, **more)})
 
 
@@ -56,6 +56,6 @@ def quoted(names: Iterable[str]) -> str:
 
 
 def facts(option: Field[Any]) -> OptionFacts:
-    """Returns what is known of a field of the types below."""
+    """Returns the facts that a field of the option types declares."""
     found: OptionFacts = option.metadata["facts"]
     return found

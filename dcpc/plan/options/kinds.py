@@ -47,10 +47,10 @@ from dcpc.trace.loss import Loss, check_loss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """What both `compile` and `plan` are told.
+    """Options that `compile` and `plan` share.
 
     Raises:
-        DcpcError: a value is not possible.
+        DcpcError: a value is impossible.
     """
 
     memory: int | float | str | None = declare(
@@ -186,7 +186,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(ModelOptions):
-    """What `plan` is told, and every command that plans."""
+    """Options of `plan`, and of every command that plans."""
 
     world: int = declare(
         1,
@@ -198,7 +198,7 @@ class PlanOptions(ModelOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions(ModelOptions):
-    """What `compile` is told."""
+    """Options of `compile`."""
 
     group: dist.ProcessGroup | None = declare(
         None, "a process group", default="all ranks, or one alone", check=check_group

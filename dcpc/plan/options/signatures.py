@@ -80,7 +80,7 @@ def taking(
 
 
 def default_of(option: Field[Any]) -> str:
-    """Returns what documents say of an option's default."""
+    """Returns the text of an option's default for documents."""
     quote = '"' * isinstance(option.default, str)
     return facts(option).default or f"`{quote}{option.default}{quote}`"
 

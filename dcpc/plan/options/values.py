@@ -1,4 +1,4 @@
-"""The values that an option may have: what checks them, and what reads them as text."""
+"""Checks the values of options, and parses them from text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dcpc.trace.wrappers import refuse_wrapped
 RECOMPUTE = ("auto", "pyramid", "none", "all")
 VERIFY = ("auto", "full", "off")
 PARAMETERS = ("whole", "step", "pull", "rounds", "auto")
-# Process groups that a rank is in over NCCL: each takes memory of its GPU.
+# Most NCCL process groups of a rank: each takes memory of its GPU.
 MOST_COMMUNICATORS = 8
 LARGEST = (1 << 63) - 1  # integers from here on fit in no tensor
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,10 +31,10 @@ def check_choice(what: str, got: str, known: Iterable[str]) -> None:
     Args:
         what: how the message begins, such as "got --autocast".
         got: the value.
-        known: those it may have.
+        known: allowed values.
 
     Raises:
-        PlanError: it is none of them.
+        PlanError: the value is not allowed.
     """
     if got not in known:
         raise PlanError(f"{what} {got}; expected one of {', '.join(known)}; choose one")
@@ -98,7 +98,7 @@ def degrees(sp: int | str | Sequence[int], world: int) -> tuple[int, ...]:
 
 
 def few_degrees(sps: Sequence[int], world: int) -> tuple[int, ...]:
-    """Returns the degrees that few communicators serve: at most `MOST_COMMUNICATORS` a rank.
+    """Returns a subset of the degrees that needs at most `MOST_COMMUNICATORS` communicators a rank.
 
     Two are of all ranks (the model's, and the sum of gradients), and each degree between 1 and all
     has one. Of more degrees the one goes whose neighbours are nearest to each other, again and
@@ -118,7 +118,7 @@ def few_degrees(sps: Sequence[int], world: int) -> tuple[int, ...]:
 
 
 def check_timeout(timeout: object) -> None:
-    """Refuses what is no positive number of seconds."""
+    """Refuses a timeout that is not a positive number of seconds."""
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not number or not 0 < timeout < math.inf:  # type: ignore[operator]
         raise PlanError(
@@ -143,7 +143,7 @@ def check_verify(mode: str) -> None:
 
 
 def check_unpad(given: object) -> None:
-    """Refuses what is neither a bool nor "auto"."""
+    """Refuses a value that is neither a bool nor "auto"."""
     if not isinstance(given, bool) and given != "auto":
         raise PlanError(
             f"got unpad={reprlib.repr(given)}; expected 'auto', True or False; pass one"
@@ -159,7 +159,7 @@ def check_parameters(mode: str) -> None:
 
 
 def check_block(block: object) -> None:
-    """Refuses what is neither a number of ranks from 2 on, nor "auto" or None."""
+    """Refuses a block that is neither a number of ranks >= 2, nor "auto", nor None."""
     whole = isinstance(block, int) and not isinstance(block, bool) and block >= 2
     if block not in (None, "auto") and not whole:
         raise PlanError(
@@ -169,9 +169,9 @@ def check_block(block: object) -> None:
 
 
 def block_of(block: int | None, sps: Sequence[int], world: int) -> tuple[int, tuple[int, ...]]:
-    """Returns the ranks that share parameters out in rounds, and the degrees that fit them.
+    """Returns the ranks that shard parameters together, and the degrees that fit this block.
 
-    A group of ranks that take a sequence together is within a block, or is of whole blocks.
+    A sequence-parallel group lies within a block, or consists of whole blocks.
 
     Args:
         block: as for `compile`, None: all ranks.
@@ -216,7 +216,7 @@ def parse_block(text: str | None) -> int | str | None:
 
 
 def check_speeds(speeds: object) -> None:
-    """Refuses what is neither a word nor positive numbers.
+    """Refuses speeds that are neither "auto", "equal" nor positive numbers.
 
     Raises:
         PlanError: it is.
@@ -234,7 +234,7 @@ def check_speeds(speeds: object) -> None:
 
 
 def check_pipeline(pipeline: object) -> None:
-    """Refuses what is no number of stages.
+    """Refuses a value that is no number of stages, nor "auto", nor None.
 
     Raises:
         PlanError: it is none.
@@ -250,7 +250,7 @@ def check_pipeline(pipeline: object) -> None:
 
 
 def check_given(model: object, buckets: object) -> None:
-    """Refuses what is no module, or no buckets.
+    """Refuses a model that is no module, and buckets that are no `Buckets`.
 
     Raises:
         TraceError: `model` is no `nn.Module`, or a wrapper of one.
@@ -272,7 +272,7 @@ def check_given(model: object, buckets: object) -> None:
 
 
 def check_device(device: str | Device) -> None:
-    """Refuses what is neither the name of a known device nor a `Device`."""
+    """Refuses a device that is neither a known name nor a `Device`."""
     if not isinstance(device, str | Device):
         known = ", ".join(d.name for d in DEVICES)
         raise ProfileError(
@@ -284,7 +284,7 @@ def check_device(device: str | Device) -> None:
 
 
 def check_count(what: str, least: int) -> Callable[[object], None]:
-    """Returns what refuses all but integers from `least` on, and None where that is a default."""
+    """Returns a check that refuses all values but integers from `least` on."""
 
     def check(given: object) -> None:
         whole = isinstance(given, int) and not isinstance(given, bool)
@@ -298,19 +298,19 @@ def check_count(what: str, least: int) -> Callable[[object], None]:
 
 
 def check_optimizer_bytes(given: int | None) -> None:
-    """Refuses what is no number of bytes."""
+    """Refuses a value that is no number of bytes."""
     if given is not None:
         check_count("optimizer_bytes", 0)(given)
 
 
 def check_derive(given: object) -> None:
-    """Refuses what is no bool."""
+    """Refuses a value that is no bool."""
     if not isinstance(given, bool):
         raise PlanError(f"got derive_rules={reprlib.repr(given)}; expected True or False; pass one")
 
 
 def check_group(group: object) -> None:
-    """Refuses what is no process group."""
+    """Refuses a value that is no process group."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise GroupError(
             f"got group={reprlib.repr(group)}; expected a torch.distributed.ProcessGroup that this "
