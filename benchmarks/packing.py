@@ -88,7 +88,7 @@ def compiled(
 ) -> dcpc.CompiledModel:
     """Returns the model, compiled after a calibration at four of its lengths."""
     workload = run.workload
-    lengths = [n for n in workload.lengths if n <= longest]
+    lengths = [b["seq"] for b in workload.ladder if b["seq"] <= longest]
     chosen = [lengths[i * (len(lengths) - 1) // 3] for i in range(4)]
     calibration = calibrate(
         model, dcpc.Buckets(inputs, [{"seq": n} for n in chosen]), backend="eager",
@@ -113,7 +113,7 @@ def on_rank(run: Run) -> tuple[list[Lap], int, dict[str, float]]:
     start_s = time.monotonic()
     warnings.simplefilter("ignore")
     workload = run.workload
-    data = StdlibSource(max(workload.lengths), limit=run.segments)
+    data = StdlibSource(workload.longest, limit=run.segments)
     plain = workload.make_model()
     packable = PackableGPT(workload.model)
     packable.load_state_dict(plain.state_dict())
@@ -122,12 +122,12 @@ def on_rank(run: Run) -> tuple[list[Lap], int, dict[str, float]]:
         pad=PAD, weight="labels", pad_to="longest",
     )  # fmt: skip
     both = [
-        compiled(model, dict(inputs), run, workload.memory_bytes, max(workload.lengths))
+        compiled(model, dict(inputs), run, workload.memory_bytes, workload.longest)
         for model, inputs in ((plain, INPUTS), (packable, PACKED))
     ]
     unpacked = Ours("unpacked", both[0], loader(both[0]))
     packed = Ours("packed", both[1], loader(both[1], packing="segment_ids"))
-    longest = max(workload.lengths)
+    longest = workload.longest
     systems: dict[str, System] = {
         "unpacked": unpacked,
         "packed": packed,

@@ -73,6 +73,7 @@ class Measured:
         tokens: of all steps, padding left out.
         imbalance: measured mean idle share of dcpc's ranks.
         predicted_imbalance: what its plans said.
+        padding_share: padding's share of the tokens that dcpc ran, 0 to 1.
         compile_s: `dcpc.compile`.
     """
 
@@ -82,6 +83,7 @@ class Measured:
     tokens: int
     imbalance: float
     predicted_imbalance: float
+    padding_share: float
     compile_s: float
 
 
@@ -90,15 +92,15 @@ def on_rank(run: Run) -> Measured:
     start_s = time.monotonic()
     warnings.simplefilter("ignore")
     workload = run.workload
-    dataset = StdlibSource(max(workload.lengths))
+    dataset = StdlibSource(workload.longest)
     model = workload.make_model()
     with harness.timed() as compiling:
-        compiled = workload.compile(model)
+        compiled = workload.compile(model, dataset)
     ours = Dcpc(compiled, workload.loader(dataset, compiled))
     systems: dict[str, System] = {
         "dcpc": ours,
         "padded_bucket": FixedSp(compiled, replica(model), workload, dataset, WORLD),
-        "packing": PackedSp(replica(model), dataset, ours, max(workload.lengths), WORLD),
+        "packing": PackedSp(replica(model), dataset, ours, workload.longest, WORLD),
         "ddp": PlainDdp(replica(model), dataset, ours, DDP_BATCH),
         "ddp_unpadded": PlainDdp(replica(model), dataset, ours, 1),
     }
@@ -122,10 +124,11 @@ def on_rank(run: Run) -> Measured:
     return Measured(
         totals=_totals(laps, {s.name: key for key, s in systems.items()}, run.steps),
         steps=run.steps,
-        longest=max(workload.lengths),
+        longest=workload.longest,
         tokens=sum(step.tokens for step in ours.steps),
         imbalance=sum(ours.imbalances) / len(ours.imbalances),
         predicted_imbalance=sum(s.plan.imbalance for s in ours.steps) / len(ours.steps),
+        padding_share=ours.loader.stats().padding_share,
         compile_s=compiling.elapsed_s,
     )
 
@@ -162,6 +165,7 @@ def figures_of(measured: Measured) -> dict[str, harness.Cell]:
         "wire_bytes_ratio": measured.totals["padded_bucket"][0].wire_bytes / ours[0].wire_bytes,
         "imbalance_measured": measured.imbalance,
         "imbalance_predicted": measured.predicted_imbalance,
+        "padding_share": measured.padding_share,
         "compile_s": measured.compile_s,
         "repeats": len(ours),
         "steps": measured.steps,

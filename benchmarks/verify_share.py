@@ -58,7 +58,7 @@ def cases(quick: bool) -> Iterator[tuple[str, nn.Module, dcpc.Buckets, int]]:
     """Yields name, model, buckets and the bytes of a rank."""
     torch.manual_seed(0)
     work = QUICK if quick else DEMO
-    yield "gpt", work.make_model(), work.buckets, work.memory_bytes
+    yield "gpt", work.make_model(), work.ladder, work.memory_bytes
     sizes = [{"seq": n} for n in work.lengths[:: 3 if quick else 1]]
     yield "llama", _llama(), dcpc.Buckets(inputs=INPUTS, sizes=sizes), work.memory_bytes
     if not quick:

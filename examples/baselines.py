@@ -1,7 +1,8 @@
 """dcpc and what one does without it, on the same samples in the same processes.
 
     Dcpc        plan and variant per bucket, balanced steps
-    FixedSp     padded buckets at one SP degree with full recompute: what the longest sample needs
+    FixedSp     padded buckets, two an octave, at one SP degree with full recompute: what the
+                longest sample needs
     PlainDdp    DistributedDataParallel, each batch padded to its longest sample
 
 All three take exact weights, so from equal weights they go through equal losses.
@@ -86,14 +87,15 @@ class FixedSp:
     ) -> None:
         self.name = f"padded buckets, sp {sp}, full recompute"
         self.model = model
-        buckets, self.groups = compiled.buckets, compiled.groups
+        buckets, self.groups = workload.ladder, compiled.groups
         longest = max(buckets, key=lambda b: b["seq"])
         priced = compiled.runnable.priced
         placement = priced.placement({**longest.sizes, "batch": 1}, sp)
         everything = priced.at(placement).steps
         self._variant = ForcedVariant(compiled, placement, everything, model)
         plans = {b: self._plan(b, longest["seq"] // b["seq"], sp) for b in buckets}
-        self.loader = workload.loader(dataset, OwnPlans(compiled, plans), mode="inter")
+        own = OwnPlans(compiled, plans, buckets)
+        self.loader = workload.loader(dataset, own, mode="inter")
         self.steps: list[Step] = []
 
     def _plan(self, bucket: dcpc.Bucket, batch: int, sp: int) -> BucketPlan:

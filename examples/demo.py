@@ -11,6 +11,7 @@ the rest to the comparison. What each step computes does not depend on the clock
 from __future__ import annotations
 
 import argparse
+import json
 import time
 import warnings
 from collections.abc import Sequence
@@ -38,19 +39,21 @@ class Demonstrated:
         variants: that the model has, one a bucket.
         history: of training.
         compared: dcpc and the systems without it, over the same steps.
+        padding_share: padding's share of the tokens that dcpc ran in training, 0 to 1.
         pictures: files that were drawn.
     """
 
     variants: int
     history: History
     compared: Sequence[Compared]
+    padding_share: float
     pictures: Sequence[Path]
 
 
 def run(workload: Workload, limit_s: float, out: Path) -> Demonstrated:
     """One rank's part: compiles, trains, compares, draws."""
     job = Job(limit_s, out, workload.memory_bytes)
-    dataset = StdlibSource(max(workload.lengths))
+    dataset = StdlibSource(workload.longest)
     job.say(f"[bold]data[/]: {dataset.counts}; {len(dataset):,} samples")
     model = workload.make_model()
     job.say(
@@ -59,12 +62,16 @@ def run(workload: Workload, limit_s: float, out: Path) -> Demonstrated:
         f"ranks of {workload.memory_bytes / MB:,.0f} MB each"
     )
     begin_s = time.monotonic()
-    compiled = workload.compile(model)
+    compiled = workload.compile(model, dataset)
     job.say(f"[bold]compiled[/] in {time.monotonic() - begin_s:.1f} s\n")
     job.say(compiled.report(), markup=False, highlight=False)
     ours = Dcpc(compiled, workload.loader(dataset, compiled))
     optimizer = workload.make_optimizer(model)
     history = job.train(compiled, ours.loader, optimizer)
+    padding_share = ours.loader.stats().padding_share
+    job.say(
+        f"padding: {padding_share:.2%} of the tokens that ran, in {len(compiled.buckets)} buckets"
+    )
     job.say("[bold]the same samples without dcpc[/]")
     others = [
         FixedSp(compiled, replica(model), workload, dataset, dist.get_world_size()),
@@ -79,7 +86,18 @@ def run(workload: Workload, limit_s: float, out: Path) -> Demonstrated:
         plot_loss(history.losses, history.tokens, pictures[0])
         plot_memory(compiled, pictures[1])
     job.say(f"wrote {pictures[0]} and {pictures[1]}")
-    return Demonstrated(len(compiled.plans), history, compared, pictures)
+    return Demonstrated(len(compiled.plans), history, compared, padding_share, pictures)
+
+
+def figures_of(found: Demonstrated) -> dict[str, float]:
+    """Returns what the demo found as numbers, by name."""
+    ours = found.compared[0]
+    return {
+        "buckets": found.variants,
+        "padding_share": found.padding_share,
+        "tokens_per_s": ours.tokens / ours.seconds_s,
+        **{f"seconds_{number}": each.seconds_s for number, each in enumerate(found.compared)},
+    }
 
 
 def on_rank(workload: Workload, limit_s: float, out: Path) -> Demonstrated:
@@ -94,8 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> Demonstrated:
     parser.add_argument("--world", type=int, default=2, help="gloo ranks (default 2)")
     parser.add_argument("--seconds", type=float, default=240.0, help="time limit, about")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the plots")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args(arguments)
     found: Demonstrated = launch(on_rank, args.world, DEMO, args.seconds, args.out)[0]
+    if args.json is not None:
+        args.json.write_text(json.dumps({"name": "demo", "figures": figures_of(found)}) + "\n")
     return found
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import dcpc
 from dcpc.ir import BucketPlan, Placement, PlanRow
 from dcpc.plan.runnable import Runnable
+from dcpc.runtime.planner.own_lengths import OwnLengths
 from dcpc.symbolic_profile import Prediction
 
 
@@ -50,7 +51,7 @@ class ForcedVariant:
         """Returns the loss; the ranks of the placement's SP group pass the same inputs."""
         compiled = self._compiled
         shapes = {n: tuple(x.shape) for n, x in inputs.items()}
-        _, sizes = compiled.buckets.match(shapes, {n: x.dtype for n, x in inputs.items()})
+        sizes = compiled.buckets.lengths(shapes, {n: x.dtype for n, x in inputs.items()})
         rank = compiled.groups.rank % self.placement.sp
         variant, integers = self._runnable.variant(self.placement, self.menu_step, sizes, rank)
         names = self._runnable.traced.program.inputs
@@ -84,13 +85,27 @@ class OwnPlans:
     speeds: tuple[float, ...] = ()
 
     def __init__(
-        self, compiled: dcpc.CompiledModel, plans: Mapping[dcpc.Bucket, BucketPlan]
+        self,
+        compiled: dcpc.CompiledModel,
+        plans: Mapping[dcpc.Bucket, BucketPlan],
+        buckets: dcpc.Buckets | None = None,
     ) -> None:
+        """Takes the settings of some buckets.
+
+        Args:
+            compiled: whose ranks and inputs they are for.
+            plans: of each bucket.
+            buckets: to which samples are padded; default: those of the compiled model.
+        """
         self.plans = plans
         self.tables: Mapping[dcpc.Bucket, Sequence[PlanRow]] = {}
-        self.buckets, self.groups = compiled.buckets, compiled.groups
+        self.buckets, self.groups = buckets or compiled.buckets, compiled.groups
         self.node_ranks, self.packable = compiled.node_ranks, compiled.packable
         self.value_ranges = compiled.value_ranges
+
+    def own_lengths(self, multiple: int | None) -> OwnLengths:
+        """Returns that samples run at their buckets' lengths alone."""
+        return OwnLengths(lambda bucket, sizes: False, None, lambda bucket: bucket.sizes)
 
     def division_problems(
         self, weigh: Callable[[Mapping[str, Tensor]], float] | None, pad: Mapping[str, int | float]

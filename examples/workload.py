@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 import dcpc
-from dcpc.runtime.planner.plans import Mode
 from dcpc.runtime.planner.protocol import Compiled
 from examples.stdlib_source import PAD, StdlibSource
 from models.gpt import GPT, GPTConfig
@@ -21,24 +21,31 @@ class Workload:
 
     Attributes:
         model: sizes of the GPT.
-        lengths: of the shape buckets.
+        longest: length of the longest bucket; what is longer is cut.
         memory_bytes: what a rank may use; the longest bucket needs recompute or sp 2 to fit.
+        count: of shape buckets.
         tokens_per_step: of a global batch.
         learning_rate: of Adam.
         seed: of the weights and of the samples' order.
     """
 
     model: GPTConfig
-    lengths: tuple[int, ...]
+    longest: int
     memory_bytes: int
+    count: int = 8
     tokens_per_step: int = 16_384
     learning_rate: float = 3e-3
     seed: int = 0
 
+    def buckets(self, dataset: StdlibSource) -> dcpc.Buckets:
+        """Returns the shape buckets that suit the samples; their batch is left to the planner."""
+        return dcpc.Buckets.from_lengths(INPUTS, dataset, count=self.count, multiple_of=64)
+
     @property
-    def buckets(self) -> dcpc.Buckets:
-        """The shape buckets; their batch is left to the planner."""
-        return dcpc.Buckets(inputs=INPUTS, sizes=[{"seq": length} for length in self.lengths])
+    def ladder(self) -> dcpc.Buckets:
+        """Two lengths an octave: buckets of a system that pads every sample to one."""
+        lengths = (k << n for n in range(4, 12) for k in (4, 6))
+        return dcpc.Buckets(INPUTS, [{"seq": n} for n in lengths if n <= self.longest])
 
     def make_model(self) -> GPT:
         """Returns the model; the same weights on every rank."""
@@ -49,38 +56,44 @@ class Workload:
         """Returns Adam for a model."""
         return torch.optim.Adam(model.parameters(), self.learning_rate, betas=(0.9, 0.95))
 
-    def compile(self, model: GPT) -> dcpc.CompiledModel:
+    def compile(self, model: GPT, dataset: StdlibSource) -> dcpc.CompiledModel:
         """Returns the compiled model.
 
         Eager: Inductor gains 3 to 10% here and takes 22 s a variant, of which this job has four, on
         one core of a 2-core machine: more than it gives back in a few minutes.
-        """
-        return dcpc.compile(model, self.buckets, memory=self.memory_bytes, backend="eager")
 
-    def loader(
-        self, dataset: StdlibSource, compiled: Compiled, mode: Mode = "auto"
-    ) -> dcpc.DataLoader:
-        """Returns a loader; all loaders of a workload yield the same samples in the same steps."""
+        Args:
+            model: of this workload.
+            dataset: whose lengths the buckets suit.
+        """
+        buckets = self.buckets(dataset)
+        return dcpc.compile(model, buckets, memory=self.memory_bytes, backend="eager")
+
+    def loader(self, dataset: StdlibSource, compiled: Compiled, **options: Any) -> dcpc.DataLoader:
+        """Returns a loader; all loaders of a workload yield the same samples in the same steps.
+
+        Args:
+            dataset: the samples.
+            compiled: what runs them.
+            options: of the loader besides.
+        """
         return dcpc.DataLoader(
             dataset,
             compiled,
             tokens_per_step=self.tokens_per_step,
-            mode=mode,
             seed=self.seed,
             pad=PAD,
             weight="labels",
+            **options,
         )
 
 
-# Two lengths an octave; more would pad still less and make the report longer.
-_LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-
 # A sample of 8,192 bytes takes 230 MB on one rank without recompute, 120 MB on each of two.
-DEMO = Workload(GPTConfig(dim=128, n_layers=2, n_heads=4), _LENGTHS, memory_bytes=110_000_000)
+DEMO = Workload(GPTConfig(dim=128, n_layers=2, n_heads=4), 8192, memory_bytes=110_000_000)
 # Half as long, for a benchmark that ends within 50 s.
 QUICK = replace(
     DEMO,
-    lengths=_LENGTHS[:-2],
+    longest=4096,
     memory_bytes=64_000_000,
     tokens_per_step=8_192,
 )

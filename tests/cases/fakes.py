@@ -30,6 +30,7 @@ class FakeCompiled:
     replans: int = 0
     batch_planner: None = None
     other_tables: Mapping[Bucket, Sequence[PlanRow]] | None = None
+    least: int = 0  # length from which its graphs are right at any; 0: at the buckets' alone
 
     @property
     def value_ranges(self) -> Mapping[Bucket, Mapping[str, tuple[ValueRange, ...]]]:
@@ -42,12 +43,15 @@ class FakeCompiled:
         return ""
 
     def own_lengths(self, multiple: int | None) -> OwnLengths:
-        """Graphs that are right at the buckets' lengths alone."""
+        """Seconds are shared out by samples; of graphs right at any length, a row's."""
 
         def seconds_at(bucket, row, sizes, count):
-            return row.seconds_s * count / row.micro_batch
+            return row.seconds_s * (1 if self.least else count / row.micro_batch)
 
-        return OwnLengths(lambda bucket, sizes: False, seconds_at, lambda bucket: bucket.sizes)
+        def least(bucket):
+            return {"seq": self.least} if self.least else bucket.sizes
+
+        return OwnLengths(lambda bucket, sizes: self.least > 0, seconds_at, least, multiple or 1)
 
     @property
     def tables(self) -> Mapping[Bucket, Sequence[PlanRow]]:

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
-from math import gcd, prod
+from math import prod
 from typing import Any
 
 from dcpc.buckets import Bucket
-from dcpc.buckets.choosing import DEFAULT_PADDING, best_shapes
 from dcpc.errors import DataError
 from dcpc.ir.thresholds import PACKING_GAIN
 from dcpc.runtime.data.packing import pack
@@ -24,9 +23,6 @@ from dcpc.runtime.planner.protocol import BatchPlanner
 from dcpc.runtime.planner.step_planner import Allowed, plan_rows, plan_step
 from dcpc.runtime.planner.table import PlanTable
 
-# Other buckets are told where they leave at most this share of the padding; what sizes told are
-# multiples of, if those of all buckets are.
-_WORTH_TELLING, _LARGEST_STEP = 0.8, 64
 # Mode "evolve" searches for this part of the seconds of the step that runs meanwhile, at most so
 # many: later turns find little.
 _EVOLVES, _MOST_EVOLVES_S = 0.5, 5.0
@@ -223,31 +219,6 @@ def count_steps(
         position = batch.after
         steps += bool(batch.samples)
     return steps
-
-
-def padding_advice(share: float, buckets: Sequence[Bucket], counts: Mapping[Dims, int]) -> str:
-    """Returns what padding costs and what other buckets would leave; "": it costs little.
-
-    Args:
-        share: padding's share of the tokens that were run.
-        buckets: to which samples are padded.
-        counts: samples of each combination of lengths.
-    """
-    if share <= DEFAULT_PADDING or not counts:
-        return ""
-    names = [name for name, _ in buckets[0].shape_key]
-    steps = [gcd(_LARGEST_STEP, *(b[name] for b in buckets)) for name in names]
-    shapes = {tuple(size for _, size in sorted(dims)): n for dims, n in counts.items()}
-    alike = best_shapes(shapes, steps, len(buckets), None)
-    fewest = best_shapes(shapes, steps, None, DEFAULT_PADDING)
-    text = f"got padding of {share:.1%} of the tokens that ran in {len(buckets)} buckets"
-    if alike is not None and alike.padding < share * _WORTH_TELLING:
-        every = [dict(zip(names, shape, strict=True)) for shape in alike.shapes]
-        shown = ", ".join(map(str, every[:8])) + (", ..." if len(every) > 8 else "")
-        text += f"; {len(every)} others would leave {alike.padding:.1%}: {shown}"
-    if fewest is not None:
-        text += f"; {len(fewest.shapes)} would leave {fewest.padding:.1%}"
-    return f"{text}; Buckets.from_lengths(inputs, lengths, count=) chooses them"
 
 
 def cut_epoch(

@@ -39,7 +39,6 @@ from dcpc.runtime.data.cuts import (
     Recipe,
     count_steps,
     cut_epoch,
-    padding_advice,
 )
 from dcpc.runtime.data.making import AUTO, StepMaker, chosen_maker
 from dcpc.runtime.data.progress import Order, Progress, State
@@ -53,6 +52,7 @@ from dcpc.runtime.planner.packed.planning import PackedPrices
 from dcpc.runtime.planner.plan_file import PlanFile
 from dcpc.runtime.planner.plans import FREE_MODES, MODES, Mode, StepPlan, step_plan
 from dcpc.runtime.planner.protocol import Compiled
+from dcpc.runtime.planner.splits.advice import padding_advice
 from dcpc.runtime.planner.table import PlanTable, mode_table
 
 LOG = logging.getLogger("dcpc")
@@ -84,7 +84,7 @@ class DataLoader:
         shuffle: bool = True,
         order: Order | None = None,
         pad: Mapping[str, int | float] | None = None,
-        pad_to: Literal["longest", "bucket"] = "bucket",
+        pad_to: Literal["longest", "bucket"] = "longest",
         pad_to_multiple_of: int | None = None,
         pad_to_longer: bool = False,
         packing: bool | str = False,
@@ -121,12 +121,12 @@ class DataLoader:
             shuffle: a new order each epoch; else the dataset's.
             order: instead of both: epoch -> the samples in its order, each once, alike on all ranks
                 (a sampler of your own, or `torch.randperm(n, generator=...)` of your seed).
-            pad: input name -> what fills up the end of a sample shorter than its bucket.
+            pad: input name -> what fills up the end of a sample shorter than its micro-batch.
             pad_to: "longest": each sample is padded to the longest one of its micro-batch, which
                 the planner forms of samples of like length. The bucket's degree, placement and
                 recompute run it, within the bucket's memory. Where the model's trace does not hold
-                (`CompiledModel.own_lengths`), and in stages, samples are padded to their buckets.
-                "bucket": they always are.
+                (`CompiledModel.own_lengths`), in stages, and where `pad` lacks an input, samples are
+                padded to their buckets. "bucket": they always are.
             pad_to_multiple_of: with "longest", what lengths are rounded up to, as far as the bucket
                 has room. Default: 64 on a GPU where samples have one named dim, else 1.
             pad_to_longer: in mode "auto", short samples may be padded to longer buckets than their
@@ -201,13 +201,15 @@ class DataLoader:
         planner = compiled.batch_planner
         if planner is not None:
             check_stages(mode=mode not in FREE_MODES, pad_to_longer=pad_to_longer)
-            pad_to = "bucket"  # stages are planned at buckets' lengths
-        own = None if pad_to == "bucket" else compiled.own_lengths(pad_to_multiple_of)
         arguments = weight, pad, check_values, pad_to_longer, loss_depends_on
         self._maker = chosen_maker(
             compiled, packing, lambda packs: StepMaker(dataset, compiled, packs, *arguments)
         )
         packs, prices = self._maker.packs, None
+        # Without a value to fill up with, a sample has its bucket's length, or is refused.
+        fills = packs or self._maker.samples.fills_all
+        to_bucket = pad_to == "bucket" or not fills or planner is not None  # stages: at buckets'
+        own = None if to_bucket else compiled.own_lengths(pad_to_multiple_of)
         if packs and planner is None:
             lengths = own or compiled.own_lengths(pad_to_multiple_of)
             prices = PackedPrices(lengths, to_bucket=own is None)
@@ -477,7 +479,8 @@ class DataLoader:
         if knows and not self._told_padding:
             self._told_padding = True
             buckets, counts = self.table.buckets, self._maker.samples.counts()
-            advice = padding_advice(self._stats.padding_share, buckets, counts)
+            own = self.recipe.own
+            advice = padding_advice(self._stats.padding_share, buckets, counts, own)
             if advice:
                 LOG.warning("epoch %d: %s", self._progress.epoch, advice)
 

@@ -103,6 +103,14 @@ class Samples:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @property
+    def fills_all(self) -> bool:
+        """Whether there is something to fill up each input with that differs in length."""
+        return all(
+            name in self.pad or all(dim.name in (None, BATCH) for dim in spec.dims)
+            for name, spec in self.inputs.items()
+        )
+
     def fit(self, index: int) -> Fit:
         """Returns bucket and tokens of a sample.
 

@@ -1,0 +1,63 @@
+"""What padding cost, in words, and what would leave less of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import gcd, prod
+
+from dcpc.buckets import Bucket
+from dcpc.buckets.choosing import DEFAULT_PADDING, best_shapes
+from dcpc.runtime.planner.own_lengths import Dims, OwnLengths
+
+# Other buckets are told where they leave at most this share of the padding; what sizes told are
+# multiples of, if those of all buckets are.
+_WORTH_TELLING, _LARGEST_STEP = 0.8, 64
+
+
+def padding_advice(
+    share: float,
+    buckets: Sequence[Bucket],
+    counts: Mapping[Dims, int],
+    own: OwnLengths | None = None,
+) -> str:
+    """Returns what padding costs and what would leave less; "": it costs little.
+
+    Args:
+        share: padding's share of the tokens that were run.
+        buckets: that there are.
+        counts: samples of each combination of lengths.
+        own: what samples are padded to alone; None: their buckets.
+    """
+    if share <= DEFAULT_PADDING or not counts:
+        return ""
+    if own is not None and (alone := _padding_alone(own, buckets, counts)) <= DEFAULT_PADDING:
+        return (
+            f"got padding of {share:.1%} of the tokens that ran, {alone:.1%} if each sample ran by "
+            "itself: samples share micro-batches with longer ones, as more micro-batches are "
+            "predicted to take longer; steps of more samples (tokens_per_step=) have more of like "
+            "length, and packing= pads next to nothing"
+        )
+    names = [name for name, _ in buckets[0].shape_key]
+    steps = [gcd(_LARGEST_STEP, *(b[name] for b in buckets)) for name in names]
+    shapes = {tuple(size for _, size in sorted(dims)): n for dims, n in counts.items()}
+    alike = best_shapes(shapes, steps, len(buckets), None)
+    fewest = best_shapes(shapes, steps, None, DEFAULT_PADDING)
+    text = f"got padding of {share:.1%} of the tokens that ran in {len(buckets)} buckets"
+    if alike is not None and alike.padding < share * _WORTH_TELLING:
+        every = [dict(zip(names, shape, strict=True)) for shape in alike.shapes]
+        shown = ", ".join(map(str, every[:8])) + (", ..." if len(every) > 8 else "")
+        text += f"; {len(every)} others would leave {alike.padding:.1%}: {shown}"
+    if fewest is not None:
+        text += f"; {len(fewest.shapes)} would leave {fewest.padding:.1%}"
+    return f"{text}; Buckets.from_lengths(inputs, lengths, count=) chooses them"
+
+
+def _padding_alone(own: OwnLengths, buckets: Sequence[Bucket], counts: Mapping[Dims, int]) -> float:
+    """Returns padding's share if each sample were a micro-batch."""
+    ascending = sorted(buckets, key=lambda b: (prod(n for _, n in b.shape_key), b.shape_key))
+    tokens = padded = 0
+    for dims, count in counts.items():
+        home = next(b for b in ascending if all(n <= b[name] for name, n in dims))
+        tokens += count * prod(n for _, n in dims)
+        padded += count * prod(n for _, n in own.padded(home, tuple(sorted(dims))))
+    return 1 - tokens / padded
