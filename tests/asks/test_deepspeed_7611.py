@@ -17,25 +17,29 @@ DATA = Texts(DRAWN.tolist())
 GRIDS = {"4": [24, 48, 72, 96], "12": list(range(8, 97, 8)), "95": list(range(2, 97))}
 
 
-def compiled(grid: list[int], **options: object) -> tuple[dcpc.CompiledModel, dcpc.DataLoader]:
+def compiled(
+    grid: list[int], pad_to: str = "longest", **options: object
+) -> tuple[dcpc.CompiledModel, dcpc.DataLoader]:
     warnings.simplefilter("ignore")
     buckets = dcpc.Buckets(TEXT, sizes=[{"seq": n} for n in grid])
     made = dcpc.compile(gpt(), buckets, device=SPLITTING, verify="off", **options)
-    loader = dcpc.DataLoader(DATA, made, tokens_per_step=600, pad=PAD, weight="labels")
+    loader = dcpc.DataLoader(
+        DATA, made, tokens_per_step=600, pad=PAD, weight="labels", pad_to=pad_to
+    )
     return made, loader
 
 
-def epochs(rank: int) -> dict[str, tuple[float, list[int], float]]:
+def epochs(rank: int) -> dict[tuple[str, str], tuple[float, list[int], float]]:
     """Of each grid the largest error, the variants after each epoch, and the share of padding."""
     found = {}
-    for name, grid in GRIDS.items():
-        model, loader = compiled(grid, backend="eager")
+    for name, pad_to in [("4", "longest"), *((name, "bucket") for name in GRIDS)]:
+        model, loader = compiled(GRIDS[name], pad_to, backend="eager")
         alone, worst, variants = gpt(), 0.0, []
         for _ in range(2):
             worst = max(worst, trained(model, loader, alone, DATA).worst)
             variants.append(model.stats().variants)
         stats = loader.stats()
-        found[name] = (worst, variants, stats.padding / (stats.padding + stats.tokens))
+        found[name, pad_to] = (worst, variants, stats.padding_share)
     return found
 
 
@@ -43,10 +47,11 @@ def epochs(rank: int) -> dict[str, tuple[float, list[int], float]]:
 @pytest.mark.multirank
 def test_random_lengths_compile_once_a_degree():
     for found in run_ranks(epochs, 2, timeout_s=240):
-        for buckets, (worst, variants, padding) in found.items():
+        for (buckets, pad_to), (worst, variants, padding) in found.items():
             assert worst < 1e-10
             assert variants == [2, 2], "sp 1 and sp 2, for any number of lengths"
-            assert f"| {buckets} | 2 | {padding:.1%} |" in entry(__file__)
+            how = f'{buckets}, `pad_to="bucket"`' if pad_to == "bucket" else buckets
+            assert f"| {how} | 2 | {padding:.1%} |" in entry(__file__)
 
 
 def graphs(dynamic: bool | None) -> int:
@@ -84,10 +89,14 @@ def test_ranks_compile_by_inductor_each_when_it_first_needs_to():
         assert any(a != b for a, b in counts)
 
 
-def test_a_length_between_buckets_is_padded_by_the_loader_and_refused_by_hand():
+def shapes(loader: dcpc.DataLoader) -> set[int]:
+    return {mb.inputs["labels"].shape[1] for step in loader for mb in step.micro_batches}
+
+
+def test_the_loader_runs_a_length_between_buckets_and_by_hand_it_is_refused():
+    assert shapes(compiled([48, 96], "bucket", backend="eager")[1]) == {48, 96}
     model, loader = compiled([48, 96], backend="eager")
-    shapes = {tuple(mb.inputs["labels"].shape)[1] for s in loader for mb in s.micro_batches}
-    assert shapes == {48, 96}
+    assert shapes(loader) <= {*DATA.lengths}
     ids = torch.arange(47)[None]
     with pytest.raises(DispatchError, match="cut or pad the samples to one, or add these lengths"):
         model(input_ids=ids, labels=ids)
