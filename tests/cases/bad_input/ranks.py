@@ -101,8 +101,14 @@ def _shifted(rank: int) -> list[Any]:
     return samples() if rank == 0 else [*samples()[1:], samples()[0]]
 
 
-def _bad_on_last(changed: Any) -> Any:
-    return lambda rank: samples() if rank == 0 else [{**s, **changed} for s in samples()]
+def _bad_on_last(**values: int) -> Any:
+    """Samples of the same lengths, whose inputs have one value on rank 1."""
+
+    def made(rank: int) -> list[Any]:
+        filled = [{n: torch.full_like(s[n], v) for n, v in values.items()} for s in samples()]
+        return samples() if rank == 0 else filled
+
+    return made
 
 
 def _save(ground: Ground, rank: int) -> None:
@@ -126,8 +132,7 @@ RANKS = (
          _data(lambda rank: None, tokens_per_step=(24, 32))),
     Kind("a loss that is no mean over samples", DataError, _no_mean, late=True),
     Kind("an id beyond the vocabulary on a rank", DataError,
-         _data(_bad_on_last({"ids": torch.full((8,), 17)} | {"labels": torch.zeros(8).long()}),
-               pad={"ids": 0, "labels": -100}, weight="labels")),
+         _data(_bad_on_last(ids=17, labels=0), pad={"ids": 0, "labels": -100}, weight="labels")),
     Kind("a dataset that raises on a rank", DataError,
          _data(lambda rank: samples() if rank == 0 else Fails(samples()))),
     Kind("a sample that is wrong on all ranks", DataError,
