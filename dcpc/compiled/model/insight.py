@@ -39,7 +39,7 @@ class ModelInsight(SavedModel):
         later = {e.verifier: e for e in reversed(self._editions.made_later)}
         more = [e for v, e in reversed(later.items()) if v is not self.verifier]
         text = f"{self.planned.report()}\n{self.verifier.report()}"
-        text += self._tighter.report() + self._dispatch.unpadding_line()
+        text += self._tighter.report() + self._dispatch.unpadding_line() + self._padding_line()
         if self._learned.learns or self.speeds:
             text += speeds_line(self.speeds, self._learned.changes) + "\n"
         text += f"{self.staging}\n" * bool(self.staging)
@@ -88,7 +88,27 @@ class ModelInsight(SavedModel):
         one = len([n for n in self.buckets.names if n != BATCH]) == 1
         chosen = multiple or (_GPU_MULTIPLE if one and self.groups.device.type == "cuda" else 1)
         dispatch = self._dispatch
-        return OwnLengths(dispatch.runs_at, self._seconds_at, dispatch.least_lengths, chosen)
+
+        def runs_at(bucket: Bucket, sizes: Mapping[str, int]) -> bool:
+            return not self._compiled_anew(bucket) and dispatch.runs_at(bucket, sizes)
+
+        return OwnLengths(runs_at, self._seconds_at, dispatch.least_lengths, chosen)
+
+    def _compiled_anew(self, bucket: Bucket) -> str:
+        """Returns the call for which Inductor compiles each length by itself; "": none."""
+        traced = self.planned.by_bucket[bucket].traced
+        calls = (n for n in traced.program.gm.graph.nodes if n.op == "call_function")
+        names = (n.name for n in calls if "adaptive" in str(n.target))
+        return "" if traced.backend == "eager" else next(names, "")
+
+    def _padding_line(self) -> str:
+        found = {b: name for b in self.plans if (name := self._compiled_anew(b))}
+        if not found:
+            return ""
+        return (
+            f"lengths: samples are padded to their buckets, {', '.join(map(str, found))}: Inductor "
+            f"would compile {next(iter(found.values()))} anew for each length\n"
+        )
 
     def _seconds_at(
         self, bucket: Bucket, row: PlanRow, sizes: Mapping[str, int], count: int

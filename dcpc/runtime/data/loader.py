@@ -125,8 +125,8 @@ class DataLoader:
             pad_to: "longest": each sample is padded to the longest one of its micro-batch, which
                 the planner forms of samples of like length. The bucket's degree, placement and
                 recompute run it, within the bucket's memory. Where the model's trace does not hold
-                (`CompiledModel.own_lengths`), in stages, and where `pad` lacks an input, samples are
-                padded to their buckets. "bucket": they always are.
+                (`CompiledModel.own_lengths`), in stages, and where `pad` lacks an input, samples
+                are padded to their buckets. "bucket": they always are.
             pad_to_multiple_of: with "longest", what lengths are rounded up to, as far as the bucket
                 has room. Default: 64 on a GPU where samples have one named dim, else 1.
             pad_to_longer: in mode "auto", short samples may be padded to longer buckets than their

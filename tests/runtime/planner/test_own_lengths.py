@@ -5,9 +5,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
+import dcpc
 from dcpc.buckets import Bucket
 from dcpc.commands.replay import replay
 from dcpc.errors import PlanError
@@ -149,3 +152,23 @@ def test_a_plan_file_without_the_seconds_that_are_asked_for_is_refused(tmp_path)
     file.write_text(json.dumps(data))
     with pytest.raises(PlanError, match="save the plan again"):
         replay(PlanFile.read(file))
+
+
+class Pooled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        return F.adaptive_avg_pool2d(self.mix(x), 2).square().mean()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_lengths_that_inductor_would_compile_one_by_one_are_padded_to_buckets(backend):
+    buckets = dcpc.Buckets({"x": "float32[batch, 3, h, w]"}, [{"h": 20, "w": 30}])
+    compiled = dcpc.compile(Pooled(), buckets, backend=backend, verify="off", memory=1e9)
+    (bucket,), dims = buckets, (("h", 9), ("w", 17))
+    anew = backend == "inductor"
+    assert compiled.own_lengths(None).padded(bucket, dims) == (bucket.shape_key if anew else dims)
+    assert ("anew for each length" in compiled.report()) == anew
+    compiled.close()
