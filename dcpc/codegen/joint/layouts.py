@@ -101,8 +101,8 @@ def _wide_statistics(value: Any) -> Any:
 def as_laid(func: Any, args: Sequence[Any], value: Any) -> Any:
     """Returns the fake result of a call as the device's kernel makes it.
 
-    It has the strides of the CPU's kernel or, if the call is captured for a GPU, the dtypes of the
-    GPU's kernel.
+    It has the strides of the CPU's kernel and, if the call is captured for a GPU, also the dtypes
+    of the GPU's kernel.
 
     Args:
         func: op that was called.

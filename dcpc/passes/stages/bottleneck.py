@@ -48,7 +48,7 @@ def least_bottleneck(costs: CutCosts) -> StageCut | None:
 def _earliest(costs: CutCosts, kind: int, place: int, limit_s: float) -> Integers:
     """Returns the first block of the longest stage that ends at each border, `[blocks + 2]`.
 
-    It is `blocks + 1` where there is none: at border 0 and beyond the end.
+    It is `blocks + 1` where no stage fits, as at border 0 and beyond the end.
     """
     blocks = costs.blocks
     inside = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
