@@ -24,7 +24,7 @@ from dcpc.commands.calibrate.fit import (
 )
 from dcpc.commands.calibrate.links import time_collectives
 from dcpc.commands.calibrate.measure import Bench, Whole
-from dcpc.commands.calibrate.points import choose_points
+from dcpc.commands.calibrate.points import choose_points, trial_point
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import traced
 from dcpc.runtime.groups.groups import Groups
@@ -47,6 +47,7 @@ BUDGET_S = 30.0  # of measuring; tracing comes before it
 APART = frozenset({"matmul", "convolution", "attention", "collective"})
 LINKS = 0.25  # of it for the collectives, where there are ranks
 ROUNDS = 5  # that the budget should suffice for
+TRIAL = 0.05  # of a round for the run that says by how much the data sheet is wrong
 SPARE = 0.8  # of the memory
 
 
@@ -174,12 +175,14 @@ def _measure(
     begin_s = time.perf_counter()
     for number, (buckets, runnable) in enumerate(traces):
         bench = Bench(runnable, partial(_inputs, buckets, example, at), at)
+        limit_s, batched = budget_s / len(traces) / ROUNDS, BATCH in runnable.traced.program.symbols
+        trial = trial_point(buckets.buckets, bench.expected_s, TRIAL * limit_s, batched)
         points = choose_points(
             buckets.buckets,
-            seconds=bench.expected_s,
+            seconds=partial(_expected_s, bench, bench.slowness(trial)),
             fits=partial(_fits, bench),
-            limit_s=budget_s / len(traces) / ROUNDS,
-            batched=BATCH in runnable.traced.program.symbols,
+            limit_s=limit_s,
+            batched=batched,
         )
         wholes += bench.measure(points, begin_s + budget_s * (number + 1) / len(traces))
     return wholes
@@ -187,6 +190,10 @@ def _measure(
 
 def _inputs(buckets: Buckets, example: Example | None, at: torch.device, sizes: Sizes) -> Inputs:
     return {n: t.to(at) for n, t in example_inputs(buckets, sizes, example).items()}
+
+
+def _expected_s(bench: Bench, slowness: float, sizes: Sizes) -> float:
+    return slowness * bench.expected_s(sizes)
 
 
 def _fits(bench: Bench, sizes: Sizes) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from dcpc.buckets import BATCH, Sizes
 from dcpc.commands.calibrate.fit import CURVED, VIEW, TimedCall
-from dcpc.commands.calibrate.points import turning_points
+from dcpc.commands.calibrate.points import shorter_points, turning_points
 from dcpc.commands.calibrate.timed import Timed
 from dcpc.ir import Work
 from dcpc.plan.runnable import Runnable
@@ -150,6 +150,15 @@ class Bench:
         longer = np.maximum(flops / rates, moved / device.memory_bytes_per_s)
         return float((longer + device.launch_s).sum())
 
+    def slowness(self, sizes: Sizes) -> float:
+        """Returns how often a run takes its expected seconds, after one that warms up.
+
+        Args:
+            sizes: batch included.
+        """
+        _, whole_s = [self._run(sizes) for _ in range(2)][-1]
+        return max(sum(whole_s), SHORTEST_S) / self.expected_s(sizes)
+
     def made_bytes(self, sizes: Sizes) -> int:
         """Returns the bytes of all values that a run makes: more than it ever holds."""
         return int((self._made @ self._at(sizes)).sum())
@@ -178,13 +187,16 @@ class Bench:
         return [replace(first, alone=tuple(self._alone(found))), *others]
 
     def _alone(self, points: Sequence[Whole]) -> Iterator[TimedCall]:
-        """Yields the curved classes' calls at lengths between the points'.
+        """Yields the curved classes' calls at lengths between the points', and at shorter ones.
 
         Alone a call finds its operands in the caches. How much longer it takes among the others is
-        known at the points; between two of them it is taken to be the geometric mean.
+        known at the points; between two of them it is taken to be the geometric mean. Sequences of
+        a packed row may be shorter than the shortest point, of whose samples most run at once.
         """
         narrow = min(p.sizes.get(BATCH, 1) for p in points)
         lengths = [p for p in points if p.sizes.get(BATCH, 1) == narrow]
+        shortest = [p for p in points if _length(p) == min(map(_length, points))]
+        widest = max(shortest, key=lambda p: p.sizes.get(BATCH, 1))
         rows = iter(range(len(self._flops)))
         seen = set()
         for i, (timed, node, work) in enumerate(
@@ -199,9 +211,18 @@ class Bench:
             for (low, a), (high, b) in itertools.pairwise(zip(lengths, slower, strict=True)):
                 block = partial(self._block, timed, node)
                 for sizes in turning_points(low.sizes, high.sizes, block):
-                    flops, moved = self._features(sizes)
-                    spent = self._alone_s(timed, node, sizes) * math.sqrt(a * b)
-                    yield _sample(work, float(flops[row]), float(moved[row]), spent)
+                    yield self._one_alone(i, row, sizes, math.sqrt(a * b))
+            for sizes in shorter_points(widest.sizes):
+                whole_s = self._alone_s(timed, node, widest.sizes)
+                yield self._one_alone(i, row, sizes, widest.samples[i].seconds_s / whole_s)
+
+    def _one_alone(self, call: int, row: int, sizes: Sizes, slower: float) -> TimedCall:
+        """Returns a call by itself at some sizes, in as many times the seconds."""
+        flops, moved = self._features(sizes)
+        spent = self._alone_s(self._owners[call], self._calls[call], sizes) * slower
+        work = self._work[call]
+        assert work is not None, "a view is not curved"
+        return _sample(work, float(flops[row]), float(moved[row]), spent)
 
     def _alone_s(self, timed: Timed, node: fx.Node, sizes: Sizes) -> float:
         dims = self._study.local_sizes(sizes)
@@ -251,6 +272,10 @@ class Bench:
         dims = self._study.local_sizes(sizes)
         floats = {name: float(size) for name, size in dims.items()}
         return np.array(self._monomials(*values_of(self._symbols, floats)), dtype=np.float64)
+
+
+def _length(whole: Whole) -> int:
+    return math.prod(size for name, size in whole.sizes.items() if name != BATCH)
 
 
 def _sample(work: Work, flops: float, moved: float, seconds_s: float) -> TimedCall:

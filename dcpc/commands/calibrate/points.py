@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dcpc.buckets import BATCH, Bucket, Sizes
 
 LENGTHS = 4
+SHORTEST = 16  # length that calls are timed at alone
 STEPS = 96  # of the way between two lengths, by the logarithm
 
 
@@ -21,19 +22,19 @@ def choose_points(
     """Returns the sizes to time, batch included, the shortest first.
 
     Four lengths, evenly spread by the logarithm of their elements, at a batch of one; the shorter
-    ones also with as many samples as have half the longest one's elements. A length that takes
-    longer than its share of the limit, or that does not fit, is left out; the shortest is not.
+    ones also with as many samples as have half the longest one's elements. What takes longer than a
+    quarter of the limit, or does not fit, is left out, but the shortest length: each runs twice, as
+    a whole and call by call, and all the others take about as long as the longest length.
 
     Args:
         buckets: of one trace.
-        seconds: predicted of one run.
+        seconds: expected of one run.
         fits: whether the device has the memory for it.
         limit_s: for one run of all of them.
         batched: whether the model has a batch.
     """
-    by_elements = sorted(buckets, key=lambda b: (_elements(b.sizes), b.shape_key))
-    first, *rest = [_at(b, 1, batched) for b in by_elements]
-    share_s = limit_s / (2 * LENGTHS)
+    first, *rest = _ascending(buckets, batched)
+    share_s = limit_s / 4
     able = [first, *(s for s in rest if seconds(s) <= share_s and fits(s))]
     lengths = _spread(able)
     if not batched:
@@ -43,6 +44,34 @@ def choose_points(
     found = [*lengths, *(s for s in wider if seconds(s) <= share_s and fits(s))]
     unique = {tuple(sorted(s.items())): s for s in found}
     return sorted(unique.values(), key=lambda s: (_elements(s), sorted(s.items())))
+
+
+def trial_point(
+    buckets: Iterable[Bucket], seconds: Callable[[Sizes], float], limit_s: float, batched: bool
+) -> dict[str, int]:
+    """Returns the longest length, at a batch of one, that is expected to end in time.
+
+    Args:
+        buckets: of one trace.
+        seconds: expected of one run.
+        limit_s: for one run; the shortest length may take longer.
+        batched: whether the model has a batch.
+    """
+    first, *rest = _ascending(buckets, batched)
+    return [first, *(s for s in rest if seconds(s) <= limit_s)][-1]
+
+
+def shorter_points(sizes: Sizes) -> list[dict[str, int]]:
+    """Returns a half and a quarter of a length, with as many elements; of several dims nothing.
+
+    Args:
+        sizes: batch included.
+    """
+    names = [name for name in sizes if name != BATCH]
+    if len(names) != 1 or BATCH not in sizes:
+        return []
+    length, batch = sizes[names[0]], sizes[BATCH]
+    return [{names[0]: length // n, BATCH: batch * n} for n in (4, 2) if length // n >= SHORTEST]
 
 
 def turning_points(low: Sizes, high: Sizes, kind: Callable[[Sizes], int]) -> list[dict[str, int]]:
@@ -71,6 +100,11 @@ def _spread(points: list[dict[str, int]]) -> list[dict[str, int]]:
     steps = [logs[0] + (logs[-1] - logs[0]) * i / (LENGTHS - 1) for i in range(LENGTHS)]
     nearest = {min(range(len(points)), key=lambda i: abs(logs[i] - at)) for at in steps}
     return [points[i] for i in sorted(nearest)]
+
+
+def _ascending(buckets: Iterable[Bucket], batched: bool) -> list[dict[str, int]]:
+    by_elements = sorted(buckets, key=lambda b: (_elements(b.sizes), b.shape_key))
+    return [_at(b, 1, batched) for b in by_elements]
 
 
 def _at(bucket: Bucket, batch: int, batched: bool) -> dict[str, int]:

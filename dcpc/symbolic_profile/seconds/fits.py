@@ -11,6 +11,10 @@ import torch
 
 from dcpc.ir import Work
 
+# Slope below the first knot at most: FLOPs grow with the square of a length, FLOPs a byte with the
+# length, so this is a call that takes as long however short it is.
+_STEEPEST = -2.0
+
 
 @dataclass(frozen=True, slots=True)
 class CallKind:
@@ -41,7 +45,8 @@ class ClassFit:
         s_per_far_byte: in addition to `s_per_byte`.
         knots: (FLOPs a byte, seconds a FLOP), ascending, in place of all of these but `launch_s`,
             with straight lines between the logarithms: attention's kernel takes larger blocks at
-            longer lengths; () for other classes.
+            longer lengths; below the first the line goes on, where calls take ever more a FLOP;
+            () for other classes.
     """
 
     op_class: str
@@ -65,8 +70,12 @@ class ClassFit:
             far = np.maximum(moved - self.near_bytes, 0.0)
             return flops * self.s_per_flop + moved * self.s_per_byte + far * self.s_per_far_byte
         at, value = np.log(np.array(self.knots).T)
-        intensity = np.maximum(flops, 1.0) / np.maximum(moved, 1.0)
-        return flops * np.exp(np.interp(np.log(intensity), at, value))
+        intensity = np.log(np.maximum(flops, 1.0) / np.maximum(moved, 1.0))
+        rate = np.interp(intensity, at, value)
+        if len(at) > 1:
+            slope = (value[1] - value[0]) / (at[1] - at[0])
+            rate += np.clip(slope, _STEEPEST, 0.0) * np.minimum(intensity - at[0], 0.0)
+        return flops * np.exp(rate)
 
 
 @dataclass(frozen=True, slots=True)

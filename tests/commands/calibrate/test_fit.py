@@ -18,6 +18,7 @@ from dcpc.commands.calibrate.fit import (
     product_rates,
 )
 from dcpc.commands.calibrate.measure import Whole
+from dcpc.symbolic_profile import ClassFit
 
 LAUNCH_S, PER_FLOP, PER_BYTE = 5e-6, 1e-11, 2e-10
 
@@ -96,6 +97,17 @@ def test_curve_passes_through_its_points_and_between_them():
     middle = fit.busy_s(10**1.5 * 1e6, 1e6) / (10**1.5 * 1e6)
     assert middle == pytest.approx(2e-11)  # the geometric mean
     assert fit.busy_s(1e9, 1e6) == pytest.approx(1e9 * 1e-11)  # no rate is made up beyond
+
+
+def test_below_its_first_point_a_curve_goes_on_as_it_begins_up_to_a_constant():
+    def curved(ratio):
+        knots = ((10.0, ratio * 1e-11), (20.0, 1e-11))
+        return ClassFit("attention", True, torch.float32, 0.0, knots=knots)
+
+    assert curved(2.0).busy_s(5.0, 1.0) == pytest.approx(5.0 * 4e-11)
+    # A half as long one has a quarter of the FLOPs, and takes as long.
+    assert curved(9.0).busy_s(25.0, 5.0) == pytest.approx(curved(9.0).busy_s(100.0, 10.0))
+    assert curved(0.5).busy_s(5.0, 1.0) == pytest.approx(5.0 * 0.5e-11)
 
 
 def test_views_are_shared_out_over_their_direction():

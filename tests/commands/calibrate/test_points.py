@@ -1,7 +1,12 @@
 """Which sizes are timed."""
 
 from dcpc.buckets import Bucket
-from dcpc.commands.calibrate.points import choose_points, turning_points
+from dcpc.commands.calibrate.points import (
+    choose_points,
+    shorter_points,
+    trial_point,
+    turning_points,
+)
 
 LENGTHS = [Bucket.of({"seq": n}) for n in (512, 64, 128, 256, 1024, 2048, 4096)]
 
@@ -20,7 +25,23 @@ def test_lengths_over_the_whole_range_and_wider_short_ones():
 
 def test_what_takes_longer_than_its_share_is_left_out():
     found = chosen(seconds=lambda s: s["batch"] * s["seq"] / 600)
-    assert max(p["seq"] * p["batch"] for p in found) == 512
+    assert max(p["seq"] * p["batch"] for p in found) == 1024
+
+
+def test_trial_is_the_longest_that_ends_in_time_or_else_the_shortest():
+    def seconds(sizes):
+        return sizes["batch"] * sizes["seq"] / 600
+
+    assert trial_point(LENGTHS, seconds, 1.0, True) == {"seq": 512, "batch": 1}
+    assert trial_point(LENGTHS, seconds, 0.01, True) == {"seq": 64, "batch": 1}
+
+
+def test_shorter_sequences_have_as_many_tokens():
+    assert shorter_points({"seq": 64, "batch": 8}) == [
+        {"seq": 16, "batch": 32}, {"seq": 32, "batch": 16},
+    ]  # fmt: skip
+    assert shorter_points({"seq": 32, "batch": 8}) == [{"seq": 16, "batch": 16}]
+    assert shorter_points({"height": 32, "width": 32, "batch": 8}) == []
 
 
 def test_shortest_stays_whatever_it_takes():

@@ -221,3 +221,10 @@ def test_aligned_groups_stay_aligned():
     plan, rows = evolved(drawn(2), 30, table)
     check(drawn(2), table, plan, rows)
     assert all(mb.ranks[0] % mb.sp == 0 for mb in plan.micro_batches)
+
+
+def test_rows_that_differ_by_rounding_are_one_bin_of_a_degree():
+    table = table_of([210, 420, 830, 1650], [1, 2, 4, 8], 8)
+    every, worth_having = PackedPrices(lengths_of()).kinds(table, range(4))
+    assert len(every) == 4 + 3 + 2 + 1
+    assert [kind.degree for kind in worth_having] == [1, 2, 4, 8]

@@ -27,6 +27,8 @@ Bools = npt.NDArray[np.bool_]
 _LONG, _MOST_LONG = 0.25, 140
 # The shorter share of a batch whose cheapest degree is that of the others.
 _SHORT = 0.9
+# Seconds that differ by less than this share are alike: curves are of other lengths in each bucket.
+_ALIKE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,8 @@ def _covers(other: BinKind, kind: BinKind) -> bool:
         other.degree == kind.degree
         and other.room >= kind.room
         and other.tokens >= kind.tokens
-        and other.fixed_s <= kind.fixed_s
-        and bool((other.load_s(at) <= kind.load_s(at)).all())
+        and other.fixed_s <= kind.fixed_s * (1 + _ALIKE)
+        and bool((other.load_s(at) <= kind.load_s(at) * (1 + _ALIKE)).all())
     )
 
 
