@@ -27,10 +27,10 @@ from torch.utils.flop_counter import flop_registry
 import dcpc
 from benchmarks.harness import Cell, parser, print_table, write_report
 from benchmarks.unpad_flattened import flattened_call, flattened_error, llama
-from benchmarks.unpad_t5 import INPUTS as T5_INPUTS
-from benchmarks.unpad_t5 import batch_of as t5_batch
-from benchmarks.unpad_t5 import t5
 from dcpc.commands.check import gradient_errors, loss_error, plain
+from tests.cases.unpad_t5 import INPUTS as T5_INPUTS
+from tests.cases.unpad_t5 import batch_of as t5_batch
+from tests.cases.unpad_t5 import t5
 
 INPUTS = {
     "input_ids": "int64[batch, seq]",

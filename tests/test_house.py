@@ -8,16 +8,16 @@ HOUSE = House()
 MOST = {
     "lines in dcpc/": 78_000,
     "lines in benchmarks/": 9_000,
-    "methods of CompiledModel": 52,
-    "methods of PipelinedModel": 58,
+    "methods of CompiledModel": 54,
+    "methods of PipelinedModel": 60,
     "functions > 50 lines": 24,
     "functions of >= 9 parameters": 10,
     "classes > 12 methods": 32,
     "class names that differ by an underscore": 24,
     "class names that differ by a plural": 16,
     "file names that repeat": 46,
-    'docstrings whose first sentence needs "what"': 745,
-    'argument texts that begin with "of"': 572,
+    'docstrings whose first sentence needs "what"': 480,
+    'argument texts that begin with "of"': 390,
 }
 
 

@@ -6,9 +6,9 @@ import transformers
 
 from benchmarks.unpad import TINY, batch_of, compiled, lengths_of
 from benchmarks.unpad_flattened import flattened, flattened_error, llama
-from benchmarks.unpad_t5 import INPUTS, t5
-from benchmarks.unpad_t5 import batch_of as t5_batch
 from tests.cases.exactness import plain
+from tests.cases.unpad_t5 import INPUTS, t5
+from tests.cases.unpad_t5 import batch_of as t5_batch
 
 
 def small() -> torch.nn.Module:
