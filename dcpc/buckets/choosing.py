@@ -62,11 +62,11 @@ def sizes_for(
     """Returns the sizes of buckets for samples of these lengths, as `Buckets.from_lengths` has it.
 
     Args:
-        names: dims, `batch` left out.
+        names: named dims, without `batch`.
         lengths: one entry a sample.
         count: most buckets.
         padding: share of the cost that padding may be.
-        multiple_of: what sizes are multiples of.
+        multiple_of: number that sizes are rounded up to a multiple of; for all dims, or by name.
         seconds: cost of one sample; None: the product of its lengths.
 
     Raises:
@@ -110,12 +110,12 @@ def _check_choice(count: object, padding: object) -> None:
 
 
 def counted(lengths: object, names: Sequence[str]) -> Counter[Shape]:
-    """Returns the samples of each shape.
+    """Returns shape -> number of samples.
 
     Args:
         lengths: one entry a sample: an integer where there is one dim, else the length of each dim
             by its name; or a dataset with `dims(i)`.
-        names: of the dims.
+        names: names of the dims.
 
     Raises:
         BucketError: there are no samples, or an entry is something else.
@@ -164,10 +164,10 @@ def best_shapes(
 
     Args:
         counts: samples of each shape.
-        steps: what the sizes of each dim are multiples of.
+        steps: for each dim, the number that its sizes are multiples of.
         count: most buckets; None: as many as `padding` needs.
-        padding: share of the cost that padding may be; the fewest buckets that keep it are taken.
-            None: as many buckets as `count` allows.
+        padding: largest share of the cost that padding may be; the fewest buckets that keep it are
+            taken. None: as many buckets as `count` allows.
         cost: cost of one sample of a shape; it grows with each dim.
     """
     several = len(steps) > 1
@@ -196,13 +196,13 @@ def _chosen(
 
 
 def padded_cost(counts: Mapping[Shape, int], shapes: Sequence[Shape], cost: Cost) -> float:
-    """Returns what all samples cost, each padded to the cheapest bucket that holds it."""
+    """Returns the cost of all samples, each padded to the cheapest bucket that holds it."""
     each = [cost(home) for home in _homes(counts, shapes, cost)]
     return sum(n * one for n, one in zip(counts.values(), each, strict=True))
 
 
 def _homes(counts: Mapping[Shape, int], shapes: Sequence[Shape], cost: Cost) -> list[Shape]:
-    """The cheapest bucket with room for each shape, of those with the same dims of 1 if it can."""
+    """Returns each shape's cheapest bucket with room, if possible one with the same dims of 1."""
     by_cost = sorted(shapes, key=cost)
     sizes, samples = np.array(by_cost), np.array(list(counts))
     room = (samples[:, None] <= sizes).all(axis=-1)
@@ -213,12 +213,12 @@ def _homes(counts: Mapping[Shape, int], shapes: Sequence[Shape], cost: Cost) -> 
 
 
 def _ones(shape: Shape) -> Shape:
-    """The places of the dims of 1, where there are several dims."""
+    """Returns the indices of dims of size 1, where there are several dims."""
     return tuple(i for i, n in enumerate(shape) if n == 1 and len(shape) > 1)
 
 
 def _cut(counts: Mapping[Shape, int], cost: Cost) -> list[list[Shape]]:
-    """The best 1, 2, 3, ... buckets of one dim."""
+    """Returns the best 1, 2, 3, ... buckets of one dim."""
     lengths = sorted(n for (n,) in counts)
     kept = lengths
     if len(lengths) > _MOST_LENGTHS:  # far apart for long lengths, whose padding is a small share
@@ -246,7 +246,7 @@ def _cut(counts: Mapping[Shape, int], cost: Cost) -> list[list[Shape]]:
 
 
 def _cuts(before: Sequence[npt.NDArray[np.int64]], last: int) -> list[int]:
-    """The largest length of each bucket, by its place."""
+    """Returns the index of each bucket's largest length."""
     found = [last]
     for step in reversed(before):
         found.append(int(step[found[-1]]))
@@ -254,7 +254,7 @@ def _cuts(before: Sequence[npt.NDArray[np.int64]], last: int) -> list[int]:
 
 
 def _merged(counts: Mapping[Shape, int], cost: Cost) -> list[list[Shape]]:
-    """Buckets of several dims: as few as there may be, then one more at a time."""
+    """Returns buckets of several dims: the fewest possible, then one more at a time."""
     members = _coarse(counts)
     costs = {shape: cost(shape) for shape in members}
 
@@ -303,7 +303,7 @@ def _coarse(counts: Mapping[Shape, int]) -> dict[Shape, int]:
 
 
 def _grid(counts: Mapping[Shape, int], dim: int, sizes: int) -> list[int]:
-    """The best so many sizes of one dim by itself, and 1 where it occurs."""
+    """Returns the best `sizes` sizes of one dim alone, and 1 where it occurs."""
     of_dim: Counter[Shape] = Counter()
     for shape, n in counts.items():
         of_dim[shape[dim],] += n
@@ -317,7 +317,7 @@ def _union(a: Shape, b: Shape) -> Shape:
 
 
 def _shrunk(counts: Mapping[Shape, int], shapes: Sequence[Shape], cost: Cost) -> list[Shape]:
-    """Buckets no larger than what goes to each of them."""
+    """Returns the buckets shrunk to the largest sample assigned to each."""
     while True:
         held: dict[Shape, Shape] = {}
         for shape, home in zip(counts, _homes(counts, shapes, cost), strict=True):

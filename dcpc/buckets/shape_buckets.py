@@ -40,7 +40,7 @@ MAX_BATCH = 1 << 16
 
 
 def ones_of(sizes: Mapping[str, int]) -> frozenset[str]:
-    """Returns which dims are 1, `batch` apart: buckets that differ in it need different traces."""
+    """Returns the dims of size 1, without `batch`; buckets that differ in them share no trace."""
     return frozenset(name for name, size in sizes.items() if size == 1 and name != BATCH)
 
 
@@ -128,7 +128,8 @@ class Buckets:
             count: most buckets.
             padding: share of the cost that padding may be, above 0 and below 1: the fewest buckets
                 that keep it are taken. Default: 0.03, where `count` is not given either.
-            multiple_of: what sizes are multiples of; a number for all dims, or one by name.
+            multiple_of: number that sizes are rounded up to a multiple of; for all dims, or by
+                name.
             seconds: cost of one sample of some sizes, such as a profile's seconds; it grows with
                 each length. Default: the product of the lengths, in tokens.
 
@@ -160,7 +161,7 @@ class Buckets:
         return buckets
 
     def to_yaml(self, file: str | Path | None = None) -> str:
-        """Returns the declaration as YAML that `from_yaml` reads, and writes it if told where."""
+        """Returns the declaration as YAML for `from_yaml`, and writes it to `file` if given."""
         data = {
             "inputs": {name: str(spec) for name, spec in self.inputs.items()},
             "sizes": [bucket.sizes for bucket in self.buckets],
@@ -193,7 +194,7 @@ class Buckets:
         return min(sizes), max(sizes)
 
     def by_ones(self) -> dict[frozenset[str], "Buckets"]:
-        """Returns the buckets by which of their dims are 1, `batch` apart: what needs own traces.
+        """Returns the buckets grouped by their dims of size 1 (without `batch`): one trace a group.
 
         A model may run other code where a dim is 1 (an image is a video of one frame), and torch
         takes a size of 1 for a constant.

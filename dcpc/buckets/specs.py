@@ -108,7 +108,7 @@ class InputSpec:
     Attributes:
         dtype: element type.
         dims: size of each dim.
-        learns: whether it gets a gradient, as what another module made.
+        learns: whether the input receives a gradient, as the output of another module.
     """
 
     dtype: torch.dtype
@@ -119,7 +119,7 @@ class InputSpec:
     def parse(cls, text: str) -> Self:
         """Returns the spec that a text such as `int64[batch, seq]` or `float32[]` stands for.
 
-        Of `float32[batch, seq, 64] requires_grad` the input has a gradient.
+        With `float32[batch, seq, 64] requires_grad` the input receives a gradient.
 
         Raises:
             BucketError: the text is not of this grammar, names no dtype of torch, or one that has

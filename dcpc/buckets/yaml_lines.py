@@ -1,4 +1,4 @@
-"""YAML read as plain data together with the line of every field, so that errors can name it."""
+"""Reads YAML as plain data together with the line of every field, so that errors can name it."""
 
 import reprlib
 from dataclasses import dataclass
@@ -78,12 +78,12 @@ def read_yaml(file: str | Path, error: type[DcpcError]) -> LinedYaml:
 
 
 def path_of(file: object, error: type[DcpcError], what: str) -> Path:
-    """Returns a path that the operating system can be asked for.
+    """Returns a valid file path.
 
     Args:
-        file: as a user gave it.
+        file: value that a user gave.
         error: class to raise.
-        what: it is, for the error.
+        what: name of the file in the error text.
 
     Raises:
         DcpcError: of class `error`; it is no path, or one that no file can have.

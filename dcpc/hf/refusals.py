@@ -1,4 +1,4 @@
-"""What of a Trainer does not go with dcpc, each with the reason and the way out."""
+"""Refuses settings of a Trainer that dcpc cannot honour, each with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LAYERWISE = ("lomo", "adalomo")
 
 
 def refuse(trainer: Any, compile_options: Mapping[str, Any]) -> None:
-    """Refuses what dcpc would train otherwise than the Trainer does.
+    """Refuses settings with which dcpc would train differently than the Trainer.
 
     Args:
-        trainer: with its arguments, model and data.
-        compile_options: for `dcpc.compile`.
+        trainer: Trainer with its arguments, model and data.
+        compile_options: keyword arguments of `dcpc.compile`.
 
     Raises:
         PlanError: a setting is refused; all of them are named.
@@ -39,7 +39,7 @@ def refuse(trainer: Any, compile_options: Mapping[str, Any]) -> None:
 
 
 def _arguments(args: Any) -> Iterator[str]:
-    """Yields the reasons against training arguments."""
+    """Yields a text for each training argument that is refused."""
     if args.fp16:
         yield (
             "got fp16=True; expected bf16 or neither: backward runs inside of a step, before a "
@@ -83,7 +83,7 @@ def _arguments(args: Any) -> Iterator[str]:
 
 
 def _losses(trainer: Any) -> Iterator[str]:
-    """Yields the reasons against losses that are not the model's own."""
+    """Yields a text for each loss that is not the model's own."""
     reason = "dcpc compiles the loss that the model's forward returns"
     if trainer.args.label_smoothing_factor:
         yield (
@@ -114,7 +114,7 @@ def _losses(trainer: Any) -> Iterator[str]:
 
 
 def _parallel(trainer: Any) -> Iterator[str]:
-    """Yields the reasons against other ways to use several devices."""
+    """Yields a text for each other parallelism that is in use."""
     args = trainer.args
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or args.fsdp:
         yield (

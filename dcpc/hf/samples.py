@@ -1,4 +1,4 @@
-"""The Trainer's data set as the loader wants it: one tensor for each input, without `batch`."""
+"""The Trainer's data set as the loader reads it: a tensor for each input, without `batch`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class CollatedSamples:
         """Loads nothing yet.
 
         Args:
-            records: the data set.
-            collate: a list of samples -> input name -> tensor with a batch dim.
-            inputs: those that are taken, with their specs; the rest is left out.
-            accepted: further names that the model's forward takes: none may be lost.
-            maskless: padding at the end changes nothing where no mask is given, as in causal
-                models whose loss ignores it.
+            records: data set of the Trainer.
+            collate: function from a list of samples to input name -> tensor with a batch dim.
+            inputs: spec of each input to keep; others are dropped.
+            accepted: further names that the model's forward accepts: dropping one is an error.
+            maskless: whether padding at the end is harmless without a mask, as in causal models
+                whose loss ignores it.
         """
         self.records = records
         self._collate = collate
@@ -104,14 +104,14 @@ class CollatedSamples:
 
 
 def accelerates_order(samples: int, seed: int, epoch: int) -> list[int]:
-    """Returns the samples as the Trainer's own sampler shuffles them, so that steps are the same.
+    """Returns the samples in the order of the Trainer's own shuffling sampler.
 
     Source: accelerate's `SeedableRandomSampler`, which the Trainer uses by default.
 
     Args:
-        samples: how many there are.
+        samples: number of samples.
         seed: the Trainer's `data_seed`, or its `seed`.
-        epoch: from 0 on.
+        epoch: epoch, from 0.
     """
     generator = torch.Generator().manual_seed(seed + epoch)
     order: list[int] = torch.randperm(samples, generator=generator).tolist()

@@ -27,10 +27,10 @@ class StepStream(IterableDataset[Batch]):
     """
 
     def __init__(self, loader: steps_loader.DataLoader, main_input: str) -> None:
-        """Takes the steps of a loader.
+        """Stores the loader; loads nothing yet.
 
         Args:
-            loader: of the compiled model.
+            loader: loader of the compiled model.
             main_input: name of the input that tokens are counted by.
         """
         self.loader = loader
@@ -39,9 +39,9 @@ class StepStream(IterableDataset[Batch]):
         self._running: Generator[Step, None, None] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yields the steps of an epoch; where it was resumed, something to skip for each one done.
+        """Yields an epoch's steps; after a resume first an empty batch for each step already done.
 
-        accelerate's `skip_first_batches` drops those from the front.
+        accelerate's `skip_first_batches` drops these empty batches.
         """
         self.close()
         skipped, self.skipped = self.skipped, 0
@@ -53,7 +53,7 @@ class StepStream(IterableDataset[Batch]):
                 yield self._batch(step)
 
     def close(self) -> None:
-        """Ends the epoch that runs: its thread, and what it waits for."""
+        """Ends the running epoch and its thread."""
         running, self._running = self._running, None
         if running is not None:
             running.close()
@@ -72,7 +72,7 @@ class StepStream(IterableDataset[Batch]):
 
 
 class StepLoader(DataLoader[Batch]):
-    """What `get_train_dataloader` returns."""
+    """The Trainer's training dataloader: a batch is a whole optimizer step."""
 
     def __init__(self, stream: StepStream) -> None:
         """Takes batches as they are."""
@@ -102,14 +102,14 @@ class StepLoader(DataLoader[Batch]):
         return f"{loader.tokens_per_step} tokens"
 
     def resume(self, saved: dict[str, Any], skip: bool) -> tuple[int, int]:
-        """Goes to where a checkpoint was taken; returns its epoch and the steps done in it.
+        """Moves to the position of a checkpoint; returns its epoch and the steps done in it.
 
         Args:
-            saved: what `LoaderState` wrote.
-            skip: continue within the epoch; else at its beginning.
+            saved: dict that `LoaderState` saved.
+            skip: whether to continue within the epoch; else at its beginning.
 
         Raises:
-            DataError: its steps have another size, or it is of another data set.
+            DataError: the checkpoint's steps have another size, or its data set differs.
         """
         if saved["size"] != self.size():
             raise DataError(
@@ -129,10 +129,10 @@ class StepLoader(DataLoader[Batch]):
 
 
 class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Writes where the loader is into each checkpoint's `trainer_state.json`.
+    """Saves the loader's position in each checkpoint's `trainer_state.json`.
 
     Attributes:
-        loader: of the training that runs; None before.
+        loader: loader of the running training; None before.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 def saved_in(state: Any) -> dict[str, Any] | None:
-    """Returns what `LoaderState` wrote into a checkpoint; None: another Trainer made it.
+    """Returns the dict that `LoaderState` saved; None: the checkpoint has none.
 
     Args:
         state: the `TrainerState`, which is given room for the next one.

@@ -50,7 +50,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     Attributes:
         buckets: the inputs and lengths to compile for, or the file with them.
         compile_options: further arguments of `dcpc.compile`, such as `{"memory": 80e9}`.
-        loader_options: of `dcpc.DataLoader`, such as `{"tokens_per_step": 65536}`.
+        loader_options: keyword arguments of `dcpc.DataLoader`, such as `{"tokens_per_step":
+            65536}`.
         compiled: the compiled model, from the first training on.
     """
 
@@ -68,14 +69,14 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         loader_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Makes the Trainer, and refuses what does not go with dcpc.
+        """Creates the Trainer, and refuses settings that dcpc cannot honour.
 
         Args:
-            args: of the Trainer.
-            buckets: default: the class's.
-            compile_options: default: the class's.
-            loader_options: default: the class's.
-            kwargs: of the Trainer.
+            args: positional arguments of the Trainer.
+            buckets: buckets or their file; default: the class's.
+            compile_options: keyword arguments of `dcpc.compile`; default: the class's.
+            loader_options: keyword arguments of `dcpc.DataLoader`; default: the class's.
+            kwargs: keyword arguments of the Trainer.
 
         Raises:
             PlanError: there are no buckets, or a setting is refused.
@@ -168,7 +169,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         return CollatedSamples(records, collate, given, taken - made, shifts)
 
     def _loader_arguments(self) -> dict[str, Any]:
-        """Returns the loader's arguments: those given, and what the Trainer's arguments say."""
+        """Returns the loader's arguments: `loader_options`, then those of the Trainer."""
         args, found = self.args, dict(self.loader_options)
         if "tokens_per_step" not in found:
             a_step = args.train_batch_size * args.world_size * self._accumulated
@@ -184,13 +185,13 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         return found
 
     def _weight(self) -> Weight:
-        """Returns what the model's loss is a mean over."""
+        """Returns the sample weight that the model's loss averages over: labels, or samples."""
         if _LABELS not in self._given():
             return SAMPLES
         return CountLabels(_LABELS, shift=int(self._loss_shifts_labels))
 
     def _pad(self) -> dict[str, int]:
-        """Returns what fills up each input of integers."""
+        """Returns the padding value of each integer input."""
         token = getattr(self.processing_class, "pad_token_id", None) or 0
         known = {"input_ids": token, _LABELS: -100, MASK: 0}
         return {name: known.get(name, 0) for name in self._given()}
@@ -231,13 +232,13 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Returns the loss of a batch, and with `return_outputs` what forward returns besides it.
+        """Returns the loss of a batch, with `return_outputs` also the model's other outputs.
 
         Steps do not come here; evaluation does, with the plain model.
 
         Args:
-            model: the compiled one, which takes inputs of the buckets, or the plain one.
-            inputs: of the batch, by name.
+            model: compiled model, which takes inputs of the buckets, or the plain one.
+            inputs: input name -> tensor.
             return_outputs: whether `(loss, outputs)` is wanted, each tensor whole on every rank.
             num_items_in_batch: None for the compiled model, whose loss is a mean over the batch.
         """

@@ -44,7 +44,7 @@ from dcpc.runtime.groups.groups import Groups
 
 LOG = logging.getLogger("dcpc")
 _STATE = "state.pt"
-# What becomes of a folder without a checkpoint.
+# Values of `missing=`: the action for a folder without a checkpoint.
 MISSING = ("error", "start")
 
 
@@ -62,7 +62,7 @@ class Checkpoints:
     def save(
         self, directory: Path, step: int, parts: Parts, extra: Any, *, keep: int, wait: bool
     ) -> Saving:
-        """Returns what writes a checkpoint; see `CompiledModel.save`."""
+        """Starts to write a checkpoint, and returns its handle; see `CompiledModel.save`."""
         problem: DcpcError | None = None
         state: dict[str, Any] = {}
         small: dict[str, Any] = {}
@@ -116,17 +116,17 @@ class Checkpoints:
             group["params"] = [*dict.fromkeys(name for mine in names for name in mine)]
 
     def wait(self) -> None:
-        """Returns once what was saved last is whole.
+        """Waits until the last checkpoint is written.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         last, self._last = self._last, None
         if last is not None:
             last.wait()
 
     def _small(self, parts: Parts, step: int, extra: Any) -> dict[str, Any]:
-        """Returns the state that is no model's and no optimizer's."""
+        """Returns the state beside the tensors: loader, scheduler, step and `extra`."""
         found = {name: part.state_dict() for name, part in parts.small().items()}
         found |= {"step": step, "extra": extra}
         for name, value in found.items():
@@ -171,7 +171,7 @@ class Checkpoints:
     # --------------------------------------------------------------------------------------- load
 
     def load(self, directory: Path, parts: Parts, missing: str) -> Checkpoint:
-        """Returns what a checkpoint has that has no part; see `CompiledModel.load`."""
+        """Loads the newest whole checkpoint; see `CompiledModel.load`."""
         problem: DcpcError | None = None
         listed: list[Path] = []
         try:
@@ -210,10 +210,10 @@ class Checkpoints:
         return Checkpoint(manifest["step"], small["extra"], folder)
 
     def _newest(self, directory: Path, listed: list[Path]) -> tuple[Path | None, dict[str, Any]]:
-        """Returns the newest checkpoint that is whole, and what it holds.
+        """Returns the folder and the manifest of the newest whole checkpoint.
 
         Raises:
-            CheckpointError: there are some and all are damaged.
+            CheckpointError: checkpoints exist, and all are damaged.
         """
         faults: list[str] = []
         for name in self._told([str(folder) for folder in listed]):
@@ -238,10 +238,11 @@ class Checkpoints:
         return None, {}
 
     def _started(self, directory: Path, listed: list[Path], missing: str) -> Checkpoint:
-        """Returns what training starts from where rank 0 sees no checkpoint.
+        """Returns an empty checkpoint, to start at step 0, where rank 0 sees no checkpoint.
 
         Raises:
-            CheckpointError: on every rank: it is not to start, or another rank sees a checkpoint.
+            CheckpointError: raised on every rank: `missing` is "error", or another rank sees a
+                checkpoint.
         """
         named = f"load({str(directory)!r})"
         seen = self._from_all(listed[0].name if listed else "")
@@ -319,7 +320,7 @@ class Checkpoints:
 
 
 def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
-    """Returns what a checkpoint holds, and what is wrong with it, or ""."""
+    """Returns the manifest of a checkpoint, and its fault or ""."""
     try:
         return read_manifest(folder), ""
     except CheckpointError as e:

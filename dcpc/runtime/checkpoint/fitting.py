@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this model and optimizer, and what its tensors are read into."""
+"""Checks that a checkpoint fits this model and optimizer, and allocates targets for its tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROUP = ("optimizer", "param_groups")
 def fitting(
     tensors: Any, folder: Path, parts: Parts, manifest: Mapping[str, Any], small: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns what tensors are read into, by name.
+    """Returns name -> tensor that the checkpoint's tensor is read into.
 
     Raises:
         CheckpointError: the checkpoint is of another model or optimizer, or lacks a part.
@@ -55,7 +55,7 @@ def nested(tensors: Any, table: Mapping[str, Any], values: Mapping[str, Any]) ->
 def _of_optimizer(
     tensors: Any, folder: Path, parts: Parts, optimizer: Optimizer, manifest: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns what the optimizer's tensors are read into; its groups are read already.
+    """Returns name -> target for the optimizer's state; its groups are already read.
 
     Raises:
         CheckpointError: the checkpoint is of another optimizer.
@@ -86,7 +86,7 @@ def _of_optimizer(
 def _other_model(
     own: Mapping[str, Any], saved: Mapping[str, Any], dtype_of: Callable[[Any], Any]
 ) -> str:
-    """Returns in what a saved model differs from this one, or ""."""
+    """Returns the first difference between a saved model and this one, or ""."""
     if other := sorted({*own} ^ {*saved}):
         whose = "not saved" if other[0] in own else "saved alone"
         more = f" and {len(other) - 1} more" * (len(other) > 1)

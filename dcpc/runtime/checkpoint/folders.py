@@ -31,12 +31,12 @@ _FIELDS = {"format", "step", "world", "parameters", "optimizer", "files", "tenso
 
 
 def final_folder(directory: Path, step: int) -> Path:
-    """Returns where the checkpoint of a step is once it is whole."""
+    """Returns the path of a step's checkpoint after it is complete."""
     return directory / f"step-{step:08d}"
 
 
 def unfinished_folder(directory: Path, step: int) -> Path:
-    """Returns where the checkpoint of a step is written."""
+    """Returns the path of a step's checkpoint while it is written."""
     return directory / f".step-{step:08d}-tmp"
 
 
@@ -61,10 +61,10 @@ def found_in(directory: Path) -> list[Path]:
 
 
 def in_place_of_one(directory: Path) -> tuple[str, bool]:
-    """Returns what is found in place of a folder with checkpoints, and whether one may be made.
+    """Returns a description of a place without checkpoints, and whether one may be created there.
 
     Args:
-        directory: that is not there, or has no checkpoint in it.
+        directory: folder that does not exist, or has no checkpoint in it.
     """
     if (directory / MANIFEST).is_file():
         return f"a checkpoint, which {str(directory.parent)!r} holds", False
@@ -93,10 +93,10 @@ def _with_newest(entry: Path) -> str:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Returns a new empty folder for the checkpoint of a step; what crashes have left is removed.
+    """Creates an empty folder for a step's checkpoint, and removes leftovers of crashes.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for entry in list(directory.iterdir()):
@@ -108,7 +108,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def publish(directory: Path, step: int) -> None:
-    """Gives a folder that is whole its name, in place of another of that step."""
+    """Renames a complete folder to its final name, in place of an older checkpoint of that step."""
     made, final = unfinished_folder(directory, step), final_folder(directory, step)
     old = directory / f".step-{step:08d}-old"
     _sync(made)
@@ -121,13 +121,13 @@ def publish(directory: Path, step: int) -> None:
 
 
 def prune(directory: Path, step: int, keep: int, damaged: Collection[Path]) -> None:
-    """Removes the oldest whole checkpoints up to that of a step, but the last `keep`.
+    """Removes old whole checkpoints up to a step, except the newest `keep`.
 
     Args:
-        directory: with the checkpoints.
-        step: of the one written last, which stays.
-        keep: how many stay.
-        damaged: do not count and stay, as they were found to be.
+        directory: folder of the checkpoints.
+        step: step of the checkpoint written last, which stays.
+        keep: number of checkpoints that stay.
+        damaged: damaged checkpoints: they are not counted, and stay.
     """
     whole = []
     for folder in found_in(directory):
@@ -162,17 +162,17 @@ def write_bytes(file: Path, content: bytes) -> None:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes what a checkpoint holds, with a checksum of that."""
+    """Writes the manifest of a checkpoint, with a checksum of its content."""
     text = _canonical(content)
     whole = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": content}
     write_bytes(folder / MANIFEST, _canonical(whole).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns what a checkpoint holds.
+    """Returns the manifest of a checkpoint, checked against its checksum.
 
     Raises:
-        CheckpointError: the file is not there or damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
     try:
         read = json.loads((folder / MANIFEST).read_bytes())
@@ -192,12 +192,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def fault_of(folder: Path, files: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Returns what is wrong with the first of some files that is not as it was written, or "".
+    """Returns the fault of the first changed file, or "" where all are as written.
 
     Args:
-        folder: of a checkpoint.
-        files: each one's size and SHA-256, as in its manifest.
-        names: of those that are read.
+        folder: folder of a checkpoint.
+        files: file name -> size and SHA-256, from the manifest.
+        names: names of the files to check.
     """
     for name in names:
         expected = files[name]

@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of its parameters, as torch.distributed.checkpoint has it."""
+"""Optimizer state keyed by parameter names, as torch.distributed.checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dcpc.errors import CheckpointError
 
 
 def names_in(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Returns the names of each group's parameters; not of one without elements or a name.
+    """Returns the parameter names of each group, without empty parameters that have no name.
 
-    A pipeline's stage that trains nothing has such a one.
+    A pipeline stage that trains nothing has one such empty parameter.
 
     Args:
-        optimizer: of some parameters.
-        parameters: of the compiled model, by name.
+        optimizer: optimizer of some of the parameters.
+        parameters: name -> parameter of the compiled model.
 
     Raises:
-        CheckpointError: one is not the compiled model's.
+        CheckpointError: a parameter is not the compiled model's.
     """
     names = {id(p): name for name, p in parameters.items()}
     for n, group in enumerate(optimizer.param_groups):
@@ -36,11 +36,11 @@ def names_in(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> li
 
 
 def by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Returns an optimizer's state with names in place of numbers.
+    """Returns an optimizer's state keyed by parameter names instead of numbers.
 
     Raises:
-        CheckpointError: a parameter is not the compiled model's, or the state has keys that are no
-            texts.
+        CheckpointError: a parameter is not the compiled model's, or the state has a key that is no
+            text.
     """
     names, own = names_in(optimizer, parameters), optimizer.state_dict()
     numbered = dict(_numbered(optimizer, own, parameters))
@@ -60,7 +60,7 @@ def by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dic
 def by_number(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns what an optimizer loads: the reverse of `by_name`."""
+    """Returns a state dict for `Optimizer.load_state_dict`: the reverse of `by_name`."""
     own = optimizer.state_dict()
     numbers = {name: n for n, name in _numbered(optimizer, own, parameters)}
     state = {numbers.get(key, key): value for key, value in named.get("state", {}).items()}
@@ -75,13 +75,13 @@ def misfit(
     named: Mapping[str, Any],
     partial: bool,
 ) -> str:
-    """Returns why a saved state is not of an optimizer like this one, or "".
+    """Returns the reason why a saved state does not fit this optimizer, or "".
 
     Args:
-        optimizer: that shall go on.
-        parameters: of the compiled model, by name.
-        named: the saved groups, with the names of their parameters.
-        partial: whether it may have others, which are other ranks'.
+        optimizer: optimizer that would load the state.
+        parameters: name -> parameter of the compiled model.
+        named: saved groups, with the names of their parameters.
+        partial: whether the saved groups may have parameters of other ranks.
     """
     mine = names_in(optimizer, parameters)
     saved = [group["params"] for group in named["param_groups"]]
@@ -97,7 +97,7 @@ def misfit(
 def _numbered(
     optimizer: Optimizer, own: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[int, str]]:
-    """Yields each named parameter's number in the optimizer's own state, and its name."""
+    """Yields number in the optimizer's state and name of each named parameter."""
     names = {id(p): name for name, p in parameters.items()}
     for group, saved in zip(optimizer.param_groups, own["param_groups"], strict=True):
         for p, number in zip(group["params"], saved["params"], strict=True):

@@ -1,4 +1,4 @@
-"""What training goes on from, in memory."""
+"""Objects whose state a checkpoint saves: model, optimizer, loader, scheduler, seeds."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from dcpc.runtime.checkpoint.optimizers import by_name
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A loader, a scheduler: what has a state of its own."""
+    """An object with a `state_dict`, such as a loader or a scheduler."""
 
     def state_dict(self) -> Any:
-        """Returns the state, of plain values."""
+        """Returns the state as plain values."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Goes on from a state."""
+        """Restores a state."""
 
 
 class NamedParameters(Stateful, Protocol):
-    """What a checkpoint wants of a compiled model."""
+    """The part of a compiled model's interface that a checkpoint uses."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that an optimizer has."""
+        """Yields name and parameter, for each one that an optimizer may hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What training goes on from.
+    """Objects whose state is saved and restored.
 
     Attributes:
         model: the compiled model.
-        seeds: of its random numbers.
-        mode: who holds its parameters.
-        optimizer: of its parameters.
-        loader: that a state of plain values is of.
-        scheduler: of the learning rate.
-        partial: whether a rank's optimizer has some of the parameters alone, and others the rest.
+        seeds: seeds of the model's random numbers.
+        mode: how ranks hold the parameters: "whole", "step", "pull" or "rounds".
+        optimizer: optimizer of the model's parameters; None: not saved.
+        loader: data loader, whose state is plain values; None: not saved.
+        scheduler: scheduler of the learning rate; None: not saved.
+        partial: whether each rank's optimizer has only some of the parameters.
     """
 
     model: NamedParameters
@@ -65,19 +65,19 @@ class Parts:
         return found
 
     def small(self) -> dict[str, Stateful]:
-        """Returns what has a state of plain values, by name."""
+        """Returns name -> loader and scheduler, whose states are plain values."""
         named = {"loader": self.loader, "scheduler": self.scheduler}
         return {name: part for name, part in named.items() if part is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What training goes on from; without a folder it starts.
+    """Result of a load; without a folder training starts at step 0.
 
     Attributes:
-        step: that was saved last; 0: none.
-        extra: as it was saved.
-        folder: of the checkpoint; None: there is none.
+        step: step of the checkpoint; 0: there is none.
+        extra: user's `extra=` value as it was saved.
+        folder: folder of the checkpoint; None: there is none.
     """
 
     step: int = 0

@@ -1,4 +1,4 @@
-"""A checkpoint that is written in a thread, while training goes on."""
+"""Writes a checkpoint in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Saving:
     """A checkpoint that is written in a thread.
 
     Attributes:
-        folder: where it is once it is whole.
+        folder: final path of the checkpoint.
     """
 
     def __init__(self, folder: Path, write: Callable[[], None]) -> None:
-        """Begins to write.
+        """Starts the thread.
 
         Args:
-            folder: where it will be.
-            write: returns once the checkpoint is whole; raises why it is not.
+            folder: final path of the checkpoint.
+            write: function that writes the checkpoint, and raises if it fails.
         """
         self.folder = folder
         self._write = write
@@ -35,14 +35,14 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is written any more."""
+        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Returns the folder once the checkpoint is whole there.
+        """Waits until the checkpoint is complete, and returns its folder.
 
         Raises:
-            CheckpointError: it could not be written; those before it are as they were.
+            CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
         """
         self._thread.join()
         if self._problem is not None:
@@ -64,7 +64,7 @@ class Saving:
 
 
 def reason_of(e: BaseException) -> str:
-    """Returns an error in one line; of torch's own the errors of its ranks."""
+    """Returns an error in one line; for torch's collective error, the errors of its ranks."""
     failures = getattr(e, "failures", None)
     if isinstance(failures, dict) and failures:
         return "; ".join(f"rank {rank}: {reason_of(each)}" for rank, (each, _) in failures.items())

@@ -43,7 +43,7 @@ _DIGEST = "/digest of a file"  # no tensor is called so
 
 
 def flat(nested: Any, path: StatePath = ()) -> dict[str, tuple[StatePath, Any]]:
-    """Returns the leaves of nested state: name -> path and value, as torch names them."""
+    """Returns name -> path and value for each leaf of nested state, named as torch does."""
     if isinstance(nested, Mapping):
         parts = [((*path, str(k)), v) for k, v in nested.items()]
     elif isinstance(nested, list) and not _is_leaf(nested):
@@ -54,7 +54,7 @@ def flat(nested: Any, path: StatePath = ()) -> dict[str, tuple[StatePath, Any]]:
 
 
 def nested(leaves: list[tuple[StatePath, Any]]) -> dict[Any, Any]:
-    """Returns nested state with these leaves; integers in a path are places in a list."""
+    """Returns nested state with these leaves; integer keys in a path are list indices."""
     found: dict[Any, Any] = {}
     for path, value in leaves:
         at = found
@@ -73,7 +73,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Whether torch keeps a value in one piece."""
+    """Whether torch stores a value in one piece."""
     if isinstance(value, Mapping | Tensor):
         return False
     return not isinstance(value, list) or all(
@@ -82,10 +82,10 @@ def _is_leaf(value: Any) -> bool:
 
 
 def plain(value: Any) -> bytes:
-    """Returns a value as bytes that can be read without running a pickle.
+    """Returns a value as bytes that torch can load with `weights_only=True`.
 
     Raises:
-        CheckpointError: they cannot.
+        CheckpointError: loading the value would run a pickle.
     """
     stream = io.BytesIO()
     try:
@@ -102,20 +102,20 @@ def plain(value: Any) -> bytes:
 
 
 def refuse_odd(state: Mapping[str, Any]) -> None:
-    """Refuses nested state with values that could be read by running a pickle alone.
+    """Refuses nested state with values that only a pickle could restore.
 
     Raises:
-        CheckpointError: there are some.
+        CheckpointError: such a value exists.
     """
     plain([value for _, value in flat(state).values() if not isinstance(value, Tensor)])
 
 
 def staged(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Returns a copy of nested state on the CPU: training may go on and change its tensors.
+    """Copies nested state to the CPU, so that training may change the originals.
 
     Args:
-        state: of this rank.
-        group: of all ranks, on the CPU; None alone.
+        state: state dict of this rank.
+        group: gloo group of all ranks; None: one rank.
     """
     mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
 
@@ -144,15 +144,15 @@ def staged(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[st
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes tensors, with a checksum of each file; rank 0 ends it."""
+    """Writes tensors with a checksum of each file; rank 0 completes the checkpoint."""
 
     def __init__(self, folder: Path, finish: Finish) -> None:
         """Writes nothing yet.
 
         Args:
-            folder: there is one, empty.
-            finish: called by rank 0 once all has been written, with size and SHA-256 of each file
-                and where each tensor lies.
+            folder: empty existing folder.
+            finish: function that rank 0 calls after all writes, with size and SHA-256 of each file
+                and the location of each tensor.
         """
         super().__init__(folder)
         self._finish = finish
@@ -168,7 +168,7 @@ class ChecksummedWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes `.metadata`, then what else there is."""
+        """Writes `.metadata`, then calls the `finish` function with checksums and locations."""
         files: dict[str, Any] = {}
         kept: list[list[WriteResult]] = []
         for own in results:
@@ -185,12 +185,12 @@ class ChecksummedWriter(FileSystemWriter):
 def write(
     state: dict[str, Any], writer: ChecksummedWriter, group: dist.ProcessGroup | None
 ) -> None:
-    """Writes nested state that is on the CPU; collective over all ranks.
+    """Writes nested CPU state; collective over all ranks.
 
     Args:
-        state: of this rank.
-        writer: of its folder.
-        group: of all ranks, in which nobody else sends anything; None alone.
+        state: state dict of this rank.
+        writer: writer of the checkpoint's folder.
+        group: group of all ranks that nothing else uses meanwhile; None: one rank.
     """
     if group is not None:
         save(state, storage_writer=writer, process_group=group)
@@ -207,7 +207,7 @@ def write(
 
 
 def table_of(metadata: Metadata) -> dict[str, Any]:
-    """Returns where each tensor lies, as plain values: `metadata_of` reads it back."""
+    """Returns the location of each tensor as plain values; `metadata_of` is the reverse."""
     places = {(i.fqn, tuple(i.offset or ())): s for i, s in metadata.storage_data.items()}
 
     def place(fqn: str, offsets: tuple[int, ...]) -> list[str | int]:
@@ -232,7 +232,7 @@ def table_of(metadata: Metadata) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Where a value lies: the fields that torch's reader asks for."""
+    """Location of a value in a file, with the fields that torch's reader uses."""
 
     relative_path: str
     offset: int
@@ -241,10 +241,10 @@ class _Slice:
 
 
 def metadata_of(table: Mapping[str, Any]) -> Metadata:
-    """Returns what torch's reader wants to know of a checkpoint.
+    """Returns the metadata that torch's reader takes.
 
     Args:
-        table: from `table_of`.
+        table: location of each tensor, from `table_of`.
     """
     kept: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _Slice] = {}
@@ -265,27 +265,27 @@ def metadata_of(table: Mapping[str, Any]) -> Metadata:
 
 
 def dtype_of(row: Mapping[str, Any]) -> torch.dtype | None:
-    """Returns the dtype of a tensor of a table; None: it is no tensor."""
+    """Returns the dtype of a table's row; None: the value is no tensor."""
     found = getattr(torch, row["dtype"]) if "dtype" in row else None
     assert found is None or isinstance(found, torch.dtype), "the checksum holds"
     return found
 
 
 class _PlainPlanner(DefaultLoadPlanner):
-    """Reads values that are no tensors without running a pickle."""
+    """Loads values that are no tensors without running a pickle."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def read(folder: Path, table: Mapping[str, Any], into: dict[str, Any]) -> None:
-    """Reads what this rank has of each tensor; every rank reads for itself.
+    """Reads this rank's part of each tensor; not collective.
 
     Args:
-        folder: of a checkpoint.
-        table: where each tensor lies.
-        into: name -> a tensor to write to, or anything where there is no tensor; these get their
-            value in its place.
+        folder: folder of a checkpoint.
+        table: location of each tensor.
+        into: name -> tensor to write to, or any placeholder where the value is no tensor; it is
+            replaced by the value.
     """
     metadata = metadata_of(table)
     planner = _PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -299,14 +299,15 @@ def read(folder: Path, table: Mapping[str, Any], into: dict[str, Any]) -> None:
 
 
 def empty_like(parameter: Tensor | None, row: Mapping[str, Any]) -> Any:
-    """Returns what an optimizer's value is read into.
+    """Returns a target that an optimizer's value can be read into.
 
     Args:
-        parameter: that it is of; None: of none.
-        row: of it, in a table.
+        parameter: parameter that the value belongs to; None: it belongs to none.
+        row: row of the value in the checkpoint's table.
 
     Returns:
-        A tensor, sharded along dim 0 as the parameter is if it is as long; None: it is no tensor.
+        A tensor, sharded along dim 0 like the parameter if it is as long; None for a value that is
+        no tensor.
     """
     dtype = dtype_of(row)
     if dtype is None:
