@@ -230,7 +230,7 @@ def llama():
         vocab_size=32,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
         attn_implementation="sdpa",

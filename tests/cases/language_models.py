@@ -20,10 +20,10 @@ VOCABULARY = 64
 NAMES = ("gpt", "gpt_grouped", "llama", "gpt2", "bert")
 
 
-def model(name: str) -> nn.Module:
-    """A float64 model with two layers, 4 heads and no dropout."""
+def model(name: str, layers: int = 1) -> nn.Module:
+    """A float64 model with 4 heads and no dropout."""
     torch.manual_seed(0)
-    return make(name).double()
+    return make(name, layers).double()
 
 
 def in_float64() -> None:
@@ -41,20 +41,20 @@ def in_float64() -> None:
     LlamaRMSNorm.forward = forward
 
 
-def make(name: str) -> nn.Module:
+def make(name: str, layers: int = 1) -> nn.Module:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": 4}
     if name == "gpt":
-        return GPT(GPTConfig(vocab_size=VOCABULARY, dim=32, n_layers=2, n_heads=4))
+        return GPT(GPTConfig(vocab_size=VOCABULARY, dim=32, n_layers=layers, n_heads=4))
     if name == "gpt_grouped":
         grouped = {"n_kv_heads": 2, "tie_embeddings": True}
-        return GPT(GPTConfig(vocab_size=VOCABULARY, dim=32, n_layers=2, n_heads=4, **grouped))
+        return GPT(GPTConfig(vocab_size=VOCABULARY, dim=32, n_layers=layers, n_heads=4, **grouped))
     if name == "llama":  # on 4 ranks its 2 key/value heads do not go round
         return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2))
     if name == "gpt2":
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **off)
+            GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, **off)
         )
     assert name == "bert", name
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -19,7 +19,7 @@ class Ragged:
         return {"input_ids": ids, "labels": labels}
 
 
-def gpt() -> GPT:
+def gpt(layers: int = 1) -> GPT:
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, tie_embeddings=True)
+    config = GPTConfig(vocab_size=64, dim=32, n_layers=layers, n_heads=4, tie_embeddings=True)
     return GPT(config).double()

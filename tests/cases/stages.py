@@ -70,8 +70,10 @@ def _stdit() -> nn.Module:
 CASES = {
     "gpt": PipelineCase(lambda: _gpt(False), TOKENS, LENGTHS, RUNS, _tokens),
     "gpt_tied": PipelineCase(lambda: _gpt(True), TOKENS, LENGTHS, RUNS, _tokens),
-    "llama": PipelineCase(lambda: language_models.model("llama"), TOKENS, LENGTHS, RUNS, _tokens),
-    "gpt2": PipelineCase(lambda: language_models.model("gpt2"), TOKENS, LENGTHS, RUNS, _tokens),
+    "llama": PipelineCase(
+        lambda: language_models.model("llama", 2), TOKENS, LENGTHS, RUNS, _tokens
+    ),
+    "gpt2": PipelineCase(lambda: language_models.model("gpt2", 2), TOKENS, LENGTHS, RUNS, _tokens),
     "t5": PipelineCase(
         _t5,
         {

@@ -18,7 +18,7 @@ from models.gpt import GPT, GPTConfig
 number = 3
 
 def tiny():
-    return GPT(GPTConfig(vocab_size=16, dim=32, n_layers=2, n_heads=4))
+    return GPT(GPTConfig(vocab_size=16, dim=32, n_layers=1, n_heads=4))
 
 def sized(dim):
     return GPT(GPTConfig(dim=dim))

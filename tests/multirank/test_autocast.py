@@ -39,7 +39,7 @@ class Shared(nn.Module):
 
 
 def gpt() -> GPT:
-    return GPT(GPTConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, tie_embeddings=True))
+    return GPT(GPTConfig(vocab_size=64, dim=32, n_layers=1, n_heads=4, tie_embeddings=True))
 
 
 def made(make) -> nn.Module:

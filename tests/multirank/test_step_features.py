@@ -30,7 +30,7 @@ def compiled_gpt(world: int, **options: Any) -> Any:
         inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
         sizes=[{"seq": n, "batch": 2} for n in DEGREES],
     )
-    compiled = dcpc.compile(gpt(), buckets, backend="eager", device=SPLITTING, **options)
+    compiled = dcpc.compile(gpt(layers=2), buckets, backend="eager", device=SPLITTING, **options)
     for bucket in buckets:
         degree = min(DEGREES[bucket["seq"]], world)
         compiled.plans[bucket] = replace(compiled.plans[bucket], sp=degree)
@@ -69,7 +69,7 @@ def parameter_error(model: Any, alone: torch.nn.Module) -> float:
 def train(rank: int, world: int, mode: str) -> dict[str, Any]:
     """Steps with clipping and Adam; after two of them its state is saved and loaded."""
     warnings.simplefilter("ignore")
-    compiled, alone = compiled_gpt(world, parameters=mode), gpt()
+    compiled, alone = compiled_gpt(world, parameters=mode), gpt(layers=2)
     calls = []
     hooked = next(p for n, p in compiled.model.named_parameters() if n.endswith("ffn.down.weight"))
     hooked.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad is not None))
@@ -151,7 +151,7 @@ def test_overlap_clipping_and_adam_equal_one_device(world, mode):
     found = run_ranks(train, world, world, mode, timeout_s=280)
     check(found, mode)
     # Adam keeps two numbers for each of a rank's own elements: all of them once, over the ranks.
-    elements = sum(p.numel() for p in gpt().parameters())
+    elements = sum(p.numel() for p in gpt(layers=2).parameters())
     copies = world if mode == "whole" else 1
     assert sum(of["states"] for of in found) == copies * 2 * elements
     if mode != "whole":
@@ -173,12 +173,12 @@ def test_a_planned_rank_keeps_its_share_of_the_state():
         sizes=[{"seq": 9, "batch": 1}],
     )
     planned = {
-        m: dcpc.api.plan(gpt(), buckets, world=4, backend="eager", sp=1, parameters=m)
+        m: dcpc.api.plan(gpt(layers=2), buckets, world=4, backend="eager", sp=1, parameters=m)
         for m in ("whole", "step", "pull")
     }
     kept = {m: p.request.resident_bytes for m, p in planned.items()}
-    size = sum(p.nbytes for p in gpt().parameters())
-    share = sum(p.nbytes for p in shares(gpt().parameters(), 4))
+    size = sum(p.nbytes for p in gpt(layers=2).parameters())
+    share = sum(p.nbytes for p in shares(gpt(layers=2).parameters(), 4))
     assert share < 1.02 * size / 4
     # Comm buckets on their way are as large as all gradients of so small a model.
     assert kept["whole"] - kept["step"] == 2 * (size - share) - 2 * size
@@ -193,7 +193,7 @@ def test_a_planned_rank_keeps_its_share_of_the_state():
 @pytest.mark.parametrize("wrong", [0, -1.0, True, "1", float("nan")])
 def test_a_largest_norm_that_is_none(wrong):
     with pytest.raises(DataError, match=r"largest norm of .*; expected a positive number"):
-        clip_gradients(gpt().parameters(), wrong)
+        clip_gradients(gpt(layers=2).parameters(), wrong)
 
 
 def test_tensorboard_has_measured_beside_predicted(tmp_path):

@@ -61,7 +61,7 @@ def test_unknown_lowering_is_named(gpt):
 def test_windows_and_full_attention_are_in_order():
     sizes = [{"seq": 64}, {"seq": 512}]  # all its positions
     at = {"batch": 1, "seq": 256}
-    bert = split_of(language_models.model("bert"), language_models.inputs("bert"), sizes, at)
+    bert = split_of(language_models.model("bert", 2), language_models.inputs("bert"), sizes, at)
     assert not bert.of("eager", 4, "ring").placement.zigzag
 
 
