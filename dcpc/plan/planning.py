@@ -36,7 +36,7 @@ from dcpc.trace.loss import Loss
 
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
 MOST_SAMPLES = 1 << 12
-# The gradient of the loss that autograd itself makes: one float64 beside a variant's memory.
+# The gradient of the loss that autograd itself makes: one number, beside a variant's memory.
 LOSS_GRADIENT_BYTES = 8
 # A plan that needs less than this share of a GPU fits with the allocator's fragmentation, too; on a
 # small budget at least two segments must stay free.
