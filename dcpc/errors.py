@@ -17,6 +17,12 @@ from typing import ParamSpec, TypeVar
 
 _HERE = Path(__file__).parent
 _LIBRARIES = ("/torch/", "/sympy/")
+_CALLERS = ("/torch/", "/contextlib.py", "/unittest/")  # between a line of forward and dcpc
+# What Python calls code that is in no file: of a prompt, `python -c`, `exec` or a notebook's cell.
+_NAMELESS = ("<stdin>", "<string>", "<console>", "<ipython-input-", "<python-input-")
+# So is what a library makes by `exec`: methods of dataclasses and named tuples, torch's wrappers.
+_MADE = {"__create_fn__", "__init__", "__new__", "__repr__", "__eq__", "__hash__", "__lt__"}
+_MADE |= {"<lambda>"}
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -114,8 +120,31 @@ def refusing_unknown(
 
 def users_line(error: BaseException) -> str:
     """Returns ` at FILE:LINE: code` of the innermost line of the user's in a traceback, or ""."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f)]
+    return _said_line(frames[-1]) if frames else ""
+
+
+def running_line() -> str:
+    """Returns ` at FILE:LINE: code` of the innermost line of the user's that is running, or ""."""
+    every = [f for f in traceback.extract_stack() if not is_ours(f.filename)]
+    frames = [f for f in every if not any(s in f.filename for s in _CALLERS)]
+    return _said_line(frames[-1]) if frames else ""
+
+
+def _said_line(frame: traceback.FrameSummary) -> str:
+    """Returns ` at FILE:LINE: code`; without the code, where Python has not kept it."""
+    code = f": `{frame.line}`" if frame.line else ""
+    return f" at {frame.filename}:{frame.lineno}{code}"
+
+
+def lies_in_no_file(filename: str) -> bool:
+    """Returns whether a file's name is what Python calls code of a prompt, a cell or `exec`."""
+    return filename.startswith(_NAMELESS)
+
+
+def is_ours(filename: str) -> bool:
+    """Returns whether a file is one of dcpc's."""
+    return _HERE in Path(filename).parents
 
 
 @contextmanager
@@ -139,9 +168,9 @@ def explaining(doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = [i for i, f in enumerate(frames) if _is_ours(f.filename)]
+        ours = [i for i, f in enumerate(frames) if is_ours(f.filename)]
         below = frames[ours[-1] + 1 :] if ours else frames
-        called_back = any(_is_users(f.filename) for f in below)
+        called_back = any(_is_users(f) for f in below)
         if called_back or type(error).__name__ == "OutOfMemoryError":
             raise
         first = next((x.strip() for x in str(error).splitlines() if x.strip()), "no message")
@@ -153,13 +182,12 @@ def explaining(doing: str) -> Iterator[None]:
         ) from error
 
 
-def _is_ours(filename: str) -> bool:
-    return _HERE in Path(filename).parents
-
-
-def _is_users(filename: str) -> bool:
-    """Whether a file is neither dcpc's, nor generated, nor of a library that dcpc stands on."""
-    parts = filename.replace("\\", "/")
-    if parts.startswith("<") or "/lib/python" in parts or _is_ours(filename):
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    """Whether code is neither dcpc's, nor generated, nor of a library that dcpc stands on."""
+    parts = frame.filename.replace("\\", "/")
+    if parts.startswith("<"):
+        made = parts == "<string>" and frame.name in _MADE
+        return lies_in_no_file(parts) and not made
+    if "/lib/python" in parts or is_ours(frame.filename):
         return False
     return not any(library in parts for library in _LIBRARIES)

@@ -11,6 +11,7 @@ from dcpc.compiled.dispatch import Dispatch
 from dcpc.plan.traced import Traced
 
 BUCKETS = dcpc.Buckets({"x": "float32[batch, seq, 4]"}, [{"seq": 6}])
+INPUT = dcpc.Buckets({"input": "float32[batch, seq, 4]"}, [{"seq": 6}])  # of a linear layer
 
 
 class Scaled(nn.Module):
@@ -33,6 +34,40 @@ def test_a_number_taken_out_of_a_tensor_is_refused_at_its_line():
     with pytest.raises(dcpc.TraceError, match=r"test_defects\.py:\d+\) is a Python number made of"):
         dcpc.compile(Scaled(taken=True), BUCKETS, backend="eager")
     dcpc.compile(Scaled(), BUCKETS, backend="eager")  # what the message says to do
+
+
+# As in a prompt, in a cell of a notebook or by `exec`: no file has these lines.
+TYPED = """
+from torch import nn
+
+class Typed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.linear(x) * x.mean().item()).square().mean()
+
+def loss(outputs):
+    return outputs.mean() * outputs.std().item()
+
+def logger(step, result):
+    raise ValueError("no such project")
+"""
+
+
+def test_lines_that_are_in_no_file_are_named_and_are_a_users():
+    typed = {}
+    exec(TYPED, typed)
+    with pytest.raises(dcpc.TraceError, match=r"at <string>:10 is a Python number"):
+        dcpc.compile(typed["Typed"](), BUCKETS, backend="eager")
+    with pytest.raises(dcpc.TraceError, match=r"at <string>:13 is a Python number"):
+        dcpc.compile(nn.Linear(4, 4), INPUT, backend="eager", loss=typed["loss"])
+    compiled = dcpc.compile(Scaled(), BUCKETS, backend="eager", verify="off")
+    (step,) = steps(compiled)
+    compiled.log_to(typed["logger"])
+    with pytest.raises(ValueError, match="no such project"):
+        compiled.train_step(step)
 
 
 class Classes(nn.Module):

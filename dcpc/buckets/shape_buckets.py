@@ -425,9 +425,10 @@ def _check_sizes(
                 )
         missing = [name for name in names if name not in size and name != BATCH]
         if missing:
+            planned = "" if BATCH in names else f", or name '{BATCH}' what the planner is to choose"
             raise BucketError(
                 f"{place(('sizes', i))}: got {bucket}; expected a length for {', '.join(missing)} "
-                "too; add it"
+                f"too; add it{planned}"
             )
         _check_lengths(inputs, bucket, place(("sizes", i)))
         j = first.setdefault(bucket.shape_key, i)

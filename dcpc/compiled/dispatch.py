@@ -162,10 +162,12 @@ class Dispatch:
         """
         for name, value in inputs.items():
             if not isinstance(value, Tensor):
+                named = isinstance(value, Mapping)
                 raise DispatchError(
-                    f"input {name}: got {type(value).__name__}; expected a tensor; wrap it in "
-                    "torch.tensor"
-                )
+                    f"input {name}: got {type(value).__name__}; expected a tensor; "
+                    + ("pass its entries by name: compiled(**batch)" if named else
+                       "wrap it in torch.tensor")
+                )  # fmt: skip
             spec = self._buckets.inputs.get(name)
             learns = spec is not None and spec.learns
             if value.requires_grad and torch.is_grad_enabled() and not learns:

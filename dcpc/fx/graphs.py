@@ -10,6 +10,8 @@ import torch.fx._lazy_graph_module
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from dcpc.errors import is_ours, lies_in_no_file
+
 # Its Python is made when it is called.
 LazyGraphModule = torch.fx._lazy_graph_module._LazyGraphModule
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -32,16 +34,23 @@ def op_name(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """Returns `file:line` of the code that made a node: the innermost frame outside of torch.
+    """Returns `file:line` of a user's code that made a node, "" where it is of none.
 
-    Code that torch generates (`<eval_with_key>`, for a no_grad block) is skipped.
+    It is the innermost frame outside of torch and of dcpc. Code that torch generates
+    (`<eval_with_key>`, for a no_grad block) is skipped.
     """
     frames = _FRAME.findall(str(node.meta.get("stack_trace", "")))
-    ours = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<")]
-    if not ours:
+    users = [f for f in frames if _is_users(f[0])]
+    if not users:
         return ""
-    file, line = ours[-1]
+    file, line = users[-1]
     return f"{'/'.join(file.split('/')[-2:])}:{line}"
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith("<"):
+        return lies_in_no_file(file)
+    return "/torch/" not in file and not is_ours(file)
 
 
 def called_on_cpu(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:

@@ -86,12 +86,25 @@ class Comparisons:
                 raise VerifyError(
                     "the captured graph does not compute what the model computes at "
                     f"{reference.point}: {found.error.gap}{reader(program, found.error.where)}; "
-                    f"{_REPORT}"
+                    f"{self._advice(found.reference)}"
                 )
             done.append(str(found))
         many = len(self.references.planned.traces) > 1
         name = f"trace {self.references.number(traced) + 1}" if many else "the trace"
         self._note(name, traced, done)
+
+    def _advice(self, reference: Reference) -> str:
+        """Returns what to do about a difference from a model, which may differ from itself."""
+        again = self.references.again(reference)
+        error, _ = error_of(again, reference.outcome, ROUGHLY)
+        if error.worst <= LIMIT:
+            return _REPORT
+        return (
+            f"the plain model differs from itself when it is run twice ({error.gap}): its forward "
+            "takes numbers from elsewhere (random, numpy, a clock, a counter), which a captured "
+            "graph has as they were once; draw them by torch (torch.rand, dropout), or pass them "
+            "as an input"
+        )
 
     def _tell_misread(self, reference: Reference) -> None:
         """Warns once of each kernel of torch's that gives the plain model wrong gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -130,7 +131,7 @@ def plain(
     """
     if wanted is None:
         wanted = trainable(model)
-    given = leaves_of(inputs, wide, wanted)
+    given = leaves_of({n: _copied(x) for n, x in inputs.items()}, wide, wanted)
     device = next(iter(given.values())).device
     parameters, buffers = state(model, wide, wanted, device)
     own = (*model.named_parameters(), *model.named_buffers())
@@ -229,6 +230,12 @@ def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | No
 def input_name(name: str) -> str:
     """Returns what the gradient of an input is called beside those of parameters."""
     return f"input '{name}'"
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Returns a copy that forward may write to, with the same strides where that takes no room."""
+    small = x.untyped_storage().nbytes() <= 2 * x.nbytes
+    return copy.deepcopy(x.detach()) if small else x.detach().clone()
 
 
 def leaves_of(

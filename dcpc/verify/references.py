@@ -138,6 +138,11 @@ class References:
         outcome = self._plain(reference.inputs, False, reference.alike)
         return replace(reference, outcome=outcome, wide=False)
 
+    def again(self, reference: Reference) -> LossAndGradients:
+        """Returns what the plain model makes of the same inputs another time."""
+        wanted = tuple(reference.outcome.gradients)
+        return self._plain(reference.inputs, reference.wide, reference.alike, wanted)
+
     def rounds(
         self,
         found: LossAndGradients,

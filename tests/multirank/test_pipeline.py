@@ -254,9 +254,13 @@ def untrained(rank: int, folder: str) -> tuple[list[list[int]], float, float, in
     worst = trained(compiled, loader, alone, Points(), lambda sample: 1).worst
     batch = {n: torch.stack([Points()[i][n] for i in range(2)]) for n in inputs}
     evaluated = far(compiled.evaluate(batch), alone(**batch).detach())
-    adagrad = torch.optim.Adagrad(compiled.parameters())  # its state is there from the start
+    # Its state is there from the start.
+    adagrad = torch.optim.Adagrad(compiled.named_parameters())
+    [named] = [group["param_names"] for group in adagrad.param_groups]
     compiled.save(folder, step=3, optimizer=adagrad)
     step = compiled.load(folder, optimizer=adagrad).step
+    assert [group["param_names"] for group in adagrad.param_groups] == [named], "not rank 0's"
+    assert named == [name for name, _ in compiled.named_parameters()]
     shapes = [list(p.shape) for p in compiled.parameters()]
     return shapes, worst, evaluated, step, sorted(model.state_dict())
 

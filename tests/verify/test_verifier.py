@@ -1,5 +1,7 @@
 """What is compared with the model itself, what is said of it, and what it leaves alone."""
 
+import copy
+import random
 import re
 from unittest import mock
 
@@ -181,3 +183,47 @@ def test_a_loss_over_dims_that_torch_folds_runs_on_a_rank_without_samples():
     verifier = Verifier(model, words, planned, "auto")
     verifier.start(100.0)
     assert any("sp 2" in line for line in verifier.lines)
+
+
+class Moods(Waves):
+    """Multiplies by a number of Python's own random."""
+
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+def test_a_model_that_differs_from_itself_is_told_so_and_is_no_defect():
+    with pytest.raises(VerifyError, match=r"differs from itself .* pass them as an input") as told:
+        compiled(Moods())
+    assert "defect" not in str(told.value)
+
+
+class Writes(nn.Module):
+    """Writes to its inputs, in ways that give other numbers the second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, scale):
+        x[:, 0] *= 2.0
+        x += 1
+        scale.mul_(3.0)
+        return self.linear(x).sin().mean() * scale
+
+
+def test_a_forward_that_writes_to_its_inputs_is_compared_and_leaves_them():
+    inputs = {"x": "float64[batch, seq, 4]", "scale": "float64[]"}
+    model = Writes().double()
+    with pytest.warns(UserWarning, match=r"writes to its input '(x|scale)' \(.*test_verifier"):
+        found = compiled(copy.deepcopy(model), dcpc.Buckets(inputs, [{"seq": 6}]), memory=1e9)
+    given = {"x": torch.randn(2, 6, 4).double(), "scale": torch.tensor(0.5).double()}
+    kept = {name: value.clone() for name, value in given.items()}
+    loss = found(**given)
+    loss.backward()
+    torch.testing.assert_close(given, kept, rtol=0, atol=0)
+    expected = model(**kept)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for ours, theirs in zip(found.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self, SupportsIndex
 from torch import Tensor, nn
 
 from dcpc.compiled.agreed_state import AgreedState
-from dcpc.errors import DispatchError
+from dcpc.errors import CheckpointError, DispatchError
 from dcpc.runtime.parameters.store import WholeStore
 
 
@@ -33,9 +33,26 @@ class OwnState(nn.Module):
 
         The next step compares what the ranks have loaded. Where ranks share out the parameters it
         is collective over all ranks, and takes `DTensor`s as well as whole tensors.
+
+        Raises:
+            CheckpointError: it is of another model.
         """
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(
+                f"load_state_dict: got {type(state_dict).__name__}; expected a mapping of names to "
+                "tensors, as state_dict() gives; read a file by torch.load first, and a folder of "
+                "compiled.save by compiled.load"
+            )
         values = self._store.load(state_dict, self.model)
-        loaded = self.model.load_state_dict(values, *args, **kwargs)
+        try:
+            loaded = self.model.load_state_dict(values, *args, **kwargs)
+        except RuntimeError as error:
+            said = " ".join(str(error).split()).rstrip(".")
+            raise CheckpointError(
+                f"load_state_dict: got another model's state: {said}; expected the names and "
+                "shapes of compiled.state_dict(); load it into the model that it is of, or pass "
+                "strict=False where only names differ"
+            ) from error
         self._store.loaded()
         self._agreed.loaded()
         return loaded

@@ -255,6 +255,7 @@ def check_given(model: object, buckets: object) -> None:
     Raises:
         TraceError: `model` is no `nn.Module`, or a wrapper of one.
         BucketError: `buckets` are no `Buckets`.
+        PlanError: what is made from now on would be on the meta device.
     """
     if not isinstance(model, nn.Module):
         made = isinstance(model, type) and issubclass(model, nn.Module)
@@ -269,15 +270,22 @@ def check_given(model: object, buckets: object) -> None:
             f"buckets: got {type(buckets).__name__}; expected dcpc.Buckets; pass "
             "dcpc.Buckets(inputs=..., sizes=...), or dcpc.Buckets.from_yaml(file)"
         )
+    if torch.get_default_device().type == "meta":
+        raise PlanError(
+            "got a call under torch.device('meta'), where new tensors have no values; expected a "
+            "model that was made there alone; end that block (or set_default_device) before it"
+        )
 
 
 def check_device(device: str | Device) -> None:
     """Refuses a device that is neither a known name nor a `Device`."""
-    if not isinstance(device, str | Device):
+    of_torch = isinstance(device, torch.device) or str(device).split(":")[0] in ("cuda", "mps")
+    if of_torch or not isinstance(device, str | Device):
         known = ", ".join(d.name for d in DEVICES)
+        where = ": device= is what costs are predicted for, and a model runs where it is" * of_torch
         raise ProfileError(
             f"device: got {reprlib.repr(device)}; expected 'auto', one of {known}, or a Device; "
-            "pass one"
+            f"pass one, or leave it out{where}"
         )
     if isinstance(device, str) and device != "auto":
         find(device)

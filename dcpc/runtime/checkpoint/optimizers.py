@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from dcpc.errors import CheckpointError
 
+_NAMES = "param_names"  # of a group, in an optimizer that was made of named parameters
+
 
 def names_in(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
     """Returns the parameter names of each group, without empty parameters that have no name.
@@ -54,6 +56,8 @@ def by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dic
             "expected texts, as torch's own optimizers have; pass its state_dict() as extra="
         )
     groups = [{**g, "params": mine} for g, mine in zip(own["param_groups"], names, strict=True)]
+    for group in groups:
+        group.pop(_NAMES, None)  # of this rank's parameters alone: "params" has those of all
     return {"state": state, "param_groups": groups}
 
 
@@ -64,7 +68,7 @@ def by_number(
     own = optimizer.state_dict()
     numbers = {name: n for n, name in _numbered(optimizer, own, parameters)}
     state = {numbers.get(key, key): value for key, value in named.get("state", {}).items()}
-    groups = [{**g, "params": o["params"]}
+    groups = [{**g, **{key: o[key] for key in ("params", _NAMES) if key in o}}
               for g, o in zip(named["param_groups"], own["param_groups"], strict=True)]  # fmt: skip
     return {"state": state, "param_groups": groups}
 

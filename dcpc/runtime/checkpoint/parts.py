@@ -54,8 +54,9 @@ class Parts:
     partial: bool = False
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the compiled model's parameters by name."""
-        return dict(self.model.named_parameters())
+        """Returns the compiled model's parameters by name; not what stands for none of a stage."""
+        named = self.model.named_parameters()
+        return {name: p for name, p in named if p.numel() or not self.partial}
 
     def tensors(self) -> dict[str, Any]:
         """Returns the state of the model and of the optimizer."""

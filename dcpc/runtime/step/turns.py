@@ -144,6 +144,11 @@ def run_turns(
         with nullcontext() if early is None else early(reduction.deliver):
             loss = call(mb, inputs)
         if not loss.requires_grad:
+            if not torch.is_grad_enabled():
+                raise PlanError(
+                    "train_step: got a call under torch.no_grad() or inference_mode(); expected "
+                    "one outside, as it makes gradients; for a loss alone call evaluate()"
+                )
             raise PlanError(
                 "train_step: got a loss without a gradient; expected one that a parameter with "
                 "requires_grad=True has a part in; unfreeze some before compile, take .detach() "

@@ -42,6 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dcpc.errors import running_line
 from dcpc.fx.torch_api.tracing import L1_CODE, drops_weights
 from dcpc.ops.positions import linspace
 from dcpc.trace.formulas.lookups import LOOKUPS
@@ -356,8 +357,19 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
 }
 
 
+_NUMBERS = {Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__index__}
+
+
 class Capturable(TorchFunctionMode):
-    """Calls these formulas in place of torch's functions while a model is captured."""
+    """Calls these formulas in place of torch's functions while a model is captured.
+
+    Attributes:
+        numbers: source lines of forward that read a Python number from a tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[str] = []
 
     def __enter__(self) -> Self:
         """Begins, and swaps the code of `F.l1_loss`, which drops its weight before any mode."""
@@ -380,4 +392,6 @@ class Capturable(TorchFunctionMode):
             found = _INSTEAD[func](*args, **kwargs)
             if found is not NotImplemented:
                 return found
+        if func in _NUMBERS:
+            self.numbers.append(running_line())
         return func(*args, **kwargs)

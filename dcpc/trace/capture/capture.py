@@ -53,6 +53,7 @@ from dcpc.trace.capture.gradients import (
     refuse_strangers,
     refuse_writes,
     trainable,
+    without_input_writes,
 )
 from dcpc.trace.capture.module_state import ModuleState, holding, untouched
 from dcpc.trace.capture.order import order_preparations
@@ -75,13 +76,15 @@ _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 class _Noted:
     """Facts that one run of forward reveals: changed attributes, choice of the loss, effects.
 
-    `effects` is true if the caller may look for writes to the inputs. Changes of tensors are not
-    here, and torch.export restores lists.
+    `effects` is true if the caller may look for writes to the inputs, `numbers` are the lines that
+    read a Python number from a tensor. Changes of tensors are not here, and torch.export restores
+    lists.
     """
 
     changes: Sequence[str] = ()
     choice: str = ""
     effects: bool = False
+    numbers: Sequence[str] = ()
 
 
 class _WantedOf(nn.Module):
@@ -192,6 +195,7 @@ def _traced_at(
     exported, paths = _export(wrapped, buckets, dims, hints, autocast)
     _refuse_mutation(exported)
     gm = copy.deepcopy(exported.graph_module)
+    without_input_writes(gm, exported, tuple(buckets.inputs))
     symbols = {n: sympy.Symbol(n, integer=True, positive=True) for n in buckets.names}
     mapping = _symbol_mapping(exported, buckets, symbols, dims)
     assumptions: tuple[sympy.Basic, ...] = ()
@@ -203,7 +207,7 @@ def _traced_at(
     order_preparations(gm.graph, exported.graph_signature.inputs_to_parameters.keys())
     gm.graph.lint()
     gm.recompile()
-    program = _program(gm, exported, buckets, symbols, mapping, hints)
+    program = _program(gm, exported, buckets, symbols, mapping, hints, wrapped.noted.numbers)
     refuse_short_tables(program, buckets)
     if least and any(size.has(sympy.Max, sympy.Min) for size in program.sizes):
         raise named.ExampleError("sizes may be simpler from the smallest bucket on")
@@ -280,7 +284,7 @@ def _export(
             with (
                 torch.inference_mode(False),
                 torch.enable_grad(),
-                Capturable(),
+                Capturable() as told,
                 math_of_sizes(model),
                 own_backwards() as wrapped.refuse_functions,
                 _suggestions(),
@@ -292,6 +296,7 @@ def _export(
                     strict=False,
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )
+            wrapped.noted.numbers = told.numbers
             paths = Paths(wrapped, exported, buckets, device, autocast)
             if wrapped.noted.effects:
                 refuse_writes(exported)
@@ -451,6 +456,7 @@ def _program(
     symbols: Mapping[str, sympy.Symbol],
     mapping: dict[sympy.Symbol, sympy.Expr],
     hints: Mapping[str, int],
+    numbers: Sequence[str],
 ) -> Program:
     signature = exported.graph_signature
     strip = len("model.")
@@ -469,7 +475,7 @@ def _program(
             shape = tuple(_size(size, env, mapping, cache) for size in value.shape)
             info[node.name] = TensorInfo(shape, value.dtype, node in flows)
     _assert_all_named(info, symbols)
-    refuse_numbers(gm.graph)
+    refuse_numbers(gm.graph, numbers)
     refuse_labels(gm.graph)
     scalars = {
         node.name: _size(node.meta["val"], env, mapping, cache)

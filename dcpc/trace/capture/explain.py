@@ -3,7 +3,7 @@
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -53,6 +53,11 @@ def explained(
         hint = (
             "autocast casts within an op of forward that is captured as one: compute it in one "
             "dtype, under torch.autocast(..., enabled=False), or write it with matmul"
+        )
+    elif "FakeTensor.__format__" in text or ".numpy() is not supported" in text:
+        hint = (
+            "forward is captured without values: take what prints or keeps them out of it, or "
+            "return them besides the loss (train_step's outputs=)"
         )
     elif "ufunc" in text:
         hint = "numpy cannot compute with a length: take math, as in math.sqrt(n)"
@@ -171,8 +176,9 @@ def _numbers(text: str) -> str:
     if not re.search(r"<= (\d+)\b.*?\b\w+ = \1$", text, re.M | re.S):
         return ""
     return (
-        "if forward makes a number of that length (float(n), another function of math than sqrt, "
-        "log, exp and sin, numpy), write n * 1.0, n**0.5 or math.log(n); else "
+        "if forward loops over that dim in Python (range(n), for row in x, .tolist()), compute all "
+        "of it in one call; if it makes a number of that length (float(n), another function of "
+        "math than sqrt, log, exp and sin, numpy), write n * 1.0, n**0.5 or math.log(n); else "
     )
 
 
@@ -185,11 +191,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), value
 
 
-def refuse_numbers(graph: fx.Graph) -> None:
+def refuse_numbers(graph: fx.Graph, lines: Sequence[str]) -> None:
     """Refuses Python numbers that forward read from a tensor (`item()`) and computes with.
 
     Args:
         graph: captured forward graph.
+        lines: source lines that did so, for a node without one: `exec`, functions of the loss.
 
     Raises:
         TraceError: there is such a number; the message names it with its line.
@@ -197,11 +204,12 @@ def refuse_numbers(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if op_name(node) in ("item", "_local_scalar_dense") and node.users:
             line = source_line(node)
+            where = f" ({line})" if line else " and".join(dict.fromkeys(lines))
             raise TraceError(
-                f"node '{node.name}'{f' ({line})' if line else ''} is a Python number made of the "
-                "values in a tensor (.item(), float() or int() of one); expected numbers that "
-                "follow from lengths alone, as forward is captured once, without values; leave "
-                ".item() out: a tensor without dims takes the number's place"
+                f"node '{node.name}' of '{node.args[0]}'{where} is a Python "
+                "number made of the values in a tensor (.item(), float() or int() of one); "
+                "expected numbers that follow from lengths alone, as forward is captured once, "
+                "without values; leave .item() out: a tensor without dims takes the number's place"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 from torch.utils._pytree import tree_leaves
 
 from dcpc.errors import TraceError
+from dcpc.fx.graphs import source_line
 
 aten = torch.ops.aten
+_WRITE = OutputKind.USER_INPUT_MUTATION
 _BLOCK = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
@@ -70,6 +74,35 @@ def refuse_writes(exported: ExportedProgram) -> None:
             raise TraceError(
                 f"forward writes to its input '{root.name}' ({call.target}); expected one that "
                 "only reads what it is given: a compiled graph has no effects; write to a clone"
+            )
+
+
+def without_input_writes(
+    gm: fx.GraphModule, exported: ExportedProgram, names: Sequence[str]
+) -> None:
+    """Drops what forward wrote to its inputs from the values that a graph returns, with a warning.
+
+    The graph computes with the written values, as a functional one does; a caller's tensors stay.
+
+    Args:
+        gm: a copy of the program's graph; changed.
+        exported: the functional program.
+        names: those of the inputs, in its order.
+    """
+    signature, output = exported.graph_signature, gm.graph.output_node()
+    returned: Any = output.args[0]
+    kinds = [spec.kind for spec in signature.output_specs]
+    output.args = (tuple(x for x, k in zip(returned, kinds, strict=True) if k is not _WRITE),)
+    called = dict(zip(map(str, signature.user_inputs), names, strict=True))
+    for value, spec in zip(returned, signature.output_specs, strict=True):
+        if spec.kind is _WRITE:
+            line = source_line(value)
+            warnings.warn(
+                f"forward writes to its input '{called[str(spec.target)]}'"
+                f"{f' ({line})' if line else ''}: a compiled model computes with what is written, "
+                "and leaves the tensor that it was given as it was; write to a clone, so that the "
+                "model does the same",
+                stacklevel=2,
             )
 
 

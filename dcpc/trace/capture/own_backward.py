@@ -12,7 +12,6 @@ A custom op with a registered backward is one call in the graph, and keeps that 
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -25,12 +24,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 
-from dcpc.errors import TraceError
+from dcpc.errors import TraceError, running_line
 from dcpc.fx.torch_api.functions import functions_behind, watching
 from dcpc.fx.torch_api.tracing import CHECKPOINT, ENGINE
 
 _GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
-_NOT_USERS = ("/torch/", "/dcpc/", "/contextlib.py", "/unittest/")
 
 
 @contextmanager
@@ -126,7 +124,7 @@ def _learn(operands: Iterable[Any]) -> bool:
 def _refuse_function(cls: type, operands: tuple[Any, ...]) -> None:
     # Without a mode that writes down calls this is the backward of a call that was written down.
     if get_proxy_mode() is not None and _learn(operands):
-        raise _of_its_own(cls, _where())
+        raise _of_its_own(cls, running_line())
 
 
 def _refuse_functions(tensors: Iterable[Tensor]) -> None:
@@ -155,8 +153,8 @@ def _run_by(run: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if kwargs.get("accumulate_grad"):
             raise TraceError(
-                f"forward runs backward(){_where()}: got gradients added to what forward reads; "
-                "expected a forward that only reads; use torch.autograd.grad"
+                f"forward runs backward(){running_line()}: got gradients added to what forward "
+                "reads; expected a forward that only reads; use torch.autograd.grad"
             )
         found = run(outputs, gradients, keep_graph, create_graph, *args, **kwargs)
         return found if create_graph else _detached(found)
@@ -177,14 +175,8 @@ def _refused_hook(name: str) -> Callable[[Tensor, Any], Any]:
 
 def _hooked(what: str) -> TraceError:
     return TraceError(
-        f"forward {what}{_where()}: got a hook into autograd; expected calls whose derivative "
-        "torch knows: a compiled backward would never call the hook; make it a custom op "
-        "(torch.library.custom_op, register_fake, register_autograd), or put a hook on a parameter "
-        "outside of forward"
+        f"forward {what}{running_line()}: got a hook into autograd; expected calls whose "
+        "derivative torch knows: a compiled backward would never call the hook; make it a custom "
+        "op (torch.library.custom_op, register_fake, register_autograd), or put a hook on a "
+        "parameter outside of forward"
     )
-
-
-def _where() -> str:
-    """Returns the user's source line that is running, as text."""
-    frames = [f for f in traceback.extract_stack() if not any(s in f.filename for s in _NOT_USERS)]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""

@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dcpc.buckets import Buckets
+from dcpc.errors import users_line
 from dcpc.fx.torch_api.tracing import COMPILING, EXPORTING
 from dcpc.trace.capture.autocast import casting
 from dcpc.trace.capture.capturable import Capturable
@@ -407,7 +408,10 @@ class Paths:
             ):
                 expected = self._model(*inputs.values())
         except Exception as error:
-            raise UnknownPathError(f"{type(error).__name__}: {error}") from error
+            said = f"{type(error).__name__}: {error}{users_line(error)}"
+            if isinstance(error, DataDependentOutputException):
+                said += "; what forward does with that value, such as to log it, is done no more"
+            raise UnknownPathError(said) from error
         signature = self._signature
         given = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         values = {n: state[t] for n, t in given.items()}

@@ -52,6 +52,11 @@ def _frozen(ground: Ground) -> None:
     frozen.train_step(ground.step())
 
 
+def _without_gradients(ground: Ground) -> None:
+    with torch.no_grad():
+        ground.compiled.train_step(ground.step())
+
+
 def _infinite(ground: Ground) -> None:
     head = ground.compiled.model.head
     was = head.bias.detach().clone()
@@ -134,6 +139,8 @@ CALLS = {
         Kind("too many by position", DispatchError, lambda g: g.compiled(IDS, IDS, IDS)),
         Kind("an input twice", DispatchError, lambda g: g.compiled(IDS, ids=IDS, labels=IDS)),
         _call("a numpy array", ids=IDS.numpy()),
+        Kind("a batch as it is", DispatchError,
+             lambda g: g.compiled({"ids": IDS, "labels": IDS})),
         _call("another dtype", ids=IDS.int()),
         _call("a dim that is missing", ids=IDS[0], labels=IDS[0]),
         _call("lengths of no bucket", "cut or pad the samples to a bucket, or add these lengths to "
@@ -166,6 +173,7 @@ CALLS = {
              lambda g: g.compiled.train_step(g.step(), outputs="all")),
         Kind("a step of other buckets", DispatchError, _other_step),
         Kind("nothing that learns", PlanError, _frozen),
+        Kind("no gradients", PlanError, _without_gradients, late=True),
         _step("a largest norm of 0", clip=0.0),
         _step("a largest norm that is NaN", clip=math.nan),
         _step("a largest norm as text", clip="1"),
@@ -173,6 +181,9 @@ CALLS = {
         Kind("a loss that is NaN", DataError, _infinite, late=True),
     ),
     "Checkpoints": (
+        Kind("a state of another model", CheckpointError,
+             lambda g: g.compiled.load_state_dict({"head.weight": torch.zeros(3, 3)})),
+        Kind("a file for a state", CheckpointError, lambda g: g.compiled.load_state_dict("at.pt")),
         _save("a step below 0", -1),
         _save("a fraction of a step", 1.5),
         _save("a step beyond all integers", 10**30),

@@ -59,6 +59,11 @@ class Helpless(Model):
         self.scale = nn.Parameter(torch.ones(1))
 
 
+def _under_meta(ground: Ground) -> None:
+    with torch.device("meta"):
+        dcpc.compile(Model(), buckets(), **QUICK)
+
+
 def _option(name: str, error: type[dcpc.DcpcError], **options: Any) -> Kind:
     return Kind(name, error, lambda g: dcpc.compile(Model(), buckets(), **(QUICK | options)))
 
@@ -148,6 +153,7 @@ OPTIONS = {
         _specs("labels of another length", INPUTS["ids"], "int64[batch, seq+1]"),
         Kind("a call before materialize", DispatchError, _unmaterialized,
              "call `dcpc.materialize(compiled)` on every rank before the optimizer is made"),
+        Kind("compile under torch.device('meta')", PlanError, _under_meta),
         Kind("materialize of a module", DispatchError, lambda g: dcpc.materialize(Model())),
         Kind("materialize twice", DispatchError, lambda g: dcpc.materialize(g.compiled)),
         Kind("init= of another type", DispatchError, lambda g: _materialized(3)),
@@ -163,6 +169,7 @@ OPTIONS = {
         _option("memory that is NaN", PlanError, memory=math.nan),
         _option("an unknown device", ProfileError, device="abacus"),
         _option("a number for a device", ProfileError, device=3),
+        _option("a device of torch's", ProfileError, device="cuda:0"),
         _option("a degree beside the ranks", PlanError, sp=3),
         _option("degrees of two types", PlanError, sp=[1, "a"]),
         _option("an unknown recompute", PlanError, recompute="some"),

@@ -68,7 +68,8 @@ class PipelinedModel(CompiledModel):
         self._own = OwnStages(self.model, cut, traces, mode, own.index, grid.lane)
         dtype = next((p.dtype for p in self.model.parameters()), None)
         empty = torch.empty(0, 0, dtype=dtype, device=self.groups.device)
-        self._untrained = [nn.Parameter(empty)]  # in a list: it is not in the model's state
+        # In a list, so not in the model's state, and by a name that no parameter of a model has.
+        self._untrained = [(f"(stage {own.index} trains none)", nn.Parameter(empty))]
         self._agreed = AgreedStages(lambda: self._stages.named(self.model), grid)
 
     @property
@@ -84,21 +85,21 @@ class PipelinedModel(CompiledModel):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters of this rank's stage, under the names that the model has."""
-        for name, p in self.model.named_parameters(prefix, True, remove_duplicate):
-            if not p.is_meta:
-                yield name, self._store.shard(p)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yields the parameters of this rank's stage, for its optimizer.
+        """Yields the parameters of this rank's stage, under the names that the model has.
 
         Of a stage that trains none also one without elements, which no step changes: optimizers
         refuse an empty list, and the other ranks would wait for this one.
         """
-        own = [p for _, p in self.named_parameters("", recurse)]
-        yield from own
-        if not any(p.requires_grad for p in own):
+        own = self.model.named_parameters(prefix, True, remove_duplicate)
+        mine = [(name, self._store.shard(p)) for name, p in own if not p.is_meta]
+        yield from mine
+        if not any(p.requires_grad for _, p in mine):
             yield from self._untrained
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yields the parameters of this rank's stage, for its optimizer: `named_parameters`."""
+        for _, p in self.named_parameters("", recurse):
+            yield p
 
     def _attempt(
         self, step: Step, edition: Edition, check: Callable[[], None], **options: Any
