@@ -12,12 +12,30 @@ import importlib
 import importlib.util
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
 from tests.zoo.media import SumOfSquares
 from tests.zoo.models import ZooModel, float64
+
+NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+def timm() -> Any:
+    """timm, beside a CPU build of torch, too: there torchvision's kernels do not load.
+
+    It stops at the shapes of two ops that are then unknown. They are declared; no model calls them.
+    """
+    try:
+        return importlib.import_module("timm")
+    except RuntimeError as error:
+        if "torchvision::nms does not exist" not in str(error):
+            raise
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", NMS)
+    return importlib.import_module("timm")
 
 
 class Classified(nn.Module):
@@ -37,8 +55,7 @@ def classifier(name: str, pixels: int, **fields: Any) -> ZooModel:
     """A classifier of square images of one size, of which the batch alone is symbolic."""
 
     def make() -> nn.Module:
-        timm: Any = importlib.import_module("timm")
-        return Classified(timm.create_model(name, num_classes=10, **fields))
+        return Classified(timm().create_model(name, num_classes=10, **fields))
 
     return ZooModel(
         float64(make),
@@ -77,7 +94,8 @@ TIMM: dict[str, ZooModel] = {
     "MobileViT": classifier("mobilevitv2_050", 64),
     "EdgeNeXt": classifier("edgenext_xx_small", 64),
 }
+LEFT_OUT = () if importlib.util.find_spec("timm") else tuple(TIMM)
 HYBRIDS = {
     "Conformer with group norms": CONFORMER,
-    **(TIMM if importlib.util.find_spec("timm") else {}),
+    **{name: model for name, model in TIMM.items() if name not in LEFT_OUT},
 }
