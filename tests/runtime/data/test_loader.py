@@ -1,5 +1,6 @@
 import json
 import warnings
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpc.buckets import Buckets
+from dcpc.buckets import Bucket, Buckets
 from dcpc.errors import DataError
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.weights import CountLabels
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.planner.splits.advice import padding_advice
 from tests.cases.fakes import FakeCompiled, Ragged, RaggedWithDims, compiled_for, plan_for
 
 SETTINGS = {4: (1, 3), 7: (1, 2), 16: (2, 1)}
@@ -507,6 +509,14 @@ def test_padding_of_samples_that_share_a_micro_batch_is_told_apart(caplog):
     said = "got padding of 18.8% of the tokens that ran, 0.0% if each sample ran by itself"
     assert said in told
     assert "steps of more samples" in told
+
+
+def test_the_buckets_that_there_are_are_not_told_as_better_ones():
+    counts = Counter((("seq", length),) for length in (8, 16, 3, 11, 7, 16, 8, 5))
+    every = [Bucket.of({"seq": size}) for size in (8, 16)]
+    assert padding_advice(0.16, every, counts) == ""  # multiples of 8 leave as much
+    told = padding_advice(0.5, every, counts)
+    assert "2 others would leave 15.9%: {'seq': 8}, {'seq': 16}; 2 would leave 15.9%" in told
 
 
 def test_little_padding_is_not_told(caplog):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import gcd, prod
 
 from dcpc.buckets import Bucket
-from dcpc.buckets.choosing import DEFAULT_PADDING, best_shapes
+from dcpc.buckets.choosing import DEFAULT_PADDING, best_shapes, padded_cost
 from dcpc.runtime.planner.own_lengths import Dims, OwnLengths
 
 # Other buckets are told where they leave at most this share of the padding; what sizes told are
@@ -20,7 +20,7 @@ def padding_advice(
     counts: Mapping[Dims, int],
     own: OwnLengths | None = None,
 ) -> str:
-    """Returns what padding costs and what would leave less; "": it costs little.
+    """Returns what padding costs and what would leave less; "": little, or nothing would.
 
     Args:
         share: padding's share of the tokens that were run.
@@ -40,16 +40,21 @@ def padding_advice(
     names = [name for name, _ in buckets[0].shape_key]
     steps = [gcd(_LARGEST_STEP, *(b[name] for b in buckets)) for name in names]
     shapes = {tuple(size for _, size in sorted(dims)): n for dims, n in counts.items()}
-    alike = best_shapes(shapes, steps, len(buckets), None)
-    fewest = best_shapes(shapes, steps, None, DEFAULT_PADDING)
-    text = f"got padding of {share:.1%} of the tokens that ran in {len(buckets)} buckets"
-    if alike is not None and alike.padding < share * _WORTH_TELLING:
-        every = [dict(zip(names, shape, strict=True)) for shape in alike.shapes]
-        shown = ", ".join(map(str, every[:8])) + (", ..." if len(every) > 8 else "")
-        text += f"; {len(every)} others would leave {alike.padding:.1%}: {shown}"
-    if fewest is not None:
-        text += f"; {len(fewest.shapes)} would leave {fewest.padding:.1%}"
-    return f"{text}; Buckets.from_lengths(inputs, lengths, count=) chooses them"
+    tokens = sum(n * prod(shape) for shape, n in shapes.items())
+    told: list[str] = []
+    for most, padding in ((len(buckets), None), (None, DEFAULT_PADDING)):
+        chosen = best_shapes(shapes, steps, most, padding)
+        if chosen is None:
+            continue
+        left = 1 - tokens / padded_cost(shapes, chosen.shapes, prod)  # of lengths as they are
+        if left < share * _WORTH_TELLING:
+            every = [dict(zip(names, shape, strict=True)) for shape in chosen.shapes]
+            shown = f": {', '.join(map(str, every[:8]))}" + ", ..." * (len(every) > 8)
+            found = f"{left:.1%}" if told else f"{left:.1%}{shown}"
+            told.append(f"{len(every)} {'' if told else 'others '}would leave {found}")
+    text = f"got padding of {share:.1%} of the tokens that ran in {len(buckets)} buckets; "
+    advice = "Buckets.from_lengths(inputs, lengths, count=) chooses them"
+    return text + "; ".join([*told, advice]) if told else ""
 
 
 def _padding_alone(own: OwnLengths, buckets: Sequence[Bucket], counts: Mapping[Dims, int]) -> float:
