@@ -16,6 +16,7 @@ from dcpc.compiled.seeds import Seeds
 from dcpc.compiled.unpadding.sides import CallSetting
 from dcpc.compiled.unpadding.unpadding import Unpadding
 from dcpc.errors import DispatchError
+from dcpc.fx.torch_api.functions import within_transform
 from dcpc.ir import Placement
 from dcpc.passes.value_ranges import value_ranges
 from dcpc.plan.planning import Planned
@@ -158,8 +159,15 @@ class Dispatch:
         """Returns the bucket of some inputs, and the length of every dim, batch included.
 
         Raises:
-            DispatchError: names, dtypes or shapes match no bucket, or an input requires a gradient.
+            DispatchError: names, dtypes or shapes match no bucket, or an input requires a gradient;
+                or it is a call within `torch.func`.
         """
+        if within_transform():
+            raise DispatchError(
+                "got a call within torch.func (vmap, grad, jvp); expected one outside: compiled "
+                "graphs are for whole tensors, and their backward has no derivative; transform the "
+                "plain model (compiled.module), or call .backward() of the loss"
+            )
         for name, value in inputs.items():
             if not isinstance(value, Tensor):
                 named = isinstance(value, Mapping)

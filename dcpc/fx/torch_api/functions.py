@@ -48,6 +48,11 @@ def functions_behind(tensors: Iterable[Tensor]) -> list[type]:
     return [*dict.fromkeys(getattr(kind, "_forward_cls", kind) for kind in kinds)]
 
 
+def within_transform() -> bool:
+    """Returns whether this runs within `vmap`, `grad`, `jvp` or the like of `torch.func`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _telling(applied: Applied) -> Callable[[type, str], Any]:
     begun = threading.local()  # the class whose backward was asked for last, gradients being on
 

@@ -139,6 +139,8 @@ CALLS = {
         Kind("too many by position", DispatchError, lambda g: g.compiled(IDS, IDS, IDS)),
         Kind("an input twice", DispatchError, lambda g: g.compiled(IDS, ids=IDS, labels=IDS)),
         _call("a numpy array", ids=IDS.numpy()),
+        Kind("a call within torch.func", DispatchError, lambda g: torch.func.grad(
+            lambda scale: g.compiled(ids=IDS, labels=IDS) * scale)(torch.tensor(2.0))),
         Kind("a batch as it is", DispatchError,
              lambda g: g.compiled({"ids": IDS, "labels": IDS})),
         _call("another dtype", ids=IDS.int()),
