@@ -320,8 +320,8 @@ class Samples:
                     where = _text(tuple(found.items())) if found else "no length >= 1"
                     raise DataError(
                         f"sample {index}, input '{name}': got {size} for dim '{dim}', shape "
-                        f"{tuple(raw[name].shape)}, where the sample has {where}; expected the "
-                        "same lengths in all its inputs, each at least 1; correct the sample"
+                        f"{tuple(raw[name].shape)}, where the sample has {where}; "
+                        + _expected(dim, size)
                     )
         return tuple((name, found[name]) for name in self.names)
 
@@ -393,6 +393,13 @@ def _sample_dims(spec: InputSpec) -> tuple[DimExpr, ...]:
 def _holds(bucket: Bucket, dims: Dims) -> bool:
     sizes = bucket.sizes
     return all(size <= sizes[name] for name, size in dims)
+
+
+def _expected(dim: DimExpr, size: int) -> str:
+    """Returns what a dim of a sample may be, and what to do, as text."""
+    if size > 0 and dim.name is not None and dim.divisor == 1 and dim.solve(size) is None:
+        return f"expected a size that '{dim}' can have; cut or pad the sample to one"
+    return "expected the same lengths in all its inputs, each at least 1; correct the sample"
 
 
 def _text(dims: Dims) -> str:
