@@ -1,6 +1,7 @@
 import json
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -482,6 +483,33 @@ def test_padding_that_costs_is_told_once_with_buckets_that_leave_less(caplog):
     # 8 is padded to 16: 80 of 136 + 80 tokens. With 4, 8 and 16 nothing is.
     assert told.startswith("epoch 0: got padding of 37.0% of the tokens that ran in 3 buckets; ")
     assert "3 others would leave 0.0%: {'seq': 4}, {'seq': 8}, {'seq': 16}; 3 would leave" in told
+
+
+def of_any_length(settings, **options):
+    return replace(compiled_for(world(1), settings), least=2, **options)
+
+
+def test_a_micro_batch_is_as_long_as_its_longest_sample_unless_it_is_to_be_its_buckets():
+    data, compiled = RaggedWithDims([5, 6, 12, 1]), of_any_length({7: (1, 2), 16: (1, 1)})
+
+    def lengths(**options):
+        (step,) = DataLoader(
+            data, compiled, tokens_per_step=99, pad=PAD, lookahead=0, shuffle=False, **options
+        )
+        return sorted(mb.inputs["labels"].shape[1] for mb in step.micro_batches)
+
+    assert lengths() == [5, 6, 12]
+    assert lengths(pad_to_multiple_of=4) == [7, 7, 12]
+    assert lengths(pad_to="bucket") == [7, 7, 16]
+
+
+def test_padding_of_samples_that_share_a_micro_batch_is_told_apart(caplog):
+    data, compiled = RaggedWithDims([10, 16] * 4), of_any_length({16: (1, 2)})
+    list(DataLoader(data, compiled, samples_per_step=2, pad=PAD, lookahead=0, shuffle=False))
+    (told,) = [r.getMessage() for r in caplog.records if "padding" in r.getMessage()]
+    said = "got padding of 18.8% of the tokens that ran, 0.0% if each sample ran by itself"
+    assert said in told
+    assert "steps of more samples" in told
 
 
 def test_a_size_that_its_dim_cannot_have_is_told_as_that():
