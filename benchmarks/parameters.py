@@ -1,9 +1,10 @@
 """Parameters shared out over ranks: `python -m benchmarks.parameters [--quick] [--json FILE]`.
 
 `dcpc.compile(parameters=)` against the plain model (`tests/exact/parameters.py`), the plan's bytes
-(`tests/exact/parameters_bytes.py`) and the largest model that trains within a memory
-(`parameters_largest.py`). Each of these says what it measures. Figures with an aim are compared
-with it in the last table. The race with torch's FSDP2 is at the tag `races-2026-11`.
+(`tests/exact/parameters_bytes.py`), the largest model that trains within a memory
+(`parameters_largest.py`), and torch's FSDP2 and ranks that run free of each other
+(`parameters_race.py`). Each of these says what it measures. Figures with an aim are compared with
+it in the last table.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from benchmarks import (
     harness,
     parameters_largest,
+    parameters_race,
 )
 from tests.exact import parameters as parameters_exact
 from tests.exact import parameters_bytes
@@ -22,6 +24,9 @@ AIMS = {
     "rest_bytes_over_ideal": 1.01,
     "max_error_peak_eager": 0.005,
     "wire_bytes_off": 0.0,
+    "peak_over_fsdp2": 1.0,
+    "seconds_over_fsdp2": 1.05,
+    "seconds_over_fsdp2_mixed": 0.7,
 }
 LEAST = {"largest_model_over_whole": 3.0}
 
@@ -86,6 +91,7 @@ def main() -> None:
         found = [parameters_bytes.measure(job) for job in parameters_bytes.jobs(args.quick)]
         figures |= bytes_figures(found)
         figures |= parameters_largest.measure(args.quick)
+        figures |= parameters_race.measure(args.quick)
     rows = [(name, f"{value:.4g}", *aim(name, value)) for name, value in figures.items()]
     title = f"parameters, in {watch.elapsed_s:.0f} s"
     harness.print_table(title, ("figure", "value", "aim", ""), rows)

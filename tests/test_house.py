@@ -7,7 +7,7 @@ from tests.house import COUNTS, House, table
 HOUSE = House()
 MOST = {
     "lines in dcpc/": 78_000,
-    "lines in benchmarks/": 9_000,
+    "lines in benchmarks/": 9_850,
     "methods of CompiledModel": 54,
     "methods of PipelinedModel": 60,
     "functions > 50 lines": 24,
