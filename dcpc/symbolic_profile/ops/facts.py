@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -69,6 +69,25 @@ class TensorFacts:
                 return False
             expected = sympy.expand(expected * self.shape[i])
         return True
+
+    def nested(self, dims: Iterable[int]) -> list[int] | None:
+        """Returns dims innermost first if they are one as they lie, without those of size 1.
+
+        None where one does not begin where the one within it ends, so that joining them is a copy.
+        """
+        wanted = [d for d in dims if self.shape[d] != 1]
+        strides = {d: sympy.expand(of_some(self.strides[d])) for d in wanted}
+        for innermost in wanted:
+            order, apart = [innermost], strides[innermost]
+            while len(order) < len(wanted):
+                apart = sympy.expand(apart * self.shape[order[-1]])
+                found = [d for d in wanted if d not in order and strides[d] == apart]
+                if not found:
+                    break
+                order.append(found[0])
+            if len(order) == len(wanted):
+                return order
+        return None if wanted else []
 
     @property
     def matrix(self) -> bool:

@@ -217,13 +217,30 @@ def _trilinear(call: CallFacts) -> sympy.Expr:
 
 
 def _fft(call: CallFacts) -> sympy.Expr:
-    """An upper bound: a copy of the operand, as where its other dims are not one as they lie.
+    """A copy of an operand whose other dims are not one as they lie.
 
-    Over several dims to real numbers a complex result besides, over all dims but the last.
     Source: `_exec_fft` of torch's mkl/SpectralOps.cpp.
     """
-    several = op_name(call.node) == "aten::_fft_c2r" and len(argument(call.node, "dim")) > 1
-    return (2 if several else 1) * call.tensor("self").size_bytes
+    x = call.tensor("self")
+    others = _others(x, argument(call.node, "dim"))
+    return x.size_bytes if x.nested(others) is None else ZERO
+
+
+def _fft_to_real(call: CallFacts) -> sympy.Expr:
+    """Over several dims first a complex one over all but the last, whose result may be copied."""
+    x, (*first, last) = call.tensor("self"), argument(call.node, "dim")
+    if not first:
+        return _fft(call)
+    others = _others(x, first)
+    copied = x.size_bytes if x.nested(others) is None else ZERO
+    order = [d for d in x.nested(range(len(x.shape))) or x.nested(others) or () if d in others]
+    again = ZERO if order and order[-1] == last % len(x.shape) else x.size_bytes
+    return x.size_bytes + larger(copied, again + call.output_bytes) - call.output_bytes
+
+
+def _others(x: TensorFacts, dims: Sequence[int]) -> list[int]:
+    taken = {d % len(x.shape) for d in dims}
+    return [d for d in range(len(x.shape)) if d not in taken]
 
 
 def _pool_backward(*names: str) -> Callable[[CallFacts], sympy.Expr]:
@@ -328,7 +345,7 @@ KERNELS: Mapping[str, Callable[[CallFacts], sympy.Expr]] = {
     ),
     "aten::_euclidean_dist": _distances,
     "aten::_fft_c2c": _fft,
-    "aten::_fft_c2r": _fft,
+    "aten::_fft_c2r": _fft_to_real,
     "aten::_fft_r2c": _fft,
     "aten::_trilinear": _trilinear,
     "aten::avg_pool2d": _unordered("self"),

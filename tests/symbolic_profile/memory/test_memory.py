@@ -82,7 +82,8 @@ HEADS = torch.randn(2, 4, 300, 16)
 PAIRS = torch.randn(40, 30, 128)[..., ::2]
 WIDE, HALF, SEEN = X.double(), X.bfloat16(), X > 0
 WHOLE = IDS + 1
-TURNED = torch.randn(30, 40, 64).transpose(0, 1)
+TURNED, WAVES = torch.randn(30, 40, 64).transpose(0, 1), X.to(torch.complex64)
+TURNED_WAVES = TURNED.to(torch.complex64)
 PICTURE = torch.randn(2, 30, 8, 40).transpose(1, 2)
 CHANNELS_LAST = torch.randn(2, 8, 30, 40).to(memory_format=torch.channels_last)
 
@@ -135,6 +136,16 @@ CHANNELS_LAST = torch.randn(2, 8, 30, 40).to(memory_format=torch.channels_last)
         (lambda x: aten.sum(x), [SEEN]),
         (lambda x: aten.sum(x, [1], dtype=torch.float32), [HALF]),
         (lambda x: aten.cumsum(x, 1), [SEEN]),
+        (lambda x: aten._fft_r2c(x, [2], 0, True), [X]),
+        (lambda x: aten._fft_r2c(x, [1], 0, True), [X]),
+        (lambda x: aten._fft_r2c(x, [1], 0, True), [TURNED]),
+        (lambda x: aten._fft_r2c(x, [1, 2], 0, True), [X]),
+        (lambda x: aten._fft_c2c(x, [1], 0, True), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [1], 0, 30), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [1, 2], 0, 64), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [0, 1], 0, 30), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [0, 1], 0, 30), [TURNED_WAVES]),
+        (lambda x: aten._fft_c2r(x, [2, 1], 0, 30), [TURNED_WAVES]),
         (lambda x: aten.kthvalue(x, 2, 1), [X]),
         (lambda x: aten.median(x, 1), [X]),
         (lambda x: aten.roll(x, [3, 2], [1, 2]), [X]),

@@ -90,6 +90,14 @@ def bags_backward(w, i, o, mode):
         (lambda x, y: aten._euclidean_dist(x, y), [X, FEW]),
         (lambda x, y: aten._euclidean_dist(x, y), [FEW, X]),
         (lambda x, y: aten._cdist_forward(x, y[:, :20], 1.0, None), [X, FEW]),
+        (lambda x: aten._fft_r2c(x, [1], 0, True), [X]),
+        (lambda x: aten._fft_r2c(x, [2], 0, True), [X]),
+        (lambda x: aten._fft_r2c(x, [0], 0, True), [ROWS]),
+        (lambda x: aten._fft_c2c(x, [1], 0, True), [WAVES]),
+        (lambda x: aten._fft_c2c(x, [1, 2], 0, True), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [1], 0, 598), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [2], 0, 126), [WAVES]),
+        (lambda x: aten._fft_c2r(x, [1, 2], 0, 126), [WAVES]),
         (bilinear, [ROWS, torch.rand(8, 64, 64), ROWS]),
         (lambda x, i, o: aten._embedding_bag(x, i, o, False, 2), [torch.rand(32, 8), BAG, BAGS]),
         (lambda x, i, o: bags_backward(x, i, o, 2), [torch.rand(32, 64), BAG, BAGS]),
@@ -169,28 +177,6 @@ def test_transient_of_a_kernel_in_half_precision(function, tensors, dtype):
     ):
         table_bytes = int(transient_bytes(m.node, facts, torch.get_num_threads()).doit())
         assert abs(m.transient_bytes - table_bytes) <= SMALL_BYTES, m.node.format_node()
-
-
-@pytest.mark.parametrize(
-    ("function", "tensors"),
-    [
-        (lambda x: aten._fft_r2c(x, [1], 0, True), [X]),
-        (lambda x: aten._fft_r2c(x, [2], 0, True), [X]),
-        (lambda x: aten._fft_r2c(x, [0], 0, True), [ROWS]),
-        (lambda x: aten._fft_c2c(x, [1], 0, True), [WAVES]),
-        (lambda x: aten._fft_c2c(x, [1, 2], 0, True), [WAVES]),
-        (lambda x: aten._fft_c2r(x, [1], 0, 598), [WAVES]),
-        (lambda x: aten._fft_c2r(x, [2], 0, 126), [WAVES]),
-        (lambda x: aten._fft_c2r(x, [1, 2], 0, 126), [WAVES]),
-        (lambda x: aten._fft_c2r(x, [0, 1], 0, 38), [WAVES.transpose(0, 1)]),
-        (lambda x: aten._fft_c2r(x, [2, 1], 0, 38), [WAVES.transpose(0, 1)]),
-    ],
-)  # fmt: skip
-def test_transient_of_a_transform_is_within_its_bound(function, tensors):
-    facts = Facts({})
-    for m in measure_call(function, *tensors):
-        table_bytes = int(transient_bytes(m.node, facts, torch.get_num_threads()).doit())
-        assert m.transient_bytes <= table_bytes + SMALL_BYTES, m.node.format_node()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
