@@ -89,12 +89,12 @@ class OutputSettings:
     def output_bytes(self, mb: PlannedMicroBatch) -> int:
         """Returns the bytes of what a micro-batch gives back besides its loss."""
         program = self._planned.by_bucket[mb.bucket].traced.program
-        sizes = {**mb.bucket.sizes, BATCH: mb.batch}
-        dims = program.dims(sizes)
+        dims = program.dims({**mb.shape.sizes, BATCH: mb.batch})
         whole = {n: int(program.info[n].size_bytes.subs(dims)) for n in program.outputs[1:]}
         if not program.pieces or mb.sp == 1:
             return sum(whole.values())
-        placement = self._dispatch.placement(mb.bucket, sizes, self._dispatch.setting_of(mb))
+        sizes, setting = {**mb.bucket.sizes, BATCH: mb.batch}, self._dispatch.setting_of(mb)
+        placement = self._dispatch.placement(mb.bucket, sizes, setting)
         places = {n: output_place(program, placement, n, dims, 0) for n in whole}
         return sum(
             size if (at := places[n]) is None else size * len(at.positions) // max(1, at.length)
