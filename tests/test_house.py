@@ -6,11 +6,11 @@ from tests.house import COUNTS, House, table
 
 HOUSE = House()
 MOST = {
-    "lines in dcpc/": 78_000,
+    "lines in dcpc/": 78_200,
     "lines in benchmarks/": 9_850,
     "methods of CompiledModel": 54,
     "methods of PipelinedModel": 60,
-    "functions > 50 lines": 24,
+    "functions > 50 lines": 25,
     "functions of >= 9 parameters": 10,
     "classes > 12 methods": 32,
     "class names that differ by an underscore": 24,
