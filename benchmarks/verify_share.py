@@ -59,7 +59,7 @@ def cases(quick: bool) -> Iterator[tuple[str, nn.Module, dcpc.Buckets, int]]:
     torch.manual_seed(0)
     work = QUICK if quick else DEMO
     yield "gpt", work.make_model(), work.ladder, work.memory_bytes
-    sizes = [{"seq": n} for n in work.lengths[:: 3 if quick else 1]]
+    sizes = [{**b.sizes} for b in work.ladder][:: 3 if quick else 1]
     yield "llama", _llama(), dcpc.Buckets(inputs=INPUTS, sizes=sizes), work.memory_bytes
     if not quick:
         yield "stdit", VIDEO.make_model(), _video_buckets(), VIDEO.memory_bytes
