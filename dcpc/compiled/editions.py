@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.buckets import BATCH, Bucket, Buckets, ones_of
 from dcpc.compiled.dispatch import Dispatch
 from dcpc.compiled.outputs.wanted import SHARDED, WithOutputs
 from dcpc.errors import DcpcError, DispatchError
@@ -276,7 +276,7 @@ class Editions:
         planned = base.planned
         inputs = {name: str(spec) for name, spec in base.buckets.inputs.items()}
         only = Buckets(inputs, [own.sizes])
-        alike = [b for b in base.buckets if _ones(b) == _ones(own)]
+        alike = [b for b in base.buckets if ones_of(b.sizes) == ones_of(own.sizes)]
         degrees = {own: _degrees(planned)[larger]}
         if alike:
             every = Buckets(inputs, [*(b.sizes for b in alike), own.sizes])
@@ -362,7 +362,3 @@ def _degrees(planned: Planned) -> dict[Bucket, int]:
     """Returns the degree of each bucket: of one that fits on no rank, as in stages, it is 1."""
     plans = planned.plans
     return {b: plans[b].sp if b in plans else 1 for b in planned.by_bucket}
-
-
-def _ones(bucket: Bucket) -> frozenset[str]:
-    return frozenset(name for name, size in bucket.shape_key if size == 1)

@@ -74,18 +74,26 @@ def _two_texts(sizes: Sizes) -> dict[str, Tensor]:
     return {"input_ids": _tokens(source)["input_ids"], "labels": _tokens(sizes)["labels"]}
 
 
-def _video(sizes: Sizes) -> dict[str, Tensor]:
+def video_inputs(config: STDiTConfig, sizes: Sizes) -> dict[str, Tensor]:
+    """Returns random inputs of an STDiT, without its optional ones."""
     batch = sizes["batch"]
-    latents = (batch, VIDEO.channels, sizes["frames"], sizes["height"], sizes["width"])
+    latents = (batch, config.channels, sizes["frames"], sizes["height"], sizes["width"])
     return {
         "latents": torch.randn(latents),
         "noise": torch.randn(latents),
         "timestep": 1000 * torch.rand(batch),
-        "text": torch.randn(batch, VIDEO.text_len, VIDEO.text_dim),
-        "text_mask": torch.ones(batch, VIDEO.text_len, dtype=torch.bool),
+        "text": torch.randn(batch, config.text_len, config.text_dim),
+        "text_mask": torch.ones(batch, config.text_len, dtype=torch.bool),
         "fps": torch.full((batch,), 24.0),
         "pixel_height": torch.full((batch,), 8.0 * sizes["height"]),
         "pixel_width": torch.full((batch,), 8.0 * sizes["width"]),
+    }
+
+
+def _video(sizes: Sizes) -> dict[str, Tensor]:
+    batch = sizes["batch"]
+    return {
+        **video_inputs(VIDEO, sizes),
         "frame_mask": torch.ones(batch, sizes["frames"], dtype=torch.bool),
         "drop_text": torch.zeros(batch, dtype=torch.bool),
     }

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dcpc.buckets import Sizes
 from models.gpt import GPT, GPTConfig
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig, input_specs
+from tests.cases.memory_models import video_inputs
 
 VOCAB = 258
 TEXT = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
@@ -63,18 +64,7 @@ def _tokens(sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _video(sizes: Sizes) -> dict[str, Tensor]:
-    batch = sizes["batch"]
-    latents = (batch, VIDEO.channels, sizes["frames"], sizes["height"], sizes["width"])
-    return {
-        "latents": torch.randn(latents),
-        "noise": torch.randn(latents),
-        "timestep": 1000 * torch.rand(batch),
-        "text": torch.randn(batch, VIDEO.text_len, VIDEO.text_dim),
-        "text_mask": torch.ones(batch, VIDEO.text_len, dtype=torch.bool),
-        "fps": torch.full((batch,), 24.0),
-        "pixel_height": torch.full((batch,), 8.0 * sizes["height"]),
-        "pixel_width": torch.full((batch,), 8.0 * sizes["width"]),
-    }
+    return video_inputs(VIDEO, sizes)
 
 
 def _small_video(sizes: Sizes) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ rows, the loss, every gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -45,6 +45,21 @@ class RowsOfCall:
     """
 
     sides: tuple[ValidRows, ...]
+
+
+def fewest_steps(steps: int, peak_bytes: Callable[[int], int], limit_bytes: int) -> int | None:
+    """Returns the fewest of some shares of the steps of recompute whose peak is within a limit.
+
+    Args:
+        steps: number of steps of the menu.
+        peak_bytes: steps taken -> predicted peak.
+        limit_bytes: largest peak.
+
+    Returns:
+        The number of steps; None: the peak is above the limit with each.
+    """
+    tried = sorted({round(share * steps) for share in STEPS})
+    return next((step for step in tried if peak_bytes(step) <= limit_bytes), None)
 
 
 class Unpadding:
@@ -232,10 +247,9 @@ class Unpadding:
         side = self._last(rows)
         sizes = side.sizes(sizes, rows.sides)
         study = side.study(how)
-        for step in sorted({round(share * study.steps) for share in STEPS}):
-            if study.predict(step, sizes).peak_bytes <= limit_bytes:
-                return step
-        return None
+        return fewest_steps(
+            study.steps, lambda step: study.predict(step, sizes).peak_bytes, limit_bytes
+        )
 
     def _padded(self, how: CallSetting) -> Study:
         return self._whole.priced.at(placement_of(self._whole, how.sp, how.sizes))

@@ -23,7 +23,7 @@ from dcpc.compiled.pipeline.chain import chain_of
 from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.compiled.pipeline.trained.planner import recomputed
-from dcpc.compiled.unpadding.unpadding import STEPS, Unpadding
+from dcpc.compiled.unpadding.unpadding import Unpadding, fewest_steps
 from dcpc.errors import PlanError
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import Traced
@@ -79,13 +79,17 @@ class OwnStages:
             self._known[id(traced)] = traced, self._made(traced)
         return self._known[id(traced)][1]
 
+    def number_of(self, traced: Traced) -> int | None:
+        """Returns the place of a program among those that were cut; None: it is another."""
+        return next((n for n, one in enumerate(self.traces) if one is traced), None)
+
     def _made(self, traced: Traced) -> StageOfProgram:
         plan = self.cut.plan
-        if any(traced is one for one in self.traces):
-            number = next(n for n, one in enumerate(self.traces) if one is traced)
-            stages = tuple(stage.by_trace[number] for stage in plan.stages)
-        else:
+        number = self.number_of(traced)
+        if number is None:
             stages = self._like(traced)
+        else:
+            stages = tuple(stage.by_trace[number] for stage in plan.stages)
         return StageOfProgram(stages[self.index].in_lane(self.lane), stages[-1])
 
     def _like(self, traced: Traced) -> tuple[ProgramStage, ...]:
@@ -143,16 +147,17 @@ class OwnSetting:
         own = self.stages.of(whole).own.placed_at({BATCH: 1, **(whole.reference or {})})
         most_bytes = padded.predict(named).peak_bytes
         every = own.study(sizes).steps
-        steps = sorted({round(share * every) for share in STEPS})
-        fits = (k for k in steps if own.recomputing(k).predict(sizes).peak_bytes <= most_bytes)
-        return own.recomputing(next(fits, every))
+        fits = fewest_steps(
+            every, lambda k: own.recomputing(k).predict(sizes).peak_bytes, most_bytes
+        )
+        return own.recomputing(every if fits is None else fits)
 
     def _with_padding(self, runnable: Runnable) -> ProgramStage:
         traced, stages = runnable.traced, self.stages
-        for number, one in enumerate(stages.traces):
-            if one is traced:
-                row = stages.cut.planner.cost.rows[stages.index][self.number]
-                return row.by_trace[number].in_lane(stages.lane)
+        number = stages.number_of(traced)
+        if number is not None:
+            row = stages.cut.planner.cost.rows[stages.index][self.number]
+            return row.by_trace[number].in_lane(stages.lane)
         own = stages.of(traced).own
         largest = {BATCH: 1, **(traced.reference or traced.program.hints)}
         settings = recomputed(own, own.study(largest).steps, self.stages.recompute)
