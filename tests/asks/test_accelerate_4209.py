@@ -46,9 +46,9 @@ def parameters(name: str, folder: str, world: int, sp: int) -> list[Tensor]:
     config = transformers.LlamaConfig(**SIZES_OF_MODEL, **MODELS[name])
     model = transformers.LlamaForCausalLM(config).double()
     args = transformers.TrainingArguments(
-        folder, per_device_train_batch_size=4 // world, num_train_epochs=2, learning_rate=1e-2,
+        folder, per_device_train_batch_size=4 // world, num_train_epochs=2, learning_rate=1e-1,
         train_sampling_strategy="sequential", save_strategy="no", report_to="none", use_cpu=True,
-        disable_tqdm=True,
+        disable_tqdm=True, optim="sgd",  # Adam's steps have the size of a gradient's rounding, too
     )  # fmt: skip
     kind: Any = transformers.Trainer
     if sp:
