@@ -1,11 +1,13 @@
 """Every pair of options runs with the plain model's numbers, or is refused as the table says."""
 
+from itertools import combinations
+
 import pytest
 
-from tests.cases.combinations import PAGE, REFUSED, met, page, pairs
+from tests.cases.combinations import PAGE, REFUSED, SAME, met, page, pairs, rows
 from tests.cases.launch import run_ranks
 
-PARTS = 6  # of the pairs, so that two processes share them
+PARTS = 2  # of the rows, for two processes
 
 
 def met_by(rank: int, names: list[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
@@ -29,7 +31,19 @@ def test_what_the_table_refuses_is_refused():
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_other_pair_has_the_plain_models_numbers(part):
-    check([each for each in pairs() if frozenset(each) not in REFUSED][part::PARTS], 900.0)
+    check(rows()[part::PARTS], 900.0)
+
+
+def test_every_pair_that_runs_is_in_two_rows_and_no_other_is():
+    every = [{frozenset(p) for p in combinations(row, 2)} for row in rows()]
+    for pair in map(frozenset, pairs()):
+        exact = [
+            r
+            for r in every
+            if pair in r and ("autocast" in pair or "autocast" not in set().union(*r))
+        ]
+        assert (len(exact) >= 2) != (pair in REFUSED)
+    assert not set().union(*every) & {*SAME, *REFUSED}
 
 
 def test_the_page_is_made_of_the_table():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
@@ -176,8 +177,8 @@ class Samples:
         return {name: x[None] for name, x in sample.items()}
 
 
-class Pair:
-    """Two choices together, on this rank.
+class Together:
+    """Several choices together, on this rank.
 
     Args:
         names: of the choices.
@@ -273,12 +274,50 @@ def pairs() -> list[tuple[str, ...]]:
     return [each for each in itertools.combinations(NAMES, 2) if frozenset(each) not in SAME]
 
 
+def rows(times: int = 2, most: int = 6) -> list[tuple[str, ...]]:
+    """Returns sets of options that run together and have every pair that runs in `times` of them.
+
+    One run of six options compares fifteen pairs. A pair beside autocast counts only if autocast is
+    one of the two, as the numbers of all others are compared in float64.
+
+    Args:
+        times: sets that each pair is in, at least.
+        most: options of a set.
+    """
+    left = {frozenset(p): times for p in pairs() if frozenset(p) not in REFUSED}
+    never = {*SAME, *REFUSED}
+    draw, found = random.Random(0), list[tuple[str, ...]]()
+
+    def compared(row: Iterable[str]) -> list[frozenset[str]]:
+        every = [frozenset(p) for p in itertools.combinations(row, 2)]
+        return [p for p in every if "autocast" not in row or "autocast" in p]
+
+    def gain(row: list[str], name: str) -> int:
+        if any(frozenset({name, other}) in never for other in row):
+            return 0
+        return sum(left[p] > 0 for p in compared([*row, name]) if name in p)
+
+    while max(left.values()) > 0:
+        row = sorted(max(sorted(map(sorted, left)), key=lambda p: left[frozenset(p)]))
+        while len(row) < most:
+            *_, (gained, _, name) = sorted(
+                (gain(row, name), draw.random(), name) for name in NAMES if name not in row
+            )
+            if not gained:
+                break
+            row.append(name)
+        for p in compared(row):
+            left[p] -= 1
+        found.append(tuple(name for name in NAMES if name in row))
+    return found
+
+
 def met(names: tuple[str, ...]) -> str:
-    """Returns what is wrong with a pair on this rank, or what it is refused with; "": nothing."""
+    """Returns what is wrong with options together on this rank, or the refusal; "": nothing."""
     warnings.simplefilter("ignore")
     shared = Path(tempfile.gettempdir()) / ("dcpc-pair-" + "-".join(names))
     try:
-        pair = Pair(names, str(shared))
+        pair = Together(names, str(shared))
         worst = max(pair.errors())
     except DcpcError as error:
         return f"refused: {error}"
@@ -292,10 +331,11 @@ def page() -> str:
         "# Options beside options",
         "",
         "Made by `python -m tests.cases.combinations`; `tests/test_combinations.py` runs every "
-        "pair on two ranks:",
-        "loss, every gradient, and what a pair adds (outputs, a loss in `evaluate`, the state of a "
-        "checkpoint), within 1e-10",
-        "of the plain model in float64. Under autocast both sides round to bfloat16.",
+        "pair on two ranks, twice,",
+        "each time beside up to four other options: loss, every gradient, and what an option adds",
+        "(outputs, a loss in `evaluate`, the state of a checkpoint), within 1e-10 of the plain "
+        "model in float64. Under autocast",
+        "both sides round to bfloat16.",
         "",
         "`x` runs. A number says why a pair does not, or what of it is not there.",
         "",
