@@ -1,6 +1,6 @@
 """What calls return on dense fake tensors is what torch says, and what they really return."""
 
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -246,23 +246,22 @@ def pointwise_ops():
                 yield func
 
 
-def arguments_of(func, layouts, n, make):
-    """The op's arguments, tensors of these layouts; defaults are left out."""
-    layouts = iter(layouts)
+def arguments_of(func, tensors):
+    """The op's arguments; defaults are left out."""
+    tensors = iter(tensors)
     needed = [str(a.type) for a in func._schema.arguments if not a.has_default_value()]
-    return [next(layouts)(n, make) if t == "Tensor" else FILLED.get(t) for t in needed]
+    return [next(tensors) if t == "Tensor" else FILLED.get(t) for t in needed]
 
 
-def unlike_its_kernel(func, layouts, dtype):
+def unlike_its_kernel(func, layouts, dtype, mode, make_real, make_fake):
     """Whether a call is told another layout; None where nothing is told, or the op does not run."""
+    asked = [(place, layout, dtype) for place, layout in enumerate(layouts)]
     try:
-        real = func(*arguments_of(func, layouts, SIZES, partial(torch.ones, dtype=dtype)))
+        real = func(*arguments_of(func, (make_real(*a) for a in asked)))
     except (RuntimeError, TypeError, ValueError):
         return None
-    env, sizes = numbers()
-    with FakeTensorMode(shape_env=env):
-        args = arguments_of(func, layouts, sizes, partial(torch.empty, dtype=dtype))
-        found = dense_result(func, tuple(args), {})
+    with mode:
+        found = dense_result(func, (*arguments_of(func, (make_fake(*a) for a in asked)),), {})
     if found is None:
         return None
     strides = tuple(map(at_hints, found.stride()))
@@ -270,14 +269,24 @@ def unlike_its_kernel(func, layouts, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # every op on every layout: 7 minutes of a busy core
 def test_every_pointwise_op_is_told_the_layout_of_its_kernel():
     told, wrong = 0, []
+    env, sizes = numbers()
+    mode = FakeTensorMode(shape_env=env)
+
+    @cache  # thousands of calls take the same few tensors
+    def real(place, layout, dtype):
+        return layout(SIZES, partial(torch.ones, dtype=dtype))
+
+    @cache
+    def fake(place, layout, dtype):
+        return layout(sizes, partial(torch.empty, dtype=dtype))
+
     for func in pointwise_ops():
         tensors = sum(str(a.type) == "Tensor" for a in func._schema.arguments)
         for layouts in product(LAYOUTS, repeat=tensors):
             dtypes = (torch.float32, torch.bool, torch.int64)
-            tried = (unlike_its_kernel(func, layouts, dtype) for dtype in dtypes)
+            tried = (unlike_its_kernel(func, layouts, t, mode, real, fake) for t in dtypes)
             unlike = next((u for u in tried if u is not None), None)
             told += unlike is False
             wrong += [(str(func), [a.__name__ for a in layouts])] if unlike else []
