@@ -28,11 +28,22 @@ BY_HAND = {
     "plan/test_planning.py": "which settings need not be priced",
 }
 
-# File -> its test that CI leaves out alone, and why.
+# File -> those of its tests that CI leaves out, and why.
 ALONE = {
+    "benchmarks/test_parameters.py": (
+        ["test_quick_benchmark_keeps_its_limits"],
+        "bytes and peaks; the file's other tests hold the numbers",
+    ),
     "benchmarks/test_zoo_seeds.py": (
-        "test_every_hash_seed_makes_the_same_of_the_zoo",
+        ["test_every_hash_seed_makes_the_same_of_the_zoo"],
         "90 models under 4 seeds: an hour; ModernBERT's, which found the class, is run",
+    ),
+    "gpu_stub/test_gpu_stub.py": (
+        [
+            "test_mixed_lengths_train_beside_padding_and_packing",
+            "test_the_other_measurements_run",
+        ],
+        "measurements of a GPU, here that they run; `make gpu-stub` has them",
     ),
 }
 
@@ -58,7 +69,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(root).as_posix() if root in item.path.parents else ""
-        left_out = path in BY_HAND or item.name == ALONE.get(path, ("", ""))[0]
+        alone, _ = ALONE.get(path, ([], ""))
+        left_out = path in BY_HAND or item.name in alone
         if left_out and item.get_closest_marker("slow"):
             item.add_marker("by_hand")
 

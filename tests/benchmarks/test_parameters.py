@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parameters import aim
-from tests.exact.parameters import MODES, RECOMPUTE, cases, shapes
+from tests.exact.parameters import MODES, RECOMPUTE, cases, measure, shapes
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +38,14 @@ def test_what_misses_its_aim_is_told():
     assert aim("wire_bytes_off", 0) == ("<= 0", "")
     assert aim("wire_bytes_off", 1) == ("<= 0", "missed")
     assert aim("largest_model_over_whole", 2.5) == (">= 3", "missed")
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_each_mode_has_the_plain_models_numbers():
+    found = measure(quick=True)
+    assert len(found) >= 8
+    assert max(error for _, error, _ in found) < 1e-10
 
 
 @pytest.mark.slow
