@@ -152,7 +152,8 @@ def test_report_and_source_say_what_runs(compiled):
 @pytest.mark.parametrize(
     ("inputs", "pattern"),
     [
-        ({"seq": 9}, r"got .*seq: 9.*expected the lengths of a bucket.*seq: 7.*seq: 32"),
+        ({"seq": 33}, r"got .*seq: 33.*expected lengths that some bucket holds.*seq: 7.*seq: 32"),
+        ({"seq": 1}, r"call of {seq: 7}: got {seq: 1}; expected .* right: from {seq: 2} on.*; pad"),
         ({"labels": None}, r"missing: labels.*expected exactly input_ids, labels"),
         ({"extra": torch.ones(1)}, r"unknown: extra"),
         ({"labels": torch.ones(2, 7)}, r"'labels'.*torch.float32.*expected torch.int64"),

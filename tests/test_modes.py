@@ -207,18 +207,21 @@ def test_running_statistics_are_read_in_eval():
 # ------------------------------------------------------------------------- between the buckets
 
 
-def test_length_between_buckets_is_refused_padded_or_compiled(traces):
+def test_length_between_buckets_is_run_as_it_is_padded_or_compiled(traces):
     model = model_of()
     compiled = compiled_of(model)
-    with pytest.raises(dcpc.DispatchError, match="expected the lengths of a bucket"):
-        compiled.evaluate(data(7))
+    for seq in (7, 3, 11):
+        assert evaluation_error(compiled, model, data(seq)) < 1e-10
+    assert traces == [False], "eval() alone"
+    with pytest.raises(dcpc.DispatchError, match=r"call of {seq: 4}: got {seq: 1}; expected"):
+        compiled.evaluate(data(1))
     for seq in (4, 7, 11, 7):
         assert evaluation_error(compiled, model, data(seq), between="pad", pad=PAD) < 1e-10
     for seq in (7, 11, 12, 7, 3):
         assert evaluation_error(compiled, model, data(seq), between="compile") < 1e-10
     assert traces == [False] * 4, "eval(), 7, 11 and 3"
     assert evaluation_error(compiled, model, data(1), between="compile") < 1e-10
-    for between in ("pad", "compile"):
+    for between in (None, "pad", "compile"):
         with pytest.raises(dcpc.DispatchError, match=r"seq: 13}; expected lengths that some"):
             compiled.evaluate(data(13), between=between)
 
@@ -260,7 +263,10 @@ def test_length_at_which_forward_does_something_else_is_refused():
     compiled = compiled_of(model)
     with pytest.raises(dcpc.TraceError, match="at seq 7"):
         compiled.evaluate(data(7), between="compile")
+    with pytest.raises(dcpc.DispatchError, match=r"got {seq: 7}; expected .* takes none for gran"):
+        compiled(**data(7))
     for seq in (6, 8):
+        assert compiled_error(compiled, model, data(seq)) < 1e-10
         assert evaluation_error(compiled, model, data(seq), between="compile") < 1e-10
 
 

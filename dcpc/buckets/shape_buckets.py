@@ -205,25 +205,37 @@ class Buckets:
         return {ones: self._only(mine) for ones, mine in found.items()}
 
     def match(
-        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        right: Callable[[Bucket, Sizes], bool] = lambda bucket, sizes: True,
     ) -> tuple[Bucket, dict[str, int]]:
-        """Returns the bucket of a call's arguments and the length of every name, batch included.
+        """Returns the smallest bucket that holds a call's arguments, and the length of every name.
+
+        Among the lengths is that of the batch.
 
         Args:
             shapes: argument name -> shape.
             dtypes: argument name -> dtype.
+            right: tells whether a bucket is for some lengths, all but the batch's; of those that
+                hold the arguments one for which it is is taken, if there is any.
 
         Raises:
-            DispatchError: names, dtypes, ndims or dims contradict the specs, or no bucket has
-                these lengths.
+            DispatchError: names, dtypes, ndims or dims contradict the specs, or no bucket is as
+                long.
         """
         dims = self.lengths(shapes, dtypes)
-        bucket = self._by_key.get(Bucket.of(dims).shape_key)
+        own = {name: size for name, size in dims.items() if name != BATCH}
+        bucket = (
+            self._by_key.get(Bucket.of(own).dims)
+            or self.holding(dims, lambda b: right(b, own))
+            or self.holding(dims)
+        )
         if bucket is None:
             got = ", ".join(f"'{arg}' {tuple(shape)}" for arg, shape in shapes.items())
             self._refuse(
-                f"arguments {got}: got {Bucket.of(dims)}; expected the lengths of a bucket; "
-                "cut or pad the samples to one, or add these lengths to sizes="
+                f"arguments {got}: got {Bucket.of(dims)}; expected lengths that some bucket holds; "
+                "cut the samples to one, or add these lengths to sizes="
             )
         limit = bucket.batch or MAX_BATCH
         if dims.get(BATCH, 1) > limit:
@@ -239,7 +251,7 @@ class Buckets:
         """Returns the length of every name, batch included, of arguments of any bucket or none.
 
         Raises:
-            DispatchError: as from `match`, but for lengths that no bucket has.
+            DispatchError: as from `match`, but for lengths that no bucket holds.
         """
         self._check_arguments(shapes, dtypes)
         dims = self._solve_dims(shapes)
@@ -251,9 +263,16 @@ class Buckets:
                 )
         return dims
 
-    def holding(self, sizes: Mapping[str, int]) -> Bucket | None:
-        """Returns the smallest bucket with each dim as long or longer; None: none has room."""
-        fits = [b for b in self if all(sizes[n] <= size for n, size in b.shape_key)]
+    def holding(
+        self, sizes: Mapping[str, int], right: Callable[[Bucket], bool] = lambda bucket: True
+    ) -> Bucket | None:
+        """Returns the smallest bucket with each dim as long or longer; None: none has room.
+
+        Args:
+            sizes: length of each name.
+            right: tells which buckets may be taken.
+        """
+        fits = [b for b in self if all(sizes[n] <= size for n, size in b.shape_key) and right(b)]
         return min(fits, key=lambda b: (prod(s for _, s in b.shape_key), b.shape_key), default=None)
 
     def __iter__(self) -> Iterator[Bucket]:

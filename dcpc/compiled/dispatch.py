@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
 from dcpc.codegen.lower.output_pieces import OutputPiece, output_place
+from dcpc.compiled.lengths import TraceLengths
 from dcpc.compiled.seeds import Seeds
 from dcpc.compiled.unpadding.sides import CallSetting
 from dcpc.compiled.unpadding.unpadding import Unpadding
@@ -42,6 +43,7 @@ class Dispatch:
         store: who holds what of the parameters.
         stats: counts of what has run.
         value_ranges: what ops need of integer inputs, by bucket and input.
+        lengths: at which the graphs of the buckets are right.
         variants: what runs some lengths of a bucket, a setting, a place in the group and a way to
             gather parameters, with its integers; filled on first use.
         menu_steps: steps of recompute that take the place of those in a step's plan.
@@ -73,8 +75,6 @@ class Dispatch:
         # The units that this round gathers again in backward.
         self._gathering: frozenset[int] | None = None
         self._again: dict[tuple[Bucket, Setting], frozenset[int]] = {}
-        # Lengths at which a bucket's graphs are right, or not, as far as it was looked up.
-        self._right: dict[tuple[Bucket, tuple[tuple[str, int], ...]], bool] = {}
         self._unpad = unpad
         self._unpadding: dict[int, Unpadding] = {}
         self._buckets = buckets
@@ -83,6 +83,7 @@ class Dispatch:
         self._seeds = seeds
         ranges = {id(v): value_ranges(v.traced.program) for v in planned.traces}
         self.value_ranges = {b: ranges[id(v)] for b, v in planned.by_bucket.items()}
+        self.lengths = TraceLengths(planned)
         self._refuse_different_sums()
         self.bind_blocks()
 
@@ -156,11 +157,13 @@ class Dispatch:
         return {**dict(zip(names, args, strict=False)), **inputs}
 
     def match(self, inputs: Mapping[str, Tensor]) -> tuple[Bucket, dict[str, int]]:
-        """Returns the bucket of some inputs, and the length of every dim, batch included.
+        """Returns the smallest bucket that holds and runs some inputs, and the length of every dim.
+
+        Among the lengths is that of the batch.
 
         Raises:
-            DispatchError: names, dtypes or shapes match no bucket, or an input requires a gradient;
-                or it is a call within `torch.func`.
+            DispatchError: names, dtypes or shapes match no bucket, its graphs are not for these
+                lengths, or an input requires a gradient; or it is a call within `torch.func`.
         """
         if within_transform():
             raise DispatchError(
@@ -184,50 +187,31 @@ class Dispatch:
                     "gradients are made for the model's parameters alone; detach it, or declare it "
                     f"as one that learns: {name}: '{spec or 'float32[...]'} requires_grad'"
                 )
-        shapes = {n: tuple(t.shape) for n, t in inputs.items()}
-        return self._buckets.match(shapes, {n: t.dtype for n, t in inputs.items()})
+        bucket, sizes = self._buckets.match(*_shapes_and_dtypes(inputs), self.lengths.runs_at)
+        own = {n: size for n, size in sizes.items() if n != BATCH}
+        self.lengths.refuse(bucket, own, "call")
+        self.lengths.refuse_compiled_anew(bucket, own)
+        return bucket, sizes
 
     def _sizes_of(self, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         """Returns the length of every dim of a micro-batch: its bucket's, or shorter.
 
         Raises:
-            DispatchError: the bucket's graphs are not for these lengths.
+            DispatchError: the bucket's graphs are not for these lengths, or it is none of these
+                buckets.
         """
-        shapes = {n: tuple(t.shape) for n, t in inputs.items()}
-        sizes = self._buckets.lengths(shapes, {n: t.dtype for n, t in inputs.items()})
+        if mb.bucket not in self._planned.by_bucket:
+            raise DispatchError(
+                f"a micro-batch of {mb.bucket}: got a step of other buckets; expected one of "
+                f"{', '.join(map(str, self._planned.by_bucket))}; take steps of a loader of this "
+                "compiled model"
+            )
+        sizes = self._buckets.lengths(*_shapes_and_dtypes(inputs))
         own = {n: size for n, size in sizes.items() if n != BATCH}
         if own == dict(mb.bucket.shape_key):
             return self.match(inputs)[1]
-        if not self.runs_at(mb.bucket, own):
-            raise DispatchError(
-                f"a micro-batch of {mb.bucket}: got {Bucket.of(own)}; expected lengths at which "
-                f"the bucket's graphs are right: from {Bucket.of(self.least_lengths(mb.bucket))} "
-                "on, where the trace takes none for granted; pad to the bucket"
-            )
+        self.lengths.refuse(mb.bucket, own, "micro-batch")
         return sizes
-
-    def least_lengths(self, bucket: Bucket) -> dict[str, int]:
-        """Returns the shortest length of each dim that the graphs of a bucket are traced for."""
-        least = self._planned.by_bucket[bucket].traced.program.least
-        # A dim that is 1 is so in every bucket of the trace.
-        return {name: least.get(name, size) for name, size in bucket.shape_key}
-
-    def runs_at(self, bucket: Bucket, sizes: Mapping[str, int]) -> bool:
-        """Whether the graphs of a bucket are right at some lengths.
-
-        Args:
-            bucket: as long in each dim, or longer.
-            sizes: length of each named dim, the batch left out.
-        """
-        key = bucket, tuple(sorted(sizes.items()))
-        if key not in self._right:
-            least, program = (
-                self.least_lengths(bucket),
-                self._planned.by_bucket[bucket].traced.program,
-            )
-            within = all(least[n] <= size <= bucket[n] for n, size in sizes.items())
-            self._right[key] = key[1] == bucket.shape_key or (within and program.holds_at(sizes))
-        return self._right[key]
 
     def input_problem(self, bucket: Bucket, inputs: Mapping[str, Tensor]) -> DispatchError | None:
         """Returns what is wrong with where inputs are, or with their values; None: nothing.
@@ -472,3 +456,9 @@ class Dispatch:
         """Returns how a micro-batch is run: as planned, but for steps of recompute chosen since."""
         planned = self.menu_steps.get((mb.bucket, mb.sp, mb.micro_batch), mb.menu_step)
         return Setting(mb.sp, mb.micro_batch, planned)
+
+
+def _shapes_and_dtypes(
+    inputs: Mapping[str, Tensor],
+) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    return {n: tuple(x.shape) for n, x in inputs.items()}, {n: x.dtype for n, x in inputs.items()}

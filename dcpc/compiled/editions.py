@@ -122,7 +122,9 @@ class Edition:
         self, number: int, bucket: Bucket, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
     ) -> list[str]:
         """Returns what the ranks of a group must have in common for their call of this number."""
-        what = [f"{bucket} with batch {sizes.get(BATCH, 1)}, call {number}", self.text]
+        own = Bucket.of({n: size for n, size in sizes.items() if n != BATCH})
+        at = bucket if own.dims == bucket.shape_key else f"{own}, within {bucket},"
+        what = [f"{at} with batch {sizes.get(BATCH, 1)}, call {number}", self.text]
         what += [str(self.planned.plans.get(bucket))]  # a model in stages may have none
         # Floats may differ in their last bits, as where each rank ran an encoder before.
         whole = [(n, x) for n, x in sorted(inputs.items()) if not x.is_floating_point()]

@@ -72,17 +72,10 @@ def in_eval(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _lengths(buckets: Buckets, inputs: Mapping[str, Tensor]) -> tuple[dict[str, int], Bucket]:
-    """Returns the length of every dim of a batch, and the smallest bucket that holds it."""
+def _matched(buckets: Buckets, inputs: Mapping[str, Tensor]) -> tuple[Bucket, dict[str, int]]:
+    """Returns the smallest bucket that holds a batch, and the length of every dim."""
     shapes = {name: tuple(x.shape) for name, x in inputs.items()}
-    sizes = buckets.lengths(shapes, {name: x.dtype for name, x in inputs.items()})
-    bucket = buckets.holding(sizes)
-    if bucket is None:
-        raise DispatchError(
-            f"evaluate: got {Bucket.of(sizes)}; expected lengths that some bucket holds; cut the "
-            "batch, or add a longer bucket"
-        )
-    return sizes, bucket
+    return buckets.match(shapes, {name: x.dtype for name, x in inputs.items()})
 
 
 def filled_up(
@@ -101,7 +94,7 @@ def filled_up(
         DispatchError: an input has no value in `pad`, or padding changes the loss.
     """
     buckets = edition.buckets
-    sizes, bucket = _lengths(buckets, inputs)
+    bucket, sizes = _matched(buckets, inputs)
     longer = [name for name, size in bucket.shape_key if sizes[name] < size]
     if not longer:
         return inputs
@@ -135,7 +128,7 @@ def length_edition(editions: Editions, base: Edition, inputs: Mapping[str, Tenso
         base: of the mode that it is in.
         inputs: by name.
     """
-    sizes, bucket = _lengths(base.buckets, inputs)
+    bucket, sizes = _matched(base.buckets, inputs)
     if all(sizes[name] == size for name, size in bucket.shape_key):
         return base
     return editions.at(base, sizes, bucket)

@@ -30,13 +30,13 @@ def test_graphs_of_a_bucket_are_right_at_each_length_that_they_are_said_to_run_a
     compiled = dcpc.compile(model, buckets, backend="eager")
     dispatch, longest = compiled._dispatch, Bucket.of(most)
     program = compiled.planned.by_bucket[longest].traced.program
-    least = dispatch.least_lengths(longest)
+    least = dispatch.lengths.least(longest)
     assert max(least.values()) <= 3
     ran = 0
     for upto in (0, 1, 2, 4, *(max(most.values()),) * 8):
         highest = {dim: min(most[dim], least[dim] + upto) for dim in dims}
         own = {dim: random_sizes.randint(least[dim], highest[dim]) for dim in dims}
-        if not dispatch.runs_at(longest, own):
+        if not dispatch.lengths.runs_at(longest, own):
             continue
         sizes = {**own, BATCH: random_sizes.choice((1, 2, 3))}
         inputs = draw(program, buckets, sizes, "wide", torch.device("cpu"))

@@ -282,6 +282,20 @@ def test_match_solves_products_and_checks_the_rest():
         buckets.match({**shapes, "video": (2, 16, 4, 72, 40)}, dtypes)
 
 
+def test_match_returns_the_smallest_bucket_that_holds_the_lengths():
+    for seq, holding in ((1, 512), (512, 512), (2049, 8192), (8192, 8192)):
+        assert match_text((1, seq)) == (Bucket.of({"seq": holding}), {"batch": 1, "seq": seq})
+
+
+def test_match_returns_a_larger_bucket_where_the_smallest_is_not_for_the_lengths():
+    images, clips = {"frames": 1, "h": 9}, {"frames": 4, "h": 2}
+    buckets = Buckets({"x": "float32[frames, h]"}, [images, clips])
+    given = {"x": (1, 2)}, {"x": torch.float32}
+    assert buckets.match(*given)[0].sizes == clips
+    assert buckets.match(*given, lambda b, own: b["frames"] == own["frames"])[0].sizes == images
+    assert buckets.match(*given, lambda b, own: False)[0].sizes == clips
+
+
 @given(st.integers(1, MAX_BATCH), st.sampled_from([512, 8192]))
 def test_match_takes_any_batch_that_is_left_open(batch, seq):
     assert match_text((batch, seq)) == (Bucket.of({"seq": seq}), {"batch": batch, "seq": seq})
@@ -290,7 +304,11 @@ def test_match_takes_any_batch_that_is_left_open(batch, seq):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"shape": (4, 700)}, "got {batch: 4, seq: 700}; expected the lengths of a bucket"),
+        (
+            {"shape": (4, 8193)},
+            "got {batch: 4, seq: 8193}; expected lengths that some bucket holds",
+        ),
+        ({"shape": (5, 700)}, "bucket {batch: 4, seq: 2048}: got batch 5; expected at most 4"),
         ({"shape": (5, 2048)}, "bucket {batch: 4, seq: 2048}: got batch 5; expected at most 4"),
         ({"shape": (0, 512)}, "got 0 in dim 0, shape (0, 512); expected 'batch' for an integer"),
         ({"shape": (512,)}, "got 1 dims, shape (512,); expected 2, int64[batch, seq]"),

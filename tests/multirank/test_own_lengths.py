@@ -4,9 +4,11 @@ import copy
 import warnings
 
 import pytest
+import torch
 
 import dcpc
-from tests.cases.exactness import SPLITTING, gradient_error, loss_error
+from dcpc.errors import GroupError
+from tests.cases.exactness import SPLITTING, compiled_error, gradient_error, loss_error
 from tests.cases.launch import run_ranks
 from tests.cases.packed_models import NUMBERS, Documents, Sequences, alone
 from tests.cases.ragged import LENGTHS, Ragged, gpt
@@ -24,6 +26,7 @@ CASES = {
     "rounds": ({"parameters": "rounds"}, {}),
     "unpad": ({"unpad": True}, {"pad_to_multiple_of": 4}),
 }
+BY_HAND = ("split, all made again",)
 SLOW = {
     "inductor": ({"backend": "inductor", "sp": 2}, {}),
     "pull": ({"parameters": "pull"}, {}),
@@ -56,9 +59,29 @@ def trained(cases):
                 planned = step.plan.micro_batches[mb.number]
                 assert planned.shape["seq"] == mb.inputs["input_ids"].shape[1]
                 assert planned.shape["seq"] <= planned.bucket["seq"]
+        if name in BY_HAND:
+            error = max(error, by_hand(compiled, options["sp"]))
         found[name] = error, ran, loader.stats().padding_share
         compiled.close()
     return found
+
+
+def by_hand(compiled, sp):
+    """Largest error of calls at lengths that no bucket has, and of a loop over a loader's step."""
+    model, error = compiled.model, 0.0
+
+    def data(batch, seq):
+        drawn = torch.Generator().manual_seed(seq)
+        ids, labels = torch.randint(64, (2, batch, seq), generator=drawn)
+        return {"input_ids": ids, "labels": labels}
+
+    for batch, seq in ((1, 2), (2, 3), (1, 7), (2, 17), (1, 24)):
+        error = max(error, compiled_error(compiled, model, data(batch, seq)))
+    rank = compiled.groups.rank
+    if sp > 1:  # one bucket, two lengths
+        with pytest.raises(GroupError, match=r"{seq: 5}, within {seq: 12}, with batch 1"):
+            compiled(**data(1, 5 + rank))
+    return error
 
 
 def on_rank(rank, names):

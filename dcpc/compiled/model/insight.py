@@ -87,25 +87,11 @@ class ModelInsight(SavedModel):
         """
         one = len([n for n in self.buckets.names if n != BATCH]) == 1
         chosen = multiple or (_GPU_MULTIPLE if one and self.groups.device.type == "cuda" else 1)
-        dispatch, padded = self._dispatch, self._compiled_anew()
-
-        def runs_at(bucket: Bucket, sizes: Mapping[str, int]) -> bool:
-            return bucket not in padded and dispatch.runs_at(bucket, sizes)
-
-        return OwnLengths(runs_at, self._seconds_at, dispatch.least_lengths, chosen)
-
-    def _compiled_anew(self) -> dict[Bucket, str]:
-        """Returns the buckets of which Inductor compiles each length by itself -> a call's name."""
-        of_trace: dict[int, str] = {}
-        for runnable in self.planned.traces:
-            calls = (n for n in runnable.traced.program.gm.graph.nodes if n.op == "call_function")
-            names = (n.name for n in calls if "adaptive" in str(n.target))
-            of_trace[id(runnable)] = "" if runnable.traced.backend == "eager" else next(names, "")
-        every = self.planned.by_bucket
-        return {b: name for b in every if (name := of_trace[id(every[b])])}
+        lengths = self._dispatch.lengths
+        return OwnLengths(lengths.runs_at, self._seconds_at, lengths.least, chosen)
 
     def _padding_line(self) -> str:
-        found = self._compiled_anew()
+        found = self._dispatch.lengths.compiled_anew
         if not found:
             return ""
         return (

@@ -127,6 +127,9 @@ class CompiledModel(TrainedModel):
     def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
         """Returns the model's loss, computed by the variant of these inputs' shape.
 
+        Lengths that no bucket has are run as they are, with the plan of the smallest bucket that
+        holds them.
+
         With `outputs=` it returns `(loss, outputs)`: what forward returns, in its own structure. A
         gradient flows through the loss alone: backward through another output is an error.
 
@@ -142,9 +145,9 @@ class CompiledModel(TrainedModel):
             inputs: inputs by name.
 
         Raises:
-            DispatchError: names, dtypes or shapes match no bucket, the model changed since it
-                was compiled or was not materialized, or a gradient is asked for and ranks share
-                out the parameters.
+            DispatchError: names, dtypes or shapes match no bucket, the bucket's graphs are not
+                right at these lengths, the model changed since it was compiled or was not
+                materialized, or a gradient is asked for and ranks share out the parameters.
             GroupError: ranks of the SP group passed different shapes, or different values of
                 inputs that are no floats.
             TraceError: with outputs, forward returns something else than tensors and numbers.
@@ -179,9 +182,10 @@ class CompiledModel(TrainedModel):
 
         Args:
             batch: inputs by name.
-            between: what is done with lengths between the buckets: "pad": they are filled up to
-                the smallest bucket that holds them; "compile": they run as they are, captured and
-                planned when they first come; None: they are refused.
+            between: what is done with lengths that no bucket has: None: they run by the graphs of
+                the smallest bucket that holds them, or are refused where these are not right;
+                "pad": they are filled up to that bucket; "compile": they are captured and planned
+                when they first come.
             pad: input name -> what fills it up at its end, as for `dcpc.DataLoader`.
             outputs: whether what forward returns comes back, too: then `(loss, outputs)`, as from
                 a call.

@@ -84,7 +84,7 @@ class DataLoader:
         shuffle: bool = True,
         order: Order | None = None,
         pad: Mapping[str, int | float] | None = None,
-        pad_to: Literal["longest", "bucket"] | None = None,
+        pad_to: Literal["longest", "bucket"] = "longest",
         pad_to_multiple_of: int | None = None,
         pad_to_longer: bool = False,
         packing: bool | str = False,
@@ -126,8 +126,7 @@ class DataLoader:
                 the planner forms of samples of like length. The bucket's degree, placement and
                 recompute run it, within the bucket's memory. Where the model's trace does not hold
                 (`CompiledModel.own_lengths`), in stages, and where `pad` lacks an input, samples
-                are padded to their buckets. "bucket": they always are. Default: "longest" in modes
-                "auto" and "evolve"; else "bucket", as calls by hand take lengths of buckets alone.
+                are padded to their buckets. "bucket": they always are.
             pad_to_multiple_of: with "longest", what lengths are rounded up to, as far as the bucket
                 has room. Default: 64 on a GPU where samples have one named dim, else 1.
             pad_to_longer: in mode "auto", short samples may be padded to longer buckets than their
@@ -170,8 +169,6 @@ class DataLoader:
         check_count("seed", seed, 0)
         check_choice("on_too_long", on_too_long, ("error", "skip"))
         check_choice("mode", mode, MODES)
-        if pad_to is None:  # micro-batches of the other modes may be called by hand
-            pad_to = "longest" if mode in FREE_MODES else "bucket"
         check_choice("pad_to", pad_to, ("bucket", "longest"))
         if pad_to_multiple_of is not None:
             check_count("pad_to_multiple_of", pad_to_multiple_of, 1)

@@ -145,8 +145,8 @@ CALLS = {
              lambda g: g.compiled({"ids": IDS, "labels": IDS})),
         _call("another dtype", ids=IDS.int()),
         _call("a dim that is missing", ids=IDS[0], labels=IDS[0]),
-        _call("lengths of no bucket", "cut or pad the samples to a bucket, or add these lengths to "
-              "`sizes=`", ids=IDS[:, :3], labels=IDS[:, :3]),
+        _call("lengths that no bucket holds", ids=IDS.repeat(1, 3), labels=IDS.repeat(1, 3)),
+        _call("a length that the trace is not for", ids=IDS[:, :1], labels=IDS[:, :1]),
         _call("inputs of two batches", labels=IDS[:1]),
         _call("an empty batch", ids=IDS[:0], labels=IDS[:0]),
         _call("an input on another device", ids=IDS.to("meta")),

@@ -29,6 +29,7 @@ from tests.fuzz.runs.models import OF_SAMPLES, Model, Setup, alone
 
 LIMIT = 1e-10
 LOW_LIMIT = 0.1  # of bfloat16, beside the largest of all gradients
+SHORTEST = 3  # length of a call between buckets
 STAYS = ("freeze", "hook", "replace")  # changes after which a model is not as it was compiled
 
 
@@ -318,9 +319,12 @@ class Training:
                 self.close(f"gradient of {name}", got, expected, least)
 
     def evaluate(self) -> None:
-        """Calls both with one batch of a bucket's size."""
+        """Calls both with one batch of lengths that a bucket holds."""
         setup, rng = self.run.setup, random.Random(self.count)
-        size, limit = rng.choice(setup.sizes)
+        size, _ = rng.choice(setup.sizes)
+        size = tuple(rng.randint(min(SHORTEST, n), n) for n in size)
+        limits = [limit for most, limit in setup.sizes if all(map(int.__le__, size, most))]
+        limit = min(filter(None, limits), default=0)
         some = [sample(setup, size, 1000 + k) for k in range(rng.randint(1, limit or 3))]
         if setup.loss not in OF_SAMPLES and not any(alone(setup, x) for x in some):
             return

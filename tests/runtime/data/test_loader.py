@@ -501,8 +501,7 @@ def test_a_micro_batch_is_as_long_as_its_longest_sample_unless_it_is_to_be_its_b
     assert lengths() == [5, 6, 12]
     assert lengths(pad_to_multiple_of=4) == [7, 7, 12]
     assert lengths(pad_to="bucket") == [7, 7, 16]
-    assert lengths(mode="inter") == [7, 7, 16]  # calls by hand take lengths of buckets
-    assert lengths(mode="inter", pad_to="longest") == [5, 6, 12]
+    assert lengths(mode="inter") == [5, 6, 12]
 
 
 def test_padding_of_samples_that_share_a_micro_batch_is_told_apart(caplog):

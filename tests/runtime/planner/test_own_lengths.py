@@ -171,4 +171,10 @@ def test_lengths_that_inductor_would_compile_one_by_one_are_padded_to_buckets(ba
     anew = backend == "inductor"
     assert compiled.own_lengths(None).padded(bucket, dims) == (bucket.shape_key if anew else dims)
     assert ("anew for each length" in compiled.report()) == anew
+    x = torch.randn(2, 3, 9, 17)
+    if anew:
+        with pytest.raises(dcpc.DispatchError, match=r"got {h: 9, w: 17}; .*anew .*backend='eager"):
+            compiled(x=x)
+    else:
+        torch.testing.assert_close(compiled(x=x), compiled.model(x))
     compiled.close()
