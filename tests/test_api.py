@@ -18,7 +18,7 @@ INPUTS = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
 
 def gpt(**options):
     torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=64, dim=32, n_layers=3, n_heads=4, **options))
+    return GPT(GPTConfig(vocab_size=64, dim=32, n_layers=1, n_heads=4, **options))
 
 
 def buckets(*lengths):
@@ -278,7 +278,7 @@ def test_optimizer_has_its_place_in_the_plan():
 
 
 def test_a_model_without_memory_is_planned_as_one_with():
-    config = GPTConfig(dim=32, n_layers=2, n_heads=4)
+    config = GPTConfig(dim=32, n_layers=1, n_heads=4)
     with torch.device("meta"):
         hollow = GPT(config)
     shapes = buckets(32, 512)

@@ -40,6 +40,7 @@ def answers(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_labels_on_one_ranks_part_of_a_sequence_alone():
     for found in run_ranks(answers, 2, timeout_s=120):
         assert not {k: e for k, e in found.items() if not e < 1e-10}
@@ -79,6 +80,7 @@ def steps(rank: int) -> dict[str, tuple[float, list[tuple[int, ...]]]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_is_the_mean_over_all_its_labels():
     for found in run_ranks(steps, 2, timeout_s=120):
         for name, (worst, counts) in found.items():

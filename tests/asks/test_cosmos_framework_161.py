@@ -93,6 +93,7 @@ def ddp_bytes(rank: int, times: int) -> int:
     return sum(sent)
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_once_a_step():
     ranks = run_ranks(step_bytes, 2, timeout_s=120)
     said = entry(__file__)

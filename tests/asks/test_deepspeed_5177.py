@@ -44,6 +44,7 @@ def errors(
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_share_odd_lengths_and_odd_numbers_of_heads():
     found = run_ranks(errors, 2, ((5, 5), (3, 1)), LENGTHS, timeout_s=120)
     assert not wrong(found, 1e-10)
@@ -123,6 +124,7 @@ def joint_errors(rank: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_text_clip_and_sound_of_any_lengths_in_one_attention(world):
     assert not wrong(run_ranks(joint_errors, world, timeout_s=120), 1e-10)

@@ -93,6 +93,7 @@ def shapes(loader: dcpc.DataLoader) -> set[int]:
     return {mb.inputs["labels"].shape[1] for step in loader for mb in step.micro_batches}
 
 
+@pytest.mark.slow
 def test_a_length_between_buckets_is_run_as_it_is_by_the_loader_and_by_hand():
     assert shapes(compiled([48, 96], "bucket", backend="eager")[1]) == {48, 96}
     model, loader = compiled([48, 96], backend="eager")

@@ -39,6 +39,7 @@ def errors(rank: int) -> tuple[float, float, list[tuple[int, ...]], int]:
     return found.worst, worst, found.counts, len(shapes)
 
 
+@pytest.mark.slow
 def test_a_pipeline_takes_micro_batches_of_any_lengths():
     for worst, state, counts, shapes in run_ranks(errors, 2, timeout_s=120):
         assert worst < 1e-10

@@ -45,6 +45,7 @@ def errors(rank: int) -> dict[str, tuple[float, list[tuple[int, ...]], int]]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_run_unequal_numbers_of_micro_batches():
     ranks = run_ranks(errors, 2, timeout_s=120)
     for mode in MODES:
@@ -88,6 +89,7 @@ def with_dropout(rank: int) -> dict[str, list[tuple[float, ...]]]:
     return found
 
 
+@pytest.mark.slow
 def test_with_dropout_sharded_parameters_train_as_whole_ones():
     for found in run_ranks(with_dropout, 2, timeout_s=120):
         assert [step[2:] for step in found["whole"]] == COUNTS

@@ -26,6 +26,8 @@ CHEAP = (
     "derivatives: a wrong rename of a divisor",
     "schedule: two saved values exchanged",
     "attention: a block's gradient without delta",
+)
+ALSO = (
     "caches: lowered graphs of any placement are one",
     "runtime: saved values in another order",
     "derivatives: a gradient's dim of size 1 has the stride of a channel",
@@ -45,14 +47,25 @@ def verified(setting):
     return verifier
 
 
-@pytest.mark.parametrize("name", CHEAP)
+@pytest.mark.parametrize(
+    "name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO)]
+)
 def test_a_planted_fault_is_caught_when_it_changes_numbers(name):
     verdict = run_mutant(BY_NAME[name])
     assert verdict.error > 1e-6
     assert verdict.end in (CAUGHT, DROPPED), verdict.said
 
 
-@pytest.mark.parametrize("setting", ["gpt", "marked", "scaled", "ring 2", "called", "pixels"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("gpt", "ring 2"),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("marked", "scaled", "called", "pixels")
+        ),
+    ],
+)
 def test_a_model_passes_when_nothing_is_planted(setting):
     verdict = run_sound(setting)
     assert verdict.end == HARMLESS, verdict.said

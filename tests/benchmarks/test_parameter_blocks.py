@@ -74,6 +74,7 @@ def counted(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_a_block_sends_its_own_rounds_and_meets_the_others_once_a_step():
     ranks = run_ranks(counted, 4, timeout_s=120)

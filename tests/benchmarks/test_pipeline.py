@@ -38,6 +38,7 @@ def test_tasks_have_the_tokens_asked_for():
     assert np.mean(tasks(1, samples=2000)) == pytest.approx(209, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_stages_need_the_bytes_that_the_replay_says_and_have_the_plain_models_numbers():
     (found,) = run_world(("gpt_tied",), 2, 2, 1, 12)

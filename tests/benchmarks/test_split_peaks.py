@@ -51,9 +51,8 @@ def split_peaks(rank: int, name: str, sp: int) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(
-    ("name", "sp"), [("GPT", 2), pytest.param("Llama", 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sp"), [("GPT", 2), ("Llama", 3)])
 def test_a_plan_has_the_peak_of_the_rank_that_holds_most(name, sp):
     """However attention is split, of lengths that ranks do not divide, recomputed or not."""
     every = run_ranks(split_peaks, sp, name, sp, timeout_s=200)

@@ -52,6 +52,7 @@ def resuming(rank, world, folder, rate, resumed):
     return values(trainer), logged(trainer)
 
 
+@pytest.mark.slow
 def test_resumed_on_two_ranks_it_is_as_if_it_had_never_stopped(tmp_path):
     whole = run_ranks(resuming, 2, 2, tmp_path, 0.1, False)
     again = run_ranks(resuming, 2, 2, tmp_path, 0.1, True)
@@ -60,6 +61,7 @@ def test_resumed_on_two_ranks_it_is_as_if_it_had_never_stopped(tmp_path):
         assert losses == found
 
 
+@pytest.mark.slow
 def test_resumed_on_another_number_of_ranks(tmp_path):
     ((whole, losses),) = run_ranks(resuming, 1, 1, tmp_path, 0.0, False)
     assert len(losses) == 2 * len(Samples()) // STEP

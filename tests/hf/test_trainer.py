@@ -46,8 +46,14 @@ def trained(kind, folder, **settings) -> Trainer:
     return trainer
 
 
-def test_parameters_losses_and_norms_are_those_of_the_trainer(tmp_path):
-    plain, ours = (trained(kind, tmp_path) for kind in (Trainer, Ours))
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Trainer:
+    """The Trainer alone, after training as usual."""
+    return trained(Trainer, tmp_path_factory.mktemp("plain"))
+
+
+def test_parameters_losses_and_norms_are_those_of_the_trainer(tmp_path, plain):
+    ours = trained(Ours, tmp_path)
     assert furthest(values(plain), values(ours)) < 1e-10
     for name in ("loss", "grad_norm", "learning_rate", "epoch"):
         assert logged(ours, name) == pytest.approx(logged(plain, name), rel=1e-6)
@@ -55,9 +61,8 @@ def test_parameters_losses_and_norms_are_those_of_the_trainer(tmp_path):
     assert ours.get_total_train_batch_size(ours.args) == STEP
 
 
-@pytest.mark.parametrize(
-    "seeds", [pytest.param({}, marks=pytest.mark.slow), {"seed": 7, "data_seed": 3}]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [{}, {"seed": 7, "data_seed": 3}])
 def test_shuffled_steps_are_those_of_the_trainer(tmp_path, seeds):
     kinds = {"train_sampling_strategy": "random", **seeds}
     plain, ours = (trained(kind, tmp_path, **kinds) for kind in (Trainer, Ours))
@@ -65,25 +70,27 @@ def test_shuffled_steps_are_those_of_the_trainer(tmp_path, seeds):
     assert logged(ours) == pytest.approx(logged(plain), rel=1e-6)
 
 
-def test_accumulated_batches_are_one_step(tmp_path):
-    plain = trained(Trainer, tmp_path)
+@pytest.mark.slow
+def test_accumulated_batches_are_one_step(tmp_path, plain):
     kinds = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": STEP}
     ours = trained(Ours, tmp_path, **kinds)
     assert furthest(values(plain), values(ours)) < 1e-10
     assert logged(ours) == pytest.approx(logged(plain), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_tokens_are_counted(tmp_path):
-    real = sum(LENGTHS) * 2
-    ours = trained(Ours, tmp_path, include_num_input_tokens_seen="non_padding")
-    assert ours.state.num_input_tokens_seen == real
-    own = {"options": {"loader_options": {"pad_to": "bucket"}}}
-    padded = trained(Ours, tmp_path, include_num_input_tokens_seen="all", **own)
-    to_buckets = 2 * sum(8 if n <= 8 else 24 for n in LENGTHS)
-    assert padded.state.num_input_tokens_seen == to_buckets
-    ours = trained(Ours, tmp_path, include_num_input_tokens_seen="all")
-    assert real <= ours.state.num_input_tokens_seen < to_buckets
-    assert ours.state.total_flos > 0
+    real, to_buckets = sum(LENGTHS), sum(8 if n <= 8 else 24 for n in LENGTHS)
+
+    def counted(seen, **options):
+        own = {"options": {"loader_options": options}, "num_train_epochs": 1}
+        state = trained(Ours, tmp_path, include_num_input_tokens_seen=seen, **own).state
+        assert state.total_flos > 0
+        return state.num_input_tokens_seen
+
+    assert counted("non_padding") == real
+    assert counted("all", pad_to="bucket") == to_buckets
+    assert real <= counted("all") < to_buckets
 
 
 def test_epochs_by_tokens_have_every_sample_once(tmp_path):
@@ -99,6 +106,7 @@ def test_epochs_by_tokens_have_every_sample_once(tmp_path):
     assert ours.state.epoch == 3
 
 
+@pytest.mark.slow
 def test_the_last_step_of_an_epoch_may_be_smaller(tmp_path):
     ours = made(Ours, tmp_path, data=Samples(10), train_sampling_strategy="random")
     seen = Seen(ours)
@@ -107,6 +115,7 @@ def test_the_last_step_of_an_epoch_may_be_smaller(tmp_path):
     assert ours.state.global_step == 6
 
 
+@pytest.mark.slow
 def test_a_part_of_an_epoch_has_its_part_of_the_steps(tmp_path):
     ours = made(Ours, tmp_path, num_train_epochs=1.5)
     seen = Seen(ours)
@@ -150,7 +159,7 @@ def random_order(options):
     ("stop", "options"),
     [
         pytest.param(1, {}, marks=pytest.mark.slow),
-        (4, {}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
         (3, {"tokens_per_step": 40}),
         pytest.param(6, {"tokens_per_step": 40}, marks=pytest.mark.slow),
     ],
@@ -169,13 +178,20 @@ def test_resumed_it_is_as_if_it_had_never_stopped(tmp_path, whole, stop, options
         assert logged(again, name) == logged(whole(options), name)
 
 
-def test_an_epoch_begins_anew_where_asked(tmp_path):
-    first = made(Ours, tmp_path, save_strategy="steps", save_steps=3)
+@pytest.fixture(scope="module")
+def third_step(tmp_path_factory) -> str:
+    """The folder of a checkpoint after three steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    first = made(Ours, folder, save_strategy="steps", save_steps=3)
     first.add_callback(Stop(3))
     first.train()
+    return str(folder / "checkpoint-3")
+
+
+def test_an_epoch_begins_anew_where_asked(tmp_path, third_step):
     again = made(Ours, tmp_path, ignore_data_skip=True)
     seen = Seen(again)
-    again.train(resume_from_checkpoint=True)
+    again.train(resume_from_checkpoint=third_step)
     assert sorted(seen.epochs[0]) == list(range(len(LENGTHS)))
     assert again.state.global_step == again.state.max_steps == 8
 
@@ -190,6 +206,7 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step >= self.after
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_trainer_alone_is_gone_on_from(tmp_path):
     kinds = {"save_strategy": "steps", "save_steps": 3}
     plain = made(Trainer, tmp_path, **kinds)
@@ -200,11 +217,10 @@ def test_a_checkpoint_of_the_trainer_alone_is_gone_on_from(tmp_path):
     assert logged(ours) == pytest.approx(logged(plain), rel=1e-6)
 
 
-def test_a_checkpoint_of_other_steps_is_refused(tmp_path):
-    trained(Ours, tmp_path, save_strategy="steps", save_steps=3)
+def test_a_checkpoint_of_other_steps_is_refused(tmp_path, third_step):
     ours = made(Ours, tmp_path, per_device_train_batch_size=2)
     with pytest.raises(DataError, match="steps of 4 samples; expected 2 samples"):
-        ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        ours.train(resume_from_checkpoint=third_step)
 
 
 def test_evaluation_between_steps_is_the_trainers(tmp_path):
@@ -219,10 +235,12 @@ def test_evaluation_between_steps_is_the_trainers(tmp_path):
     assert told == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_is_off_in_evaluation_and_on_after_it(tmp_path):
     kinds = {"eval_strategy": "steps", "eval_steps": 2, "options": {"eval_dataset": Samples(7)}}
-    evaluated = trained(Ours, tmp_path, model=llama(attention_dropout=0.3), **kinds)
-    alone = trained(Ours, tmp_path, model=llama(attention_dropout=0.3))
+    drops = {"model": llama(attention_dropout=0.3), "num_train_epochs": 1}
+    evaluated = trained(Ours, tmp_path, **drops, **kinds)
+    alone = trained(Ours, tmp_path, **drops | {"model": llama(attention_dropout=0.3)})
     assert furthest(values(evaluated), values(alone)) == 0
 
 
@@ -238,17 +256,17 @@ def test_the_model_generates_and_is_saved_and_loaded(tmp_path):
     assert furthest(values(ours), [p.detach() for p in loaded.parameters()]) < 1e-7
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
     kinds = {
         "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
-        "load_best_model_at_end": True, "learning_rate": 0.2,
+        "load_best_model_at_end": True, "learning_rate": 0.2, "num_train_epochs": 1,
     }  # fmt: skip
     ours = trained(Ours, tmp_path, options={"eval_dataset": Samples(7)}, **kinds)
     assert ours.evaluate()["eval_loss"] == pytest.approx(min(logged(ours, "eval_loss")), rel=1e-5)
 
 
-def test_packed_rows_have_the_same_loss(tmp_path):
-    plain = trained(Trainer, tmp_path)
+def test_packed_rows_have_the_same_loss(tmp_path, plain):
     inputs = {**TEXT, "position_ids": "int64[batch, seq]"}
     options = {
         "buckets": dcpc.Buckets(inputs, [{"seq": 24}, {"seq": 48}]),
@@ -341,11 +359,12 @@ def with_mask(samples):
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+@pytest.mark.slow
 def test_a_mask_of_ones_is_left_out_or_declared(tmp_path):
     inputs = {**TEXT, "attention_mask": "int64[batch, seq]"}
     declared = dcpc.Buckets(inputs, [{"seq": 8}, {"seq": 24}])
     trainers = [
-        made(kind, tmp_path, options=options)
+        made(kind, tmp_path, options=options, num_train_epochs=1)
         for kind, options in ((Trainer, {}), (Ours, {}), (Ours, {"buckets": declared}))
     ]
     for trainer in trainers:

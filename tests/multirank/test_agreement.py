@@ -1,5 +1,6 @@
 import os
 import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dcpc.errors import GroupError
-from dcpc.runtime.groups import agreement
+from dcpc.runtime.groups import agreement, watch
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from tests.cases.launch import run_ranks
@@ -42,13 +43,22 @@ def mixed(rank: int):
 
 
 def late(rank: int, look_s: float):
-    agreement.LOOK_S = look_s
+    """Rank 2 comes once the others, who begin to wait together, have given it up."""
+    for module, name, value in ((agreement, "LOOK_S", look_s), (watch, "_VERDICT_S", 0.5)):
+        setattr(module, name, value)
+    others = dist.new_group([0, 1, 3])
+    dist.barrier()  # groups of a short limit are made of ranks that are all there
     groups = Groups.default(timeout_s=3)
+    store = groups.control(4).get_group_store()
     if rank == 2:
-        time.sleep(7)
-    elif rank == 1 and look_s < 1:
-        time.sleep(2)  # its own time would be up much later than rank 0's; it looks for trouble
-    return refused(groups, 4, "step", str(rank // 4)), why_it_stopped(groups, 4, 0)
+        store.wait([f"given up by {r}" for r in (0, 1, 3)], timedelta(seconds=200))
+    else:
+        dist.barrier(others)
+    if rank == 1 and look_s < 1:
+        time.sleep(1.5)  # its own time would be up much later than rank 0's; it looks for trouble
+    text = refused(groups, 4, "step", str(rank // 4))
+    store.set(f"given up by {rank}", "")
+    return text, why_it_stopped(groups, 4, 0)
 
 
 def dead(rank: int):

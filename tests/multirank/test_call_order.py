@@ -84,7 +84,7 @@ def steps(rank: int, options: dict[str, Any]) -> tuple[list[Made], int, set[int]
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"attention": "ring"}, marks=pytest.mark.slow),
         pytest.param({"parameters": "step"}, marks=pytest.mark.slow),
         {"parameters": "rounds", "block": 2, "sp": [1, 2, 4]},

@@ -69,7 +69,9 @@ def several(rank: int, options: dict[str, Any]) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("options", [{"sp": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"sp": 2}, pytest.param({"pipeline": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_six_compiles_hold_what_two_hold(options):
     for after_two, after_six in run_ranks(several, 2, options, timeout_s=200.0):
         assert after_six == after_two

@@ -206,6 +206,7 @@ def errors_and_curves(rank: int):
     return gpt_errors(rank, 6), curves(rank, 21)
 
 
+@pytest.mark.slow
 def test_compiled_steps_of_every_mode_equal_one_device():
     for errors, found in run_ranks(errors_and_curves, 2, timeout_s=280):
         check_errors(errors)

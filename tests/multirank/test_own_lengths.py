@@ -21,13 +21,13 @@ SIZES = [{"seq": 12}, {"seq": 24}]
 PAD = {"input_ids": 0, "labels": -100}
 CASES = {
     "auto": ({}, {}),
-    "split, all made again": ({"sp": 2, "recompute": "all"}, {}),
-    "own setting, step": ({"sp": 2, "parameters": "step"}, {"mode": "inter"}),
     "rounds": ({"parameters": "rounds"}, {}),
-    "unpad": ({"unpad": True}, {"pad_to_multiple_of": 4}),
 }
 BY_HAND = ("split, all made again",)
 SLOW = {
+    "split, all made again": ({"sp": 2, "recompute": "all"}, {}),
+    "own setting, step": ({"sp": 2, "parameters": "step"}, {"mode": "inter"}),
+    "unpad": ({"unpad": True}, {"pad_to_multiple_of": 4}),
     "inductor": ({"backend": "inductor", "sp": 2}, {}),
     "pull": ({"parameters": "pull"}, {}),
     "longer buckets": ({}, {"pad_to_longer": True}),

@@ -212,7 +212,7 @@ def epoch(compiled: Any, loader: Any, optimizer: Any) -> list[float]:
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, "step"), (2, "pull")), ((2, "rounds"), (2, "whole")),
+    [((2, "step"), (2, "pull")), pytest.param((2, "rounds"), (2, "whole"), marks=pytest.mark.slow),
      *(pytest.param((4, "step"), then, marks=pytest.mark.slow)
        for then in ((2, "pull"), (3, "step"), (3, "whole"), (3, "rounds"))),
      pytest.param((3, "pull"), (2, "step"), marks=pytest.mark.slow)],

@@ -58,6 +58,7 @@ def peaks(rank: int) -> tuple[int, list[int], dict[int, list[int]]]:
     return predicted.peak_bytes, calls, steps
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_micro_batches_in_a_row_peak_where_one_does():
     """Gloo's threads hold none of the memory, so it does not matter when they let go."""

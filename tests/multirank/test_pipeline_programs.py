@@ -83,6 +83,7 @@ def programs(rank: int) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 def test_all_programs_of_a_model_in_stages_have_the_plain_models_numbers():
     for said in run_ranks(programs, 2, timeout_s=240.0):
         assert said.pop("unpadded") > 0, "micro-batches ran without padding"

@@ -87,6 +87,7 @@ def check(found: list[Epoch], name: str) -> None:
         assert every[1] > every[3] > every[0] == 0, "one trace's parameters have no gradient"
 
 
+@pytest.mark.slow
 def test_two_stages_of_two_traces_have_the_plain_models_numbers():
     check(run_ranks(epoch, 2, "branching", 2, {}, timeout_s=240.0), "branching")
 

@@ -145,8 +145,16 @@ def check(found: list[dict[str, Any]], mode: str) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("mode", ["whole", "step", "pull"])
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "mode"),
+    [
+        (2, "step"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, "whole"), (2, "pull"), (4, "whole"), (4, "step"), (4, "pull"))
+        ),
+    ],
+)
 def test_overlap_clipping_and_adam_equal_one_device(world, mode):
     found = run_ranks(train, world, world, mode, timeout_s=280)
     check(found, mode)

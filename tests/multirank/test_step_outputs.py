@@ -43,13 +43,12 @@ def all_errors(rank, cases):
     return [errors(rank, *case) for case in cases]
 
 
-@pytest.mark.parametrize("recompute", ["none", "all"])
-def test_outputs_of_steps_are_the_plain_models(recompute):
-    for own_loss in (True, False):
-        options = {"backend": "eager", "recompute": recompute}
-        worst, seen, _ = errors(0, "gathered", own_loss, options)
-        assert worst < 1e-12
-        assert sorted(seen) == [*range(12)]
+@pytest.mark.parametrize(("recompute", "own_loss"), [("none", True), ("all", False)])
+def test_outputs_of_steps_are_the_plain_models(recompute, own_loss):
+    options = {"backend": "eager", "recompute": recompute}
+    worst, seen, _ = errors(0, "gathered", own_loss, options)
+    assert worst < 1e-12
+    assert sorted(seen) == [*range(12)]
 
 
 SPLIT = {"backend": "eager", "sp": 2, "device": SPLITTING}
@@ -63,10 +62,13 @@ CASES = [
 
 
 @pytest.mark.multirank
-def test_outputs_of_steps_are_the_plain_models_on_two_ranks():
-    one, other = run_ranks(all_errors, 2, CASES, timeout_s=200.0)
+@pytest.mark.parametrize(
+    "cases", [CASES[::4], pytest.param(CASES[1:4], marks=pytest.mark.slow)], ids=["quick", "rest"]
+)
+def test_outputs_of_steps_are_the_plain_models_on_two_ranks(cases):
+    one, other = run_ranks(all_errors, 2, cases, timeout_s=200.0)
     for (outputs, _, options), (worst, seen, mine), (also, more, theirs) in zip(
-        CASES, one, other, strict=True
+        cases, one, other, strict=True
     ):
         assert max(worst, also) < 1e-12
         assert sorted(seen + more) == sorted([*range(12)] * options["sp"])

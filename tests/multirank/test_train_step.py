@@ -63,6 +63,7 @@ def check(found: list[tuple[float, float, set[int]]], mixed: int) -> None:
     assert max(len(degrees) for _, _, degrees in found) >= mixed
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_step_with_mixed_degrees_has_the_gradient_of_the_global_loss():
     for found in run_ranks(step_errors, 4, 4, "eager", timeout_s=280):

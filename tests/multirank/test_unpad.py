@@ -78,12 +78,13 @@ def t5_errors(rank: int, sp: int, recompute: str) -> dict[str, float]:
     return found
 
 
-def test_two_ranks_run_a_call_without_its_padding():
-    for name in MODELS:
-        found = run_ranks(errors, 2, name, 2, "eager", {"recompute": "none"}, timeout_s=280)
-        assert not wrong(found, 1e-10)
+@pytest.mark.parametrize("name", ["encoder", pytest.param("bert", marks=pytest.mark.slow)])
+def test_two_ranks_run_a_call_without_its_padding(name):
+    found = run_ranks(errors, 2, name, 2, "eager", {"recompute": "none"}, timeout_s=280)
+    assert not wrong(found, 1e-10)
 
 
+@pytest.mark.slow
 def test_two_ranks_run_both_sides_without_padding():
     assert not wrong(run_ranks(t5_errors, 2, 2, "none", timeout_s=280), 1e-10)
 
@@ -117,6 +118,7 @@ def said_of_wrong_positions(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_the_first_call_of_two_ranks_is_held_against_the_plain_model():
     for said in run_ranks(said_of_wrong_positions, 2, timeout_s=280):
         assert "without padding at sp 2 does not give what the model gives" in said
@@ -146,6 +148,7 @@ def loader_errors(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_steps_of_the_loader_leave_padding_out_on_two_ranks():
     found = run_ranks(loader_errors, 2, timeout_s=280)
     assert len(found[0]) > 2

@@ -35,10 +35,6 @@ def split_errors(
     return split.errors("stdit", [(POINTS[p], video.data(POINTS[p])) for p in points], recomputes)
 
 
-def test_stdit_split_over_two_ranks_equals_the_plain_one():
-    assert not wrong(run_ranks(split_errors, 2, (0,), ("none",), timeout_s=280), 1e-10)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world", [2, 4])

@@ -24,7 +24,7 @@ WORLD = 16  # two nodes
 
 
 def planned(block: int | str | None, world: int = WORLD, **options: Any) -> Planned:
-    model = GPT(GPTConfig(vocab_size=64, dim=64, n_layers=2, n_heads=4))
+    model = GPT(GPTConfig(vocab_size=64, dim=64, n_layers=1, n_heads=4))
     options = {"device": "h200", "backend": "eager", "parameters": "rounds"} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -32,7 +32,7 @@ def planned(block: int | str | None, world: int = WORLD, **options: Any) -> Plan
 
 
 def test_a_rank_keeps_its_rows_of_a_block_and_sends_within_it():
-    whole = sum(p.nbytes for p in GPT(GPTConfig(64, 64, 2, 4)).parameters())
+    whole = sum(p.nbytes for p in GPT(GPTConfig(64, 64, 1, 4)).parameters())
     for block in (2, 8):
         found = planned(block, sp=1)
         request = found.request

@@ -9,7 +9,7 @@ from dcpc.commands.check import SplitModel
 from tests.cases.joint_whole import said, whole
 from tests.zoo.models import NAMED
 
-QUICK = (("transformers GPT-2", 2), ("transformers T5", 1), ("diffusers PixArt", 2))
+QUICK = (("transformers GPT-2", 2),)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def cut(request):
     return stages, sizes, CASES[request.param].data(sizes, 0)
 
 
-@pytest.mark.parametrize("share", [0, 0.5, 1])
+@pytest.mark.parametrize("share", [0, pytest.param(0.5, marks=pytest.mark.slow), 1])
 def test_bytes_are_those_of_the_profile(cut, share):
     stages, sizes, inputs = cut
     sent = ()
